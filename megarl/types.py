@@ -1,0 +1,240 @@
+"""The records that cross a boundary: frozen, keyword-only, free of torch.
+
+Ragged columns are numpy so that a reader in another process maps them from the object store without a copy.
+Shape legend: N rows (samples) of a chunk, T all tokens of a column, P prompt tokens, R response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+RoleName = Literal["actor", "critic", "reference", "reward"]
+HeadName = Literal["lm", "value", "score"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankCoords:
+    """Where one rank stands in a role's layout; each index counts from 0."""
+
+    tp: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a role is split over the ranks of its group.
+
+    Ranks are numbered TP fastest, then DP, then PP (Megatron's default order), so that a TP group is
+    on neighbouring devices.
+
+    Args:
+        tp: ranks that share each matrix.
+        pp: pipeline stages.
+        dp: replicas.
+        vpp: model chunks per pipeline stage (1: no interleaving).
+        sequence_parallel: activations between the TP regions are split along the sequence.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    vpp: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def coords(self, rank: int) -> RankCoords:
+        """The coordinates of a rank of the group."""
+        return RankCoords(tp=rank % self.tp, dp=rank // self.tp % self.dp, pp=rank // (self.tp * self.dp))
+
+    def rank(self, coords: RankCoords) -> int:
+        """The rank in the group that has these coordinates."""
+        return coords.tp + self.tp * (coords.dp + self.dp * coords.pp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ragged:
+    """Rows of different lengths in one flat array.
+
+    Args:
+        values: [T], any dtype; the rows one after the other.
+        offsets: [N + 1] int64; row i is ``values[offsets[i]:offsets[i + 1]]``.
+    """
+
+    values: npt.NDArray[Any]
+    offsets: npt.NDArray[np.int64]
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[Sequence[Any] | npt.NDArray[Any]], dtype: npt.DTypeLike) -> Ragged:
+        """Concatenates rows; an empty iterable makes a column without rows."""
+        arrays = [np.asarray(row, dtype=dtype) for row in rows]
+        offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
+        np.cumsum([len(a) for a in arrays], out=offsets[1:])
+        values = np.concatenate(arrays) if arrays else np.zeros(0, dtype=dtype)
+        return cls(values=values, offsets=offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> npt.NDArray[Any]:
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+    def __iter__(self) -> Iterator[npt.NDArray[Any]]:
+        return (self[i] for i in range(len(self)))
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """[N] int64, values per row."""
+        return np.diff(self.offsets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt as token ids.
+
+    Args:
+        prompt_id: unique in its data set, the same in every run.
+        token_ids: P ids.
+        fields: the other columns of its row (the reference answer, say), for rule-based rewards.
+    """
+
+    prompt_id: str
+    token_ids: tuple[int, ...]
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRequest:
+    """One answer to generate: which prompt, which of its samples, with which seed (64 bit)."""
+
+    sample_id: str
+    prompt: Prompt
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionSpan:
+    """Response tokens [start, stop) were sampled by ``engine_id`` under policy version ``version``."""
+
+    start: int
+    stop: int
+    version: int
+    engine_id: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutChunk:
+    """Some samples as the engine wrote them: the unit in which rollouts move.
+
+    Args:
+        sample_ids: N ids.
+        prompt_ids: N rows of int32 token ids.
+        response_ids: N rows of int32 token ids, the end token included.
+        rollout_logprobs: N rows of float32 nats, one per response token, by the engine, under the distribution
+            that it sampled from.
+        finished: [N] bool; True where the model ended the answer itself, False where the length limit did.
+        versions: N tuples of spans that cover the response in order.
+    """
+
+    sample_ids: tuple[str, ...]
+    prompt_ids: Ragged
+    response_ids: Ragged
+    rollout_logprobs: Ragged
+    finished: npt.NDArray[np.bool_]
+    versions: tuple[tuple[VersionSpan, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleInfo:
+    """What the driver knows of a sample: ids and lengths, never tokens.
+
+    Args:
+        chunk: index of the chunk object that holds it.
+        row: its row in that chunk.
+        prompt_tokens, response_tokens: lengths.
+        finished: see RolloutChunk.
+    """
+
+    sample_id: str
+    prompt_id: str
+    chunk: int
+    row: int
+    prompt_tokens: int
+    response_tokens: int
+    finished: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.response_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperienceChunk:
+    """What an update reads of the samples of one chunk; every column has one value per response token.
+
+    Args:
+        sample_ids: N ids.
+        prompt_ids, response_ids: N rows of int32 token ids.
+        old_logprobs: float32 nats, by the actor before the update.
+        ref_logprobs: float32 nats, by the reference; None without one.
+        old_values: float32, by the critic before the update; None without one.
+        advantages, returns: float32; returns is None without a critic.
+    """
+
+    sample_ids: tuple[str, ...]
+    prompt_ids: Ragged
+    response_ids: Ragged
+    old_logprobs: Ragged
+    ref_logprobs: Ragged | None
+    old_values: Ragged | None
+    advantages: Ragged
+    returns: Ragged | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackRow:
+    """A sample in a pack: where it lies and how long it is (tokens)."""
+
+    chunk: int
+    row: int
+    prompt_tokens: int
+    response_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.response_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSchedule:
+    """The micro-batches of one DP rank, in order; a pack without rows is a masked filler.
+
+    Args:
+        packs: rows of each micro-batch; the same number of packs on every DP rank.
+        pack_tokens: every pack is padded to this many tokens; the same on every DP rank.
+    """
+
+    packs: tuple[tuple[PackRow, ...], ...]
+    pack_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Who does what in one pass: one RankSchedule per DP rank.
+
+    Args:
+        total_rows: samples in the pass, over all ranks.
+        total_response_tokens: response tokens in the pass, over all ranks: a loss's global denominator.
+    """
+
+    ranks: tuple[RankSchedule, ...]
+    total_rows: int
+    total_response_tokens: int
