@@ -1,0 +1,1 @@
+"""Prompts, schedules and packing: what is trained on, by whom, in which order."""

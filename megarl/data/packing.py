@@ -1,0 +1,200 @@
+"""One pack (micro-batch) as flat arrays: sequences end to end, no padding between them (THD).
+
+Index convention. A row with P prompt and R response tokens that starts at position s of the pack holds prompt token i
+at s + i and response token t at s + P + t. What is computed *about* response token t before it is known, its
+log-probability, the entropy and the value (of the state before the token), is the model's output at the position that
+predicts it, s + P + t - 1: the ``source_positions``. The score of a row is the output at its last token's own position,
+s + P + R - 1: the ``last_positions``.
+
+Padding at the end of a pack is a sequence of its own, so that every position attends to something and the lengths
+always add up to the padded length. Nothing refers to its outputs. A pack without rows is that one sequence.
+
+Shape legend: S positions of the pack, B rows, T response tokens of all rows one after the other ("flat").
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from megarl.types import PackRow, Ragged
+
+PAD_TOKEN_ID = 0
+"""What padding positions hold; any id of the vocabulary would do."""
+
+V_co = TypeVar("V_co", covariant=True)
+
+
+class Chunks(Protocol[V_co]):
+    """Something per chunk, by chunk index; fetched when it is asked for, perhaps."""
+
+    def __getitem__(self, chunk: int, /) -> V_co: ...
+
+
+class TokenChunk(Protocol):
+    """The token columns that RolloutChunk and ExperienceChunk share."""
+
+    @property
+    def prompt_ids(self) -> Ragged: ...
+
+    @property
+    def response_ids(self) -> Ragged: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackShape:
+    """What every pipeline stage must know of a pack, from lengths alone.
+
+    Args:
+        position_ids: [S] int64, index of each token in its own sequence.
+        cu_seqlens: [sequences + 1] int32, where each sequence starts and the last ends: from 0 to S.
+        max_seqlen: tokens of the longest sequence.
+    """
+
+    position_ids: npt.NDArray[np.int64]
+    cu_seqlens: npt.NDArray[np.int32]
+    max_seqlen: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+    """A pack with its tokens.
+
+    Args:
+        shape: positions and sequence bounds.
+        tokens: [S] int64.
+        response_lengths: [B] int64, response tokens of each row.
+        source_positions: [T] int64, the position that predicts each response token.
+        labels: [T] int64, the response tokens.
+        last_positions: [B] int64, the position of each row's last token.
+    """
+
+    shape: PackShape
+    tokens: npt.NDArray[np.int64]
+    response_lengths: npt.NDArray[np.int64]
+    source_positions: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    last_positions: npt.NDArray[np.int64]
+
+
+def pack_shape(rows: Sequence[PackRow], pack_tokens: int) -> PackShape:
+    """The shape of a pack of these rows, padded to ``pack_tokens``.
+
+    Raises:
+        ValueError: the rows do not fit.
+    """
+    lengths = [row.tokens for row in rows]
+    padding = pack_tokens - sum(lengths)
+    if padding < 0:
+        raise ValueError(f"rows of {sum(lengths)} tokens do not fit into a pack of {pack_tokens}")
+    if padding:
+        lengths.append(padding)
+    return PackShape(
+        position_ids=_ranges(np.zeros(len(lengths), dtype=np.int64), np.array(lengths, dtype=np.int64)),
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        max_seqlen=max(lengths),
+    )
+
+
+def pack(rows: Sequence[PackRow], chunks: Chunks[TokenChunk], pack_tokens: int) -> PackedBatch:
+    """Lays the tokens of the rows end to end.
+
+    Args:
+        rows: of one pack, in order.
+        chunks: where the rows' tokens are; only the chunks of the rows are asked for.
+        pack_tokens: S.
+
+    Raises:
+        ValueError: the rows do not fit, or a row's tokens are not as many as the schedule says.
+    """
+    shape = pack_shape(rows, pack_tokens)
+    tokens = np.full(pack_tokens, PAD_TOKEN_ID, dtype=np.int64)
+    labels: list[npt.NDArray[Any]] = []
+    for row, start in zip(rows, shape.cu_seqlens, strict=False):
+        prompt, response = chunks[row.chunk].prompt_ids[row.row], chunks[row.chunk].response_ids[row.row]
+        if (len(prompt), len(response)) != (row.prompt_tokens, row.response_tokens):
+            raise ValueError(
+                f"row {row.row} of chunk {row.chunk} has {len(prompt)} + {len(response)} tokens;"
+                f" the schedule says {row.prompt_tokens} + {row.response_tokens}"
+            )
+        tokens[start : start + row.tokens] = np.concatenate([prompt, response])
+        labels.append(response)
+    starts = shape.cu_seqlens[: len(rows)].astype(np.int64)
+    prompt_lengths = np.array([row.prompt_tokens for row in rows], dtype=np.int64)
+    response_lengths = np.array([row.response_tokens for row in rows], dtype=np.int64)
+    return PackedBatch(
+        shape=shape,
+        tokens=tokens,
+        response_lengths=response_lengths,
+        source_positions=_ranges(starts + prompt_lengths - 1, response_lengths),
+        labels=_concatenate(labels, np.int64),
+        last_positions=starts + prompt_lengths + response_lengths - 1,
+    )
+
+
+def gather(rows: Iterable[PackRow], column: Chunks[Ragged]) -> npt.NDArray[np.float32]:
+    """[T] float32: a column of the rows, flat, in the order of the pack's response tokens.
+
+    Raises:
+        ValueError: a row of the column is not as long as the response.
+    """
+    values: list[npt.NDArray[Any]] = []
+    for row in rows:
+        value = column[row.chunk][row.row]
+        if len(value) != row.response_tokens:
+            raise ValueError(
+                f"row {row.row} of chunk {row.chunk} has {len(value)} values for {row.response_tokens} response tokens"
+            )
+        values.append(value)
+    return _concatenate(values, np.float32)
+
+
+def scatter(rows: Sequence[PackRow], flat: npt.NDArray[np.float32]) -> dict[int, Ragged]:
+    """The inverse of gather for whole chunks: flat values per response token to one column per chunk.
+
+    Args:
+        rows: every row of every chunk that occurs, in any order: those of all packs of a rank, say.
+        flat: [T] float32, in the order of ``rows``.
+
+    Raises:
+        ValueError: a chunk is not there in whole, or the number of values is wrong.
+    """
+    ends = np.cumsum([row.response_tokens for row in rows])
+    if len(flat) != (ends[-1] if rows else 0):
+        raise ValueError(f"{len(flat)} values for {ends[-1] if rows else 0} response tokens")
+    pieces = np.split(flat, ends[:-1])
+    return {
+        chunk: Ragged.from_rows([pieces[i] for i in order], np.float32) for chunk, order in _row_order(rows).items()
+    }
+
+
+def scatter_scalars(rows: Sequence[PackRow], values: npt.NDArray[np.float32]) -> dict[int, npt.NDArray[np.float32]]:
+    """Values per row, [B] float32, to one [N] float32 array per chunk; see scatter."""
+    if len(values) != len(rows):
+        raise ValueError(f"{len(values)} values for {len(rows)} rows")
+    return {chunk: values[order].astype(np.float32) for chunk, order in _row_order(rows).items()}
+
+
+def _row_order(rows: Sequence[PackRow]) -> dict[int, list[int]]:
+    """By chunk, where in ``rows`` its row 0, 1, 2, ... stands."""
+    places: dict[int, dict[int, int]] = defaultdict(dict)
+    for place, row in enumerate(rows):
+        places[row.chunk][row.row] = place
+    if sum(map(len, places.values())) != len(rows) or any(max(p) != len(p) - 1 for p in places.values()):
+        raise ValueError("rows do not make whole chunks: one is missing or there twice")
+    return {chunk: [by_row[i] for i in range(len(by_row))] for chunk, by_row in sorted(places.items())}
+
+
+def _ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """arange(start, start + length) of each pair, one after the other."""
+    before = np.cumsum(lengths) - lengths
+    return np.arange(lengths.sum(), dtype=np.int64) + np.repeat(starts - before, lengths)
+
+
+def _concatenate(arrays: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    return np.concatenate(arrays).astype(dtype) if arrays else np.zeros(0, dtype=dtype)

@@ -1,0 +1,152 @@
+"""Packing against a hand-made pack and a naive loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.data.alignment import align, flatten, response_mask
+from megarl.data.packing import gather, pack, pack_shape, scatter, scatter_scalars
+from megarl.types import PackRow, Ragged
+
+
+@dataclass(frozen=True)
+class Tokens:
+    prompt_ids: Ragged
+    response_ids: Ragged
+
+
+def make_chunks(lengths: list[list[tuple[int, int]]]) -> tuple[dict[int, Tokens], list[PackRow]]:
+    """Chunks with distinct tokens, and their rows in order."""
+    fresh = iter(range(1, 100_000))
+    chunks: dict[int, Tokens] = {}
+    rows: list[PackRow] = []
+    for index, chunk in enumerate(lengths):
+        prompts = [[next(fresh) for _ in range(p)] for p, _ in chunk]
+        responses = [[next(fresh) for _ in range(r)] for _, r in chunk]
+        chunks[index] = Tokens(Ragged.from_rows(prompts, np.int32), Ragged.from_rows(responses, np.int32))
+        rows += [PackRow(chunk=index, row=i, prompt_tokens=p, response_tokens=r) for i, (p, r) in enumerate(chunk)]
+    return chunks, rows
+
+
+lengths = st.lists(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=4), min_size=1, max_size=4
+)
+
+
+def test_a_pack_by_hand() -> None:
+    chunks = {
+        4: Tokens(Ragged.from_rows([[11, 12], [13]], np.int32), Ragged.from_rows([[21, 22, 23], [24, 25]], np.int32)),
+    }
+    rows = [
+        PackRow(chunk=4, row=1, prompt_tokens=1, response_tokens=2),
+        PackRow(chunk=4, row=0, prompt_tokens=2, response_tokens=3),
+    ]
+    batch = pack(rows, chunks, 10)
+    assert batch.tokens.tolist() == [13, 24, 25, 11, 12, 21, 22, 23, 0, 0]
+    assert batch.shape.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1]
+    assert batch.shape.cu_seqlens.tolist() == [0, 3, 8, 10]
+    assert batch.shape.cu_seqlens.dtype == np.int32
+    assert batch.shape.max_seqlen == 5
+    assert batch.source_positions.tolist() == [0, 1, 4, 5, 6]
+    assert batch.labels.tolist() == [24, 25, 21, 22, 23]
+    assert batch.last_positions.tolist() == [2, 7]
+    assert batch.response_lengths.tolist() == [2, 3]
+
+
+def test_a_pack_without_rows_is_one_masked_sequence() -> None:
+    batch = pack([], {}, 4)
+    assert batch.tokens.tolist() == [0, 0, 0, 0]
+    assert batch.shape.cu_seqlens.tolist() == [0, 4]
+    assert batch.shape.position_ids.tolist() == [0, 1, 2, 3]
+    assert batch.source_positions.tolist() == batch.labels.tolist() == batch.last_positions.tolist() == []
+
+
+@given(lengths, st.integers(0, 9), st.randoms())
+def test_every_response_token_is_read_where_it_is_predicted(
+    lengths: list[list[tuple[int, int]]], padding: int, random: object
+) -> None:
+    chunks, rows = make_chunks(lengths)
+    random.shuffle(rows)  # type: ignore[attr-defined]
+    batch = pack(rows, chunks, sum(r.tokens for r in rows) + padding)
+    assert batch.tokens[batch.source_positions + 1].tolist() == batch.labels.tolist()
+    assert batch.labels.tolist() == [int(t) for r in rows for t in chunks[r.chunk].response_ids[r.row]]
+    bounds = batch.shape.cu_seqlens.tolist()
+    assert bounds[0] == 0 and bounds[-1] == len(batch.tokens) == len(batch.shape.position_ids)
+    assert len(bounds) == len(rows) + 1 + (padding > 0)
+    assert batch.shape.max_seqlen == max(np.diff(bounds))
+    for row, start, stop in zip(rows, bounds, bounds[1:], strict=False):
+        tokens = [*chunks[row.chunk].prompt_ids[row.row], *chunks[row.chunk].response_ids[row.row]]
+        assert batch.tokens[start:stop].tolist() == tokens
+        assert batch.shape.position_ids[start:stop].tolist() == list(range(stop - start))
+    assert [batch.tokens[p] for p in batch.last_positions] == [
+        [*chunks[r.chunk].prompt_ids[r.row], *chunks[r.chunk].response_ids[r.row]][-1] for r in rows
+    ]
+
+
+@given(lengths, st.integers(0, 9))
+def test_stages_without_tokens_compute_the_same_shape(lengths: list[list[tuple[int, int]]], padding: int) -> None:
+    chunks, rows = make_chunks(lengths)
+    pack_tokens = sum(r.tokens for r in rows) + padding
+    shape, other = pack(rows, chunks, pack_tokens).shape, pack_shape(rows, pack_tokens)
+    assert np.array_equal(shape.position_ids, other.position_ids)
+    assert np.array_equal(shape.cu_seqlens, other.cu_seqlens)
+    assert shape.max_seqlen == other.max_seqlen
+
+
+@given(lengths, st.randoms())
+def test_scatter_inverts_gather(lengths: list[list[tuple[int, int]]], random: object) -> None:
+    _, rows = make_chunks(lengths)
+    fresh = iter(range(100_000))
+    column = {
+        index: Ragged.from_rows([[next(fresh) for _ in range(r)] for _, r in chunk], np.float32)
+        for index, chunk in enumerate(lengths)
+    }
+    random.shuffle(rows)  # type: ignore[attr-defined]
+    back = scatter(rows, gather(rows, column))
+    assert back.keys() == column.keys()
+    for chunk, ragged in column.items():
+        assert np.array_equal(back[chunk].values, ragged.values)
+        assert np.array_equal(back[chunk].offsets, ragged.offsets)
+    scalars = scatter_scalars(rows, np.array([100 * r.chunk + r.row for r in rows], dtype=np.float32))
+    for index, chunk in enumerate(lengths):
+        assert scalars[index].tolist() == [100 * index + i for i in range(len(chunk))]
+
+
+def test_nothing_is_scattered_from_no_rows() -> None:
+    assert scatter([], np.zeros(0, dtype=np.float32)) == {}
+    assert gather([], {}).shape == (0,)
+
+
+def test_refusals() -> None:
+    chunks, rows = make_chunks([[(2, 3), (1, 1)]])
+    with pytest.raises(ValueError, match="do not fit"):
+        pack_shape(rows, 6)
+    wrong = PackRow(chunk=0, row=0, prompt_tokens=3, response_tokens=2)
+    with pytest.raises(ValueError, match=r"row 0 of chunk 0 has 2 \+ 3 tokens"):
+        pack([wrong], chunks, 9)
+    with pytest.raises(ValueError, match="3 values for 2 response tokens"):
+        gather([wrong], {0: Ragged.from_rows([[1, 2, 3]], np.float32)})
+    with pytest.raises(ValueError, match="whole chunks"):
+        scatter(rows[1:], np.zeros(1, dtype=np.float32))
+    with pytest.raises(ValueError, match="whole chunks"):
+        scatter([rows[0], rows[0]], np.zeros(6, dtype=np.float32))
+
+
+@given(st.lists(st.integers(0, 6), max_size=6))
+def test_alignment_round_trip_and_gradient(lengths: list[int]) -> None:
+    mask = response_mask(lengths)
+    assert mask.shape == (len(lengths), max(lengths, default=0))
+    assert mask.tolist() == [[t < n for t in range(max(lengths))] for n in lengths]
+    flat = torch.arange(1.0, sum(lengths) + 1, dtype=torch.float64, requires_grad=True)
+    aligned = align(flat, mask)
+    assert torch.equal(flatten(aligned, mask), flat)
+    assert not aligned[~mask].any()
+    (aligned * aligned).sum().backward()
+    assert flat.grad is not None
+    assert torch.equal(flat.grad, 2 * flat.detach())

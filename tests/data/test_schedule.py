@@ -1,0 +1,174 @@
+"""Properties of the schedules: coverage, disjointness, order, bounds, and independence of the layout."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.data.schedule import inference_schedule, mini_batch_members, update_schedules
+from megarl.types import Layout, SampleInfo, Schedule
+
+
+def make_samples(lengths: list[tuple[int, int]], chunk_rows: int) -> list[SampleInfo]:
+    return [
+        SampleInfo(
+            sample_id=f"s{i}",
+            prompt_id=f"p{i // 2}",
+            chunk=i // chunk_rows,
+            row=i % chunk_rows,
+            prompt_tokens=prompt,
+            response_tokens=response,
+            finished=True,
+        )
+        for i, (prompt, response) in enumerate(lengths)
+    ]
+
+
+samples = st.builds(
+    make_samples,
+    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 30)), min_size=1, max_size=40),
+    st.integers(1, 7),
+)
+layouts = st.builds(
+    Layout,
+    tp=st.integers(1, 4),
+    pp=st.integers(1, 3),
+    dp=st.integers(1, 5),
+    vpp=st.integers(1, 2),
+    sequence_parallel=st.booleans(),
+)
+budgets = st.integers(1, 120)
+
+
+def rows_of(schedule: Schedule) -> list[list[tuple[int, int]]]:
+    """(chunk, row) by DP rank."""
+    return [[(r.chunk, r.row) for pack in rank.packs for r in pack] for rank in schedule.ranks]
+
+
+def check_pass(schedule: Schedule, members: list[SampleInfo], layout: Layout, budget: int, longest: int) -> None:
+    """What holds for every pass."""
+    by_place = {(s.chunk, s.row): s for s in members}
+    flat = [place for rank in rows_of(schedule) for place in rank]
+    assert Counter(flat) == Counter(by_place.keys()), "every sample exactly once"
+    assert len(schedule.ranks) == layout.dp
+    assert schedule.total_rows == len(members)
+    assert schedule.total_response_tokens == sum(s.response_tokens for s in members)
+    assert len({len(rank.packs) for rank in schedule.ranks}) == 1, "equal numbers of packs"
+    assert layout.vpp == 1 or len(schedule.ranks[0].packs) % layout.pp == 0
+    (pack_tokens,) = {rank.pack_tokens for rank in schedule.ranks}
+    assert not layout.sequence_parallel or pack_tokens % layout.tp == 0
+    for rank in schedule.ranks:
+        for pack in rank.packs:
+            assert sum(r.tokens for r in pack) <= min(pack_tokens, max(budget, longest))
+            for r in pack:
+                sample = by_place[r.chunk, r.row]
+                assert (r.prompt_tokens, r.response_tokens) == (sample.prompt_tokens, sample.response_tokens)
+
+
+@given(samples, layouts, budgets)
+def test_inference_covers_every_sample_once_in_whole_chunks(
+    samples: list[SampleInfo], layout: Layout, budget: int
+) -> None:
+    schedule = inference_schedule(samples, layout, budget)
+    check_pass(schedule, samples, layout, budget, max(s.tokens for s in samples))
+    chunks = [{chunk for chunk, _ in rank} for rank in rows_of(schedule)]
+    assert sum(map(len, chunks)) == len({s.chunk for s in samples}), "no chunk on two ranks"
+
+
+@given(samples, layouts, budgets, st.integers(1, 4), st.integers(1, 3), st.integers(0, 99), st.integers(0, 99))
+def test_update_covers_every_sample_once_per_epoch(
+    samples: list[SampleInfo], layout: Layout, budget: int, mini_batches: int, epochs: int, seed: int, step: int
+) -> None:
+    mini_batches = min(mini_batches, len(samples))
+    schedules = update_schedules(
+        samples, layout, budget, mini_batches=mini_batches, epochs=epochs, seed=seed, step=step
+    )
+    assert len(schedules) == epochs * mini_batches
+    assert len({schedule.ranks[0].pack_tokens for schedule in schedules}) == 1, "one padded length in the step"
+    longest = max(s.tokens for s in samples)
+    for epoch in range(epochs):
+        members = mini_batch_members(samples, mini_batches, seed=seed, step=step, epoch=epoch)
+        assert Counter(s.sample_id for m in members for s in m) == Counter(s.sample_id for s in samples)
+        sizes = [len(m) for m in members]
+        assert max(sizes) - min(sizes) <= 1
+        for schedule, expected in zip(schedules[epoch * mini_batches :], members, strict=False):
+            check_pass(schedule, expected, layout, budget, longest)
+            counts = [len(rank) for rank in rows_of(schedule)]
+            assert max(counts) - min(counts) <= 1, "rows are balanced"
+
+
+@given(samples, layouts, layouts, budgets, budgets, st.randoms())
+def test_mini_batches_do_not_depend_on_layout_budget_chunks_or_order(
+    samples: list[SampleInfo], one: Layout, other: Layout, budget: int, other_budget: int, random: object
+) -> None:
+    rechunked = make_samples([(s.prompt_tokens, s.response_tokens) for s in samples], 3)
+    random.shuffle(rechunked)  # type: ignore[attr-defined]
+    options = {"mini_batches": min(3, len(samples)), "epochs": 2, "seed": 5, "step": 7}
+
+    def members(samples: list[SampleInfo], layout: Layout, budget: int) -> list[set[str]]:
+        names = {(s.chunk, s.row): s.sample_id for s in samples}
+        schedules = update_schedules(samples, layout, budget, **options)
+        return [{names[place] for rank in rows_of(schedule) for place in rank} for schedule in schedules]
+
+    assert members(samples, one, budget) == members(rechunked, other, other_budget)
+
+
+def test_membership_follows_seed_step_and_epoch() -> None:
+    samples = make_samples([(1, 1)] * 16, 4)
+    options = {"seed": 0, "step": 0, "epoch": 0}
+    base = mini_batch_members(samples, 2, **options)
+    assert base == mini_batch_members(samples[::-1], 2, **options)
+    for changed in ("seed", "step", "epoch"):
+        assert base != mini_batch_members(samples, 2, **{**options, changed: 1})
+
+
+def test_membership_of_a_known_case_is_stable_across_processes() -> None:
+    members = mini_batch_members(make_samples([(1, 1)] * 6, 4), 2, seed=1, step=2, epoch=3)
+    assert [[s.sample_id for s in m] for m in members] == [["s2", "s5", "s1"], ["s0", "s4", "s3"]]
+
+
+@given(samples, st.integers(1, 5))
+def test_update_shares_of_tokens_differ_by_less_than_the_longest_sample(samples: list[SampleInfo], dp: int) -> None:
+    (schedule,) = update_schedules(samples, Layout(dp=dp), 64, mini_batches=1, epochs=1, seed=0, step=0)
+    loads = [sum(r.tokens for pack in rank.packs for r in pack) for rank in schedule.ranks]
+    assert max(loads) - min(loads) <= max(s.tokens for s in samples)
+
+
+def test_levelling_shortens_the_padding() -> None:
+    # 1,100 tokens under a budget of 1,000: first fit would make packs of 1,000 and 100, both padded to 1,000.
+    schedule = inference_schedule(make_samples([(50, 50)] * 11, 11), Layout(), 1000)
+    assert [sum(r.tokens for r in pack) for pack in schedule.ranks[0].packs] == [600, 500]
+    assert schedule.ranks[0].pack_tokens == 600
+
+
+def test_first_fit_is_kept_where_levelling_would_overflow() -> None:
+    # Longest to emptiest gives 3+2+2 and 3+2; first fit gives 3+3 and 2+2+2, which a budget of 6 needs.
+    schedule = inference_schedule(make_samples([(1, 2), (1, 2), (1, 1), (1, 1), (1, 1)], 5), Layout(), 6)
+    assert sorted(sorted(r.tokens for r in pack) for pack in schedule.ranks[0].packs) == [[2, 2, 2], [3, 3]]
+
+
+def test_a_sample_longer_than_the_budget_makes_a_pack_of_its_own_length() -> None:
+    schedule = inference_schedule(make_samples([(3, 3), (10, 40), (3, 3)], 3), Layout(tp=4, sequence_parallel=True), 8)
+    assert [[r.tokens for r in pack] for pack in schedule.ranks[0].packs] == [[50], [6, 6]]
+    assert schedule.ranks[0].pack_tokens == 52
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"samples": []}, "no samples"),
+        ({"tokens_per_micro_batch": 0}, "tokens_per_micro_batch is 0"),
+        ({"mini_batches": 3}, "mini_batches is 3"),
+        ({"epochs": 0}, "epochs is 0"),
+        ({"samples": make_samples([(0, 1), (1, 1)], 2)}, "sample s0 has no prompt token"),
+        ({"samples": make_samples([(1, 1)], 2) * 2}, "listed twice"),
+    ],
+)
+def test_refusals_name_what_is_wrong(change: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {"samples": make_samples([(1, 1)] * 2, 2), "tokens_per_micro_batch": 8}
+    options: dict[str, object] = {"layout": Layout(), "mini_batches": 1, "epochs": 1, "seed": 0, "step": 0}
+    with pytest.raises(ValueError, match=message):
+        update_schedules(**{**arguments, **options, **change})  # type: ignore[arg-type]
