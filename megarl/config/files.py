@@ -1,0 +1,89 @@
+"""YAML files that inherit from others, and overrides from the command line, merged with OmegaConf."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megarl.config.problems import ConfigError, Problem, shown
+
+INHERIT_KEY = "defaults"
+
+
+def merged(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
+    """The file, what it inherits and the overrides, as one plain dict: later wins, the overrides last.
+
+    Args:
+        path: a YAML file; its ``defaults`` lists files to inherit, relative to it, in rising precedence.
+        overrides: ``key.path=value``; the value is read as YAML.
+
+    Returns:
+        The dict, and the overrides that could not be read.
+
+    Raises:
+        ConfigError: a file that cannot be read, or a circle of files.
+    """
+    problems: list[Problem] = []
+    tree = _read(path, (), problems)
+    if problems:
+        raise ConfigError(problems, str(path))
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if not equals or not all(key.split(".")):
+            fix = "write it as key.path=value, for example run.steps=3"
+            problems.append(Problem(field="override", value=override, rule="has the form key.path=value", fix=fix))
+            continue
+        try:
+            tree = _merge(tree, OmegaConf.from_dotlist([override]))
+        except (OmegaConfBaseException, yaml.YAMLError) as error:
+            problems.append(Problem(field=key, value=shown(override), rule=_first_line(error), fix="check the value"))
+    try:
+        return cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True)), problems
+    except OmegaConfBaseException as error:
+        fix = "correct the ${...} reference"
+        field = str(getattr(error, "full_key", None) or "interpolation")
+        raise ConfigError(
+            [Problem(field=field, value="${...}", rule=_first_line(error), fix=fix)], str(path)
+        ) from error
+
+
+def _read(path: Path, inheritors: tuple[Path, ...], problems: list[Problem]) -> DictConfig:
+    """A file on top of what it inherits; what is wrong is appended to the problems."""
+    here = path.resolve()
+
+    def wrong(rule: str, fix: str) -> DictConfig:
+        field = f"{INHERIT_KEY} of {inheritors[-1]}" if inheritors else "config file"
+        problems.append(Problem(field=field, value=str(path), rule=rule, fix=fix))
+        return OmegaConf.create({})
+
+    if here in inheritors:
+        circle = " -> ".join(p.name for p in (*inheritors[inheritors.index(here) :], here))
+        return wrong(f"a file must not inherit itself ({circle})", f"remove one of these {INHERIT_KEY} entries")
+    try:
+        own = OmegaConf.load(here)
+    except OSError as error:
+        return wrong(f"the file must be readable ({error.strerror})", "correct the path")
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        return wrong(f"the file must be YAML: {' '.join(str(error).split())}", "correct the file")
+    if not isinstance(own, DictConfig):
+        return wrong("the file must hold keys and values", "write key: value lines")
+    parents = own.pop(INHERIT_KEY, None) or []
+    if isinstance(parents, str) or not all(isinstance(parent, str) for parent in parents):
+        return wrong(f"{INHERIT_KEY} must be a list of file names", f"write {INHERIT_KEY}: [base.yaml]")
+    tree = OmegaConf.create({})
+    for parent in parents:
+        tree = _merge(tree, _read(path.parent / str(parent), (*inheritors, here), problems))
+    return _merge(tree, own)
+
+
+def _merge(below: DictConfig, above: DictConfig) -> DictConfig:
+    return cast(DictConfig, OmegaConf.merge(below, above))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

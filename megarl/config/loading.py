@@ -1,0 +1,91 @@
+"""From files and overrides to a checked RunConfig, and back to a file."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from megarl.config.files import merged
+from megarl.config.problems import ConfigError, Problem
+from megarl.config.rules import broken_rules
+from megarl.config.schema import RunConfig
+from megarl.config.schema_problems import schema_problems
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads, merges and checks a configuration.
+
+    Args:
+        path: a YAML file; ``defaults`` lists the files that it inherits, relative to it.
+        overrides: ``key.path=value``, as on the command line.
+
+    Raises:
+        ConfigError: anything is wrong; it lists every problem.
+    """
+    raw, unread = merged(Path(path), overrides)
+    config, problems = _checked(raw)
+    if config is None or unread or problems:
+        raise ConfigError([*unread, *problems], str(path))
+    return config
+
+
+def build(raw: Mapping[str, Any]) -> RunConfig:
+    """Checks a configuration that is a plain dict already.
+
+    Raises:
+        ConfigError: anything is wrong; it lists every problem.
+    """
+    config, problems = _checked(raw)
+    if config is None or problems:
+        raise ConfigError(problems)
+    return config
+
+
+def save(config: RunConfig, path: str | Path) -> None:
+    """Writes the resolved configuration, so that loading the file gives it again."""
+    text = yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False)
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def _checked(raw: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
+    """The configuration where every field is sound, and all problems.
+
+    Rules between fields are checked wherever the sections that they read are sound, so that one report
+    has the problems of single fields and the problems between fields.
+    """
+    try:
+        config = RunConfig.model_validate(raw)
+    except ValidationError as error:
+        return None, [*schema_problems(error), *broken_rules(_sound_sections(_known_part(raw, error)))]
+    return config, broken_rules({name: getattr(config, name) for name in RunConfig.model_fields})
+
+
+def _known_part(raw: Mapping[str, Any], error: ValidationError) -> dict[str, Any]:
+    """A copy without the unknown keys: they say nothing about the others."""
+    known = copy.deepcopy(dict(raw))
+    for found in error.errors(include_url=False):
+        if found["type"] == "extra_forbidden":
+            owner: Any = known
+            for part in found["loc"][:-1]:
+                owner = owner[part]
+            del owner[found["loc"][-1]]
+    return known
+
+
+def _sound_sections(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The sections that are valid by themselves, defaults included."""
+    sound: dict[str, Any] = {}
+    for name, info in RunConfig.model_fields.items():
+        if name not in raw and not info.is_required():
+            sound[name] = info.get_default()
+            continue
+        try:
+            sound[name] = TypeAdapter[Any](info.rebuild_annotation()).validate_python(raw.get(name))
+        except ValidationError:
+            continue
+    return sound

@@ -1,0 +1,48 @@
+"""What is wrong with a configuration: collected first, reported all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_LONGEST_VALUE = 80
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing to correct.
+
+    Args:
+        field: dotted path, as it is written on the command line.
+        value: what was given, as text.
+        rule: what must hold.
+        fix: what to change.
+    """
+
+    field: str
+    value: str
+    rule: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"  {self.field} = {self.value}\n    rule: {self.rule}\n    fix:  {self.fix}"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; its text lists every problem.
+
+    Args:
+        problems: at least one.
+        source: the file that was loaded, for the heading.
+    """
+
+    def __init__(self, problems: Sequence[Problem], source: str = "configuration") -> None:
+        self.problems = tuple(problems)
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__("\n".join([f"{source}: {count}", *map(str, problems)]))
+
+
+def shown(value: object) -> str:
+    """A value as text, short enough for a line."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."

@@ -1,0 +1,154 @@
+"""Whether the model exists, is of a known kind, and can be split as the layouts ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megarl.config.problems import Problem, shown
+from megarl.config.rules.placement import roles_of
+from megarl.config.schema import Group, Model, Reward, Rollout, read_hf_config
+
+MODEL_TYPES = ("llama", "qwen2")
+
+_NEEDED = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+
+
+def one_model_source(model: Model) -> Iterator[Problem]:
+    """Either a checkpoint or a random model."""
+    if (model.path is None) == (model.random is None):
+        given = "neither" if model.path is None else "both"
+        fix = "give model.path, or model.random, and set the other to null"
+        yield Problem(field="model", value=given, rule="exactly one of path and random is given", fix=fix)
+
+
+def checkpoints_are_readable(model: Model, reward: Reward) -> Iterator[Problem]:
+    """Every checkpoint directory that is named has a config.json."""
+    for field, path in (("model.path", model.path), ("reward.path", reward.path)):
+        if path is None:
+            continue
+        try:
+            read_hf_config(path)
+        except (OSError, ValueError) as error:
+            yield Problem(
+                field=field,
+                value=path,
+                rule=f"a directory with a readable config.json ({type(error).__name__})",
+                fix="correct the path, or download the checkpoint to it",
+            )
+
+
+def architecture_is_known(model: Model) -> Iterator[Problem]:
+    """The model's configuration is complete and of a kind that can be trained."""
+    hf = _known(model)
+    if hf is None:
+        return
+    where = "model.random.config" if model.random is not None else "model.path"
+    for key in _NEEDED:
+        if key not in hf:
+            yield Problem(
+                field=f"{where}.{key}", value="(missing)", rule="required", fix="add it to the model's config"
+            )
+    kind = hf.get("model_type", MODEL_TYPES[0])
+    if kind not in MODEL_TYPES:
+        fix = "choose a model of one of these kinds"
+        rule = f"one of {', '.join(MODEL_TYPES)}"
+        yield Problem(field=f"{where}.model_type", value=shown(kind), rule=rule, fix=fix)
+
+
+def layouts_split_the_model(model: Model, groups: Mapping[str, Group], reward: Reward) -> Iterator[Problem]:
+    """Tensor and pipeline parallel sizes divide what they split."""
+    own = _known(model)
+    scorer = own if reward.path is None else _read(reward.path)
+    for field, _, name, role in roles_of(groups):
+        hf = scorer if name == "reward" else own
+        if hf is None:
+            continue
+        for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+            if _not_divided(hf, key, role.tp):
+                yield _split(f"{field}.tp", role.tp, key, hf[key], "tp")
+        stages = role.pp * role.vpp
+        if _not_divided(hf, "num_hidden_layers", stages):
+            yield _split(f"{field}.pp", role.pp, "num_hidden_layers", hf["num_hidden_layers"], f"pp * vpp = {stages}")
+
+
+def engines_split_the_model(model: Model, rollout: Rollout) -> Iterator[Problem]:
+    """vLLM splits attention heads evenly and repeats key-value heads where there are fewer than ranks."""
+    hf = _known(model)
+    if hf is None:
+        return
+    for key in ("num_attention_heads", "intermediate_size"):
+        if _not_divided(hf, key, rollout.tp):
+            yield _split("rollout.tp", rollout.tp, key, hf[key], "tp")
+    kv_heads = hf.get("num_key_value_heads", rollout.tp)
+    if isinstance(kv_heads, int) and kv_heads > 0 and kv_heads % rollout.tp and rollout.tp % kv_heads:
+        rule = f"divides, or is a multiple of, the model's num_key_value_heads = {kv_heads}"
+        yield Problem(field="rollout.tp", value=str(rollout.tp), rule=rule, fix="choose another rollout.tp")
+
+
+def positions_cover_lengths(model: Model, rollout: Rollout) -> Iterator[Problem]:
+    """The model knows the positions of the longest sequence."""
+    hf = _known(model)
+    positions = hf.get("max_position_embeddings") if hf is not None else None
+    if isinstance(positions, int) and rollout.max_model_len > positions:
+        yield Problem(
+            field="rollout.max_model_len",
+            value=str(rollout.max_model_len),
+            rule=f"at most the model's max_position_embeddings = {positions}",
+            fix=f"set it to {positions} or less",
+        )
+
+
+def reward_reads_the_same_tokens(model: Model, reward: Reward) -> Iterator[Problem]:
+    """The reward model is given the actor's token ids."""
+    own, scorer = _known(model), None if reward.path is None else _read(reward.path)
+    if own is None or scorer is None or own.get("vocab_size") == scorer.get("vocab_size"):
+        return
+    yield Problem(
+        field="reward.path",
+        value=shown(reward.path),
+        rule=f"has the model's vocabulary ({scorer.get('vocab_size')} tokens for {own.get('vocab_size')})",
+        fix="choose a reward model with the tokenizer of the model",
+    )
+
+
+def _known(model: Model) -> Mapping[str, Any] | None:
+    if model.random is not None:
+        return model.random.config if model.path is None else None
+    return None if model.path is None else _read(model.path)
+
+
+def _read(path: str) -> Mapping[str, Any] | None:
+    try:
+        return read_hf_config(path)
+    except (OSError, ValueError):
+        return None  # reported by checkpoints_are_readable
+
+
+def _not_divided(hf: Mapping[str, Any], key: str, parts: int) -> bool:
+    whole = hf.get(key)
+    return isinstance(whole, int) and whole % parts != 0
+
+
+def _split(field: str, value: int, key: str, whole: int, what: str) -> Problem:
+    rule = f"{what} divides the model's {key} = {whole}"
+    return Problem(field=field, value=str(value), rule=rule, fix=f"choose a divisor of {whole}")
+
+
+RULES = (
+    one_model_source,
+    checkpoints_are_readable,
+    architecture_is_known,
+    layouts_split_the_model,
+    engines_split_the_model,
+    positions_cover_lengths,
+    reward_reads_the_same_tokens,
+)
