@@ -1,0 +1,65 @@
+# The commands of the project; each installs what it needs first. Python 3.11, make and pip are enough.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench clean lock
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Where pip finds the CPU build of torch, when its configured indexes have none; other packages never come from there.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+VENV := .venv
+BIN := $(VENV)/bin
+LOCK := requirements/cpu.txt
+INSTALLED := $(VENV)/installed
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
+
+help:
+	@echo 'setup  install the locked environment into $(VENV)'
+	@echo 'demo   run three PPO steps of a tiny random model on virtual CPU devices'
+	@echo 'test   lint, types and all tests that need no GPU'
+	@echo 'lint   lint, format check and types'
+	@echo 'bench  run the benchmarks'
+	@echo 'clean  remove outputs and caches, but not $(VENV)'
+	@echo 'lock   resolve $(LOCK) again; UPGRADE=1 takes the newest versions'
+
+setup: $(INSTALLED)
+
+$(INSTALLED): $(LOCK) pyproject.toml
+	@'$(PYTHON)' -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
+		echo "The lock is for Python 3.11 and '$(PYTHON)' is another one: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo 'Installing into $(VENV) (about two minutes)'
+	@'$(PYTHON)' -m venv $(VENV)
+	@awk '/^[^ ]/ { keep = /^torch==/ } keep' $(LOCK) > $(VENV)/torch.txt
+	@$(PIP_INSTALL) --require-hashes -r $(VENV)/torch.txt 2> $(VENV)/torch.log || \
+		$(PIP_INSTALL) --require-hashes --extra-index-url '$(TORCH_INDEX)' -r $(VENV)/torch.txt || \
+		{ cat $(VENV)/torch.log >&2; exit 1; }
+	@$(PIP_INSTALL) --require-hashes -r $(LOCK)
+	@$(PIP_INSTALL) --no-build-isolation --editable .
+	@touch $@
+
+demo: setup
+	$(BIN)/megarl train configs/debug/ppo.yaml
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+test: lint
+	$(BIN)/python -m pytest -m 'not gpu'
+
+bench: setup
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+clean:
+	rm -rf runs build dist megarl.egg-info .pytest_cache .ruff_cache .hypothesis
+	find megarl tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Keeps the versions that the lock has, unless UPGRADE=1. TORCH_INDEX= (empty) leaves the index of torch to uv's own settings.
+lock: setup
+	$(BIN)/uv pip compile --quiet pyproject.toml requirements/cpu.in --extra dev --extra launch \
+		--override requirements/cpu.override --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match) \
+		$(if $(UPGRADE),--upgrade) --generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links \
+		--custom-compile-command 'make lock' --output-file $(LOCK)
