@@ -12,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements/cpu.txt
 INSTALLED := $(VENV)/installed
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps
 
 help:
 	@echo 'setup  install the locked environment into $(VENV)'

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.problems import ConfigError, Problem, shown
@@ -72,12 +72,12 @@ def _read(path: Path, inheritors: tuple[Path, ...], problems: list[Problem]) -> 
         return wrong(f"the file must be YAML: {' '.join(str(error).split())}", "correct the file")
     if not isinstance(own, DictConfig):
         return wrong("the file must hold keys and values", "write key: value lines")
-    parents = own.pop(INHERIT_KEY, None) or []
-    if isinstance(parents, str) or not all(isinstance(parent, str) for parent in parents):
+    inherited: Any = own.pop(INHERIT_KEY, None)
+    if inherited is not None and not isinstance(inherited, ListConfig):
         return wrong(f"{INHERIT_KEY} must be a list of file names", f"write {INHERIT_KEY}: [base.yaml]")
     tree = OmegaConf.create({})
-    for parent in parents:
-        tree = _merge(tree, _read(path.parent / str(parent), (*inheritors, here), problems))
+    for name in inherited or ():
+        tree = _merge(tree, _read(path.parent / str(name), (*inheritors, here), problems))
     return _merge(tree, own)
 
 

@@ -1,0 +1,66 @@
+"""The command line: ``megarl train | plan | doctor``. A mistake of the user is one message and exit code 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from megarl.config import RunConfig
+
+app = typer.Typer(
+    name="megarl",
+    help="Reinforcement learning of language models with Megatron-core trainers and vLLM rollouts.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Settings to override.")]
+
+
+@app.command()
+def train(config_path: ConfigPath, overrides: Overrides = None) -> None:
+    """Run PPO as CONFIG says."""
+    config = _load(config_path, overrides)
+    from megarl.loop import ppo
+
+    ppo.train(config)
+
+
+@app.command()
+def plan(config_path: ConfigPath, overrides: Overrides = None) -> None:
+    """Check CONFIG and print what it would run where, without starting anything."""
+    config = _load(config_path, overrides)
+    from megarl.plan import print_plan
+
+    print_plan(config)
+
+
+@app.command()
+def doctor() -> None:
+    """Check the environment: versions, devices, accelerations, and the fix for what is missing."""
+    from megarl.doctor import examine, print_report
+
+    findings = examine()
+    print_report(findings)
+    if any(finding.broken for finding in findings):
+        raise typer.Exit(1)
+
+
+def _load(path: Path, overrides: list[str] | None) -> RunConfig:
+    from megarl.config import ConfigError, load
+
+    try:
+        return load(path, overrides or [])
+    except ConfigError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+
+
+def main() -> None:
+    """The entry point of the ``megarl`` command."""
+    app()

