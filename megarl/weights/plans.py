@@ -1,0 +1,131 @@
+"""What the planner decides: copies, messages and buckets; plain data that travels to the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megarl.weights.regions import ITEM_BYTES, Box, TensorInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """Elements that go from a box of a source parameter to a box of a destination parameter.
+
+    Args:
+        source, source_box: where they are read.
+        target, target_box: where they are written; the same extents, in reverse order where transposed.
+        dtype: the destination's: the sender casts, so that the wire carries no more than the destination stores.
+        transposed: exactly one of the two sides stores the tensor with its axes reversed.
+    """
+
+    source: str
+    source_box: Box
+    target: str
+    target_box: Box
+    dtype: str
+    transposed: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire."""
+        return self.target_box.size * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What one rank sends to another for one bucket: the copies' elements one after the other, without padding.
+
+    Args:
+        bucket: index of the receiver's bucket.
+        nbytes: of the payload.
+    """
+
+    sender: int
+    receiver: int
+    bucket: int
+    copies: tuple[Copy, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Whole destination parameters that are received and loaded together.
+
+    Args:
+        params: their names, in load order.
+        nbytes: of the parameters, holes included.
+    """
+
+    params: tuple[str, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SenderPlan:
+    """One rank's sending, in order; messages hold sources' local names.
+
+    Args:
+        fingerprint: of the plan that it is a part of.
+        staging_bytes: no message is larger, nor any bucket of the plan.
+    """
+
+    rank: int
+    fingerprint: str
+    messages: tuple[Message, ...]
+    staging_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes that the rank sends."""
+        return sum(message.nbytes for message in self.messages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReceiverPlan:
+    """One rank's receiving.
+
+    Args:
+        fingerprint: of the plan that it is a part of.
+        params: the manifest: every local parameter, in load order.
+        holed: the parameters of which some elements are holes, which are written as zero.
+        buckets: the parameters in the groups in which they arrive.
+        messages: per bucket, one message from each of its senders.
+        staging_bytes: no bucket of the plan is larger.
+    """
+
+    rank: int
+    fingerprint: str
+    params: Mapping[str, TensorInfo]
+    holed: frozenset[str]
+    buckets: tuple[Bucket, ...]
+    messages: tuple[tuple[Message, ...], ...]
+    staging_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes that the rank receives: its shard without holes, once."""
+        return sum(message.nbytes for bucket in self.messages for message in bucket)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferPlan:
+    """Who sends which elements to whom.
+
+    Args:
+        fingerprint: a digest of the maps, ranks, nodes and bucket size that it was made for.
+        senders, receivers: by rank; only those with something to send or receive.
+    """
+
+    fingerprint: str
+    senders: Mapping[int, SenderPlan]
+    receivers: Mapping[int, ReceiverPlan]
+
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes over all ranks."""
+        return sum(receiver.nbytes for receiver in self.receivers.values())
+
+    @property
+    def num_messages(self) -> int:
+        return sum(len(sender.messages) for sender in self.senders.values())

@@ -1,0 +1,206 @@
+"""Regions of canonical tensors, and the shard maps that say who holds which; plain data, free of torch."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+Shape = tuple[int, ...]
+
+ITEM_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+"""The dtypes that weights may have, by torch's name without its prefix, with their size in bytes."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Box:
+    """A half-open box of element coordinates: ``start[i] <= x[i] < stop[i]`` along every axis."""
+
+    start: Shape
+    stop: Shape
+
+    @classmethod
+    def whole(cls, shape: Shape) -> Box:
+        """The box of all elements of a tensor of this shape."""
+        return cls((0,) * len(shape), shape)
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index of an array."""
+        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The box of the elements in both, or None."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+
+    def contains(self, other: Box) -> bool:
+        """Whether every element of the other box is in this one."""
+        return (
+            len(self.start) == len(other.start)
+            and all(a <= b for a, b in zip(self.start, other.start, strict=True))
+            and all(a >= b for a, b in zip(self.stop, other.stop, strict=True))
+        )
+
+    def without(self, hole: Box) -> list[Box]:
+        """Disjoint boxes that cover this box less ``hole``, which lies inside it."""
+        rest: list[Box] = []
+        start, stop = list(self.start), list(self.stop)
+        for axis in range(len(start)):
+            if start[axis] < hole.start[axis]:
+                rest.append(Box(tuple(start), (*stop[:axis], hole.start[axis], *stop[axis + 1 :])))
+            if hole.stop[axis] < stop[axis]:
+                rest.append(Box((*start[:axis], hole.stop[axis], *start[axis + 1 :]), tuple(stop)))
+            start[axis], stop[axis] = hole.start[axis], hole.stop[axis]
+        return rest
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
+
+
+def adjacent_axis(a: Box, b: Box) -> int | None:
+    """The axis along which ``b`` continues ``a`` with the same extents elsewhere, or None."""
+    differing = [i for i in range(len(a.start)) if (a.start[i], a.stop[i]) != (b.start[i], b.stop[i])]
+    if len(differing) == 1 and a.stop[differing[0]] == b.start[differing[0]]:
+        return differing[0]
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What is known of a tensor without its values: its shape, and its dtype's name (a key of ITEM_BYTES)."""
+
+    shape: Shape
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A box of a local parameter and the canonical elements that it holds.
+
+    Args:
+        param: name of the local parameter.
+        box: the box in it.
+        name: name of the canonical tensor.
+        region: the box in that; its extents are those of ``box``, in reverse order where transposed.
+        transposed: the parameter stores the tensor with its axes reversed.
+    """
+
+    param: str
+    box: Box
+    name: str
+    region: Box
+    transposed: bool = False
+
+    def local(self, region: Box) -> Box:
+        """Where in the parameter a part of this piece's region lies."""
+        origin = self.region.start
+        start = [a - o for a, o in zip(region.start, origin, strict=True)]
+        stop = [b - o for b, o in zip(region.stop, origin, strict=True)]
+        if self.transposed:
+            start.reverse()
+            stop.reverse()
+        base = self.box.start
+        return Box(
+            tuple(b + a for b, a in zip(base, start, strict=True)),
+            tuple(b + a for b, a in zip(base, stop, strict=True)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hole:
+    """A box of a local parameter that holds no canonical element (padded vocabulary rows): zero on import."""
+
+    param: str
+    box: Box
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardMap:
+    """What one holder holds: its local parameters, each tiled by pieces and explicit holes.
+
+    Args:
+        params: the local parameters, in load order: all parameters of a module one after the other.
+        pieces: pieces of them.
+        holes: the boxes that no piece covers.
+
+    Raises:
+        ValueError: a piece is unknown, outside its parameter or unlike its region, or the boxes of a parameter
+            overlap or do not cover it.
+    """
+
+    params: Mapping[str, TensorInfo]
+    pieces: tuple[Piece, ...]
+    holes: tuple[Hole, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        boxes: dict[str, list[Box]] = {param: [] for param in self.params}
+        for piece in self.pieces:
+            _check_extents(piece)
+        for part in (*self.pieces, *self.holes):
+            if part.param not in boxes:
+                raise ValueError(f"shard map: {part.param} is not among the parameters")
+            boxes[part.param].append(part.box)
+        for param, info in self.params.items():
+            _check_tiling(param, info, boxes[param])
+
+    @classmethod
+    def identity(cls, tensors: Mapping[str, TensorInfo]) -> ShardMap:
+        """The map of a holder that holds whole canonical tensors under their own names, as files do."""
+        pieces = [
+            Piece(param=name, box=Box.whole(info.shape), name=name, region=Box.whole(info.shape))
+            for name, info in tensors.items()
+        ]
+        return cls(params=dict(tensors), pieces=tuple(pieces))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all local parameters, holes included."""
+        return sum(info.nbytes for info in self.params.values())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the contents; equal maps have equal ones in every process."""
+        parts = (tuple(self.params.items()), self.pieces, self.holes)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _check_extents(piece: Piece) -> None:
+    extents = piece.region.shape[::-1] if piece.transposed else piece.region.shape
+    if piece.box.shape != extents:
+        raise ValueError(
+            f"shard map: {piece.param}{piece.box} and its region {piece.name}{piece.region} differ in extents"
+        )
+
+
+def _check_tiling(param: str, info: TensorInfo, boxes: Iterable[Box]) -> None:
+    """Raises unless the boxes are disjoint and cover the parameter."""
+    whole = Box.whole(info.shape)
+    ordered = sorted(boxes)
+    for i, box in enumerate(ordered):
+        if not whole.contains(box) or min(box.shape, default=1) < 1:
+            raise ValueError(f"shard map: {param}{box} is empty or outside the parameter's shape {info.shape}")
+        for other in ordered[i + 1 :]:
+            if box.start and other.start[0] >= box.stop[0]:
+                break
+            if box.intersect(other):
+                raise ValueError(f"shard map: {param}{box} and {param}{other} overlap")
+    covered = sum(box.size for box in ordered)
+    if covered != whole.size:
+        raise ValueError(f"shard map: the pieces and holes of {param} cover {covered} of its {whole.size} elements")
