@@ -77,7 +77,8 @@ def test_every_response_token_is_read_where_it_is_predicted(
     assert batch.tokens[batch.source_positions + 1].tolist() == batch.labels.tolist()
     assert batch.labels.tolist() == [int(t) for r in rows for t in chunks[r.chunk].response_ids[r.row]]
     bounds = batch.shape.cu_seqlens.tolist()
-    assert bounds[0] == 0 and bounds[-1] == len(batch.tokens) == len(batch.shape.position_ids)
+    assert bounds[0] == 0
+    assert bounds[-1] == len(batch.tokens) == len(batch.shape.position_ids)
     assert len(bounds) == len(rows) + 1 + (padding > 0)
     assert batch.shape.max_seqlen == max(np.diff(bounds))
     for row, start, stop in zip(rows, bounds, bounds[1:], strict=False):

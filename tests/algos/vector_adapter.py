@@ -1,0 +1,256 @@
+"""Runs the cases of vectors.json with the functions of megarl.algos.
+
+vectors.json is language-neutral: numbers from an independent numpy implementation, compared with the published systems
+that it names. A case is {id, fn, args, expected}; ``run`` returns what ours computes of ``expected`` by the same names.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.algos.advantages import gae
+from megarl.algos.aggregation import sequence_mean, token_mean, weighted_sum
+from megarl.algos.controllers import adaptive_kl_coef
+from megarl.algos.kl import k1, k2, k3
+from megarl.algos.losses import TokenLoss, clipped_policy_loss, clipped_value_loss
+from megarl.algos.metrics import objective_metrics
+from megarl.algos.normalisation import masked_moments, whiten
+from megarl.algos.rewards import clip_scores, replace_missing_end, token_rewards
+
+Args = dict[str, Any]
+AGGREGATIONS = {"token-mean": token_mean, "seq-mean-token-mean": sequence_mean}
+
+
+class UnsupportedError(Exception):
+    """The case asks for something that megarl.algos does not have."""
+
+
+def run(case: Args, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    """What ours computes of a case, as lists and floats.
+
+    Raises:
+        UnsupportedError: there is no such function, or not with these arguments.
+    """
+    if case["fn"] not in RUNNERS:
+        raise UnsupportedError(case["fn"])
+    torch.set_default_dtype(dtype)
+    try:
+        outputs = RUNNERS[case["fn"]](dict(case["args"]))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in outputs.items()}
+
+
+def local(vector: Tensor) -> Tensor:
+    """The reduction of one rank."""
+    return vector
+
+
+def require(args: Args, **supported: Any) -> None:
+    """Refuses arguments, other than these constants, that ours does not take."""
+    for name, value in supported.items():
+        if args.pop(name, value) != value:
+            raise UnsupportedError(name)
+
+
+def take(args: Args, *names: str) -> list[Tensor]:
+    return [torch.tensor(args.pop(name)) for name in names]
+
+
+def take_mask(args: Args) -> Tensor:
+    return torch.tensor(args.pop("mask")).bool()
+
+
+def done(args: Args) -> None:
+    if args:
+        raise UnsupportedError(", ".join(args))
+
+
+def kl_estimate(args: Args) -> Args:
+    estimators = {"k1": k1, "k2": k2, "k3": k3}
+    kind = args.pop("kind")
+    if kind not in estimators:
+        raise UnsupportedError(kind)
+    if kind == "k3":  # the input clamp changes neither value nor gradient where the output clamp acts as well
+        require(args, in_clamp=20.0, out_clamp=10.0)
+    logp, ref = take(args, "logp", "ref")
+    done(args)
+    kl = estimators[kind](logp.requires_grad_(), ref)
+    (grad,) = torch.autograd.grad(kl.sum(), logp)
+    return {"kl": kl, "grad": grad}
+
+
+def kl_controller(args: Args) -> Args:
+    require(args, kind="adaptive")
+    coef, values = args["init"], []
+    for observed, episodes in args["updates"]:
+        coef = adaptive_kl_coef(
+            coef, observed_kl=observed, episodes=episodes, target=args["target"], horizon=args["horizon"]
+        )
+        values.append(coef)
+    return {"values": values}
+
+
+def score_without_token(args: Args) -> Args:
+    require(args, mode="replace")
+    scores, has_token = take(args, "scores", "has_token")
+    return {"scores": replace_missing_end(scores, has_token.bool(), args["value"])}
+
+
+def shape_rewards(args: Args) -> Args:
+    require(args, placement="last_valid")
+    scores, kl = take(args, "scores", "kl")
+    mask, coef, clip = take_mask(args), args.pop("coef"), args.pop("clip", None)
+    done(args)
+    if clip is not None:
+        assert clip[0] == -clip[1]
+        scores = clip_scores(scores, clip[1])
+    return {
+        "rewards": token_rewards(scores, kl, mask, kl_coef=coef),
+        "non_score": token_rewards(torch.zeros_like(scores), kl, mask, kl_coef=coef),
+    }
+
+
+def run_whiten(args: Args) -> Args:
+    require(args, shift_mean=True, ddof=0, form="var_plus_eps", eps=1e-8)
+    (x,) = take(args, "x")
+    mask = take_mask(args) if "mask" in args else torch.ones_like(x).bool()
+    moments = masked_moments(x, mask, local)
+    return {"whitened": whiten(x, mask, local), "mean": moments.mean, "var": moments.variance}
+
+
+def whiten_sharded(args: Args) -> Args:
+    require(args, shift_mean=True, ddof=0, eps=1e-8)
+    shards = [(torch.tensor(x), torch.tensor(m).bool()) for x, m in zip(args["shards"], args["masks"], strict=True)]
+    moments = on_ranks(masked_moments, shards)[0]
+    whitened = [w.tolist() for w in on_ranks(whiten, shards)]
+    return {"whitened": whitened, "mean": moments.mean, "var": moments.variance}
+
+
+def on_ranks(function: Callable[..., Any], per_rank: list[tuple[Any, ...]]) -> list[Any]:
+    """Results of ``function(*arguments, reduce)`` on ranks that are threads; leaving out a reduction breaks it."""
+    vectors: list[Tensor | None] = [None] * len(per_rank)
+    meet = threading.Barrier(len(per_rank), timeout=10)
+
+    def rank(index: int) -> Any:
+        def reduce(vector: Tensor) -> Tensor:
+            vectors[index] = vector
+            meet.wait()
+            total = torch.stack([v for v in vectors if v is not None]).sum(0)
+            meet.wait()
+            return total
+
+        return function(*per_rank[index], reduce)
+
+    with ThreadPoolExecutor(len(per_rank)) as pool:
+        return list(pool.map(rank, range(len(per_rank))))
+
+
+def run_gae(args: Args) -> Args:
+    bounded = args.pop("mode", "carry")
+    if bounded == "plain":
+        args["mask"] = torch.ones_like(torch.tensor(args["rewards"])).tolist()
+    elif bounded != "carry":
+        raise UnsupportedError(bounded)
+    rewards, values = take(args, "rewards", "values")
+    mask, gamma, lam = take_mask(args), args.pop("gamma", 1.0), args.pop("lam", 0.95)
+    done(args)
+    advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
+    return {"advantages": advantages, "returns": returns}
+
+
+def aggregate_weights(args: Args, mask: Tensor, rows: Tensor) -> Tensor:
+    mode = args["mode"]
+    if mode not in AGGREGATIONS:
+        raise UnsupportedError(mode)
+    return AGGREGATIONS[mode](
+        mask[rows],
+        total_tokens=int(mask.sum()),
+        total_sequences=int(mask.any(-1).sum()),
+        dtype=torch.get_default_dtype(),
+    )
+
+
+def aggregate(args: Args) -> Args:
+    (loss,), mask = take(args, "loss"), take_mask(args)
+    return {"loss": weighted_sum(loss, aggregate_weights(args, mask, torch.arange(len(loss))))}
+
+
+def aggregate_layout(args: Args) -> Args:
+    (loss,), mask = take(args, "loss"), take_mask(args)
+    parts = [torch.tensor(micro_batch) for rank in args["layout"] for micro_batch in rank]
+    effective = sum(weighted_sum(loss[rows], aggregate_weights(args, mask, rows)) for rows in parts)
+    everything = torch.arange(len(loss))
+    return {"global": weighted_sum(loss, aggregate_weights(args, mask, everything)), "effective": effective}
+
+
+def policy_loss(args: Args) -> Args:
+    require(args, variant="ppo", eps_low=0.2, eps_high=None, norm_const=None, dual_clip=None, ratio_clamp=None)
+    new, old, advantages = take(args, "new", "old", "adv")
+    mask = take_mask(args)
+    weights = aggregate_weights({"mode": args.pop("agg", "token-mean")}, mask, torch.arange(len(mask)))
+    done(args)
+    loss = clipped_policy_loss(new.requires_grad_(), old, advantages, clip=0.2)
+    total = weighted_sum(loss.values, weights)
+    (grad,) = torch.autograd.grad(total, new)
+    ratio = loss.metrics["ratio"][mask]
+    return {
+        "loss": total,
+        "grad": grad,
+        "clipfrac": mean(loss, "clip_fraction", mask),
+        "ppo_kl": mean(loss, "policy_kl", mask),
+        "approxkl": mean(loss, "approx_kl", mask),
+        "ratio_mean": mean(loss, "ratio", mask),
+        "ratio_max": ratio.max(),
+        "ratio_min": ratio.min(),
+    }
+
+
+def value_loss(args: Args) -> Args:
+    require(args, loss_type="mse", agg="token-mean", scale=0.5, norm_const=None)
+    values, old_values, returns = take(args, "values", "old_values", "returns")
+    mask, clip = take_mask(args), args.pop("clip", 0.2)
+    done(args)
+    loss = clipped_value_loss(values.requires_grad_(), old_values, returns, clip=clip)
+    total = weighted_sum(loss.values, aggregate_weights({"mode": "token-mean"}, mask, torch.arange(len(mask))))
+    (grad,) = torch.autograd.grad(total, values)
+    return {
+        "loss": total,
+        "grad": grad,
+        "clipfrac": mean(loss, "clip_fraction", mask),
+        "error": mean(loss, "error", mask),
+        "vpred": mean(loss, "prediction", mask),
+    }
+
+
+def mean(loss: TokenLoss, name: str, mask: Tensor) -> Tensor:
+    return loss.metrics[name][mask].mean()
+
+
+def run_objective_metrics(args: Args) -> Args:
+    scores, old, ref = take(args, "scores", "logp", "ref")
+    metrics = objective_metrics(scores, old, k1(old, ref), take_mask(args), kl_coef=args["kl_coef"], reduce=local)
+    return {**metrics, "kl_per_token_mean": metrics["objective/kl_per_token"]}
+
+
+RUNNERS: dict[str, Callable[[Args], Args]] = {
+    "kl_estimate": kl_estimate,
+    "kl_controller": kl_controller,
+    "score_without_token": score_without_token,
+    "shape_rewards": shape_rewards,
+    "whiten": run_whiten,
+    "whiten_sharded": whiten_sharded,
+    "gae": run_gae,
+    "gae_valid": run_gae,
+    "aggregate": aggregate,
+    "aggregate_layout": aggregate_layout,
+    "policy_loss": policy_loss,
+    "value_loss": value_loss,
+    "objective_metrics": run_objective_metrics,
+}
