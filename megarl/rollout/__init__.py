@@ -1,0 +1,1 @@
+"""Rollouts with vLLM: engines, sampling, and the receiving side of a weight sync. The only importer of vLLM."""

@@ -1,0 +1,75 @@
+"""Responses in the form in which rollouts move: chunks of samples, and what the driver knows of each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleRequest, VersionSpan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Response:
+    """One generated answer.
+
+    Args:
+        token_ids: R ids, the end token included.
+        logprobs: R values in nats, under the distribution that was sampled from.
+        finished: the model ended it with an end token.
+        versions: spans that cover it in order.
+    """
+
+    request: SampleRequest
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finished: bool
+    versions: tuple[VersionSpan, ...]
+
+
+def into_chunks(
+    responses: Sequence[Response], chunk_sizes: Sequence[int]
+) -> tuple[list[SampleInfo], list[RolloutChunk]]:
+    """Packs responses, in their order, into chunks of the given sizes.
+
+    Args:
+        chunk_sizes: samples per chunk; they sum to the number of responses.
+
+    Returns:
+        One SampleInfo per response, whose chunk index counts these chunks from 0, and the chunks.
+    """
+    infos: list[SampleInfo] = []
+    chunks: list[RolloutChunk] = []
+    start = 0
+    for size in chunk_sizes:
+        members = responses[start : start + size]
+        infos.extend(_info(response, len(chunks), row) for row, response in enumerate(members))
+        chunks.append(_chunk(members))
+        start += size
+    assert start == len(infos) == len(responses)
+    return infos, chunks
+
+
+def _info(response: Response, chunk: int, row: int) -> SampleInfo:
+    prompt = response.request.prompt
+    return SampleInfo(
+        sample_id=response.request.sample_id,
+        prompt_id=prompt.prompt_id,
+        chunk=chunk,
+        row=row,
+        prompt_tokens=len(prompt.token_ids),
+        response_tokens=len(response.token_ids),
+        finished=response.finished,
+    )
+
+
+def _chunk(responses: Sequence[Response]) -> RolloutChunk:
+    return RolloutChunk(
+        sample_ids=tuple(response.request.sample_id for response in responses),
+        prompt_ids=Ragged.from_rows((response.request.prompt.token_ids for response in responses), np.int32),
+        response_ids=Ragged.from_rows((response.token_ids for response in responses), np.int32),
+        rollout_logprobs=Ragged.from_rows((response.logprobs for response in responses), np.float32),
+        finished=np.array([response.finished for response in responses], dtype=np.bool_),
+        versions=tuple(response.versions for response in responses),
+    )

@@ -1,0 +1,70 @@
+"""How responses are sampled: a seed that belongs to the sample, and the parameters as vLLM takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megarl.data.hashing import stable_hash
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+    from megarl.config.schema import Rollout as RolloutConfig
+
+_SEED_MASK = 2**63 - 1
+
+
+def sample_seed(run_seed: int, step: int, prompt_id: str, sample_index: int) -> int:
+    """The seed of one sample: a stable 63-bit number, whatever engine or batch the sample is generated in.
+
+    Args:
+        step: the training step that generates the sample, counted over resumes.
+        sample_index: which of the prompt's samples in that step, from 0.
+    """
+    return stable_hash("sample", run_seed, step, prompt_id, sample_index)
+
+
+def generation_params(rollout: RolloutConfig, seed: int, stop_token_ids: Sequence[int]) -> SamplingParams:
+    """Samples one response and returns the log-probability of each of its tokens.
+
+    Args:
+        seed: up to 64 bits; vLLM draws from its lower 63, since it keeps seeds as signed numbers and reads -1 as
+            no seed.
+        stop_token_ids: ids that end a response; the response includes the one that it ended with.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k or 0,
+        seed=seed & _SEED_MASK,
+        max_tokens=rollout.max_new_tokens,
+        stop_token_ids=list(stop_token_ids),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def scoring_params() -> SamplingParams:
+    """Returns the raw log-probabilities of a prompt's tokens; vLLM generates one token at the least.
+
+    With ``prompt_logprobs`` vLLM reads nothing from the prefix cache by itself; it is said again because a stale
+    cache would go unnoticed.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        skip_reading_prefix_cache=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

@@ -1,0 +1,85 @@
+"""What runs inside vLLM's worker processes, one per tensor-parallel rank: the receiving end of a weight sync.
+
+vLLM mixes :class:`WorkerExtension` into its worker class by name (``worker_extension_cls``), in its own process as in
+those that it spawns. Only small plain data crosses ``collective_rpc``: specs, names, numbers. Tensors arrive through
+the transport.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+from megarl.rollout.live_weights import LiveWeights
+
+if TYPE_CHECKING:
+    from megarl.weights.regions import ShardMap
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a call on a worker came to.
+
+    Args:
+        value: what it returned.
+        error: the traceback; empty where it returned.
+    """
+
+    value: Any = None
+    error: str = ""
+
+
+class WorkerExtension:
+    """Adds one method to vLLM's worker class."""
+
+    def megarl_call(self, method: str, args: tuple[Any, ...]) -> Outcome:
+        """Calls a method of this rank's WorkerWeights.
+
+        An exception comes back as a value: when a rank raises, vLLM's ``mp`` executor (0.32) leaves the other ranks'
+        answers unread, and the next call would get them.
+        """
+        try:
+            if not hasattr(self, "_megarl_weights"):
+                self._megarl_weights = WorkerWeights(self.get_model(), self.rank)
+            return Outcome(value=getattr(self._megarl_weights, method)(*args))
+        except Exception:
+            return Outcome(error=traceback.format_exc())
+
+
+class WorkerWeights:
+    """One rank's weights, and its end of the transport.
+
+    Args:
+        model: the worker's model, after loading.
+        tp_rank: the worker's rank in its engine.
+    """
+
+    def __init__(self, model: nn.Module, tp_rank: int) -> None:
+        self._model = model
+        self._tp_rank = tp_rank
+        self._live = LiveWeights(model)
+
+    def prepare(self, shard_maps: Sequence[ShardMap], vocab_size: int) -> None:
+        """Checks the map of this rank against the model, and keeps ids that mean nothing from being sampled.
+
+        vLLM cuts the logits to the ``vocab_size`` of config.json; a checkpoint's may be larger than its vocabulary.
+
+        Args:
+            shard_maps: by tensor-parallel rank.
+            vocab_size: ids from here on have probability zero.
+        """
+        self._live.check(shard_maps[self._tp_rank].params)
+
+        def mask(_module: nn.Module, _args: object, logits: torch.Tensor | None) -> None:
+            if logits is not None:  # only one rank has them
+                logits[..., vocab_size:] = float("-inf")
+
+        for module in self._model.modules():
+            if isinstance(module, LogitsProcessor) and vocab_size < module.org_vocab_size:
+                module.register_forward_hook(mask)
