@@ -181,6 +181,19 @@ class ShardMap:
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint has to contain.
+
+    Args:
+        tensors: the canonical tensors that are read.
+        ignored: patterns (as of fnmatch) of tensors that it may contain besides.
+    """
+
+    tensors: Mapping[str, TensorInfo]
+    ignored: tuple[str, ...] = ()
+
+
 def _check_extents(piece: Piece) -> None:
     extents = piece.region.shape[::-1] if piece.transposed else piece.region.shape
     if piece.box.shape != extents:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.types import HeadName, Layout
-from megarl.weights.regions import Box, Hole, Piece, ShardMap, TensorInfo
+from megarl.weights.regions import Box, Hole, Manifest, Piece, ShardMap, TensorInfo
 from megarl.weights.specs.elements import Dims, Element, Engine, ScoreHead, Shard, Stack, VocabRows
 from megarl.weights.specs.family import Family, HFConfig, Reader, Rope, Table, UnsupportedModelError
 from megarl.weights.specs.llama import LLAMA
@@ -62,6 +62,31 @@ class ModelSpec:
             for prefix, element in named
             for name, shape in element.tensors(self.dims).items()
         }
+
+    def manifest(self, head: HeadName = "lm", *, new_head: bool = False) -> Manifest:
+        """What a checkpoint must contain to be loaded into the model with this head.
+
+        Args:
+            new_head: the value or score head is made anew, so that a checkpoint with any head will do.
+        """
+        tensors, output = self.canonical(head), self.table.output.names.hf
+        ignored = ["*.rotary_emb.inv_freq"]
+        if f"{output}.weight" not in tensors:
+            ignored.append(f"{output}.weight")
+        if new_head:
+            dropped = tensors.pop(f"{self.table.score.hf}.weight", None)
+            assert dropped, "only a value or score head can be new"
+            ignored.append(f"{self.table.score.hf}.weight")
+        return Manifest(tensors=tensors, ignored=tuple(ignored))
+
+    def hf_config(self, head: HeadName = "lm") -> dict[str, Any]:
+        """The ``config.json`` of a checkpoint of the model with this head."""
+        config = {name: value for name, value in self.config.items() if name != "torch_dtype"}
+        config["dtype"] = self.dtype
+        config["architectures"] = [self.family.lm_class if head == "lm" else self.family.score_class]
+        if head != "lm":
+            config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        return config
 
     def megatron_map(self, layout: Layout, rank: int, head: HeadName = "lm") -> ShardMap:
         """What a rank of a Megatron role holds; its parameters are named ``{model chunk}:{name in GPTModel}``.

@@ -1,0 +1,222 @@
+"""Writing an HF directory from shards: every rank writes its own byte ranges into files laid out in advance.
+
+Nothing is gathered and nothing is sent. The ranks share a file system: one machine's, or a coherent parallel one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megarl.weights.files import DTYPES, FILES_RANK, INDEX_FILE, SINGLE_FILE
+from megarl.weights.planner import Holder, plan
+from megarl.weights.plans import Copy, SenderPlan, TransferPlan
+from megarl.weights.regions import ITEM_BYTES, ShardMap, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_FILE_BYTES = 5 * 10**9
+SIDE_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""What a checkpoint's directory holds besides config and weights: copied as it is where it exists."""
+
+_HEADER_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class _File:
+    """A safetensors file to be: its name, tensors, header, and each tensor's first byte in the file."""
+
+    name: str
+    tensors: Mapping[str, TensorInfo]
+    header: bytes
+    offsets: Mapping[str, int]
+    nbytes: int
+
+
+def export_plan(maps: Sequence[ShardMap], tensors: Mapping[str, TensorInfo]) -> TransferPlan:
+    """Which rank writes which regions of an export; replicas share the writing.
+
+    Args:
+        maps: of all ranks, by rank.
+        tensors: the canonical tensors, with the dtypes to write.
+
+    Raises:
+        PlanError: the ranks together lack a region.
+    """
+    sources = [Holder(rank=rank, map=shard) for rank, shard in enumerate(maps)]
+    return plan(sources, [Holder(rank=FILES_RANK, map=ShardMap.identity(tensors))], bucket_bytes=1 << 28)
+
+
+@dataclass(frozen=True)
+class Export:
+    """An HF directory in the making. Every rank makes one with equal arguments and calls ``write``.
+
+    Args:
+        directory: must not exist; it appears when everything is written.
+        tensors: the canonical tensors, with the dtypes to write.
+        max_file_bytes: tensors go to a next file where one would grow beyond this.
+    """
+
+    directory: Path
+    tensors: Mapping[str, TensorInfo]
+    max_file_bytes: int = MAX_FILE_BYTES
+
+    @property
+    def partial(self) -> Path:
+        """Where the directory is until it is complete."""
+        return self.directory.with_name(f".{self.directory.name}.partial")
+
+    def run(
+        self,
+        part: SenderPlan | None,
+        params: Mapping[str, torch.Tensor],
+        *,
+        config: Mapping[str, Any],
+        template: str | Path | None,
+        lead: bool,
+        barrier: Callable[[], None],
+    ) -> None:
+        """Writes this rank's regions; returns on all ranks when the directory is there.
+
+        Waits for the other ranks at the barrier: before anyone writes, when all have, and when the directory is named.
+
+        Args:
+            part: the rank's part of ``export_plan``; None where it has nothing to write.
+            params: its local parameters, by the names of its map.
+            config: the fields of ``config.json``.
+            template: a directory whose tokenizer and generation files are copied.
+            lead: exactly one rank creates the files and names the directory.
+            barrier: returns when every rank has called it.
+        """
+        if lead:
+            self.create()
+        barrier()
+        if part:
+            self.write([copy for message in part.messages for copy in message.copies], params)
+        barrier()
+        if lead:
+            self.finish(config, template)
+        barrier()
+
+    def create(self) -> None:
+        """Lays out the files, with headers and space for the data."""
+        if self.directory.exists():
+            raise FileExistsError(f"{self.directory} exists; an export does not overwrite")
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self.partial.mkdir(parents=True)
+        for file in self._files():
+            with open(self.partial / file.name, "wb") as stream:
+                stream.write(file.header)
+                stream.truncate(file.nbytes)
+
+    def write(self, copies: Sequence[Copy], params: Mapping[str, torch.Tensor]) -> None:
+        """Writes boxes of local parameters to where they belong in the files."""
+        file_of = {name: file for file in self._files() for name in file.tensors}
+        open_files: dict[str, np.memmap[Any, np.dtype[np.uint8]]] = {}
+        for copy in copies:
+            file = file_of[copy.target]
+            if file.name not in open_files:
+                open_files[file.name] = np.memmap(self.partial / file.name, dtype=np.uint8, mode="r+")
+            info, start = self.tensors[copy.target], file.offsets[copy.target]
+            item = ITEM_BYTES[info.dtype]
+            data: npt.NDArray[np.uint8] = open_files[file.name][start : start + info.nbytes]
+            *rows, last = copy.target_box.slices
+            target = data.reshape(*info.shape[:-1], info.shape[-1] * item)
+            target[*rows, slice(last.start * item, last.stop * item)] = _bytes(copy, params)
+        for data in open_files.values():
+            data.flush()
+
+    def finish(self, config: Mapping[str, Any], template: str | Path | None) -> None:
+        """Adds what is not weights, makes everything durable and gives the directory its name."""
+        files = self._files()
+        if len(files) > 1:
+            total = sum(info.nbytes for info in self.tensors.values())
+            weight_map = {name: file.name for file in files for name in file.tensors}
+            _write_json(self.partial / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        _write_json(self.partial / "config.json", config)
+        for name in SIDE_FILES if template is not None else ():
+            source = Path(template or "") / name
+            if source.is_file():
+                shutil.copyfile(source, self.partial / name)
+        for path in (*self.partial.iterdir(), self.partial):
+            _sync(path)
+        self.partial.rename(self.directory)
+        _sync(self.directory.parent)
+
+    def _files(self) -> list[_File]:
+        """The files, the same on every rank."""
+        groups: list[dict[str, TensorInfo]] = [{}]
+        filled = 0
+        for name, info in self.tensors.items():
+            if groups[-1] and filled + info.nbytes > self.max_file_bytes:
+                groups.append({})
+                filled = 0
+            groups[-1][name] = info
+            filled += info.nbytes
+        if len(groups) == 1:
+            return [_layout(SINGLE_FILE, groups[0])]
+        names = (f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1))
+        return [_layout(name, group) for name, group in zip(names, groups, strict=True)]
+
+
+def _layout(name: str, tensors: Mapping[str, TensorInfo]) -> _File:
+    """A file in the safetensors format: header length (8 bytes, little endian), JSON header, data."""
+    codes = {dtype: code for code, dtype in DTYPES.items()}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offsets: dict[str, int] = {}
+    end = 0
+    # Wider dtypes first, so that every tensor is aligned to its items.
+    for tensor, info in sorted(tensors.items(), key=lambda item: -ITEM_BYTES[item[1].dtype]):
+        offsets[tensor] = end
+        end += info.nbytes
+        span = [offsets[tensor], end]
+        entries[tensor] = {"dtype": codes[info.dtype], "shape": list(info.shape), "data_offsets": span}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    start = {tensor: len(header) + offset for tensor, offset in offsets.items()}
+    return _File(name=name, tensors=tensors, header=header, offsets=start, nbytes=len(header) + end)
+
+
+def _bytes(copy: Copy, params: Mapping[str, torch.Tensor]) -> npt.NDArray[np.uint8]:
+    """The bytes of a copy's elements, in the destination's order and dtype; the last axis counts bytes."""
+    import torch
+
+    values = params[copy.source].detach()[copy.source_box.slices]
+    if copy.transposed:
+        values = values.permute(*reversed(range(values.ndim)))
+    values = values.to(device="cpu", dtype=getattr(torch, copy.dtype)).contiguous()
+    return values.view(torch.uint8).numpy()
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _sync(path: Path) -> None:
+    """Makes a file's or directory's content durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,165 @@
+"""A Hugging Face directory as a holder: the regions of its safetensors files, read without the rest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from megarl.weights.planner import Holder, plan
+from megarl.weights.plans import Copy
+from megarl.weights.regions import Manifest, ShardMap, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+DTYPES: Mapping[str, str] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""The dtypes of safetensors headers, by their names there."""
+
+FILES_RANK = -1
+"""The rank of files in a plan: no process's."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read or lacks what is needed; the message lists every problem."""
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """The fields of a directory's ``config.json``."""
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist")
+    return json.loads(path.read_text())
+
+
+class HFDirectory:
+    """The tensors of a directory with ``model.safetensors``, or with an index and several files.
+
+    Args:
+        directory: where they are; only headers are read here.
+
+    Raises:
+        CheckpointError: no safetensors, or files that are missing, corrupted or not what the index says.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.path = Path(directory)
+        self.file_of: dict[str, Path] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        index = self._index()
+        problems: list[str] = []
+        for file in sorted(set(index.values())) if index else [self.path / SINGLE_FILE]:
+            try:
+                held = _header(file)
+            except CheckpointError as error:
+                problems.append(str(error))
+                continue
+            self.tensors |= held
+            self.file_of |= dict.fromkeys(held, file)
+            problems += [f"{file.name} lacks {n}" for n, f in index.items() if f == file and n not in held]
+        if problems:
+            raise CheckpointError(f"{self.path} cannot be read:\n  " + "\n  ".join(problems))
+
+    def _index(self) -> dict[str, Path]:
+        """The file of each tensor; empty where there is a single file without an index."""
+        path = self.path / INDEX_FILE
+        if path.is_file():
+            return {name: self.path / file for name, file in json.loads(path.read_text())["weight_map"].items()}
+        if not (self.path / SINGLE_FILE).is_file():
+            raise CheckpointError(f"{self.path} has neither {SINGLE_FILE} nor {INDEX_FILE} (pickle files are not read)")
+        return {}
+
+    @property
+    def map(self) -> ShardMap:
+        """The directory's shard map: whole tensors."""
+        return ShardMap.identity(self.tensors)
+
+    def check(self, manifest: Manifest) -> None:
+        """Compares with what is needed.
+
+        Raises:
+            CheckpointError: tensors are missing, unknown or of another shape; all of them are listed.
+        """
+        needed = manifest.tensors
+        problems = [f"missing: {name} {list(info.shape)}" for name, info in needed.items() if name not in self.tensors]
+        for name, info in self.tensors.items():
+            if name in needed and needed[name].shape != info.shape:
+                problems.append(f"misshapen: {name} is {list(info.shape)}, not {list(needed[name].shape)}")
+            if name not in needed and not any(fnmatch(name, pattern) for pattern in manifest.ignored):
+                problems.append(f"unknown: {name} {list(info.shape)}")
+        if problems:
+            raise CheckpointError(f"{self.path} does not fit the model:\n  " + "\n  ".join(problems))
+
+
+def load_shard(shard: ShardMap, directory: str | Path, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """Reads a holder's local parameters, and no more, from an HF directory.
+
+    Args:
+        shard: the holder's map; the tensors get its dtypes, and zeros in its holes.
+        directory: the checkpoint.
+        manifest: what it has to contain; parameters of tensors that are not in it are left out of the result.
+
+    Raises:
+        CheckpointError: the directory does not contain what the manifest says.
+    """
+    import torch
+
+    source = HFDirectory(directory)
+    source.check(manifest)
+    wanted = _restrict(shard, manifest)
+    transfer = plan([Holder(rank=FILES_RANK, map=source.map)], [Holder(rank=0, map=wanted)], bucket_bytes=1 << 30)
+    tensors = {name: torch.zeros(info.shape, dtype=getattr(torch, info.dtype)) for name, info in wanted.params.items()}
+    copies = [copy for sender in transfer.senders.values() for message in sender.messages for copy in message.copies]
+    with ExitStack() as stack:
+        readers: dict[Path, Any] = {}
+        for copy in copies:
+            file = source.file_of[copy.source]
+            if file not in readers:
+                readers[file] = stack.enter_context(_open(file))
+            tensors[copy.target][copy.target_box.slices] = _read(readers[file], copy)
+    return tensors
+
+
+def _restrict(shard: ShardMap, manifest: Manifest) -> ShardMap:
+    """The part of a map that holds the manifest's tensors."""
+    dropped = {piece.param for piece in shard.pieces if piece.name not in manifest.tensors}
+    return ShardMap(
+        params={name: info for name, info in shard.params.items() if name not in dropped},
+        pieces=tuple(piece for piece in shard.pieces if piece.param not in dropped),
+        holes=tuple(hole for hole in shard.holes if hole.param not in dropped),
+    )
+
+
+def _read(reader: Any, copy: Copy) -> torch.Tensor:
+    """A box of a tensor of an open file."""
+    values = reader.get_slice(copy.source)[copy.source_box.slices]
+    return values.permute(*reversed(range(values.ndim))) if copy.transposed else values
+
+
+def _open(file: Path) -> Any:
+    from safetensors import safe_open
+
+    return cast("Callable[..., Any]", safe_open)(str(file), framework="pt")
+
+
+def _header(file: Path) -> dict[str, TensorInfo]:
+    """The tensors that a file says it holds."""
+    from safetensors import SafetensorError
+
+    try:
+        with _open(file) as reader:
+            slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118 (not a dict)
+            dtypes = {name: str(piece.get_dtype()) for name, piece in slices.items()}
+            unknown = sorted(set(dtypes.values()) - set(DTYPES))
+            if unknown:
+                raise CheckpointError(f"{file.name} has dtype {', '.join(unknown)}; supported are {', '.join(DTYPES)}")
+            return {n: TensorInfo(tuple(piece.get_shape()), DTYPES[dtypes[n]]) for n, piece in slices.items()}
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file.name} is missing") from error
+    except SafetensorError as error:
+        raise CheckpointError(f"{file.name} is corrupted: {error}") from error
