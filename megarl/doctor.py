@@ -92,11 +92,13 @@ PACKAGES = (
 def examine() -> list[Finding]:
     """Looks at everything; takes as long as the slowest imports (about 20 seconds on two cores)."""
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        imports = list(pool.map(_package, PACKAGES))
-        extras = [finding for finding in pool.map(_companion, ("torchvision", "torchaudio", "torchcodec")) if finding]
+        imports = list(pool.map(examine_package, PACKAGES))
+        extras = [
+            finding for finding in pool.map(examine_companion, ("torchvision", "torchaudio", "torchcodec")) if finding
+        ]
     devices = list(_devices())
     cuda = any(device.name == "cuda" and device.status == "ok" for device in devices)
-    return [_python(), _own_version(), *imports, *extras, _launcher(), *devices, *_accelerations(cuda=cuda)]
+    return [_python(), _own_version(), *imports, *extras, _launcher(), *devices, *accelerations(cuda=cuda)]
 
 
 def print_report(findings: list[Finding], console: Console | None = None) -> None:
@@ -121,7 +123,7 @@ def _own_version() -> Finding:
     return Finding(name="megarl", status="ok", found=version)
 
 
-def _package(package: Package) -> Finding:
+def examine_package(package: Package) -> Finding:
     version = _version(*package.distributions)
     if version is None:
         return Finding(name=package.module, status="broken", found="not installed", fix=package.install)
@@ -134,7 +136,7 @@ def _package(package: Package) -> Finding:
     return Finding(name=package.module, status="ok", found=version)
 
 
-def _companion(module: str) -> Finding | None:
+def examine_companion(module: str) -> Finding | None:
     """A companion of torch is not needed, but one built for another torch breaks transformers."""
     version = _version(module)
     error = _import_error(module) if version else ""
@@ -169,7 +171,7 @@ def _devices() -> Iterator[Finding]:
     yield Finding(name="cuda", status="missing", found=f"no device; {build}", fix=fix)
 
 
-def _accelerations(*, cuda: bool) -> Iterator[Finding]:
+def accelerations(*, cuda: bool) -> Iterator[Finding]:
     """Optional CUDA kernels: active where they are installed and there is a CUDA device."""
     transformer_engine = ("transformer engine", _version("transformer-engine"), "pip install 'megarl[gpu]'")
     flash_attention = ("flash-attn", _version("flash-attn"), "pip install flash-attn")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
@@ -29,7 +29,7 @@ def _without_removed(value: object) -> object:
     """Drops the entries that an override set to null."""
     if not isinstance(value, Mapping):
         return value
-    return {key: entry for key, entry in value.items() if entry is not None}  # pyright: ignore[reportUnknownVariableType]
+    return {key: entry for key, entry in cast(Mapping[object, object], value).items() if entry is not None}
 
 
 Devices = Annotated[str, BeforeValidator(_device_text), AfterValidator(_checked_devices)]
@@ -185,14 +185,14 @@ class KL(Section):
 
     placement: Literal["reward"] = Field(default="reward", alias="in")
     """Where the penalty acts: reward subtracts it from the reward of each token."""
-    estimator: Literal["k1"] = "k1"
-    """Per-token estimate, nats: k1 is the difference of the log-probabilities."""
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Per-token estimate, nats: k1 the difference of the log-probabilities, k2 half its square, k3 never negative."""
     coef: NotNegative = 0.0
     """Weight of the penalty, reward per nat; 0 is none, and needs no reference."""
 
 
 class Algo(Section):
-    """PPO. Of the steps's batch, mini_batches equal parts make an optimizer step each, ppo_epochs times over."""
+    """PPO: each of a step's mini_batches equal parts makes one optimizer step, ppo_epochs times over."""
 
     advantage: Literal["gae"] = "gae"
     """Advantage estimator: generalised advantage estimation, with a critic."""
@@ -212,8 +212,8 @@ class Algo(Section):
     """Weight of the entropy bonus, loss per nat."""
     kl: KL = KL()
     """The penalty for moving away from the reference."""
-    aggregation: Literal["token_mean"] = "token_mean"
-    """How token losses make the loss: the mean over the response tokens of an optimizer step."""
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """How token losses make the loss: the mean over the response tokens of an optimizer step, or over its responses."""
     score_clip: Positive | None = None
     """Scores are clipped to plus and minus this; null does not clip."""
     missing_end_score: float | None = None

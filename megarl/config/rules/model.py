@@ -53,7 +53,7 @@ def architecture_is_known(model: Model) -> Iterator[Problem]:
         return
     where = "model.random.config" if model.random is not None else "model.path"
     for key in _NEEDED:
-        if key not in hf:
+        if hf.get(key) is None:
             yield Problem(
                 field=f"{where}.{key}", value="(missing)", rule="required", fix="add it to the model's config"
             )

@@ -1,0 +1,218 @@
+"""Files, inheritance, overrides, and the way back to a file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from megarl.config import ConfigError, load, save
+from megarl.types import Layout
+from tests.config.debug import DEBUG, REPOSITORY, by_field, debug, refused, without
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(dedent(text))
+    return path
+
+
+def test_later_files_win_and_the_file_itself_last(tmp_path: Path) -> None:
+    write(tmp_path / "a.yaml", "algo: {gamma: 0.1, lam: 0.1, clip: 0.1, ppo_epochs: 5}")
+    write(tmp_path / "b.yaml", "algo: {lam: 0.2, clip: 0.2}")
+    own = write(tmp_path / "own.yaml", f"defaults: [{DEBUG}, a.yaml, b.yaml]\nalgo: {{clip: 0.3}}")
+    algo = load(own, ["algo.ppo_epochs=7"]).algo
+    assert (algo.gamma, algo.lam, algo.clip, algo.ppo_epochs) == (0.1, 0.2, 0.3, 7)
+
+
+def test_names_of_inherited_files_are_relative_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    write(tmp_path / "below" / "base.yaml", f"defaults: [{DEBUG}]\nrun: {{seed: 5}}")
+    write(tmp_path / "below" / "middle.yaml", "defaults: [base.yaml]")
+    assert load(write(tmp_path / "top.yaml", "defaults: [below/middle.yaml]")).run.seed == 5
+
+
+def test_a_file_may_be_inherited_on_two_ways(tmp_path: Path) -> None:
+    write(tmp_path / "base.yaml", f"defaults: [{DEBUG}]\nrun: {{seed: 5}}")
+    write(tmp_path / "left.yaml", "defaults: [base.yaml]\nrun: {steps: 9}")
+    write(tmp_path / "right.yaml", "defaults: [base.yaml]")
+    run = load(write(tmp_path / "own.yaml", "defaults: [left.yaml, right.yaml]")).run
+    assert (run.seed, run.steps) == (5, 3)  # right comes later, with all that it inherits
+
+
+def test_a_circle_of_files_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.yaml", "defaults: [b.yaml]")
+    write(tmp_path / "b.yaml", "defaults: [a.yaml]")
+    with pytest.raises(ConfigError, match=r"must not inherit itself \(a\.yaml -> b\.yaml -> a\.yaml\)"):
+        load(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("run: [", "must be YAML"),
+        ("run: {seed: 1}\nrun: {seed: 2}", "must be YAML"),
+        ("- run", "keys and values"),
+        ("defaults: base.yaml", "list of file names"),
+        ("defaults: [nowhere.yaml]", "must be readable"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, text: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule) as caught:
+        load(write(tmp_path / "bad.yaml", text))
+    assert "bad.yaml" in str(caught.value)
+
+
+def test_every_unusable_file_is_reported_at_once(tmp_path: Path) -> None:
+    write(tmp_path / "broken.yaml", "a: [")
+    with pytest.raises(ConfigError) as caught:
+        load(write(tmp_path / "own.yaml", "defaults: [nowhere.yaml, broken.yaml]"))
+    assert [Path(problem.value).name for problem in caught.value.problems] == ["nowhere.yaml", "broken.yaml"]
+
+
+def test_a_missing_file_is_one_problem(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load(tmp_path / "nowhere.yaml")
+
+
+def test_override_values_are_read_as_yaml() -> None:
+    config = debug(
+        "actor.optimizer.lr=2e-6", "actor.optimizer.betas=[0.8,0.9]", "algo.value_clip=null", "rollout.devices=0,2-3"
+    )
+    assert config.actor.optimizer.lr == 2e-6
+    assert config.actor.optimizer.betas == (0.8, 0.9)
+    assert config.algo.value_clip is None
+    assert config.rollout.devices == "0,2-3"
+    assert config.rollout.engines == 3
+
+
+def test_an_override_may_hold_an_equals_sign() -> None:
+    assert debug("run.dir=runs/lr=1").run.dir == "runs/lr=1"
+
+
+def test_interpolation_refers_to_other_fields() -> None:
+    assert debug("data.random.seed=${run.seed}", "run.seed=11").data.random.seed == 11  # pyright: ignore[reportOptionalMemberAccess]
+    assert "not found" in refused("run.dir=${nowhere}")["run.dir"]
+
+
+def test_malformed_overrides_join_the_other_problems() -> None:
+    rules = refused("steps", ".=3", "a=[", "algo.clip=-1", "rollout.tp=3")
+    assert rules["override"].count("key.path=value") == 2
+    assert "parsing" in rules["a"]
+    assert "greater than 0" in rules["algo.clip"]
+    assert "divides" in rules["rollout.tp"]
+
+
+def test_unknown_keys_suggest_the_near_one() -> None:
+    with pytest.raises(ConfigError) as caught:
+        debug("algo.kl.koef=1", "groups.train.roles.actr.tp=1", "rolout.tp=1", "run.qqqqqq=1")
+    fixes = {problem.field: problem.fix for problem in caught.value.problems}
+    assert fixes["algo.kl.koef"] == "did you mean coef?"
+    assert fixes["groups.train.roles.actr"] == "did you mean actor?"
+    assert fixes["rolout"] == "did you mean rollout?"
+    assert fixes["run.qqqqqq"] == "remove it; known here: dir, steps, seed"
+
+
+def test_problems_of_fields_and_between_fields_come_together() -> None:
+    rules = refused(
+        "run.stepz=3",  # unknown
+        "run.steps=0",  # out of range
+        "actor.optimizer.lr=fast",  # of another type
+        "groups.train.roles.actor.tq=2",  # unknown, in a section whose rules are still checked
+        "groups.train.roles.actor.tp=3",  # between fields
+        "rollout.devices=9",  # between sections
+    )
+    assert set(rules) >= {
+        "run.stepz",
+        "run.steps",
+        "actor.optimizer.lr",
+        "groups.train.roles.actor.tq",
+        "groups.train.roles.actor",
+        "groups.train.roles.actor.tp",
+        "rollout.devices",
+    }
+
+
+def test_the_text_has_field_value_rule_and_fix() -> None:
+    with pytest.raises(ConfigError) as caught:
+        debug("algo.mini_batches=3")
+    assert str(caught.value) == dedent(f"""\
+        {DEBUG}: 1 problem
+          algo.mini_batches = 3
+            rule: divides data.prompts_per_step * data.samples_per_prompt = 16
+            fix:  choose a divisor of 16""")
+
+
+def test_required_sections_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(write(tmp_path / "empty.yaml", "run: {dir: here, steps: 1}"))
+    assert by_field(caught.value) == dict.fromkeys(["model", "groups", "rollout", "data"], "required")
+
+
+def test_nothing_is_coerced() -> None:
+    rules = refused("run.steps='3'", "resharding.verify=1", "run.seed=1.5", "run.dir=3", "cluster.nodes=true")
+    assert set(rules) == {"run.steps", "resharding.verify", "run.seed", "run.dir", "cluster.nodes"}
+
+
+def test_null_removes_a_role_and_a_group() -> None:
+    config = debug(
+        *without("train", ["critic"]),
+        "groups.critic.devices=4-5",
+        "groups.critic.roles.critic.pp=2",
+        "cluster.devices_per_node=6",
+    )
+    assert config.group_of("critic") == "critic"
+    assert config.layout("critic") == Layout(pp=2)
+    assert config.device_list("critic") == (4, 5)
+    with pytest.raises(KeyError):
+        debug(*without("train", ["reference"]), "algo.kl.coef=0").group_of("reference")
+
+
+ACTOR = "groups.train.roles.actor"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "layout"),
+    [
+        ([], Layout(tp=2, pp=2)),
+        ([f"{ACTOR}.tp=1", f"{ACTOR}.pp=1"], Layout(dp=4)),
+        ([f"{ACTOR}.tp=4", f"{ACTOR}.pp=1"], Layout(tp=4)),
+        ([f"{ACTOR}.tp=1", f"{ACTOR}.pp=4"], Layout(pp=4)),
+        ([f"{ACTOR}.tp=2", f"{ACTOR}.pp=1"], Layout(tp=2, dp=2)),
+        (["rollout.tp=2", "rollout.devices=0-1"], Layout(tp=2, pp=2)),
+    ],
+)
+def test_the_debug_run_takes_other_layouts(overrides: list[str], layout: Layout) -> None:
+    assert debug(*overrides).layout("actor") == layout
+
+
+def test_the_debug_run_takes_a_group_for_every_role() -> None:
+    config = debug(
+        "groups.train=null",
+        "groups.actor={devices: 0-3, roles: {actor: {tp: 2, pp: 2}}}",
+        "groups.critic={devices: 4-5, roles: {critic: {pp: 2}}}",
+        "groups.reference={devices: 6-7, roles: {reference: {tp: 2}}}",
+        "groups.reward={devices: 8, roles: {reward: {tp: 1}}}",
+        "rollout.devices=9",
+        "cluster.devices_per_node=10",
+    )
+    assert [config.group_of(role) for role in ("actor", "critic", "reference", "reward")] == list(config.groups)
+
+
+def test_a_saved_configuration_loads_as_itself(tmp_path: Path) -> None:
+    config = debug("algo.value_clip=null", *without("train", ["reference"]), "algo.kl.coef=0")
+    save(config, tmp_path / "config.yaml")
+    assert load(tmp_path / "config.yaml") == config
+
+
+def test_loading_imports_nothing_heavy() -> None:
+    code = f"""
+import sys
+from megarl.config import load
+load({str(DEBUG)!r})
+print(sorted({{"torch", "ray", "vllm", "transformers", "megatron"}} & set(sys.modules)))
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    assert out.stdout.strip() == "[]"

@@ -1,0 +1,209 @@
+"""Every rule between fields, broken once at least; and the choices of the schema against what they stand for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from megarl.config import ConfigError, build
+from megarl.config.loading import load
+from megarl.config.rules import RULES, algorithm, model, placement
+from megarl.config.schema import KL, Algo, RunConfig
+from tests.config.debug import DEBUG, debug, refused, without
+
+ACTOR = "groups.train.roles.actor"
+SPARE = ["groups.spare.devices=3-4", "cluster.devices_per_node=8"]
+
+# rule -> (overrides of the debug run, the field that is named, a part of the rule's text)
+BROKEN: dict[Any, list[tuple[list[str], str, str]]] = {
+    placement.groups_have_roles: [([*SPARE, "groups.spare.roles={}"], "groups.spare.roles", "at least one role")],
+    placement.devices_exist: [
+        (["groups.train.devices=4-7"], "groups.train.devices", "below nodes * devices_per_node = 4"),
+        (["cluster.nodes=2", "rollout.devices=8"], "rollout.devices", "= 8"),
+    ],
+    placement.groups_are_disjoint: [
+        (
+            [*SPARE, *without("train", ["reward"]), "groups.spare.roles.reward.tp=1"],
+            "groups.spare.devices",
+            "disjoint devices; 3 also in train",
+        )
+    ],
+    placement.roles_placed_once: [
+        (
+            ["groups.b={devices: 4, roles: {reward: {}}}", "cluster.devices_per_node=8"],
+            "groups.b.roles.reward",
+            "in exactly one group",
+        ),
+        (without("train", ["actor"]), "groups", "role actor"),
+    ],
+    placement.layouts_fill_groups: [
+        ([f"{ACTOR}.tp=4"], ACTOR, "tp * pp = 8 divides the group's 4 devices"),
+        (["groups.train.devices=0-2"], ACTOR, "tp * pp = 4 divides the group's 3 devices"),
+    ],
+    placement.interleaving_needs_stages: [([f"{ACTOR}.pp=1", f"{ACTOR}.vpp=2"], f"{ACTOR}.vpp", "needs pp of 2")],
+    placement.sequence_parallel_needs_tp: [
+        ([f"{ACTOR}.tp=1", f"{ACTOR}.sequence_parallel=true"], f"{ACTOR}.sequence_parallel", "with tp above 1 alone")
+    ],
+    placement.engines_fill_devices: [
+        (["rollout.devices=0-2", "rollout.tp=2"], "rollout.tp", "divides the 3 rollout devices"),
+        (
+            ["rollout.devices=3-4", "rollout.tp=2", "cluster.nodes=2"],
+            "rollout.devices",
+            "within a node; one would have devices 3, 4",
+        ),
+    ],
+    model.one_model_source: [
+        (["model.random=null"], "model", "exactly one"),
+        (["model.path=/nowhere"], "model", "exactly one"),
+    ],
+    model.checkpoints_are_readable: [
+        (["model={path: /nowhere, random: null}"], "model.path", "readable config.json"),
+        (["reward.path=/nowhere"], "reward.path", "readable config.json"),
+    ],
+    model.architecture_is_known: [
+        (["model.random.config.model_type=gpt2"], "model.random.config.model_type", "one of llama, qwen2"),
+        (["model.random.config.vocab_size=null"], "model.random.config.vocab_size", "required"),
+    ],
+    model.layouts_split_the_model: [
+        (["model.random.config.num_attention_heads=5"], f"{ACTOR}.tp", "num_attention_heads = 5"),
+        (["model.random.config.num_key_value_heads=1"], f"{ACTOR}.tp", "num_key_value_heads = 1"),
+        (["model.random.config.intermediate_size=127"], f"{ACTOR}.tp", "intermediate_size = 127"),
+        (["model.random.config.num_hidden_layers=3"], f"{ACTOR}.pp", "pp * vpp = 2 divides"),
+        ([f"{ACTOR}.vpp=4"], f"{ACTOR}.pp", "pp * vpp = 8 divides"),
+    ],
+    model.engines_split_the_model: [
+        (["rollout.devices=0-2", "rollout.tp=3"], "rollout.tp", "num_attention_heads = 4"),
+        (
+            ["rollout.devices=0-3", "rollout.tp=4", "model.random.config.num_key_value_heads=6"],
+            "rollout.tp",
+            "divides, or is a multiple of",
+        ),
+    ],
+    model.positions_cover_lengths: [
+        (["rollout.max_model_len=129"], "rollout.max_model_len", "max_position_embeddings = 128")
+    ],
+    model.reward_reads_the_same_tokens: [],  # in a test of its own: it needs a checkpoint
+    algorithm.advantages_have_a_critic: [(without("train", ["critic"]), "algo.advantage", "role critic")],
+    algorithm.penalty_has_a_reference: [
+        (without("train", ["reference"]), "algo.kl.coef", "needs the role reference"),
+        (["algo.kl.coef=0"], "algo.kl.coef", "no effect otherwise"),
+    ],
+    algorithm.scores_have_a_source: [(without("train", ["reward"]), "groups", "role reward")],
+    algorithm.one_prompt_source: [
+        (["data.random=null"], "data", "exactly one"),
+        (["data.prompts=/nowhere"], "data.prompts", "a file that exists"),
+        (["data.random.min_tokens=17"], "data.random.min_tokens", "max_tokens = 16"),
+        (["data.random.count=7"], "data.random.count", "prompts_per_step = 8"),
+    ],
+    algorithm.mini_batches_are_equal: [(["algo.mini_batches=3"], "algo.mini_batches", "= 16")],
+    algorithm.lengths_fit: [(["rollout.max_new_tokens=49"], "rollout.max_model_len", "max_new_tokens = 49")],
+    algorithm.micro_batches_hold_a_sample: [
+        ([f"{ACTOR}.tokens_per_micro_batch=63"], f"{ACTOR}.tokens_per_micro_batch", "max_model_len = 64")
+    ],
+    algorithm.record_or_replay: [
+        (["rollout.replay=/nowhere"], "rollout.replay", "a directory that exists"),
+        (["rollout.replay=.", "rollout.record=."], "rollout.record", "not together"),
+    ],
+}
+
+
+def test_every_rule_is_here() -> None:
+    assert set(BROKEN) == set(RULES)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "rule"), [case for cases in BROKEN.values() for case in cases], ids=lambda part: str(part)
+)
+def test_a_broken_rule_is_reported(overrides: list[str], field: str, rule: str) -> None:
+    assert rule in refused(*overrides)[field]
+
+
+def checkpoint(directory: Path, **changes: object) -> Path:
+    """A directory with the debug model's config.json."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({**debug().model.hf_config(), **changes}))
+    return directory
+
+
+def test_a_checkpoint_is_checked_like_a_random_model(tmp_path: Path) -> None:
+    good = checkpoint(tmp_path / "good")
+    assert debug(f"model={{path: {good}, random: null}}").model.hf_config()["hidden_size"] == 64
+    odd = checkpoint(tmp_path / "odd", num_hidden_layers=3)
+    assert "num_hidden_layers = 3" in refused(f"model={{path: {odd}, random: null}}")[f"{ACTOR}.pp"]
+
+
+def test_a_reward_model_is_checked_against_its_own_sizes_and_the_vocabulary(tmp_path: Path) -> None:
+    other = checkpoint(tmp_path / "other", num_attention_heads=3, vocab_size=101)
+    rules = refused(f"reward.path={other}", "groups.train.roles.reward.tp=2", "reward.head_seed=4")
+    assert "num_attention_heads = 3" in rules["groups.train.roles.reward.tp"]
+    assert "101 tokens for 100" in rules["reward.path"]
+    assert "no effect" in rules["reward.head_seed"]
+
+
+def raw() -> dict[str, Any]:
+    return load(DEBUG).model_dump(by_alias=True)
+
+
+@given(devices=st.integers(1, 24), tp=st.integers(1, 12), pp=st.integers(1, 12))
+def test_a_layout_is_accepted_exactly_if_whole_replicas_fill_the_group(devices: int, tp: int, pp: int) -> None:
+    config = raw()
+    sizes = {"num_attention_heads": 12, "num_key_value_heads": 12, "intermediate_size": 144, "num_hidden_layers": 12}
+    config["model"]["random"]["config"].update(sizes, hidden_size=48)
+    config["cluster"]["devices_per_node"] = 24
+    budget = {"tokens_per_micro_batch": 64}
+    roles = {"actor": {"tp": tp, "pp": pp, **budget}, "critic": budget, "reference": budget, "reward": budget}
+    config["groups"] = {"train": {"devices": f"0-{devices - 1}", "roles": roles}}
+    replicas = [dp for dp in range(1, 25) if tp * pp * dp == devices]
+    if replicas and 12 in {n * tp for n in range(13)} and 12 in {n * pp for n in range(13)}:
+        layout = build(config).layout("actor")
+        assert (layout.tp, layout.pp, layout.dp, layout.world_size) == (tp, pp, replicas[0], devices)
+    else:
+        with pytest.raises(ConfigError):
+            build(config)
+
+
+def fields(schema: type[BaseModel]) -> list[str]:
+    """The leaves of a schema, with the description of every field checked on the way."""
+    leaves: list[str] = []
+    for name, info in schema.model_fields.items():
+        assert info.description, f"{schema.__name__}.{name} has no description"
+        below = [part for part in _types(info.annotation) if isinstance(part, type) and issubclass(part, BaseModel)]
+        leaves.extend(f"{name}.{leaf}" for part in below for leaf in fields(part))
+        if not below:
+            leaves.append(name)
+    return leaves
+
+
+def _types(annotation: Any) -> list[Any]:
+    return [annotation, *(part for argument in get_args(annotation) for part in _types(argument))]
+
+
+def test_fields_are_described_and_few() -> None:
+    leaves = fields(RunConfig)
+    assert "groups.roles.tp" in leaves
+    assert len(leaves) < 150
+
+
+def choices(schema: type[BaseModel], field: str) -> set[str]:
+    return set(get_args(schema.model_fields[field].annotation))
+
+
+def test_choices_are_what_the_algorithms_have() -> None:
+    from megarl.algos import registry
+
+    assert choices(KL, "estimator") == set(registry.KL_ESTIMATORS)
+    assert choices(Algo, "advantage") == set(registry.ADVANTAGES)
+    assert choices(Algo, "policy_loss") == set(registry.POLICY_LOSSES)
+    assert choices(Algo, "aggregation") == set(registry.AGGREGATIONS)
+
+
+def test_model_types_are_those_with_a_weight_spec() -> None:
+    from megarl.weights.specs import FAMILIES
+
+    assert set(model.MODEL_TYPES) == set(FAMILIES)

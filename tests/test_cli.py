@@ -1,0 +1,139 @@
+"""The command line: what it prints where, and its exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megarl import doctor
+from megarl.cli import app
+from megarl.config import RunConfig
+from tests.config.debug import DEBUG, REPOSITORY, debug
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from megarl.cli import main; main()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
+
+
+def test_a_wrong_configuration_is_one_message_and_exit_code_2() -> None:
+    done = run("train", str(DEBUG), "algo.clip=-1", "rollout.tp=3")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "algo.clip = -1" in done.stderr
+    assert "rollout.tp = 3" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_missing_file_is_exit_code_2() -> None:
+    done = run("plan", "nowhere.yaml")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "nowhere.yaml" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_commands_answer_without_heavy_imports() -> None:
+    code = f"""
+import sys
+from megarl.cli import app
+for command in (["--help"], ["plan", {str(DEBUG)!r}], ["train", {str(DEBUG)!r}, "algo.clip=-1"]):
+    try:
+        app(command)
+    except SystemExit:
+        pass
+print("heavy:", sorted({{"torch", "ray", "vllm", "transformers", "megatron"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    assert done.stdout.splitlines()[-1] == "heavy: []"
+
+
+def test_train_runs_the_loop_with_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[RunConfig] = []
+    loop = types.ModuleType("megarl.loop")
+    loop.ppo = types.SimpleNamespace(train=received.append)  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "megarl.loop", loop)
+    result = CliRunner().invoke(app, ["train", str(DEBUG), "run.steps=7"], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert received == [debug("run.steps=7")]
+
+
+def test_plan_prints_placement_and_batches() -> None:
+    result = CliRunner().invoke(app, ["plan", str(DEBUG), "algo.mini_batches=4"], env={"COLUMNS": "120"})
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert ["actor", "train", "0-3", "2", "2", "1", "1", "no", "128"] in rows
+    assert ["reward", "train", "0-3", "1", "1", "1", "4", "no", "128"] in rows
+    assert "2 epochs x 4 mini-batches of 4 samples = 8 optimizer steps" in result.stdout
+
+
+def put(directory: Path, module: str, text: str, version: str) -> None:
+    """A module and the metadata of its distribution."""
+    (directory / f"{module}.py").write_text(text)
+    info = directory / f"{module}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: {version}\n")
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory that comes first in this process's module path and in that of its children."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+def package(name: str, requirement: str = "nothing") -> doctor.Package:
+    return doctor.Package(module=name, distributions=(name,), requirement=requirement, install="install it")
+
+
+def test_the_doctor_tells_sound_absent_and_broken_packages_apart(site: Path) -> None:
+    put(site, "soundpkg", "", "1.5")
+    put(site, "brokenpkg", "raise ImportError('no such operator')", "2.0")
+    assert doctor.examine_package(package("soundpkg")).status == "ok"
+    broken = doctor.examine_package(package("brokenpkg"))
+    assert (broken.broken, broken.found, broken.fix) == (True, "2.0: ImportError: no such operator", "install it")
+    assert doctor.examine_package(package("absentpkg")).found == "not installed"
+
+
+def test_the_doctor_refuses_versions_that_do_not_work(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(site, "oldpkg", "", "0.27.1")
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: ['oldpkg<0.33,>=0.28; extra == "gpu"'])
+    finding = doctor.examine_package(package("oldpkg", requirement="oldpkg"))
+    assert finding.broken
+    assert finding.fix == "install a version <0.33,>=0.28"
+
+
+def test_the_doctor_flags_a_companion_of_another_torch(site: Path) -> None:
+    put(site, "torchvision", "raise RuntimeError('operator torchvision::nms does not exist')", "0.9")
+    finding = doctor.examine_companion("torchvision")
+    assert finding is not None
+    assert finding.broken
+    assert finding.fix.startswith("pip uninstall torchvision")
+    put(site, "torchaudio", "", "0.9")
+    assert doctor.examine_companion("torchaudio") is None
+
+
+def test_the_doctor_knows_nvidias_apex_from_the_other_one(site: Path) -> None:
+    (site / "apex").mkdir()
+    (site / "apex" / "__init__.py").touch()
+    found = {finding.name: finding for finding in doctor.accelerations(cuda=True)}
+    assert found["apex"].status == "missing"
+    (site / "apex" / "multi_tensor_apply").mkdir()
+    found = {finding.name: finding for finding in doctor.accelerations(cuda=True)}
+    assert found["apex"].status == "ok"
+
+
+def test_the_doctor_fails_if_something_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = doctor.Finding(name="python", status="ok", found="3.11")
+    absent = doctor.Finding(name="apex", status="missing", found="not installed", fix="build [it]")
+    broken = doctor.Finding(name="ray", status="broken", found="not installed", fix="pip install ray")
+    monkeypatch.setattr(doctor, "examine", lambda: [sound, absent])
+    calm = CliRunner().invoke(app, ["doctor"])
+    assert calm.exit_code == 0
+    assert "build [it]" in calm.stdout
+    monkeypatch.setattr(doctor, "examine", lambda: [sound, absent, broken])
+    assert CliRunner().invoke(app, ["doctor"]).exit_code == 1

@@ -1,0 +1,102 @@
+"""Imports go one way, and each big library has one importer. Read from the source, functions' own imports included."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PACKAGE = REPOSITORY / "megarl"
+
+# A part may import the parts of the lines above it, and itself.
+LAYERS = (
+    {"types"},
+    {"config", "obs"},
+    {"algos"},
+    {"data", "rewards", "weights"},
+    {"resharding"},
+    {"megatron", "rollout"},
+    {"checkpoint"},
+    {"cluster"},
+    {"loop"},
+    {"doctor", "plan"},
+    {"cli"},
+)
+HEIGHT = {part: height for height, layer in enumerate(LAYERS) for part in layer}
+
+ONLY_IMPORTER = {"megatron": "megatron", "vllm": "rollout", "ray": "cluster"}
+
+TORCH_FREE = ("types", "config", "obs", "plan", "doctor", "cli", "weights.regions", "weights.planner", "weights.specs")
+HEAVY = ("torch", "transformers", "ray", "vllm", "megatron")
+
+
+def part_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(source: str) -> Iterator[str]:
+    """The dotted names that a source imports, wherever in it, `import_module` of a literal included."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            name = node.args[0]
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                yield name.value
+
+
+def objections(part: str, name: str) -> Iterator[str]:
+    """Why a part must not import a name."""
+    top, *rest = name.split(".")
+    if top in ONLY_IMPORTER and ONLY_IMPORTER[top] != part:
+        yield f"only megarl.{ONLY_IMPORTER[top]} imports {top}"
+    if top == "megarl" and rest and rest[0] != part and HEIGHT[rest[0]] >= HEIGHT[part]:
+        yield f"megarl.{part} is not above megarl.{rest[0]}"
+    if part == "algos" and (name.startswith("torch.distributed") or rest[:1] in (["config"], ["obs"])):
+        yield "algorithm math is pure: no configuration, no logging, nothing distributed"
+
+
+SOURCES = sorted(file for file in PACKAGE.rglob("*.py") if file != PACKAGE / "__init__.py")
+
+
+def test_every_part_has_its_place() -> None:
+    assert {part_of(file) for file in SOURCES} <= set(HEIGHT)
+
+
+@pytest.mark.parametrize("part", sorted({part_of(file) for file in SOURCES}))
+def test_imports_go_one_way(part: str) -> None:
+    found = [
+        f"{file.relative_to(REPOSITORY)} imports {name}: {objection}"
+        for file in SOURCES
+        if part_of(file) == part
+        for name in imports(file.read_text(encoding="utf-8"))
+        for objection in objections(part, name)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_the_check_sees_what_it_should() -> None:
+    source = (
+        "def f():\n    from megarl.loop import ppo\n    import ray.util\n    importlib.import_module('vllm.entry')\n"
+    )
+    assert list(imports(source)) == ["megarl.loop.ppo", "ray.util", "vllm.entry"]
+    assert list(objections("rollout", "megarl.megatron.worker.MegatronWorker"))
+    assert list(objections("rollout", "megatron.core.parallel_state"))
+    assert list(objections("algos", "torch.distributed"))
+    assert not list(objections("rollout", "megarl.resharding.sync"))
+    assert not list(objections("megatron", "megatron.core"))
+
+
+@pytest.mark.parametrize("part", TORCH_FREE)
+def test_light_parts_import_nothing_heavy(part: str) -> None:
+    code = f"import sys, megarl.{part}; print([name for name in {HEAVY!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
