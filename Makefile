@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench clean lock
+.PHONY: help setup demo test lint bench docs clean lock
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Where pip finds the CPU build of torch, when its configured indexes have none; other packages never come from there.
@@ -20,6 +20,7 @@ help:
 	@echo 'test   lint, types and all tests that need no GPU'
 	@echo 'lint   lint, format check and types'
 	@echo 'bench  run the benchmarks'
+	@echo 'docs   write the page of all configuration fields'
 	@echo 'clean  remove outputs and caches, but not $(VENV)'
 	@echo 'lock   resolve $(LOCK) again; UPGRADE=1 takes the newest versions'
 
@@ -51,6 +52,9 @@ test: lint
 
 bench: setup
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+docs: setup
+	$(BIN)/python -m megarl.config.reference > docs/configuration.md
 
 clean:
 	rm -rf runs build dist megarl.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -242,14 +242,14 @@ class Optimizer(Section):
 class Actor(Section):
     """The policy's training."""
 
-    optimizer: Optimizer = Optimizer(lr=1e-6)
+    optimizer: Optimizer
     """Optimizer of the actor."""
 
 
 class Critic(Section):
     """The value function's training; its body starts as the model's."""
 
-    optimizer: Optimizer = Optimizer(lr=1e-5)
+    optimizer: Optimizer
     """Optimizer of the critic."""
     head_std: NotNegative = 0.0
     """Standard deviation of the value head's initial weights; 0 starts with all values at 0."""
@@ -294,9 +294,9 @@ class RunConfig(Section):
     """The prompts."""
     algo: Algo = Algo()
     """The algorithm."""
-    actor: Actor = Actor()
+    actor: Actor
     """The policy's training."""
-    critic: Critic = Critic()
+    critic: Critic
     """The value function's training."""
     reward: Reward = Reward()
     """The reward model."""

@@ -148,7 +148,9 @@ def test_the_text_has_field_value_rule_and_fix() -> None:
 def test_required_sections_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(write(tmp_path / "empty.yaml", "run: {dir: here, steps: 1}"))
-    assert by_field(caught.value) == dict.fromkeys(["model", "groups", "rollout", "data"], "required")
+    assert by_field(caught.value) == dict.fromkeys(
+        ["model", "groups", "rollout", "data", "actor", "critic"], "required"
+    )
 
 
 def test_nothing_is_coerced() -> None:
