@@ -1,0 +1,89 @@
+"""Tiny HF configs with odd sizes, and simulated holders whose elements are canonical ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megarl.weights.plans import TransferPlan
+from megarl.weights.regions import ShardMap, TensorInfo
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+def qwen2_config(**changes: Any) -> dict[str, Any]:
+    """A Qwen2 with a prime vocabulary."""
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": 131,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "tie_word_embeddings": False,
+    }
+    return config | changes
+
+
+def llama_config(**changes: Any) -> dict[str, Any]:
+    """A Llama whose heads are wider than hidden / heads."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 67,
+        "hidden_size": 20,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 6,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": False,
+    }
+    return config | changes
+
+
+def numbered(tensors: Mapping[str, TensorInfo]) -> Arrays:
+    """Canonical tensors in which no two elements are equal."""
+    arrays: Arrays = {}
+    first = 1
+    for name, info in tensors.items():
+        size = int(np.prod(info.shape))
+        arrays[name] = np.arange(first, first + size, dtype=np.int64).reshape(info.shape)
+        first += size
+    return arrays
+
+
+def held(shard: ShardMap, canonical: Arrays) -> Arrays:
+    """What a holder has in its parameters; zero in holes."""
+    arrays = {name: np.zeros(info.shape, np.int64) for name, info in shard.params.items()}
+    for piece in shard.pieces:
+        values = canonical[piece.name][piece.region.slices]
+        arrays[piece.param][piece.box.slices] = values.T if piece.transposed else values
+    return arrays
+
+
+def execute(plan: TransferPlan, sources: Mapping[int, Arrays]) -> dict[int, tuple[Arrays, Arrays]]:
+    """Carries out a plan on arrays: per receiver, its parameters and how often each element was written."""
+    results: dict[int, tuple[Arrays, Arrays]] = {}
+    for rank, receiver in plan.receivers.items():
+        values = {name: np.zeros(info.shape, np.int64) for name, info in receiver.params.items()}
+        results[rank] = values, {name: np.zeros_like(array) for name, array in values.items()}
+    for sender in plan.senders.values():
+        for message in sender.messages:
+            values, writes = results[message.receiver]
+            for copy in message.copies:
+                data = sources[message.sender][copy.source][copy.source_box.slices]
+                values[copy.target][copy.target_box.slices] = data.T if copy.transposed else data
+                writes[copy.target][copy.target_box.slices] += 1
+    return results

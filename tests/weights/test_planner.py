@@ -1,0 +1,222 @@
+"""The planner's properties, on random shard maps and on random models and layouts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.types import Layout
+from megarl.weights.planner import Holder, PlanError, plan
+from megarl.weights.plans import TransferPlan
+from megarl.weights.regions import Box, Hole, Piece, ShardMap, TensorInfo
+from megarl.weights.specs import model_spec
+from tests.weights.models import execute, held, llama_config, numbered, qwen2_config
+
+TENSORS = {"a": (6, 4), "b": (5,), "c": (3, 2, 4)}
+
+
+@st.composite
+def tilings(draw: st.DrawFn, box: Box) -> list[Box]:
+    """Random cuts of a box into boxes."""
+    axis = draw(st.integers(0, len(box.start) - 1))
+    if box.shape[axis] < 2 or draw(st.booleans()):
+        return [box]
+    at = draw(st.integers(box.start[axis] + 1, box.stop[axis] - 1))
+    low = Box(box.start, (*box.stop[:axis], at, *box.stop[axis + 1 :]))
+    high = Box((*box.start[:axis], at, *box.start[axis + 1 :]), box.stop)
+    return draw(tilings(low)) + draw(tilings(high))
+
+
+@st.composite
+def shard_maps(draw: st.DrawFn, regions: list[tuple[str, Box]]) -> ShardMap:
+    """Stores each region in a parameter of its own, maybe transposed, cut into pieces and followed by a hole."""
+    params, pieces, holes = {}, [], []
+    for i, (name, region) in enumerate(regions):
+        transposed, padding = draw(st.booleans()), draw(st.integers(0, 2))
+        for part in draw(tilings(region)):
+            start = [a - b for a, b in zip(part.start, region.start, strict=True)]
+            stop = [a - b for a, b in zip(part.stop, region.start, strict=True)]
+            step = -1 if transposed else 1
+            box = Box(tuple(start[::step]), tuple(stop[::step]))
+            pieces.append(Piece(param=f"p{i}", box=box, name=name, region=part, transposed=transposed))
+        shape = region.shape[::-1] if transposed else region.shape
+        params[f"p{i}"] = TensorInfo((shape[0] + padding, *shape[1:]), draw(st.sampled_from(["float32", "float16"])))
+        if padding:
+            box = Box((shape[0], *(0 for _ in shape[1:])), params[f"p{i}"].shape)
+            holes.append(Hole(param=f"p{i}", box=box))
+    return ShardMap(params=params, pieces=tuple(pieces), holes=tuple(holes))
+
+
+@st.composite
+def sides(draw: st.DrawFn) -> tuple[list[Holder], list[Holder]]:
+    """Sources that hold everything at least once, and destinations that want any regions."""
+    scattered: dict[int, list[tuple[str, Box]]] = defaultdict(list)
+    for name, shape in TENSORS.items():
+        for box in draw(tilings(Box.whole(shape))):
+            for rank in draw(st.sets(st.integers(0, 3), min_size=1)):
+                scattered[rank].append((name, box))
+        if draw(st.booleans()):
+            scattered[4].append((name, Box.whole(shape)))
+    nodes = st.integers(0, 1)
+    sources = [Holder(rank=r, map=draw(shard_maps(held)), node=draw(nodes)) for r, held in sorted(scattered.items())]
+    destinations = []
+    for rank in range(3, 3 + draw(st.integers(1, 4))):
+        wanted = [(n, draw(st.sampled_from(draw(tilings(Box.whole(s)))))) for n, s in TENSORS.items()]
+        destinations.append(Holder(rank=rank, map=draw(shard_maps(wanted)), node=draw(nodes)))
+    return sources, destinations
+
+
+def check(transfer: TransferPlan, sources: list[Holder], destinations: list[Holder], canonical: dict) -> None:
+    """Every destination has what it should, written once; the numbers in the plan are what happened."""
+    results = execute(transfer, {holder.rank: held(holder.map, canonical) for holder in sources})
+    for holder in destinations:
+        expected = held(holder.map, canonical)
+        values, writes = results[holder.rank]
+        for name, array in expected.items():
+            np.testing.assert_array_equal(values[name], array, err_msg=name)
+            np.testing.assert_array_equal(writes[name], array != 0, err_msg=name)
+        receiver = transfer.receivers[holder.rank]
+        item = {name: {"float32": 4, "float16": 2}[info.dtype] for name, info in holder.map.params.items()}
+        assert receiver.nbytes == sum(int((a != 0).sum()) * item[n] for n, a in expected.items())
+        assert [name for bucket in receiver.buckets for name in bucket.params] == list(holder.map.params)
+    received = [m for r in transfer.receivers.values() for bucket in r.messages for m in bucket]
+    sent = [m for s in transfer.senders.values() for m in s.messages]
+    assert sorted(map(repr, sent)) == sorted(map(repr, received))
+    assert all(m.nbytes == sum(copy.nbytes for copy in m.copies) for m in sent)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sides(), st.integers(1, 200))
+def test_every_element_is_written_once_on_random_maps(
+    holders: tuple[list[Holder], list[Holder]], bucket_bytes: int
+) -> None:
+    sources, destinations = holders
+    transfer = plan(sources, destinations, bucket_bytes)
+    check(transfer, sources, destinations, numbered({n: TensorInfo(s, "float32") for n, s in TENSORS.items()}))
+    for receiver in transfer.receivers.values():
+        for bucket in receiver.buckets:
+            assert bucket.nbytes <= bucket_bytes or len(bucket.params) == 1
+            assert bucket.nbytes <= receiver.staging_bytes
+    for sender in transfer.senders.values():
+        assert [(m.bucket, m.receiver) for m in sender.messages] == sorted(
+            (m.bucket, m.receiver) for m in sender.messages
+        )
+        for message in sender.messages:
+            sizes = [{"float32": 4, "float16": 2}[copy.dtype] for copy in message.copies]
+            assert sizes == sorted(sizes, reverse=True), "copies are aligned to their items"
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[dict, list[Layout], list[int]]:
+    """A random model, Megatron layouts and vLLM TP sizes that it fits."""
+    kv_heads = draw(st.sampled_from([1, 2, 3, 6]))
+    heads = kv_heads * draw(st.sampled_from([1, 2, 4]))
+    layers = draw(st.sampled_from([4, 8]))
+    changes = {
+        "vocab_size": draw(st.sampled_from([61, 64, 131])),
+        "num_key_value_heads": kv_heads,
+        "num_attention_heads": heads,
+        "hidden_size": 2 * heads,
+        "intermediate_size": 24,
+        "num_hidden_layers": layers,
+        "tie_word_embeddings": draw(st.booleans()),
+    }
+    config = qwen2_config(**changes)
+    if draw(st.booleans()):
+        biased = draw(st.booleans())
+        config = llama_config(**changes, head_dim=4, attention_bias=biased, mlp_bias=biased)
+    layouts = [
+        Layout(tp=tp, pp=pp, vpp=vpp, dp=draw(st.sampled_from([1, 2])))
+        for tp in (1, 2, 3, 6)
+        for pp, vpp in ((1, 1), (2, 1), (2, 2), (4, 1))
+        if kv_heads % tp == 0
+    ]
+    engines = [tp for tp in (1, 2, 4) if heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)]
+    return config, [draw(st.sampled_from(layouts)), draw(st.sampled_from(layouts))], engines
+
+
+def trainer(spec, layout: Layout, head: str, first: int = 0) -> list[Holder]:
+    return [
+        Holder(rank=first + rank, map=spec.megatron_map(layout, rank, head), node=rank // 4)
+        for rank in range(layout.world_size)
+    ]
+
+
+@settings(max_examples=15, deadline=None)
+@given(models(), st.sampled_from([1, 3000, 1 << 30]))
+def test_every_way_of_moving_a_model_is_exact(model: tuple[dict, list[Layout], list[int]], bucket_bytes: int) -> None:
+    config, (layout, other), engines = model
+    spec = model_spec(config)
+    for head in ("lm", "score"):
+        canonical = numbered(spec.canonical(head))
+        ranks = trainer(spec, layout, head)
+        files = [Holder(rank=-1, map=ShardMap.identity(spec.canonical(head)))]
+        ways = [(files, ranks), (ranks, files), (ranks, trainer(spec, other, head, first=layout.world_size))]
+        if head == "lm":
+            for tp in engines:
+                shards = [spec.vllm_map(tp, rank) for rank in range(tp)]
+                engine = [Holder(rank=100 + i, map=shards[i % tp], node=i // 2) for i in range(2 * tp)]
+                ways.append((ranks, engine))
+        for sources, destinations in ways:
+            check(plan(sources, destinations, bucket_bytes), sources, destinations, canonical)
+
+
+def test_what_no_source_holds_is_refused_by_name() -> None:
+    spec = model_spec(qwen2_config())
+    layout = Layout(tp=2, pp=2)
+    ranks = trainer(spec, layout, "lm")
+    destinations = [Holder(rank=9, map=spec.vllm_map(1, 0))]
+    with pytest.raises(
+        PlanError, match=r"no source holds model\.embed_tokens\.weight\[0:128, 0:24\], which model\.embed"
+    ):
+        plan(ranks[1:], destinations, 1 << 20)
+    with pytest.raises(ValueError, match="occur more than once"):
+        plan([ranks[0], ranks[0]], destinations, 1 << 20)
+
+
+def test_replicas_share_the_sending_and_neighbours_come_first() -> None:
+    spec = model_spec(qwen2_config(num_hidden_layers=8, vocab_size=128))
+    layout = Layout(tp=2, dp=4)
+    shard = [spec.vllm_map(2, rank) for rank in range(2)]
+    engines = [Holder(rank=8 + i, map=shard[i % 2], node=1) for i in range(8)]
+
+    far = [Holder(rank=r, map=spec.megatron_map(layout, r), node=0) for r in range(8)]
+    sent = [s.nbytes for s in plan(far, engines, 4096).senders.values()]
+    assert len(sent) == 8
+    assert max(sent) < 1.1 * min(sent)
+
+    near = [Holder(rank=h.rank, map=h.map, node=int(h.rank >= 6)) for h in far]
+    assert set(plan(near, engines, 4096).senders) == {6, 7}
+
+
+def test_a_rank_keeps_what_it_has() -> None:
+    spec = model_spec(qwen2_config())
+    ranks = trainer(spec, Layout(tp=2, dp=2), "lm")
+    transfer = plan(ranks, ranks, 1 << 20)
+    assert all(m.sender == m.receiver for s in transfer.senders.values() for m in s.messages)
+
+
+def test_neighbouring_boxes_become_one_copy() -> None:
+    def rows(name: str, *cuts: int) -> ShardMap:
+        pieces = [
+            Piece(param=name, box=Box((a, 0), (b, 3)), name="W", region=Box((a, 0), (b, 3)))
+            for a, b in zip((0, *cuts), (*cuts, 8), strict=True)
+        ]
+        return ShardMap(params={name: TensorInfo((8, 3), "float32")}, pieces=tuple(pieces))
+
+    (sender,) = plan(
+        [Holder(rank=0, map=rows("x", 2, 5))], [Holder(rank=1, map=rows("y", 3, 4, 7))], 1 << 20
+    ).senders.values()
+    (message,) = sender.messages
+    assert [copy.target_box for copy in message.copies] == [Box((0, 0), (8, 3))]
+
+
+def test_a_plan_is_the_same_every_time() -> None:
+    spec = model_spec(llama_config())
+    sources, engine = trainer(spec, Layout(tp=2, pp=2, dp=2), "lm"), [Holder(rank=8, map=spec.vllm_map(1, 0))]
+    assert plan(sources, engine, 4096) == plan(sources[::-1], engine, 4096)
+    assert plan(sources, engine, 4096).fingerprint != plan(sources, engine, 8192).fingerprint

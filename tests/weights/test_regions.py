@@ -1,0 +1,74 @@
+"""Boxes against boolean masks; what a shard map refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.weights.regions import Box, Hole, Piece, ShardMap, TensorInfo, adjacent_axis
+
+SHAPE = (5, 4, 3)
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> Box:
+    spans = [sorted(draw(st.lists(st.integers(0, n), min_size=2, max_size=2, unique=True))) for n in SHAPE]
+    return Box(tuple(a for a, _ in spans), tuple(b for _, b in spans))
+
+
+def mask(box: Box) -> np.ndarray:
+    filled = np.zeros(SHAPE, int)
+    filled[box.slices] = 1
+    return filled
+
+
+@given(boxes(), boxes())
+def test_intersection_and_difference_are_those_of_sets(a: Box, b: Box) -> None:
+    common = a.intersect(b)
+    np.testing.assert_array_equal(mask(common) if common else np.zeros(SHAPE), mask(a) * mask(b))
+    if common:
+        rest = sum((mask(box) for box in a.without(common)), np.zeros(SHAPE, int))
+        np.testing.assert_array_equal(rest, mask(a) - mask(common))
+    assert a.contains(b) == bool((mask(a) >= mask(b)).all())
+    assert a.size == mask(a).sum()
+
+
+@given(boxes(), boxes())
+def test_boxes_are_adjacent_where_their_union_is_a_box(a: Box, b: Box) -> None:
+    union = mask(a) + mask(b)
+    hull = Box(tuple(map(min, a.start, b.start)), tuple(map(max, a.stop, b.stop)))
+    follows = all(x <= y for x, y in zip(a.start, b.start, strict=True)) and a != b
+    assert (adjacent_axis(a, b) is not None) == (follows and bool((union == mask(hull)).all()))
+
+
+def piece(start: int, stop: int, *, param: str = "w", region: Box | None = None) -> Piece:
+    box = Box((start, 0), (stop, 2))
+    return Piece(param=param, box=box, name="W", region=region or box)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "holes", "message"),
+    [
+        ([piece(0, 3)], [], "cover 6 of its 8"),
+        ([piece(0, 3), piece(2, 4)], [], "overlap"),
+        ([piece(0, 3), piece(3, 5)], [], "outside"),
+        ([piece(0, 4), piece(0, 4, param="v")], [], "v is not among"),
+        ([piece(0, 4, region=Box((0, 0), (2, 4)))], [], "differ in extents"),
+        ([piece(0, 3)], [Hole(param="w", box=Box((2, 0), (4, 2)))], "overlap"),
+    ],
+)
+def test_a_shard_map_refuses_what_does_not_tile_its_parameters(
+    pieces: list[Piece], holes: list[Hole], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ShardMap(params={"w": TensorInfo((4, 2), "float32")}, pieces=tuple(pieces), holes=tuple(holes))
+
+
+def test_fingerprints_are_of_contents() -> None:
+    def make(dtype: str) -> ShardMap:
+        return ShardMap(params={"w": TensorInfo((4, 2), dtype)}, pieces=(piece(0, 4),))
+
+    assert make("float32").fingerprint == make("float32").fingerprint
+    assert make("float32").fingerprint != make("bfloat16").fingerprint
