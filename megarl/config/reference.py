@@ -83,7 +83,8 @@ def _type(annotation: Any) -> str:
         return f"list of {len(get_args(annotation))}"
     if origin is Mapping:
         return "mapping"
-    return {str: "text", type(None): "null"}.get(annotation, annotation.__name__)
+    names: dict[object, str] = {str: "text", type(None): "null"}
+    return names.get(annotation, str(annotation.__name__))
 
 
 if __name__ == "__main__":
