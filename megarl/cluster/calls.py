@@ -1,0 +1,175 @@
+"""Calls on processes: submitted at once, watched together, so that any failure ends the run with its cause.
+
+A rank that fails leaves the others of its group waiting in a collective. So the driver never waits for one
+result: whatever it waits for, it looks at every call in progress, and the first failure is raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from megarl.cluster.shell import ChunkRefs
+
+_GRACE_S = 2.0
+_LOG_TAIL_BYTES = 4000
+
+
+class WorkerError(RuntimeError):
+    """A process of the run failed or died; the message names it, the call and the cause."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """A process of the run: its name for messages, the handle of its shell, and where it prints."""
+
+    name: str
+    actor: Any
+    log_file: Path
+
+
+@dataclass(eq=False, kw_only=True)
+class Call:
+    """A method call on some processes, in progress.
+
+    Args:
+        label: what was called, for messages.
+        processes: that run it.
+        done: one reference per process, to its small result.
+        watch: of the session.
+        chunks: references to the results by chunk.
+    """
+
+    label: str
+    processes: Sequence[Process]
+    done: Sequence[ray.ObjectRef]
+    watch: Watch
+    chunks: ChunkRefs[Any] = field(default_factory=lambda: ChunkRefs(()))
+    results: dict[int, Any] = field(default_factory=dict)
+
+    def wait(self) -> list[Any]:
+        """The small results, by process.
+
+        Consumes nothing else; waits for this call, and is woken by the failure of any call of the session.
+
+        Raises:
+            WorkerError: a process failed, in this call or another.
+        """
+        self.watch.wait_for(self)
+        return [self.results[index] for index in range(len(self.done))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Failure:
+    """One process's failure in one call; sorts before those that it may have caused."""
+
+    order: int
+    call: Call
+    index: int
+    error: RayError
+
+    def rank(self) -> tuple[bool, int, int]:
+        """Deaths first, as they break the connections of the others; then in order of submission."""
+        return not isinstance(self.error, RayActorError), self.order, self.index
+
+
+class Watch:
+    """Every call of a session that is in progress."""
+
+    def __init__(self) -> None:
+        self._pending: dict[ray.ObjectRef, tuple[int, Call, int]] = {}
+        self._submitted = 0
+
+    def submit(
+        self,
+        label: str,
+        method: str,
+        processes: Sequence[Process],
+        args: Sequence[tuple[Any, ...]],
+        chunks: Sequence[Sequence[int]] | None = None,
+    ) -> Call:
+        """Calls a method on every process and returns at once.
+
+        Args:
+            label: for messages, such as ``actor.update``.
+            method: of the class in the shells.
+            processes: to call.
+            args: the arguments for each.
+            chunks: the chunks that each one reports; None where the results are small.
+        """
+        done: list[ray.ObjectRef] = []
+        by_chunk: dict[int, ray.ObjectRef] = {}
+        for index, process in enumerate(processes):
+            if chunks is None:
+                done.append(process.actor.run.remote(method, args[index]))
+                continue
+            own = chunks[index]
+            refs = process.actor.run_by_chunk.options(num_returns=1 + len(own)).remote(method, args[index], own)
+            first, *rest = refs if own else [refs]
+            by_chunk.update(zip(own, rest, strict=True))
+            done.append(first)
+        columns = ChunkRefs[Any]([by_chunk[chunk] for chunk in range(len(by_chunk))])
+        return self.follow(Call(label=label, processes=processes, done=done, chunks=columns, watch=self))
+
+    def follow(self, call: Call) -> Call:
+        """Watches a call that was submitted already."""
+        self._pending.update({ref: (self._submitted, call, index) for index, ref in enumerate(call.done)})
+        self._submitted += 1
+        return call
+
+    def wait_for(self, call: Call) -> None:
+        """Waits until every process has finished the call.
+
+        Raises:
+            WorkerError: a process failed, in this call or another.
+        """
+        while len(call.results) < len(call.done):
+            ready, _ = ray.wait(list(self._pending), num_returns=1)
+            failures = self._collect(ready)
+            if failures:
+                self._fail(failures)
+
+    def _collect(self, ready: Sequence[ray.ObjectRef]) -> list[_Failure]:
+        """Takes the results that are there, and returns the failures."""
+        failures: list[_Failure] = []
+        for ref in ready:
+            order, call, index = self._pending.pop(ref)
+            try:
+                call.results[index] = ray.get(ref)
+            except RayError as error:
+                failures.append(_Failure(order=order, call=call, index=index, error=error))
+        return failures
+
+    def _fail(self, failures: list[_Failure]) -> None:
+        """Raises the cause among the failures of the next moment: one failure soon brings others with it."""
+        if self._pending:
+            ready, _ = ray.wait(list(self._pending), num_returns=len(self._pending), timeout=_GRACE_S)
+            failures = [*failures, *self._collect(ready)]
+        cause = min(failures, key=_Failure.rank)
+        raise WorkerError(_message(cause, failures)) from None
+
+
+def _message(cause: _Failure, failures: Sequence[_Failure]) -> str:
+    process = cause.call.processes[cause.index]
+    where = f"{process.name} {{}} in {cause.call.label}"
+    if isinstance(cause.error, RayTaskError):
+        lines = [f"{where.format('failed')}: {cause.error.cause!r}", "", str(cause.error).rstrip()]
+    else:
+        lines = [f"{where.format('died')}: {str(cause.error).splitlines()[0]}", "", *_last_words(process)]
+    others = sorted({failure.call.processes[failure.index].name for failure in failures} - {process.name})
+    if others:
+        lines += ["", f"After it, or because of it, also failed: {', '.join(others)}."]
+    return "\n".join(lines)
+
+
+def _last_words(process: Process) -> list[str]:
+    """The end of what a process printed."""
+    if not process.log_file.exists():
+        return []
+    text = process.log_file.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").rstrip()
+    return [f"The end of {process.log_file}:", text] if text else []

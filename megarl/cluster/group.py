@@ -1,0 +1,130 @@
+"""A group's processes and its roles: every call goes to all ranks of the group and returns references at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megarl.cluster.calls import Call
+from megarl.cluster.session import Session
+from megarl.cluster.shell import ChunkRefs
+from megarl.config import RunConfig
+from megarl.types import ExperienceChunk, Layout, Ragged, RoleName, RolloutChunk, Schedule
+
+WORKER = "megarl.megatron.worker:MegatronWorker"
+
+
+class WorkerGroup:
+    """One Megatron process per device of a group; its roles take turns in the order of the calls.
+
+    Args:
+        session: where they run.
+        config: of the run.
+        name: of the group.
+        target: ``package.module:Class`` of what each process runs.
+    """
+
+    def __init__(self, session: Session, config: RunConfig, name: str, target: str = WORKER) -> None:
+        self.name = name
+        self._session = session
+        self.processes = [
+            session.launch(f"{name} rank {rank}", [device], target, config, name, rank)
+            for rank, device in enumerate(config.device_list(name))
+        ]
+
+    def start(self, model_dir: str) -> Call:
+        """Connects the ranks, builds the roles and loads their weights."""
+        address = self._session.free_address(self.processes[0])
+        self.call(f"{self.name}.start", "start", f"tcp://{address}")
+        return self.call(f"{self.name}.load", "load", model_dir)
+
+    def call(self, label: str, method: str, *args: Any, chunks: Sequence[Sequence[int]] | None = None) -> Call:
+        """Calls a method on every rank with the same arguments.
+
+        Args:
+            label: for messages.
+            method: of the worker.
+            args: the arguments.
+            chunks: the chunks that each rank reports; None where the results are small.
+        """
+        return self._session.watch.submit(label, method, self.processes, [args] * len(self.processes), chunks)
+
+    def close(self) -> Call:
+        """Lets the ranks end their world and give back their memory."""
+        return self.call(f"{self.name}.close", "close")
+
+
+class Role:
+    """A role in its group. Columns are given and returned by reference, chunk by chunk.
+
+    Args:
+        group: that it is placed in.
+        name: of the role.
+        layout: of the role.
+    """
+
+    def __init__(self, group: WorkerGroup, name: RoleName, layout: Layout) -> None:
+        self.group = group
+        self.name: RoleName = name
+        self.layout = layout
+
+    def logprobs(self, schedule: Schedule, rollouts: ChunkRefs[RolloutChunk]) -> ChunkRefs[Ragged]:
+        """Log-probabilities of the responses, nats."""
+        return self._by_chunk("logprobs", schedule, self.name, schedule, rollouts).chunks
+
+    def values(self, schedule: Schedule, rollouts: ChunkRefs[RolloutChunk]) -> ChunkRefs[Ragged]:
+        """Values of the responses' tokens."""
+        return self._by_chunk("values", schedule, self.name, schedule, rollouts).chunks
+
+    def scores(self, schedule: Schedule, rollouts: ChunkRefs[RolloutChunk]) -> Call:
+        """Scores of the samples; ``merged_scores`` reads the results."""
+        return self.call("scores", self.name, schedule, rollouts)
+
+    def build_experience(
+        self,
+        schedule: Schedule,
+        rollouts: ChunkRefs[RolloutChunk],
+        old: ChunkRefs[Ragged],
+        ref: ChunkRefs[Ragged] | None,
+        values: ChunkRefs[Ragged],
+        scores: Mapping[int, npt.NDArray[np.float32]],
+    ) -> Call:
+        """Experience by chunk, and as the small results its statistics."""
+        return self._by_chunk("build_experience", schedule, schedule, rollouts, old, ref, values, scores)
+
+    def update(self, schedules: Sequence[Schedule], experience: ChunkRefs[ExperienceChunk]) -> Call:
+        """Optimizer steps, one per schedule; ``reported`` reads their metrics."""
+        return self.call("update", self.name, schedules, experience)
+
+    def call(self, method: str, *args: Any) -> Call:
+        """Calls a method whose results are small on every rank of the group."""
+        return self.group.call(f"{self.name}.{method}", method, *args)
+
+    def _by_chunk(self, method: str, schedule: Schedule, *args: Any) -> Call:
+        chunks = chunks_by_rank(schedule, self.layout)
+        return self.group.call(f"{self.name}.{method}", method, *args, chunks=chunks)
+
+
+def chunks_by_rank(schedule: Schedule, layout: Layout) -> list[tuple[int, ...]]:
+    """The chunks that each rank reports: those of its DP rank where it has the results (TP 0, last stage)."""
+    chunks: list[tuple[int, ...]] = []
+    for rank in range(layout.world_size):
+        coords = layout.coords(rank)
+        packs = schedule.ranks[coords.dp].packs
+        own = {row.chunk for pack in packs for row in pack}
+        reports = coords.tp == 0 and coords.pp == layout.pp - 1
+        chunks.append(tuple(sorted(own)) if reports else ())
+    return chunks
+
+
+def merged_scores(call: Call) -> dict[int, npt.NDArray[np.float32]]:
+    """Waits for the scores and joins them, by chunk."""
+    return {chunk: scores for result in call.wait() if result is not None for chunk, scores in result.items()}
+
+
+def reported(call: Call) -> Any:
+    """Waits for a call and returns what its reporting ranks all say; other ranks say nothing."""
+    return next(result for result in call.wait() if result is not None)

@@ -1,0 +1,94 @@
+"""Finding and ending the processes that a session started, by a mark that all of them inherit.
+
+A process tree is no good guide: a child of a process that was killed has another parent. The environment
+with which a process was started stays readable as long as it lives.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+MARK = "MEGARL_SESSION"
+SHARED_MEMORY = Path("/dev/shm")
+_PROC = Path("/proc")
+
+
+def marked_processes(mark: str) -> list[int]:
+    """The pids of the living processes that were started with this mark in their environment."""
+    wanted = f"{MARK}={mark}".encode()
+    return [pid for pid in _pids() if pid != os.getpid() and wanted in _environment(pid) and _alive(pid)]
+
+
+def shared_memory_of(pids: Collection[int]) -> set[Path]:
+    """The files of shared memory that these processes have mapped."""
+    files: set[Path] = set()
+    for pid in pids:
+        maps = _read(_PROC / str(pid) / "maps").decode(errors="replace")
+        paths = (line.split(maxsplit=5)[5] for line in maps.splitlines() if f" {SHARED_MEMORY}/" in line)
+        files.update(Path(path) for path in paths if not path.endswith("(deleted)"))
+    return files
+
+
+class Remains:
+    """What the marked processes of a session may leave behind, and its removal.
+
+    Args:
+        mark: of the session.
+    """
+
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
+        self._files: set[Path] = set()
+
+    def note(self) -> None:
+        """Remembers the shared memory of the living processes: once they are killed, nothing tells whose it was."""
+        self._files |= shared_memory_of(marked_processes(self._mark))
+
+    def remove(self, grace_s: float) -> None:
+        """Waits until no process is left, kills those that outlive the grace, and removes their shared memory.
+
+        Args:
+            grace_s: seconds for processes to end by themselves: some clean up after their parents.
+        """
+        deadline = time.monotonic() + grace_s
+        self.note()
+        while left := marked_processes(self._mark):
+            if time.monotonic() > deadline:
+                for pid in left:
+                    _kill(pid)
+            time.sleep(0.05)
+        for file in self._files:
+            file.unlink(missing_ok=True)
+
+
+def _pids() -> list[int]:
+    return [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()]
+
+
+def _environment(pid: int) -> list[bytes]:
+    return _read(_PROC / str(pid) / "environ").split(b"\0")
+
+
+def _alive(pid: int) -> bool:
+    """Whether it runs; a zombie that nobody has waited for does not."""
+    stat = _read(_PROC / str(pid) / "stat")
+    return bool(stat) and stat.rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+
+
+def _read(path: Path) -> bytes:
+    """What a process lets others read of itself; nothing where it has ended or is somebody else's."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return

@@ -1,0 +1,112 @@
+"""The engines of a run: they share the samples of a step and return them by reference."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+
+from megarl.cluster.calls import Call
+from megarl.cluster.session import Session
+from megarl.cluster.shell import ChunkRefs
+from megarl.config import RunConfig, parse_devices
+from megarl.types import RolloutChunk, SampleInfo, SampleRequest
+
+ENGINE = "megarl.rollout.engine:RolloutEngine"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollouts:
+    """The rollouts of a step: what the driver knows of the samples, and references to the chunks that hold them."""
+
+    samples: tuple[SampleInfo, ...]
+    chunks: ChunkRefs[RolloutChunk]
+
+
+class RolloutGroup:
+    """vLLM engines, each on ``rollout.tp`` devices.
+
+    Args:
+        session: where they run.
+        config: of the run.
+        model_dir: Hugging Face directory of the model.
+        vocab_size: ids that may be sampled lie below it.
+        target: ``package.module:Class`` of the engine.
+    """
+
+    def __init__(
+        self, session: Session, config: RunConfig, model_dir: str, vocab_size: int, target: str = ENGINE
+    ) -> None:
+        self._session = session
+        devices = parse_devices(config.rollout.devices)
+        tp = config.rollout.tp
+        self.processes = [
+            session.launch(
+                f"rollout engine {engine}",
+                devices[engine * tp : (engine + 1) * tp],
+                target,
+                model_dir,
+                config.rollout,
+                engine_id=engine,
+                vocab_size=vocab_size,
+                device=config.cluster.device,
+            )
+            for engine in range(config.rollout.engines)
+        ]
+
+    def start(self) -> Call:
+        """Starts vLLM in every engine, without weights: a sync brings them."""
+        return self.call("start")
+
+    def generate(self, requests: Sequence[SampleRequest], chunks: int) -> Rollouts:
+        """One response per request; waits until the driver knows their lengths.
+
+        Args:
+            requests: of the step; neighbours go to one engine, so that samples of one prompt share its prefix.
+            chunks: into which to divide them, at most.
+        """
+        sizes = even_parts(len(requests), min(chunks, len(requests)))
+        shares = [sizes[start:stop] for start, stop in itertools.pairwise(_bounds(len(sizes), len(self.processes)))]
+        left = iter(requests)
+        work = [
+            (process, list(itertools.islice(left, sum(share))), share)
+            for process, share in zip(self.processes, shares, strict=True)
+            if share
+        ]
+        outputs: list[Any] = [
+            process.actor.generate.options(num_returns=1 + len(share)).remote(own, share)
+            for process, own, share in work
+        ]
+        watch = self._session.watch
+        call = Call(
+            label="rollout.generate",
+            processes=[process for process, _, _ in work],
+            done=[infos for infos, *_ in outputs],
+            watch=watch,
+        )
+        samples: list[SampleInfo] = []
+        refs: list[ray.ObjectRef] = []
+        for infos, (_, *parts) in zip(watch.follow(call).wait(), outputs, strict=True):
+            samples += [replace(info, chunk=info.chunk + len(refs)) for info in infos]
+            refs += parts
+        return Rollouts(samples=tuple(samples), chunks=ChunkRefs(refs))
+
+    def call(self, method: str, *args: Any) -> Call:
+        """Calls a method on every engine with the same arguments."""
+        return self._session.watch.submit(f"rollout.{method}", method, self.processes, [args] * len(self.processes))
+
+    def close(self) -> Call:
+        """Ends the engines' own processes."""
+        return self.call("close")
+
+
+def even_parts(count: int, parts: int) -> list[int]:
+    """Divides a count into parts that differ by at most one."""
+    return [stop - start for start, stop in itertools.pairwise(_bounds(count, parts))]
+
+
+def _bounds(count: int, parts: int) -> list[int]:
+    return [count * part // parts for part in range(parts + 1)]

@@ -1,0 +1,143 @@
+"""The Ray session of a run: started or joined at its beginning, and gone without a trace at its end."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import ray
+
+from megarl.cluster.calls import Call, Process, Watch
+from megarl.cluster.environment import environment, ignore_interrupts, interrupts_raise, raise_on_sigterm, random_token
+from megarl.cluster.placement import DEVICE, Placement
+from megarl.cluster.processes import MARK, Remains
+from megarl.cluster.shell import Shell
+from megarl.config.schema import Cluster
+
+_LOOPBACK = "127.0.0.1"
+_LOCAL_ENV = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the shell sets CUDA_VISIBLE_DEVICES itself
+    "RAY_BACKEND_LOG_LEVEL": "error",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+_CPU_ENV = {"OMP_NUM_THREADS": "1"}
+_END_GRACE_S = 5.0
+_SHORT_PATH = 20
+_MIB = 1 << 20
+
+
+class Session:
+    """The cluster of a run: its devices, its processes and the calls on them.
+
+    Without an address it starts a Ray of its own on this machine, closed by a random token, with its files in a
+    directory of its own. However the ``with`` block is left, by an exception, an interrupt or SIGTERM too, every
+    process, shared memory file and temporary file of that Ray is gone afterwards. A Ray that was joined keeps
+    running; the session's processes in it end.
+
+    Args:
+        cluster: the run's devices.
+        log_dir: where each process's output goes, a file per process.
+        address: of a running Ray to join.
+    """
+
+    def __init__(self, cluster: Cluster, log_dir: Path, address: str | None = None) -> None:
+        self._cluster = cluster
+        self._log_dir = log_dir
+        self._address = address
+        self._ending = ExitStack()
+        self.watch = Watch()
+
+    def __enter__(self) -> Self:
+        """Starts or joins Ray and reserves the devices.
+
+        Raises:
+            RuntimeError: the cluster lacks the devices.
+        """
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as ending:
+            ending.enter_context(interrupts_raise())
+            if self._address is None:
+                self._start(ending)
+            else:
+                ending.callback(ray.shutdown)
+                ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
+            raise_on_sigterm()  # again: ray.init installs a handler of its own
+            self.placement = Placement(
+                self._cluster.nodes, self._cluster.devices_per_node, virtual=self._address is None
+            )
+            self._ending = ending.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ignore_interrupts()
+        self._ending.close()
+
+    def launch(self, name: str, devices: Sequence[int], target: str, *args: Any, **kwargs: Any) -> Process:
+        """Starts a process and returns at once; it makes its object at the first call, where mistakes show.
+
+        Args:
+            name: for messages and the log file, such as ``train rank 0``.
+            devices: that it uses; the first one places it.
+            target: ``package.module:Class`` of the object.
+            args, kwargs: of the class.
+        """
+        log_file = self._log_dir.absolute() / f"{name.replace(' ', '-')}.log"
+        gpus = tuple(self.placement.slots[device].local for device in devices)
+        on_cpu = self._cluster.device == "cpu"
+        remote = ray.remote(Shell).options(num_cpus=0, scheduling_strategy=self.placement.strategy(devices[0]))
+        actor = remote.remote(
+            target,
+            args,
+            kwargs,
+            env=_CPU_ENV if on_cpu else {},
+            local_devices=None if on_cpu else gpus,
+            log_file=str(log_file),
+        )
+        return Process(name=name, actor=actor, log_file=log_file)
+
+    def free_address(self, process: Process) -> str:
+        """A ``host:port`` at which the process may listen: loopback on this machine, else its node's own address."""
+        host = _LOOPBACK if self._address is None else None
+        done = [process.actor.free_address.remote(host)]
+        call = Call(label="free_address", processes=[process], done=done, watch=self.watch)
+        return self.watch.follow(call).wait()[0]
+
+    def _start(self, ending: ExitStack) -> None:
+        """Starts Ray on this machine; the ending undoes it in reverse."""
+        mark = secrets.token_hex(8)
+        directory = _session_directory()
+        ending.callback(shutil.rmtree, directory, ignore_errors=True)
+        ending.enter_context(environment({**_LOCAL_ENV, MARK: mark, "TMPDIR": directory}))
+        ending.enter_context(random_token())
+        remains = Remains(mark)
+        ending.callback(remains.remove, _END_GRACE_S)
+        ending.callback(ray.shutdown)
+        ending.callback(remains.note)
+        ray.init(
+            num_cpus=0,
+            resources={DEVICE: self._cluster.nodes * self._cluster.devices_per_node},
+            object_store_memory=self._cluster.object_store_mib * _MIB,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _temp_dir=directory,
+        )
+
+
+def _session_directory() -> str:
+    """A new directory for Ray's files and the run's temporary ones, where the paths of Ray's sockets stay short enough.
+
+    A socket's path has at most 107 bytes, of which Ray adds about 80.
+    """
+    usual = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="megarl-", dir=usual if len(usual) <= _SHORT_PATH else "/tmp")

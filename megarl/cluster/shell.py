@@ -1,0 +1,113 @@
+"""The Ray actor: a shell around a plain class, which knows nothing of Ray."""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import importlib
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import ray
+
+from megarl.cluster.placement import visible_devices
+from megarl.types import SampleRequest
+
+T = TypeVar("T")
+
+
+class ChunkRefs(Generic[T]):
+    """The chunks of a column by reference; reading one fetches that one, and keeps it as long as this object lives.
+
+    A call's arguments live as long as the call, so that a worker holds what it reads no longer than that.
+    """
+
+    def __init__(self, refs: Sequence[ray.ObjectRef]) -> None:
+        self._refs = tuple(refs)
+        self._fetched: dict[int, T] = {}
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+    def __getitem__(self, chunk: int) -> T:
+        if chunk not in self._fetched:
+            self._fetched[chunk] = ray.get(self._refs[chunk])
+        return self._fetched[chunk]
+
+    def __reduce__(self) -> tuple[type[ChunkRefs[T]], tuple[tuple[ray.ObjectRef, ...]]]:
+        return ChunkRefs, (self._refs,)
+
+
+class Shell:
+    """Makes an object at its first call, and runs its methods one at a time, in the order in which they were called.
+
+    Args:
+        target: ``package.module:Class``.
+        args, kwargs: of the class.
+        env: environment variables to set before the class's module is imported.
+        local_devices: the process's GPUs, numbered on its node; None for a virtual device.
+        log_file: where everything goes that the process prints.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        env: Mapping[str, str],
+        local_devices: tuple[int, ...] | None,
+        log_file: str,
+    ) -> None:
+        _print_to(log_file)
+        os.environ.update(env)
+        if local_devices is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(local_devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        self._target = target
+        self._args = args
+        self._kwargs = kwargs
+
+    @functools.cached_property
+    def _object(self) -> Any:
+        module, _, name = self._target.partition(":")
+        return getattr(importlib.import_module(module), name)(*self._args, **self._kwargs)
+
+    def run(self, method: str, args: tuple[Any, ...]) -> Any:
+        """The method's result."""
+        return getattr(self._object, method)(*args)
+
+    def run_by_chunk(self, method: str, args: tuple[Any, ...], chunks: Sequence[int]) -> Any:
+        """The method's results as separate objects: what is small first, then the value of each chunk in this order.
+
+        The method returns a mapping from chunk to value, or such a mapping and something small. Without
+        chunks, Ray expects the first object alone.
+        """
+        result = getattr(self._object, method)(*args)
+        by_chunk, small = result if isinstance(result, tuple) else (result, None)
+        return (small, *(by_chunk[chunk] for chunk in chunks)) if chunks else small
+
+    def generate(self, requests: Sequence[SampleRequest], chunk_sizes: Sequence[int]) -> Any:
+        """What an engine generated, as separate objects: what the driver knows of the samples, then each chunk."""
+        infos, chunks = self._object.generate(requests, chunk_sizes)
+        return (infos, *chunks)
+
+    def free_address(self, host: str | None) -> str:
+        """A host and port at which this process may listen; None is the node's own address."""
+        host = host or ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"{host}:{probe.getsockname()[1]}"
+
+
+def _print_to(log_file: str) -> None:
+    """Sends standard output and error, the children's too, to a file; crashes leave their stack there."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    faulthandler.enable(file=2)

@@ -1,0 +1,68 @@
+"""One Ray for all tests of the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from megarl.cluster.calls import Watch
+from megarl.cluster.group import WorkerGroup
+from megarl.cluster.session import Session
+from megarl.config import RunConfig, load
+
+DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "ppo.yaml"
+FAKE_WORKER = "tests.cluster.fakes:FakeWorker"
+FAKE_ENGINE = "tests.cluster.fakes:FakeEngine"
+
+
+@pytest.fixture(scope="session")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    with Session(load(DEBUG).cluster, tmp_path_factory.mktemp("logs")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def config() -> RunConfig:
+    """Three devices, of which an engine shares one."""
+    return load(
+        DEBUG,
+        [
+            "cluster.devices_per_node=4",
+            "groups.train.devices=0-2",
+            "groups.train.roles.actor={tp: 1, pp: 1}",
+            "groups.train.roles.critic={tp: 1, pp: 1}",
+            "groups.train.roles.reference={tp: 1, pp: 1}",
+            "rollout.devices=2-3",
+        ],
+    )
+
+
+@pytest.fixture(scope="module")
+def group(session: Session, config: RunConfig) -> Iterator[WorkerGroup]:
+    """Three fake workers for tests that leave them in order."""
+    workers = WorkerGroup(session, config, "train", FAKE_WORKER)
+    yield workers
+    _kill(workers)
+
+
+@pytest.fixture
+def make_group(session: Session, config: RunConfig) -> Iterator[Callable[[], WorkerGroup]]:
+    """Makes fake workers for a test that breaks them."""
+    made: list[WorkerGroup] = []
+
+    def make() -> WorkerGroup:
+        made.append(WorkerGroup(session, config, "train", FAKE_WORKER))
+        return made[-1]
+
+    yield make
+    for workers in made:
+        _kill(workers)
+    session.watch = Watch()  # forgets the calls that ended with their processes, as a run's end would
+
+
+def _kill(workers: WorkerGroup) -> None:
+    for process in workers.processes:
+        ray.kill(process.actor)

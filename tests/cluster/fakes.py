@@ -1,0 +1,102 @@
+"""Small classes that stand in for workers and engines, to be run in real Ray processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing import shared_memory
+
+import numpy as np
+
+from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleRequest, VersionSpan
+
+
+class FakeWorker:
+    """A worker of a group that does as the test says."""
+
+    def __init__(self, config: object, group: str, rank: int) -> None:
+        self.group, self.rank = group, rank
+        self.calls: list[str] = []
+
+    def note(self, name: str, seconds: float = 0.0) -> int:
+        time.sleep(seconds)
+        self.calls.append(name)
+        return self.rank
+
+    def noted(self) -> list[str]:
+        return self.calls
+
+    def environment(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    def column(self, by_rank: Mapping[int, Sequence[int]]) -> tuple[dict[int, np.ndarray], str] | None:
+        """Chunk c is c times ones, large enough for the object store."""
+        if self.rank not in by_rank:
+            return None
+        return {chunk: np.full(200_000, chunk) for chunk in by_rank[self.rank]}, f"by {self.rank}"
+
+    def means(self, column: Mapping[int, np.ndarray], chunks: Sequence[int]) -> list[float]:
+        return [float(column[chunk].mean()) for chunk in chunks]
+
+    def fail_on(self, rank: int, others_wait_s: float) -> None:
+        if self.rank == rank:
+            raise ArithmeticError("the loss is a teapot")
+        time.sleep(others_wait_s)
+
+    def die_on(self, rank: int) -> None:
+        """The rank dies; the others notice a little before the driver does, as peers of a connection do."""
+        if self.rank == rank:
+            print("these are my last words", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ConnectionError("connection closed by peer")
+
+    def litter(self) -> str:
+        """Leaves a child process and a shared memory file behind."""
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
+        self.memory = shared_memory.SharedMemory(create=True, size=1024)
+        return self.memory.name
+
+
+class FakeEngine:
+    """Answers every prompt with its own ids."""
+
+    def __init__(self, model_dir: str, rollout: object, *, engine_id: int, vocab_size: int, device: str) -> None:
+        self.engine_id = engine_id
+
+    def generate(
+        self, requests: Sequence[SampleRequest], chunk_sizes: Sequence[int]
+    ) -> tuple[list[SampleInfo], list[RolloutChunk]]:
+        infos: list[SampleInfo] = []
+        chunks: list[RolloutChunk] = []
+        left = iter(requests)
+        for chunk, size in enumerate(chunk_sizes):
+            own = [next(left) for _ in range(size)]
+            infos += [
+                SampleInfo(
+                    sample_id=request.sample_id,
+                    prompt_id=request.prompt.prompt_id,
+                    chunk=chunk,
+                    row=row,
+                    prompt_tokens=len(request.prompt.token_ids),
+                    response_tokens=len(request.prompt.token_ids),
+                    finished=True,
+                )
+                for row, request in enumerate(own)
+            ]
+            ids = Ragged.from_rows([request.prompt.token_ids for request in own], np.int32)
+            chunks.append(
+                RolloutChunk(
+                    sample_ids=tuple(request.sample_id for request in own),
+                    prompt_ids=ids,
+                    response_ids=ids,
+                    rollout_logprobs=Ragged(values=np.zeros(len(ids.values), np.float32), offsets=ids.offsets),
+                    finished=np.ones(size, np.bool_),
+                    versions=tuple(
+                        (VersionSpan(start=0, stop=len(row), version=0, engine_id=self.engine_id),) for row in ids
+                    ),
+                )
+            )
+        return infos, chunks

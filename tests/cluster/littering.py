@@ -1,0 +1,27 @@
+"""A program whose workers leave things behind, and which ends in the way that its argument says."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from megarl.cluster.group import WorkerGroup
+from megarl.cluster.session import Session
+from megarl.config import load
+from tests.cluster.conftest import DEBUG, FAKE_WORKER
+
+
+def main(ending: str) -> None:
+    config = load(DEBUG)
+    with Session(config.cluster, Path(tempfile.gettempdir()) / "logs") as session:
+        names = WorkerGroup(session, config, "train", FAKE_WORKER).call("litter", "litter").wait()
+        print(*names, flush=True)
+        if ending == "raise":
+            raise ArithmeticError("that was it")
+        time.sleep(120)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,96 @@
+"""However a session ends, nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.leftovers import Trace
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def short_directory() -> Iterator[Path]:
+    """A temporary directory whose path leaves room for the names of sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        yield Path(directory)
+
+
+@pytest.mark.parametrize(
+    ("ending", "number", "status"),
+    [("raise", None, 1), ("wait", signal.SIGTERM, 128 + signal.SIGTERM), ("wait", signal.SIGINT, -signal.SIGINT)],
+)
+def test_nothing_is_left(ending: str, number: int | None, status: int, short_directory: Path) -> None:
+    trace = Trace()
+    program = subprocess.Popen(
+        [sys.executable, "-m", "tests.cluster.littering", ending],
+        cwd=ROOT,
+        env={**trace.environment(), "TMPDIR": str(short_directory)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert program.stdout is not None
+    names = program.stdout.readline().split()
+    assert len(names) == 4, program.communicate()[1]
+    if number is not None:
+        assert sum("sleep 600" in line for line in trace.processes()) == 4
+        assert set(names) <= set(os.listdir("/dev/shm"))
+        program.send_signal(number)
+    _, errors = program.communicate(timeout=60)
+    assert program.returncode == status, errors
+    assert not trace.processes()
+    assert not set(names) & set(os.listdir("/dev/shm"))
+    assert [path.name for path in short_directory.iterdir()] == ["logs"]
+
+
+_CLUSTER = """
+import ray, sys
+context = ray.init(num_cpus=0, resources={"device": 4}, include_dashboard=False, object_store_memory=80 << 20,
+                   logging_level="ERROR", log_to_driver=False, _temp_dir=sys.argv[1])
+print(context.address_info["gcs_address"], flush=True)
+sys.stdin.read()
+"""
+_JOIN = """
+import ray, sys
+from pathlib import Path
+from megarl.cluster.group import WorkerGroup
+from megarl.cluster.session import Session
+from megarl.config import load
+from tests.cluster.conftest import DEBUG, FAKE_WORKER
+config = load(DEBUG)
+for _ in range(2):
+    with Session(config.cluster, Path(sys.argv[2]), address=sys.argv[1]) as session:
+        print(*WorkerGroup(session, config, "train", FAKE_WORKER).call("note", "note", "here").wait())
+"""
+
+
+def test_a_running_cluster_is_joined_and_left_running(short_directory: Path) -> None:
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    with subprocess.Popen(
+        [sys.executable, "-c", _CLUSTER, str(short_directory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as cluster:
+        assert cluster.stdout is not None
+        address = cluster.stdout.readline().strip()
+        joined = subprocess.run(
+            [sys.executable, "-c", _JOIN, address, str(short_directory / "logs")],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=90,
+        )
+        cluster.communicate("")
+    assert joined.stdout.split() == ["0", "1", "2", "3"] * 2, joined.stderr
