@@ -26,11 +26,13 @@ help:
 
 setup: $(INSTALLED)
 
+# A Python without ensurepip (Debian's) makes the environment without pip; its own pip then installs one there.
 $(INSTALLED): $(LOCK) pyproject.toml
 	@'$(PYTHON)' -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
 		echo "The lock is for Python 3.11 and '$(PYTHON)' is another one: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo 'Installing into $(VENV) (about two minutes)'
-	@'$(PYTHON)' -m venv $(VENV)
+	@'$(PYTHON)' -m venv $(VENV) 2> /dev/null || { \
+		'$(PYTHON)' -m venv --without-pip $(VENV) && '$(PYTHON)' -m pip --python $(BIN)/python install -qq pip; }
 	@awk '/^[^ ]/ { keep = /^torch==/ } keep' $(LOCK) > $(VENV)/torch.txt
 	@$(PIP_INSTALL) --require-hashes -r $(VENV)/torch.txt 2> $(VENV)/torch.log || \
 		$(PIP_INSTALL) --require-hashes --extra-index-url '$(TORCH_INDEX)' -r $(VENV)/torch.txt || \
