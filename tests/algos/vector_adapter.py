@@ -146,7 +146,11 @@ def on_ranks(function: Callable[..., Any], per_rank: list[tuple[Any, ...]]) -> l
             meet.wait()
             return total
 
-        return function(*per_rank[index], reduce)
+        try:
+            return function(*per_rank[index], reduce)
+        except Exception:
+            meet.abort()
+            raise
 
     with ThreadPoolExecutor(len(per_rank)) as pool:
         return list(pool.map(rank, range(len(per_rank))))

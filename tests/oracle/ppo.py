@@ -228,7 +228,7 @@ def shaped_score(sample: Sample, settings: Settings) -> float:
 
 def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
     """Advantages by the definition: A[t] = sum over k of (gamma * lam)^k * delta[t + k]."""
-    after = [*values[1:], 0.0]
+    after = [*values, 0.0][1:]
     deltas = [r + gamma * v_next - v for r, v, v_next in zip(rewards, values, after, strict=True)]
     return [sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))]
 
