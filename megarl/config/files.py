@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 from megarl.config.problems import ConfigError, Problem, shown
 
 INHERIT_KEY = "defaults"
+
+_KEY_PATH = re.compile(r"[\w-]+(\.[\w-]+)*")
 
 
 def merged(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
@@ -33,23 +36,29 @@ def merged(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[P
     if problems:
         raise ConfigError(problems, str(path))
     for override in overrides:
-        key, equals, _ = override.partition("=")
-        if not equals or not all(key.split(".")):
-            fix = "write it as key.path=value, for example run.steps=3"
-            problems.append(Problem(field="override", value=override, rule="has the form key.path=value", fix=fix))
-            continue
-        try:
-            tree = _merge(tree, OmegaConf.from_dotlist([override]))
-        except (OmegaConfBaseException, yaml.YAMLError) as error:
-            problems.append(Problem(field=key, value=shown(override), rule=_first_line(error), fix="check the value"))
+        tree = _overridden(tree, override, problems)
     try:
         return cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True)), problems
     except OmegaConfBaseException as error:
-        fix = "correct the ${...} reference"
         field = str(getattr(error, "full_key", None) or "interpolation")
-        raise ConfigError(
-            [Problem(field=field, value="${...}", rule=_first_line(error), fix=fix)], str(path)
-        ) from error
+        fix = "correct the ${...} reference"
+        problems.append(Problem(field=field, value="${...}", rule=_first_line(error), fix=fix))
+        raise ConfigError(problems, str(path)) from error
+
+
+def _overridden(tree: DictConfig, override: str, problems: list[Problem]) -> DictConfig:
+    """The tree with an override; one that cannot be read is appended to the problems."""
+    key, equals, value = override.partition("=")
+    if not equals or not _KEY_PATH.fullmatch(key):
+        fix = "write it as key.path=value, for example run.steps=3"
+        problems.append(Problem(field="override", value=override, rule="has the form key.path=value", fix=fix))
+        return tree
+    try:
+        return _merge(tree, OmegaConf.from_dotlist([override]))
+    except (OmegaConfBaseException, TypeError, ValueError, yaml.YAMLError) as error:
+        rule = f"a value in YAML that fits its place ({_first_line(error)})"
+        problems.append(Problem(field=key, value=shown(value), rule=rule, fix="correct the value"))
+        return tree
 
 
 def _read(path: Path, inheritors: tuple[Path, ...], problems: list[Problem]) -> DictConfig:
@@ -76,9 +85,12 @@ def _read(path: Path, inheritors: tuple[Path, ...], problems: list[Problem]) -> 
     if inherited is not None and not isinstance(inherited, ListConfig):
         return wrong(f"{INHERIT_KEY} must be a list of file names", f"write {INHERIT_KEY}: [base.yaml]")
     tree = OmegaConf.create({})
-    for name in inherited or ():
-        tree = _merge(tree, _read(path.parent / str(name), (*inheritors, here), problems))
-    return _merge(tree, own)
+    try:
+        for name in inherited or ():
+            tree = _merge(tree, _read(path.parent / str(name), (*inheritors, here), problems))
+        return _merge(tree, own)
+    except TypeError as error:
+        return wrong(f"a key must be a list, or hold keys, in all files alike ({error})", "correct the file")
 
 
 def _merge(below: DictConfig, above: DictConfig) -> DictConfig:

@@ -344,6 +344,9 @@ def read_hf_config(path: str) -> Mapping[str, Any]:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not JSON.
+        ValueError: it is not a JSON object.
     """
-    return json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    fields = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path}/config.json is not a JSON object")
+    return cast(dict[str, Any], fields)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megarl.config import ConfigError, load, save
+from megarl.config import ConfigError, Problem, load, save
 from megarl.types import Layout
 from tests.config.debug import DEBUG, REPOSITORY, by_field, debug, refused, without
 
@@ -56,6 +60,7 @@ def test_a_circle_of_files_is_refused(tmp_path: Path) -> None:
         ("run: {seed: 1}\nrun: {seed: 2}", "must be YAML"),
         ("- run", "keys and values"),
         ("defaults: base.yaml", "list of file names"),
+        (f"defaults: [{DEBUG}]\nrun: [1]", "must be a list, or hold keys, in all files alike"),
         ("defaults: [nowhere.yaml]", "must be readable"),
     ],
 )
@@ -98,8 +103,9 @@ def test_interpolation_refers_to_other_fields() -> None:
 
 
 def test_malformed_overrides_join_the_other_problems() -> None:
-    rules = refused("steps", ".=3", "a=[", "algo.clip=-1", "rollout.tp=3")
-    assert rules["override"].count("key.path=value") == 2
+    rules = refused("steps", ".=3", "[=3", "a=[", "run=[]", "algo.clip=-1", "rollout.tp=3")
+    assert rules["override"].count("key.path=value") == 3
+    assert "fits its place" in rules["run"]
     assert "parsing" in rules["a"]
     assert "greater than 0" in rules["algo.clip"]
     assert "divides" in rules["rollout.tp"]
@@ -218,3 +224,35 @@ print(sorted({{"torch", "ray", "vllm", "transformers", "megatron"}} & set(sys.mo
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
     assert out.stdout.strip() == "[]"
+
+
+def paths(tree: Mapping[str, Any], above: str = "") -> list[str]:
+    here = [f"{above}{key}" for key in tree]
+    return here + [path for key in tree if isinstance(tree[key], dict) for path in paths(tree[key], f"{above}{key}.")]
+
+
+VALUES = [
+    "0", "-1", "1.5", "1e400", ".nan", "null", "true", "x", "'3'", "0-1", "[]", "[1, 2]", "[", "{}", "{a: 1}", "{1: 2}",
+    "${run.seed}", "${x", "2024-01-01", "9" * 30, "!!python/object:os.system x", "&a [*a]",
+]  # fmt: skip
+KEYS = paths(debug().model_dump(by_alias=True))
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.builds("{}={}".format, st.sampled_from(KEYS), st.sampled_from(VALUES)),
+            st.builds("{}={}".format, st.text("ab.[]$={}'\"", max_size=6), st.sampled_from(VALUES)),
+            st.text(max_size=12),
+        ),
+        max_size=3,
+    )
+)
+@settings(deadline=None)
+def test_whatever_is_given_is_accepted_or_refused_with_a_message(overrides: list[str]) -> None:
+    problems: tuple[Problem, ...] = ()
+    try:
+        debug(*overrides)
+    except ConfigError as error:
+        problems = error.problems
+    assert all(problem.field and problem.rule and problem.fix for problem in problems)
