@@ -105,10 +105,14 @@ class Session:
         )
         return Process(name=name, actor=actor, log_file=log_file)
 
+    @property
+    def host(self) -> str:
+        """Where the driver can be reached: loopback for a Ray of its own, else its node's address."""
+        return _LOOPBACK if self._address is None else ray.util.get_node_ip_address()
+
     def free_address(self, process: Process) -> str:
         """A ``host:port`` at which the process may listen: loopback on this machine, else its node's own address."""
-        host = _LOOPBACK if self._address is None else None
-        done = [process.actor.free_address.remote(host)]
+        done = [process.actor.free_address.remote(_LOOPBACK if self._address is None else None)]
         call = Call(label="free_address", processes=[process], done=done, watch=self.watch)
         return self.watch.follow(call).wait()[0]
 

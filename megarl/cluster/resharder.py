@@ -1,0 +1,141 @@
+"""The actor's weights into the engines: planned once, then moved shard to shard for every version."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megarl.cluster.calls import Call
+from megarl.cluster.group import Role
+from megarl.cluster.rollouts import RolloutGroup
+from megarl.cluster.session import Session
+from megarl.config import RunConfig, parse_devices
+from megarl.resharding import SyncSpec, SyncStats, serve_store
+from megarl.types import Layout, RankCoords
+from megarl.weights.planner import Holder, plan
+from megarl.weights.plans import TransferPlan
+from megarl.weights.regions import ShardMap
+from megarl.weights.specs import ModelSpec
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncReport:
+    """What one sync moved.
+
+    Args:
+        version: that every rank of every engine has committed.
+        nbytes: received by all engine ranks together.
+        seconds: from the first rank's start to the last rank's commit, at most.
+    """
+
+    version: int
+    nbytes: int
+    seconds: float
+
+
+class Resharder:
+    """One connection between the actor's ranks and the engines' ranks, numbered in this order.
+
+    Args:
+        session: where they run.
+        config: of the run.
+        actor: whose weights are sent.
+        engines: that receive them.
+        spec: of the model.
+    """
+
+    def __init__(
+        self, session: Session, config: RunConfig, actor: Role, engines: RolloutGroup, spec: ModelSpec
+    ) -> None:
+        self._watch = session.watch
+        self._senders, self._receivers = actor.group.processes, engines.processes
+        self._first, self._tp = len(self._senders), config.rollout.tp
+        nodes = [slot.node for slot in session.placement.slots]
+        transfers = plan_sync(
+            spec,
+            actor.layout,
+            [nodes[device] for device in config.device_list(actor.group.name)],
+            self._tp,
+            [nodes[device] for device in parse_devices(config.rollout.devices)],
+            int(config.resharding.bucket_mib * _MIB),
+        )
+        self._store = serve_store()
+        self._spec = SyncSpec.of(
+            transfers,
+            name="actor-to-engines",
+            host=session.host,
+            port=self._store.port,
+            world_size=self._first + len(self._receivers) * self._tp,
+            verify=config.resharding.verify,
+        )
+
+    def connect(self) -> Call:
+        """Gives every rank its part of the plan and connects them all."""
+        trainers = [(self._spec.only({rank}), rank) for rank in range(self._first)]
+        self._watch.submit("actor.connect", "connect", self._senders, trainers)
+        engines = [(self._spec.only(ranks), ranks) for ranks in map(self._ranks, range(len(self._receivers)))]
+        return self._watch.submit("rollout.connect", "connect", self._receivers, engines)
+
+    def sync(self, version: int) -> SyncReport:
+        """Moves the actor's weights as they are now; returns when every rank has committed the version.
+
+        Args:
+            version: above the last one.
+        """
+        sent = self._watch.submit("actor.send_weights", "send_weights", self._senders, [(version,)] * self._first)
+        received = self._watch.submit(
+            "rollout.receive_weights", "receive_weights", self._receivers, [(version,)] * len(self._receivers)
+        )
+        sent.wait()
+        stats: list[SyncStats] = [rank for engine in received.wait() for rank in engine]
+        assert {rank.version for rank in stats} == {version}, "an engine rank has not committed the version"
+        return SyncReport(
+            version=version,
+            nbytes=sum(rank.nbytes for rank in stats),
+            seconds=max(sum(rank.seconds.values()) for rank in stats),
+        )
+
+    def _ranks(self, engine: int) -> Sequence[int]:
+        start = self._first + engine * self._tp
+        return range(start, start + self._tp)
+
+
+def plan_sync(
+    spec: ModelSpec,
+    actor: Layout,
+    actor_nodes: Sequence[int],
+    tp: int,
+    engine_nodes: Sequence[int],
+    bucket_bytes: int,
+) -> TransferPlan:
+    """Who sends which part of the actor to whom; ranks are the actor's, then the engines'.
+
+    Args:
+        spec: of the model.
+        actor: layout of the sending role.
+        actor_nodes: the node of each of its ranks.
+        tp: ranks of an engine.
+        engine_nodes: the node of each engine rank, engine by engine.
+        bucket_bytes: most bytes that are received at a time.
+    """
+
+    @functools.cache  # replicas share one map
+    def held_by(coords: RankCoords) -> ShardMap:
+        return spec.megatron_map(actor, actor.rank(coords))
+
+    shards = [spec.vllm_map(tp, rank) for rank in range(tp)]
+    first_replica = [
+        RankCoords(tp=coords.tp, dp=0, pp=coords.pp) for coords in map(actor.coords, range(actor.world_size))
+    ]
+    sources = [
+        Holder(rank=rank, map=held_by(coords), node=node)
+        for rank, (coords, node) in enumerate(zip(first_replica, actor_nodes, strict=True))
+    ]
+    destinations = [
+        Holder(rank=actor.world_size + index, map=shards[index % tp], node=node)
+        for index, node in enumerate(engine_nodes)
+    ]
+    return plan(sources, destinations, bucket_bytes)

@@ -1,0 +1,1 @@
+"""The training loops, which read as the algorithm."""

@@ -1,0 +1,90 @@
+"""Engines that write what they generate, or read it again: one batch for runs that are to be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+
+from megarl.config.schema import Rollout
+from megarl.rollout.chunks import Response, into_chunks
+from megarl.rollout.engine import RolloutEngine
+from megarl.types import RolloutChunk, SampleInfo, SampleRequest, VersionSpan
+
+
+class RecordingEngine(RolloutEngine):
+    """Writes every response that it generates to ``rollout.record``."""
+
+    def __init__(self, model_dir: str, rollout: Rollout, **options: Any) -> None:
+        super().__init__(model_dir, rollout, **options)
+        assert rollout.record is not None
+        self._directory = Path(rollout.record)
+
+    def generate(
+        self, requests: Sequence[SampleRequest], chunk_sizes: Sequence[int]
+    ) -> tuple[list[SampleInfo], list[RolloutChunk]]:
+        infos, chunks = super().generate(requests, chunk_sizes)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for info in infos:
+            write_sample(self._directory, chunks[info.chunk], info.row)
+        return infos, chunks
+
+
+class ReplayingEngine(RolloutEngine):
+    """Answers with the responses of ``rollout.replay``; it takes part in syncs like any other."""
+
+    def __init__(self, model_dir: str, rollout: Rollout, **options: Any) -> None:
+        super().__init__(model_dir, rollout, **options)
+        assert rollout.replay is not None
+        self._directory = Path(rollout.replay)
+
+    def generate(
+        self, requests: Sequence[SampleRequest], chunk_sizes: Sequence[int]
+    ) -> tuple[list[SampleInfo], list[RolloutChunk]]:
+        return into_chunks([read_response(self._directory, request) for request in requests], chunk_sizes)
+
+
+def write_sample(directory: Path, chunk: RolloutChunk, row: int) -> None:
+    """Writes one sample to a file of its own, named by its id, so that any division into chunks can be read."""
+    np.savez(
+        _file(directory, chunk.sample_ids[row]),
+        prompt_ids=chunk.prompt_ids[row],
+        response_ids=chunk.response_ids[row],
+        rollout_logprobs=chunk.rollout_logprobs[row],
+        finished=chunk.finished[row],
+        versions=np.array([(span.start, span.stop, span.version, span.engine_id) for span in chunk.versions[row]]),
+    )
+
+
+def read_response(directory: Path, request: SampleRequest) -> Response:
+    """The recorded response to a request.
+
+    Raises:
+        ValueError: there is none, or it answers another prompt.
+    """
+    path = _file(directory, request.sample_id)
+    advice = "record and replay with the same run.seed, data and steps"
+    if not path.exists():
+        raise ValueError(f"rollout.replay: {directory} has no sample {request.sample_id!r}: {advice}")
+    with np.load(path) as stored:
+        if tuple(stored["prompt_ids"]) != request.prompt.token_ids:
+            raise ValueError(
+                f"rollout.replay: {path} answers another prompt than {request.prompt.prompt_id!r}: {advice}"
+            )
+        return Response(
+            request=request,
+            token_ids=stored["response_ids"].tolist(),
+            logprobs=stored["rollout_logprobs"].tolist(),
+            finished=bool(stored["finished"]),
+            versions=tuple(
+                VersionSpan(start=start, stop=stop, version=version, engine_id=engine_id)
+                for start, stop, version, engine_id in stored["versions"].tolist()
+            ),
+        )
+
+
+def _file(directory: Path, sample_id: str) -> Path:
+    return directory / f"{quote(sample_id, safe='')}.npz"

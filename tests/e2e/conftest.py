@@ -1,0 +1,26 @@
+"""The debug run, once for all tests that look at it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import Finished, train
+
+
+@dataclass(frozen=True, kw_only=True)
+class DebugRun:
+    """The default debug run, its directory, and the rollouts that it recorded."""
+
+    finished: Finished
+    directory: Path
+    recorded: Path
+
+
+@pytest.fixture(scope="session")
+def debug_run(tmp_path_factory: pytest.TempPathFactory) -> DebugRun:
+    base = tmp_path_factory.mktemp("debug")
+    directory, recorded = base / "run", base / "recorded"
+    return DebugRun(finished=train(directory, f"rollout.record={recorded}"), directory=directory, recorded=recorded)

@@ -1,0 +1,92 @@
+"""Runs of the command line in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.leftovers import Trace
+
+ROOT = Path(__file__).parents[2]
+DEBUG = "configs/debug/ppo.yaml"
+LIMIT_S = 280
+_MEGARL = [sys.executable, "-c", "from megarl.cli import main; main()"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A run that has ended.
+
+    Args:
+        status: exit status.
+        output, errors: what it printed.
+        processes: that it left.
+        shared_memory: files in /dev/shm that it may have left.
+        temporary: files that it left in its temporary directory.
+    """
+
+    status: int
+    output: str
+    errors: str
+    processes: Sequence[str]
+    shared_memory: set[str]
+    temporary: Sequence[str]
+
+    def assert_clean(self) -> None:
+        """Nothing of the run is left."""
+        assert not self.processes
+        assert not self.shared_memory
+        assert not self.temporary
+
+
+@contextmanager
+def started(arguments: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], Trace, Path]]:
+    """A command in progress, the trace of what it starts, and its temporary directory."""
+    trace = Trace()
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        environment = {**trace.environment(), "TMPDIR": directory, "OMP_NUM_THREADS": "1"}
+        program = subprocess.Popen(
+            [*_MEGARL, *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            yield program, trace, Path(directory)
+        finally:
+            program.terminate()
+            program.communicate()
+
+
+def finish(program: subprocess.Popen[str], trace: Trace, directory: Path) -> Finished:
+    """Waits for the end of a command."""
+    output, errors = program.communicate(timeout=LIMIT_S)
+    return Finished(
+        status=program.returncode,
+        output=output,
+        errors=errors,
+        processes=trace.processes(),
+        shared_memory=trace.shared_memory(wait_s=10),
+        temporary=os.listdir(directory),
+    )
+
+
+def train(run_dir: Path, *overrides: str) -> Finished:
+    """Runs ``megarl train`` on the debug configuration to its end."""
+    with started(["train", DEBUG, f"run.dir={run_dir}", *overrides]) as run:
+        return finish(*run)
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines."""
+    return [json.loads(line) for line in file.read_text().splitlines()]

@@ -1,0 +1,119 @@
+"""The debug run as a user starts it: Ray, four Megatron ranks with four roles, a vLLM engine, three PPO steps."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.config import load
+from tests.e2e.conftest import DebugRun
+from tests.e2e.runs import DEBUG, finish, lines, started, train
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+def test_it_ends_well_and_leaves_nothing(debug_run: DebugRun) -> None:
+    assert debug_run.finished.status == 0, debug_run.finished.errors
+    assert "3 steps in" in debug_run.finished.output
+    assert not debug_run.finished.errors
+    debug_run.finished.assert_clean()
+
+
+def test_it_writes_a_line_per_step(debug_run: DebugRun) -> None:
+    metrics = lines(debug_run.directory / "metrics.jsonl")
+    assert [(line["step"], line["version"]) for line in metrics] == [(1, 1), (2, 2), (3, 3)]
+    for line in metrics:
+        assert all(math.isfinite(value) for value in line.values()), line
+        assert line["rollout/samples"] == 16
+        assert 1 <= line["rollout/response_tokens_mean"] <= line["rollout/response_tokens_max"] <= 32
+        assert line["actor/grad_norm"] > 0
+        assert line["critic/grad_norm"] > 0
+        assert line["actor/skipped"] == line["critic/skipped"] == 0
+        assert line["sync/seconds"] > 0
+        stages = sum(line[f"time/{stage}"] for stage in ("generate", "evaluate", "update", "sync"))
+        assert stages == pytest.approx(line["time/step"], rel=0.05, abs=0.01)
+
+
+def test_the_actor_starts_as_the_reference_and_leaves_it(debug_run: DebugRun) -> None:
+    first, *_, last = lines(debug_run.directory / "metrics.jsonl")
+    assert first["objective/kl"] == pytest.approx(0, abs=1e-5)
+    assert abs(last["objective/kl"]) > 1e-5
+
+
+def test_every_sync_brings_the_engine_its_shard_once(debug_run: DebugRun) -> None:
+    """The engine holds a model with tied embeddings: every parameter, rows of padded vocabulary aside."""
+    hidden, inner, layers, vocab, heads_times_size, kv_times_size = 64, 128, 4, 100, 64, 64
+    qkv = (heads_times_size + 2 * kv_times_size) * (hidden + 1)
+    layer = qkv + heads_times_size * hidden + 3 * hidden * inner + 2 * hidden
+    elements = vocab * hidden + layers * layer + hidden
+    assert {line["sync/bytes"] for line in lines(debug_run.directory / "metrics.jsonl")} == {4 * elements}
+
+
+def test_it_writes_a_line_per_optimizer_step(debug_run: DebugRun) -> None:
+    updates = lines(debug_run.directory / "updates.jsonl")
+    assert [line["step"] for line in updates] == list(range(1, 13))
+    assert [line["iteration"] for line in updates] == [1] * 4 + [2] * 4 + [3] * 4
+    first = lines(debug_run.directory / "metrics.jsonl")[0]
+    mean = sum(line["actor/loss"] for line in updates[:4]) / 4
+    assert first["actor/loss"] == pytest.approx(mean)
+
+
+def test_its_directory_says_what_ran(debug_run: DebugRun) -> None:
+    names = {"config.yaml", "metrics.jsonl", "updates.jsonl", "logs", "model"}
+    assert names == {path.name for path in debug_run.directory.iterdir()}
+    resolved = load(debug_run.directory / "config.yaml")
+    overrides = [f"run.dir={debug_run.directory}", f"rollout.record={debug_run.recorded}"]
+    assert resolved == load(Path(DEBUG), overrides)
+
+
+def test_a_directory_that_holds_a_run_is_refused_at_once(debug_run: DebugRun) -> None:
+    refused = train(debug_run.directory)
+    assert refused.status == 2
+    assert "holds no run yet" in refused.errors
+    assert "Traceback" not in refused.errors
+
+
+def test_a_broken_configuration_is_refused_at_once(tmp_path: Path) -> None:
+    refused = train(tmp_path / "run", "groups.train.roles.actor.tp=3", "algo.clip=-1")
+    assert refused.status == 2
+    assert "algo.clip" in refused.errors
+    assert "groups.train.roles.actor.tp" in refused.errors
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_worker_that_is_killed_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with started(["train", DEBUG, f"run.dir={directory}", "run.steps=1000"]) as run:
+        program, _, _ = run
+        wait_for_a_step(directory, program)
+        os.kill(process_that_prints_to(directory / "logs" / "train-rank-2.log"), signal.SIGKILL)
+        killed = time.monotonic()
+        finished = finish(*run)
+    assert time.monotonic() - killed < 30
+    assert finished.status == 1
+    assert "train rank 2 died in " in finished.errors
+    finished.assert_clean()
+
+
+def wait_for_a_step(directory: Path, program: object) -> None:
+    """Returns when a line of metrics is there."""
+    deadline = time.monotonic() + 120
+    while not ((directory / "metrics.jsonl").exists() and lines(directory / "metrics.jsonl")):
+        assert time.monotonic() < deadline, program
+        time.sleep(0.2)
+
+
+def process_that_prints_to(log_file: Path) -> int:
+    """The process whose standard output is this file."""
+    for directory in Path("/proc").iterdir():
+        try:
+            if directory.name.isdigit() and (directory / "fd" / "1").readlink() == log_file:
+                return int(directory.name)
+        except OSError:
+            continue
+    raise AssertionError(f"nobody prints to {log_file}")

@@ -1,0 +1,50 @@
+"""One recorded batch under other layouts and placements: the first update is the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import DebugRun
+from tests.e2e.runs import lines, train
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+ROLES = "groups.train.roles"
+LAYOUTS = {
+    "actor TP1 x PP1": [f"{ROLES}.actor={{tp: 1, pp: 1}}"],
+    "actor TP4": [f"{ROLES}.actor={{tp: 4, pp: 1}}"],
+    "actor PP4": [f"{ROLES}.actor={{tp: 1, pp: 4}}"],
+    "actor TP2 x DP2": [f"{ROLES}.actor={{tp: 2, pp: 1}}"],
+    "rollout TP2": ["rollout.devices=0-1", "rollout.tp=2"],
+    "critic in its own group": [
+        f"{ROLES}.critic=null",
+        "groups.critic={devices: 4-5, roles: {critic: {pp: 2, tokens_per_micro_batch: 128}}}",
+        "cluster.devices_per_node=6",
+    ],
+    "every role in its own group": [
+        f"{ROLES}={{critic: null, reference: null, reward: null}}",
+        "groups.critic={devices: 4-5, roles: {critic: {pp: 2, tokens_per_micro_batch: 128}}}",
+        "groups.reference={devices: 6-7, roles: {reference: {tp: 2, tokens_per_micro_batch: 128}}}",
+        "groups.reward={devices: 8, roles: {reward: {tp: 1, tokens_per_micro_batch: 128}}}",
+        "rollout.devices=9",
+        "cluster.devices_per_node=10",
+    ],
+}
+ALWAYS = ("actor TP2 x DP2", "every role in its own group")
+COMPARED = ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm")
+TOLERANCE = 1e-5  # the project's bar for one batch under any split, in float32
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.matrix) for name in LAYOUTS]
+)
+def test_the_first_update_does_not_depend_on_the_layout(debug_run: DebugRun, tmp_path: Path, name: str) -> None:
+    finished = train(tmp_path / "run", f"rollout.replay={debug_run.recorded}", *LAYOUTS[name])
+    assert finished.status == 0, finished.errors
+    finished.assert_clean()
+    assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 3
+    expected, found = (lines(run / "updates.jsonl")[0] for run in (debug_run.directory, tmp_path / "run"))
+    for metric in COMPARED:
+        assert found[metric] == pytest.approx(expected[metric], rel=TOLERANCE), metric

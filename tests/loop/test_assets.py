@@ -1,0 +1,69 @@
+"""Random models and run directories."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.config import ConfigError, load
+from megarl.loop.assets import model_directory, prompts_of
+from megarl.loop.directory import RunDirectory
+from megarl.weights.files import HFDirectory
+from megarl.weights.specs import model_spec
+
+DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "ppo.yaml"
+
+
+def test_a_random_model_is_what_its_seed_and_its_configuration_say(tmp_path: Path) -> None:
+    config = load(DEBUG)
+    state = torch.get_rng_state()
+    first = Path(model_directory(config, tmp_path / "first"))
+    assert torch.equal(torch.get_rng_state(), state), "the process's random numbers moved on"
+    tensors = load_file(first / "model.safetensors")
+    again = load_file(Path(model_directory(config, tmp_path / "again")) / "model.safetensors")
+    other = load(DEBUG, ["model.random.seed=1"])
+    differs = load_file(Path(model_directory(other, tmp_path / "other")) / "model.safetensors")
+    embedding = "model.embed_tokens.weight"
+    assert all(torch.equal(tensors[name], again[name]) for name in tensors)
+    assert not torch.equal(tensors[embedding], differs[embedding])
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    assert json.loads((first / "config.json").read_text())["eos_token_id"] == 0
+    spec = model_spec(config.model.hf_config())
+    HFDirectory(first).check(spec.manifest())
+
+
+def test_a_given_model_is_used_where_it_lies(tmp_path: Path) -> None:
+    made = model_directory(load(DEBUG), tmp_path)
+    config = load(DEBUG, ["model.random=null", f"model.path={made}"])
+    assert model_directory(config, tmp_path / "run") == made
+    assert not (tmp_path / "run").exists()
+
+
+def test_prompts_come_from_the_file_where_one_is_given(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"token_ids": [3, 4]}\n')
+    config = load(DEBUG, ["data.random=null", f"data.prompts={file}"])
+    assert [prompt.token_ids for prompt in prompts_of(config, 100)] == [(3, 4)]
+    assert len(prompts_of(load(DEBUG), 100)) == 32
+
+
+def test_a_directory_that_holds_a_run_is_refused(tmp_path: Path) -> None:
+    config = load(DEBUG, [f"run.dir={tmp_path / 'run'}"])
+    RunDirectory(config)
+    assert load(tmp_path / "run" / "config.yaml") == config
+    with pytest.raises(ConfigError) as refusal:
+        RunDirectory(config)
+    text = str(refusal.value)
+    assert "run.dir" in text
+    assert "holds no run yet" in text
+    assert "choose another run.dir" in text
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="can be written"):
+        RunDirectory(load(DEBUG, [f"run.dir={tmp_path / 'file' / 'run'}"]))

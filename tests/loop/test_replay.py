@@ -1,0 +1,49 @@
+"""Recorded samples come back as they were, however they are divided into chunks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.loop.replay import read_response, write_sample
+from megarl.types import Prompt, Ragged, RolloutChunk, SampleRequest, VersionSpan
+
+CHUNK = RolloutChunk(
+    sample_ids=("1/a b/0", "1/../x/1"),
+    prompt_ids=Ragged.from_rows([[5, 6, 7], [8]], np.int32),
+    response_ids=Ragged.from_rows([[1], [2, 3, 0]], np.int32),
+    rollout_logprobs=Ragged.from_rows([[-0.1], [-0.2, -3.0000001, -1e-8]], np.float32),
+    finished=np.array([False, True]),
+    versions=(
+        (VersionSpan(start=0, stop=1, version=4, engine_id=1),),
+        (VersionSpan(start=0, stop=2, version=4, engine_id=0), VersionSpan(start=2, stop=3, version=5, engine_id=0)),
+    ),
+)
+
+
+def request(row: int, token_ids: tuple[int, ...]) -> SampleRequest:
+    return SampleRequest(sample_id=CHUNK.sample_ids[row], prompt=Prompt(prompt_id="p", token_ids=token_ids), seed=0)
+
+
+@pytest.mark.parametrize(("row", "prompt"), [(0, (5, 6, 7)), (1, (8,))])
+def test_a_sample_comes_back_bit_for_bit(tmp_path: Path, row: int, prompt: tuple[int, ...]) -> None:
+    write_sample(tmp_path, CHUNK, row)
+    assert [path.parent for path in tmp_path.iterdir()] == [tmp_path]
+    response = read_response(tmp_path, request(row, prompt))
+    assert list(response.token_ids) == CHUNK.response_ids[row].tolist()
+    assert np.array(response.logprobs, np.float32).tobytes() == CHUNK.rollout_logprobs[row].tobytes()
+    assert response.finished == CHUNK.finished[row]
+    assert response.versions == CHUNK.versions[row]
+
+
+def test_a_sample_that_was_not_recorded_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no sample '1/a b/0': record and replay with the same run\.seed"):
+        read_response(tmp_path, request(0, (5, 6, 7)))
+
+
+def test_another_prompt_is_refused(tmp_path: Path) -> None:
+    write_sample(tmp_path, CHUNK, 0)
+    with pytest.raises(ValueError, match="answers another prompt than 'p'"):
+        read_response(tmp_path, request(0, (5, 6, 8)))
