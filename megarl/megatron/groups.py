@@ -1,0 +1,81 @@
+"""A role's layout as explicit process groups.
+
+Every role owns a ``ProcessGroupCollection``; Megatron's global ``parallel_state`` stays uninitialised in our
+processes, so that a path inside Megatron which still reads it raises instead of mixing up two roles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megarl.types import Layout
+
+
+class GroupCache:
+    """Makes process groups of one world, each set of ranks once.
+
+    Roles take turns, so roles whose layouts share a set of ranks share its group. Every rank of the world makes the
+    same calls in the same order, as ``torch.distributed.new_group`` demands.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def get(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """The group of these world ranks."""
+        if ranks not in self._groups:
+            group: Any = dist.new_group(list(ranks))  # on other ranks than these, a stand-in that nothing uses
+            self._groups[ranks] = group
+        return self._groups[ranks]
+
+    def mine(self, partition: list[tuple[int, ...]], rank: int) -> dist.ProcessGroup:
+        """Makes all groups of a partition of the world and returns the one with ``rank`` in it."""
+        groups = {ranks: self.get(ranks) for ranks in partition}
+        return next(group for ranks, group in groups.items() if rank in ranks)
+
+
+def partition(layout: Layout, *together: str) -> list[tuple[int, ...]]:
+    """Splits the ranks into sets whose members differ only in the named coordinates.
+
+    Args:
+        together: of "tp", "dp", "pp"; none gives sets of one rank, all three the whole world.
+    """
+    sets: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(layout.world_size):
+        coords = layout.coords(rank)
+        key = tuple(getattr(coords, name) for name in ("tp", "dp", "pp") if name not in together)
+        sets.setdefault(key, []).append(rank)
+    return [tuple(ranks) for ranks in sets.values()]
+
+
+def build_groups(layout: Layout, rank: int, cache: GroupCache) -> ProcessGroupCollection:
+    """The process groups of one rank under a layout; collective over the world.
+
+    Context and expert parallel groups hold the rank alone. ``embd`` joins the first and the last stage, and is None on
+    the stages between, as finalize_model_grads expects.
+    """
+
+    def group(*together: str) -> dist.ProcessGroup:
+        return cache.mine(partition(layout, *together), rank)
+
+    alone, everyone = group(), group("tp", "dp", "pp")
+    groups = ProcessGroupCollection(
+        tp=group("tp"), pp=group("pp"), dp=group("dp"), mp=group("tp", "pp"), cp=alone, ep=alone, expt_tp=group("tp")
+    )
+    groups.tp_cp, groups.dp_cp, groups.tp_ep = groups.tp, groups.dp, groups.tp
+    groups.tp_ep_pp, groups.expt_dp = groups.mp, groups.dp
+    groups.tp_dp_cp = group("tp", "dp")
+    groups.intra_dp_cp, groups.intra_expt_dp = groups.dp, groups.dp
+    groups.intra_dist_opt = everyone
+    groups.embd = _embedding_group(layout, rank, cache)
+    groups.pos_embd = None
+    return groups
+
+
+def _embedding_group(layout: Layout, rank: int, cache: GroupCache) -> dist.ProcessGroup | None:
+    ends = [tuple(sorted({ranks[0], ranks[-1]})) for ranks in partition(layout, "pp")]
+    made = {ranks: cache.get(ranks) for ranks in ends}
+    return next((group for ranks, group in made.items() if rank in ranks), None)

@@ -1,0 +1,135 @@
+"""Log-probabilities and entropy from hidden states, a chunk of tokens at a time, over a vocabulary split over TP.
+
+The logits of a chunk live only while the chunk is computed, forward and again backward, so memory does not grow
+with the pack. Megatron's own vocab-parallel cross entropy reads the global parallel_state, keeps all
+logits, and gives no entropy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabShard:
+    """The rows of the output layer that one TP rank holds.
+
+    Args:
+        group: the TP group.
+        start: vocabulary id of the first row.
+        size: rows that are real; the rows after them pad the vocabulary and never count.
+    """
+
+    group: dist.ProcessGroup
+    start: int
+    size: int
+
+
+def vocab_shard(group: dist.ProcessGroup, rows: int, vocab_size: int) -> VocabShard:
+    """The shard of this rank.
+
+    Args:
+        rows: rows of the local output layer, padding included; the same on every rank.
+        vocab_size: real vocabulary, over all ranks.
+    """
+    start = group.rank() * rows
+    return VocabShard(group=group, start=start, size=max(0, min(rows, vocab_size - start)))
+
+
+def logprobs_and_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    shard: VocabShard,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log softmax(hidden @ weight.T / temperature)[label] and the entropy of that distribution.
+
+    Collective over the TP group, forward and backward. The gradient of ``hidden`` is the whole one on every rank:
+    the backward pass sums it over the shards.
+
+    Args:
+        hidden: [T, H], equal on all TP ranks.
+        weight: [rows, H], this rank's rows of the output layer.
+        labels: [T] int64, ids over the whole vocabulary.
+        shard: which rows these are.
+        temperature: of the sampling distribution.
+        chunk_tokens: tokens whose logits exist at a time.
+
+    Returns:
+        Log-probabilities and entropies, [T] float32 nats each; both differentiable.
+    """
+    return _VocabParallelLogprobs.apply(hidden, weight, labels, shard, temperature, chunk_tokens)
+
+
+class _VocabParallelLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        shard: VocabShard,
+        temperature: float,
+        chunk_tokens: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        entropy, log_z = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        for begin in range(0, len(hidden), chunk_tokens):
+            part = slice(begin, begin + chunk_tokens)
+            logits = _logits(hidden[part], weight, shard, temperature)
+            top = logits.max(-1).values if shard.size else torch.full_like(log_z[part], -torch.inf)
+            dist.all_reduce(top, dist.ReduceOp.MAX, group=shard.group)
+            exp = (logits - top.unsqueeze(-1)).exp_()
+            local, here = _local_labels(labels[part], shard)
+            target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1) * here if shard.size else torch.zeros_like(top)
+            sums = torch.stack([exp.sum(-1), (exp * logits).sum(-1), target])
+            dist.all_reduce(sums, group=shard.group)
+            log_z[part] = top + sums[0].log()
+            logprobs[part] = sums[2] - log_z[part]
+            entropy[part] = log_z[part] - sums[1] / sums[0]
+        ctx.save_for_backward(hidden, weight, labels, log_z, entropy)
+        ctx.shard, ctx.temperature, ctx.chunk_tokens = shard, temperature, chunk_tokens
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, labels, log_z, entropy = ctx.saved_tensors
+        shard: VocabShard = ctx.shard
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight)
+        rows = weight[: shard.size]
+        for begin in range(0, len(hidden), ctx.chunk_tokens):
+            part = slice(begin, begin + ctx.chunk_tokens)
+            logits = _logits(hidden[part], weight, shard, ctx.temperature)
+            log_p = logits - log_z[part].unsqueeze(-1)
+            p = log_p.exp()
+            # d logprob / d logits = onehot - p;   d entropy / d logits = -p (log p + entropy)
+            grad = -p * grad_logprobs[part].unsqueeze(-1)
+            grad -= p * (log_p + entropy[part].unsqueeze(-1)) * grad_entropy[part].unsqueeze(-1)
+            local, here = _local_labels(labels[part], shard)
+            if shard.size:
+                grad.scatter_add_(-1, local.unsqueeze(-1), (grad_logprobs[part] * here).unsqueeze(-1))
+            grad = (grad / ctx.temperature).to(weight.dtype)
+            grad_hidden[part] = grad @ rows
+            grad_weight[: shard.size].addmm_(grad.T, hidden[part])
+        dist.all_reduce(grad_hidden, group=shard.group)
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, shard: VocabShard, temperature: float) -> torch.Tensor:
+    """[T, size] float32: only the real rows, so that padding is in no sum."""
+    return (hidden @ weight[: shard.size].T).float() / temperature
+
+
+def _local_labels(labels: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T] row of each label here (0 where it is elsewhere), and [T] float 1 where it is here."""
+    local = labels - shard.start
+    here = (local >= 0) & (local < shard.size)
+    return local.where(here, torch.zeros_like(local)), here.float()

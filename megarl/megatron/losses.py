@@ -1,0 +1,86 @@
+"""PPO's losses on a micro-batch: from hidden states to weighted sums, with the columns of the experience."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megarl.algos.aggregation import token_mean, weighted_sum
+from megarl.algos.losses import TokenLoss, clipped_value_loss, with_entropy_bonus
+from megarl.algos.registry import AGGREGATIONS, POLICY_LOSSES, choose
+from megarl.config.schema import Algo
+from megarl.data.alignment import align, response_mask
+from megarl.data.packing import Chunks, gather
+from megarl.megatron.heads import response_logprobs, response_values
+from megarl.megatron.pipeline import MicroBatch
+from megarl.megatron.role import Loss, Role
+from megarl.types import ExperienceChunk, Ragged, Schedule
+
+
+class Column:
+    """One column of the experience, by chunk."""
+
+    def __init__(self, experience: Chunks[ExperienceChunk], name: str) -> None:
+        self._experience, self._name = experience, name
+
+    def __getitem__(self, chunk: int) -> Ragged:
+        return getattr(self._experience[chunk], self._name)
+
+
+def policy_loss(
+    role: Role, algo: Algo, experience: Chunks[ExperienceChunk], *, temperature: float
+) -> Callable[[Schedule], Loss]:
+    """The actor's loss of an optimizer step."""
+    loss_function = choose(POLICY_LOSSES, algo.policy_loss, "algo.policy_loss")
+
+    def of_tokens(batch: MicroBatch, hidden: Tensor, mask: Tensor) -> TokenLoss:
+        new, entropy = response_logprobs(
+            role.model, batch, hidden, vocab_size=role.spec.dims.vocab, temperature=temperature
+        )
+        column = _columns(batch, experience, mask)
+        loss = loss_function(align(new, mask), column("old_logprobs"), column("advantages"), clip=algo.clip)
+        return with_entropy_bonus(loss, align(entropy, mask), coef=algo.entropy_coef)
+
+    return _aggregated(algo, of_tokens)
+
+
+def value_loss(role: Role, algo: Algo, experience: Chunks[ExperienceChunk]) -> Callable[[Schedule], Loss]:
+    """The critic's loss of an optimizer step."""
+
+    def of_tokens(batch: MicroBatch, hidden: Tensor, mask: Tensor) -> TokenLoss:
+        values = align(response_values(role.model, batch, hidden), mask)
+        column = _columns(batch, experience, mask)
+        return clipped_value_loss(values, column("old_values"), column("returns"), clip=algo.value_clip)
+
+    return _aggregated(algo, of_tokens)
+
+
+def _columns(batch: MicroBatch, experience: Chunks[ExperienceChunk], mask: Tensor) -> Callable[[str], Tensor]:
+    def column(name: str) -> Tensor:
+        flat = gather(batch.rows, Column(experience, name))
+        return align(torch.from_numpy(flat).to(mask.device), mask)
+
+    return column
+
+
+def _aggregated(algo: Algo, of_tokens: Callable[[MicroBatch, Tensor, Tensor], TokenLoss]) -> Callable[[Schedule], Loss]:
+    """Weights that hold the step's denominators; metrics are means over the response tokens of the step."""
+    aggregate = choose(AGGREGATIONS, algo.aggregation, "algo.aggregation")
+
+    def of_step(schedule: Schedule) -> Loss:
+        tokens_in_step, rows_in_step = schedule.total_response_tokens, schedule.total_rows
+
+        def loss(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            assert batch.batch is not None
+            mask = response_mask(batch.batch.response_lengths.tolist(), device=hidden.device)
+            tokens = of_tokens(batch, hidden, mask)
+            mean = token_mean(mask, total_tokens=tokens_in_step, total_sequences=rows_in_step)
+            weights = aggregate(mask, total_tokens=tokens_in_step, total_sequences=rows_in_step)
+            metrics = {name: weighted_sum(values, mean) for name, values in tokens.metrics.items()}
+            return weighted_sum(tokens.values, weights), metrics
+
+        return loss
+
+    return of_step

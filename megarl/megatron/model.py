@@ -1,0 +1,180 @@
+"""A role's model: Megatron GPT chunks for one rank, with an LM, a value or a score head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import _MODEL_PARALLEL_RNG_TRACKER_NAME, get_cuda_rng_tracker
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl.megatron.attention import PackedAttention
+from megarl.megatron.norm import RMSNorm
+from megarl.types import HeadName, Layout
+from megarl.weights.specs import MegatronArgs, ModelSpec
+
+
+class ScalarHead(torch.nn.Module):
+    """One number per position: the value or score head. Equal on every TP rank.
+
+    Args:
+        hidden_size: of the hidden states.
+        dtype: of the weight.
+    """
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=torch.cuda.current_device()))
+        # As Megatron marks its own output layers, so that weight decay and optimizers sort it alike.
+        self.weight.is_embedding_or_output_parameter = True
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> [T] float32."""
+        return (hidden @ self.weight.T).squeeze(-1).float()
+
+
+class PackedModel(GPTModel):
+    """A GPT chunk whose last stage returns hidden states.
+
+    The heads need only the positions that predict a response token, and need logits only a chunk of
+    tokens at a time (see ``logprobs``), so they are applied outside.
+    """
+
+    def __init__(self, *, head: HeadName, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if self.post_process and head != "lm":
+            self.output_layer = ScalarHead(self.config.hidden_size, self.config.params_dtype)
+
+    def _postprocess(self, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        return hidden_states
+
+    def output_weight(self) -> torch.Tensor:
+        """The rows of the LM head on this TP rank."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleModel:
+    """The chunks of a role on one rank.
+
+    Args:
+        chunks: one per virtual pipeline stage of this rank.
+        config: shared by the chunks.
+        groups: the role's process groups.
+    """
+
+    chunks: list[PackedModel]
+    config: TransformerConfig
+    groups: ProcessGroupCollection
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Local parameters by name, as shard maps name them: ``chunk:name``."""
+        return {
+            f"{index}:{name}": parameter
+            for index, chunk in enumerate(self.chunks)
+            for name, parameter in chunk.named_parameters()
+        }
+
+
+def _transformer_config(arguments: MegatronArgs, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
+    """Megatron's configuration of a role.
+
+    ``calculate_per_token_loss`` keeps Megatron from averaging: our losses are weighted sums whose weights hold the
+    global denominator; see ``loss_scale``. Under interleaving, two stages that are each other's previous and next mix
+    up the messages of the batched exchange (0.16, silently), so interleaving uses the separate one.
+    """
+    interleaved = layout.vpp > 1
+    return TransformerConfig(
+        **arguments.transformer,
+        activation_func=torch.nn.functional.silu,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if interleaved else None,
+        sequence_parallel=layout.sequence_parallel,
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        deallocate_pipeline_outputs=True,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        init_method=_unset,
+        output_layer_init_method=_unset,
+        calculate_per_token_loss=True,
+        finalize_model_grads_func=finalize_model_grads,
+    )
+
+
+def _unset(weight: torch.Tensor) -> torch.Tensor:
+    """An initialisation that leaves the weight as it is, as weights are imported.
+
+    With ``perform_initialization`` off, weights would not even be marked as split over TP (tensor_parallel/layers.py,
+    0.16), and the gradient norm, and with it the clipping, would silently miss the shards of all but one rank.
+    """
+    return weight
+
+
+def build_model(
+    spec: ModelSpec,
+    layout: Layout,
+    groups: ProcessGroupCollection,
+    *,
+    head: HeadName,
+    dtype: torch.dtype,
+    trainable: bool,
+) -> RoleModel:
+    """Builds this rank's chunks; parameters are unset until weights are imported.
+
+    Args:
+        spec: of the architecture.
+        layout, groups: of the role.
+        head: "lm" for actor and reference, "value" for a critic, "score" for a reward model.
+        dtype: of parameters and activations.
+        trainable: whether parameters get gradients.
+    """
+    _add_rng_state()
+    arguments = spec.transformer(layout.tp, head)
+    config = _transformer_config(arguments, layout, dtype)
+    layers = spec.dims.layers // (layout.pp * layout.vpp)
+    chunks = []
+    for chunk in range(layout.vpp):
+        model = PackedModel(
+            head=head,
+            config=config,
+            transformer_layer_spec=_block(layers),
+            pre_process=groups.pp.rank() == 0 and chunk == 0,
+            post_process=groups.pp.rank() == layout.pp - 1 and chunk == layout.vpp - 1,
+            pg_collection=groups,
+            vp_stage=chunk if layout.vpp > 1 else None,
+            **arguments.gpt,
+        )
+        model.requires_grad_(trainable)
+        model.train(trainable)
+        chunks.append(model)
+    return RoleModel(chunks=chunks, config=config, groups=groups)
+
+
+def _add_rng_state() -> None:
+    """Sequence parallelism enters the tensor-parallel random state around dropout, even at rate 0."""
+    tracker: Any = get_cuda_rng_tracker()
+    if _MODEL_PARALLEL_RNG_TRACKER_NAME not in tracker.get_states():
+        tracker.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, seed=0)
+
+
+def _block(layers: int) -> TransformerBlockSubmodules:
+    """The stock layer with our norm and our attention in their slots."""
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    assert isinstance(layer, ModuleSpec)
+    norm: Any = RMSNorm  # annotated as a module, built like any other slot
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)

@@ -1,0 +1,87 @@
+"""Adam through Megatron's distributed optimizer, and the DDP wrapper that reduces its gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+from megarl.config.schema import Optimizer
+from megarl.megatron.loss_scale import probe_loss_factor
+from megarl.megatron.model import RoleModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """What trains a role's model on one rank.
+
+    Args:
+        chunks: the model's chunks in Megatron's DDP wrapper.
+        optimizer: over all chunks, sharded over DP.
+        clip_grad: largest global gradient norm; None does not clip.
+        loss_factor: what Megatron multiplies a loss with, measured.
+    """
+
+    chunks: list[DistributedDataParallel]
+    optimizer: ChainedOptimizer
+    clip_grad: float | None
+    loss_factor: float
+
+    def zero_grad(self) -> None:
+        """Clears the gradients of the last step."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def step(self) -> tuple[float, bool]:
+        """Clips and takes one optimizer step, unless the gradient is not finite; collective over the role's ranks.
+
+        Returns:
+            The global gradient norm before clipping, and whether the step was taken: the same on all ranks.
+        """
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            return norm, False
+        parameters: Any = self.optimizer.get_parameters()
+        if self.clip_grad is not None and parameters:
+            clip_grad_by_total_norm_fp32(parameters, max_norm=self.clip_grad, total_norm=norm)
+        self.optimizer.step_with_ready_grads()
+        return norm, True
+
+
+def build_trainer(model: RoleModel, settings: Optimizer) -> Trainer:
+    """Wraps a model whose weights are already set; collective over the role's ranks.
+
+    Gradients are reduced, and the optimizer's state is kept, in float32. As in Megatron, biases and norms do not decay.
+    """
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    loss_factor = probe_loss_factor(model.config, ddp, model.groups)
+    chunks: list[Any] = [
+        DistributedDataParallel(config=model.config, ddp_config=ddp, module=chunk, pg_collection=model.groups)
+        for chunk in model.chunks
+    ]
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.betas[0],
+        adam_beta2=settings.betas[1],
+        adam_eps=settings.eps,
+        clip_grad=0.0,
+        bf16=model.config.params_dtype == torch.bfloat16,
+        params_dtype=model.config.params_dtype,
+        use_distributed_optimizer=True,
+    )
+    optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False, pg_collection=model.groups)
+    assert isinstance(optimizer, ChainedOptimizer)
+    for group in optimizer.param_groups:
+        # Megatron leaves the exemption of biases and norms to its learning-rate scheduler.
+        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+    return Trainer(chunks=chunks, optimizer=optimizer, clip_grad=settings.clip_grad, loss_factor=loss_factor)

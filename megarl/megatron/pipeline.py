@@ -1,0 +1,138 @@
+"""Micro-batches through the stages of a role: Megatron's schedules behind one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
+from torch.nn import Module
+
+from megarl.data.packing import Chunks, PackedBatch, PackShape, TokenChunk, pack, pack_shape
+from megarl.megatron.model import RoleModel
+from megarl.types import PackRow, RankSchedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """A pack as one stage needs it.
+
+    Args:
+        rows: its samples.
+        shape: positions and sequence bounds, which every stage needs.
+        batch: tokens and labels; None on the stages between the first and the last, which fetch nothing.
+    """
+
+    rows: tuple[PackRow, ...]
+    shape: PackShape
+    batch: PackedBatch | None
+
+
+Outcome = Callable[[MicroBatch, torch.Tensor], Any]
+"""What the last stage makes of a micro-batch and its hidden states, [S, 1, H] or a sequence-parallel part of it."""
+
+
+def micro_batches(model: RoleModel, schedule: RankSchedule, chunks: Chunks[TokenChunk]) -> list[MicroBatch]:
+    """The packs of this rank; tokens are fetched on the first and the last stage only."""
+    pp = model.groups.pp
+    needs_tokens = is_pp_first_stage(pp) or is_pp_last_stage(pp)
+    batches = []
+    for rows in schedule.packs:
+        batch = pack(rows, chunks, schedule.pack_tokens) if needs_tokens else None
+        shape = batch.shape if batch is not None else pack_shape(rows, schedule.pack_tokens)
+        batches.append(MicroBatch(rows=rows, shape=shape, batch=batch))
+    return batches
+
+
+def run_forward(model: RoleModel, batches: Sequence[MicroBatch], pack_tokens: int, outcome: Outcome) -> list[Any]:
+    """Forward passes without gradients.
+
+    Args:
+        outcome: called on the last stage.
+
+    Returns:
+        What ``outcome`` returned for each micro-batch; empty on the other stages.
+    """
+    with torch.no_grad():
+        return _run(model, model.chunks, batches, pack_tokens, outcome, forward_only=True)
+
+
+def run_forward_backward(
+    model: RoleModel, wrapped: Sequence[Module], batches: Sequence[MicroBatch], pack_tokens: int, outcome: Outcome
+) -> list[dict[str, torch.Tensor]]:
+    """Forward and backward passes; afterwards the gradients are reduced over DP.
+
+    Args:
+        wrapped: the chunks in Megatron's DDP wrapper.
+        outcome: called on the last stage; returns what ``loss_scale.as_megatron_loss`` returns.
+
+    Returns:
+        The metrics of each micro-batch on the last stage; empty on the other stages.
+    """
+    return _run(model, wrapped, batches, pack_tokens, outcome, forward_only=False)
+
+
+def _run(
+    model: RoleModel,
+    modules: Sequence[Module],
+    batches: Sequence[MicroBatch],
+    pack_tokens: int,
+    outcome: Outcome,
+    *,
+    forward_only: bool,
+) -> list[Any]:
+    config = model.config
+    schedule = get_forward_backward_func(
+        config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    )
+
+    def forward_step(iterator: Any, module: Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+        batch = next(iterator)
+        return _forward(module, batch), partial(_finish, outcome, batch)
+
+    return schedule(
+        forward_step_func=forward_step,
+        data_iterator=[iter(batches) for _ in modules],
+        model=list(modules),
+        num_microbatches=len(batches),
+        seq_length=pack_tokens,
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+        p2p_communicator=P2PCommunicator(model.groups.pp, config),
+        pg_collection=model.groups,
+    )
+
+
+def _finish(outcome: Outcome, batch: MicroBatch, hidden: torch.Tensor, non_loss_data: bool = False) -> Any:
+    """The schedules call this with ``non_loss_data=True`` in forward-only passes."""
+    del non_loss_data
+    return outcome(batch, hidden)
+
+
+def _forward(module: Module, batch: MicroBatch) -> torch.Tensor:
+    device = torch.cuda.current_device()
+    tokens = None if batch.batch is None else torch.from_numpy(batch.batch.tokens).to(device).unsqueeze(0)
+    return module(tokens, None, None, packed_seq_params=_packed_seq_params(batch.shape, device))
+
+
+def _packed_seq_params(shape: PackShape, device: Any) -> PackedSeqParams:
+    """What attention and rope read of a pack.
+
+    ``max_seqlen`` has to be the true one: where it equals the pack's length, Megatron's rope takes its table for one
+    over the whole pack and numbers the positions through (rope_utils._apply_rotary_pos_emb_thd, 0.16).
+    """
+    bounds = torch.from_numpy(shape.cu_seqlens).to(device)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=shape.max_seqlen,
+        max_seqlen_kv=shape.max_seqlen,
+    )

@@ -1,0 +1,68 @@
+"""Gloo and NCCL behind one interface: which device tensors live on, and which backend connects the ranks."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import warnings
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True)
+class Platform:
+    """Where one rank computes.
+
+    Args:
+        device: of its tensors.
+        backend: of its process groups.
+    """
+
+    device: torch.device
+    backend: str
+
+
+def start_platform(kind: str, local_index: int = 0) -> Platform:
+    """Makes this process ready for megatron-core; call it before anything imports ``megatron.core``.
+
+    Args:
+        kind: "cuda" or "cpu". On "cpu" the shim of ``platform.cpu`` is installed in this process.
+        local_index: index of the CUDA device among those that the process sees.
+
+    Raises:
+        RuntimeError: CUDA is asked for and there is none.
+    """
+    # Megatron warns at import that Transformer Engine and apex are absent; `megarl doctor` says it better.
+    warnings.filterwarnings("ignore", module=r"megatron\..*")
+    # Megatron 0.16 calls collectives by names that torch 2.13 has renamed.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    if kind == "cpu":
+        from megarl.megatron.platform import cpu
+
+        cpu.install()
+        return Platform(device=torch.device("cpu"), backend="gloo")
+    if not torch.cuda.is_available():
+        raise RuntimeError("cluster.device is cuda, but torch sees no CUDA device; set cluster.device=cpu")
+    torch.cuda.set_device(local_index)
+    return Platform(device=torch.device("cuda", local_index), backend="nccl")
+
+
+def start_world(
+    platform: Platform, *, rank: int, world_size: int, init_method: str, timeout_seconds: float = 600.0
+) -> None:
+    """Joins the torch.distributed world of the group; its collectives fail after ``timeout_seconds``."""
+    dist.init_process_group(
+        platform.backend,
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_seconds),
+    )
+    from megatron.core import parallel_state
+
+    # Scratch memory for sequence parallelism, by dtype: the one global state of Megatron that we make.
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()

@@ -1,0 +1,123 @@
+"""What megatron-core needs to believe that a CPU is its CUDA device.
+
+megatron-core 0.16 names CUDA in places that have nothing to do with CUDA kernels: ``device="cuda"`` in factory calls,
+``torch.cuda.current_device()`` as a device, the type names ``torch.cuda.FloatTensor`` in the optimizers, streams
+around collectives, CUDA's random state in the RNG tracker. ``install`` answers all of them with the CPU. It changes
+torch for the whole process, so it runs only in a process that hosts Megatron ranks, never in one that runs vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "tensor", "zeros")
+_CPU = torch.device("cpu")
+
+
+def install() -> None:
+    """Redirects CUDA names to the CPU; a second call does nothing."""
+    if torch.cuda.current_device is _current_device:
+        return
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    _replace_methods()
+    for name, answer in _cuda_functions().items():
+        setattr(torch.cuda, name, answer)
+    torch.cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    torch.cuda.random.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    torch.cuda.nvtx.range_push = _ignore()
+    torch.cuda.nvtx.range_pop = _ignore()
+    _quiet_rng_tracker()
+
+
+def _is_cuda(device: object) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.startswith("cuda")
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if "device" in kwargs and _is_cuda(kwargs["device"]):
+            kwargs["device"] = _CPU
+        return factory(*args, **kwargs)
+
+    return call
+
+
+def _replace_methods() -> None:
+    tensor_type, tensor_to = torch.Tensor.type, torch.Tensor.to
+
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = tensor_type(self, *args, **kwargs)
+        # The optimizers sort parameters by the names of the CUDA tensor types.
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        args = tuple(_CPU if _is_cuda(arg) else arg for arg in args)
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        return tensor_to(self, *args, **kwargs)
+
+    torch.Tensor.type = type_name
+    torch.Tensor.to = to
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    torch.nn.Module.cuda = lambda self, *_, **__: self
+
+
+class _Stream:
+    """A stream or event of a device that runs everything in order."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __getattr__(self, _name: str) -> Callable[..., None]:
+        return _ignore()
+
+    def query(self) -> bool:
+        return True
+
+
+def _ignore() -> Callable[..., None]:
+    """A new function that does nothing: torch._dynamo refuses one object under two names of torch."""
+    return lambda *_, **__: None
+
+
+def _current_device() -> torch.device:
+    return _CPU
+
+
+def _cuda_functions() -> dict[str, Any]:
+    stream = _Stream()
+    return {
+        "current_device": _current_device,
+        "set_device": _ignore(),
+        "device_count": lambda: 1,
+        "synchronize": _ignore(),
+        "empty_cache": _ignore(),
+        "Stream": _Stream,
+        "Event": _Stream,
+        "stream": lambda _stream: contextlib.nullcontext(),
+        "current_stream": lambda *_: stream,
+        "default_stream": lambda *_: stream,
+        "get_device_capability": lambda *_: (0, 0),
+        "memory_allocated": lambda *_: 0,
+        "max_memory_allocated": lambda *_: 0,
+        "memory_reserved": lambda *_: 0,
+        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+        "manual_seed": lambda seed: torch.manual_seed(seed),
+    }
+
+
+def _quiet_rng_tracker() -> None:
+    """The tracker reports every change of the CPU's random state as a fault; here that state is the device's own."""
+    import logging
+
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.CRITICAL)

@@ -1,0 +1,173 @@
+"""One role on one rank: its model under its layout, and the passes that it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megarl.config.schema import Optimizer
+from megarl.data.packing import Chunks, TokenChunk, scatter, scatter_scalars
+from megarl.megatron.groups import GroupCache, build_groups
+from megarl.megatron.heads import response_logprobs, response_values, row_scores
+from megarl.megatron.loss_scale import as_megatron_loss
+from megarl.megatron.model import build_model
+from megarl.megatron.optimizer import Trainer, build_trainer
+from megarl.megatron.pipeline import MicroBatch, micro_batches, run_forward, run_forward_backward
+from megarl.types import HeadName, Layout, PackRow, Ragged, RoleName, Schedule
+from megarl.weights.regions import ShardMap
+from megarl.weights.specs import ModelSpec
+
+Chunk = TypeVar("Chunk", bound=TokenChunk)
+Loss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""From a micro-batch and its hidden states to a weighted sum and metric sums over its tokens, scalars all."""
+
+HEADS: dict[RoleName, HeadName] = {"actor": "lm", "reference": "lm", "critic": "value", "reward": "score"}
+
+
+class Role:
+    """A model for inference, or with ``start_training`` for training. Every method is collective over the role's ranks.
+
+    Results come back on one rank per replica, TP rank 0 of the last stage (``reports``); the others return None.
+
+    Args:
+        name: of the role, which decides its head.
+        spec: of the architecture.
+        layout: over all ranks of the world.
+        rank: in the world.
+        cache: of the world's process groups.
+        dtype: of parameters and activations.
+        trainable: whether ``start_training`` will follow.
+    """
+
+    def __init__(
+        self,
+        name: RoleName,
+        spec: ModelSpec,
+        layout: Layout,
+        rank: int,
+        cache: GroupCache,
+        *,
+        dtype: torch.dtype,
+        trainable: bool,
+    ) -> None:
+        self.name, self.spec, self.layout = name, spec, layout
+        self.head: HeadName = HEADS[name]
+        self.coords = layout.coords(rank)
+        self.shard_map: ShardMap = spec.megatron_map(layout, rank, self.head)
+        self.model = build_model(
+            spec, layout, build_groups(layout, rank, cache), head=self.head, dtype=dtype, trainable=trainable
+        )
+        self.trainer: Trainer | None = None
+
+    @property
+    def reports(self) -> bool:
+        return self.coords.tp == 0 and self.coords.pp == self.layout.pp - 1
+
+    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Sets every local parameter; before ``start_training``.
+
+        Args:
+            tensors: by the local names of the shard map.
+
+        Raises:
+            ValueError: a parameter is missing, unknown or of another shape.
+        """
+        assert self.trainer is None, "the optimizer would keep the old weights"
+        parameters = self.model.parameters()
+        if parameters.keys() != tensors.keys():
+            raise ValueError(f"{self.name}: parameters {sorted(parameters.keys() ^ tensors.keys())} do not match")
+        for name, parameter in parameters.items():
+            if parameter.shape != tensors[name].shape:
+                raise ValueError(f"{self.name}: {name} is {tuple(parameter.shape)}, not {tuple(tensors[name].shape)}")
+            parameter.data.copy_(tensors[name])
+
+    def start_training(self, settings: Optimizer) -> None:
+        """Makes the optimizer, from the weights as they are."""
+        self.trainer = build_trainer(self.model, settings)
+
+    def logprobs(
+        self, schedule: Schedule, chunks: Chunks[TokenChunk], *, temperature: float
+    ) -> dict[int, Ragged] | None:
+        """Log-probability of each response token, nats, by chunk."""
+
+        def outcome(batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+            return response_logprobs(
+                self.model, batch, hidden, vocab_size=self.spec.dims.vocab, temperature=temperature
+            )[0]
+
+        return self._per_token(schedule, chunks, outcome)
+
+    def values(self, schedule: Schedule, chunks: Chunks[TokenChunk]) -> dict[int, Ragged] | None:
+        """The critic's value of the state before each response token, by chunk."""
+        return self._per_token(schedule, chunks, lambda batch, hidden: response_values(self.model, batch, hidden))
+
+    def scores(self, schedule: Schedule, chunks: Chunks[TokenChunk]) -> dict[int, np.typing.NDArray[np.float32]] | None:
+        """The reward model's score of each sample, [N] float32 by chunk."""
+        flat = self._infer(schedule, chunks, lambda batch, hidden: row_scores(self.model, batch, hidden))
+        return None if flat is None else scatter_scalars(self._rows(schedule), flat)
+
+    def _per_token(
+        self,
+        schedule: Schedule,
+        chunks: Chunks[TokenChunk],
+        outcome: Callable[[MicroBatch, torch.Tensor], torch.Tensor],
+    ) -> dict[int, Ragged] | None:
+        flat = self._infer(schedule, chunks, outcome)
+        return None if flat is None else scatter(self._rows(schedule), flat)
+
+    def _infer(
+        self,
+        schedule: Schedule,
+        chunks: Chunks[TokenChunk],
+        outcome: Callable[[MicroBatch, torch.Tensor], torch.Tensor],
+    ) -> np.typing.NDArray[np.float32] | None:
+        own = schedule.ranks[self.coords.dp]
+        batches = micro_batches(self.model, own, chunks)
+        results = run_forward(self.model, batches, own.pack_tokens, outcome)
+        return torch.cat(results).cpu().numpy() if self.reports else None
+
+    def _rows(self, schedule: Schedule) -> list[PackRow]:
+        return [row for rows in schedule.ranks[self.coords.dp].packs for row in rows]
+
+    def update(
+        self, schedules: Sequence[Schedule], chunks: Chunks[Chunk], loss_of: Callable[[Schedule], Loss]
+    ) -> list[dict[str, float]]:
+        """Takes one optimizer step per schedule.
+
+        Args:
+            chunks: tokens and whatever columns the loss reads.
+            loss_of: the loss of an optimizer step, whose weights hold its global denominators.
+
+        Returns:
+            Per step ``loss``, ``grad_norm`` (before clipping), ``skipped`` (1 where the gradient was not finite) and
+            the loss's own metrics, all global. Ranks before the last stage know ``grad_norm`` and ``skipped`` alone.
+        """
+        assert self.trainer is not None, f"{self.name} is not in training"
+        return [self._step(self.trainer, schedule, chunks, loss_of(schedule)) for schedule in schedules]
+
+    def _step(self, trainer: Trainer, schedule: Schedule, chunks: Chunks[Chunk], loss: Loss) -> dict[str, float]:
+        def outcome(batch: MicroBatch, hidden: torch.Tensor) -> object:
+            value, metrics = loss(batch, hidden)
+            metrics = {"loss": value.detach(), **metrics}
+            return as_megatron_loss(value, metrics, trainer.loss_factor)
+
+        own = schedule.ranks[self.coords.dp]
+        trainer.zero_grad()
+        collected = run_forward_backward(
+            self.model, trainer.chunks, micro_batches(self.model, own, chunks), own.pack_tokens, outcome
+        )
+        grad_norm, stepped = trainer.step()
+        return {**self._summed(collected), "grad_norm": grad_norm, "skipped": float(not stepped)}
+
+    def _summed(self, collected: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+        """Adds metrics up over micro-batches and DP ranks."""
+        if not collected:
+            return {}
+        names = list(collected[0])
+        total = torch.stack([torch.stack([part[name].double() for name in names]) for part in collected]).sum(0)
+        dist.all_reduce(total, group=self.model.groups.dp)
+        return dict(zip(names, total.tolist(), strict=True))

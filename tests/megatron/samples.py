@@ -1,0 +1,43 @@
+"""Random samples as rollout chunks, with what the driver knows of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megarl.types import Ragged, RolloutChunk, SampleInfo, VersionSpan
+
+
+def random_chunks(
+    chunks: int = 4, rows: int = 3, vocab: int = 100, max_prompt: int = 7, max_response: int = 9, seed: int = 0
+) -> tuple[list[RolloutChunk], list[SampleInfo]]:
+    """Chunks of random tokens; lengths vary from 1 token up."""
+    rng = np.random.default_rng(seed)
+    made, infos = [], []
+    for chunk in range(chunks):
+        prompts = [rng.integers(vocab, size=rng.integers(1, max_prompt + 1)) for _ in range(rows)]
+        responses = [rng.integers(vocab, size=rng.integers(1, max_response + 1)) for _ in range(rows)]
+        ids = tuple(f"{chunk * rows + row}:0" for row in range(rows))
+        finished = rng.integers(2, size=rows).astype(bool)
+        made.append(
+            RolloutChunk(
+                sample_ids=ids,
+                prompt_ids=Ragged.from_rows(prompts, np.int32),
+                response_ids=Ragged.from_rows(responses, np.int32),
+                rollout_logprobs=Ragged.from_rows([np.zeros(len(r)) for r in responses], np.float32),
+                finished=finished,
+                versions=tuple((VersionSpan(start=0, stop=len(r), version=0, engine_id=0),) for r in responses),
+            )
+        )
+        infos += [
+            SampleInfo(
+                sample_id=ids[row],
+                prompt_id=ids[row].split(":")[0],
+                chunk=chunk,
+                row=row,
+                prompt_tokens=len(prompts[row]),
+                response_tokens=len(responses[row]),
+                finished=bool(finished[row]),
+            )
+            for row in range(rows)
+        ]
+    return made, infos

@@ -1,0 +1,61 @@
+"""Vocab-parallel log-probabilities and entropy against torch's own softmax on the whole vocabulary, with gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.pool import RankPool
+
+VOCAB, HIDDEN, TOKENS = 37, 8, 11
+
+
+def _case() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator)
+    labels = torch.randint(VOCAB, (TOKENS,), generator=generator)
+    return hidden, weight, labels, torch.randn(TOKENS, generator=generator), torch.randn(TOKENS, generator=generator)
+
+
+def _sharded(rank: int, rows: int, temperature: float, chunk_tokens: int) -> tuple[torch.Tensor, ...]:
+    import torch.distributed as dist
+
+    from megarl.megatron.logprobs import logprobs_and_entropy, vocab_shard
+
+    hidden, weight, labels, grad_logprobs, grad_entropy = _case()
+    shard = vocab_shard(dist.group.WORLD, rows, VOCAB)
+    local = torch.full((rows, HIDDEN), 50.0)  # padding that would dominate, were it counted
+    local[: shard.size] = weight[shard.start : shard.start + shard.size]
+    hidden.requires_grad_()
+    local.requires_grad_()
+    logprobs, entropy = logprobs_and_entropy(
+        hidden, local, labels, shard, temperature=temperature, chunk_tokens=chunk_tokens
+    )
+    torch.autograd.backward([logprobs, entropy], [grad_logprobs, grad_entropy])
+    return logprobs.detach(), entropy.detach(), hidden.grad, local.grad
+
+
+# Rows per rank with padding at the end; in the last case one rank holds nothing but padding.
+@pytest.mark.dist
+@pytest.mark.parametrize(("world_size", "rows"), [(1, 64), (2, 19), (4, 10), (4, 16)])
+@pytest.mark.parametrize(("temperature", "chunk_tokens"), [(1.0, 1024), (0.7, 4)])
+def test_equals_softmax_over_the_whole_vocabulary(
+    pool: RankPool, world_size: int, rows: int, temperature: float, chunk_tokens: int
+) -> None:
+    hidden, weight, labels, grad_logprobs, grad_entropy = _case()
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    log_p = torch.log_softmax(hidden @ weight.T / temperature, dim=-1)
+    logprobs = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    entropy = torch.distributions.Categorical(logits=log_p).entropy()
+    torch.autograd.backward([logprobs, entropy], [grad_logprobs, grad_entropy])
+
+    results = pool.run(_sharded, rows, temperature, chunk_tokens, world_size=world_size)
+    weight_grad = torch.cat([result[3] for result in results])
+    for got_logprobs, got_entropy, hidden_grad, _ in results:
+        torch.testing.assert_close(got_logprobs, logprobs.detach(), rtol=0, atol=2e-6)
+        torch.testing.assert_close(got_entropy, entropy.detach(), rtol=0, atol=2e-6)
+        torch.testing.assert_close(hidden_grad, hidden.grad, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(weight_grad[:VOCAB], weight.grad, rtol=1e-5, atol=2e-6)
+    assert not weight_grad[VOCAB:].any(), "padding rows must not get a gradient"

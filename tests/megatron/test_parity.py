@@ -1,0 +1,105 @@
+"""Every layout against Hugging Face: log-probabilities, values and scores of packed samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.types import Layout
+from tests.megatron.samples import random_chunks
+from tests.megatron.tiny import load_role, save_model
+from tests.pool import RankPool
+
+TEMPERATURE = 0.8
+
+
+def _head() -> torch.Tensor:
+    return torch.randn(1, 32, generator=torch.Generator().manual_seed(5))
+
+
+def _infer(rank: int, directory: Path, layout: Layout, budget: int) -> dict[str, object]:
+    from megarl.data.schedule import inference_schedule
+    from megarl.megatron.groups import GroupCache
+
+    rollouts, infos = random_chunks()
+    schedule = inference_schedule(infos, layout, budget)
+    cache = GroupCache()
+    actor = load_role(directory, "actor", layout, rank, cache, trainable=False, head=None)
+    critic = load_role(directory, "critic", layout, rank, cache, trainable=False, head=_head())
+    reward = load_role(directory, "reward", layout, rank, cache, trainable=False, head=_head())
+    return {
+        "logprobs": actor.logprobs(schedule, rollouts, temperature=TEMPERATURE),
+        "values": critic.values(schedule, rollouts),
+        "scores": reward.scores(schedule, rollouts),
+    }
+
+
+def _expected(directory: Path) -> dict[str, dict[tuple[int, int], torch.Tensor]]:
+    """One sequence at a time through Hugging Face's model."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    rollouts, _ = random_chunks()
+    found: dict[str, dict[tuple[int, int], torch.Tensor]] = {"logprobs": {}, "values": {}, "scores": {}}
+    for index, chunk in enumerate(rollouts):
+        for row in range(len(chunk.sample_ids)):
+            prompt, response = (torch.from_numpy(ids[row]).long() for ids in (chunk.prompt_ids, chunk.response_ids))
+            with torch.no_grad():
+                out = model(torch.cat([prompt, response])[None], output_hidden_states=True)
+            log_p = torch.log_softmax(out.logits[0, len(prompt) - 1 : -1] / TEMPERATURE, -1)
+            values = (out.hidden_states[-1][0] @ _head().T)[:, 0]
+            found["logprobs"][index, row] = log_p.gather(-1, response[:, None])[:, 0]
+            found["values"][index, row] = values[len(prompt) - 1 : -1]
+            found["scores"][index, row] = values[-1]
+    return found
+
+
+LAYOUTS = [
+    Layout(),
+    Layout(tp=2),
+    Layout(tp=2, sequence_parallel=True),
+    Layout(pp=2),
+    Layout(dp=2),
+    Layout(tp=2, pp=2),
+    Layout(tp=4),
+    Layout(pp=4),
+    Layout(tp=2, dp=2, sequence_parallel=True),
+    Layout(pp=2, vpp=2),
+    Layout(tp=2, pp=2, vpp=2, sequence_parallel=True),
+]
+
+
+def layout_id(layout: Layout) -> str:
+    sp = "-sp" if layout.sequence_parallel else ""
+    return f"tp{layout.tp}-pp{layout.pp}-dp{layout.dp}-vpp{layout.vpp}{sp}"
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen2-tied", "llama"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    kind, _, tied = request.param.partition("-")
+    return save_model(tmp_path_factory.mktemp(request.param), kind, tie_word_embeddings=bool(tied))
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> dict[str, dict[tuple[int, int], torch.Tensor]]:
+    return _expected(model)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)
+def test_equals_hugging_face(
+    pool: RankPool, model: Path, expected: dict[str, dict[tuple[int, int], torch.Tensor]], layout: Layout
+) -> None:
+    results = pool.run(_infer, model, layout, 40, world_size=layout.world_size)
+    reports = [r for r in range(layout.world_size) if layout.coords(r).tp == 0 and layout.coords(r).pp == layout.pp - 1]
+    for rank, result in enumerate(results):
+        assert (result["logprobs"] is not None) == (rank in reports)
+    for what, rows in expected.items():
+        merged = {chunk: column for rank in reports for chunk, column in results[rank][what].items()}
+        assert sorted(merged) == list(range(4))
+        worst = max(abs(torch.as_tensor(merged[c][r]) - want).max().item() for (c, r), want in rows.items())
+        # Over TP, float32 sums are taken in another order: the error grows with the numbers that are summed.
+        bar = 1e-5 if layout.tp == 1 else 1e-5 * max(1.0, *(want.abs().max().item() for want in rows.values()))
+        assert worst <= bar, f"{what} differ from Hugging Face by {worst:.2e}, more than {bar:.2e}"

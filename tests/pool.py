@@ -1,0 +1,129 @@
+"""A warm pool of rank processes: torch and megatron-core are imported once, and every test gets a fresh Gloo world."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+Job = tuple[Callable[..., Any], int, str, tuple[Any, ...]]
+
+
+class RankPool:
+    """Up to ``size`` processes that run functions as ranks of a ``torch.distributed`` world.
+
+    A failure on one rank leaves the others in a collective that never ends, so the processes are replaced after it.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._context = multiprocessing.get_context("spawn")
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, world_size: int, timeout: float = 120.0) -> list[Any]:
+        """Calls ``function(rank, *args)`` on ranks 0 to ``world_size - 1`` of a new world.
+
+        Args:
+            function: at the top of a module, so that it can be pickled.
+            timeout: seconds for all ranks.
+
+        Returns:
+            What each rank returned.
+
+        Raises:
+            AssertionError: a rank failed (its traceback is the message) or did not finish in time.
+        """
+        assert world_size <= self._size
+        self._start()
+        init_method = f"tcp://127.0.0.1:{free_port()}"
+        for pipe in self._pipes[:world_size]:
+            pipe.send((function, world_size, init_method, args))
+        results: list[Any] = [None] * world_size
+        waiting, deadline = set(range(world_size)), time.monotonic() + timeout
+        while waiting:
+            ready = multiprocessing.connection.wait(
+                [self._pipes[rank] for rank in waiting], timeout=max(0.0, deadline - time.monotonic())
+            )
+            if not ready:
+                self.close()
+                raise AssertionError(f"ranks {sorted(waiting)} of {world_size} did not finish within {timeout:.0f} s")
+            for rank in [r for r in waiting if self._pipes[r] in ready]:
+                ok, results[rank] = self._receive(rank)
+                if not ok:
+                    self.close()
+                    raise AssertionError(f"rank {rank} of {world_size} failed:\n{results[rank]}")
+                waiting.remove(rank)
+        return results
+
+    def _receive(self, rank: int) -> tuple[bool, Any]:
+        try:
+            return self._pipes[rank].recv()
+        except EOFError:
+            return False, "its process died"
+
+    def _start(self) -> None:
+        if self._processes:
+            return
+        for rank in range(self._size):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _serve(rank: int, pipe: Connection) -> None:
+    os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TORCH_COMPILE_DISABLE="1")
+    import torch
+
+    torch.set_num_threads(1)
+    from megarl.megatron.platform import start_platform
+
+    platform = start_platform("cpu")
+    while True:
+        try:
+            job: Job = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, _run(rank, platform, job)))
+        except BaseException:  # a process boundary: the test must see whatever it was
+            pipe.send((False, traceback.format_exc()))
+
+
+def _run(rank: int, platform: Any, job: Job) -> Any:
+    import torch.distributed as dist
+
+    from megarl.megatron.platform import start_world
+
+    function, world_size, init_method, args = job
+    start_world(platform, rank=rank, world_size=world_size, init_method=init_method, timeout_seconds=100)
+    try:
+        return function(rank, *args)
+    finally:
+        dist.destroy_process_group()
