@@ -42,7 +42,8 @@ $(INSTALLED): $(LOCK) pyproject.toml
 	@touch $@
 
 demo: setup
-	$(BIN)/megarl train configs/debug/ppo.yaml
+	@rm -rf runs/demo
+	$(BIN)/megarl train configs/debug/ppo.yaml run.dir=runs/demo
 
 lint: setup
 	$(BIN)/ruff check

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -26,9 +26,16 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]
 def train(config_path: ConfigPath, overrides: Overrides = None) -> None:
     """Run PPO as CONFIG says."""
     config = _load(config_path, overrides)
+    from megarl.cluster.calls import WorkerError
+    from megarl.config import ConfigError
     from megarl.loop import ppo
 
-    ppo.train(config)
+    try:
+        ppo.train(config)
+    except ConfigError as error:
+        _stop(error, exit_code=2)
+    except WorkerError as error:
+        _stop(error, exit_code=1)
 
 
 @app.command()
@@ -57,8 +64,13 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
     try:
         return load(path, overrides or [])
     except ConfigError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+        _stop(error, exit_code=2)
+
+
+def _stop(error: Exception, *, exit_code: int) -> NoReturn:
+    """Ends the command with the error's own message, which says all that a traceback could."""
+    typer.echo(str(error), err=True)
+    raise typer.Exit(exit_code) from None
 
 
 def main() -> None:

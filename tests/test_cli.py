@@ -5,14 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import Result
 from typer.testing import CliRunner
 
 from megarl import doctor
 from megarl.cli import app
-from megarl.config import RunConfig
+from megarl.cluster.calls import WorkerError
+from megarl.config import ConfigError, Problem, RunConfig
 from tests.config.debug import DEBUG, REPOSITORY, debug
 
 
@@ -52,14 +55,38 @@ print("heavy:", sorted({{"torch", "ray", "vllm", "transformers", "megatron"}} & 
     assert done.stdout.splitlines()[-1] == "heavy: []"
 
 
+def train_with(monkeypatch: pytest.MonkeyPatch, loop: Callable[[RunConfig], None]) -> Result:
+    """What `megarl train` does around a loop."""
+    package = types.ModuleType("megarl.loop")
+    package.ppo = types.SimpleNamespace(train=loop)  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "megarl.loop", package)
+    return CliRunner().invoke(app, ["train", str(DEBUG), "run.steps=7"], catch_exceptions=False)
+
+
 def test_train_runs_the_loop_with_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     received: list[RunConfig] = []
-    loop = types.ModuleType("megarl.loop")
-    loop.ppo = types.SimpleNamespace(train=received.append)  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setitem(sys.modules, "megarl.loop", loop)
-    result = CliRunner().invoke(app, ["train", str(DEBUG), "run.steps=7"], catch_exceptions=False)
-    assert result.exit_code == 0
+    assert train_with(monkeypatch, received.append).exit_code == 0
     assert received == [debug("run.steps=7")]
+
+
+def raising(error: Exception) -> Callable[[RunConfig], None]:
+    def loop(config: RunConfig) -> None:
+        raise error
+
+    return loop
+
+
+def test_train_ends_with_the_message_of_what_stopped_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(field="run.dir", value="here", rule="holds no run yet", fix="choose another")
+    refused = train_with(monkeypatch, raising(ConfigError([problem])))
+    assert (refused.exit_code, refused.stderr) == (2, f"configuration: 1 problem\n{problem}\n")
+    failed = train_with(monkeypatch, raising(WorkerError("train rank 3 died")))
+    assert (failed.exit_code, failed.stderr) == (1, "train rank 3 died\n")
+
+
+def test_train_does_not_hide_its_own_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ZeroDivisionError):
+        train_with(monkeypatch, raising(ZeroDivisionError()))
 
 
 def test_plan_prints_placement_and_batches() -> None:

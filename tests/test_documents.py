@@ -1,0 +1,39 @@
+"""What the documents say is there, and works."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.config.debug import REPOSITORY, debug
+
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+CONTRIBUTING = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+MAKEFILE = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+
+
+def test_contributing_names_files_that_exist() -> None:
+    named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", CONTRIBUTING))
+    assert len(named) > 20
+    assert not [
+        name for name in named if not any((base / name).exists() for base in (REPOSITORY / "megarl", REPOSITORY))
+    ]
+
+
+@pytest.mark.parametrize("overrides", re.findall(r"^\|[^|]+\| `([^`]+=[^`]+)` \|$", README, flags=re.MULTILINE))
+def test_the_overrides_of_the_readme_load(overrides: str) -> None:
+    assert debug(*overrides.split()) != debug()
+
+
+def test_make_targets_exist() -> None:
+    named = set(re.findall(r"`make (\w+)", README + CONTRIBUTING))
+    assert {"setup", "demo", "test", "lint", "bench", "clean"} <= named
+    assert named <= set(re.findall(r"^(\w+):", MAKEFILE, flags=re.MULTILINE))
+
+
+def test_links_lead_to_files() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", README + CONTRIBUTING)
+    assert links
+    assert all(Path(REPOSITORY, link).exists() for link in links)
