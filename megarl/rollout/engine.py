@@ -11,9 +11,10 @@ import numpy as np
 
 from megarl.rollout.chunks import Response, into_chunks
 from megarl.rollout.environment import set_vllm_environment
-from megarl.rollout.model_dir import hf_config, stop_token_ids
 from megarl.rollout.sampling import generation_params, scoring_params
+from megarl.rollout.stop_tokens import stop_token_ids
 from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleRequest, VersionSpan
+from megarl.weights.files import read_config
 from megarl.weights.regions import ShardMap
 from megarl.weights.specs import model_spec
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from vllm import LLMEngine, RequestOutput, SamplingParams
 
     from megarl.config.schema import Rollout as RolloutConfig
+    from megarl.resharding import SyncSpec, SyncStats
+    from megarl.rollout.worker import Outcome
 
 _MIB = 2**20
 _BLOCK_TOKENS = 32
@@ -58,7 +61,7 @@ class RolloutEngine:
         self._vocab_size = vocab_size
         self._device = device
         self._weights = weights
-        self._spec = model_spec(hf_config(model_dir))
+        self._spec = model_spec(read_config(model_dir))
         self._stop_token_ids = stop_token_ids(model_dir)
         self._llm: LLMEngine | None = None
         self._version: int | None = None
@@ -102,6 +105,37 @@ class RolloutEngine:
     def shard_maps(self) -> list[ShardMap]:
         """What each tensor-parallel rank holds, in vLLM's names."""
         return [self._spec.vllm_map(self._rollout.tp, rank) for rank in range(self._rollout.tp)]
+
+    def connect(self, sync: SyncSpec, ranks: Sequence[int]) -> None:
+        """Connects every rank with the trainer's; waits for all ranks of the sync. Ends an earlier connection.
+
+        Args:
+            sync: with this engine's parts of the plan.
+            ranks: this engine's ranks in the sync, by tensor-parallel rank.
+        """
+        self._on_workers("connect", sync, tuple(ranks), -1 if self._version is None else self._version)
+
+    def receive_weights(self, version: int) -> list[SyncStats]:
+        """Takes part in a sync: every rank writes its shard as it arrives.
+
+        Waits for the trainer's ranks. Where it fails before anything is written, the engine keeps its weights;
+        afterwards it refuses to be used until another sync succeeds.
+
+        Args:
+            version: of the policy; above the one before.
+
+        Returns:
+            What each rank received.
+
+        Raises:
+            RuntimeError: the sync was aborted, with the reason of the rank that failed first.
+        """
+        outcomes = self._outcomes("receive", version)
+        if any(outcome.error for outcome in outcomes):
+            self._poisoned = self._poisoned or not all(self._on_workers("consistent"))
+        stats = self._values("receive", outcomes)
+        self._commit(version)
+        return stats
 
     def generate(
         self, requests: Sequence[SampleRequest], chunk_sizes: Sequence[int]
@@ -164,6 +198,13 @@ class RolloutEngine:
         self._version = None
         gc.collect()
 
+    def _commit(self, version: int) -> None:
+        """The weights of every rank are those of the version; nothing computed with others is left."""
+        assert self._llm is not None
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError(f"engine {self._engine_id}: the prefix cache is in use and could not be reset")
+        self._version, self._poisoned = version, False
+
     def _usable_version(self) -> int:
         """The version to generate with."""
         if self._poisoned:
@@ -209,13 +250,20 @@ class RolloutEngine:
         )
 
     def _on_workers(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of every rank's WorkerWeights; the results by rank.
+        """Calls a method of every rank's WorkerWeights; the results by rank."""
+        return self._values(method, self._outcomes(method, *args))
+
+    def _outcomes(self, method: str, *args: Any) -> list[Outcome]:
+        if self._llm is None:
+            raise RuntimeError(f"engine {self._engine_id} is not running: start it first")
+        return self._llm.collective_rpc("megarl_call", args=(method, args))
+
+    def _values(self, method: str, outcomes: Sequence[Outcome]) -> list[Any]:
+        """What the ranks returned.
 
         Raises:
             RuntimeError: ranks failed; it has their tracebacks.
         """
-        assert self._llm is not None
-        outcomes = self._llm.collective_rpc("megarl_call", args=(method, args))
         failed = [f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error]
         if failed:
             raise RuntimeError(f"engine {self._engine_id}: {method} failed on\n" + "\n".join(failed))

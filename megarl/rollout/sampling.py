@@ -1,11 +1,9 @@
-"""How responses are sampled: a seed that belongs to the sample, and the parameters as vLLM takes them."""
+"""What is asked of vLLM for a sampled response and for a scored sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-from megarl.data.hashing import stable_hash
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -13,16 +11,6 @@ if TYPE_CHECKING:
     from megarl.config.schema import Rollout as RolloutConfig
 
 _SEED_MASK = 2**63 - 1
-
-
-def sample_seed(run_seed: int, step: int, prompt_id: str, sample_index: int) -> int:
-    """The seed of one sample: a stable 63-bit number, whatever engine or batch the sample is generated in.
-
-    Args:
-        step: the training step that generates the sample, counted over resumes.
-        sample_index: which of the prompt's samples in that step, from 0.
-    """
-    return stable_hash("sample", run_seed, step, prompt_id, sample_index)
 
 
 def generation_params(rollout: RolloutConfig, seed: int, stop_token_ids: Sequence[int]) -> SamplingParams:

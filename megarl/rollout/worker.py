@@ -10,16 +10,15 @@ from __future__ import annotations
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
+from megarl.resharding import GlooTransport, Receiver, SyncSpec, SyncStats
 from megarl.rollout.live_weights import LiveWeights
-
-if TYPE_CHECKING:
-    from megarl.weights.regions import ShardMap
+from megarl.weights.regions import ShardMap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +63,8 @@ class WorkerWeights:
         self._model = model
         self._tp_rank = tp_rank
         self._live = LiveWeights(model)
+        self._transport: GlooTransport | None = None
+        self._receiver: Receiver | None = None
 
     def prepare(self, shard_maps: Sequence[ShardMap], vocab_size: int) -> None:
         """Checks the map of this rank against the model, and keeps ids that mean nothing from being sampled.
@@ -83,3 +84,37 @@ class WorkerWeights:
         for module in self._model.modules():
             if isinstance(module, LogitsProcessor) and vocab_size < module.org_vocab_size:
                 module.register_forward_hook(mask)
+
+    def connect(self, sync: SyncSpec, ranks: Sequence[int], version: int) -> None:
+        """Connects with the other ranks of a sync; waits for all of them. Ends an earlier connection.
+
+        Args:
+            sync: with this engine's parts of the plan.
+            ranks: the engine's ranks in the sync, by tensor-parallel rank.
+            version: the last committed one.
+
+        Raises:
+            ValueError: the plan does not describe this model.
+        """
+        self.disconnect()
+        rank = ranks[self._tp_rank]
+        plan = sync.receivers[rank]
+        self._live.check(plan.params)
+        self._transport = GlooTransport(sync, rank)
+        self._receiver = Receiver(plan, self._transport, self._live.write, verify=sync.verify, version=version)
+
+    def receive(self, version: int) -> SyncStats:
+        """Writes this rank's shard as it arrives; returns when all ranks of the sync have committed the version."""
+        if self._receiver is None:
+            raise ValueError("the engine is not connected to the trainer: connect before receiving weights")
+        return self._receiver.receive(version)
+
+    def consistent(self) -> bool:
+        """Whether the weights are all of one version."""
+        return self._receiver is None or self._receiver.consistent
+
+    def disconnect(self) -> None:
+        """Ends the connection, where there is one."""
+        if self._transport is not None:
+            self._transport.close()
+        self._transport = self._receiver = None

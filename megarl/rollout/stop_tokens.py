@@ -1,15 +1,11 @@
-"""What an engine reads of a Hugging Face model directory besides weights."""
+"""What ends a response, as a Hugging Face directory says."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-
-def hf_config(model_dir: str | Path) -> dict[str, Any]:
-    """The model's config.json."""
-    return json.loads((Path(model_dir) / "config.json").read_text(encoding="utf-8"))
+from megarl.weights.files import read_config
 
 
 def stop_token_ids(model_dir: str | Path) -> tuple[int, ...]:
@@ -18,7 +14,7 @@ def stop_token_ids(model_dir: str | Path) -> tuple[int, ...]:
     generation = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     ids = generation.get("eos_token_id")
     if ids is None:
-        ids = hf_config(model_dir).get("eos_token_id")
+        ids = read_config(model_dir).get("eos_token_id")
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, list) else (ids,)

@@ -1,0 +1,105 @@
+"""Engines and what fresh engines answer; one engine process per tensor-parallel size serves all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.config.schema import Rollout
+from megarl.types import Prompt, Ragged, RolloutChunk, SampleRequest
+from tests.rollout.engine_process import EngineProcess
+from tests.rollout.models import MAX_LEN, USED_VOCAB, VOCAB, llama, qwen2, random_model, save
+
+NEW_TOKENS = 12
+
+
+def rollout_config(tp: int = 1) -> Rollout:
+    """Every transformation of the distribution is on."""
+    return Rollout(
+        devices="0",
+        tp=tp,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=20,
+        max_new_tokens=NEW_TOKENS,
+        max_model_len=MAX_LEN,
+        kv_cache_mib=16,
+    )
+
+
+def requests(count: int = 6, *, first_seed: int = 0) -> list[SampleRequest]:
+    """Two samples per prompt; the prompts fill a block of the prefix cache and share their beginning."""
+    prompts = [Prompt(prompt_id=f"p{i}", token_ids=(*range(2, 42), 50 + i)) for i in range((count + 1) // 2)]
+    return [
+        SampleRequest(sample_id=f"s{i}", prompt=prompts[i // 2], seed=first_seed + 7 * i + 2**62) for i in range(count)
+    ]
+
+
+def sequences() -> list[list[int]]:
+    """Random ids: as long as the model allows, shorter, and as short as has a log-probability."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(USED_VOCAB, (length,), generator=generator).tolist() for length in (MAX_LEN, 33, 2)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What an engine says: sampled responses with their log-probabilities, and raw ones of given sequences."""
+
+    chunk: RolloutChunk
+    raw: Ragged
+
+
+def ask(process: EngineProcess) -> Answers:
+    _, (chunk,) = process.call("generate", requests(), [len(requests())])
+    return Answers(chunk=chunk, raw=process.call("logprobs", sequences()))
+
+
+def start(process: EngineProcess, model_dir: Path, *, tp: int = 1, weights: str = "sync") -> None:
+    process.start(
+        model_dir=model_dir,
+        rollout=rollout_config(tp),
+        engine_id=3,
+        vocab_size=USED_VOCAB,
+        device="cpu",
+        weights=weights,
+    )
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """HF directories by name. In ``greedy_padding`` the ids that mean nothing are by far the likeliest."""
+    root = tmp_path_factory.mktemp("models")
+    built = {
+        "qwen2": random_model(qwen2(), 1),
+        "qwen2_later": random_model(qwen2(), 2),
+        "greedy_padding": random_model(qwen2(), 3),
+        "qwen2_one_kv_head": random_model(qwen2(kv_heads=1), 4),
+        "llama": random_model(llama(), 5),
+    }
+    with torch.no_grad():
+        head = built["greedy_padding"].lm_head.weight
+        row = 100 * head[USED_VOCAB].sign()
+        head[USED_VOCAB:VOCAB] = torch.stack([row, -row, row, -row])  # whatever the hidden state, one of them wins
+    return {name: save(model, root / name) for name, model in built.items()}
+
+
+@pytest.fixture(scope="session")
+def process() -> Iterator[EngineProcess]:
+    """Hosts the engines without tensor parallelism."""
+    process = EngineProcess()
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session")
+def fresh(process: EngineProcess, models: Mapping[str, Path]) -> Mapping[str, Answers]:
+    """The answers of engines that loaded the directories themselves, by model."""
+    answers: dict[str, Answers] = {}
+    for name in ("qwen2", "qwen2_later", "qwen2_one_kv_head", "llama"):
+        start(process, models[name], weights="files")
+        answers[name] = ask(process)
+    return answers

@@ -1,0 +1,54 @@
+"""Tiny random Hugging Face models. vLLM's CPU attention has no heads narrower than 32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
+
+VOCAB = 104  # ids of the model; vLLM pads them to 128
+USED_VOCAB = 100  # ids that mean something; the engine must not sample the rest
+END = 1
+MAX_LEN = 96
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": MAX_LEN,
+    "initializer_range": 0.1,
+    "bos_token_id": 0,
+    "eos_token_id": END,
+    "dtype": "float32",
+}
+
+
+def qwen2(*, kv_heads: int = 2) -> Qwen2Config:
+    """Biases in the attention, an output layer of its own."""
+    return Qwen2Config(**_SIZES, num_key_value_heads=kv_heads, tie_word_embeddings=False)
+
+
+def llama() -> LlamaConfig:
+    """No biases, tied embeddings."""
+    return LlamaConfig(**_SIZES, num_key_value_heads=2, tie_word_embeddings=True)
+
+
+def random_model(config: Qwen2Config | LlamaConfig, seed: int) -> PreTrainedModel:
+    """A model whose every parameter is random, the biases and norms too."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
+    return model.eval()
+
+
+def save(model: PreTrainedModel, directory: Path) -> Path:
+    """Writes the model as a Hugging Face directory."""
+    model.save_pretrained(directory)
+    return directory

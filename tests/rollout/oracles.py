@@ -1,0 +1,65 @@
+"""Comparisons, and what transformers says of the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from megarl.types import Ragged
+from tests.rollout.conftest import Answers
+from tests.rollout.models import USED_VOCAB
+
+
+def assert_same(got: Answers, expected: Answers, *, atol: float = 0.0) -> None:
+    """The same tokens; log-probabilities within atol nats, bit for bit where that is 0."""
+    for ours, theirs in zip(got.chunk.response_ids, expected.chunk.response_ids, strict=True):
+        np.testing.assert_array_equal(ours, theirs, "sampled tokens")
+    assert_close(got.chunk.rollout_logprobs, expected.chunk.rollout_logprobs, atol, "rollout_logprobs")
+    assert_close(got.raw, expected.raw, atol, "raw log-probabilities")
+
+
+def assert_close(got: Ragged, expected: Ragged, atol: float, what: str) -> None:
+    np.testing.assert_array_equal(got.lengths, expected.lengths, what)
+    np.testing.assert_allclose(got.values, expected.values, rtol=0, atol=atol, err_msg=what)
+
+
+def hf_logits(model_dir: Path, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """[T, VOCAB] logits of each sequence, by transformers."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return [model(torch.tensor([list(ids)])).logits[0] for ids in sequences]
+
+
+def hf_raw_logprobs(model_dir: Path, sequences: Sequence[Sequence[int]]) -> Ragged:
+    """What RolloutEngine.logprobs returns, by transformers; ids that mean nothing have no probability."""
+    rows = []
+    for ids, logits in zip(sequences, hf_logits(model_dir, sequences), strict=True):
+        logprobs = logits[:-1, :USED_VOCAB].log_softmax(-1)
+        rows.append(logprobs.gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1).numpy())
+    return Ragged.from_rows(rows, np.float32)
+
+
+def truncated_logprobs(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
+    """[USED_VOCAB] log-probabilities of what temperature, then top-k, then top-p leave of one position's logits.
+
+    Top-p keeps the fewest likeliest ids that together reach the probability.
+    """
+    scaled = (logits[:USED_VOCAB].double() / temperature).tolist()
+    ranked = sorted(range(len(scaled)), key=lambda i: -scaled[i])[:top_k]
+    weights = [float(np.exp(scaled[i] - scaled[ranked[0]])) for i in ranked]
+    kept: list[int] = []
+    reached = 0.0
+    for i, weight in zip(ranked, weights, strict=True):
+        if reached >= top_p:
+            break
+        kept.append(i)
+        reached += weight / sum(weights)
+    total = np.log(sum(np.exp(scaled[i]) for i in kept))
+    result = torch.full((len(scaled),), -torch.inf, dtype=torch.float64)
+    for i in kept:
+        result[i] = scaled[i] - total
+    return result

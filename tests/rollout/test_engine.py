@@ -1,0 +1,225 @@
+"""One engine without tensor parallelism: whose weights it has, what it samples, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.resharding import SyncSpec
+from megarl.types import Prompt, SampleRequest, VersionSpan
+from megarl.weights.files import HFDirectory, read_config
+from megarl.weights.planner import Holder, plan
+from megarl.weights.specs import model_spec
+from tests.rollout import in_process
+from tests.rollout.conftest import NEW_TOKENS, Answers, ask, requests, rollout_config, sequences, start
+from tests.rollout.engine_process import EngineProcess, RemoteError
+from tests.rollout.models import END, MAX_LEN, USED_VOCAB, VOCAB
+from tests.rollout.oracles import assert_close, assert_same, hf_logits, hf_raw_logprobs, truncated_logprobs
+from tests.rollout.syncing import Trainer, sync
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def engine(process: EngineProcess, fresh: Mapping[str, Answers], models: Mapping[str, Path]) -> EngineProcess:
+    """A synced engine whose weights the tests replace; versions count on."""
+    start(process, models["qwen2"])
+    with pytest.raises(RemoteError, match="RuntimeError: engine 3 has no weights yet"):
+        process.call("generate", requests(), [6])
+    sync(process, models["qwen2"], 1)
+    return process
+
+
+def resync(engine: EngineProcess, model_dir: Path) -> None:
+    sync(engine, model_dir, engine.apply(in_process.version) + 1)
+
+
+def test_synced_engine_equals_one_that_loaded_the_files(
+    engine: EngineProcess, models: Mapping[str, Path], fresh: Mapping[str, Answers]
+) -> None:
+    resync(engine, models["qwen2"])
+    assert_same(ask(engine), fresh["qwen2"])
+
+
+def test_a_second_sync_replaces_every_weight(
+    engine: EngineProcess, models: Mapping[str, Path], fresh: Mapping[str, Answers]
+) -> None:
+    resync(engine, models["qwen2"])
+    ask(engine)
+    resync(engine, models["qwen2_later"])
+    assert_same(ask(engine), fresh["qwen2_later"])
+
+
+def test_a_sync_without_the_cache_reset_would_be_noticed(
+    engine: EngineProcess, models: Mapping[str, Path], fresh: Mapping[str, Answers]
+) -> None:
+    """Shows that the comparison above sees a stale prefix cache."""
+    resync(engine, models["qwen2"])
+    ask(engine)
+    engine.apply(in_process.disable_cache_reset)
+    resync(engine, models["qwen2_later"])
+    stale = ask(engine)
+    engine.apply(in_process.enable_cache_reset)
+    assert not np.array_equal(stale.chunk.rollout_logprobs.values, fresh["qwen2_later"].chunk.rollout_logprobs.values)
+    assert_close(stale.raw, fresh["qwen2_later"].raw, 0.0, "scoring reads no cache")
+
+
+def test_an_engine_receives_its_shard_once(engine: EngineProcess, models: Mapping[str, Path]) -> None:
+    trainer = Trainer(engine, models["qwen2"])
+    report = trainer.sync(engine.apply(in_process.version) + 1)
+    (received,) = report.received
+    tensors = load_file(models["qwen2"] / "model.safetensors").values()
+    assert received.nbytes == report.sent.nbytes == sum(tensor.nbytes for tensor in tensors)
+    assert received.messages == len(trainer.plan.receivers[1].buckets) > 5
+    again = trainer.sync(received.version + 1)
+    assert again.received[0].version == engine.apply(in_process.version) == received.version + 1
+
+
+def test_a_sync_refused_before_the_first_write_changes_nothing(
+    engine: EngineProcess, models: Mapping[str, Path], fresh: Mapping[str, Answers]
+) -> None:
+    resync(engine, models["qwen2"])
+    version = engine.apply(in_process.version)
+    Trainer(engine, models["qwen2_later"]).fail_to_sync(version, reason=f"version {version} does not exceed")
+    assert engine.apply(in_process.version) == version
+    assert_same(ask(engine), fresh["qwen2"])
+
+
+def test_after_half_a_sync_the_engine_refuses_until_a_whole_one(
+    engine: EngineProcess, models: Mapping[str, Path], fresh: Mapping[str, Answers]
+) -> None:
+    resync(engine, models["qwen2"])
+    version = engine.apply(in_process.version)
+    trainer = Trainer(engine, models["qwen2_later"])
+    trainer.fail_to_sync(version + 1, corrupt_bucket=3, reason="for bucket 3 is corrupt")
+    for refused in (("generate", requests(), [6]), ("logprobs", sequences())):
+        with pytest.raises(RemoteError, match="RuntimeError: engine 3: a weight sync failed half-way"):
+            engine.call(*refused)
+    sync(engine, models["qwen2_later"], version + 1)
+    assert_same(ask(engine), fresh["qwen2_later"])
+
+
+def test_a_plan_for_another_model_is_refused_before_connecting(
+    engine: EngineProcess, models: Mapping[str, Path]
+) -> None:
+    shard = model_spec(read_config(models["llama"])).vllm_map(1, 0)
+    transfers = plan([Holder(rank=0, map=HFDirectory(models["llama"]).map)], [Holder(rank=1, map=shard)], 1 << 20)
+    nobody = SyncSpec.of(transfers, name="test", host="localhost", port=1, world_size=2)
+    with pytest.raises(RemoteError, match=r"(?s)qkv_proj.bias: not in the shard map.*lm_head.weight: not in"):
+        engine.call("connect", nobody, [1])
+
+
+def test_raw_logprobs_are_those_of_transformers(engine: EngineProcess, models: Mapping[str, Path]) -> None:
+    resync(engine, models["qwen2"])
+    got = engine.call("logprobs", sequences())
+    assert_close(got, hf_raw_logprobs(models["qwen2"], sequences()), 1e-4, "vLLM against transformers")
+
+
+def test_rollout_logprobs_are_of_the_distribution_sampled_from(
+    engine: EngineProcess, models: Mapping[str, Path]
+) -> None:
+    resync(engine, models["qwen2"])
+    chunk = ask(engine).chunk
+    config = rollout_config()
+    whole = [[*p, *r] for p, r in zip(chunk.prompt_ids, chunk.response_ids, strict=True)]
+    for row, logits in enumerate(hf_logits(models["qwen2"], whole)):
+        prompt_tokens, response = len(chunk.prompt_ids[row]), chunk.response_ids[row]
+        for position, token in enumerate(response):
+            logprobs = truncated_logprobs(
+                logits[prompt_tokens + position - 1], config.temperature, config.top_k, config.top_p
+            )
+            assert chunk.rollout_logprobs[row][position] == pytest.approx(float(logprobs[token]), abs=1e-4)
+
+
+def test_what_comes_back(engine: EngineProcess, models: Mapping[str, Path]) -> None:
+    resync(engine, models["qwen2"])
+    version = engine.apply(in_process.version)
+    asked = requests(40)
+    infos, chunks = engine.call("generate", asked, [15, 0, 25])
+    assert [len(chunk.sample_ids) for chunk in chunks] == [15, 0, 25]
+    assert [info.sample_id for info in infos] == [request.sample_id for request in asked]
+    for request, info in zip(asked, infos, strict=True):
+        chunk = chunks[info.chunk]
+        response = chunk.response_ids[info.row]
+        assert chunk.sample_ids[info.row] == request.sample_id
+        assert tuple(chunk.prompt_ids[info.row]) == request.prompt.token_ids
+        assert (info.prompt_tokens, info.response_tokens) == (len(request.prompt.token_ids), len(response))
+        assert len(chunk.rollout_logprobs[info.row]) == len(response)
+        assert info.finished == chunk.finished[info.row] == (response[-1] == END)
+        assert info.finished or len(response) == NEW_TOKENS
+        assert END not in response[:-1]
+        span = VersionSpan(start=0, stop=len(response), version=version, engine_id=3)
+        assert chunk.versions[info.row] == (span,)
+    finished = [info.finished for info in infos]
+    assert any(finished)
+    assert not all(finished)
+
+
+def test_a_seed_gives_the_same_response_in_any_batch(engine: EngineProcess, models: Mapping[str, Path]) -> None:
+    resync(engine, models["qwen2"])
+    together = engine.call("generate", requests(24), [24])[1][0]
+    for row in (0, 5, 23):
+        alone = engine.call("generate", [requests(24)[row]], [1])[1][0]
+        np.testing.assert_array_equal(alone.response_ids[0], together.response_ids[row])
+        np.testing.assert_array_equal(alone.rollout_logprobs[0], together.rollout_logprobs[row])
+    responses = {tuple(response) for response in together.response_ids}
+    assert len(responses) > 20, "samples of one prompt differ by their seeds"
+
+
+def test_every_64_bit_seed_is_a_seed(engine: EngineProcess, models: Mapping[str, Path]) -> None:
+    resync(engine, models["qwen2"])
+    prompt = requests()[0].prompt
+    asked = [SampleRequest(sample_id=str(seed), prompt=prompt, seed=seed) for seed in (0, 2**63 - 1, 2**64 - 1)]
+    first, second = (engine.call("generate", asked, [3])[1][0] for _ in range(2))
+    np.testing.assert_array_equal(first.response_ids.values, second.response_ids.values)
+
+
+def test_ids_that_mean_nothing_are_never_sampled(engine: EngineProcess, models: Mapping[str, Path]) -> None:
+    resync(engine, models["greedy_padding"])
+    chunk = ask(engine).chunk
+    assert chunk.response_ids.values.max() < USED_VOCAB
+    whole = [[*p, *r] for p, r in zip(chunk.prompt_ids, chunk.response_ids, strict=True)]
+    unmasked = torch.cat(hf_logits(models["greedy_padding"], whole)).softmax(-1)
+    assert unmasked[:, USED_VOCAB:].sum(-1).mean() > 0.99, "without the mask little else would be sampled"
+
+
+def test_padding_rows_of_the_output_layer_are_never_sampled(engine: EngineProcess, models: Mapping[str, Path]) -> None:
+    resync(engine, models["qwen2"])
+    before = ask(engine)
+    assert engine.apply(in_process.raise_padding_rows) == [128 - VOCAB]
+    assert_same(ask(engine), before)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ((), "prompt 'bad' is empty"),
+        ((5,) * (MAX_LEN - NEW_TOKENS + 1), f"prompt 'bad' has {MAX_LEN - NEW_TOKENS + 1} tokens and max_new_tokens"),
+        ((5, VOCAB), f"prompt 'bad' has ids from 5 to {VOCAB}"),
+        ((-1, 5), "prompt 'bad' has ids from -1"),
+    ],
+)
+def test_bad_prompts_are_named_and_leave_nothing_behind(
+    engine: EngineProcess, prompt: tuple[int, ...], message: str
+) -> None:
+    bad = SampleRequest(sample_id="b", prompt=Prompt(prompt_id="bad", token_ids=prompt), seed=0)
+    with pytest.raises(RemoteError, match=f"ValueError: {message}"):
+        engine.call("generate", [*requests(2), bad], [3])
+    assert len(engine.call("generate", requests(2), [2])[0]) == 2
+
+
+def test_other_refusals(engine: EngineProcess, models: Mapping[str, Path]) -> None:
+    with pytest.raises(RemoteError, match="ValueError: chunk_sizes are"):
+        engine.call("generate", requests(6), [2, 3])
+    with pytest.raises(RemoteError, match=f"ValueError: sequence 1 has {MAX_LEN + 1} tokens"):
+        engine.call("logprobs", [[1, 2], [1] * (MAX_LEN + 1)])
+
+
+def test_the_engines_process_is_free_of_megatron(engine: EngineProcess) -> None:
+    assert engine.apply(in_process.loaded_modules, "vllm")
+    assert engine.apply(in_process.loaded_modules, "megatron") == []

@@ -1,0 +1,49 @@
+"""Engines of two ranks, each a worker process with its own shard; and what an engine leaves behind: nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.rollout import in_process
+from tests.rollout.conftest import Answers, ask, start
+from tests.rollout.engine_process import EngineProcess
+from tests.rollout.oracles import assert_same
+from tests.rollout.syncing import sync
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[EngineProcess]:
+    """Hosts engines of two ranks."""
+    process = EngineProcess()
+    yield process
+    process.close()
+
+
+# One engine's answers come from one rank: the sums of a split matrix are rounded elsewhere.
+@pytest.mark.parametrize("name", ["llama", "qwen2_one_kv_head"], ids=["split KV heads", "replicated KV head"])
+def test_synced_ranks_equal_an_engine_that_loaded_the_files(
+    pair: EngineProcess, models: Mapping[str, Path], fresh: Mapping[str, Answers], name: str
+) -> None:
+    start(pair, models[name], tp=2)
+    sync(pair, models[name], 1)
+    assert_same(ask(pair), fresh[name], atol=1e-5)
+
+
+def test_the_workers_are_free_of_megatron(pair: EngineProcess) -> None:
+    assert all(pair.apply(in_process.workers_modules, "vllm"))
+    assert pair.apply(in_process.workers_modules, "megatron") == [[], []]
+
+
+def test_close_leaves_nothing(pair: EngineProcess) -> None:
+    workers, shared = pair.apply(in_process.processes_and_shared_memory)
+    assert len(workers) == 2
+    assert any(path.startswith("/dev/shm/") for path in shared)
+    pair.call("close")
+    assert [pid for pid in workers if os.path.exists(f"/proc/{pid}")] == []
+    assert [path for path in shared if os.path.exists(path)] == []
