@@ -133,7 +133,7 @@ def checkpoint(directory: Path, **changes: object) -> Path:
 
 def test_a_checkpoint_is_checked_like_a_random_model(tmp_path: Path) -> None:
     good = checkpoint(tmp_path / "good")
-    assert debug(f"model={{path: {good}, random: null}}").model.hf_config()["hidden_size"] == 64
+    assert debug(f"model={{path: {good}, random: null}}").model.hf_config()["hidden_size"] == 128
     odd = checkpoint(tmp_path / "odd", num_hidden_layers=3)
     assert "num_hidden_layers = 3" in refused(f"model={{path: {odd}, random: null}}")[f"{ACTOR}.pp"]
 
