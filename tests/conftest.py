@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.pool import RankPool
+
+# Reproducible, and without a time limit per example: the machine may be busy.
+settings.register_profile("suite", deadline=None, derandomize=True)
+settings.load_profile("suite")
 
 
 @pytest.fixture(scope="session")

@@ -126,4 +126,5 @@ def _run(rank: int, platform: Any, job: Job) -> Any:
     try:
         return function(rank, *args)
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()

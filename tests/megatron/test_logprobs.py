@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -59,3 +63,31 @@ def test_equals_softmax_over_the_whole_vocabulary(
         torch.testing.assert_close(hidden_grad, hidden.grad, rtol=1e-5, atol=2e-6)
     torch.testing.assert_close(weight_grad[:VOCAB], weight.grad, rtol=1e-5, atol=2e-6)
     assert not weight_grad[VOCAB:].any(), "padding rows must not get a gradient"
+
+
+def _vector(rank: int, args: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch.distributed as dist
+
+    from megarl.megatron.logprobs import logprobs_and_entropy, vocab_shard
+
+    logits = torch.tensor(args["logits"]).flatten(0, -2)
+    vocab = logits.shape[-1]
+    rows = -(-vocab // 2)
+    shard = vocab_shard(dist.group.WORLD, rows, vocab)
+    # Logits as they are: the hidden states are the logits, and the weight is the unit matrix.
+    weight = torch.eye(vocab)[shard.start : shard.start + shard.size]
+    padded = torch.cat([weight, torch.ones(rows - shard.size, vocab)])
+    labels = torch.tensor(args["labels"]).flatten()
+    return logprobs_and_entropy(logits, padded, labels, shard, temperature=args.get("temperature", 1.0))
+
+
+@pytest.mark.dist
+def test_equals_the_vectors(pool: RankPool) -> None:
+    cases = json.loads((Path(__file__).parents[1] / "algos" / "vectors.json").read_text())["cases"]
+    cases = [case for case in cases if case["fn"] == "token_statistics"]
+    assert len(cases) == 2
+    for case in cases:
+        for logprobs, entropy in pool.run(_vector, case["args"], world_size=2):
+            for got, name in ((logprobs, "logprobs"), (entropy, "entropy")):
+                want = torch.tensor(case["expected"][name]).flatten()
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, msg=lambda m, c=case: f"{c['id']}: {m}")

@@ -1,0 +1,146 @@
+"""The worker without Ray: weights in and out of every layout, what each stage fetches, and an iteration end to end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.megatron.samples import random_chunks
+from tests.megatron.tiny import save_model
+from tests.pool import RankPool, free_port
+
+LAYOUTS = {
+    "default": [],
+    "tp4": ["groups.train.roles.actor.tp=4", "groups.train.roles.actor.pp=1"],
+    "pp4": ["groups.train.roles.actor.tp=1", "groups.train.roles.actor.pp=4"],
+    "sp": ["groups.train.roles.actor.sequence_parallel=true"],
+    "vpp": ["groups.train.roles.actor.tp=1", "groups.train.roles.actor.vpp=2", "groups.train.roles.critic.tp=2"],
+    "dp": ["groups.train.roles.actor.tp=1", "groups.train.roles.actor.pp=1", "groups.train.roles.critic.pp=1"],
+}
+
+
+class Recorded:
+    """Chunks that remember which were asked for."""
+
+    def __init__(self, chunks: Any) -> None:
+        self._chunks, self.asked = chunks, set()
+
+    def __getitem__(self, chunk: int) -> Any:
+        self.asked.add(chunk)
+        return self._chunks[chunk]
+
+
+def _worker(rank: int, overrides: list[str], port: int) -> Any:
+    import torch.distributed as dist
+
+    from megarl.config import load
+    from megarl.megatron.worker import MegatronWorker
+
+    dist.destroy_process_group()  # the worker makes its own world
+    worker = MegatronWorker(load("configs/debug/ppo.yaml", overrides), "train", rank)
+    worker.start(f"tcp://127.0.0.1:{port}")
+    return worker
+
+
+def _round_trip(rank: int, overrides: list[str], port: int, model: Path, out: Path) -> None:
+    worker = _worker(rank, overrides, port)
+    worker.load(str(model))
+    for role in ("actor", "reference", "critic"):
+        worker.export(role, str(out / role), str(model))
+    worker.close()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_come_back_bit_for_bit(pool: RankPool, tmp_path: Path, layout: str, tied: bool) -> None:
+    from safetensors.torch import load_file
+
+    model = save_model(tmp_path / "model", "qwen2", tie_word_embeddings=tied)
+    pool.run(_round_trip, LAYOUTS[layout], free_port(), model, tmp_path, world_size=4)
+    source = load_file(model / "model.safetensors")
+    for role in ("actor", "reference"):
+        found = load_file(tmp_path / role / "model.safetensors")
+        assert found.keys() == source.keys()
+        for name, tensor in source.items():
+            assert torch.equal(found[name], tensor), f"{role}: {name}"
+    critic = load_file(tmp_path / "critic" / "model.safetensors")
+    assert critic.keys() == source.keys() - {"lm_head.weight"} | {"score.weight"}
+    assert all(torch.equal(critic[name], source[name]) for name in critic.keys() - {"score.weight"})
+
+
+def _iteration(rank: int, overrides: list[str], port: int, model: Path, out: Path) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from megarl.config import load
+    from megarl.data.schedule import inference_schedule, update_schedules
+
+    worker = _worker(rank, overrides, port)
+    worker.load(str(model))
+    config = load("configs/debug/ppo.yaml", overrides)
+    chunks, infos = random_chunks()
+    rollouts = Recorded(chunks)
+
+    def everywhere(result: dict[int, Any] | None) -> dict[int, Any]:
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, result)
+        return {chunk: value for part in parts if part for chunk, value in part.items()}
+
+    def passes(role: Any) -> Any:
+        return inference_schedule(infos, config.layout(role), 40)
+
+    old = everywhere(worker.logprobs("actor", passes("actor"), rollouts))
+    asked = set(rollouts.asked)
+    ref = everywhere(worker.logprobs("reference", passes("reference"), rollouts))
+    values = everywhere(worker.values("critic", passes("critic"), rollouts))
+    scores = everywhere(worker.scores("reward", passes("reward"), rollouts))
+    built = worker.build_experience(passes("actor"), rollouts, old, ref, values, scores)
+    experience = everywhere(built and built[0])
+    updates = {}
+    for role in ("actor", "critic"):
+        plan = update_schedules(infos, config.layout(role), 40, mini_batches=2, epochs=2, seed=0, step=0)
+        updates[role] = worker.update(role, plan, experience)
+    new = everywhere(worker.logprobs("actor", passes("actor"), rollouts))
+    worker.export("actor", str(out), str(model))
+    worker.close()
+    return {"asked": asked, "metrics": built and built[1], "updates": updates, "old": old, "ref": ref, "new": new}
+
+
+@pytest.mark.dist
+def test_an_iteration_changes_the_exported_model(pool: RankPool, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = save_model(tmp_path / "model", "qwen2")
+    results = pool.run(_iteration, LAYOUTS["default"], free_port(), model, tmp_path / "out", world_size=4)
+    # Actor TP2 x PP2: rank 2 is TP 0 of the last stage. Critic PP2 x DP2: ranks 2 and 3 are its last stages.
+    assert [result["metrics"] is not None for result in results] == [False, False, True, False]
+    assert results[2]["metrics"]["objective/kl"] == pytest.approx(0.0, abs=1e-4), "the reference is the actor's copy"
+    for role, reports in (("actor", [2]), ("critic", [2, 3])):
+        told = [rank for rank, result in enumerate(results) if result["updates"][role] is not None]
+        assert told == reports
+        steps = results[told[0]]["updates"][role]
+        assert all(results[rank]["updates"][role] == steps for rank in told)
+        assert [set(step) >= {f"{role}/loss", f"{role}/grad_norm"} for step in steps] == [True] * 4
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    chunks, _ = random_chunks()
+    new, old = results[0]["new"], results[0]["old"]
+    for index, chunk in enumerate(chunks):
+        for row in range(len(chunk.sample_ids)):
+            prompt, response = (torch.from_numpy(ids[row]).long() for ids in (chunk.prompt_ids, chunk.response_ids))
+            with torch.no_grad():
+                logits = exported(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+            want = torch.log_softmax(logits, -1).gather(-1, response[:, None])[:, 0]
+            torch.testing.assert_close(torch.from_numpy(new[index][row].copy()), want, rtol=0, atol=5e-5)
+    moved = max(np.abs(new[c].values - old[c].values).max() for c in range(len(chunks)))
+    assert moved > 1e-3, "the update did nothing"
+
+
+@pytest.mark.dist
+def test_stages_in_the_middle_fetch_nothing(pool: RankPool, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "qwen2")
+    results = pool.run(_iteration, LAYOUTS["pp4"], free_port(), model, tmp_path / "out", world_size=4)
+    assert [result["asked"] for result in results] == [{0, 1, 2, 3}, set(), set(), {0, 1, 2, 3}]
