@@ -205,8 +205,9 @@ def _bytes(copy: Copy, params: Mapping[str, torch.Tensor]) -> npt.NDArray[np.uin
     values = params[copy.source].detach()[copy.source_box.slices]
     if copy.transposed:
         values = values.permute(*reversed(range(values.ndim)))
-    values = values.to(device="cpu", dtype=getattr(torch, copy.dtype)).contiguous()
-    return values.view(torch.uint8).numpy()
+    # A fresh tensor: contiguous() keeps odd strides of axes with one element, which a view as bytes refuses.
+    fresh = torch.empty(values.shape, dtype=getattr(torch, copy.dtype)).copy_(values)
+    return fresh.view(torch.uint8).numpy()
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -96,8 +96,9 @@ def plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes
         holder.rank: (i, holder) for i, replicas in enumerate(destination_replicas) for holder in replicas.holders
     }
     stamper = _Stamper(source_replicas)
+    shards = {holder.rank: holder.map for holder in sources}
     messages = {rank: stamper.messages(holder, i, templates[i]) for rank, (i, holder) in sorted(template_of.items())}
-    return _assemble(_fingerprint(sources, destinations, bucket_bytes), messages, templates, template_of)
+    return _assemble(_fingerprint(sources, destinations, bucket_bytes), messages, shards, templates, template_of)
 
 
 def _replicas(holders: Sequence[Holder]) -> list[_Replicas]:
@@ -276,6 +277,7 @@ def _payload(routes: Sequence[_Route], picks: Sequence[tuple[int, int]]) -> tupl
 def _assemble(
     fingerprint: str,
     messages: Mapping[int, tuple[tuple[Message, ...], ...]],
+    shards: Mapping[int, ShardMap],
     templates: Sequence[_Template],
     template_of: Mapping[int, tuple[int, Holder]],
 ) -> TransferPlan:
@@ -301,12 +303,13 @@ def _assemble(
         rank: SenderPlan(
             rank=rank,
             fingerprint=fingerprint,
+            params=shards[rank].params,
             messages=tuple(sorted(sent, key=lambda message: (message.bucket, message.receiver))),
             staging_bytes=staging,
         )
         for rank, sent in sorted(outgoing.items())
     }
-    return TransferPlan(fingerprint=fingerprint, senders=senders, receivers=receivers)
+    return TransferPlan(fingerprint=fingerprint, senders=senders, receivers=receivers, staging_bytes=staging)
 
 
 def _fingerprint(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes: int) -> str:

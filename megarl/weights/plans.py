@@ -63,15 +63,18 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class SenderPlan:
-    """One rank's sending, in order; messages hold sources' local names.
+    """One rank's sending.
 
     Args:
         fingerprint: of the plan that it is a part of.
-        staging_bytes: no message is larger, nor any bucket of the plan.
+        params: the local parameters that it sends from.
+        messages: in order of the receivers' buckets.
+        staging_bytes: no bucket of the plan is larger, and so no message.
     """
 
     rank: int
     fingerprint: str
+    params: Mapping[str, TensorInfo]
     messages: tuple[Message, ...]
     staging_bytes: int
 
@@ -115,11 +118,13 @@ class TransferPlan:
     Args:
         fingerprint: a digest of the maps, ranks, nodes and bucket size that it was made for.
         senders, receivers: by rank; only those with something to send or receive.
+        staging_bytes: of the largest bucket.
     """
 
     fingerprint: str
     senders: Mapping[int, SenderPlan]
     receivers: Mapping[int, ReceiverPlan]
+    staging_bytes: int
 
     @property
     def nbytes(self) -> int:

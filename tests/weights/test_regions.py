@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.weights.regions import Box, Hole, Piece, ShardMap, TensorInfo, adjacent_axis
@@ -24,6 +24,7 @@ def mask(box: Box) -> np.ndarray:
     return filled
 
 
+@settings(deadline=None)
 @given(boxes(), boxes())
 def test_intersection_and_difference_are_those_of_sets(a: Box, b: Box) -> None:
     common = a.intersect(b)
@@ -35,6 +36,7 @@ def test_intersection_and_difference_are_those_of_sets(a: Box, b: Box) -> None:
     assert a.size == mask(a).sum()
 
 
+@settings(deadline=None)
 @given(boxes(), boxes())
 def test_boxes_are_adjacent_where_their_union_is_a_box(a: Box, b: Box) -> None:
     union = mask(a) + mask(b)
