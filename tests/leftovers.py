@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import time
 from pathlib import Path
 
 
@@ -30,9 +29,18 @@ class Trace:
                 continue
         return [line for line in living if line]
 
-    def shared_memory(self, *, wait_s: float = 0.0) -> set[str]:
-        """Shared memory files that were not there before; others on the machine may be short-lived."""
-        deadline = time.monotonic() + wait_s
-        while (new := set(os.listdir("/dev/shm")) - self._shared_memory) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return new
+    def shared_memory(self) -> set[str]:
+        """Shared memory files that were not there before and that no living process uses: nobody will remove them."""
+        return set(os.listdir("/dev/shm")) - self._shared_memory - _in_use()
+
+
+def _in_use() -> set[str]:
+    """Names of the shared memory files that living processes have mapped."""
+    names: set[str] = set()
+    for directory in Path("/proc").iterdir():
+        try:
+            maps = (directory / "maps").read_text()
+        except OSError:
+            continue
+        names.update(line.rpartition("/")[2] for line in maps.splitlines() if " /dev/shm/" in line)
+    return names

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from types import FrameType
 
 from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
 
+_SHORT_PATH = 20
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -28,6 +31,23 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def temporary_directory() -> Iterator[str]:
+    """A new directory for all temporary files, Ray's and those of processes that start meanwhile; removed at the end.
+
+    Ray has its sockets there, whose paths are limited to 107 bytes, of which Ray adds about 80.
+    """
+    usual = tempfile.gettempdir()
+    directory = tempfile.mkdtemp(prefix="megarl-", dir=usual if len(usual) <= _SHORT_PATH else "/tmp")
+    try:
+        with environment({"TMPDIR": directory}):
+            tempfile.tempdir = directory  # which this process has looked up already
+            yield directory
+    finally:
+        tempfile.tempdir = usual
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import shutil
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +13,14 @@ from typing import Any, Self
 import ray
 
 from megarl.cluster.calls import Call, Process, Watch
-from megarl.cluster.environment import environment, ignore_interrupts, interrupts_raise, raise_on_sigterm, random_token
+from megarl.cluster.environment import (
+    environment,
+    ignore_interrupts,
+    interrupts_raise,
+    raise_on_sigterm,
+    random_token,
+    temporary_directory,
+)
 from megarl.cluster.placement import DEVICE, Placement
 from megarl.cluster.processes import MARK, Remains
 from megarl.cluster.shell import Shell
@@ -25,12 +30,10 @@ _LOOPBACK = "127.0.0.1"
 _LOCAL_ENV = {
     "GLOO_SOCKET_IFNAME": "lo",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the shell sets CUDA_VISIBLE_DEVICES itself
-    "RAY_BACKEND_LOG_LEVEL": "error",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 _CPU_ENV = {"OMP_NUM_THREADS": "1"}
 _END_GRACE_S = 5.0
-_SHORT_PATH = 20
 _MIB = 1 << 20
 
 
@@ -119,9 +122,8 @@ class Session:
     def _start(self, ending: ExitStack) -> None:
         """Starts Ray on this machine; the ending undoes it in reverse."""
         mark = secrets.token_hex(8)
-        directory = _session_directory()
-        ending.callback(shutil.rmtree, directory, ignore_errors=True)
-        ending.enter_context(environment({**_LOCAL_ENV, MARK: mark, "TMPDIR": directory}))
+        directory = ending.enter_context(temporary_directory())
+        ending.enter_context(environment({**_LOCAL_ENV, MARK: mark}))
         ending.enter_context(random_token())
         remains = Remains(mark)
         ending.callback(remains.remove, _END_GRACE_S)
@@ -136,12 +138,3 @@ class Session:
             logging_level=logging.ERROR,
             _temp_dir=directory,
         )
-
-
-def _session_directory() -> str:
-    """A new directory for Ray's files and the run's temporary ones, where the paths of Ray's sockets stay short enough.
-
-    A socket's path has at most 107 bytes, of which Ray adds about 80.
-    """
-    usual = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="megarl-", dir=usual if len(usual) <= _SHORT_PATH else "/tmp")

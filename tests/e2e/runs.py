@@ -42,9 +42,9 @@ class Finished:
 
     def assert_clean(self) -> None:
         """Nothing of the run is left."""
-        assert not self.processes
-        assert not self.shared_memory
-        assert not self.temporary
+        assert not self.processes, self.processes
+        assert not self.shared_memory, self.shared_memory
+        assert not self.temporary, self.temporary
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def finish(program: subprocess.Popen[str], trace: Trace, directory: Path) -> Fin
         output=output,
         errors=errors,
         processes=trace.processes(),
-        shared_memory=trace.shared_memory(wait_s=10),
+        shared_memory=trace.shared_memory(),
         temporary=os.listdir(directory),
     )
 

@@ -47,7 +47,7 @@ def test_the_actor_starts_as_the_reference_and_leaves_it(debug_run: DebugRun) ->
 
 def test_every_sync_brings_the_engine_its_shard_once(debug_run: DebugRun) -> None:
     """The engine holds a model with tied embeddings: every parameter, rows of padded vocabulary aside."""
-    hidden, inner, layers, vocab, heads_times_size, kv_times_size = 64, 128, 4, 100, 64, 64
+    hidden, inner, layers, vocab, heads_times_size, kv_times_size = 128, 256, 4, 100, 128, 128
     qkv = (heads_times_size + 2 * kv_times_size) * (hidden + 1)
     layer = qkv + heads_times_size * hidden + 3 * hidden * inner + 2 * hidden
     elements = vocab * hidden + layers * layer + hidden
