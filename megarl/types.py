@@ -108,7 +108,7 @@ class Prompt:
 
     prompt_id: str
     token_ids: tuple[int, ...]
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-Job = tuple[Callable[..., Any], int, str, tuple[Any, ...]]
+Job = tuple[Callable[..., Any], int, str | None, tuple[Any, ...]]
 
 
 class RankPool:
@@ -27,11 +27,19 @@ class RankPool:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, world_size: int, timeout: float = 120.0) -> list[Any]:
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        world_size: int,
+        connected: bool = True,
+        timeout: float = 120.0,
+    ) -> list[Any]:
         """Calls ``function(rank, *args)`` on ranks 0 to ``world_size - 1`` of a new world.
 
         Args:
             function: at the top of a module, so that it can be pickled.
+            connected: False leaves it to the function to make its world.
             timeout: seconds for all ranks.
 
         Returns:
@@ -42,7 +50,7 @@ class RankPool:
         """
         assert world_size <= self._size
         self._start()
-        init_method = f"tcp://127.0.0.1:{free_port()}"
+        init_method = f"tcp://127.0.0.1:{free_port()}" if connected else None
         for pipe in self._pipes[:world_size]:
             pipe.send((function, world_size, init_method, args))
         results: list[Any] = [None] * world_size
@@ -122,7 +130,8 @@ def _run(rank: int, platform: Any, job: Job) -> Any:
     from megarl.megatron.platform import start_world
 
     function, world_size, init_method, args = job
-    start_world(platform, rank=rank, world_size=world_size, init_method=init_method, timeout_seconds=100)
+    if init_method is not None:
+        start_world(platform, rank=rank, world_size=world_size, init_method=init_method, timeout_seconds=100)
     try:
         return function(rank, *args)
     finally:

@@ -58,11 +58,8 @@ def fresh(directories: list[Path]) -> Iterator[tuple[EngineProcess, list[Answers
 
 def _send(rank: int, overrides: list[str], port: int, directory: Path, spec: SyncSpec, version: int) -> Any:
     """A Megatron rank that loads a model and takes part in one sync."""
-    import torch.distributed as dist
-
     from megarl.megatron.worker import MegatronWorker
 
-    dist.destroy_process_group()  # the worker makes its own world
     worker = MegatronWorker(load("configs/debug/ppo.yaml", overrides), "train", rank)
     worker.start(f"tcp://127.0.0.1:{port}")
     worker.load(str(directory))
@@ -91,7 +88,7 @@ def _sync(
     )
     with ThreadPoolExecutor(1) as executor:
         sending = executor.submit(
-            pool.run, _send, overrides, free_port(), directory, spec, version, world_size=4, timeout=100
+            pool.run, _send, overrides, free_port(), directory, spec, version, world_size=4, connected=False
         )
         try:
             process.call("connect", spec.only(range(4, 4 + tp)), range(4, 4 + tp))

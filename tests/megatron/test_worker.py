@@ -35,12 +35,9 @@ class Recorded:
 
 
 def _worker(rank: int, overrides: list[str], port: int) -> Any:
-    import torch.distributed as dist
-
     from megarl.config import load
     from megarl.megatron.worker import MegatronWorker
 
-    dist.destroy_process_group()  # the worker makes its own world
     worker = MegatronWorker(load("configs/debug/ppo.yaml", overrides), "train", rank)
     worker.start(f"tcp://127.0.0.1:{port}")
     return worker
@@ -61,7 +58,7 @@ def test_weights_come_back_bit_for_bit(pool: RankPool, tmp_path: Path, layout: s
     from safetensors.torch import load_file
 
     model = save_model(tmp_path / "model", "qwen2", tie_word_embeddings=tied)
-    pool.run(_round_trip, LAYOUTS[layout], free_port(), model, tmp_path, world_size=4)
+    pool.run(_round_trip, LAYOUTS[layout], free_port(), model, tmp_path, world_size=4, connected=False)
     source = load_file(model / "model.safetensors")
     for role in ("actor", "reference"):
         found = load_file(tmp_path / role / "model.safetensors")
@@ -115,7 +112,9 @@ def test_an_iteration_changes_the_exported_model(pool: RankPool, tmp_path: Path)
     from transformers import AutoModelForCausalLM
 
     model = save_model(tmp_path / "model", "qwen2")
-    results = pool.run(_iteration, LAYOUTS["default"], free_port(), model, tmp_path / "out", world_size=4)
+    results = pool.run(
+        _iteration, LAYOUTS["default"], free_port(), model, tmp_path / "out", world_size=4, connected=False
+    )
     # Actor TP2 x PP2: rank 2 is TP 0 of the last stage. Critic PP2 x DP2: ranks 2 and 3 are its last stages.
     assert [result["metrics"] is not None for result in results] == [False, False, True, False]
     assert results[2]["metrics"]["objective/kl"] == pytest.approx(0.0, abs=1e-4), "the reference is the actor's copy"
@@ -142,5 +141,5 @@ def test_an_iteration_changes_the_exported_model(pool: RankPool, tmp_path: Path)
 @pytest.mark.dist
 def test_stages_in_the_middle_fetch_nothing(pool: RankPool, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "qwen2")
-    results = pool.run(_iteration, LAYOUTS["pp4"], free_port(), model, tmp_path / "out", world_size=4)
+    results = pool.run(_iteration, LAYOUTS["pp4"], free_port(), model, tmp_path / "out", world_size=4, connected=False)
     assert [result["asked"] for result in results] == [{0, 1, 2, 3}, set(), set(), {0, 1, 2, 3}]
