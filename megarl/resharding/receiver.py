@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -129,8 +131,17 @@ class Receiver:
         stats.messages += 1
 
     def _validate(self) -> None:
-        """Raises ValueError unless the plan's buckets are the manifest, each parameter once and in order."""
-        arriving = [name for bucket in self._plan.buckets for name in bucket.params]
-        if arriving != list(self._plan.params):
-            absent = sorted(set(self._plan.params) - set(arriving))
-            raise ValueError(f"the buckets are not the manifest's parameters; {absent} do not arrive")
+        """Raises ValueError unless the plan brings the manifest: each parameter once, in order and whole."""
+        plan = self._plan
+        if [name for bucket in plan.buckets for name in bucket.params] != list(plan.params):
+            raise ValueError("the buckets are not the manifest's parameters in their order")
+        arriving: Counter[str] = Counter()
+        for copy in (copy for bucket in plan.messages for message in bucket for copy in message.copies):
+            arriving[copy.target] += copy.target_box.size
+        partial = [
+            name
+            for name, info in plan.params.items()
+            if name not in plan.holed and arriving[name] != math.prod(info.shape)
+        ]
+        if partial:
+            raise ValueError(f"the messages do not bring all of {', '.join(partial)}")

@@ -76,7 +76,7 @@ class Transport(Protocol):
 class GlooTransport:
     """Gloo over TCP, by a process group of its own: it neither uses nor changes the default group.
 
-    Waits for all ranks of the connection.
+    Waits for all ranks of the connection. GLOO_SOCKET_IFNAME names the network interface where a host has several.
 
     Args:
         spec: names the store and the connection.

@@ -138,6 +138,13 @@ def test_versions_never_go_backwards(pool: RankPool, connect: Connections) -> No
     assert {state[0] for _, state in after} == {8}
 
 
+def test_an_incomplete_part_of_the_plan_is_refused(pool: RankPool, connect: Connections) -> None:
+    results = pool.run(jobs.incomplete, connect(jobs.transfer_plan(1 << 20)), 2, world_size=jobs.RANKS)
+    message = one_message([first for first, _ in results])
+    assert message.startswith("sync aborted: rank 2: the messages do not bring all of model.")
+    assert {state for _, state in results} == {(-1, True, 0)}
+
+
 def test_parameters_that_are_not_as_planned_are_listed(pool: RankPool, connect: Connections) -> None:
     results = pool.run(jobs.misshapen, connect(jobs.transfer_plan()), world_size=jobs.RANKS)
     message = one_message([first for first, _ in results])

@@ -184,8 +184,8 @@ def test_llama3_rope_is_read_from_new_and_old_configs(key: str) -> None:
     gpt = model_spec(config).transformer(1).gpt
     assert (gpt["rotary_base"], gpt["rope_scaling"], gpt["rope_scaling_factor"]) == (5e5, True, 32.0)
 
-    config[key] = scaling | {"low_freq_factor": 2.0}
-    with pytest.raises(UnsupportedModelError, match="low_freq_factor"):
+    config[key] = scaling | {"low_freq_factor": 2.0, "factor": None}
+    with pytest.raises(UnsupportedModelError, match=r"low_freq_factor: 2\.0.*\n  factor: None"):
         model_spec(config)
 
 

@@ -11,6 +11,9 @@ from megarl.weights.specs.elements import Dims, Element, Names, VocabRows
 
 HFConfig = Mapping[str, Any]
 
+LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The parameters of llama3 rope scaling that Megatron does not take (RotaryEmbedding of megatron-core 0.16.1)."""
+
 
 class UnsupportedModelError(ValueError):
     """The model's architecture or one of its features has no spec; the message lists every problem."""
@@ -130,20 +133,21 @@ class Reader:
         if base is None:
             self.problems.append("rope_theta: missing, and engines differ in what they assume; state it")
         kind = settings.get("rope_type") or settings.get("type") or "default"
-        if kind == "default":
-            return Rope(base=float(base or 1), llama3_factor=None)
-        if kind != "llama3":
+        if kind == "llama3":
+            return Rope(base=float(base or 1), llama3_factor=self._llama3_factor(settings))
+        if kind != "default":
             self.problems.append(f"rope_type: {kind} is not supported; supported are default, llama3")
-        for name, value in {
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }.items():
-            if kind == "llama3" and settings.get(name) != value:
-                self.problems.append(
-                    f"{name}: {settings.get(name)!r}; Megatron's llama3 scaling has it fixed at {value}"
-                )
-        return Rope(base=float(base or 1), llama3_factor=float(settings.get("factor") or 1))
+        return Rope(base=float(base or 1), llama3_factor=None)
+
+    def _llama3_factor(self, settings: Mapping[str, Any]) -> float:
+        for name, value in LLAMA3_FIXED.items():
+            if settings.get(name) != value:
+                self.problems.append(f"{name}: {settings.get(name)!r}; Megatron's llama3 scaling has {value} fixed")
+        factor = settings.get("factor")
+        if not isinstance(factor, int | float) or factor < 1:
+            self.problems.append(f"factor: {factor!r} is not a number of at least 1")
+            return 1.0
+        return float(factor)
 
     def require(self, name: str, value: Any, reason: str) -> None:
         """Notes a problem unless the field is absent, null or ``value``."""
