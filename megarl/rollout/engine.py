@@ -202,6 +202,7 @@ class RolloutEngine:
         """The weights of every rank are those of the version; nothing computed with others is left."""
         assert self._llm is not None
         if not self._llm.reset_prefix_cache():
+            self._poisoned = True
             raise RuntimeError(f"engine {self._engine_id}: the prefix cache is in use and could not be reset")
         self._version, self._poisoned = version, False
 

@@ -29,6 +29,7 @@ class LiveWeights:
     def __init__(self, model: nn.Module) -> None:
         self._owners: dict[str, list[tuple[nn.Module, str]]] = {}
         self._infos: dict[str, TensorInfo] = {}
+        self._awaited: dict[nn.Module, set[str]] = {}
         names: dict[int, str] = {}
         for path, module in model.named_modules():
             _check_unquantized(path, module)
@@ -62,6 +63,8 @@ class LiveWeights:
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Replaces one parameter; the tensor may be reused afterwards.
 
+        A layer is packed when all its parameters have been written, since vLLM may pack its bias, too (0.28 does).
+
         Args:
             tensor: the parameter's full shape and dtype.
         """
@@ -74,9 +77,22 @@ class LiveWeights:
                 parameter.data.copy_(tensor)
             else:
                 setattr(module, attribute, nn.Parameter(tensor.to(parameter.device, copy=True), requires_grad=False))
-            quant_method = getattr(module, "quant_method", None)
-            if attribute == "weight" and quant_method is not None:
-                quant_method.process_weights_after_loading(module)
+            awaited = self._awaited.setdefault(module, _parameter_names(module))
+            awaited.discard(attribute)
+            if not awaited:
+                del self._awaited[module]
+                _pack(module)
+
+
+def _parameter_names(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_parameters(recurse=False)}
+
+
+def _pack(module: nn.Module) -> None:
+    """What vLLM's model loader does with a layer that has its weights."""
+    quant_method = getattr(module, "quant_method", None)
+    if quant_method is not None:
+        quant_method.process_weights_after_loading(module)
 
 
 def _check_unquantized(path: str, module: nn.Module) -> None:
