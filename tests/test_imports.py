@@ -26,6 +26,7 @@ LAYERS = (
     {"loop"},
     {"doctor", "plan"},
     {"cli"},
+    {"__main__"},
 )
 HEIGHT = {part: height for height, layer in enumerate(LAYERS) for part in layer}
 

@@ -8,6 +8,22 @@ from torch import Tensor
 from megarl.algos.normalisation import Reduce
 
 
+def rollout_gap(old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor, *, reduce: Reduce) -> float:
+    """Mean |old - rollout| in nats per token: how far trainer and engine disagree about the same tokens.
+
+    With the same weights, and without top-p and top-k, which the engine's numbers contain, only rounding is left.
+
+    Args:
+        old_logprobs: [B, R], by the trainer.
+        rollout_logprobs: [B, R], by the engine that sampled.
+        response_mask: [B, R] bool.
+        reduce: called once, whether this rank has rows or not.
+    """
+    gaps = (old_logprobs - rollout_logprobs).abs()[response_mask].double()
+    tokens, total = reduce(torch.stack([gaps.new_tensor(gaps.numel()), gaps.sum()])).tolist()
+    return total / max(tokens, 1.0)
+
+
 def objective_metrics(
     scores: Tensor, old_logprobs: Tensor, kl: Tensor, response_mask: Tensor, *, kl_coef: float, reduce: Reduce
 ) -> dict[str, float]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.algos.kl import k1
-from megarl.algos.metrics import objective_metrics
+from megarl.algos.metrics import objective_metrics, rollout_gap
 from megarl.algos.normalisation import Reduce, whiten
 from megarl.algos.registry import ADVANTAGES, KL_ESTIMATORS, choose
 from megarl.algos.rewards import clip_scores, replace_missing_end, token_rewards
@@ -49,7 +49,7 @@ def build_experience(
         reduce: sums a small vector over the ranks that build; each of them calls, with chunks or without.
 
     Returns:
-        The experience by chunk, and ``objective/*`` metrics, equal on all ranks.
+        The experience by chunk, and metrics over all samples, equal on all ranks.
     """
     chunks = {i: rollouts[i] for i in chunk_ids}
     lengths = [int(n) for chunk in chunks.values() for n in chunk.response_ids.lengths]
@@ -75,6 +75,8 @@ def build_experience(
         advantages = whiten(advantages, mask, reduce)
     drift = torch.zeros_like(old) if ref is None else k1(old, ref)
     metrics = objective_metrics(scores, old, drift, mask, kl_coef=algo.kl.coef, reduce=reduce)
+    sampled = aligned({i: chunk.rollout_logprobs for i, chunk in chunks.items()})
+    metrics["rollout/logprob_gap"] = rollout_gap(old, sampled, mask, reduce=reduce)
     advantages_of, returns_of = _by_chunk(advantages, mask, chunks), _by_chunk(returns, mask, chunks)
     return {
         i: ExperienceChunk(

@@ -25,6 +25,9 @@ Chunk = TypeVar("Chunk", bound=TokenChunk)
 Loss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """From a micro-batch and its hidden states to a weighted sum and metric sums over its tokens, scalars all."""
 
+MAX_SKIPPED = 3
+"""Optimizer steps in a row that may be skipped for a gradient that is not finite."""
+
 HEADS: dict[RoleName, HeadName] = {"actor": "lm", "reference": "lm", "critic": "value", "reward": "score"}
 
 
@@ -62,6 +65,7 @@ class Role:
             spec, layout, build_groups(layout, rank, cache), head=self.head, dtype=dtype, trainable=trainable
         )
         self.trainer: Trainer | None = None
+        self._skipped_in_a_row = 0
 
     @property
     def reports(self) -> bool:
@@ -145,6 +149,9 @@ class Role:
         Returns:
             Per step ``loss``, ``grad_norm`` (before clipping), ``skipped`` (1 where the gradient was not finite) and
             the loss's own metrics, all global. Ranks before the last stage know ``grad_norm`` and ``skipped`` alone.
+
+        Raises:
+            FloatingPointError: too many steps in a row were skipped; on all ranks.
         """
         assert self.trainer is not None, f"{self.name} is not in training"
         return [self._step(self.trainer, schedule, chunks, loss_of(schedule)) for schedule in schedules]
@@ -161,6 +168,12 @@ class Role:
             self.model, trainer.chunks, micro_batches(self.model, own, chunks), own.pack_tokens, outcome
         )
         grad_norm, stepped = trainer.step()
+        self._skipped_in_a_row = 0 if stepped else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row == MAX_SKIPPED:
+            raise FloatingPointError(
+                f"{self.name}: the gradient was not finite in {MAX_SKIPPED} optimizer steps in a row; "
+                f"lower {self.name}.optimizer.lr, or look for what is not finite in the scores"
+            )
         return {**self._summed(collected), "grad_norm": grad_norm, "skipped": float(not stepped)}
 
     def _summed(self, collected: list[dict[str, torch.Tensor]]) -> dict[str, float]:

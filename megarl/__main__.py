@@ -1,0 +1,5 @@
+"""``python -m megarl``: the command line."""
+
+from megarl.cli import main
+
+main()
