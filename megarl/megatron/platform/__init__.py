@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import logging
-import warnings
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +23,7 @@ class Platform:
 
 
 def start_platform(kind: str, local_index: int = 0) -> Platform:
-    """Makes this process ready for megatron-core; call it before anything imports ``megatron.core``.
+    """Makes this process ready for megatron-core; call it before anything of Megatron's is built.
 
     Args:
         kind: "cuda" or "cpu". On "cpu" the shim of ``platform.cpu`` is installed in this process.
@@ -34,11 +32,6 @@ def start_platform(kind: str, local_index: int = 0) -> Platform:
     Raises:
         RuntimeError: CUDA is asked for and there is none.
     """
-    # Megatron warns at import that Transformer Engine and apex are absent; `megarl doctor` says it better.
-    warnings.filterwarnings("ignore", module=r"megatron\..*")
-    # Megatron 0.16 calls collectives by names that torch 2.13 has renamed.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
     if kind == "cpu":
         from megarl.megatron.platform import cpu
 
