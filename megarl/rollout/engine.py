@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -63,6 +64,7 @@ class RolloutEngine:
         self._weights = weights
         self._spec = model_spec(read_config(model_dir))
         self._stop_token_ids = stop_token_ids(model_dir)
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._llm: LLMEngine | None = None
         self._version: int | None = None
         self._poisoned = False
@@ -76,7 +78,8 @@ class RolloutEngine:
 
     def start(self) -> None:
         """Starts vLLM and its workers, and checks that their parameters are those that a sync will write."""
-        set_vllm_environment(self._device)
+        self._scratch = tempfile.TemporaryDirectory(prefix="megarl-engine-")
+        set_vllm_environment(self._device, self._scratch.name)
         from vllm import EngineArgs, LLMEngine
 
         cpu, tp = self._device == "cpu", self._rollout.tp
@@ -189,14 +192,14 @@ class RolloutEngine:
         return Ragged.from_rows((output.prompt_logprobs.logprobs for output in outputs), np.float32)
 
     def close(self) -> None:
-        """Ends the worker processes and gives back what they share; the engine cannot be used again."""
-        if self._llm is None:
-            return
-        self._llm.engine_core.shutdown()
-        self._llm.renderer.shutdown()
-        self._llm = None
-        self._version = None
-        gc.collect()
+        """Ends the worker processes, and removes what the engine shared and left; it cannot be used again."""
+        if self._llm is not None:
+            self._llm.engine_core.shutdown()
+            self._llm.renderer.shutdown()
+            self._llm = self._version = None
+            gc.collect()
+        if self._scratch is not None:
+            self._scratch.cleanup()
 
     def _commit(self, version: int) -> None:
         """The weights of every rank are those of the version; nothing computed with others is left."""

@@ -12,33 +12,34 @@ _ALWAYS = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
 }
-_QUIET = {  # unless the person who looks for something has set them
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "PYTHONWARNINGS": "ignore::FutureWarning:vllm.triton_utils.dispatcher",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "TORCH_LOGS": "-torch._library.triton",
-}
 _CPU = {
     "TORCH_COMPILE_DISABLE": "1",  # the sampler would compile for seconds at the first generation
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines and trainers share the cores
     "OMP_NUM_THREADS": "1",
 }
-_REMOVED = ("VLLM_CPU_KVCACHE_SPACE",)  # would override the configured KV cache
+_QUIET = {  # unless somebody who looks for something has set them
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore::FutureWarning:vllm.triton_utils.dispatcher",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TORCH_LOGS": "-torch._library.triton",
+}
+_SCRATCH = ("VLLM_RPC_BASE_PATH", "TORCHINDUCTOR_CACHE_DIR")  # vLLM leaves its sockets, torch its directory
+_CONTRADICTING = ("VLLM_CPU_KVCACHE_SPACE",)  # would override the configured KV cache
 
 
-def vllm_environment(device: str) -> dict[str, str]:
-    """What must be set in the environment of a process before it imports torch or vLLM.
+def set_vllm_environment(device: str, scratch_dir: str) -> None:
+    """Sets up this process, and those that it starts, before it imports vLLM (torch, too, where that can be).
 
     Args:
         device: ``cuda`` or ``cpu``.
+        scratch_dir: where vLLM and torch may leave files.
     """
-    quiet = {name: os.environ.get(name, value) for name, value in _QUIET.items()}
-    return _ALWAYS | quiet | (_CPU if device == "cpu" else {})
-
-
-def set_vllm_environment(device: str) -> None:
-    """Sets it for this process and those that it starts, and removes what would contradict the config."""
-    os.environ.update(vllm_environment(device))
-    for name in _REMOVED:
+    os.environ.update(_ALWAYS)
+    os.environ.update(dict.fromkeys(_SCRATCH, scratch_dir))
+    if device == "cpu":
+        os.environ.update(_CPU)
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    for name in _CONTRADICTING:
         os.environ.pop(name, None)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.triton_utils")

@@ -88,9 +88,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def process() -> Iterator[EngineProcess]:
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """Hosts the engines without tensor parallelism."""
-    process = EngineProcess()
+    process = EngineProcess(tmp_path_factory.mktemp("engine"))
     yield process
     process.close()
 

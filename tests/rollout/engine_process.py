@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from megarl.rollout.engine import RolloutEngine
@@ -16,12 +18,16 @@ class RemoteError(Exception):
 
 
 class EngineProcess:
-    """Hosts one engine at a time; an engine that is started replaces the one before, which saves vLLM's import."""
+    """Hosts one engine at a time; an engine that is started replaces the one before, which saves vLLM's import.
 
-    def __init__(self) -> None:
+    Args:
+        temporary: directory for the process's temporary files.
+    """
+
+    def __init__(self, temporary: Path) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,))
+        self._process = context.Process(target=_serve, args=(theirs, temporary))
         self._process.start()
         theirs.close()
 
@@ -75,8 +81,9 @@ def _method(engine: RolloutEngine, name: str, *args: Any) -> Any:
     return getattr(engine, name)(*args)
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, temporary: Path) -> None:
     """Answers calls until the other end closes."""
+    os.environ["TMPDIR"] = str(temporary)
     engine: RolloutEngine | None = None
     while True:
         try:

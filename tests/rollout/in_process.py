@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ def raise_padding_rows(engine: RolloutEngine) -> list[int]:
 
 
 def processes_and_shared_memory(engine: RolloutEngine) -> tuple[list[int], list[str]]:
-    """The worker processes, and the shared memory and rendezvous files that they or the engine have open."""
+    """The worker processes, and the shared memory that they or the engine have open."""
     workers = engine._llm.collective_rpc(_pid)
     return [pid for pid in workers if pid != os.getpid()], sorted(
         {f for pid in (os.getpid(), *workers) for f in _shared(pid)}
@@ -60,7 +59,7 @@ def _shared(pid: int) -> set[str]:
     for name in os.listdir(f"/proc/{pid}/fd"):
         with suppress(FileNotFoundError):  # the listing's own
             paths.add(os.readlink(f"/proc/{pid}/fd/{name}"))
-    return {path for path in paths if path.startswith(("/dev/shm/", f"{tempfile.gettempdir()}/vllm"))}
+    return {path for path in paths if path.startswith("/dev/shm/")}
 
 
 def _raise_padding_rows(worker: Any) -> int:
