@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench docs clean lock
+.PHONY: help setup demo test matrix lint bench docs clean lock
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Where pip finds the CPU build of torch, when its configured indexes have none; other packages never come from there.
@@ -18,6 +18,7 @@ help:
 	@echo 'setup  install the locked environment into $(VENV)'
 	@echo 'demo   run three PPO steps of a tiny random model on virtual CPU devices'
 	@echo 'test   lint, types and all tests that need no GPU'
+	@echo 'matrix one recorded batch under every layout of the debug run, about 10 minutes'
 	@echo 'lint   lint, format check and types'
 	@echo 'bench  run the benchmarks'
 	@echo 'docs   write the page of all configuration fields'
@@ -51,7 +52,10 @@ lint: setup
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 test: lint
-	$(BIN)/python -m pytest -m 'not gpu'
+	$(BIN)/python -m pytest -m 'not gpu and not matrix'
+
+matrix: setup
+	$(BIN)/python -m pytest tests/e2e/test_layouts.py
 
 bench: setup
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
