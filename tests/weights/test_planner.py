@@ -200,19 +200,21 @@ def test_a_rank_keeps_what_it_has() -> None:
     assert all(m.sender == m.receiver for s in transfer.senders.values() for m in s.messages)
 
 
-def test_neighbouring_boxes_become_one_copy() -> None:
-    def rows(name: str, *cuts: int) -> ShardMap:
-        pieces = [
-            Piece(param=name, box=Box((a, 0), (b, 3)), name="W", region=Box((a, 0), (b, 3)))
-            for a, b in zip((0, *cuts), (*cuts, 8), strict=True)
-        ]
-        return ShardMap(params={name: TensorInfo((8, 3), "float32")}, pieces=tuple(pieces))
+@pytest.mark.parametrize("transposed", [False, True])
+def test_neighbouring_boxes_become_one_copy(transposed: bool) -> None:
+    def rows(*cuts: int, transposed: bool = False) -> ShardMap:
+        pieces = []
+        for a, b in zip((0, *cuts), (*cuts, 8), strict=True):
+            region, flipped = Box((a, 0), (b, 3)), Box((0, a), (3, b))
+            box = flipped if transposed else region
+            pieces.append(Piece(param="p", box=box, name="W", region=region, transposed=transposed))
+        return ShardMap(params={"p": TensorInfo((3, 8) if transposed else (8, 3), "float32")}, pieces=tuple(pieces))
 
-    (sender,) = plan(
-        [Holder(rank=0, map=rows("x", 2, 5))], [Holder(rank=1, map=rows("y", 3, 4, 7))], 1 << 20
-    ).senders.values()
+    source, destination = rows(2, 5), rows(3, 4, 7, transposed=transposed)
+    (sender,) = plan([Holder(rank=0, map=source)], [Holder(rank=1, map=destination)], 1 << 20).senders.values()
     (message,) = sender.messages
-    assert [copy.target_box for copy in message.copies] == [Box((0, 0), (8, 3))]
+    assert [copy.source_box for copy in message.copies] == [Box((0, 0), (8, 3))]
+    assert [copy.target_box.shape for copy in message.copies] == [(3, 8) if transposed else (8, 3)]
 
 
 def test_a_plan_is_the_same_every_time() -> None:
