@@ -196,7 +196,7 @@ def test_replicas_share_the_sending_and_neighbours_come_first() -> None:
 def test_a_rank_keeps_what_it_has() -> None:
     spec = model_spec(qwen2_config())
     ranks = trainer(spec, Layout(tp=2, dp=2), "lm")
-    transfer = plan(ranks, ranks, 1 << 20)
+    transfer = plan(ranks, ranks, 2048)
     assert all(m.sender == m.receiver for s in transfer.senders.values() for m in s.messages)
 
 
