@@ -6,7 +6,7 @@ import gc
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
@@ -86,7 +86,7 @@ class RolloutEngine:
         arguments = EngineArgs(
             model=self._model_dir,
             skip_tokenizer_init=True,
-            dtype=self._spec.dtype,  # by name: vLLM's "auto" serves float32 models in half precision
+            dtype=cast(Any, self._spec.dtype),  # by name: vLLM's "auto" serves float32 models in half precision
             load_format="auto" if self._weights == "files" else "dummy",
             tensor_parallel_size=tp,
             distributed_executor_backend="uni" if tp == 1 else "mp",
@@ -175,6 +175,8 @@ class RolloutEngine:
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> Ragged:
         """Raw teacher-forced log-probabilities: untouched by temperature, top-p, top-k and the prefix cache.
 
+        They are over the ids below vocab_size: the others have no probability.
+
         Args:
             token_ids: sequences of T ids each, at most max_model_len.
 
@@ -189,7 +191,7 @@ class RolloutEngine:
         for index, ids in enumerate(token_ids):
             self._check_tokens(f"sequence {index}", ids, 0)
         outputs = self._run([(ids, scoring_params()) for ids in token_ids])
-        return Ragged.from_rows((output.prompt_logprobs.logprobs for output in outputs), np.float32)
+        return Ragged.from_rows((_flat(output.prompt_logprobs) for output in outputs), np.float32)
 
     def close(self) -> None:
         """Ends the worker processes, and removes what the engine shared and left; it cannot be used again."""
@@ -239,7 +241,7 @@ class RolloutEngine:
         while self._llm.has_unfinished_requests():
             for output in self._llm.step():
                 if output.finished:
-                    finished[int(output.request_id)] = output
+                    finished[int(output.request_id)] = cast("RequestOutput", output)
         return [finished[index] for index in range(len(work))]
 
     def _response(self, request: SampleRequest, output: RequestOutput, version: int) -> Response:
@@ -248,7 +250,7 @@ class RolloutEngine:
         return Response(
             request=request,
             token_ids=completion.token_ids,
-            logprobs=completion.logprobs.logprobs,
+            logprobs=_flat(completion.logprobs),
             finished=completion.token_ids[-1] in self._stop_token_ids,
             versions=(VersionSpan(start=0, stop=length, version=version, engine_id=self._engine_id),),
         )
@@ -272,3 +274,8 @@ class RolloutEngine:
         if failed:
             raise RuntimeError(f"engine {self._engine_id}: {method} failed on\n" + "\n".join(failed))
         return [outcome.value for outcome in outcomes]
+
+
+def _flat(logprobs: Any) -> list[float]:
+    """The values of vLLM's FlatLogprobs; a prompt's first token has none."""
+    return logprobs.logprobs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,11 +39,6 @@ class LiveWeights:
                 self._owners.setdefault(name, []).append((module, attribute))
                 self._infos.setdefault(name, _full_info(module, attribute, parameter))
 
-    @property
-    def params(self) -> Mapping[str, TensorInfo]:
-        """Name, full shape and dtype of every parameter; one that several layers share is there once."""
-        return self._infos
-
     def check(self, expected: Mapping[str, TensorInfo]) -> None:
         """Compares what a sync would bring with what the model has.
 
@@ -63,7 +59,7 @@ class LiveWeights:
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Replaces one parameter; the tensor may be reused afterwards.
 
-        A layer is packed when all its parameters have been written, since vLLM may pack its bias, too (0.28 does).
+        A layer is packed when all its parameters have been written: packing may take in its bias, too (vLLM 0.28).
 
         Args:
             tensor: the parameter's full shape and dtype.
@@ -103,7 +99,7 @@ def _check_unquantized(path: str, module: nn.Module) -> None:
         raise ValueError(f"{path} is quantized ({type(method).__name__}): weights can be synced into plain layers only")
 
 
-def _full_info(module: nn.Module, attribute: str, parameter: nn.Parameter) -> TensorInfo:
+def _full_info(module: Any, attribute: str, parameter: nn.Parameter) -> TensorInfo:
     """The shape and dtype that the parameter was loaded with.
 
     Packing empties a matrix, and may turn a half-precision bias into float32.

@@ -7,9 +7,11 @@ the transport.
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,8 +39,8 @@ class Outcome:
 class WorkerExtension:
     """Adds one method to vLLM's worker class."""
 
-    def megarl_call(self, method: str, args: tuple[Any, ...]) -> Outcome:
-        """Calls a method of this rank's WorkerWeights.
+    def megarl_call(self: Any, method: str, args: tuple[Any, ...]) -> Outcome:
+        """Calls a method of this rank's WorkerWeights; ``self`` is vLLM's worker.
 
         An exception comes back as a value: when a rank raises, vLLM's ``mp`` executor (0.32) leaves the other ranks'
         answers unread, and the next call would get them.
@@ -69,12 +71,14 @@ class WorkerWeights:
     def prepare(self, shard_maps: Sequence[ShardMap], vocab_size: int) -> None:
         """Checks the map of this rank against the model, and keeps ids that mean nothing from being sampled.
 
-        vLLM cuts the logits to the ``vocab_size`` of config.json; a checkpoint's may be larger than its vocabulary.
+        Called once, when all ranks have started. vLLM cuts the logits to the ``vocab_size`` of config.json; a
+        checkpoint's may be larger than its vocabulary.
 
         Args:
             shard_maps: by tensor-parallel rank.
             vocab_size: ids from here on have probability zero.
         """
+        _unlink_shared_memory()
         self._live.check(shard_maps[self._tp_rank].params)
 
         def mask(_module: nn.Module, _args: object, logits: torch.Tensor | None) -> None:
@@ -118,3 +122,13 @@ class WorkerWeights:
         if self._transport is not None:
             self._transport.close()
         self._transport = self._receiver = None
+
+
+def _unlink_shared_memory() -> None:
+    """Removes the names of the memory through which vLLM's CPU ranks reduce.
+
+    All ranks have mapped it when they have started; one that is killed, as a slow one is at the end, would leave it.
+    """
+    if name := os.environ.get("VLLM_DIST_IDENT"):  # vLLM's CPU worker sets it
+        for path in Path("/dev/shm").glob(f"{name}-*-cpushm_*"):
+            path.unlink(missing_ok=True)

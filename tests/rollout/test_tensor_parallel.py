@@ -49,6 +49,7 @@ def test_close_leaves_nothing(pair: EngineProcess, temporary: Path) -> None:
     workers, shared = pair.apply(in_process.processes_and_shared_memory)
     assert len(workers) == 2
     assert shared
+    assert not any("cpushm" in path for path in shared), "a rank that is killed would leave it"
     assert list(temporary.iterdir())
     pair.call("close")
     assert [pid for pid in workers if os.path.exists(f"/proc/{pid}")] == []
