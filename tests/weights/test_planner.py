@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -98,9 +99,11 @@ def test_every_element_is_written_once_on_random_maps(
     transfer = plan(sources, destinations, bucket_bytes)
     check(transfer, sources, destinations, numbered({n: TensorInfo(s, "float32") for n, s in TENSORS.items()}))
     for receiver in transfer.receivers.values():
-        for bucket in receiver.buckets:
-            assert bucket.nbytes <= bucket_bytes or len(bucket.params) == 1
-            assert bucket.nbytes <= receiver.staging_bytes
+        sizes = [[receiver.params[name].nbytes for name in bucket.params] for bucket in receiver.buckets]
+        assert [bucket.nbytes for bucket in receiver.buckets] == [sum(bucket) for bucket in sizes]
+        assert all(sum(bucket) <= bucket_bytes or len(bucket) == 1 for bucket in sizes)
+        assert all(sum(bucket) <= receiver.staging_bytes for bucket in sizes)
+        assert all(sum(bucket) + after[0] > bucket_bytes for bucket, after in pairwise(sizes)), "buckets are full"
     for sender in transfer.senders.values():
         assert [(m.bucket, m.receiver) for m in sender.messages] == sorted(
             (m.bucket, m.receiver) for m in sender.messages
