@@ -85,6 +85,10 @@ BROKEN: dict[Any, list[tuple[list[str], str, str]]] = {
             "divides, or is a multiple of",
         ),
     ],
+    model.engines_have_an_attention_kernel: [
+        (["model.random.config.hidden_size=64"], "cluster.device", "the model's have 16"),
+        (["model.random.config.head_dim=48"], "cluster.device", "the model's have 48"),
+    ],
     model.positions_cover_lengths: [
         (["rollout.max_model_len=129"], "rollout.max_model_len", "max_position_embeddings = 128")
     ],
@@ -154,7 +158,7 @@ def raw() -> dict[str, Any]:
 def test_a_layout_is_accepted_exactly_if_whole_replicas_fill_the_group(devices: int, tp: int, pp: int) -> None:
     config = raw()
     sizes = {"num_attention_heads": 12, "num_key_value_heads": 12, "intermediate_size": 144, "num_hidden_layers": 12}
-    config["model"]["random"]["config"].update(sizes, hidden_size=48)
+    config["model"]["random"]["config"].update(sizes, hidden_size=384)
     config["cluster"]["devices_per_node"] = 24
     budget = {"tokens_per_micro_batch": 64}
     roles = {"actor": {"tp": tp, "pp": pp, **budget}, "critic": budget, "reference": budget, "reward": budget}

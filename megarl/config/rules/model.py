@@ -7,9 +7,12 @@ from typing import Any
 
 from megarl.config.problems import Problem, shown
 from megarl.config.rules.placement import roles_of
-from megarl.config.schema import Group, Model, Reward, Rollout, read_hf_config
+from megarl.config.schema import Cluster, Group, Model, Reward, Rollout, read_hf_config
 
 MODEL_TYPES = ("llama", "qwen2")
+
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What vLLM's attention on a CPU takes (0.28 to 0.32: v1/attention/backends/cpu_attn.py)."""
 
 _NEEDED = (
     "model_type",
@@ -94,6 +97,22 @@ def engines_split_the_model(model: Model, rollout: Rollout) -> Iterator[Problem]
         yield Problem(field="rollout.tp", value=str(rollout.tp), rule=rule, fix="choose another rollout.tp")
 
 
+def engines_have_an_attention_kernel(model: Model, cluster: Cluster) -> Iterator[Problem]:
+    """vLLM on a CPU has kernels for some head sizes; with another one, the first generation would fail."""
+    hf = _known(model)
+    heads, hidden = (hf.get("num_attention_heads"), hf.get("hidden_size")) if hf is not None else (None, None)
+    if hf is None or cluster.device != "cpu" or not isinstance(heads, int) or not isinstance(hidden, int) or heads < 1:
+        return
+    size, known = hf.get("head_dim") or hidden // heads, ", ".join(map(str, CPU_HEAD_SIZES))
+    if size not in CPU_HEAD_SIZES:
+        yield Problem(
+            field="cluster.device",
+            value="cpu",
+            rule=f"vLLM on a CPU takes attention heads of {known}; the model's have {size}",
+            fix="choose a model with such heads, or device cuda",
+        )
+
+
 def positions_cover_lengths(model: Model, rollout: Rollout) -> Iterator[Problem]:
     """The model knows the positions of the longest sequence."""
     hf = _known(model)
@@ -149,6 +168,7 @@ RULES = (
     architecture_is_known,
     layouts_split_the_model,
     engines_split_the_model,
+    engines_have_an_attention_kernel,
     positions_cover_lengths,
     reward_reads_the_same_tokens,
 )
