@@ -20,8 +20,8 @@ def rollout_gap(old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: T
         reduce: called once, whether this rank has rows or not.
     """
     gaps = (old_logprobs - rollout_logprobs).abs()[response_mask].double()
-    tokens, total = reduce(torch.stack([gaps.new_tensor(gaps.numel()), gaps.sum()])).tolist()
-    return total / max(tokens, 1.0)
+    tokens, total = reduce(torch.stack([gaps.new_tensor(gaps.numel()), gaps.sum()])).unbind()
+    return float(total) / max(float(tokens), 1.0)
 
 
 def objective_metrics(
