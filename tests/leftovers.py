@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from pathlib import Path
+
+_PATIENCE_S = 5.0
 
 
 class Trace:
@@ -30,17 +33,30 @@ class Trace:
         return [line for line in living if line]
 
     def shared_memory(self) -> set[str]:
-        """Shared memory files that were not there before and that no living process uses: nobody will remove them."""
-        return set(os.listdir("/dev/shm")) - self._shared_memory - _in_use()
+        """Shared memory files that were not there before and that no living process uses.
+
+        Other programs on the machine may be between making a file and using it, so what is found must stay.
+        """
+        found = self._unused()
+        deadline = time.monotonic() + _PATIENCE_S
+        while found and time.monotonic() < deadline:
+            time.sleep(0.2)
+            found &= self._unused()
+        return found
+
+    def _unused(self) -> set[str]:
+        used = _inodes_in_use()
+        new = set(os.listdir("/dev/shm")) - self._shared_memory
+        return {entry.name for entry in os.scandir("/dev/shm") if entry.name in new and entry.inode() not in used}
 
 
-def _in_use() -> set[str]:
-    """Names of the shared memory files that living processes have mapped."""
-    names: set[str] = set()
+def _inodes_in_use() -> set[int]:
+    """The shared memory files that living processes have mapped; a mapping's name may be a former one."""
+    inodes: set[int] = set()
     for directory in Path("/proc").iterdir():
         try:
             maps = (directory / "maps").read_text()
         except OSError:
             continue
-        names.update(line.rpartition("/")[2] for line in maps.splitlines() if " /dev/shm/" in line)
-    return names
+        inodes.update(int(line.split()[4]) for line in maps.splitlines() if " /dev/shm/" in line)
+    return inodes

@@ -24,13 +24,17 @@ def marked_processes(mark: str) -> list[int]:
 
 
 def shared_memory_of(pids: Collection[int]) -> set[Path]:
-    """The files of shared memory that these processes have mapped."""
-    files: set[Path] = set()
+    """The files of shared memory that these processes have mapped.
+
+    They are told by inode: a semaphore is mapped under the name that it had before it was renamed.
+    """
+    inodes: set[int] = set()
     for pid in pids:
-        maps = _read(_PROC / str(pid) / "maps").decode(errors="replace")
-        paths = (line.split(maxsplit=5)[5] for line in maps.splitlines() if f" {SHARED_MEMORY}/" in line)
-        files.update(Path(path) for path in paths if not path.endswith("(deleted)"))
-    return files
+        for line in _read(_PROC / str(pid) / "maps").splitlines():
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and fields[5].startswith(f"{SHARED_MEMORY}/".encode()):
+                inodes.add(int(fields[4]))
+    return {Path(entry.path) for entry in os.scandir(SHARED_MEMORY) if entry.inode() in inodes}
 
 
 class Remains:

@@ -56,6 +56,7 @@ class Session:
         self._log_dir = log_dir
         self._address = address
         self._ending = ExitStack()
+        self._processes: list[Process] = []  # Ray ends a process when nobody has its handle
         self.watch = Watch()
 
     def __enter__(self) -> Self:
@@ -106,7 +107,9 @@ class Session:
             local_devices=None if on_cpu else gpus,
             log_file=str(log_file),
         )
-        return Process(name=name, actor=actor, log_file=log_file)
+        process = Process(name=name, actor=actor, log_file=log_file)
+        self._processes.append(process)
+        return process
 
     @property
     def host(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -57,6 +58,7 @@ class FakeWorker:
         """Leaves a child process and a shared memory file behind."""
         subprocess.Popen(["sleep", "600"], start_new_session=True)
         self.memory = shared_memory.SharedMemory(create=True, size=1024)
+        self.lock = multiprocessing.get_context("spawn").Lock()
         return self.memory.name
 
 

@@ -30,22 +30,22 @@ def short_directory() -> Iterator[Path]:
 )
 def test_nothing_is_left(ending: str, number: int | None, status: int, short_directory: Path) -> None:
     trace = Trace()
-    program = subprocess.Popen(
-        [sys.executable, "-m", "tests.cluster.littering", ending],
-        cwd=ROOT,
-        env={**trace.environment(), "TMPDIR": str(short_directory)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert program.stdout is not None
-    names = program.stdout.readline().split()
-    assert len(names) == 4, program.communicate()[1]
-    if number is not None:
-        assert sum("sleep 600" in line for line in trace.processes()) == 4
-        assert set(names) <= set(os.listdir("/dev/shm"))
-        program.send_signal(number)
-    _, errors = program.communicate(timeout=60)
+    command = [sys.executable, "-m", "tests.cluster.littering", ending]
+    environment = {**trace.environment(), "TMPDIR": str(short_directory)}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as program:
+        try:
+            assert program.stdout is not None
+            names = program.stdout.readline().split()
+            if number is not None:
+                assert sum("sleep 600" in line for line in trace.processes()) == 4
+                assert len(set(names) & set(os.listdir("/dev/shm"))) == 4
+                program.send_signal(number)
+            _, errors = program.communicate(timeout=60)
+        finally:
+            program.terminate()
+    assert len(names) == 4, errors
     assert program.returncode == status, errors
     assert not trace.processes()
     assert not set(names) & set(os.listdir("/dev/shm"))

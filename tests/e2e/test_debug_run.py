@@ -35,6 +35,7 @@ def test_it_writes_a_line_per_step(debug_run: DebugRun) -> None:
         assert line["critic/grad_norm"] > 0
         assert line["actor/skipped"] == line["critic/skipped"] == 0
         assert line["sync/seconds"] > 0
+        assert line["rollout/logprob_gap"] < 1e-4, "trainer and engine disagree about the tokens that it sampled"
         stages = sum(line[f"time/{stage}"] for stage in ("generate", "evaluate", "update", "sync"))
         assert stages == pytest.approx(line["time/step"], rel=0.05, abs=0.01)
 
