@@ -45,9 +45,11 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def fresh(directories: list[Path]) -> Iterator[tuple[EngineProcess, list[Answers]]]:
+def fresh(
+    directories: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[EngineProcess, list[Answers]]]:
     """What engines answer that loaded the directories, and a process for another engine."""
-    process = EngineProcess()
+    process = EngineProcess(tmp_path_factory.mktemp("engine"))
     answers = []
     for directory in directories:
         start(process, directory, weights="files")
