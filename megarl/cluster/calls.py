@@ -160,7 +160,7 @@ def _message(cause: _Failure, failures: Sequence[_Failure]) -> str:
     if isinstance(cause.error, RayTaskError):
         lines = [f"{where.format('failed')}: {cause.error.cause!r}", "", str(cause.error).rstrip()]
     else:
-        lines = [f"{where.format('died')}: {str(cause.error).splitlines()[0]}", "", *_last_words(process)]
+        lines = [f"{where.format('died')}.", "", str(cause.error).rstrip(), "", *_last_words(process)]
     others = sorted({failure.call.processes[failure.index].name for failure in failures} - {process.name})
     if others:
         lines += ["", f"After it, or because of it, also failed: {', '.join(others)}."]
