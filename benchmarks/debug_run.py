@@ -1,0 +1,82 @@
+"""Times and memory of the debug run, from a process that watches it: seconds by stage, and the largest memory at once.
+
+    python benchmarks/debug_run.py [key.path=value ...]
+
+Memory is the proportional set size (PSS) of every process of the run: what several share is counted once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+CONFIG = Path(__file__).parents[1] / "configs/debug/ppo.yaml"
+MARK = "MEGARL_BENCHMARK"
+INTERVAL_S = 0.5
+
+
+def main(overrides: list[str]) -> None:
+    mark = secrets.token_hex(8)
+    with tempfile.TemporaryDirectory() as directory:
+        run_dir = Path(directory) / "run"
+        command = [sys.executable, "-m", "megarl", "train", str(CONFIG), f"run.dir={run_dir}", *overrides]
+        start = time.perf_counter()
+        run = subprocess.Popen(command, env={**os.environ, MARK: mark}, stdout=subprocess.DEVNULL)
+        largest: Counter[str] = Counter()
+        while run.poll() is None:
+            memory = memory_by_kind(mark)
+            if memory.total() > largest.total():
+                largest = memory
+            time.sleep(INTERVAL_S)
+        seconds = time.perf_counter() - start
+        if run.returncode:
+            sys.exit(f"the run ended with status {run.returncode}")
+        steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    report(seconds, steps, largest)
+
+
+def report(seconds: float, steps: list[dict[str, float]], memory: Counter[str]) -> None:
+    in_steps = sum(step["time/step"] for step in steps)
+    print(f"whole run        {seconds:7.1f} s, of which {in_steps:.1f} s in {len(steps)} steps")
+    for stage in ("generate", "evaluate", "update", "sync"):
+        times = ", ".join(f"{step[f'time/{stage}']:.3f}" for step in steps)
+        print(f"  {stage:14} {times} s")
+    print(f"largest memory   {memory.total():7.0f} MiB")
+    for kind, mib in memory.most_common():
+        print(f"  {kind:14} {mib:7.0f} MiB")
+
+
+def memory_by_kind(mark: str) -> Counter[str]:
+    """MiB of the living processes with the mark in their environment."""
+    kinds: Counter[str] = Counter()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if f"{MARK}={mark}".encode() not in (entry / "environ").read_bytes().split(b"\0"):
+                continue
+            words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            pss = next(line for line in (entry / "smaps_rollup").read_text().splitlines() if line.startswith("Pss:"))
+        except (OSError, StopIteration):
+            continue  # it has ended meanwhile
+        kinds[kind_of(words)] += int(pss.split()[1]) // 1024
+    return kinds
+
+
+def kind_of(command: str) -> str:
+    if "megarl train" in command:
+        return "driver"
+    if "Shell" in command:
+        return "ranks, engines"
+    return "vLLM workers" if "VLLM" in command else "Ray"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
