@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megarl.config import RunConfig
+from megarl.config import ConfigError, Problem, RunConfig
 from megarl.config.schema import RandomModel
 from megarl.data.prompts import random_prompts, read_prompts
 from megarl.types import Prompt
@@ -39,9 +39,17 @@ def prompts_of(config: RunConfig, vocab_size: int) -> list[Prompt]:
 
     Args:
         vocab_size: token ids lie below it.
+
+    Raises:
+        ConfigError: the file cannot be used; the message has the line and the reason.
     """
-    if config.data.prompts is not None:
-        return read_prompts(config.data.prompts, vocab_size)
+    path = config.data.prompts
+    if path is not None:
+        try:
+            return read_prompts(path, vocab_size)
+        except (OSError, ValueError) as error:
+            fix = "correct the file, or name another one"
+            raise ConfigError([Problem(field="data.prompts", value=path, rule=str(error), fix=fix)]) from None
     made = config.data.random
     assert made is not None
     return random_prompts(

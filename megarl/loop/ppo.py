@@ -15,7 +15,7 @@ from megarl.data.prompts import sample_requests
 from megarl.loop.directory import RunDirectory
 from megarl.loop.report import Reporter, StepResult, Summary
 from megarl.loop.schedules import StepPlan
-from megarl.loop.setup import Parts, assemble
+from megarl.loop.setup import Parts, assemble, open_prompts
 from megarl.obs.timers import Timers
 
 
@@ -23,13 +23,14 @@ def train(config: RunConfig) -> Summary:
     """Runs PPO and writes the run's directory; leaves no process, shared memory or temporary file.
 
     Raises:
-        ConfigError: run.dir cannot be used.
+        ConfigError: the prompts or run.dir cannot be used.
         WorkerError: a process failed; the message names it and the cause.
     """
     start = time.perf_counter()
+    prompts = open_prompts(config)
     directory = RunDirectory(config)
     with Reporter(config, directory) as reporter, Session(config.cluster, directory.logs) as session:
-        parts = assemble(config, session, directory)
+        parts = assemble(config, session, directory, prompts)
         parts.resharder.sync(version=0)
         reporter.started(time.perf_counter() - start)
         for step in range(1, config.run.steps + 1):

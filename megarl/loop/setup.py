@@ -46,16 +46,23 @@ class Parts:
             call.wait()
 
 
-def assemble(config: RunConfig, session: Session, directory: RunDirectory) -> Parts:
+def open_prompts(config: RunConfig) -> PromptStream:
+    """The run's prompts, before anything starts.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    return PromptStream(prompts_of(config, model_spec(config.model.hf_config()).dims.vocab), config.run.seed)
+
+
+def assemble(config: RunConfig, session: Session, directory: RunDirectory, prompts: PromptStream) -> Parts:
     """Starts every process and loads every model; the engines have no weights yet.
 
     Raises:
         WorkerError: a process failed to start.
-        ValueError: the prompts cannot be read.
     """
     model_dir = model_directory(config, directory.path)
     spec = model_spec(config.model.hf_config())
-    prompts = PromptStream(prompts_of(config, spec.dims.vocab), config.run.seed)
     rollout = RolloutGroup(session, config, model_dir, spec.dims.vocab, _engine(config))
     groups = {name: WorkerGroup(session, config, name) for name in config.groups}
     calls = [rollout.start(), *(group.start(model_dir) for group in groups.values())]

@@ -51,6 +51,13 @@ def test_prompts_come_from_the_file_where_one_is_given(tmp_path: Path) -> None:
     assert len(prompts_of(load(DEBUG), 100)) == 32
 
 
+def test_a_broken_file_of_prompts_is_refused_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"token_ids": [3, 4]}\n{"token_ids": [3, 100]}\n')
+    with pytest.raises(ConfigError, match=r"(?s)data\.prompts.*line 2: token_ids holds 100"):
+        prompts_of(load(DEBUG, ["data.random=null", f"data.prompts={file}"]), 100)
+
+
 def test_a_directory_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     config = load(DEBUG, [f"run.dir={tmp_path / 'run'}"])
     RunDirectory(config)
