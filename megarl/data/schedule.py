@@ -1,9 +1,10 @@
 """Who computes which samples in which micro-batch, planned from ids and lengths alone.
 
-A pass gives every DP rank the same number of packs (micro-batches), all of one padded length: pipelines then exchange
+A schedule is one pass: the forward pass over a step's samples, or the forward and backward passes of one optimizer
+step. It gives every DP rank the same number of packs (micro-batches), all of one padded length: pipelines then exchange
 tensors of one shape, and no rank waits in a collective for another's surplus pack. As every pack costs its padded
 length, the rows of a rank are levelled over its packs, so that the longest pack, and with it the padding of all, is
-short.
+short. Schedules have nothing to do with each other: one long sample lengthens the packs of its own mini-batch alone.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def inference_schedule(samples: Sequence[SampleInfo], layout: Layout, tokens_per
     Args:
         samples: all samples of the step.
         layout: of the role that computes.
-        tokens_per_micro_batch: most tokens in a pack; the longest sample's where that is more, as all are padded to it.
+        tokens_per_micro_batch: most tokens in a pack; those of the longest sample where that is more.
 
     Raises:
         ValueError: no samples, a sample twice, a sample without a prompt, or a budget below one token.
@@ -38,7 +39,7 @@ def inference_schedule(samples: Sequence[SampleInfo], layout: Layout, tokens_per
         chunks[sample.chunk].append(sample)
     shares = _spread(list(chunks.values()), layout.dp, cost=lambda chunk: sum(s.tokens for s in chunk))
     rows = [[_row(sample) for chunk in share for sample in chunk] for share in shares]
-    return _schedules([rows], layout, tokens_per_micro_batch)[0]
+    return _schedule(rows, layout, tokens_per_micro_batch)
 
 
 def update_schedules(
@@ -55,12 +56,12 @@ def update_schedules(
 
     Which samples make which mini-batch depends on (seed, step, epoch, sample id) and on nothing else: not on the
     layout, the chunks or the order of ``samples``. The numbers of samples in the mini-batches of an epoch differ by at
-    most one, as do those of the DP ranks in a mini-batch. All schedules share one padded length.
+    most one, as do those of the DP ranks in a mini-batch. Each schedule has a padded length of its own.
 
     Args:
         samples: all samples of the step.
         layout: of the role that trains.
-        tokens_per_micro_batch: most tokens in a pack; the longest sample's where that is more, as all are padded to it.
+        tokens_per_micro_batch: most tokens in a pack; those of the mini-batch's longest sample where that is more.
         mini_batches: optimizer steps in an epoch.
         epochs: passes over the samples.
         seed: of the run.
@@ -76,12 +77,13 @@ def update_schedules(
         raise ValueError(
             f"mini_batches is {mini_batches}: it must lie between 1 and the {len(samples)} samples of a step"
         )
-    passes: list[list[Pack]] = []
+    schedules: list[Schedule] = []
     for epoch in range(epochs):
         for members in mini_batch_members(samples, mini_batches, seed=seed, step=step, epoch=epoch):
             longest_first = sorted(members, key=lambda s: (-s.tokens, s.sample_id))
-            passes.append([[_row(s) for s in share] for share in _deal(longest_first, layout.dp)])
-    return _schedules(passes, layout, tokens_per_micro_batch)
+            rows = [[_row(s) for s in share] for share in _deal(longest_first, layout.dp)]
+            schedules.append(_schedule(rows, layout, tokens_per_micro_batch))
+    return tuple(schedules)
 
 
 def mini_batch_members(
@@ -139,30 +141,27 @@ def _deal(longest_first: Sequence[SampleInfo], shares: int) -> list[list[SampleI
     return dealt
 
 
-def _schedules(passes: Sequence[Sequence[Pack]], layout: Layout, budget: int) -> tuple[Schedule, ...]:
-    """Packs ``passes[i][dp rank]``, a list of rows, for every pass under one padded length."""
-    capacity = max(budget, max(row.tokens for ranks in passes for rows in ranks for row in rows))
-    packed = [_pack_ranks(ranks, layout, capacity) for ranks in passes]
-    longest = max(_tokens(pack) for ranks in packed for packs in ranks for pack in packs)
+def _schedule(rows_of_ranks: Sequence[Sequence[PackRow]], layout: Layout, budget: int) -> Schedule:
+    """Packs the rows of every DP rank under one padded length."""
+    longest_row = max(row.tokens for rows in rows_of_ranks for row in rows)
+    ranks = _pack_ranks(rows_of_ranks, layout, capacity=max(budget, longest_row))
+    longest_pack = max(_tokens(pack) for packs in ranks for pack in packs)
     unit = layout.tp if layout.sequence_parallel else 1
-    pack_tokens = -(-longest // unit) * unit
-    return tuple(
-        Schedule(
-            ranks=tuple(RankSchedule(packs=tuple(map(tuple, packs)), pack_tokens=pack_tokens) for packs in ranks),
-            total_rows=sum(len(pack) for packs in ranks for pack in packs),
-            total_response_tokens=sum(r.response_tokens for packs in ranks for pack in packs for r in pack),
-        )
-        for ranks in packed
+    pack_tokens = -(-longest_pack // unit) * unit
+    return Schedule(
+        ranks=tuple(RankSchedule(packs=tuple(map(tuple, packs)), pack_tokens=pack_tokens) for packs in ranks),
+        total_rows=sum(map(len, rows_of_ranks)),
+        total_response_tokens=sum(row.response_tokens for rows in rows_of_ranks for row in rows),
     )
 
 
-def _pack_ranks(ranks: Sequence[Pack], layout: Layout, capacity: int) -> list[list[Pack]]:
+def _pack_ranks(rows_of_ranks: Sequence[Sequence[PackRow]], layout: Layout, capacity: int) -> list[list[Pack]]:
     """Packs the rows of every DP rank into one number of packs, of at most ``capacity`` tokens each."""
-    fitted = [_first_fit(rows, capacity) for rows in ranks]
+    fitted = [_first_fit(rows, capacity) for rows in rows_of_ranks]
     unit = layout.pp if layout.vpp > 1 else 1
     count = -(-max(map(len, fitted)) // unit) * unit
     packed: list[list[Pack]] = []
-    for rows, tight in zip(ranks, fitted, strict=True):
+    for rows, tight in zip(rows_of_ranks, fitted, strict=True):
         level = _spread(rows, count, cost=lambda row: row.tokens)
         fits = max(map(_tokens, level)) <= capacity
         packed.append(level if fits else tight + [[] for _ in range(count - len(tight))])

@@ -48,8 +48,9 @@ def rows_of(schedule: Schedule) -> list[list[tuple[int, int]]]:
     return [[(r.chunk, r.row) for pack in rank.packs for r in pack] for rank in schedule.ranks]
 
 
-def check_pass(schedule: Schedule, members: list[SampleInfo], layout: Layout, budget: int, longest: int) -> None:
+def check_pass(schedule: Schedule, members: list[SampleInfo], layout: Layout, budget: int) -> None:
     """What holds for every pass."""
+    longest = max(s.tokens for s in members)
     by_place = {(s.chunk, s.row): s for s in members}
     flat = [place for rank in rows_of(schedule) for place in rank]
     assert Counter(flat) == Counter(by_place.keys()), "every sample exactly once"
@@ -59,7 +60,10 @@ def check_pass(schedule: Schedule, members: list[SampleInfo], layout: Layout, bu
     assert len({len(rank.packs) for rank in schedule.ranks}) == 1, "equal numbers of packs"
     assert layout.vpp == 1 or len(schedule.ranks[0].packs) % layout.pp == 0
     (pack_tokens,) = {rank.pack_tokens for rank in schedule.ranks}
-    assert not layout.sequence_parallel or pack_tokens % layout.tp == 0
+    unit = layout.tp if layout.sequence_parallel else 1
+    longest_pack = max(sum(r.tokens for r in pack) for rank in schedule.ranks for pack in rank.packs)
+    assert pack_tokens in range(longest_pack, longest_pack + unit), "no longer than its own longest pack needs"
+    assert pack_tokens % unit == 0
     for rank in schedule.ranks:
         for pack in rank.packs:
             assert sum(r.tokens for r in pack) <= min(pack_tokens, max(budget, longest))
@@ -73,7 +77,7 @@ def test_inference_covers_every_sample_once_in_whole_chunks(
     samples: list[SampleInfo], layout: Layout, budget: int
 ) -> None:
     schedule = inference_schedule(samples, layout, budget)
-    check_pass(schedule, samples, layout, budget, max(s.tokens for s in samples))
+    check_pass(schedule, samples, layout, budget)
     chunks = [{chunk for chunk, _ in rank} for rank in rows_of(schedule)]
     assert sum(map(len, chunks)) == len({s.chunk for s in samples}), "no chunk on two ranks"
 
@@ -87,15 +91,13 @@ def test_update_covers_every_sample_once_per_epoch(
         samples, layout, budget, mini_batches=mini_batches, epochs=epochs, seed=seed, step=step
     )
     assert len(schedules) == epochs * mini_batches
-    assert len({schedule.ranks[0].pack_tokens for schedule in schedules}) == 1, "one padded length in the step"
-    longest = max(s.tokens for s in samples)
     for epoch in range(epochs):
         members = mini_batch_members(samples, mini_batches, seed=seed, step=step, epoch=epoch)
         assert Counter(s.sample_id for m in members for s in m) == Counter(s.sample_id for s in samples)
         sizes = [len(m) for m in members]
         assert max(sizes) - min(sizes) <= 1
         for schedule, expected in zip(schedules[epoch * mini_batches :], members, strict=False):
-            check_pass(schedule, expected, layout, budget, longest)
+            check_pass(schedule, expected, layout, budget)
             counts = [len(rank) for rank in rows_of(schedule)]
             assert max(counts) - min(counts) <= 1, "rows are balanced"
 
@@ -148,6 +150,14 @@ def test_levelling_shortens_the_padding() -> None:
     schedule = inference_schedule(make_samples([(50, 50)] * 11, 11), Layout(), 1000)
     assert [sum(r.tokens for r in pack) for pack in schedule.ranks[0].packs] == [600, 500]
     assert schedule.ranks[0].pack_tokens == 600
+
+
+def test_a_long_sample_lengthens_the_packs_of_its_own_mini_batch_alone() -> None:
+    samples = make_samples([(10, 90)] + [(2, 3)] * 7, 4)
+    schedules = update_schedules(samples, Layout(dp=2), 20, mini_batches=2, epochs=2, seed=0, step=0)
+    # Four samples of 5 tokens on two ranks make packs of 10; the mini-batch with the long one has packs of 100.
+    for epoch in (schedules[:2], schedules[2:]):
+        assert sorted(schedule.ranks[0].pack_tokens for schedule in epoch) == [10, 100]
 
 
 def test_first_fit_is_kept_where_levelling_would_overflow() -> None:
