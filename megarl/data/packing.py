@@ -6,8 +6,8 @@ log-probability, the entropy and the value (of the state before the token), is t
 predicts it, s + P + t - 1: the ``source_positions``. The score of a row is the output at its last token's own position,
 s + P + R - 1: the ``last_positions``.
 
-Padding at the end of a pack is a sequence of its own, so that every position attends to something and the lengths
-always add up to the padded length. Nothing refers to its outputs. A pack without rows is that one sequence.
+Padding at the end of a pack is made of short sequences, so that every position attends to something and the lengths
+always add up to the padded length. Nothing refers to its outputs. A pack without rows is padding from end to end.
 
 Shape legend: S positions of the pack, B rows, T response tokens of all rows one after the other ("flat").
 """
@@ -26,6 +26,10 @@ from megarl.types import PackRow, Ragged
 
 PAD_TOKEN_ID = 0
 """What padding positions hold; any id of the vocabulary would do."""
+
+PAD_SEQUENCE_TOKENS = 64
+"""Most tokens in a sequence of padding. Attention is quadratic in the length of a sequence: one over all the padding
+would make a pack without rows the dearest of all. Sequences cost something each, too, where they are looped over."""
 
 V_co = TypeVar("V_co", covariant=True)
 
@@ -51,12 +55,10 @@ class PackShape:
     """What every pipeline stage must know of a pack, from lengths alone.
 
     Args:
-        position_ids: [S] int64, index of each token in its own sequence.
         cu_seqlens: [sequences + 1] int32, where each sequence starts and the last ends: from 0 to S.
-        max_seqlen: tokens of the longest sequence.
+        max_seqlen: tokens of the longest sequence, of rows or of padding; S only where there is just one.
     """
 
-    position_ids: npt.NDArray[np.int64]
     cu_seqlens: npt.NDArray[np.int32]
     max_seqlen: int
 
@@ -66,7 +68,7 @@ class PackedBatch:
     """A pack with its tokens.
 
     Args:
-        shape: positions and sequence bounds.
+        shape: sequence bounds.
         tokens: [S] int64.
         response_lengths: [B] int64, response tokens of each row.
         source_positions: [T] int64, the position that predicts each response token.
@@ -92,10 +94,8 @@ def pack_shape(rows: Sequence[PackRow], pack_tokens: int) -> PackShape:
     padding = pack_tokens - sum(lengths)
     if padding < 0:
         raise ValueError(f"rows of {sum(lengths)} tokens do not fit into a pack of {pack_tokens}")
-    if padding:
-        lengths.append(padding)
+    lengths += [min(PAD_SEQUENCE_TOKENS, padding - start) for start in range(0, padding, PAD_SEQUENCE_TOKENS)]
     return PackShape(
-        position_ids=_ranges(np.zeros(len(lengths), dtype=np.int64), np.array(lengths, dtype=np.int64)),
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
         max_seqlen=max(lengths),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.data.alignment import align, flatten, response_mask
-from megarl.data.packing import gather, pack, pack_shape, scatter, scatter_scalars
+from megarl.data.packing import PAD_SEQUENCE_TOKENS, gather, pack, pack_shape, scatter, scatter_scalars
 from megarl.types import PackRow, Ragged
 
 
@@ -49,7 +50,6 @@ def test_a_pack_by_hand() -> None:
     ]
     batch = pack(rows, chunks, 10)
     assert batch.tokens.tolist() == [13, 24, 25, 11, 12, 21, 22, 23, 0, 0]
-    assert batch.shape.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1]
     assert batch.shape.cu_seqlens.tolist() == [0, 3, 8, 10]
     assert batch.shape.cu_seqlens.dtype == np.int32
     assert batch.shape.max_seqlen == 5
@@ -59,15 +59,39 @@ def test_a_pack_by_hand() -> None:
     assert batch.response_lengths.tolist() == [2, 3]
 
 
-def test_a_pack_without_rows_is_one_masked_sequence() -> None:
+def test_a_pack_without_rows_is_padding() -> None:
     batch = pack([], {}, 4)
     assert batch.tokens.tolist() == [0, 0, 0, 0]
     assert batch.shape.cu_seqlens.tolist() == [0, 4]
-    assert batch.shape.position_ids.tolist() == [0, 1, 2, 3]
     assert batch.source_positions.tolist() == batch.labels.tolist() == batch.last_positions.tolist() == []
 
 
-@given(lengths, st.integers(0, 9), st.randoms())
+def test_padding_is_made_of_short_sequences() -> None:
+    assert PAD_SEQUENCE_TOKENS == 64
+    filler = pack_shape([], 200)
+    assert (filler.cu_seqlens.tolist(), filler.max_seqlen) == ([0, 64, 128, 192, 200], 64)
+    row = PackRow(chunk=0, row=0, prompt_tokens=2, response_tokens=3)
+    after_a_short_row = pack_shape([row], 5 + 2 * 64)
+    assert (after_a_short_row.cu_seqlens.tolist(), after_a_short_row.max_seqlen) == ([0, 5, 69, 133], 64)
+    assert (pack_shape([row], 5).cu_seqlens.tolist(), pack_shape([row], 5).max_seqlen) == ([0, 5], 5)
+
+
+@given(st.lists(st.integers(1, 150), max_size=4), st.integers(0, 300))
+def test_the_bounds_cover_the_pack_and_the_maximum_is_true(prompts: list[int], padding: int) -> None:
+    """Megatron's rope takes a pack whose maximum is its own length for one sequence, whatever its bounds are."""
+    rows = [PackRow(chunk=0, row=i, prompt_tokens=p, response_tokens=0) for i, p in enumerate(prompts)]
+    pack_tokens = max(sum(prompts) + padding, 1)
+    shape = pack_shape(rows, pack_tokens)
+    sequences = [b - a for a, b in itertools.pairwise(shape.cu_seqlens.tolist())]
+    assert shape.cu_seqlens[0] == 0
+    assert sum(sequences) == pack_tokens
+    assert sequences[: len(rows)] == prompts
+    assert all(0 < tokens <= 64 for tokens in sequences[len(rows) :])
+    assert shape.max_seqlen == max(sequences)
+    assert (shape.max_seqlen == pack_tokens) == (len(sequences) == 1)
+
+
+@given(lengths, st.integers(0, 150), st.randoms())
 def test_every_response_token_is_read_where_it_is_predicted(
     lengths: list[list[tuple[int, int]]], padding: int, random: object
 ) -> None:
@@ -77,25 +101,20 @@ def test_every_response_token_is_read_where_it_is_predicted(
     assert batch.tokens[batch.source_positions + 1].tolist() == batch.labels.tolist()
     assert batch.labels.tolist() == [int(t) for r in rows for t in chunks[r.chunk].response_ids[r.row]]
     bounds = batch.shape.cu_seqlens.tolist()
-    assert bounds[0] == 0
-    assert bounds[-1] == len(batch.tokens) == len(batch.shape.position_ids)
-    assert len(bounds) == len(rows) + 1 + (padding > 0)
-    assert batch.shape.max_seqlen == max(np.diff(bounds))
+    assert bounds[-1] == len(batch.tokens)
     for row, start, stop in zip(rows, bounds, bounds[1:], strict=False):
         tokens = [*chunks[row.chunk].prompt_ids[row.row], *chunks[row.chunk].response_ids[row.row]]
         assert batch.tokens[start:stop].tolist() == tokens
-        assert batch.shape.position_ids[start:stop].tolist() == list(range(stop - start))
     assert [batch.tokens[p] for p in batch.last_positions] == [
         [*chunks[r.chunk].prompt_ids[r.row], *chunks[r.chunk].response_ids[r.row]][-1] for r in rows
     ]
 
 
-@given(lengths, st.integers(0, 9))
+@given(lengths, st.integers(0, 150))
 def test_stages_without_tokens_compute_the_same_shape(lengths: list[list[tuple[int, int]]], padding: int) -> None:
     chunks, rows = make_chunks(lengths)
     pack_tokens = sum(r.tokens for r in rows) + padding
     shape, other = pack(rows, chunks, pack_tokens).shape, pack_shape(rows, pack_tokens)
-    assert np.array_equal(shape.position_ids, other.position_ids)
     assert np.array_equal(shape.cu_seqlens, other.cu_seqlens)
     assert shape.max_seqlen == other.max_seqlen
 
