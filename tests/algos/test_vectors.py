@@ -17,7 +17,7 @@ CASES = {case["id"]: case for case in VECTORS["cases"]}
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 SUPPORTED = [
-    *("kl-01", "kl-02", "kl-06", "kl-07", "klc-01", "klc-02", "trunc-03", "rew-01", "rew-02", "rew-06", "rew-07"),
+    *("kl-01", "kl-02", "kl-06", "kl-07", "trunc-03", "rew-01", "rew-02", "rew-06", "rew-07"),
     *("wh-04", "wh-10", "wh-13", "gae-01", "gae-02", "gae-04", "gae-08", "agg-01", "agg-04"),
     *("lay-01", "lay-02", "lay-04", "lay-06", "lay-07", "pg-01", "pg-02", "pg-06", "pg-11", "pg-12"),
     *("vf-01", "vf-02", "vf-06", "met-02"),

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from megarl.algos.advantages import gae
 from megarl.algos.aggregation import sequence_mean, token_mean, weighted_sum
-from megarl.algos.controllers import adaptive_kl_coef
 from megarl.algos.kl import k1, k2, k3
 from megarl.algos.losses import TokenLoss, clipped_policy_loss, clipped_value_loss
 from megarl.algos.metrics import objective_metrics
@@ -84,17 +83,6 @@ def kl_estimate(args: Args) -> Args:
     kl = estimators[kind](logp.requires_grad_(), ref)
     (grad,) = torch.autograd.grad(kl.sum(), logp)
     return {"kl": kl, "grad": grad}
-
-
-def kl_controller(args: Args) -> Args:
-    require(args, kind="adaptive")
-    coef, values = args["init"], []
-    for observed, episodes in args["updates"]:
-        coef = adaptive_kl_coef(
-            coef, observed_kl=observed, episodes=episodes, target=args["target"], horizon=args["horizon"]
-        )
-        values.append(coef)
-    return {"values": values}
 
 
 def score_without_token(args: Args) -> Args:
@@ -245,7 +233,6 @@ def run_objective_metrics(args: Args) -> Args:
 
 RUNNERS: dict[str, Callable[[Args], Args]] = {
     "kl_estimate": kl_estimate,
-    "kl_controller": kl_controller,
     "score_without_token": score_without_token,
     "shape_rewards": shape_rewards,
     "whiten": run_whiten,
