@@ -19,7 +19,7 @@ def token_mean(
     Args:
         response_mask: [B, R] bool, of some rows of the step.
         total_tokens: counting tokens of the step, over all micro-batches and ranks.
-        total_sequences: rows of the step that have one; not used.
+        total_sequences: rows of the step, over all micro-batches and ranks; not used. See sequence_mean.
         dtype: of the weights.
 
     Returns:
@@ -34,7 +34,11 @@ def sequence_mean(
 ) -> Tensor:
     """A token of a row with n counting tokens weighs 1 / (n * total_sequences): the mean over rows of their means.
 
-    Args: as for token_mean, where ``total_sequences`` is not used and ``total_tokens`` is.
+    A row without a counting token adds 0 to the sum. Callers pass the number of all rows of the step (a schedule's
+    ``total_rows``), so that such a row is averaged over as one of mean 0; with the number of rows that have a counting
+    token it would be left out.
+
+    Args: as for token_mean; here it is ``total_tokens`` that is not used.
     """
     del total_tokens
     lengths = response_mask.sum(-1, keepdim=True).clamp(min=1)

@@ -274,6 +274,13 @@ def test_weighted_sums_do_not_depend_on_the_split(lengths: list[int], seed: int,
         assert aggregate(mask, **totals).dtype == torch.float32
 
 
+def test_a_row_without_tokens_is_averaged_over_where_the_total_includes_it() -> None:
+    values, mask = torch.tensor([[1.0, 3.0], [4.0, 7.0], [9.0, 9.0]]), lengths_mask([2, 1, 0], 2)
+    for total_sequences, mean in ((3, (2.0 + 4.0 + 0.0) / 3), (2, (2.0 + 4.0) / 2)):
+        weights = sequence_mean(mask, total_tokens=3, total_sequences=total_sequences)
+        assert weighted_sum(values, weights).item() == pytest.approx(mean)
+
+
 def test_what_does_not_count_may_be_anything() -> None:
     values = torch.tensor([[1.0, NAN], [float("inf"), 3.0]], requires_grad=True)
     total = weighted_sum(values, torch.tensor([[0.5, 0.0], [0.0, 0.5]]))
