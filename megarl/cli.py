@@ -42,8 +42,14 @@ def train(config_path: ConfigPath, overrides: Overrides = None) -> None:
 def plan(config_path: ConfigPath, overrides: Overrides = None) -> None:
     """Check CONFIG and print what it would run where, without starting anything."""
     config = _load(config_path, overrides)
+    from megarl.config import ConfigError
+    from megarl.loop.preflight import check
     from megarl.plan import print_plan
 
+    try:
+        check(config)
+    except ConfigError as error:
+        _stop(error, exit_code=2)
     print_plan(config)
 
 

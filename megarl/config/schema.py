@@ -76,6 +76,8 @@ class Model(Section):
     """Directory of a Hugging Face checkpoint (config.json and safetensors)."""
     random: RandomModel | None = None
     """Make a random model instead; exactly one of path and random is given."""
+    vocab_size: Count | None = None
+    """Token ids in use: those from this number on are never sampled and have no probability; null uses all."""
 
     def hf_config(self) -> Mapping[str, Any]:
         """The model's Hugging Face configuration, read from its directory where it has one."""
@@ -91,6 +93,8 @@ class Cluster(Section):
     """Devices of each node."""
     device: Literal["cuda", "cpu"] = "cuda"
     """What a device is: a GPU, or a virtual slot of the CPU."""
+    address: str | None = None
+    """Address of a running Ray to join, such as 10.0.0.1:6379; null starts one on this machine."""
     object_store_mib: Annotated[int, Field(ge=80)] = 4096
     """Shared memory of each node for rollouts and experience, MiB."""
 

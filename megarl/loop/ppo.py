@@ -11,11 +11,12 @@ import time
 from megarl.cluster.group import merged_scores, reported
 from megarl.cluster.session import Session
 from megarl.config import RunConfig
-from megarl.data.prompts import sample_requests
+from megarl.data.prompts import PromptStream, sample_requests
 from megarl.loop.directory import RunDirectory
+from megarl.loop.preflight import check
 from megarl.loop.report import Reporter, StepResult, Summary
 from megarl.loop.schedules import StepPlan
-from megarl.loop.setup import Parts, assemble, open_prompts
+from megarl.loop.setup import Parts, assemble
 from megarl.obs.timers import Timers
 
 
@@ -23,13 +24,14 @@ def train(config: RunConfig) -> Summary:
     """Runs PPO and writes the run's directory; leaves no process, shared memory or temporary file.
 
     Raises:
-        ConfigError: the prompts or run.dir cannot be used.
+        ConfigError: the model, the prompts or run.dir cannot be used.
         WorkerError: a process failed; the message names it and the cause.
     """
     start = time.perf_counter()
-    prompts = open_prompts(config)
+    prompts = PromptStream(check(config), config.run.seed)
     directory = RunDirectory(config)
-    with Reporter(config, directory) as reporter, Session(config.cluster, directory.logs) as session:
+    session = Session(config.cluster, directory.logs, config.cluster.address)
+    with Reporter(config, directory) as reporter, session:
         parts = assemble(config, session, directory, prompts)
         parts.resharder.sync(version=0)
         reporter.started(time.perf_counter() - start)

@@ -10,8 +10,9 @@ from megarl.cluster.rollouts import ENGINE, RolloutGroup
 from megarl.cluster.session import Session
 from megarl.config import RunConfig
 from megarl.data.prompts import PromptStream
-from megarl.loop.assets import model_directory, prompts_of
+from megarl.loop.assets import model_directory
 from megarl.loop.directory import RunDirectory
+from megarl.loop.preflight import vocab_size
 from megarl.types import RoleName
 from megarl.weights.specs import model_spec
 
@@ -46,15 +47,6 @@ class Parts:
             call.wait()
 
 
-def open_prompts(config: RunConfig) -> PromptStream:
-    """The run's prompts, before anything starts.
-
-    Raises:
-        ConfigError: they cannot be read.
-    """
-    return PromptStream(prompts_of(config, model_spec(config.model.hf_config()).dims.vocab), config.run.seed)
-
-
 def assemble(config: RunConfig, session: Session, directory: RunDirectory, prompts: PromptStream) -> Parts:
     """Starts every process and loads every model; the engines have no weights yet.
 
@@ -63,7 +55,7 @@ def assemble(config: RunConfig, session: Session, directory: RunDirectory, promp
     """
     model_dir = model_directory(config, directory.path)
     spec = model_spec(config.model.hf_config())
-    rollout = RolloutGroup(session, config, model_dir, spec.dims.vocab, _engine(config))
+    rollout = RolloutGroup(session, config, model_dir, vocab_size(config, spec), _engine(config))
     groups = {name: WorkerGroup(session, config, name) for name in config.groups}
     calls = [rollout.start(), *(group.start(model_dir) for group in groups.values())]
     for call in calls:

@@ -1,7 +1,7 @@
 """A role's layout as explicit process groups.
 
 Every role owns a ``ProcessGroupCollection``; Megatron's global ``parallel_state`` stays uninitialised in our
-processes, so that a path inside Megatron which still reads it raises instead of mixing up two roles.
+processes, so that a path inside Megatron which still reads it raises, or gets None, instead of mixing up two roles.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         hidden, weight, labels, log_z, entropy = ctx.saved_tensors
         shard: VocabShard = ctx.shard
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # so that chunks do not add up rounding
         rows = weight[: shard.size]
         for begin in range(0, len(hidden), ctx.chunk_tokens):
             part = slice(begin, begin + ctx.chunk_tokens)
@@ -118,9 +118,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
                 grad.scatter_add_(-1, local.unsqueeze(-1), (grad_logprobs[part] * here).unsqueeze(-1))
             grad = (grad / ctx.temperature).to(weight.dtype)
             grad_hidden[part] = grad @ rows
-            grad_weight[: shard.size].addmm_(grad.T, hidden[part])
+            grad_weight[: shard.size] += grad.T @ hidden[part]
         dist.all_reduce(grad_hidden, group=shard.group)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, shard: VocabShard, temperature: float) -> torch.Tensor:

@@ -55,9 +55,10 @@ class _Probe(MegatronModule):
 def probe_loss_factor(
     config: TransformerConfig, ddp_config: DistributedDataParallelConfig, groups: ProcessGroupCollection
 ) -> float:
-    """The factor between a loss of 1.0 per micro-batch and the gradient that Megatron makes of it; collective over DP.
+    """The factor between a loss of 1.0 per micro-batch and the gradient that Megatron makes of it.
 
-    Two micro-batches on each of DP ranks, each with the loss ``1.0 * weight``, should give 2 * DP.
+    Two micro-batches on each of DP ranks, each with the loss ``1.0 * weight``, should give 2 * DP. Collective over the
+    ranks of the role.
 
     Raises:
         RuntimeError: the factor is not a finite positive number.

@@ -36,9 +36,7 @@ def policy_loss(
     loss_function = choose(POLICY_LOSSES, algo.policy_loss, "algo.policy_loss")
 
     def of_tokens(batch: MicroBatch, hidden: Tensor, mask: Tensor) -> TokenLoss:
-        new, entropy = response_logprobs(
-            role.model, batch, hidden, vocab_size=role.spec.dims.vocab, temperature=temperature
-        )
+        new, entropy = response_logprobs(role.model, batch, hidden, vocab_size=role.vocab_size, temperature=temperature)
         column = _columns(batch, experience, mask)
         loss = loss_function(align(new, mask), column("old_logprobs"), column("advantages"), clip=algo.clip)
         return with_entropy_bonus(loss, align(entropy, mask), coef=algo.entropy_coef)

@@ -60,7 +60,12 @@ def build_trainer(model: RoleModel, settings: Optimizer) -> Trainer:
     """Wraps a model whose weights are already set; collective over the role's ranks.
 
     Gradients are reduced, and the optimizer's state is kept, in float32. As in Megatron, biases and norms do not decay.
+
+    Raises:
+        ValueError: the model is in float16, whose range needs a loss scale.
     """
+    if model.config.params_dtype == torch.float16:
+        raise ValueError("training in float16 is not supported: its gradients vanish; use bfloat16 or float32")
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     loss_factor = probe_loss_factor(model.config, ddp, model.groups)
     chunks: list[Any] = [

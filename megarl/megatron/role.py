@@ -26,7 +26,7 @@ Loss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, dict[str, torch.
 """From a micro-batch and its hidden states to a weighted sum and metric sums over its tokens, scalars all."""
 
 MAX_SKIPPED = 3
-"""Optimizer steps in a row that may be skipped for a gradient that is not finite."""
+"""Optimizer steps in a row that end the run when each was skipped for a gradient that is not finite."""
 
 HEADS: dict[RoleName, HeadName] = {"actor": "lm", "reference": "lm", "critic": "value", "reward": "score"}
 
@@ -42,6 +42,7 @@ class Role:
         layout: over all ranks of the world.
         rank: in the world.
         cache: of the world's process groups.
+        vocab_size: token ids in use; ids from here on have no probability.
         dtype: of parameters and activations.
         trainable: whether ``start_training`` will follow.
     """
@@ -54,10 +55,12 @@ class Role:
         rank: int,
         cache: GroupCache,
         *,
+        vocab_size: int,
         dtype: torch.dtype,
         trainable: bool,
     ) -> None:
         self.name, self.spec, self.layout = name, spec, layout
+        self.vocab_size = vocab_size
         self.head: HeadName = HEADS[name]
         self.coords = layout.coords(rank)
         self.shard_map: ShardMap = spec.megatron_map(layout, rank, self.head)
@@ -99,9 +102,7 @@ class Role:
         """Log-probability of each response token, nats, by chunk."""
 
         def outcome(batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
-            return response_logprobs(
-                self.model, batch, hidden, vocab_size=self.spec.dims.vocab, temperature=temperature
-            )[0]
+            return response_logprobs(self.model, batch, hidden, vocab_size=self.vocab_size, temperature=temperature)[0]
 
         return self._per_token(schedule, chunks, outcome)
 

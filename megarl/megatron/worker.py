@@ -68,7 +68,16 @@ class MegatronWorker:
         spec = model_spec(read_config(directory))
         trainable = name in TRAINED
         dtype = getattr(torch, spec.dtype)
-        role = Role(name, spec, self._config.layout(name), self._rank, cache, dtype=dtype, trainable=trainable)
+        role = Role(
+            name,
+            spec,
+            self._config.layout(name),
+            self._rank,
+            cache,
+            vocab_size=self._config.model.vocab_size or spec.dims.vocab,
+            dtype=dtype,
+            trainable=trainable,
+        )
         new_head = self._new_head(name, spec)
         tensors = load_shard(role.shard_map, directory, spec.manifest(role.head, new_head=new_head is not None))
         for param in role.shard_map.params.keys() - tensors.keys():
@@ -147,15 +156,18 @@ class MegatronWorker:
         return [{f"{role}/{name}": value for name, value in step.items()} for step in steps]
 
     def connect(self, sync: SyncSpec, rank: int) -> None:
-        """Connects to the engines; waits for all ranks of the connection.
+        """Connects to the engines; waits for all ranks of the connection. Ends an earlier connection.
 
         Args:
             sync: this rank's part of the plan.
             rank: in the connection.
         """
+        version = -1 if self._sender is None else self._sender.version
+        if self._transport is not None:
+            self._transport.close()
         self._transport = GlooTransport(sync, rank)
         parameters = {name: parameter.data for name, parameter in self._roles["actor"].model.parameters().items()}
-        self._sender = Sender(sync.sender(rank), parameters, self._transport, verify=sync.verify)
+        self._sender = Sender(sync.sender(rank), parameters, self._transport, verify=sync.verify, version=version)
 
     def send_weights(self, version: int) -> SyncStats:
         """Sends this rank's part of the actor's weights; returns when all ranks have committed the version."""

@@ -23,6 +23,9 @@ SPARE = ["groups.spare.devices=3-4", "cluster.devices_per_node=8"]
 # rule -> (overrides of the debug run, the field that is named, a part of the rule's text)
 BROKEN: dict[Any, list[tuple[list[str], str, str]]] = {
     placement.groups_have_roles: [([*SPARE, "groups.spare.roles={}"], "groups.spare.roles", "at least one role")],
+    placement.nodes_are_joined: [
+        (["cluster.nodes=2", "cluster.device=cuda"], "cluster.nodes", "need cluster.address"),
+    ],
     placement.devices_exist: [
         (["groups.train.devices=4-7"], "groups.train.devices", "below nodes * devices_per_node = 4"),
         (["cluster.nodes=2", "rollout.devices=8"], "rollout.devices", "= 8"),

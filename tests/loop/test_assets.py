@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.config import ConfigError, load
-from megarl.loop.assets import model_directory, prompts_of
+from megarl.loop.assets import model_directory
 from megarl.loop.directory import RunDirectory
 from megarl.weights.files import HFDirectory
 from megarl.weights.specs import model_spec
@@ -41,21 +41,6 @@ def test_a_given_model_is_used_where_it_lies(tmp_path: Path) -> None:
     config = load(DEBUG, ["model.random=null", f"model.path={made}"])
     assert model_directory(config, tmp_path / "run") == made
     assert not (tmp_path / "run").exists()
-
-
-def test_prompts_come_from_the_file_where_one_is_given(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"token_ids": [3, 4]}\n')
-    config = load(DEBUG, ["data.random=null", f"data.prompts={file}"])
-    assert [prompt.token_ids for prompt in prompts_of(config, 100)] == [(3, 4)]
-    assert len(prompts_of(load(DEBUG), 100)) == 32
-
-
-def test_a_broken_file_of_prompts_is_refused_with_its_line(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"token_ids": [3, 4]}\n{"token_ids": [3, 100]}\n')
-    with pytest.raises(ConfigError, match=r"(?s)data\.prompts.*line 2: token_ids holds 100"):
-        prompts_of(load(DEBUG, ["data.random=null", f"data.prompts={file}"]), 100)
 
 
 def test_a_directory_that_holds_a_run_is_refused(tmp_path: Path) -> None:

@@ -65,6 +65,38 @@ def test_equals_softmax_over_the_whole_vocabulary(
     assert not weight_grad[VOCAB:].any(), "padding rows must not get a gradient"
 
 
+def _weight_gradient(rank: int, chunk_tokens: int) -> torch.Tensor:
+    import torch.distributed as dist
+
+    from megarl.megatron.logprobs import logprobs_and_entropy, vocab_shard
+
+    hidden, weight, labels, grad = _long_case()
+    hidden, weight = hidden.bfloat16(), weight.bfloat16().requires_grad_()
+    shard = vocab_shard(dist.group.WORLD, VOCAB, VOCAB)
+    logprobs, _ = logprobs_and_entropy(hidden, weight, labels, shard, chunk_tokens=chunk_tokens)
+    logprobs.backward(grad)
+    return weight.grad
+
+
+def _long_case() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(4096, HIDDEN, generator=generator).bfloat16().float()
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator).bfloat16().float()
+    return hidden, weight, torch.randint(VOCAB, (4096,), generator=generator), torch.full((4096,), 1 / 4096)
+
+
+@pytest.mark.dist
+def test_chunks_do_not_add_up_rounding_in_bfloat16(pool: RankPool) -> None:
+    hidden, weight, labels, grad = _long_case()
+    weight.requires_grad_()
+    torch.log_softmax(hidden @ weight.T, -1).gather(-1, labels[:, None])[:, 0].backward(grad)
+    errors = []
+    for chunk_tokens in (4096, 64):
+        (found,) = pool.run(_weight_gradient, chunk_tokens, world_size=1)
+        errors.append(((found.float() - weight.grad).norm() / weight.grad.norm()).item())
+    assert errors[1] < 1.5 * errors[0], f"relative errors {errors}: more chunks, more rounding"
+
+
 def _vector(rank: int, args: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     import torch.distributed as dist
 

@@ -15,6 +15,10 @@ from tests.pool import RankPool
 TEMPERATURE = 0.8
 
 
+IN_USE = 90
+"""Token ids in use, in the test of those that are not."""
+
+
 def _head() -> torch.Tensor:
     return torch.randn(1, 32, generator=torch.Generator().manual_seed(5))
 
@@ -103,3 +107,30 @@ def test_equals_hugging_face(
         # Over TP, float32 sums are taken in another order: the error grows with the numbers that are summed.
         bar = 1e-5 if layout.tp == 1 else 1e-5 * max(1.0, *(want.abs().max().item() for want in rows.values()))
         assert worst <= bar, f"{what} differ from Hugging Face by {worst:.2e}, more than {bar:.2e}"
+
+
+def _infer_in_use(rank: int, directory: Path, layout: Layout) -> dict[int, object] | None:
+    from megarl.data.schedule import inference_schedule
+    from megarl.megatron.groups import GroupCache
+
+    rollouts, infos = random_chunks(vocab=IN_USE)
+    actor = load_role(directory, "actor", layout, rank, GroupCache(), trainable=False, head=None, vocab_size=IN_USE)
+    return actor.logprobs(inference_schedule(infos, layout, 40), rollouts, temperature=1.0)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=4)], ids=layout_id)
+def test_ids_that_are_not_in_use_have_no_probability(pool: RankPool, tmp_path: Path, layout: Layout) -> None:
+    from transformers import AutoModelForCausalLM
+
+    directory = save_model(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    rollouts, _ = random_chunks(vocab=IN_USE)
+    (found,) = [r for r in pool.run(_infer_in_use, directory, layout, world_size=layout.world_size) if r is not None]
+    for index, chunk in enumerate(rollouts):
+        for row in range(len(chunk.sample_ids)):
+            prompt, response = (torch.from_numpy(ids[row]).long() for ids in (chunk.prompt_ids, chunk.response_ids))
+            with torch.no_grad():
+                logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1, :IN_USE]
+            want = torch.log_softmax(logits, -1).gather(-1, response[:, None])[:, 0]
+            torch.testing.assert_close(torch.as_tensor(found[index][row].copy()), want, rtol=0, atol=3e-5)

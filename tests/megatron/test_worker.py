@@ -13,6 +13,7 @@ from tests.megatron.samples import random_chunks
 from tests.megatron.tiny import save_model
 from tests.pool import RankPool, free_port
 
+ALL_IDS = "model.vocab_size=null"
 LAYOUTS = {
     "default": [],
     "tp4": ["groups.train.roles.actor.tp=4", "groups.train.roles.actor.pp=1"],
@@ -58,7 +59,7 @@ def test_weights_come_back_bit_for_bit(pool: RankPool, tmp_path: Path, layout: s
     from safetensors.torch import load_file
 
     model = save_model(tmp_path / "model", "qwen2", tie_word_embeddings=tied)
-    pool.run(_round_trip, LAYOUTS[layout], free_port(), model, tmp_path, world_size=4, connected=False)
+    pool.run(_round_trip, [ALL_IDS, *LAYOUTS[layout]], free_port(), model, tmp_path, world_size=4, connected=False)
     source = load_file(model / "model.safetensors")
     for role in ("actor", "reference"):
         found = load_file(tmp_path / role / "model.safetensors")
@@ -113,7 +114,7 @@ def test_an_iteration_changes_the_exported_model(pool: RankPool, tmp_path: Path)
 
     model = save_model(tmp_path / "model", "qwen2")
     results = pool.run(
-        _iteration, LAYOUTS["default"], free_port(), model, tmp_path / "out", world_size=4, connected=False
+        _iteration, [ALL_IDS, *LAYOUTS["default"]], free_port(), model, tmp_path / "out", world_size=4, connected=False
     )
     # Actor TP2 x PP2: rank 2 is TP 0 of the last stage. Critic PP2 x DP2: ranks 2 and 3 are its last stages.
     assert [result["metrics"] is not None for result in results] == [False, False, True, False]
@@ -141,5 +142,7 @@ def test_an_iteration_changes_the_exported_model(pool: RankPool, tmp_path: Path)
 @pytest.mark.dist
 def test_stages_in_the_middle_fetch_nothing(pool: RankPool, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "qwen2")
-    results = pool.run(_iteration, LAYOUTS["pp4"], free_port(), model, tmp_path / "out", world_size=4, connected=False)
+    results = pool.run(
+        _iteration, [ALL_IDS, *LAYOUTS["pp4"]], free_port(), model, tmp_path / "out", world_size=4, connected=False
+    )
     assert [result["asked"] for result in results] == [{0, 1, 2, 3}, set(), set(), {0, 1, 2, 3}]

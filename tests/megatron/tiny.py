@@ -51,6 +51,7 @@ def load_role(
     *,
     trainable: bool,
     head: torch.Tensor | None,
+    vocab_size: int | None = None,
 ) -> Any:
     """A role with the weights of an HF directory, cut by the shard map from whole tensors.
 
@@ -68,7 +69,16 @@ def load_role(
     whole = load_file(directory / "model.safetensors")
     if head is not None:
         whole["score.weight"] = head
-    role = Role(name, spec, layout, rank, cache, dtype=torch.float32, trainable=trainable)
+    role = Role(
+        name,
+        spec,
+        layout,
+        rank,
+        cache,
+        vocab_size=spec.dims.vocab if vocab_size is None else vocab_size,
+        dtype=torch.float32,
+        trainable=trainable,
+    )
     local = {param: torch.zeros(info.shape) for param, info in role.shard_map.params.items()}
     for piece in role.shard_map.pieces:
         local[piece.param][piece.box.slices] = whole[piece.name][piece.region.slices]

@@ -21,7 +21,6 @@ _NEEDED = (
     "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
-    "num_key_value_heads",
 )
 
 

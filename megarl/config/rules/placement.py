@@ -131,7 +131,19 @@ def engines_fill_devices(cluster: Cluster, rollout: Rollout) -> Iterator[Problem
             )
 
 
+def nodes_are_joined(cluster: Cluster) -> Iterator[Problem]:
+    """A Ray that is started here has this machine's GPUs alone."""
+    if cluster.nodes > 1 and cluster.device == "cuda" and cluster.address is None:
+        yield Problem(
+            field="cluster.nodes",
+            value=str(cluster.nodes),
+            rule="several nodes of GPUs need cluster.address",
+            fix="start Ray on every node and set cluster.address, or set cluster.nodes=1",
+        )
+
+
 RULES = (
+    nodes_are_joined,
     groups_have_roles,
     devices_exist,
     groups_are_disjoint,

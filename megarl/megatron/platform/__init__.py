@@ -22,12 +22,11 @@ class Platform:
     backend: str
 
 
-def start_platform(kind: str, local_index: int = 0) -> Platform:
+def start_platform(kind: str) -> Platform:
     """Makes this process ready for megatron-core; call it before anything of Megatron's is built.
 
     Args:
-        kind: "cuda" or "cpu". On "cpu" the shim of ``platform.cpu`` is installed in this process.
-        local_index: index of the CUDA device among those that the process sees.
+        kind: "cuda", where the process sees one device, or "cpu", where it gets the shim of ``platform.cpu``.
 
     Raises:
         RuntimeError: CUDA is asked for and there is none.
@@ -39,8 +38,8 @@ def start_platform(kind: str, local_index: int = 0) -> Platform:
         return Platform(device=torch.device("cpu"), backend="gloo")
     if not torch.cuda.is_available():
         raise RuntimeError("cluster.device is cuda, but torch sees no CUDA device; set cluster.device=cpu")
-    torch.cuda.set_device(local_index)
-    return Platform(device=torch.device("cuda", local_index), backend="nccl")
+    torch.cuda.set_device(0)
+    return Platform(device=torch.device("cuda", 0), backend="nccl")
 
 
 def start_world(

@@ -1,0 +1,134 @@
+"""What can be known of a run before anything starts: whether its models, layouts and prompts fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megarl.config import ConfigError, Problem, RunConfig
+from megarl.config.problems import shown
+from megarl.data.prompts import random_prompts, read_prompts
+from megarl.types import Prompt
+from megarl.weights.files import CheckpointError, read_config
+from megarl.weights.specs import ModelSpec, model_spec
+
+
+def check(config: RunConfig) -> list[Prompt]:
+    """Checks a configuration against its models and prompts, which are read on the way.
+
+    Returns:
+        The prompts.
+
+    Raises:
+        ConfigError: the run could not be; every problem is listed.
+    """
+    problems: list[Problem] = []
+    spec = _spec(problems, "model.random.config" if config.model.random else "model.path", config.model.hf_config)
+    scorer, scorer_path = spec, config.reward.path
+    if scorer_path is not None:
+        scorer = _spec(problems, "reward.path", lambda: read_config(scorer_path))
+    prompts: list[Prompt] = []
+    if spec is not None:
+        problems += _model(config, spec)
+        problems += _layouts(config, spec, scorer)
+    if scorer is not None and scorer_path is not None:
+        problems += _scorer(scorer, scorer_path)
+    if spec is not None and not problems:
+        prompts = _prompts(problems, config, vocab_size(config, spec))
+    if problems:
+        raise ConfigError(problems)
+    return prompts
+
+
+def vocab_size(config: RunConfig, spec: ModelSpec) -> int:
+    """Token ids in use."""
+    return config.model.vocab_size or spec.dims.vocab
+
+
+def _spec(problems: list[Problem], field: str, read: Callable[[], object]) -> ModelSpec | None:
+    try:
+        return model_spec(read())  # pyright: ignore[reportArgumentType]  (fields of a config.json)
+    except (ValueError, CheckpointError) as error:
+        value, *lines = str(error).splitlines()
+        rule = "; ".join(line.strip() for line in lines) or value
+        fix = "choose a model with these fields, or another architecture"
+        problems.append(Problem(field=field, value=value if lines else "unsupported", rule=rule, fix=fix))
+        return None
+
+
+def _model(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
+    if spec.dtype == "float16":
+        yield Problem(
+            field="model",
+            value="dtype float16",
+            rule="training in float16 would need a loss scale, which is not supported",
+            fix="set dtype to bfloat16 or float32 in the model's config.json",
+        )
+    if spec.head != "lm":
+        fix = "choose a language model's checkpoint"
+        yield Problem(field="model.path", value=shown(config.model.path), rule="a model with an LM head", fix=fix)
+    if vocab_size(config, spec) > spec.dims.vocab:
+        yield Problem(
+            field="model.vocab_size",
+            value=str(config.model.vocab_size),
+            rule=f"at most the {spec.dims.vocab} ids that the model has",
+            fix="lower it, or set it to null",
+        )
+
+
+def _layouts(config: RunConfig, spec: ModelSpec, scorer: ModelSpec | None) -> Iterator[Problem]:
+    """What the specs say of each layout; most of it was said by the rules of the configuration already."""
+    for group_name, group in config.groups.items():
+        for role in group.roles:
+            own = scorer if role == "reward" else spec
+            if own is not None:
+                field = f"groups.{group_name}.roles.{role}"
+                yield from _fits(field, lambda own=own, role=role: own.check_megatron(config.layout(role)))
+    yield from _fits("rollout.tp", lambda: spec.check_vllm(config.rollout.tp))
+
+
+def _fits(field: str, check_layout: Callable[[], None]) -> Iterator[Problem]:
+    try:
+        check_layout()
+    except ValueError as error:
+        fix = "choose sizes that divide the model"
+        yield Problem(field=field, value="layout", rule=str(error), fix=fix)
+
+
+def _scorer(scorer: ModelSpec, path: str) -> Iterator[Problem]:
+    if scorer.head != "score":
+        fix = "choose a reward model's checkpoint, or set it to null for a random head on the model"
+        yield Problem(field="reward.path", value=path, rule="a model with a score head", fix=fix)
+
+
+def _prompts(problems: list[Problem], config: RunConfig, vocab: int) -> list[Prompt]:
+    """The prompts; in a file each must leave room for the response, and they must fill a step."""
+    made, path, data = config.data.random, config.data.prompts, config.data
+    if path is None:
+        assert made is not None
+        return random_prompts(
+            count=made.count,
+            min_tokens=made.min_tokens,
+            max_tokens=made.max_tokens,
+            vocab_size=vocab,
+            seed=made.seed,
+        )
+    try:
+        prompts = read_prompts(Path(path), vocab)
+    except (OSError, ValueError) as error:
+        fix = "correct the file, or name another one"
+        problems.append(Problem(field="data.prompts", value=path, rule=str(error), fix=fix))
+        return []
+    room = config.rollout.max_model_len - config.rollout.max_new_tokens
+    long = [prompt for prompt in prompts if len(prompt.token_ids) > room]
+    if long:
+        rule = f"prompts have at most max_model_len - max_new_tokens = {room} tokens; {long[0].prompt_id!r} has "
+        rule += f"{len(long[0].token_ids)}, and {len(long)} of {len(prompts)} have too many"
+        fix = "shorten or remove them, raise rollout.max_model_len, or lower rollout.max_new_tokens"
+        problems.append(Problem(field="data.prompts", value=path, rule=rule, fix=fix))
+    if len(prompts) < data.prompts_per_step:
+        rule = f"at most the {len(prompts)} prompts of {path}"
+        fix = "lower it, or add prompts"
+        field = "data.prompts_per_step"
+        problems.append(Problem(field=field, value=str(data.prompts_per_step), rule=rule, fix=fix))
+    return prompts
