@@ -42,7 +42,7 @@ def split_frames(buffer: torch.Tensor, messages: Sequence[Message], *, verify: b
 
 
 def bucket_views(buffer: torch.Tensor, bucket: Bucket, infos: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
-    """Views of a flat uint8 buffer, one per parameter of a bucket, with its dtype and shape."""
+    """Views of a flat uint8 buffer, one per whole parameter of a bucket, with its dtype and shape."""
     views: dict[str, torch.Tensor] = {}
     offset = 0
     for name in bucket.params:
@@ -54,7 +54,7 @@ def bucket_views(buffer: torch.Tensor, bucket: Bucket, infos: Mapping[str, Tenso
 
 
 def bucket_buffer_bytes(bucket: Bucket, infos: Mapping[str, TensorInfo]) -> int:
-    """Buffer space for a bucket's parameters."""
+    """Buffer space for the whole parameters of a bucket."""
     return sum(aligned(infos[name].nbytes) for name in bucket.params)
 
 

@@ -1,4 +1,4 @@
-"""The receiving side of a sync: assembles whole parameters bucket by bucket, and loads one while the next arrives."""
+"""The receiving side of a sync: assembles parameters from what arrives, and loads them while the next arrive."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ class CorruptMessageError(RuntimeError):
 
 class Receiver:
     """Receives a rank's part of a plan.
+
+    Takes the memory of two buckets: one arrives, one is loaded. A parameter that is larger than a bucket is assembled
+    whole before it is loaded; where there is one, the second bucket's place is as large as the largest such parameter.
 
     Args:
         plan: the part.
@@ -74,7 +77,7 @@ class Receiver:
         return stats
 
     def _receive(self, stats: SyncStats) -> None:
-        """Unpacks a bucket's frames, which frees them for the next bucket, and loads it while that arrives."""
+        """Unpacks a bucket's frames, which frees them for the next, and loads what is whole while that arrives."""
         plan = self._plan
         wire = torch.empty(
             max((frames_bytes(messages, verify=self._verify) for messages in plan.messages), default=0),
@@ -85,19 +88,23 @@ class Receiver:
         )
         stats.peak_staging_bytes = wire.numel() + assembled.numel()
         transfers = self._post(wire, plan.messages[0]) if plan.messages else []
+        views: dict[str, torch.Tensor] = {}
         for i, bucket in enumerate(plan.buckets):
-            views = bucket_views(assembled, bucket, plan.params)
-            for name in plan.holed.intersection(bucket.params):
-                views[name].zero_()
+            if not views:
+                views = bucket_views(assembled, bucket, plan.params)
+                for name in plan.holed.intersection(views):
+                    views[name].zero_()
             frames = split_frames(wire, plan.messages[i], verify=self._verify)
             for message, frame, transfer in zip(plan.messages[i], frames, transfers, strict=True):
                 self._take(message, frame, transfer, views, stats)
             if i + 1 < len(plan.buckets):
                 transfers = self._post(wire, plan.messages[i + 1])
-            with stats.stage("load"):
-                for name in bucket.params:
-                    self._consistent = False
-                    self._load(name, views[name])
+            if bucket.last:
+                with stats.stage("load"):
+                    for name in bucket.params:
+                        self._consistent = False
+                        self._load(name, views[name])
+                views = {}
 
     def _post(self, wire: torch.Tensor, messages: Sequence[Message]) -> list[Transfer]:
         frames = split_frames(wire, messages, verify=self._verify)
@@ -133,7 +140,7 @@ class Receiver:
     def _validate(self) -> None:
         """Raises ValueError unless the plan brings the manifest: each parameter once, in order and whole."""
         plan = self._plan
-        if [name for bucket in plan.buckets for name in bucket.params] != list(plan.params):
+        if [name for bucket in plan.buckets if bucket.last for name in bucket.params] != list(plan.params):
             raise ValueError("the buckets are not the manifest's parameters in their order")
         arriving: Counter[str] = Counter()
         for copy in (copy for bucket in plan.messages for message in bucket for copy in message.copies):

@@ -1,4 +1,4 @@
-"""The sending side of a sync: packs boxes of local parameters into messages, two batches of them in memory."""
+"""The sending side of a sync: packs boxes of local parameters into messages, two buckets of memory at most."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from megarl.resharding.buckets import frame_bytes, frames_bytes, pack, seal, split_frames
+from megarl.resharding.buckets import frames_bytes, pack, seal, split_frames
 from megarl.resharding.records import SyncStats
 from megarl.resharding.session import Session
 from megarl.resharding.transport import Transfer, Transport
@@ -18,7 +18,9 @@ class Sender:
 
     Args:
         plan: the part.
-        params: the local parameters, by the plan's names; read anew in every sync.
+        params: the local parameters, by the plan's names. The mapping is kept and its tensors are read in every sync:
+            changes in place are sent, and whoever replaces a tensor puts the new one into this mapping, or makes a
+            new Sender.
         transport: to the other ranks.
         verify: messages carry checksums; the same on all ranks.
         version: the last committed version.
@@ -84,11 +86,11 @@ class Sender:
             transfers.clear()
 
     def _batches(self) -> Iterator[list[Message]]:
-        """Consecutive messages, together at most as large as the largest bucket."""
+        """Consecutive messages whose frames take no more than the largest bucket would, or one message."""
         batch: list[Message] = []
         nbytes = 0
         for message in self._plan.messages:
-            size = frame_bytes(message, verify=self._verify)
+            size = frames_bytes([message], verify=self._verify)
             if batch and nbytes + size > self._plan.staging_bytes:
                 yield batch
                 batch, nbytes = [], 0

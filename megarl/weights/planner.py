@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from megarl.weights.plans import Bucket, Copy, Message, ReceiverPlan, SenderPlan, TransferPlan
-from megarl.weights.regions import ITEM_BYTES, Box, Piece, ShardMap, adjacent_axis
+from megarl.weights.regions import ITEM_BYTES, Box, Piece, ShardMap, TensorInfo, adjacent_axis
 
 
 class PlanError(ValueError):
@@ -84,10 +84,12 @@ def plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes
     Args:
         sources: who has the weights; ranks differ.
         destinations: who needs them; ranks differ.
-        bucket_bytes: whole parameters are grouped, in load order, to at most this size, or to one parameter.
+        bucket_bytes: parameters are grouped, in load order, to at most this size, and larger ones split to it; at
+            least the size of one element.
 
     Raises:
         PlanError: some region of a destination is held by no source; the first of each tensor is named.
+        ValueError: a rank occurs twice on one side, or a bucket would not hold one element.
     """
     source_replicas, destination_replicas = _replicas(sources), _replicas(destinations)
     stored = _index(source_replicas)
@@ -139,7 +141,7 @@ def _template(shard: ShardMap, stored: Mapping[str, list[_Stored]], bucket_bytes
         found: dict[tuple[int, ...], list[list[Copy]]] = {}
         for param in bucket.params:
             dtype = shard.params[param].dtype
-            for piece in pieces[param]:
+            for piece in _inside(pieces[param], bucket.box):
                 for region, source in _cover(piece, stored.get(piece.name, []), missing):
                     key = tuple(i for i, _ in source.owners)
                     per_owner = found.setdefault(key, [[] for _ in key])
@@ -152,16 +154,35 @@ def _template(shard: ShardMap, stored: Mapping[str, list[_Stored]], bucket_bytes
 
 
 def _buckets(shard: ShardMap, bucket_bytes: int) -> Iterator[Bucket]:
+    """Groups small parameters; a parameter that is larger than a bucket gets several of its own."""
     params: list[str] = []
     nbytes = 0
     for param, info in shard.params.items():
         if params and nbytes + info.nbytes > bucket_bytes:
             yield Bucket(params=tuple(params), nbytes=nbytes)
             params, nbytes = [], 0
-        params.append(param)
-        nbytes += info.nbytes
+        if info.nbytes > bucket_bytes:
+            yield from _parts(param, info, bucket_bytes)
+        else:
+            params.append(param)
+            nbytes += info.nbytes
     if params:
         yield Bucket(params=tuple(params), nbytes=nbytes)
+
+
+def _parts(param: str, info: TensorInfo, bucket_bytes: int) -> Iterator[Bucket]:
+    item = ITEM_BYTES[info.dtype]
+    if bucket_bytes < item:
+        raise ValueError(f"buckets of {bucket_bytes} bytes do not hold an element of {param}, which has {item}")
+    *rest, last = Box.whole(info.shape).split(bucket_bytes // item)
+    for box in rest:
+        yield Bucket(params=(param,), nbytes=box.size * item, box=box, last=False)
+    yield Bucket(params=(param,), nbytes=last.size * item, box=last)
+
+
+def _inside(pieces: Sequence[Piece], box: Box | None) -> Iterable[Piece]:
+    """The parts of a parameter's pieces in a box of it; all of them where it is None."""
+    return pieces if box is None else filter(None, (piece.within(box) for piece in pieces))
 
 
 def _cover(piece: Piece, stored: list[_Stored], missing: dict[str, str]) -> Iterator[tuple[Box, _Stored]]:
@@ -294,7 +315,6 @@ def _assemble(
             holed=frozenset(hole.param for hole in holder.map.holes),
             buckets=templates[index].buckets,
             messages=per_bucket,
-            staging_bytes=staging,
         )
         for bucket in per_bucket:
             for message in bucket:

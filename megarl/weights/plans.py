@@ -50,15 +50,19 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Whole destination parameters that are received and loaded together.
+    """Destination parameters that arrive together: whole ones, or a part of one that is larger than a bucket.
 
     Args:
         params: their names, in load order.
-        nbytes: of the parameters, holes included.
+        nbytes: of what arrives, holes included.
+        box: of the only parameter, where this is a part of it; the parts follow one another in row-major order.
+        last: the parameters are whole when this bucket has arrived.
     """
 
     params: tuple[str, ...]
     nbytes: int
+    box: Box | None = None
+    last: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +96,8 @@ class ReceiverPlan:
         fingerprint: of the plan that it is a part of.
         params: the manifest: every local parameter, in load order.
         holed: the parameters of which some elements are holes, which are written as zero.
-        buckets: the parameters in the groups in which they arrive.
+        buckets: in order of their arrival.
         messages: per bucket, one message from each of its senders.
-        staging_bytes: no bucket of the plan is larger.
     """
 
     rank: int
@@ -103,7 +106,6 @@ class ReceiverPlan:
     holed: frozenset[str]
     buckets: tuple[Bucket, ...]
     messages: tuple[tuple[Message, ...], ...]
-    staging_bytes: int
 
     @property
     def nbytes(self) -> int:
@@ -118,7 +120,7 @@ class TransferPlan:
     Args:
         fingerprint: a digest of the maps, ranks, nodes and bucket size that it was made for.
         senders, receivers: by rank; only those with something to send or receive.
-        staging_bytes: of the largest bucket.
+        staging_bytes: of the largest bucket, at most the bucket size.
     """
 
     fingerprint: str

@@ -66,6 +66,19 @@ class Box:
             start[axis], stop[axis] = hole.start[axis], hole.stop[axis]
         return rest
 
+    def split(self, size: int) -> list[Box]:
+        """Disjoint boxes of at most ``size`` (at least 1) elements that cover this box, in row-major order."""
+        if self.size <= size:
+            return [self]
+        axis = next(i for i, extent in enumerate(self.shape) if extent > 1)
+        step = max(1, size * self.shape[axis] // self.size)
+        parts: list[Box] = []
+        for at in range(self.start[axis], self.stop[axis], step):
+            start = (*self.start[:axis], at, *self.start[axis + 1 :])
+            stop = (*self.stop[:axis], min(at + step, self.stop[axis]), *self.stop[axis + 1 :])
+            parts += Box(start, stop).split(size)
+        return parts
+
     def __str__(self) -> str:
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
 
@@ -110,17 +123,15 @@ class Piece:
 
     def local(self, region: Box) -> Box:
         """Where in the parameter a part of this piece's region lies."""
-        origin = self.region.start
-        start = [a - o for a, o in zip(region.start, origin, strict=True)]
-        stop = [b - o for b, o in zip(region.stop, origin, strict=True)]
-        if self.transposed:
-            start.reverse()
-            stop.reverse()
-        base = self.box.start
-        return Box(
-            tuple(b + a for b, a in zip(base, start, strict=True)),
-            tuple(b + a for b, a in zip(base, stop, strict=True)),
-        )
+        return _moved(region, self.region.start, self.box.start, self.transposed)
+
+    def within(self, box: Box) -> Piece | None:
+        """The part of this piece that lies in a box of its parameter, or None."""
+        inside = self.box.intersect(box)
+        if inside is None:
+            return None
+        region = _moved(inside, self.box.start, self.region.start, self.transposed)
+        return Piece(param=self.param, box=inside, name=self.name, region=region, transposed=self.transposed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +203,17 @@ class Manifest:
 
     tensors: Mapping[str, TensorInfo]
     ignored: tuple[str, ...] = ()
+
+
+def _moved(box: Box, origin: Shape, base: Shape, reverse: bool) -> Box:
+    """A box as seen from one corner, maybe with its axes in reverse order, put to another corner."""
+    step = -1 if reverse else 1
+    start = [a - o for a, o in zip(box.start, origin, strict=True)][::step]
+    stop = [b - o for b, o in zip(box.stop, origin, strict=True)][::step]
+    return Box(
+        tuple(b + a for b, a in zip(base, start, strict=True)),
+        tuple(b + a for b, a in zip(base, stop, strict=True)),
+    )
 
 
 def _check_extents(piece: Piece) -> None:

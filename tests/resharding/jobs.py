@@ -48,6 +48,11 @@ def weights(shard: ShardMap, scale: float = 1.0) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy((array * scale).astype(np.float32)) for name, array in arrays.items()}
 
 
+def note_storage(staging: dict[int, int], tensor: torch.Tensor) -> None:
+    storage = tensor.untyped_storage()
+    staging[storage.data_ptr()] = storage.nbytes()
+
+
 @dataclass
 class Faulty:
     """A transport in front of another, with which things go wrong.
@@ -55,12 +60,14 @@ class Faulty:
     Args:
         flip: after this many sends, a byte of a frame is changed on the way.
         hang_up: after this many sends the rank breaks its connections and is gone.
+        staging: bytes of the memory that buffers to send or to fill lie in, by its address.
     """
 
     inner: GlooTransport
     flip: int = -1
     hang_up: int = -1
     sends: int = 0
+    staging: dict[int, int] = field(default_factory=dict)
     rank: int = field(init=False)
     size: int = field(init=False)
     board: Board = field(init=False)
@@ -77,6 +84,7 @@ class Faulty:
 
     def send(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
         self.sends += 1
+        note_storage(self.staging, buffer)
         if self.sends == self.flip:
             buffer[0] ^= 1
         if self.sends == self.hang_up:
@@ -85,6 +93,7 @@ class Faulty:
         return self.inner.send(peer, tag, buffer)
 
     def receive(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
+        note_storage(self.staging, buffer)
         return self.inner.receive(peer, tag, buffer)
 
     def abort(self) -> None:
@@ -105,6 +114,7 @@ class Rank:
         self.fail_at: str | None = None
         self.transport = GlooTransport(spec, rank)
         transport = Faulty(self.transport, **faults)
+        self.staging = transport.staging
         self.sender: Sender | None = None
         self.receiver: Receiver | None = None
         if rank < TRAINERS:
@@ -116,6 +126,7 @@ class Rank:
     def load(self, name: str, tensor: torch.Tensor) -> None:
         if name == self.fail_at:
             raise ValueError(f"{name}: no room")
+        note_storage(self.staging, tensor)
         self.order.append(name)
         self.loaded[name] = tensor.clone()
 
@@ -148,6 +159,12 @@ def two_syncs(rank: int, spec: SyncSpec) -> Any:
     sent, received = dict(me.transport.sent), dict(me.transport.received)
     me.transport.close()
     return [first, second], once, me.loaded, me.order, (sent, received), me.state
+
+
+def staging(rank: int, spec: SyncSpec) -> tuple[int, int]:
+    """Bytes of staging memory: what the statistics say, and what transfers and loads have used."""
+    me = Rank(spec, rank)
+    return me.sync(0).peak_staging_bytes, sum(me.staging.values())
 
 
 def faulty(rank: int, spec: SyncSpec, faults: dict[int, dict[str, int]], fail_at: dict[int, str]) -> Any:

@@ -45,6 +45,36 @@ def test_boxes_are_adjacent_where_their_union_is_a_box(a: Box, b: Box) -> None:
     assert (adjacent_axis(a, b) is not None) == (follows and bool((union == mask(hull)).all()))
 
 
+@settings(deadline=None)
+@given(boxes(), st.integers(1, 70))
+def test_parts_of_a_box_follow_in_row_major_order(box: Box, size: int) -> None:
+    parts = box.split(size)
+    cells = np.arange(np.prod(SHAPE)).reshape(SHAPE)
+    in_order = np.concatenate([cells[part.slices].ravel() for part in parts])
+    np.testing.assert_array_equal(in_order, cells[box.slices].ravel())
+    assert max(part.size for part in parts) <= size
+
+
+@settings(deadline=None)
+@given(boxes(), boxes(), st.booleans())
+def test_a_piece_within_a_box_is_the_piece_there(outer: Box, other: Box, transposed: bool) -> None:
+    at = (10, 20, 30)
+    shape = outer.shape[::-1] if transposed else outer.shape
+    region = Box(at, tuple(a + n for a, n in zip(at, shape, strict=True)))
+    part = Piece(param="w", box=outer, name="W", region=region, transposed=transposed).within(other)
+    ids = np.zeros(SHAPE, int)
+    canonical = np.arange(60**3).reshape(60, 60, 60)
+    held = canonical[region.slices]
+    ids[outer.slices] = held.T if transposed else held
+    expected = ids * mask(other)
+    assert (part is not None) == bool(expected.any())
+    if part:
+        actual = np.zeros(SHAPE, int)
+        values = canonical[part.region.slices]
+        actual[part.box.slices] = values.T if transposed else values
+        np.testing.assert_array_equal(actual, expected)
+
+
 def piece(start: int, stop: int, *, param: str = "w", region: Box | None = None) -> Piece:
     box = Box((start, 0), (stop, 2))
     return Piece(param=param, box=box, name="W", region=region or box)
