@@ -220,21 +220,23 @@ class RankSchedule:
     Args:
         packs: rows of each micro-batch; the same number of packs on every DP rank.
         pack_tokens: every pack is padded to this many tokens; the same on every DP rank.
-    """
-
-    packs: tuple[tuple[PackRow, ...], ...]
-    pack_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """Who does what in one pass: one RankSchedule per DP rank.
-
-    Args:
         total_rows: samples in the pass, over all ranks.
         total_response_tokens: response tokens in the pass, over all ranks: a loss's global denominator.
     """
 
-    ranks: tuple[RankSchedule, ...]
+    packs: tuple[tuple[PackRow, ...], ...]
+    pack_tokens: int
     total_rows: int
     total_response_tokens: int
+
+    @property
+    def chunks(self) -> list[int]:
+        """The chunks that the rank reads, in order."""
+        return sorted({row.chunk for rows in self.packs for row in rows})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Who does what in one pass: one RankSchedule per DP rank, of which a rank is sent its own."""
+
+    ranks: tuple[RankSchedule, ...]

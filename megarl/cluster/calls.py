@@ -49,7 +49,7 @@ class Call:
     processes: Sequence[Process]
     done: Sequence[ray.ObjectRef]
     watch: Watch
-    chunks: ChunkRefs[Any] = field(default_factory=lambda: ChunkRefs(()))
+    chunks: ChunkRefs[Any] = field(default_factory=lambda: ChunkRefs({}))
     results: dict[int, Any] = field(default_factory=dict)
 
     def wait(self) -> list[Any]:
@@ -113,7 +113,7 @@ class Watch:
             first, *rest = refs if own else [refs]
             by_chunk.update(zip(own, rest, strict=True))
             done.append(first)
-        columns = ChunkRefs[Any]([by_chunk[chunk] for chunk in range(len(by_chunk))])
+        columns = ChunkRefs[Any](by_chunk)
         return self.follow(Call(label=label, processes=processes, done=done, chunks=columns, watch=self))
 
     def follow(self, call: Call) -> Call:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from megarl.cluster.calls import Call
 from megarl.cluster.session import Session
 from megarl.cluster.shell import ChunkRefs
 from megarl.config import RunConfig
-from megarl.types import ExperienceChunk, Layout, Ragged, RoleName, RolloutChunk, Schedule
+from megarl.types import ExperienceChunk, Layout, Ragged, RankSchedule, RoleName, RolloutChunk, Schedule
 
 WORKER = "megarl.megatron.worker:MegatronWorker"
 
@@ -42,15 +42,21 @@ class WorkerGroup:
         return self.call(f"{self.name}.load", "load", model_dir)
 
     def call(self, label: str, method: str, *args: Any, chunks: Sequence[Sequence[int]] | None = None) -> Call:
-        """Calls a method on every rank with the same arguments.
+        """Calls a method on every rank with the same arguments; see ``call_each``."""
+        return self.call_each(label, method, [args] * len(self.processes), chunks)
+
+    def call_each(
+        self, label: str, method: str, args: Sequence[tuple[Any, ...]], chunks: Sequence[Sequence[int]] | None = None
+    ) -> Call:
+        """Calls a method on every rank, with arguments of its own.
 
         Args:
             label: for messages.
             method: of the worker.
-            args: the arguments.
+            args: the arguments of each rank.
             chunks: the chunks that each rank reports; None where the results are small.
         """
-        return self._session.watch.submit(label, method, self.processes, [args] * len(self.processes), chunks)
+        return self._session.watch.submit(label, method, self.processes, args, chunks)
 
     def close(self) -> Call:
         """Lets the ranks end their world and give back their memory."""
@@ -73,15 +79,16 @@ class Role:
 
     def logprobs(self, schedule: Schedule, rollouts: ChunkRefs[RolloutChunk]) -> ChunkRefs[Ragged]:
         """Log-probabilities of the responses, nats."""
-        return self._by_chunk("logprobs", schedule, self.name, schedule, rollouts).chunks
+        return self._each("logprobs", schedule, lambda own: (self.name, own, rollouts.only(own.chunks))).chunks
 
     def values(self, schedule: Schedule, rollouts: ChunkRefs[RolloutChunk]) -> ChunkRefs[Ragged]:
         """Values of the responses' tokens."""
-        return self._by_chunk("values", schedule, self.name, schedule, rollouts).chunks
+        return self._each("values", schedule, lambda own: (self.name, own, rollouts.only(own.chunks))).chunks
 
     def scores(self, schedule: Schedule, rollouts: ChunkRefs[RolloutChunk]) -> Call:
         """Scores of the samples; ``merged_scores`` reads the results."""
-        return self.call("scores", self.name, schedule, rollouts)
+        args = [(self.name, own, rollouts.only(own.chunks)) for own in self._own(schedule)]
+        return self.group.call_each(f"{self.name}.scores", "scores", args)
 
     def build_experience(
         self,
@@ -93,19 +100,28 @@ class Role:
         scores: Mapping[int, npt.NDArray[np.float32]],
     ) -> Call:
         """Experience by chunk, and as the small results its statistics."""
-        return self._by_chunk("build_experience", schedule, schedule, rollouts, old, ref, values, scores)
+
+        def args(own: RankSchedule) -> tuple[Any, ...]:
+            columns = [None if refs is None else refs.only(own.chunks) for refs in (rollouts, old, ref, values)]
+            return own, *columns, {chunk: scores[chunk] for chunk in own.chunks}
+
+        return self._each("build_experience", schedule, args)
 
     def update(self, schedules: Sequence[Schedule], experience: ChunkRefs[ExperienceChunk]) -> Call:
         """Optimizer steps, one per schedule; ``reported`` reads their metrics."""
-        return self.call("update", self.name, schedules, experience)
+        args: list[tuple[Any, ...]] = []
+        for own in zip(*map(self._own, schedules), strict=True):
+            chunks = {chunk for schedule in own for chunk in schedule.chunks}
+            args.append((self.name, own, experience.only(sorted(chunks))))
+        return self.group.call_each(f"{self.name}.update", "update", args)
 
-    def call(self, method: str, *args: Any) -> Call:
-        """Calls a method whose results are small on every rank of the group."""
-        return self.group.call(f"{self.name}.{method}", method, *args)
+    def _own(self, schedule: Schedule) -> list[RankSchedule]:
+        """By rank, the part of its replica: all that the rank is sent."""
+        return [schedule.ranks[self.layout.coords(rank).dp] for rank in range(self.layout.world_size)]
 
-    def _by_chunk(self, method: str, schedule: Schedule, *args: Any) -> Call:
-        chunks = chunks_by_rank(schedule, self.layout)
-        return self.group.call(f"{self.name}.{method}", method, *args, chunks=chunks)
+    def _each(self, method: str, schedule: Schedule, args: Callable[[RankSchedule], tuple[Any, ...]]) -> Call:
+        by_rank = [args(own) for own in self._own(schedule)]
+        return self.group.call_each(f"{self.name}.{method}", method, by_rank, chunks_by_rank(schedule, self.layout))
 
 
 def chunks_by_rank(schedule: Schedule, layout: Layout) -> list[tuple[int, ...]]:
@@ -113,10 +129,8 @@ def chunks_by_rank(schedule: Schedule, layout: Layout) -> list[tuple[int, ...]]:
     chunks: list[tuple[int, ...]] = []
     for rank in range(layout.world_size):
         coords = layout.coords(rank)
-        packs = schedule.ranks[coords.dp].packs
-        own = {row.chunk for pack in packs for row in pack}
         reports = coords.tp == 0 and coords.pp == layout.pp - 1
-        chunks.append(tuple(sorted(own)) if reports else ())
+        chunks.append(tuple(schedule.ranks[coords.dp].chunks) if reports else ())
     return chunks
 
 

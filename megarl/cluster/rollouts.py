@@ -92,7 +92,7 @@ class RolloutGroup:
         for infos, (_, *parts) in zip(watch.follow(call).wait(), outputs, strict=True):
             samples += [replace(info, chunk=info.chunk + len(refs)) for info in infos]
             refs += parts
-        return Rollouts(samples=tuple(samples), chunks=ChunkRefs(refs))
+        return Rollouts(samples=tuple(samples), chunks=ChunkRefs(dict(enumerate(refs))))
 
     def call(self, method: str, *args: Any) -> Call:
         """Calls a method on every engine with the same arguments."""

@@ -8,7 +8,7 @@ import importlib
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import ray
@@ -23,10 +23,13 @@ class ChunkRefs(Generic[T]):
     """The chunks of a column by reference; reading one fetches that one, and keeps it as long as this object lives.
 
     A call's arguments live as long as the call, so that a worker holds what it reads no longer than that.
+
+    Args:
+        refs: by chunk.
     """
 
-    def __init__(self, refs: Sequence[ray.ObjectRef]) -> None:
-        self._refs = tuple(refs)
+    def __init__(self, refs: Mapping[int, ray.ObjectRef]) -> None:
+        self._refs = dict(refs)
         self._fetched: dict[int, T] = {}
 
     def __len__(self) -> int:
@@ -37,7 +40,11 @@ class ChunkRefs(Generic[T]):
             self._fetched[chunk] = ray.get(self._refs[chunk])
         return self._fetched[chunk]
 
-    def __reduce__(self) -> tuple[type[ChunkRefs[T]], tuple[tuple[ray.ObjectRef, ...]]]:
+    def only(self, chunks: Iterable[int]) -> ChunkRefs[T]:
+        """The references to these chunks alone: what a rank is sent that reads no others."""
+        return ChunkRefs({chunk: self._refs[chunk] for chunk in chunks})
+
+    def __reduce__(self) -> tuple[type[ChunkRefs[T]], tuple[dict[int, ray.ObjectRef]]]:
         return ChunkRefs, (self._refs,)
 
 

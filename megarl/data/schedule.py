@@ -149,9 +149,15 @@ def _schedule(rows_of_ranks: Sequence[Sequence[PackRow]], layout: Layout, budget
     unit = layout.tp if layout.sequence_parallel else 1
     pack_tokens = -(-longest_pack // unit) * unit
     return Schedule(
-        ranks=tuple(RankSchedule(packs=tuple(map(tuple, packs)), pack_tokens=pack_tokens) for packs in ranks),
-        total_rows=sum(map(len, rows_of_ranks)),
-        total_response_tokens=sum(row.response_tokens for rows in rows_of_ranks for row in rows),
+        ranks=tuple(
+            RankSchedule(
+                packs=tuple(map(tuple, packs)),
+                pack_tokens=pack_tokens,
+                total_rows=sum(map(len, rows_of_ranks)),
+                total_response_tokens=sum(row.response_tokens for rows in rows_of_ranks for row in rows),
+            )
+            for packs in ranks
+        )
     )
 
 

@@ -16,7 +16,7 @@ from megarl.data.packing import Chunks, gather
 from megarl.megatron.heads import response_logprobs, response_values
 from megarl.megatron.pipeline import MicroBatch
 from megarl.megatron.role import Loss, Role
-from megarl.types import ExperienceChunk, Ragged, Schedule
+from megarl.types import ExperienceChunk, Ragged, RankSchedule
 
 
 class Column:
@@ -31,7 +31,7 @@ class Column:
 
 def policy_loss(
     role: Role, algo: Algo, experience: Chunks[ExperienceChunk], *, temperature: float
-) -> Callable[[Schedule], Loss]:
+) -> Callable[[RankSchedule], Loss]:
     """The actor's loss of an optimizer step."""
     loss_function = choose(POLICY_LOSSES, algo.policy_loss, "algo.policy_loss")
 
@@ -44,7 +44,7 @@ def policy_loss(
     return _aggregated(algo, of_tokens)
 
 
-def value_loss(role: Role, algo: Algo, experience: Chunks[ExperienceChunk]) -> Callable[[Schedule], Loss]:
+def value_loss(role: Role, algo: Algo, experience: Chunks[ExperienceChunk]) -> Callable[[RankSchedule], Loss]:
     """The critic's loss of an optimizer step."""
 
     def of_tokens(batch: MicroBatch, hidden: Tensor, mask: Tensor) -> TokenLoss:
@@ -63,11 +63,13 @@ def _columns(batch: MicroBatch, experience: Chunks[ExperienceChunk], mask: Tenso
     return column
 
 
-def _aggregated(algo: Algo, of_tokens: Callable[[MicroBatch, Tensor, Tensor], TokenLoss]) -> Callable[[Schedule], Loss]:
+def _aggregated(
+    algo: Algo, of_tokens: Callable[[MicroBatch, Tensor, Tensor], TokenLoss]
+) -> Callable[[RankSchedule], Loss]:
     """Weights that hold the step's denominators; metrics are means over the response tokens of the step."""
     aggregate = choose(AGGREGATIONS, algo.aggregation, "algo.aggregation")
 
-    def of_step(schedule: Schedule) -> Loss:
+    def of_step(schedule: RankSchedule) -> Loss:
         tokens_in_step, rows_in_step = schedule.total_response_tokens, schedule.total_rows
 
         def loss(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

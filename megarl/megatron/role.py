@@ -17,7 +17,7 @@ from megarl.megatron.loss_scale import as_megatron_loss
 from megarl.megatron.model import build_model
 from megarl.megatron.optimizer import Trainer, build_trainer
 from megarl.megatron.pipeline import MicroBatch, micro_batches, run_forward, run_forward_backward
-from megarl.types import HeadName, Layout, PackRow, Ragged, RoleName, Schedule
+from megarl.types import HeadName, Layout, PackRow, Ragged, RankSchedule, RoleName
 from megarl.weights.regions import ShardMap
 from megarl.weights.specs import ModelSpec
 
@@ -34,7 +34,8 @@ HEADS: dict[RoleName, HeadName] = {"actor": "lm", "reference": "lm", "critic": "
 class Role:
     """A model for inference, or with ``start_training`` for training. Every method is collective over the role's ranks.
 
-    Results come back on one rank per replica, TP rank 0 of the last stage (``reports``); the others return None.
+    Schedules are those of this rank's replica. Results come back on one rank per replica, TP rank 0 of the last stage
+    (``reports``); the others return None.
 
     Args:
         name: of the role, which decides its head.
@@ -97,7 +98,7 @@ class Role:
         self.trainer = build_trainer(self.model, settings)
 
     def logprobs(
-        self, schedule: Schedule, chunks: Chunks[TokenChunk], *, temperature: float
+        self, schedule: RankSchedule, chunks: Chunks[TokenChunk], *, temperature: float
     ) -> dict[int, Ragged] | None:
         """Log-probability of each response token, nats, by chunk."""
 
@@ -106,40 +107,38 @@ class Role:
 
         return self._per_token(schedule, chunks, outcome)
 
-    def values(self, schedule: Schedule, chunks: Chunks[TokenChunk]) -> dict[int, Ragged] | None:
+    def values(self, schedule: RankSchedule, chunks: Chunks[TokenChunk]) -> dict[int, Ragged] | None:
         """The critic's value of the state before each response token, by chunk."""
         return self._per_token(schedule, chunks, lambda batch, hidden: response_values(self.model, batch, hidden))
 
-    def scores(self, schedule: Schedule, chunks: Chunks[TokenChunk]) -> dict[int, np.typing.NDArray[np.float32]] | None:
+    def scores(
+        self, schedule: RankSchedule, chunks: Chunks[TokenChunk]
+    ) -> dict[int, np.typing.NDArray[np.float32]] | None:
         """The reward model's score of each sample, [N] float32 by chunk."""
         flat = self._infer(schedule, chunks, lambda batch, hidden: row_scores(self.model, batch, hidden))
-        return None if flat is None else scatter_scalars(self._rows(schedule), flat)
+        return None if flat is None else scatter_scalars(_rows(schedule), flat)
 
     def _per_token(
         self,
-        schedule: Schedule,
+        schedule: RankSchedule,
         chunks: Chunks[TokenChunk],
         outcome: Callable[[MicroBatch, torch.Tensor], torch.Tensor],
     ) -> dict[int, Ragged] | None:
         flat = self._infer(schedule, chunks, outcome)
-        return None if flat is None else scatter(self._rows(schedule), flat)
+        return None if flat is None else scatter(_rows(schedule), flat)
 
     def _infer(
         self,
-        schedule: Schedule,
+        schedule: RankSchedule,
         chunks: Chunks[TokenChunk],
         outcome: Callable[[MicroBatch, torch.Tensor], torch.Tensor],
     ) -> np.typing.NDArray[np.float32] | None:
-        own = schedule.ranks[self.coords.dp]
-        batches = micro_batches(self.model, own, chunks)
-        results = run_forward(self.model, batches, own.pack_tokens, outcome)
+        batches = micro_batches(self.model, schedule, chunks)
+        results = run_forward(self.model, batches, schedule.pack_tokens, outcome)
         return torch.cat(results).cpu().numpy() if self.reports else None
 
-    def _rows(self, schedule: Schedule) -> list[PackRow]:
-        return [row for rows in schedule.ranks[self.coords.dp].packs for row in rows]
-
     def update(
-        self, schedules: Sequence[Schedule], chunks: Chunks[Chunk], loss_of: Callable[[Schedule], Loss]
+        self, schedules: Sequence[RankSchedule], chunks: Chunks[Chunk], loss_of: Callable[[RankSchedule], Loss]
     ) -> list[dict[str, float]]:
         """Takes one optimizer step per schedule.
 
@@ -157,17 +156,15 @@ class Role:
         assert self.trainer is not None, f"{self.name} is not in training"
         return [self._step(self.trainer, schedule, chunks, loss_of(schedule)) for schedule in schedules]
 
-    def _step(self, trainer: Trainer, schedule: Schedule, chunks: Chunks[Chunk], loss: Loss) -> dict[str, float]:
+    def _step(self, trainer: Trainer, schedule: RankSchedule, chunks: Chunks[Chunk], loss: Loss) -> dict[str, float]:
         def outcome(batch: MicroBatch, hidden: torch.Tensor) -> object:
             value, metrics = loss(batch, hidden)
             metrics = {"loss": value.detach(), **metrics}
             return as_megatron_loss(value, metrics, trainer.loss_factor)
 
-        own = schedule.ranks[self.coords.dp]
         trainer.zero_grad()
-        collected = run_forward_backward(
-            self.model, trainer.chunks, micro_batches(self.model, own, chunks), own.pack_tokens, outcome
-        )
+        batches = micro_batches(self.model, schedule, chunks)
+        collected = run_forward_backward(self.model, trainer.chunks, batches, schedule.pack_tokens, outcome)
         grad_norm, stepped = trainer.step()
         self._skipped_in_a_row = 0 if stepped else self._skipped_in_a_row + 1
         if self._skipped_in_a_row == MAX_SKIPPED:
@@ -185,3 +182,7 @@ class Role:
         total = torch.stack([torch.stack([part[name].double() for name in names]) for part in collected]).sum(0)
         dist.all_reduce(total, group=self.model.groups.dp)
         return dict(zip(names, total.tolist(), strict=True))
+
+
+def _rows(schedule: RankSchedule) -> list[PackRow]:
+    return [row for rows in schedule.packs for row in rows]

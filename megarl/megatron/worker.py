@@ -17,7 +17,7 @@ from megarl.megatron.losses import policy_loss, value_loss
 from megarl.megatron.platform import Platform, start_platform, start_world
 from megarl.megatron.role import HEADS, Role
 from megarl.resharding import GlooTransport, Sender, SyncSpec, SyncStats
-from megarl.types import ExperienceChunk, Ragged, RoleName, RolloutChunk, Schedule
+from megarl.types import ExperienceChunk, Ragged, RankSchedule, RoleName, RolloutChunk
 from megarl.weights.export import Export, export_plan
 from megarl.weights.files import load_shard, read_config
 from megarl.weights.specs import ModelSpec, model_spec
@@ -96,23 +96,27 @@ class MegatronWorker:
         generator = torch.Generator().manual_seed(settings.head_seed)
         return settings.head_std * torch.randn(1, spec.dims.hidden, generator=generator)
 
-    def logprobs(self, role: RoleName, schedule: Schedule, rollouts: Chunks[RolloutChunk]) -> dict[int, Ragged] | None:
+    def logprobs(
+        self, role: RoleName, schedule: RankSchedule, rollouts: Chunks[RolloutChunk]
+    ) -> dict[int, Ragged] | None:
         """Log-probabilities of the responses at the sampling temperature, nats, by chunk."""
         return self._roles[role].logprobs(schedule, rollouts, temperature=self._config.rollout.temperature)
 
-    def values(self, role: RoleName, schedule: Schedule, rollouts: Chunks[RolloutChunk]) -> dict[int, Ragged] | None:
+    def values(
+        self, role: RoleName, schedule: RankSchedule, rollouts: Chunks[RolloutChunk]
+    ) -> dict[int, Ragged] | None:
         """Values of the states before each response token, by chunk."""
         return self._roles[role].values(schedule, rollouts)
 
     def scores(
-        self, role: RoleName, schedule: Schedule, rollouts: Chunks[RolloutChunk]
+        self, role: RoleName, schedule: RankSchedule, rollouts: Chunks[RolloutChunk]
     ) -> dict[int, np.typing.NDArray[np.float32]] | None:
         """Scores of the samples, [N] float32 by chunk."""
         return self._roles[role].scores(schedule, rollouts)
 
     def build_experience(
         self,
-        schedule: Schedule,
+        schedule: RankSchedule,
         rollouts: Chunks[RolloutChunk],
         old: Chunks[Ragged],
         ref: Chunks[Ragged] | None,
@@ -124,7 +128,7 @@ class MegatronWorker:
         Args:
             schedule: the actor's inference schedule.
             rollouts, old, ref, values: columns by chunk, fetched where they are read.
-            scores: of all chunks.
+            scores: of the schedule's chunks.
         """
         actor = self._roles["actor"]
         if not actor.reports:
@@ -136,12 +140,11 @@ class MegatronWorker:
             dist.all_reduce(shared, group=actor.model.groups.dp)
             return shared.to(vector.device)
 
-        own = sorted({row.chunk for rows in schedule.ranks[actor.coords.dp].packs for row in rows})
         columns = Columns(old_logprobs=old, ref_logprobs=ref, values=values, scores=scores)
-        return build_experience(own, rollouts, columns, self._config.algo, reduce)
+        return build_experience(schedule.chunks, rollouts, columns, self._config.algo, reduce)
 
     def update(
-        self, role: RoleName, schedules: Sequence[Schedule], experience: Chunks[ExperienceChunk]
+        self, role: RoleName, schedules: Sequence[RankSchedule], experience: Chunks[ExperienceChunk]
     ) -> list[dict[str, float]] | None:
         """One optimizer step per schedule; their metrics, as ``role/name``."""
         trained, algo = self._roles[role], self._config.algo

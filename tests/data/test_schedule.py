@@ -55,8 +55,8 @@ def check_pass(schedule: Schedule, members: list[SampleInfo], layout: Layout, bu
     flat = [place for rank in rows_of(schedule) for place in rank]
     assert Counter(flat) == Counter(by_place.keys()), "every sample exactly once"
     assert len(schedule.ranks) == layout.dp
-    assert schedule.total_rows == len(members)
-    assert schedule.total_response_tokens == sum(s.response_tokens for s in members)
+    assert {rank.total_rows for rank in schedule.ranks} == {len(members)}
+    assert {rank.total_response_tokens for rank in schedule.ranks} == {sum(s.response_tokens for s in members)}
     assert len({len(rank.packs) for rank in schedule.ranks}) == 1, "equal numbers of packs"
     assert layout.vpp == 1 or len(schedule.ranks[0].packs) % layout.pp == 0
     (pack_tokens,) = {rank.pack_tokens for rank in schedule.ranks}

@@ -60,7 +60,7 @@ def _global_reads(rank: int, directory: Path) -> list[str]:
         cache, (rollouts, infos) = GroupCache(), random_chunks()
         one, other = Layout(tp=2, pp=2, sequence_parallel=True), Layout(pp=4)
         actor = load_role(directory, "actor", one, rank, cache, trainable=False, head=None)
-        actor.logprobs(inference_schedule(infos, one, 40), rollouts, temperature=1.0)
+        actor.logprobs(inference_schedule(infos, one, 40).ranks[0], rollouts, temperature=1.0)
         critic = load_role(directory, "critic", other, rank, cache, trainable=True, head=torch.ones(1, 32))
         critic.start_training(Optimizer(lr=1e-3))
 
@@ -68,7 +68,7 @@ def _global_reads(rank: int, directory: Path) -> list[str]:
             return response_values(critic.model, batch, hidden).sum(), {}
 
         plan = update_schedules(infos, other, 40, mini_batches=1, epochs=1, seed=0, step=0)
-        critic.update(plan, rollouts, lambda _schedule: loss)
+        critic.update([schedule.ranks[0] for schedule in plan], rollouts, lambda _schedule: loss)
     finally:
         for module, name, value in bound:
             setattr(module, name, value)

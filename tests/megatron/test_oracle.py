@@ -77,7 +77,7 @@ def _iteration(rank: int, directory: Path, reference: Path, layouts: dict[str, L
         return {chunk: rows for part in parts if part for chunk, rows in part.items()}
 
     def passes(role: Any) -> Any:
-        return inference_schedule(infos, role.layout, budget)
+        return inference_schedule(infos, role.layout, budget).ranks[role.coords.dp]
 
     old = everywhere(actor.logprobs(passes(actor), rollouts, temperature=TEMPERATURE))
     columns = Columns(
@@ -86,13 +86,12 @@ def _iteration(rank: int, directory: Path, reference: Path, layouts: dict[str, L
         values=everywhere(critic.values(passes(critic), rollouts)),
         scores=_scores(),
     )
-    mine = sorted({row.chunk for rows in passes(actor).ranks[actor.coords.dp].packs for row in rows})
 
     def reduce(vector: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(vector, group=actor.model.groups.dp)
         return vector
 
-    built, _ = build_experience(mine, rollouts, columns, ALGO, reduce)
+    built, _ = build_experience(passes(actor).chunks, rollouts, columns, ALGO, reduce)
     experience = everywhere(built if actor.reports else None)
     plan = {"mini_batches": ALGO.mini_batches, "epochs": ALGO.ppo_epochs, "seed": SEED, "step": STEP}
     result: dict[str, Any] = {}
@@ -101,7 +100,11 @@ def _iteration(rank: int, directory: Path, reference: Path, layouts: dict[str, L
         (critic, value_loss(critic, ALGO, experience)),
     ):
         result[role.name] = {
-            "steps": role.update(update_schedules(infos, role.layout, budget, **plan), experience, loss),
+            "steps": role.update(
+                [s.ranks[role.coords.dp] for s in update_schedules(infos, role.layout, budget, **plan)],
+                experience,
+                loss,
+            ),
             "reports": role.reports,
             "pieces": _canonical_pieces(role),
         }
@@ -270,7 +273,7 @@ def _single_samples(rank: int, directory: Path, layout: Layout) -> list[tuple[fl
         return (0.1 * entropy - logprobs).sum() / 10, {}
 
     plan = update_schedules(infos, layout, 40, mini_batches=len(infos), epochs=1, seed=0, step=0)
-    steps = actor.update(plan, rollouts, lambda _schedule: loss)
+    steps = actor.update([s.ranks[actor.coords.dp] for s in plan], rollouts, lambda _schedule: loss)
     return [(step["loss"], step["grad_norm"]) for step in steps] if actor.reports else []
 
 

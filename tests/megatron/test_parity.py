@@ -28,7 +28,7 @@ def _infer(rank: int, directory: Path, layout: Layout, budget: int) -> dict[str,
     from megarl.megatron.groups import GroupCache
 
     rollouts, infos = random_chunks()
-    schedule = inference_schedule(infos, layout, budget)
+    schedule = inference_schedule(infos, layout, budget).ranks[layout.coords(rank).dp]
     cache = GroupCache()
     actor = load_role(directory, "actor", layout, rank, cache, trainable=False, head=None)
     critic = load_role(directory, "critic", layout, rank, cache, trainable=False, head=_head())
@@ -115,7 +115,8 @@ def _infer_in_use(rank: int, directory: Path, layout: Layout) -> dict[int, objec
 
     rollouts, infos = random_chunks(vocab=IN_USE)
     actor = load_role(directory, "actor", layout, rank, GroupCache(), trainable=False, head=None, vocab_size=IN_USE)
-    return actor.logprobs(inference_schedule(infos, layout, 40), rollouts, temperature=1.0)
+    own = inference_schedule(infos, layout, 40).ranks[actor.coords.dp]
+    return actor.logprobs(own, rollouts, temperature=1.0)
 
 
 @pytest.mark.dist

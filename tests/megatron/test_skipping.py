@@ -35,7 +35,7 @@ def _updates(rank: int, directory: Path, broken: list[bool]) -> dict[str, Any]:
             return -factor * logprobs.sum() / 100, {}
 
         before = {name: parameter.detach().clone() for name, parameter in role.model.parameters().items()}
-        steps += role.update(schedule, rollouts, lambda _schedule, chosen=loss: chosen)
+        steps += role.update([s.ranks[0] for s in schedule], rollouts, lambda _schedule, chosen=loss: chosen)
         after = role.model.parameters()
         moved.append(any(not torch.equal(before[name], after[name]) for name in before))
     return {"skipped": [step["skipped"] for step in steps], "moved": moved}

@@ -89,7 +89,8 @@ def _iteration(rank: int, overrides: list[str], port: int, model: Path, out: Pat
         return {chunk: value for part in parts if part for chunk, value in part.items()}
 
     def passes(role: Any) -> Any:
-        return inference_schedule(infos, config.layout(role), 40)
+        layout = config.layout(role)
+        return inference_schedule(infos, layout, 40).ranks[layout.coords(rank).dp]
 
     old = everywhere(worker.logprobs("actor", passes("actor"), rollouts))
     asked = set(rollouts.asked)
@@ -101,7 +102,8 @@ def _iteration(rank: int, overrides: list[str], port: int, model: Path, out: Pat
     updates = {}
     for role in ("actor", "critic"):
         plan = update_schedules(infos, config.layout(role), 40, mini_batches=2, epochs=2, seed=0, step=0)
-        updates[role] = worker.update(role, plan, experience)
+        dp = config.layout(role).coords(rank).dp
+        updates[role] = worker.update(role, [schedule.ranks[dp] for schedule in plan], experience)
     new = everywhere(worker.logprobs("actor", passes("actor"), rollouts))
     worker.export("actor", str(out), str(model))
     worker.close()
