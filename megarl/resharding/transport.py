@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
@@ -140,10 +141,15 @@ class _GlooTransfer:
         self._counter[self._peer] += self._buffer.numel()
 
 
-def serve_store(port: int = 0) -> TCPStore:
+def serve_store(host: str = "127.0.0.1", port: int = 0) -> TCPStore:
     """The store at which the ranks of a sync meet; it lives as long as the object.
 
     Args:
+        host: the address, of this machine, at which alone it listens; the store has no other protection.
         port: 0 for any free one, found in ``.port``.
     """
-    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    # A TCPStore that opens its port itself listens on all addresses, whichever host it is given (torch 2.13).
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(address[:2], family=family)
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

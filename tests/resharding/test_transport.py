@@ -1,0 +1,47 @@
+"""The store listens where it is told, and nowhere else."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from megarl.resharding import serve_store
+
+pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads the tables of Linux")
+
+LISTEN = "0A"
+
+
+def listeners(port: int) -> list[tuple[int, bytes]]:
+    """Family and address, in network order, of every socket that listens at a port, by the kernel's tables."""
+    found = []
+    for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            address, at = local.split(":")
+            if int(at, 16) == port and state == LISTEN:
+                words = [address[i : i + 8] for i in range(0, len(address), 8)]
+                found.append((family, b"".join(bytes.fromhex(word)[::-1] for word in words)))
+    return found
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
+def test_a_store_listens_at_one_address(host: str) -> None:
+    try:
+        family, _, _, _, (address, *_) = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        socket.create_server((address, 0), family=family).close()
+    except OSError:
+        pytest.skip(f"this machine has no {host}")
+    store = serve_store(host)
+    assert listeners(store.port) == [(family, socket.inet_pton(family, address))]
+    client = TCPStore(host, store.port, is_master=False)
+    client.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_by_default_a_store_is_for_this_machine_alone() -> None:
+    store = serve_store()
+    assert listeners(store.port) == [(socket.AF_INET, bytes([127, 0, 0, 1]))]
