@@ -69,7 +69,7 @@ def export_plan(maps: Sequence[ShardMap], tensors: Mapping[str, TensorInfo]) -> 
 
 @dataclass(frozen=True)
 class Export:
-    """An HF directory in the making. Every rank makes one with equal arguments and calls ``write``.
+    """An HF directory in the making. Every rank makes one with equal arguments and calls ``run``.
 
     Args:
         directory: must not exist; it appears when everything is written.
@@ -99,6 +99,7 @@ class Export:
         """Writes this rank's regions; returns on all ranks when the directory is there.
 
         Waits for the other ranks at the barrier: before anyone writes, when all have, and when the directory is named.
+        As it gets its name after the second barrier, either all ranks or none find it there before the first.
 
         Args:
             part: the rank's part of ``export_plan``; None where it has nothing to write.
@@ -107,7 +108,12 @@ class Export:
             template: a directory whose tokenizer and generation files are copied.
             lead: exactly one rank creates the files and names the directory.
             barrier: returns when every rank has called it.
+
+        Raises:
+            FileExistsError: the directory exists; on every rank, and nothing is written.
         """
+        if self.directory.exists():
+            raise FileExistsError(f"{self.directory} exists; an export does not overwrite")
         if lead:
             self.create()
         barrier()
@@ -120,8 +126,6 @@ class Export:
 
     def create(self) -> None:
         """Lays out the files, with headers and space for the data."""
-        if self.directory.exists():
-            raise FileExistsError(f"{self.directory} exists; an export does not overwrite")
         shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir(parents=True)
         for file in self._files():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -147,5 +148,20 @@ def test_an_interrupted_export_looks_unfinished_and_can_be_repeated(tmp_path: Pa
     assert not (tmp_path / "out").exists()
     round_trip(tmp_path / "in", tmp_path / "out", Layout(), "lm")
     assert (tmp_path / "out" / "config.json").is_file()
-    with pytest.raises(FileExistsError, match="does not overwrite"):
-        export.create()
+
+
+def test_no_rank_of_an_export_overwrites_or_waits_for_one_that_does_not(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("precious")
+    export = Export(tmp_path / "out", model_spec(qwen2_config()).canonical())
+    barrier = threading.Barrier(3)
+
+    def run(rank: int) -> None:
+        with pytest.raises(FileExistsError, match="does not overwrite"):
+            export.run(None, {}, config={}, template=None, lead=rank == 0, barrier=lambda: barrier.wait(20) and None)
+
+    with ThreadPoolExecutor(3) as executor:
+        list(executor.map(run, range(3)))
+    assert not barrier.broken
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "config.json").read_text() == "precious"
