@@ -172,17 +172,22 @@ def _devices() -> Iterator[Finding]:
 
 
 def accelerations(*, cuda: bool) -> Iterator[Finding]:
-    """Optional CUDA kernels: active where they are installed and there is a CUDA device."""
+    """Optional CUDA kernels: active where they are installed and there is a CUDA device.
+
+    Megatron takes its fused Adam and its multi-tensor kernels from Transformer Engine or apex; packed attention
+    takes flash-attn's kernel for half precision. Linear layers and norms use torch's.
+    """
     transformer_engine = ("transformer engine", _version("transformer-engine"), "pip install 'megarl[gpu]'")
     flash_attention = ("flash-attn", _version("flash-attn"), "pip install flash-attn")
     apex = ("apex", _apex_version(), "build NVIDIA/apex from source (apex on the package index is another project)")
+    uses = {"transformer engine": "Adam", "apex": "Adam", "flash-attn": "attention"}
     for name, version, fix in (transformer_engine, flash_attention, apex):
         if version is None:
             yield Finding(name=name, status="missing", found="not installed", fix=f"on CUDA: {fix}")
         elif not cuda:
             yield Finding(name=name, status="missing", found=f"{version}, inactive without a CUDA device")
         else:
-            yield Finding(name=name, status="ok", found=f"{version}, active")
+            yield Finding(name=name, status="ok", found=f"{version}, active in {uses[name]}")
 
 
 def _apex_version() -> str | None:

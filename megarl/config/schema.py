@@ -148,7 +148,7 @@ class Rollout(Section):
     record: str | None = None
     """Directory to write each step's rollouts to."""
     replay: str | None = None
-    """Directory of recorded rollouts to train on instead of generating."""
+    """Directory of recorded rollouts: the steps that it has are trained on instead of generated."""
 
     @property
     def engines(self) -> int:

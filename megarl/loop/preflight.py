@@ -35,6 +35,10 @@ def check(config: RunConfig) -> list[Prompt]:
         problems += _scorer(scorer, scorer_path)
     if spec is not None and not problems:
         prompts = _prompts(problems, config, vocab_size(config, spec))
+    replay = config.rollout.replay
+    if replay is not None and not list(Path(replay).glob("*.npz")):
+        fix = "name a directory that rollout.record wrote"
+        problems.append(Problem(field="rollout.replay", value=replay, rule="holds recorded rollouts", fix=fix))
     if problems:
         raise ConfigError(problems)
     return prompts

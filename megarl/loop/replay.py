@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import numpy as np
 
@@ -34,17 +34,29 @@ class RecordingEngine(RolloutEngine):
 
 
 class ReplayingEngine(RolloutEngine):
-    """Answers with the responses of ``rollout.replay``; it takes part in syncs like any other."""
+    """Answers with the responses of ``rollout.replay`` in the steps that are recorded there, and generates in others.
+
+    It takes part in syncs like any other.
+    """
 
     def __init__(self, model_dir: str, rollout: Rollout, **options: Any) -> None:
         super().__init__(model_dir, rollout, **options)
         assert rollout.replay is not None
         self._directory = Path(rollout.replay)
+        self._steps = recorded_steps(self._directory)
 
     def generate(
         self, requests: Sequence[SampleRequest], chunk_sizes: Sequence[int]
     ) -> tuple[list[SampleInfo], list[RolloutChunk]]:
+        if not self._steps & {_step(request.sample_id) for request in requests}:
+            return super().generate(requests, chunk_sizes)
+        self._usable_version()
         return into_chunks([read_response(self._directory, request) for request in requests], chunk_sizes)
+
+
+def recorded_steps(directory: Path) -> set[str]:
+    """The steps of which a directory has samples."""
+    return {_step(unquote(file.stem)) for file in directory.glob("*.npz")}
 
 
 def write_sample(directory: Path, chunk: RolloutChunk, row: int) -> None:
@@ -84,6 +96,11 @@ def read_response(directory: Path, request: SampleRequest) -> Response:
                 for start, stop, version, engine_id in stored["versions"].tolist()
             ),
         )
+
+
+def _step(sample_id: str) -> str:
+    """The first part of the ids that ``sample_requests`` makes."""
+    return sample_id.partition("/")[0]
 
 
 def _file(directory: Path, sample_id: str) -> Path:

@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megarl.config import load
@@ -38,6 +39,13 @@ def test_it_writes_a_line_per_step(debug_run: DebugRun) -> None:
         assert line["rollout/logprob_gap"] < 1e-4, "trainer and engine disagree about the tokens that it sampled"
         stages = sum(line[f"time/{stage}"] for stage in ("generate", "evaluate", "update", "sync"))
         assert stages == pytest.approx(line["time/step"], rel=0.05, abs=0.01)
+
+
+def test_no_id_is_sampled_that_is_not_in_use(debug_run: DebugRun) -> None:
+    """The model has 100 ids, of which the configuration uses 96; a random model likes all of them alike."""
+    samples = [np.load(file)["response_ids"] for file in debug_run.recorded.iterdir()]
+    assert len(samples) == 48
+    assert max(ids.max() for ids in samples) < 96
 
 
 def test_the_actor_starts_as_the_reference_and_leaves_it(debug_run: DebugRun) -> None:

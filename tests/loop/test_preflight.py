@@ -77,6 +77,10 @@ def test_prompts_that_leave_no_room_are_refused(tmp_path: Path) -> None:
     assert "max_model_len - max_new_tokens = 32 tokens; '9' has 33, and 1 of 9" in text
 
 
+def test_there_is_something_to_replay(tmp_path: Path) -> None:
+    assert "holds recorded rollouts" in refusal(f"rollout.replay={tmp_path}")
+
+
 def test_a_step_needs_its_prompts(tmp_path: Path) -> None:
     assert "at most the 3 prompts" in refusal(*prompts(tmp_path, 2, 2, 2))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.loop.replay import read_response, write_sample
+from megarl.loop.replay import read_response, recorded_steps, write_sample
 from megarl.types import Prompt, Ragged, RolloutChunk, SampleRequest, VersionSpan
 
 CHUNK = RolloutChunk(
@@ -41,6 +41,13 @@ def test_a_sample_comes_back_bit_for_bit(tmp_path: Path, row: int, prompt: tuple
 def test_a_sample_that_was_not_recorded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no sample '1/a b/0': record and replay with the same run\.seed"):
         read_response(tmp_path, request(0, (5, 6, 7)))
+
+
+def test_a_directory_tells_its_steps(tmp_path: Path) -> None:
+    assert recorded_steps(tmp_path) == set()
+    write_sample(tmp_path, CHUNK, 0)
+    write_sample(tmp_path, CHUNK, 1)
+    assert recorded_steps(tmp_path) == {"1"}
 
 
 def test_another_prompt_is_refused(tmp_path: Path) -> None:
