@@ -62,7 +62,7 @@ class Resharder:
             [nodes[device] for device in parse_devices(config.rollout.devices)],
             int(config.resharding.bucket_mib * _MIB),
         )
-        self._store = serve_store()
+        self._store = serve_store(session.host)
         self._spec = SyncSpec.of(
             transfers,
             name="actor-to-engines",
@@ -119,7 +119,7 @@ def plan_sync(
         actor_nodes: the node of each of its ranks.
         tp: ranks of an engine.
         engine_nodes: the node of each engine rank, engine by engine.
-        bucket_bytes: most bytes that are received at a time.
+        bucket_bytes: no message is larger.
     """
 
     @functools.cache  # replicas share one map

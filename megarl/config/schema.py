@@ -276,7 +276,7 @@ class Resharding(Section):
     """The transfer of the actor's weights into the engines after each step."""
 
     bucket_mib: Positive = 256.0
-    """Largest message, MiB; every process keeps two of them."""
+    """Largest message, MiB. A process keeps two; an engine one and its largest parameter, where that is larger."""
     verify: bool = True
     """Send and check a checksum with every message."""
 

@@ -33,7 +33,7 @@ LAYOUTS = {
         "cluster.devices_per_node=10",
     ],
 }
-ALWAYS = ("actor TP2 x DP2", "every role in its own group")
+ALWAYS = ("rollout TP2", "every role in its own group")
 COMPARED = ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm")
 TOLERANCE = 1e-5  # the project's bar for one batch under any split, in float32
 
