@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def test_contributing_names_files_that_exist() -> None:
 
 @pytest.mark.parametrize("overrides", re.findall(r"^\|[^|]+\| `([^`]+=[^`]+)` \|$", README, flags=re.MULTILINE))
 def test_the_overrides_of_the_readme_load(overrides: str) -> None:
-    assert debug(*overrides.split()) != debug()
+    assert debug(*shlex.split(overrides)) != debug()
 
 
 def test_make_targets_exist() -> None:

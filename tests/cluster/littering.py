@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 import time
@@ -14,6 +15,8 @@ from tests.cluster.conftest import DEBUG, FAKE_WORKER
 
 
 def main(ending: str) -> None:
+    # A shell starts its background jobs with SIGINT ignored, and the tests may run in one.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     config = load(DEBUG)
     with Session(config.cluster, Path(tempfile.gettempdir()) / "logs") as session:
         names = WorkerGroup(session, config, "train", FAKE_WORKER).call("litter", "litter").wait()
