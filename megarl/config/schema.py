@@ -173,7 +173,7 @@ class Data(Section):
     """The prompts, and how many make a step."""
 
     prompts: str | None = None
-    """JSONL file of prompts."""
+    """JSONL file, a prompt per line: token_ids (a list), and prompt_id (unique; without it the line number)."""
     random: RandomPrompts | None = None
     """Make random prompts instead; exactly one of prompts and random is given."""
     prompts_per_step: Count

@@ -53,10 +53,9 @@ def _spec(problems: list[Problem], field: str, read: Callable[[], object]) -> Mo
     try:
         return model_spec(read())  # pyright: ignore[reportArgumentType]  (fields of a config.json)
     except (ValueError, CheckpointError) as error:
-        value, *lines = str(error).splitlines()
-        rule = "; ".join(line.strip() for line in lines) or value
-        fix = "choose a model with these fields, or another architecture"
-        problems.append(Problem(field=field, value=value if lines else "unsupported", rule=rule, fix=fix))
+        rule = "; ".join(line.strip() for line in str(error).splitlines())
+        fix = "correct or complete the model's configuration, or choose another model"
+        problems.append(Problem(field=field, value="unsupported", rule=rule, fix=fix))
         return None
 
 

@@ -108,7 +108,7 @@ class Reporter:
         metrics = result.metrics()
         for update in result.updates:
             self._updates_taken += 1
-            self._updates.write(self._updates_taken, {"iteration": result.step, **update})
+            self._updates.write(result.step, {"update": self._updates_taken, **update})
         self._steps.write(result.step, metrics)
         self._console.write(result.step, metrics)
         self._last = result.step, metrics

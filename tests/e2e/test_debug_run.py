@@ -65,8 +65,8 @@ def test_every_sync_brings_the_engine_its_shard_once(debug_run: DebugRun) -> Non
 
 def test_it_writes_a_line_per_optimizer_step(debug_run: DebugRun) -> None:
     updates = lines(debug_run.directory / "updates.jsonl")
-    assert [line["step"] for line in updates] == list(range(1, 13))
-    assert [line["iteration"] for line in updates] == [1] * 4 + [2] * 4 + [3] * 4
+    assert [line["update"] for line in updates] == list(range(1, 13))
+    assert [line["step"] for line in updates] == [1] * 4 + [2] * 4 + [3] * 4
     first = lines(debug_run.directory / "metrics.jsonl")[0]
     mean = sum(line["actor/loss"] for line in updates[:4]) / 4
     assert first["actor/loss"] == pytest.approx(mean)

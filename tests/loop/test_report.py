@@ -54,6 +54,6 @@ def test_files_have_a_line_per_step_and_per_optimizer_step(tmp_path: Path, capsy
     assert json.loads(directory.metrics.read_text())["actor/loss"] == 1.5
     updates = [json.loads(line) for line in directory.updates.read_text().splitlines()]
     assert updates == [
-        {"step": 1, "iteration": 1, "actor/loss": 1.0, "critic/loss": -1.0},
-        {"step": 2, "iteration": 1, "actor/loss": 2.0, "critic/loss": 3.0},
+        {"step": 1, "update": 1, "actor/loss": 1.0, "critic/loss": -1.0},
+        {"step": 1, "update": 2, "actor/loss": 2.0, "critic/loss": 3.0},
     ]
