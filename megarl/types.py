@@ -184,7 +184,6 @@ class ExperienceChunk:
         sample_ids: N ids.
         prompt_ids, response_ids: N rows of int32 token ids.
         old_logprobs: float32 nats, by the actor before the update.
-        ref_logprobs: float32 nats, by the reference; None without one.
         old_values: float32, by the critic before the update; None without one.
         advantages, returns: float32; returns is None without a critic.
     """
@@ -193,7 +192,6 @@ class ExperienceChunk:
     prompt_ids: Ragged
     response_ids: Ragged
     old_logprobs: Ragged
-    ref_logprobs: Ragged | None
     old_values: Ragged | None
     advantages: Ragged
     returns: Ragged | None

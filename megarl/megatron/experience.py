@@ -84,7 +84,6 @@ def build_experience(
             prompt_ids=chunk.prompt_ids,
             response_ids=chunk.response_ids,
             old_logprobs=columns.old_logprobs[i],
-            ref_logprobs=None if columns.ref_logprobs is None else columns.ref_logprobs[i],
             old_values=columns.values[i],
             advantages=advantages_of[i],
             returns=returns_of[i],
