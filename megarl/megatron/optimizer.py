@@ -24,13 +24,15 @@ class Trainer:
     Args:
         chunks: the model's chunks in Megatron's DDP wrapper.
         optimizer: over all chunks, sharded over DP.
-        clip_grad: largest global gradient norm; None does not clip.
+        settings: of the optimizer.
+        total_steps: optimizer steps of the whole run.
         loss_factor: what Megatron multiplies a loss with, measured.
     """
 
     chunks: list[DistributedDataParallel]
     optimizer: ChainedOptimizer
-    clip_grad: float | None
+    settings: Optimizer
+    total_steps: int
     loss_factor: float
 
     def zero_grad(self) -> None:
@@ -39,8 +41,11 @@ class Trainer:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def step(self) -> tuple[float, bool]:
+    def step(self, lr: float) -> tuple[float, bool]:
         """Clips and takes one optimizer step, unless the gradient is not finite; collective over the role's ranks.
+
+        Args:
+            lr: learning rate of this step.
 
         Returns:
             The global gradient norm before clipping, and whether the step was taken: the same on all ranks.
@@ -50,13 +55,15 @@ class Trainer:
         if not math.isfinite(norm):
             return norm, False
         parameters: Any = self.optimizer.get_parameters()
-        if self.clip_grad is not None and parameters:
-            clip_grad_by_total_norm_fp32(parameters, max_norm=self.clip_grad, total_norm=norm)
+        if self.settings.clip_grad is not None and parameters:
+            clip_grad_by_total_norm_fp32(parameters, max_norm=self.settings.clip_grad, total_norm=norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         self.optimizer.step_with_ready_grads()
         return norm, True
 
 
-def build_trainer(model: RoleModel, settings: Optimizer) -> Trainer:
+def build_trainer(model: RoleModel, settings: Optimizer, total_steps: int) -> Trainer:
     """Wraps a model whose weights are already set; collective over the role's ranks.
 
     Gradients are reduced, and the optimizer's state is kept, in float32. As in Megatron, biases and norms do not decay.
@@ -89,4 +96,6 @@ def build_trainer(model: RoleModel, settings: Optimizer) -> Trainer:
     for group in optimizer.param_groups:
         # Megatron leaves the exemption of biases and norms to its learning-rate scheduler.
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
-    return Trainer(chunks=chunks, optimizer=optimizer, clip_grad=settings.clip_grad, loss_factor=loss_factor)
+    return Trainer(
+        chunks=chunks, optimizer=optimizer, settings=settings, total_steps=total_steps, loss_factor=loss_factor
+    )

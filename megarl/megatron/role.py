@@ -13,6 +13,7 @@ from megarl.config.schema import Optimizer
 from megarl.data.packing import Chunks, TokenChunk, scatter, scatter_scalars
 from megarl.megatron.groups import GroupCache, build_groups
 from megarl.megatron.heads import response_logprobs, response_values, row_scores
+from megarl.megatron.learning_rate import learning_rate
 from megarl.megatron.loss_scale import as_megatron_loss
 from megarl.megatron.model import build_model
 from megarl.megatron.optimizer import Trainer, build_trainer
@@ -69,6 +70,8 @@ class Role:
             spec, layout, build_groups(layout, rank, cache), head=self.head, dtype=dtype, trainable=trainable
         )
         self.trainer: Trainer | None = None
+        self.steps_taken = 0
+        """Optimizer steps so far, skipped ones too: how far the learning rate is on its course."""
         self._skipped_in_a_row = 0
 
     @property
@@ -93,9 +96,13 @@ class Role:
                 raise ValueError(f"{self.name}: {name} is {tuple(parameter.shape)}, not {tuple(tensors[name].shape)}")
             parameter.data.copy_(tensors[name])
 
-    def start_training(self, settings: Optimizer) -> None:
-        """Makes the optimizer, from the weights as they are."""
-        self.trainer = build_trainer(self.model, settings)
+    def start_training(self, settings: Optimizer, total_steps: int) -> None:
+        """Makes the optimizer, from the weights as they are.
+
+        Args:
+            total_steps: optimizer steps of the whole run: the length of the learning rate's course.
+        """
+        self.trainer = build_trainer(self.model, settings, total_steps)
 
     def logprobs(
         self, schedule: RankSchedule, chunks: Chunks[TokenChunk], *, temperature: float
@@ -147,14 +154,31 @@ class Role:
             loss_of: the loss of an optimizer step, whose weights hold its global denominators.
 
         Returns:
-            Per step ``loss``, ``grad_norm`` (before clipping), ``skipped`` (1 where the gradient was not finite) and
-            the loss's own metrics, all global. Ranks before the last stage know ``grad_norm`` and ``skipped`` alone.
+            Per step ``loss``, the loss's own metrics, ``grad_norm`` (before clipping), ``lr`` and ``skipped`` (1 where
+            the gradient was not finite), all global. Ranks before the last stage lack the loss and its metrics.
 
         Raises:
             FloatingPointError: too many steps in a row were skipped; on all ranks.
         """
         assert self.trainer is not None, f"{self.name} is not in training"
         return [self._step(self.trainer, schedule, chunks, loss_of(schedule)) for schedule in schedules]
+
+    def evaluate(
+        self, schedule: RankSchedule, chunks: Chunks[Chunk], loss_of: Callable[[RankSchedule], Loss]
+    ) -> dict[str, float]:
+        """``loss`` and the loss's own metrics, as ``update`` tells them, without a step; of a role in training or not.
+
+        Returns:
+            The metrics, all global; empty on ranks before the last stage.
+        """
+        loss = loss_of(schedule)
+
+        def outcome(batch: MicroBatch, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+            value, metrics = loss(batch, hidden)
+            return {"loss": value, **metrics}
+
+        batches = micro_batches(self.model, schedule, chunks)
+        return self._summed(run_forward(self.model, batches, schedule.pack_tokens, outcome))
 
     def _step(self, trainer: Trainer, schedule: RankSchedule, chunks: Chunks[Chunk], loss: Loss) -> dict[str, float]:
         def outcome(batch: MicroBatch, hidden: torch.Tensor) -> object:
@@ -165,14 +189,16 @@ class Role:
         trainer.zero_grad()
         batches = micro_batches(self.model, schedule, chunks)
         collected = run_forward_backward(self.model, trainer.chunks, batches, schedule.pack_tokens, outcome)
-        grad_norm, stepped = trainer.step()
+        lr = learning_rate(trainer.settings, self.steps_taken, trainer.total_steps)
+        grad_norm, stepped = trainer.step(lr)
+        self.steps_taken += 1
         self._skipped_in_a_row = 0 if stepped else self._skipped_in_a_row + 1
         if self._skipped_in_a_row == MAX_SKIPPED:
             raise FloatingPointError(
                 f"{self.name}: the gradient was not finite in {MAX_SKIPPED} optimizer steps in a row; "
                 f"lower {self.name}.optimizer.lr, or look for what is not finite in the scores"
             )
-        return {**self._summed(collected), "grad_norm": grad_norm, "skipped": float(not stepped)}
+        return {**self._summed(collected), "grad_norm": grad_norm, "lr": lr, "skipped": float(not stepped)}
 
     def _summed(self, collected: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         """Adds metrics up over micro-batches and DP ranks."""

@@ -62,7 +62,7 @@ def _global_reads(rank: int, directory: Path) -> list[str]:
         actor = load_role(directory, "actor", one, rank, cache, trainable=False, head=None)
         actor.logprobs(inference_schedule(infos, one, 40).ranks[0], rollouts, temperature=1.0)
         critic = load_role(directory, "critic", other, rank, cache, trainable=True, head=torch.ones(1, 32))
-        critic.start_training(Optimizer(lr=1e-3))
+        critic.start_training(Optimizer(lr=1e-3), total_steps=1)
 
         def loss(batch: Any, hidden: torch.Tensor) -> Any:
             return response_values(critic.model, batch, hidden).sum(), {}

@@ -68,8 +68,8 @@ def _iteration(rank: int, directory: Path, reference: Path, layouts: dict[str, L
         for name, layout in layouts.items()
     }
     actor, critic, ref = roles["actor"], roles["critic"], roles["reference"]
-    actor.start_training(ACTOR)
-    critic.start_training(CRITIC)
+    actor.start_training(ACTOR, total_steps=4)
+    critic.start_training(CRITIC, total_steps=4)
 
     def everywhere(column: dict[int, Any] | None) -> dict[int, Any]:
         parts: list[Any] = [None] * dist.get_world_size()
@@ -142,7 +142,7 @@ def _oracle(directory: Path, reference: Path) -> Any:
     ]
 
     def adam(settings: Optimizer) -> Any:
-        return ppo.AdamSettings(**settings.model_dump())
+        return ppo.AdamSettings(**settings.model_dump(exclude={"schedule", "warmup", "final_lr"}))
 
     return ppo.ppo_iteration(
         ppo.causal_lm(config, state),
@@ -266,7 +266,7 @@ def _single_samples(rank: int, directory: Path, layout: Layout) -> list[tuple[fl
 
     rollouts, infos = random_chunks()
     actor = load_role(directory, "actor", layout, rank, GroupCache(), trainable=True, head=None)
-    actor.start_training(ACTOR)
+    actor.start_training(ACTOR, total_steps=12)
 
     def loss(batch: Any, hidden: torch.Tensor) -> Any:
         logprobs, entropy = response_logprobs(actor.model, batch, hidden, vocab_size=100, temperature=1.0)

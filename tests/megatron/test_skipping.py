@@ -25,7 +25,7 @@ def _updates(rank: int, directory: Path, broken: list[bool]) -> dict[str, Any]:
 
     rollouts, infos = random_chunks()
     role = load_role(directory, "actor", LAYOUT, rank, GroupCache(), trainable=True, head=None)
-    role.start_training(Optimizer(lr=1e-3))
+    role.start_training(Optimizer(lr=1e-3), total_steps=len(broken))
     schedule = update_schedules(infos, LAYOUT, 40, mini_batches=1, epochs=1, seed=0, step=0)
     steps, moved = [], []
     for is_broken in broken:

@@ -1,0 +1,114 @@
+"""The course of the learning rate, by hand; the steps it makes; and a forward pass for the metrics alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config.schema import Optimizer
+from megarl.types import Layout
+from tests.megatron.samples import random_chunks
+from tests.megatron.test_parity import layout_id
+from tests.megatron.tiny import load_role, save_model
+from tests.pool import RankPool
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"schedule": "constant"}, [8, 8, 8, 8, 8, 8, 8, 8]),
+        ({"schedule": "constant", "warmup": 0.375}, [2, 4, 6, 8, 8, 8, 8, 8]),
+        ({"schedule": "linear"}, [8, 7, 6, 5, 4, 3, 2, 1]),
+        ({"schedule": "linear", "final_lr": 4.0, "warmup": 0.5}, [1.6, 3.2, 4.8, 6.4, 8, 7, 6, 5]),
+        ({"schedule": "cosine", "warmup": 0.5}, [1.6, 3.2, 4.8, 6.4, 8, 4 + 8**0.5, 4, 4 - 8**0.5]),
+        ({"schedule": "cosine", "final_lr": 6.0, "warmup": 0.75}, [8 / 7 * k for k in range(1, 7)] + [8, 7]),
+    ],
+)
+def test_courses_by_hand(fields: dict[str, Any], expected: list[float]) -> None:
+    from megarl.megatron.learning_rate import learning_rate
+
+    settings = Optimizer(lr=8.0, **fields)
+    assert [learning_rate(settings, step, 8) for step in range(8)] == pytest.approx(expected)
+
+
+def test_steps_after_the_last_have_the_final_rate() -> None:
+    from megarl.megatron.learning_rate import learning_rate
+
+    assert learning_rate(Optimizer(lr=8.0, schedule="cosine", final_lr=2.0), 11, 10) == 2.0
+    assert learning_rate(Optimizer(lr=8.0, schedule="cosine", warmup=0.9, final_lr=2.0), 1, 1) == 2.0
+
+
+SETTINGS = Optimizer(lr=8e-3, schedule="linear", warmup=0.5, eps=1e-4, clip_grad=None)
+RATES = [8e-3 / 3, 16e-3 / 3, 8e-3, 4e-3]
+
+
+def _train(rank: int, directory: Path, layout: Layout) -> dict[str, Any]:
+    """Four steps on the same samples; before each, the same loss without a step."""
+    from megarl.data.schedule import inference_schedule, update_schedules
+    from megarl.megatron.groups import GroupCache
+    from megarl.megatron.heads import response_logprobs
+
+    rollouts, infos = random_chunks()
+    role = load_role(directory, "actor", layout, rank, GroupCache(), trainable=True, head=None)
+    role.start_training(SETTINGS, total_steps=4)
+
+    def loss_of(schedule: Any) -> Any:
+        def loss(batch: Any, hidden: torch.Tensor) -> Any:
+            logprobs, entropy = response_logprobs(role.model, batch, hidden, vocab_size=100, temperature=1.0)
+            return -logprobs.sum() / schedule.total_response_tokens, {"entropy": entropy.sum() / 10}
+
+        return loss
+
+    (plan,) = update_schedules(infos, layout, 40, mini_batches=1, epochs=1, seed=0, step=0)
+    evaluation = inference_schedule(infos, layout, 60).ranks[role.coords.dp]
+    steps, evaluated = [], []
+    for _ in range(4):
+        evaluated.append(role.evaluate(evaluation, rollouts, loss_of))
+        steps += role.update([plan.ranks[role.coords.dp]], rollouts, loss_of)
+    assert role.steps_taken == 4
+    return {"steps": steps, "evaluated": evaluated, "last_stage": role.coords.pp == layout.pp - 1}
+
+
+def _losses(directory: Path) -> list[float]:
+    """The same with Hugging Face's model and torch's Adam."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    adam = torch.optim.AdamW(model.parameters(), betas=SETTINGS.betas, eps=SETTINGS.eps, weight_decay=0.0)
+    chunks, infos = random_chunks()
+    losses = []
+    for rate in RATES:
+        adam.param_groups[0]["lr"] = rate
+        adam.zero_grad()
+        loss = torch.zeros(())
+        for info in infos:
+            prompt, response = (
+                torch.from_numpy(ids[info.row]).long()
+                for ids in (chunks[info.chunk].prompt_ids, chunks[info.chunk].response_ids)
+            )
+            logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+            loss = loss + torch.nn.functional.cross_entropy(logits, response, reduction="sum")
+        loss = loss / sum(info.response_tokens for info in infos)
+        loss.backward()
+        adam.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2), Layout(dp=2, pp=2, vpp=2)], ids=layout_id)
+def test_steps_take_their_rate_and_evaluation_takes_none(pool: RankPool, tmp_path: Path, layout: Layout) -> None:
+    directory = save_model(tmp_path / "model")
+    expected = _losses(directory)
+    for result in pool.run(_train, directory, layout, world_size=layout.world_size):
+        assert [step["lr"] for step in result["steps"]] == pytest.approx(RATES)
+        if not result["last_stage"]:
+            assert result["evaluated"] == [{}] * 4
+            continue
+        assert [step["loss"] for step in result["steps"]] == pytest.approx(expected, rel=2e-4)
+        for step, evaluation in zip(result["steps"], result["evaluated"], strict=True):
+            assert evaluation.keys() == {"loss", "entropy"}
+            assert evaluation == pytest.approx({name: step[name] for name in evaluation}, rel=1e-5)
