@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
-from megarl.config import RunConfig
+from megarl.config import PPOConfig
 
 
-def print_plan(config: RunConfig, console: Console | None = None) -> None:
+def print_plan(config: PPOConfig, console: Console | None = None) -> None:
     """Prints who runs where, and what a step does."""
     out = console or Console(highlight=False)
     table = Table("role", "group", "devices", "TP", "PP", "VPP", "DP", "SP", "tokens/micro-batch", box=None)
@@ -21,7 +21,7 @@ def print_plan(config: RunConfig, console: Console | None = None) -> None:
         out.print(line, soft_wrap=True)
 
 
-def placement_rows(config: RunConfig) -> Iterator[tuple[str, ...]]:
+def placement_rows(config: PPOConfig) -> Iterator[tuple[str, ...]]:
     """A row per role, the rollout last."""
     for name, group in config.groups.items():
         for role, settings in group.roles.items():
@@ -33,7 +33,7 @@ def placement_rows(config: RunConfig) -> Iterator[tuple[str, ...]]:
     yield ("rollout", "", rollout.devices, str(rollout.tp), "", "", str(rollout.engines), "", "")
 
 
-def batch_lines(config: RunConfig) -> Iterator[str]:
+def batch_lines(config: PPOConfig) -> Iterator[str]:
     """What a step has of samples, tokens and optimizer steps."""
     data, algo, rollout = config.data, config.algo, config.rollout
     samples = data.prompts_per_step * data.samples_per_prompt

@@ -153,6 +153,21 @@ class RolloutChunk:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TextChunk:
+    """Some rows of a data set, tokenised: the unit in which demonstrations and preference pairs move.
+
+    Args:
+        sample_ids: N ids.
+        prompt_ids, response_ids: N rows of int32 token ids, the end token included. Of preference pairs, row 2i is the
+            chosen response and row 2i + 1 the rejected one.
+    """
+
+    sample_ids: tuple[str, ...]
+    prompt_ids: Ragged
+    response_ids: Ragged
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampleInfo:
     """What the driver knows of a sample: ids and lengths, never tokens.
 

@@ -26,7 +26,7 @@ LAYERS = (
     {"loop"},
     {"doctor", "plan"},
     {"cli"},
-    {"__main__"},
+    {"__main__", "demo"},
 )
 HEIGHT = {part: height for height, layer in enumerate(LAYERS) for part in layer}
 

@@ -12,7 +12,7 @@ import ray
 from megarl.cluster.calls import Call
 from megarl.cluster.session import Session
 from megarl.cluster.shell import ChunkRefs
-from megarl.config import RunConfig, parse_devices
+from megarl.config import PPOConfig, parse_devices
 from megarl.types import RolloutChunk, SampleInfo, SampleRequest
 
 ENGINE = "megarl.rollout.engine:RolloutEngine"
@@ -38,7 +38,7 @@ class RolloutGroup:
     """
 
     def __init__(
-        self, session: Session, config: RunConfig, model_dir: str, vocab_size: int, target: str = ENGINE
+        self, session: Session, config: PPOConfig, model_dir: str, vocab_size: int, target: str = ENGINE
     ) -> None:
         self._session = session
         devices = parse_devices(config.rollout.devices)

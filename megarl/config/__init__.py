@@ -3,6 +3,18 @@
 from megarl.config.devices import parse_devices
 from megarl.config.loading import build, load, save
 from megarl.config.problems import ConfigError, Problem
-from megarl.config.schema import RoleConfig, RunConfig
+from megarl.config.schema import PPOConfig, RewardModelConfig, RoleConfig, RunConfig, SFTConfig
 
-__all__ = ["ConfigError", "Problem", "RoleConfig", "RunConfig", "build", "load", "parse_devices", "save"]
+__all__ = [
+    "ConfigError",
+    "PPOConfig",
+    "Problem",
+    "RewardModelConfig",
+    "RoleConfig",
+    "RunConfig",
+    "SFTConfig",
+    "build",
+    "load",
+    "parse_devices",
+    "save",
+]

@@ -11,9 +11,9 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from megarl.config.files import merged
-from megarl.config.problems import ConfigError, Problem
+from megarl.config.problems import ConfigError, Problem, shown
 from megarl.config.rules import broken_rules
-from megarl.config.schema import RunConfig
+from megarl.config.schema import STAGES, RunConfig
 from megarl.config.schema_problems import schema_problems
 
 
@@ -58,11 +58,18 @@ def _checked(raw: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
     Rules between fields are checked wherever the sections that they read are sound, so that one report
     has the problems of single fields and the problems between fields.
     """
+    stage = raw.get("stage")
+    if not isinstance(stage, str) or stage not in STAGES:
+        rule, fix = f"one of {', '.join(STAGES)}", "say which stage of training the file describes"
+        value = shown(stage) if "stage" in raw else "(missing)"
+        return None, [Problem(field="stage", value=value, rule=rule, fix=fix)]
+    schema = STAGES[stage]
     try:
-        config = RunConfig.model_validate(raw)
+        config = schema.model_validate(raw)
     except ValidationError as error:
-        return None, [*schema_problems(error), *broken_rules(_sound_sections(_known_part(raw, error)))]
-    return config, broken_rules({name: getattr(config, name) for name in RunConfig.model_fields})
+        sections = _sound_sections(schema, _known_part(raw, error))
+        return None, [*schema_problems(error, schema), *broken_rules(sections)]
+    return config, broken_rules({name: getattr(config, name) for name in schema.model_fields})
 
 
 def _known_part(raw: Mapping[str, Any], error: ValidationError) -> dict[str, Any]:
@@ -77,10 +84,10 @@ def _known_part(raw: Mapping[str, Any], error: ValidationError) -> dict[str, Any
     return known
 
 
-def _sound_sections(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _sound_sections(schema: type[RunConfig], raw: Mapping[str, Any]) -> dict[str, Any]:
     """The sections that are valid by themselves, defaults included."""
     sound: dict[str, Any] = {}
-    for name, info in RunConfig.model_fields.items():
+    for name, info in schema.model_fields.items():
         if name not in raw and not info.is_required():
             sound[name] = info.get_default()
             continue

@@ -10,7 +10,7 @@ import time
 
 from megarl.cluster.group import merged_scores, reported
 from megarl.cluster.session import Session
-from megarl.config import RunConfig
+from megarl.config import PPOConfig
 from megarl.data.prompts import PromptStream, sample_requests
 from megarl.loop.directory import RunDirectory
 from megarl.loop.preflight import check
@@ -20,7 +20,7 @@ from megarl.loop.setup import Parts, assemble
 from megarl.obs.timers import Timers
 
 
-def train(config: RunConfig) -> Summary:
+def train(config: PPOConfig) -> Summary:
     """Runs PPO and writes the run's directory; leaves no process, shared memory or temporary file.
 
     Raises:
@@ -41,7 +41,7 @@ def train(config: RunConfig) -> Summary:
     return reporter.summary(time.perf_counter() - start)
 
 
-def take_step(config: RunConfig, parts: Parts, step: int) -> StepResult:
+def take_step(config: PPOConfig, parts: Parts, step: int) -> StepResult:
     """One iteration: rollouts under version ``step - 1``, an update, and version ``step`` in the engines."""
     timers = Timers()
     actor, critic, reward = parts.roles["actor"], parts.roles["critic"], parts.roles["reward"]

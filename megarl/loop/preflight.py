@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megarl.config import ConfigError, Problem, RunConfig
+from megarl.config import ConfigError, PPOConfig, Problem
 from megarl.config.problems import shown
 from megarl.data.prompts import random_prompts, read_prompts
 from megarl.types import Prompt
@@ -13,7 +13,7 @@ from megarl.weights.files import CheckpointError, read_config
 from megarl.weights.specs import ModelSpec, model_spec
 
 
-def check(config: RunConfig) -> list[Prompt]:
+def check(config: PPOConfig) -> list[Prompt]:
     """Checks a configuration against its models and prompts, which are read on the way.
 
     Returns:
@@ -44,7 +44,7 @@ def check(config: RunConfig) -> list[Prompt]:
     return prompts
 
 
-def vocab_size(config: RunConfig, spec: ModelSpec) -> int:
+def vocab_size(config: PPOConfig, spec: ModelSpec) -> int:
     """Token ids in use."""
     return config.model.vocab_size or spec.dims.vocab
 
@@ -59,7 +59,7 @@ def _spec(problems: list[Problem], field: str, read: Callable[[], object]) -> Mo
         return None
 
 
-def _model(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
+def _model(config: PPOConfig, spec: ModelSpec) -> Iterator[Problem]:
     if spec.dtype == "float16":
         yield Problem(
             field="model",
@@ -79,7 +79,7 @@ def _model(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
         )
 
 
-def _layouts(config: RunConfig, spec: ModelSpec, scorer: ModelSpec | None) -> Iterator[Problem]:
+def _layouts(config: PPOConfig, spec: ModelSpec, scorer: ModelSpec | None) -> Iterator[Problem]:
     """What the specs say of each layout; most of it was said by the rules of the configuration already."""
     for group_name, group in config.groups.items():
         for role in group.roles:
@@ -104,9 +104,9 @@ def _scorer(scorer: ModelSpec, path: str) -> Iterator[Problem]:
         yield Problem(field="reward.path", value=path, rule="a model with a score head", fix=fix)
 
 
-def _prompts(problems: list[Problem], config: RunConfig, vocab: int) -> list[Prompt]:
+def _prompts(problems: list[Problem], config: PPOConfig, vocab: int) -> list[Prompt]:
     """The prompts; in a file each must leave room for the response, and they must fill a step."""
-    made, path, data = config.data.random, config.data.prompts, config.data
+    made, path, data = config.data.random, config.data.prompts and config.data.prompts.path, config.data
     if path is None:
         assert made is not None
         return random_prompts(

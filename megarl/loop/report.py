@@ -10,7 +10,7 @@ from typing import Self
 import numpy as np
 
 from megarl.cluster.resharder import SyncReport
-from megarl.config import RunConfig
+from megarl.config import PPOConfig
 from megarl.loop.directory import RunDirectory
 from megarl.obs.metrics import ConsoleSink, JsonlSink
 from megarl.types import SampleInfo
@@ -91,7 +91,7 @@ class Reporter:
         directory: of the run.
     """
 
-    def __init__(self, config: RunConfig, directory: RunDirectory) -> None:
+    def __init__(self, config: PPOConfig, directory: RunDirectory) -> None:
         self._directory = directory
         self._steps = JsonlSink(directory.metrics)
         self._updates = JsonlSink(directory.updates)

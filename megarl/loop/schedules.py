@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megarl.config import RunConfig
+from megarl.config import PPOConfig
 from megarl.data.schedule import inference_schedule, update_schedules
 from megarl.types import RoleName, SampleInfo, Schedule
 
@@ -18,7 +18,7 @@ class StepPlan:
         step: its number.
     """
 
-    def __init__(self, config: RunConfig, samples: Sequence[SampleInfo], step: int) -> None:
+    def __init__(self, config: PPOConfig, samples: Sequence[SampleInfo], step: int) -> None:
         self._config = config
         self._samples = samples
         self._step = step

@@ -8,7 +8,7 @@ from megarl.cluster.group import Role, WorkerGroup
 from megarl.cluster.resharder import Resharder
 from megarl.cluster.rollouts import ENGINE, RolloutGroup
 from megarl.cluster.session import Session
-from megarl.config import RunConfig
+from megarl.config import PPOConfig
 from megarl.data.prompts import PromptStream
 from megarl.loop.assets import model_directory
 from megarl.loop.directory import RunDirectory
@@ -47,7 +47,7 @@ class Parts:
             call.wait()
 
 
-def assemble(config: RunConfig, session: Session, directory: RunDirectory, prompts: PromptStream) -> Parts:
+def assemble(config: PPOConfig, session: Session, directory: RunDirectory, prompts: PromptStream) -> Parts:
     """Starts every process and loads every model; the engines have no weights yet.
 
     Raises:
@@ -77,7 +77,7 @@ def assemble(config: RunConfig, session: Session, directory: RunDirectory, promp
     )
 
 
-def _engine(config: RunConfig) -> str:
+def _engine(config: PPOConfig) -> str:
     """The class of the engines."""
     if config.rollout.record is not None:
         return "megarl.loop.replay:RecordingEngine"

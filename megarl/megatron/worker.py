@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarl.config import RunConfig
+from megarl.config import PPOConfig
 from megarl.data.packing import Chunks
 from megarl.megatron.experience import Columns, build_experience
 from megarl.megatron.groups import GroupCache
@@ -36,7 +36,7 @@ class MegatronWorker:
         rank: in the group.
     """
 
-    def __init__(self, config: RunConfig, group: str, rank: int) -> None:
+    def __init__(self, config: PPOConfig, group: str, rank: int) -> None:
         self._config, self._group, self._rank = config, group, rank
         self._platform: Platform | None = None
         self._roles: dict[RoleName, Role] = {}
@@ -85,7 +85,7 @@ class MegatronWorker:
             tensors[param] = new_head
         role.load(tensors)
         if trainable:
-            role.start_training(getattr(self._config, name).optimizer)
+            role.start_training(self._config.optimizer(name), self._config.optimizer_steps)
         return role
 
     def _new_head(self, name: RoleName, spec: ModelSpec) -> torch.Tensor | None:

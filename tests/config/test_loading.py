@@ -121,6 +121,14 @@ def test_unknown_keys_suggest_the_near_one() -> None:
     assert fixes["run.qqqqqq"] == "remove it; known here: dir, steps, seed"
 
 
+def test_unknown_keys_of_entries_and_sources_suggest_the_near_one() -> None:
+    with pytest.raises(ConfigError) as caught:
+        debug("reward.functions=[{name: length, wieght: 2}]", "data.prompts={path: p.jsonl, splits: train}")
+    fixes = {problem.field: problem.fix for problem in caught.value.problems}
+    assert fixes["reward.functions.0.wieght"] == "did you mean weight?"
+    assert fixes["data.prompts.splits"] == "did you mean split?"
+
+
 def test_problems_of_fields_and_between_fields_come_together() -> None:
     rules = refused(
         "run.stepz=3",  # unknown
@@ -151,12 +159,21 @@ def test_the_text_has_field_value_rule_and_fix() -> None:
             fix:  choose a divisor of 16""")
 
 
-def test_required_sections_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stage", "sections"),
+    [("sft", ["data", "actor"]), ("reward_model", ["data", "reward"]), ("ppo", ["rollout", "data", "actor"])],
+)
+def test_required_sections_are_named(tmp_path: Path, stage: str, sections: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        load(write(tmp_path / "empty.yaml", "run: {dir: here, steps: 1}"))
-    assert by_field(caught.value) == dict.fromkeys(
-        ["model", "groups", "rollout", "data", "actor", "critic"], "required"
-    )
+        load(write(tmp_path / "empty.yaml", f"stage: {stage}\nrun: {{dir: here, steps: 1}}"))
+    assert by_field(caught.value) == dict.fromkeys(["model", "groups", *sections], "required")
+
+
+@pytest.mark.parametrize("text", ["run: {steps: 1}", "stage: dpo", "stage: 3", "stage: [sft]"])
+def test_the_stage_comes_first(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(write(tmp_path / "own.yaml", text))
+    assert by_field(caught.value) == {"stage": "one of sft, reward_model, ppo"}
 
 
 def test_nothing_is_coerced() -> None:

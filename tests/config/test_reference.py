@@ -13,5 +13,14 @@ def test_the_page_is_up_to_date() -> None:
 def test_the_page_has_the_nested_fields() -> None:
     page = markdown()
     assert "## `groups.<name>.roles.<name>`" in page
-    assert "| `in` | `reward` | `reward` |" in page
+    assert "| `in` | `reward` or `loss` | `reward` |" in page
     assert "| `prompts_per_step` | int | required |" in page
+    assert "| `stop` | list of text | `[]` |" in page
+
+
+def test_every_section_of_every_stage_is_there_once() -> None:
+    page = markdown()
+    assert [page.count(f"## Stage `{stage}`") for stage in ("sft", "reward_model", "ppo")] == [1, 1, 1]
+    assert "## `actor.optimizer`, `reward.optimizer`, `critic.optimizer`\n" in page
+    assert "## `data` (reward_model)" in page
+    assert [page.count(field) for field in ("| `weight_decay` |", "| `tokens_per_micro_batch` |")] == [1, 1]

@@ -11,17 +11,22 @@ from megarl.config.rules import algorithm, model, placement
 
 Rule = Callable[..., Iterator[Problem]]
 
-RULES: tuple[Rule, ...] = (*placement.RULES, *model.RULES, *algorithm.RULES)
+RULES: Mapping[str, tuple[Rule, ...]] = {
+    "sft": (),
+    "reward_model": (),
+    "ppo": (*placement.RULES, *model.RULES, *algorithm.RULES),
+}
+"""By stage."""
 
 
 def broken_rules(sections: Mapping[str, Any]) -> list[Problem]:
-    """Every problem between fields, of the rules whose sections are all there.
+    """Every problem between fields, of the stage's rules whose sections are all there.
 
     Args:
-        sections: fields of RunConfig by name; a section that is not sound in itself is left out.
+        sections: fields of the stage's configuration by name; one that is not sound in itself is left out.
     """
     problems: list[Problem] = []
-    for rule in RULES:
+    for rule in RULES[sections["stage"]]:
         reads = inspect.signature(rule).parameters
         if all(name in sections for name in reads):
             problems.extend(rule(**{name: sections[name] for name in reads}))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megarl.config.problems import Problem
 from megarl.config.rules.placement import roles_of
-from megarl.config.schema import Algo, Data, Group, Reward, Rollout
+from megarl.config.schema import Algo, Group, PromptData, Reward, Rollout
 from megarl.types import RoleName
 
 Groups = Mapping[str, Group]
@@ -52,14 +52,18 @@ def scores_have_a_source(groups: Groups, reward: Reward) -> Iterator[Problem]:
             )
 
 
-def one_prompt_source(data: Data) -> Iterator[Problem]:
+def one_prompt_source(data: PromptData) -> Iterator[Problem]:
     """Either a file or random prompts; a file exists, random lengths are in order, a step has enough prompts."""
     if (data.prompts is None) == (data.random is None):
         given = "neither" if data.prompts is None else "both"
         fix = "give data.prompts, or data.random, and set the other to null"
         yield Problem(field="data", value=given, rule="exactly one of prompts and random is given", fix=fix)
-    if data.prompts is not None and not Path(data.prompts).is_file():
-        yield Problem(field="data.prompts", value=data.prompts, rule="a file that exists", fix="correct the path")
+    if (
+        data.prompts is not None
+        and data.prompts.path.endswith((".jsonl", ".parquet"))
+        and not Path(data.prompts.path).is_file()
+    ):
+        yield Problem(field="data.prompts", value=data.prompts.path, rule="a file that exists", fix="correct the path")
     if data.random is None:
         return
     if data.random.min_tokens > data.random.max_tokens:
@@ -72,7 +76,7 @@ def one_prompt_source(data: Data) -> Iterator[Problem]:
         yield Problem(field="data.random.count", value=value, rule=rule, fix=fix)
 
 
-def mini_batches_are_equal(algo: Algo, data: Data) -> Iterator[Problem]:
+def mini_batches_are_equal(algo: Algo, data: PromptData) -> Iterator[Problem]:
     """Every optimizer step has the same number of samples."""
     samples = data.prompts_per_step * data.samples_per_prompt
     if samples % algo.mini_batches:
@@ -84,7 +88,7 @@ def mini_batches_are_equal(algo: Algo, data: Data) -> Iterator[Problem]:
         )
 
 
-def lengths_fit(data: Data, rollout: Rollout) -> Iterator[Problem]:
+def lengths_fit(data: PromptData, rollout: Rollout) -> Iterator[Problem]:
     """An engine can hold the longest prompt with the longest response."""
     prompt = 1 if data.random is None else data.random.max_tokens
     needed = prompt + rollout.max_new_tokens

@@ -1,0 +1,108 @@
+"""Where the data of each stage comes from, and how much of it makes a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from megarl.config.schema.base import Count, Section, Seed
+
+
+class SourceFields(Section):
+    """Rows of data: a file, or a data set of the Hugging Face hub."""
+
+    path: str
+    """A .jsonl or .parquet file, or else the name of a Hugging Face data set, such as openai/gsm8k."""
+    subset: str | None = None
+    """Configuration of a Hugging Face data set."""
+    split: str | None = None
+    """Split of a Hugging Face data set, train for example."""
+
+
+def _as_fields(value: object) -> object:
+    """A source may be given by its path alone."""
+    return {"path": value} if isinstance(value, str) else value
+
+
+Source = Annotated[SourceFields, BeforeValidator(_as_fields)]
+
+
+class RandomPrompts(Section):
+    """Prompts of random tokens, for trials without a data set."""
+
+    count: Count
+    """Prompts in the set."""
+    min_tokens: Count
+    """Tokens of a prompt, at least."""
+    max_tokens: Count
+    """Tokens of a prompt, at most."""
+    seed: Seed = 0
+    """Seed of the tokens."""
+
+
+class PromptData(Section):
+    """The prompts, and how many make a step."""
+
+    prompts: Source | None = None
+    """Rows with a prompt each: text, a chat, or token_ids; see docs/data.md."""
+    random: RandomPrompts | None = None
+    """Make random prompts instead; exactly one of prompts and random is given."""
+    chat_template: bool = False
+    """Text prompts are what a user says: put them into the tokenizer's chat template. Chats always are."""
+    too_long: Literal["refuse", "drop"] = "refuse"
+    """What becomes of rows that leave no room for the response: an error, or left out and counted."""
+    prompts_per_step: Count
+    """Prompts that are answered in a step."""
+    samples_per_prompt: Count = 1
+    """Answers to each prompt."""
+
+
+class TextData(Section):
+    """Demonstrations, and how many make a step."""
+
+    train: Source
+    """Rows with a prompt and its response, or with a chat whose last message is the response."""
+    evaluation: Source | None = None
+    """Held-out rows of the same form."""
+    evaluate_every: Count | None = None
+    """Steps between evaluations; null: before the first step and after the last."""
+    chat_template: bool = False
+    """Text prompts are what a user says: put them into the tokenizer's chat template. Chats always are."""
+    max_tokens: Count
+    """Tokens of a prompt and its response together, at most."""
+    too_long: Literal["refuse", "drop"] = "refuse"
+    """What becomes of longer rows: an error, or left out and counted."""
+    sequences_per_step: Count
+    """Rows that make an optimizer step."""
+
+
+class PairData(Section):
+    """Preference pairs, and how many make a step."""
+
+    train: Source
+    """Rows with a prompt, a chosen and a rejected response."""
+    evaluation: Source | None = None
+    """Held-out rows of the same form."""
+    evaluate_every: Count | None = None
+    """Steps between evaluations; null: before the first step and after the last."""
+    chat_template: bool = False
+    """Text prompts are what a user says: put them into the tokenizer's chat template. Chats always are."""
+    max_tokens: Count
+    """Tokens of a prompt and one of its responses together, at most."""
+    too_long: Literal["refuse", "drop"] = "refuse"
+    """What becomes of longer rows: an error, or left out and counted."""
+    pairs_per_step: Count
+    """Pairs that make an optimizer step."""
+
+
+class RewardFunction(Section):
+    """A rule that scores a response; see docs/rewards.md."""
+
+    name: str
+    """A built-in rule, or package.module:function of your own."""
+    weight: float = 1.0
+    """What its score is multiplied with."""
+    args: Mapping[str, Any] = {}
+    """Keyword arguments for the function."""
