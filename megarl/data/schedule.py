@@ -9,17 +9,16 @@ short. Schedules have nothing to do with each other: one long sample lengthens t
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
+from megarl.data.balance import deal, packed, spread
 from megarl.data.hashing import stable_hash
 from megarl.types import Layout, PackRow, RankSchedule, SampleInfo, Schedule
 
-Pack = list[PackRow]
-T = TypeVar("T")
+Unit = tuple[PackRow, ...]
+"""Rows that stay together, in order."""
 
 
 def inference_schedule(samples: Sequence[SampleInfo], layout: Layout, tokens_per_micro_batch: int) -> Schedule:
@@ -37,9 +36,37 @@ def inference_schedule(samples: Sequence[SampleInfo], layout: Layout, tokens_per
     chunks: dict[int, list[SampleInfo]] = defaultdict(list)
     for sample in sorted(samples, key=lambda s: (s.chunk, s.row)):
         chunks[sample.chunk].append(sample)
-    shares = _spread(list(chunks.values()), layout.dp, cost=lambda chunk: sum(s.tokens for s in chunk))
-    rows = [[_row(sample) for chunk in share for sample in chunk] for share in shares]
-    return _schedule(rows, layout, tokens_per_micro_batch)
+    shares = spread(list(chunks.values()), layout.dp, cost=lambda chunk: sum(s.tokens for s in chunk))
+    units = [[_unit(sample) for chunk in share for sample in chunk] for share in shares]
+    return _schedule(units, layout, tokens_per_micro_batch)
+
+
+def step_schedule(
+    samples: Sequence[SampleInfo], layout: Layout, tokens_per_micro_batch: int, *, rows_per_unit: int = 1
+) -> Schedule:
+    """Plans one optimizer step over all samples, or a forward pass with its loss; DP ranks get equal tokens.
+
+    Args:
+        samples: all samples of the step.
+        layout: of the role that trains.
+        tokens_per_micro_batch: most tokens in a pack; those of the longest unit where that is more.
+        rows_per_unit: neighbours of a chunk that stay neighbours, in order and in one pack: 2 for preference pairs,
+            whose chosen and rejected response are rows 2i and 2i + 1 of their chunk.
+
+    Raises:
+        ValueError: as for inference_schedule; or a unit that is not there in whole.
+    """
+    _check(samples, tokens_per_micro_batch)
+    units: dict[tuple[int, int], list[SampleInfo]] = defaultdict(list)
+    for sample in sorted(samples, key=lambda s: (s.chunk, s.row)):
+        units[sample.chunk, sample.row // rows_per_unit].append(sample)
+    for members in units.values():
+        if len(members) != rows_per_unit:
+            raise ValueError(f"sample {members[0].sample_id} is not one of {rows_per_unit} neighbours of its chunk")
+    by_name = sorted(units.values(), key=lambda members: members[0].sample_id)
+    return _schedule(
+        spread([_unit(*members) for members in by_name], layout.dp, cost=_tokens), layout, tokens_per_micro_batch
+    )
 
 
 def update_schedules(
@@ -80,9 +107,9 @@ def update_schedules(
     schedules: list[Schedule] = []
     for epoch in range(epochs):
         for members in mini_batch_members(samples, mini_batches, seed=seed, step=step, epoch=epoch):
-            longest_first = sorted(members, key=lambda s: (-s.tokens, s.sample_id))
-            rows = [[_row(s) for s in share] for share in _deal(longest_first, layout.dp)]
-            schedules.append(_schedule(rows, layout, tokens_per_micro_batch))
+            by_name = sorted(members, key=lambda s: s.sample_id)
+            shares = deal([_unit(s) for s in by_name], layout.dp, cost=_tokens)
+            schedules.append(_schedule(shares, layout, tokens_per_micro_batch))
     return tuple(schedules)
 
 
@@ -109,84 +136,36 @@ def _check(samples: Sequence[SampleInfo], tokens_per_micro_batch: int) -> None:
             )
 
 
-def _row(sample: SampleInfo) -> PackRow:
-    return PackRow(
-        chunk=sample.chunk,
-        row=sample.row,
-        prompt_tokens=sample.prompt_tokens,
-        response_tokens=sample.response_tokens,
+def _unit(*samples: SampleInfo) -> Unit:
+    return tuple(
+        PackRow(chunk=s.chunk, row=s.row, prompt_tokens=s.prompt_tokens, response_tokens=s.response_tokens)
+        for s in samples
     )
 
 
-def _spread(items: Sequence[T], shares: int, cost: Callable[[T], int]) -> list[list[T]]:
-    """Gives each item, the dearest first, to the share that costs least so far; ties go to the first share."""
-    spread: list[list[T]] = [[] for _ in range(shares)]
-    loads = [(0, share) for share in range(shares)]
-    for item in sorted(items, key=cost, reverse=True):
-        load, share = loads[0]
-        spread[share].append(item)
-        heapq.heapreplace(loads, (load + cost(item), share))
-    return spread
+def _tokens(unit: Unit) -> int:
+    return sum(row.tokens for row in unit)
 
 
-def _deal(longest_first: Sequence[SampleInfo], shares: int) -> list[list[SampleInfo]]:
-    """Deals samples in rounds, one to every share, the longest of a round to the share with the fewest tokens."""
-    dealt: list[list[SampleInfo]] = [[] for _ in range(shares)]
-    loads = [0] * shares
-    for start in range(0, len(longest_first), shares):
-        emptiest_first = sorted(range(shares), key=lambda share: loads[share])
-        for sample, share in zip(longest_first[start : start + shares], emptiest_first, strict=False):
-            dealt[share].append(sample)
-            loads[share] += sample.tokens
-    return dealt
-
-
-def _schedule(rows_of_ranks: Sequence[Sequence[PackRow]], layout: Layout, budget: int) -> Schedule:
-    """Packs the rows of every DP rank under one padded length."""
-    longest_row = max(row.tokens for rows in rows_of_ranks for row in rows)
-    ranks = _pack_ranks(rows_of_ranks, layout, capacity=max(budget, longest_row))
-    longest_pack = max(_tokens(pack) for packs in ranks for pack in packs)
-    unit = layout.tp if layout.sequence_parallel else 1
-    pack_tokens = -(-longest_pack // unit) * unit
+def _schedule(shares: Sequence[Sequence[Unit]], layout: Layout, budget: int) -> Schedule:
+    """Packs the units of every DP rank under one padded length."""
+    units = [unit for share in shares for unit in share]
+    ranks = packed(
+        shares,
+        unit=layout.pp if layout.vpp > 1 else 1,
+        capacity=max(budget, *map(_tokens, units)),
+        cost=_tokens,
+    )
+    longest_pack = max(sum(map(_tokens, pack)) for packs in ranks for pack in packs)
+    multiple = layout.tp if layout.sequence_parallel else 1
     return Schedule(
         ranks=tuple(
             RankSchedule(
-                packs=tuple(map(tuple, packs)),
-                pack_tokens=pack_tokens,
-                total_rows=sum(map(len, rows_of_ranks)),
-                total_response_tokens=sum(row.response_tokens for rows in rows_of_ranks for row in rows),
+                packs=tuple(tuple(itertools.chain.from_iterable(pack)) for pack in packs),
+                pack_tokens=-(-longest_pack // multiple) * multiple,
+                total_rows=sum(map(len, units)),
+                total_response_tokens=sum(row.response_tokens for unit in units for row in unit),
             )
             for packs in ranks
         )
     )
-
-
-def _pack_ranks(rows_of_ranks: Sequence[Sequence[PackRow]], layout: Layout, capacity: int) -> list[list[Pack]]:
-    """Packs the rows of every DP rank into one number of packs, of at most ``capacity`` tokens each."""
-    fitted = [_first_fit(rows, capacity) for rows in rows_of_ranks]
-    unit = layout.pp if layout.vpp > 1 else 1
-    count = -(-max(map(len, fitted)) // unit) * unit
-    packed: list[list[Pack]] = []
-    for rows, tight in zip(rows_of_ranks, fitted, strict=True):
-        level = _spread(rows, count, cost=lambda row: row.tokens)
-        fits = max(map(_tokens, level)) <= capacity
-        packed.append(level if fits else tight + [[] for _ in range(count - len(tight))])
-    return packed
-
-
-def _first_fit(rows: Sequence[PackRow], capacity: int) -> list[Pack]:
-    """First-fit decreasing: the longest row first, each into the first pack that has room."""
-    packs: list[Pack] = []
-    room: list[int] = []
-    for row in sorted(rows, key=lambda r: r.tokens, reverse=True):
-        index = next((i for i, free in enumerate(room) if free >= row.tokens), len(packs))
-        if index == len(packs):
-            packs.append([])
-            room.append(capacity)
-        packs[index].append(row)
-        room[index] -= row.tokens
-    return packs
-
-
-def _tokens(pack: Sequence[PackRow]) -> int:
-    return sum(row.tokens for row in pack)

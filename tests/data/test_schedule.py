@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.schedule import inference_schedule, mini_batch_members, update_schedules
+from megarl.data.schedule import inference_schedule, mini_batch_members, step_schedule, update_schedules
 from megarl.types import Layout, SampleInfo, Schedule
 
 
@@ -80,6 +80,61 @@ def test_inference_covers_every_sample_once_in_whole_chunks(
     check_pass(schedule, samples, layout, budget)
     chunks = [{chunk for chunk, _ in rank} for rank in rows_of(schedule)]
     assert sum(map(len, chunks)) == len({s.chunk for s in samples}), "no chunk on two ranks"
+
+
+units = st.integers(1, 3).flatmap(
+    lambda rows_per_unit: st.tuples(
+        st.just(rows_per_unit),
+        st.lists(
+            st.lists(st.tuples(st.integers(1, 20), st.integers(0, 30)), min_size=rows_per_unit, max_size=rows_per_unit),
+            min_size=1,
+            max_size=20,
+        ).map(lambda units: [lengths for unit in units for lengths in unit]),
+    )
+)
+
+
+@given(units, st.integers(1, 4), layouts, budgets, st.randoms())
+def test_a_step_keeps_units_together_and_balances_tokens(
+    units: tuple[int, list[tuple[int, int]]], chunk_units: int, layout: Layout, budget: int, random: object
+) -> None:
+    rows_per_unit, lengths = units
+    samples = make_samples(lengths, rows_per_unit * chunk_units)
+    schedule = step_schedule(samples, layout, budget, rows_per_unit=rows_per_unit)
+    tokens = [
+        sum(s.tokens for s in samples[start : start + rows_per_unit]) for start in range(0, len(samples), rows_per_unit)
+    ]
+    check_pass(schedule, samples, layout, max(budget, *tokens, 0))
+    for pack in (pack for rank in schedule.ranks for pack in rank.packs):
+        for start in range(0, len(pack), rows_per_unit):
+            unit = pack[start : start + rows_per_unit]
+            first = unit[0].row
+            assert first % rows_per_unit == 0
+            assert [(r.chunk, r.row) for r in unit] == [(unit[0].chunk, first + i) for i in range(rows_per_unit)]
+    loads = [sum(r.tokens for pack in rank.packs for r in pack) for rank in schedule.ranks]
+    assert max(loads) - min(loads) <= max(tokens), "moving a unit could not balance ranks better"
+    random.shuffle(samples)  # type: ignore[attr-defined]
+    assert schedule == step_schedule(samples, layout, budget, rows_per_unit=rows_per_unit)
+
+
+def test_a_step_of_pairs_by_hand() -> None:
+    pairs = make_samples([(1, 9), (1, 5), (1, 1), (1, 2), (1, 3), (1, 3), (1, 4), (1, 2)], 4)
+    schedule = step_schedule(pairs, Layout(dp=2), 16, rows_per_unit=2)
+    # Pairs of 16, 5, 8 and 8 tokens: 16 and 5 against 8 and 8; two packs of 16 on each rank.
+    assert [[[(r.chunk, r.row) for r in pack] for pack in rank.packs] for rank in schedule.ranks] == [
+        [[(0, 0), (0, 1)], [(0, 2), (0, 3)]],
+        [[(1, 0), (1, 1)], [(1, 2), (1, 3)]],
+    ]
+    assert [rank.pack_tokens for rank in schedule.ranks] == [16, 16]
+    assert [rank.total_rows for rank in schedule.ranks] == [8, 8]
+
+
+def test_a_step_with_half_a_pair_is_refused() -> None:
+    samples = make_samples([(1, 1)] * 4, 4)
+    with pytest.raises(ValueError, match="sample s2 is not one of 2 neighbours"):
+        step_schedule(samples[:3], Layout(), 8, rows_per_unit=2)
+    with pytest.raises(ValueError, match="sample s0 is not one of 2 neighbours"):
+        step_schedule([samples[0], samples[3]], Layout(), 8, rows_per_unit=2)
 
 
 @given(samples, layouts, budgets, st.integers(1, 4), st.integers(1, 3), st.integers(0, 99), st.integers(0, 99))

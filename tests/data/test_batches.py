@@ -1,0 +1,79 @@
+"""Batches of text, against what was put in."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.data.batches import text_batch
+from megarl.data.demonstrations import Demonstration
+from megarl.data.pairs import Pair
+from megarl.data.schedule import step_schedule
+from megarl.types import Layout, SampleInfo, TextChunk
+
+
+def ids(*tokens: int) -> np.ndarray:
+    return np.array(tokens, dtype=np.int32)
+
+
+def contents(samples: tuple[SampleInfo, ...], chunks: tuple[TextChunk, ...]) -> list[tuple[str, list[int], list[int]]]:
+    """Id, prompt and response of every row, looked up as a worker does."""
+    found = []
+    for sample in samples:
+        chunk = chunks[sample.chunk]
+        prompt, response = chunk.prompt_ids[sample.row], chunk.response_ids[sample.row]
+        assert chunk.sample_ids[sample.row] == sample.sample_id
+        assert (len(prompt), len(response)) == (sample.prompt_tokens, sample.response_tokens)
+        assert (prompt.dtype, response.dtype) == (np.int32, np.int32)
+        found.append((sample.sample_id, prompt.tolist(), response.tolist()))
+    return found
+
+
+def test_demonstrations_by_hand() -> None:
+    rows = [("a", ids(1, 2), ids(3)), ("b", ids(4), ids(5, 6)), ("a", ids(1, 2), ids(3))]
+    items = [Demonstration(key=key, prompt_ids=prompt, response_ids=response) for key, prompt, response in rows]
+    samples, chunks = text_batch(items, 2)
+    assert contents(samples, chunks) == [("a/0", [1, 2], [3]), ("b/0", [4], [5, 6]), ("a/1", [1, 2], [3])]
+    assert [len(chunk.sample_ids) for chunk in chunks] == [1, 2]
+    assert [(s.prompt_id, s.finished) for s in samples] == [("a", True), ("b", True), ("a", True)]
+
+
+def test_a_pair_makes_neighbours() -> None:
+    items = [
+        Pair(key="x", prompt_ids=ids(1), chosen_ids=ids(2, 3), rejected_ids=ids(4)),
+        Pair(key="y", prompt_ids=ids(5, 6), chosen_ids=ids(7), rejected_ids=ids(8, 9)),
+    ]
+    samples, chunks = text_batch(items, 8)
+    assert contents(samples, chunks) == [
+        ("x/0/chosen", [1], [2, 3]),
+        ("x/0/rejected", [1], [4]),
+        ("y/0/chosen", [5, 6], [7]),
+        ("y/0/rejected", [5, 6], [8, 9]),
+    ]
+    assert [(s.chunk, s.row, s.prompt_id) for s in samples] == [(0, 0, "x"), (0, 1, "x"), (1, 0, "y"), (1, 1, "y")]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), *[st.integers(1, 6)] * 3), min_size=1, max_size=20), st.integers(1, 9)
+)
+def test_pairs_of_any_number_keep_together(lengths: list[tuple[str, int, int, int]], chunks: int) -> None:
+    items = [
+        Pair(key=key, prompt_ids=ids(*range(p)), chosen_ids=ids(*[7] * c), rejected_ids=ids(*[8] * r))
+        for key, p, c, r in lengths
+    ]
+    samples, made = text_batch(items, chunks)
+    assert len(made) == min(chunks, len(items))
+    sizes = [len(chunk.sample_ids) // 2 for chunk in made]
+    assert max(sizes) - min(sizes) <= 1
+    assert len({s.sample_id for s in samples}) == 2 * len(items)
+    rows = contents(samples, made)
+    for (_, p, c, r), chosen, rejected in zip(lengths, rows[::2], rows[1::2], strict=True):
+        assert chosen[1:] == (list(range(p)), [7] * c)
+        assert rejected[1:] == (list(range(p)), [8] * r)
+    schedule = step_schedule(samples, Layout(dp=2), 16, rows_per_unit=2)
+    for pack in (pack for rank in schedule.ranks for pack in rank.packs):
+        for chosen, rejected in zip(pack[::2], pack[1::2], strict=True):
+            assert made[chosen.chunk].response_ids[chosen.row][0] == 7
+            assert made[rejected.chunk].response_ids[rejected.row][0] == 8
+            assert chosen.prompt_tokens == rejected.prompt_tokens
