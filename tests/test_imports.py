@@ -16,7 +16,7 @@ PACKAGE = REPOSITORY / "megarl"
 # A part may import the parts of the lines above it, and itself.
 LAYERS = (
     {"types"},
-    {"config", "obs"},
+    {"config", "files", "obs"},
     {"algos"},
     {"data", "rewards", "weights"},
     {"resharding"},
@@ -32,7 +32,19 @@ HEIGHT = {part: height for height, layer in enumerate(LAYERS) for part in layer}
 
 ONLY_IMPORTER = {"megatron": "megatron", "vllm": "rollout", "ray": "cluster"}
 
-TORCH_FREE = ("types", "config", "obs", "plan", "doctor", "cli", "weights.regions", "weights.planner", "weights.specs")
+TORCH_FREE = (
+    "types",
+    "checkpoint",
+    "config",
+    "files",
+    "obs",
+    "plan",
+    "doctor",
+    "cli",
+    "weights.regions",
+    "weights.planner",
+    "weights.specs",
+)
 HEAVY = ("torch", "transformers", "ray", "vllm", "megatron")
 
 

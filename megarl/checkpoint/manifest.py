@@ -1,0 +1,107 @@
+"""The manifest of a checkpoint: which rank wrote which file of which role, of what size and content."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.files import FileRecord
+
+NAME = "manifest.json"
+STATE = "state.json"
+FORMAT = 1
+"""Of the manifest and of everything beside it; other numbers are refused."""
+
+_READERS = 8
+"""Files that are read at the same time."""
+
+
+class BrokenCheckpointError(ValueError):
+    """A checkpoint is not what its manifest says; the text lists every problem.
+
+    Args:
+        directory: of the checkpoint.
+        problems: at least one.
+    """
+
+    def __init__(self, directory: Path, problems: Sequence[str]) -> None:
+        self.directory, self.problems = directory, tuple(problems)
+        super().__init__("\n  ".join([f"the checkpoint {directory} is broken:", *problems]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Every file of a checkpoint but the manifest itself.
+
+    Args:
+        step: after which it was made.
+        roles: for each role, for each rank in order, the files that the rank wrote, relative to the role's directory.
+        state: the driver's state.
+    """
+
+    step: int
+    roles: Mapping[str, Sequence[Sequence[FileRecord]]]
+    state: FileRecord
+
+    def files(self) -> Iterator[tuple[str, FileRecord]]:
+        """Every file by who wrote it, relative to the checkpoint."""
+        yield "the driver", self.state
+        for role, ranks in self.roles.items():
+            for rank, records in enumerate(ranks):
+                for record in records:
+                    yield f"{role} rank {rank}", dataclasses.replace(record, path=f"{role}/{record.path}")
+
+    def verify(self, directory: Path) -> None:
+        """Reads every file and compares.
+
+        Raises:
+            BrokenCheckpointError: a file is missing, differs or is not listed.
+        """
+        expected = list(self.files())
+        with ThreadPoolExecutor(_READERS) as readers:
+            problems = [found for found in readers.map(lambda pair: _problem(directory, *pair), expected) if found]
+        listed = {record.path for _, record in expected} | {NAME}
+        present = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()}
+        problems += [f"{path} is not in the manifest" for path in sorted(present - listed)]
+        if problems:
+            raise BrokenCheckpointError(directory, problems)
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """The manifest of a checkpoint.
+
+        Raises:
+            BrokenCheckpointError: it is missing, or cannot be understood.
+        """
+        try:
+            fields: dict[str, Any] = json.loads((directory / NAME).read_text(encoding="utf-8"))
+            if fields["format"] != FORMAT:
+                raise BrokenCheckpointError(directory, [f"{NAME} has format {fields['format']}, not {FORMAT}"])
+            roles = {
+                role: [[FileRecord(**record) for record in records] for records in ranks]
+                for role, ranks in fields["roles"].items()
+            }
+            return cls(step=fields["step"], roles=roles, state=FileRecord(**fields["state"]))
+        except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise BrokenCheckpointError(directory, [f"{NAME} cannot be read: {error}"]) from None
+
+
+def _problem(directory: Path, writer: str, record: FileRecord) -> str | None:
+    """What is wrong with a file."""
+    path = directory / record.path
+    try:
+        nbytes = path.stat().st_size
+        if nbytes != record.nbytes:
+            return f"{record.path} of {writer} has {nbytes} bytes, not {record.nbytes}"
+        found = FileRecord.of(path, directory)
+    except OSError as error:
+        return f"{record.path} of {writer} cannot be read: {error.strerror}"
+    return None if found == record else f"{record.path} of {writer} has other content than was written"

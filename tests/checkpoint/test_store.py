@@ -1,0 +1,198 @@
+"""A checkpoint is there whole or not at all, whatever happens while it is written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megarl.checkpoint import BrokenCheckpointError, Checkpoints
+from tests.checkpoint.staging import content, write_role, write_roles
+
+STATE = {"version": 3, "stream": {"position": 7, "epoch": 1}, "kl": {"coef": 0.1 + 0.2}}
+
+
+def save(checkpoints: Checkpoints, step: int, seed: int = 0) -> None:
+    checkpoints.commit(step, write_roles(checkpoints.stage(step), seed=seed), {**STATE, "step": step})
+
+
+def test_the_latest_checkpoint_has_what_was_committed(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+    assert checkpoints.latest() is None
+    for step in (9, 10):  # as text, 10 sorts before 9
+        save(checkpoints, step, seed=step)
+    latest = Checkpoints(tmp_path / "checkpoints", keep=2).latest()
+    assert latest is not None
+    assert (latest.step, latest.roles) == (10, ("actor", "critic"))
+    assert latest.state == {**STATE, "step": 10}
+    other = tmp_path / "other"
+    write_roles(other, seed=10)
+    files = content(latest.path)
+    assert {name: data for name, data in files.items() if "/" in name} == content(other)
+    manifest = json.loads(files["manifest.json"])
+    for role in ("actor", "critic"):
+        for rank in (0, 1):
+            for record in manifest["roles"][role][rank]:
+                data = files[f"{role}/{record['path']}"]
+                assert (record["nbytes"], record["sha256"]) == (len(data), hashlib.sha256(data).hexdigest())
+                assert record["path"].startswith(f"{rank}-")
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (1, 2, 3, 12):
+        save(checkpoints, step)
+    assert sorted(os.listdir(tmp_path)) == ["step-12", "step-3"]
+    assert checkpoints.steps() == [3, 12]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[500] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "flipped bit": (lambda d: flip(d / "actor/1-0.bin"), "actor/1-0.bin of actor rank 1 has other content"),
+    "truncated": (
+        lambda d: os.truncate(d / "critic/0-1.bin", 999),
+        "critic/0-1.bin of critic rank 0 has 999 bytes, not 1000",
+    ),
+    "missing": (lambda d: (d / "actor/0-0.bin").unlink(), "actor/0-0.bin of actor rank 0 cannot be read: No such file"),
+    "stray": (lambda d: (d / "critic/left.bin").write_bytes(b"x"), "critic/left.bin is not in the manifest"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_not_as_it_was_written_is_not_committed(tmp_path: Path, damage: str) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    save(checkpoints, 1)
+    before = content(tmp_path / "step-1")
+    staged = checkpoints.stage(2)
+    records = write_roles(staged)
+    spoil, message = DAMAGES[damage]
+    spoil(staged)
+    with pytest.raises(BrokenCheckpointError, match=message):
+        checkpoints.commit(2, records, STATE)
+    latest = checkpoints.latest()
+    assert latest is not None
+    assert latest.step == 1
+    assert content(tmp_path / "step-1") == before
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_not_gone_on_from(tmp_path: Path, damage: str) -> None:
+    """Nor is an older one without a word: the user decides."""
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    save(checkpoints, 1)
+    save(checkpoints, 2)
+    spoil, message = DAMAGES[damage]
+    spoil(tmp_path / "step-2")
+    with pytest.raises(BrokenCheckpointError, match=message):
+        checkpoints.latest()
+
+
+def test_every_problem_is_told(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    save(checkpoints, 1)
+    flip(tmp_path / "step-1/actor/0-0.bin")
+    (tmp_path / "step-1/critic/1-1.bin").unlink()
+    (tmp_path / "step-1/state.json").write_text("{}")
+    with pytest.raises(BrokenCheckpointError) as caught:
+        checkpoints.latest()
+    assert [problem.split(" ")[0] for problem in caught.value.problems] == [
+        "state.json",
+        "actor/0-0.bin",
+        "critic/1-1.bin",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "manifest.json cannot be read: .*No such file"),
+        ("{", "manifest.json cannot be read: "),
+        ("[]", "manifest.json cannot be read: "),
+        ('{"format": 1, "step": 1}', "manifest.json cannot be read: 'roles'"),
+        ('{"format": 2}', "manifest.json has format 2, not 1"),
+    ],
+)
+def test_a_manifest_that_says_nothing_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    save(checkpoints, 1)
+    manifest = tmp_path / "step-1/manifest.json"
+    manifest.unlink()
+    if text is not None:
+        manifest.write_text(text)
+    with pytest.raises(BrokenCheckpointError, match=message):
+        checkpoints.latest()
+
+
+def test_a_state_that_json_cannot_hold_is_not_committed(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    records = write_roles(checkpoints.stage(1))
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        checkpoints.commit(1, records, {"coef": float("nan")})
+    assert checkpoints.latest() is None
+
+
+def _killed_at(call: int, directory: Path) -> None:
+    """Commits step 2, and kills itself before the file system's n-th change."""
+    changes = 0
+
+    def counting(function: Callable[..., object]) -> Callable[..., object]:
+        def counted(*args: object, **kwargs: object) -> object:
+            nonlocal changes
+            changes += 1
+            if changes == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return counted
+
+    for name in ("mkdir", "rename", "replace", "fsync", "unlink", "rmdir"):
+        setattr(os, name, counting(getattr(os, name)))
+    save(Checkpoints(directory, keep=1), 2, seed=2)
+    os._exit(0)
+
+
+def test_a_kill_at_any_moment_leaves_one_whole_checkpoint(tmp_path: Path) -> None:
+    """The next run finds the old one or the new one, cleans up, and can go on."""
+    context = multiprocessing.get_context("fork")
+    outcomes: list[int] = []
+    for call in range(1, 200):
+        directory = tmp_path / f"kill-{call}"
+        save(Checkpoints(directory, keep=1), 1, seed=1)
+        process = context.Process(target=_killed_at, args=(call, directory))
+        process.start()
+        process.join()
+        checkpoints = Checkpoints(directory, keep=1)
+        checkpoints.clean()
+        latest = checkpoints.latest()
+        assert latest is not None, f"killed at change {call}"
+        assert {name.split("-")[0] for name in os.listdir(directory)} == {"step"}
+        other = tmp_path / f"expected-{call}"
+        write_roles(other, seed=latest.step)
+        assert {n: d for n, d in content(latest.path).items() if "/" in n} == content(other)
+        outcomes.append(latest.step)
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+        save(checkpoints, 3)
+        assert checkpoints.steps() == [3]
+    assert outcomes == sorted(outcomes)
+    assert set(outcomes) == {1, 2}
+    assert len(outcomes) > 15, "hardly anything was counted"
+
+
+def test_staging_again_forgets_the_first_try(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    write_role(checkpoints.stage(1) / "actor", 3)
+    save(checkpoints, 1)
+    assert checkpoints.latest() is not None
