@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import ray
 
-from megarl.cluster.calls import Call
+from megarl.cluster.calls import Call, Phase
 from megarl.cluster.session import Session
 from megarl.cluster.shell import ChunkRefs
-from megarl.config import PPOConfig, parse_devices
+from megarl.config import parse_devices
+from megarl.config.schema import Rollout
 from megarl.types import RolloutChunk, SampleInfo, SampleRequest
 
 ENGINE = "megarl.rollout.engine:RolloutEngine"
@@ -31,35 +32,48 @@ class RolloutGroup:
 
     Args:
         session: where they run.
-        config: of the run.
+        rollout: sampling, lengths and memory.
         model_dir: Hugging Face directory of the model.
         vocab_size: ids that may be sampled lie below it.
+        device: ``cuda`` or ``cpu``.
+        tokenizer: Hugging Face directory of the tokenizer that reads stop strings; None where there are none.
+        weights: ``sync`` starts without any, ``files`` with those of model_dir.
         target: ``package.module:Class`` of the engine.
     """
 
     def __init__(
-        self, session: Session, config: PPOConfig, model_dir: str, vocab_size: int, target: str = ENGINE
+        self,
+        session: Session,
+        rollout: Rollout,
+        model_dir: str,
+        *,
+        vocab_size: int,
+        device: str,
+        tokenizer: str | None = None,
+        weights: Literal["sync", "files"] = "sync",
+        target: str = ENGINE,
     ) -> None:
         self._session = session
-        devices = parse_devices(config.rollout.devices)
-        tp = config.rollout.tp
+        devices = parse_devices(rollout.devices)
         self.processes = [
             session.launch(
                 f"rollout engine {engine}",
-                devices[engine * tp : (engine + 1) * tp],
+                devices[engine * rollout.tp : (engine + 1) * rollout.tp],
                 target,
                 model_dir,
-                config.rollout,
+                rollout,
                 engine_id=engine,
                 vocab_size=vocab_size,
-                device=config.cluster.device,
+                device=device,
+                tokenizer=tokenizer,
+                weights=weights,
             )
-            for engine in range(config.rollout.engines)
+            for engine in range(rollout.engines)
         ]
 
     def start(self) -> Call:
-        """Starts vLLM in every engine, without weights: a sync brings them."""
-        return self.call("start")
+        """Starts vLLM in every engine; where weights come by sync, it has none until the first."""
+        return self.call("start", "start")
 
     def generate(self, requests: Sequence[SampleRequest], chunks: int) -> Rollouts:
         """One response per request; waits until the driver knows their lengths.
@@ -83,6 +97,7 @@ class RolloutGroup:
         watch = self._session.watch
         call = Call(
             label="rollout.generate",
+            phase="rollout",
             processes=[process for process, _, _ in work],
             done=[infos for infos, *_ in outputs],
             watch=watch,
@@ -94,13 +109,14 @@ class RolloutGroup:
             refs += parts
         return Rollouts(samples=tuple(samples), chunks=ChunkRefs(dict(enumerate(refs))))
 
-    def call(self, method: str, *args: Any) -> Call:
+    def call(self, phase: Phase, method: str, *args: Any) -> Call:
         """Calls a method on every engine with the same arguments."""
-        return self._session.watch.submit(f"rollout.{method}", method, self.processes, [args] * len(self.processes))
+        shared = [args] * len(self.processes)
+        return self._session.watch.submit(f"rollout.{method}", phase, method, self.processes, shared)
 
     def close(self) -> Call:
         """Ends the engines' own processes."""
-        return self.call("close")
+        return self.call("start", "close")
 
 
 def even_parts(count: int, parts: int) -> list[int]:

@@ -55,7 +55,15 @@ def assemble(config: PPOConfig, session: Session, directory: RunDirectory, promp
     """
     model_dir = model_directory(config, directory.path)
     spec = model_spec(config.model.hf_config())
-    rollout = RolloutGroup(session, config, model_dir, vocab_size(config, spec), _engine(config))
+    rollout = RolloutGroup(
+        session,
+        config.rollout,
+        model_dir,
+        vocab_size=vocab_size(config, spec),
+        device=config.cluster.device,
+        tokenizer=config.model.tokenizer or model_dir if config.rollout.stop else None,
+        target=_engine(config),
+    )
     groups = {name: WorkerGroup(session, config, name) for name in config.groups}
     calls = [rollout.start(), *(group.start(model_dir) for group in groups.values())]
     for call in calls:

@@ -17,7 +17,7 @@ class Response:
     Args:
         token_ids: R ids, the end token included.
         logprobs: R values in nats, under the distribution that was sampled from.
-        finished: the model ended it with an end token.
+        finished: an end token or a stop text ended it, not the length limit.
         versions: spans that cover it in order.
     """
 

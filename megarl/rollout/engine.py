@@ -43,6 +43,7 @@ class RolloutEngine:
         engine_id: this engine among those of the run.
         vocab_size: only ids below it are sampled; at most the config's vocab_size.
         device: ``cuda`` or ``cpu``.
+        tokenizer: Hugging Face directory of the tokenizer that reads ``rollout.stop``.
         weights: ``sync`` starts without any, ``files`` with those of the directory.
     """
 
@@ -54,6 +55,7 @@ class RolloutEngine:
         engine_id: int,
         vocab_size: int,
         device: str,
+        tokenizer: str | None = None,
         weights: Literal["sync", "files"] = "sync",
     ) -> None:
         self._model_dir = str(model_dir)
@@ -61,15 +63,21 @@ class RolloutEngine:
         self._engine_id = engine_id
         self._vocab_size = vocab_size
         self._device = device
+        self._tokenizer = tokenizer
         self._weights = weights
         self._spec = model_spec(read_config(model_dir))
-        self._stop_token_ids = stop_token_ids(model_dir)
+        self._stop_token_ids = tuple({*stop_token_ids(model_dir), *rollout.stop_token_ids})
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._llm: LLMEngine | None = None
         self._version: int | None = None
         self._poisoned = False
-        if vocab_size > self._spec.dims.vocab:
-            raise ValueError(f"vocab_size is {vocab_size}; the model has {self._spec.dims.vocab} ids: lower it")
+        vocab = self._spec.dims.vocab
+        if vocab_size > vocab:
+            raise ValueError(f"vocab_size is {vocab_size}; the model has {vocab} ids: lower it")
+        if self._stop_token_ids and max(self._stop_token_ids) >= vocab:
+            raise ValueError(f"stop token {max(self._stop_token_ids)} is not one of the model's {vocab} ids: remove it")
+        if rollout.stop and tokenizer is None:
+            raise ValueError(f"rollout.stop is {list(rollout.stop)}; reading texts needs a tokenizer: name one")
 
     @property
     def version(self) -> int | None:
@@ -85,7 +93,8 @@ class RolloutEngine:
         cpu, tp = self._device == "cpu", self._rollout.tp
         arguments = EngineArgs(
             model=self._model_dir,
-            skip_tokenizer_init=True,
+            tokenizer=self._tokenizer,
+            skip_tokenizer_init=not self._rollout.stop,
             dtype=cast(Any, self._spec.dtype),  # by name: vLLM's "auto" serves float32 models in half precision
             load_format="auto" if self._weights == "files" else "dummy",
             tensor_parallel_size=tp,
@@ -251,7 +260,7 @@ class RolloutEngine:
             request=request,
             token_ids=completion.token_ids,
             logprobs=_flat(completion.logprobs),
-            finished=completion.token_ids[-1] in self._stop_token_ids,
+            finished=completion.finish_reason == "stop",
             versions=(VersionSpan(start=0, stop=length, version=version, engine_id=self._engine_id),),
         )
 

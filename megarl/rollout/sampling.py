@@ -16,6 +16,10 @@ _SEED_MASK = 2**63 - 1
 def generation_params(rollout: RolloutConfig, seed: int, stop_token_ids: Sequence[int]) -> SamplingParams:
     """Samples one response and returns the log-probability of each of its tokens.
 
+    They are of the distribution that was sampled from: after temperature, top-p, top-k and the mask that keeps end
+    tokens out of the first ``min_new_tokens``, renormalised. Trainers divide by the temperature alone (the full
+    softmax, as for the ratios of PPO): where one of the others is on, the two differ by what it cuts off.
+
     Args:
         seed: up to 64 bits; vLLM draws from its lower 63, since it keeps seeds as signed numbers and reads -1 as
             no seed.
@@ -29,11 +33,15 @@ def generation_params(rollout: RolloutConfig, seed: int, stop_token_ids: Sequenc
         top_p=rollout.top_p,
         top_k=rollout.top_k or 0,
         seed=seed & _SEED_MASK,
+        min_tokens=rollout.min_new_tokens,
         max_tokens=rollout.max_new_tokens,
+        stop=list(rollout.stop),
+        skip_special_tokens=False,  # a stop text may be that of a special token
+        detokenize=bool(rollout.stop),
         stop_token_ids=list(stop_token_ids),
+        ignore_eos=True,  # nothing but stop_token_ids ends a response: a tokenizer may have an end token of its own
         logprobs=0,
         flat_logprobs=True,
-        detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 

@@ -54,6 +54,11 @@ class FakeWorker:
             os.kill(os.getpid(), signal.SIGKILL)
         raise ConnectionError("connection closed by peer")
 
+    def hang_on(self, rank: int) -> None:
+        if self.rank == rank:
+            print("I sit down", flush=True)
+            time.sleep(600)
+
     def litter(self) -> str:
         """Leaves a child process and a shared memory file behind."""
         subprocess.Popen(["sleep", "600"], start_new_session=True)
@@ -65,7 +70,7 @@ class FakeWorker:
 class FakeEngine:
     """Answers every prompt with its own ids."""
 
-    def __init__(self, model_dir: str, rollout: object, *, engine_id: int, vocab_size: int, device: str) -> None:
+    def __init__(self, model_dir: str, rollout: object, *, engine_id: int, **options: object) -> None:
         self.engine_id = engine_id
 
     def generate(

@@ -6,7 +6,7 @@ import pytest
 
 from megarl.cluster.rollouts import RolloutGroup, even_parts
 from megarl.cluster.session import Session
-from megarl.config import RunConfig
+from megarl.config import PPOConfig
 from megarl.types import Prompt, SampleRequest
 from tests.cluster.conftest import FAKE_ENGINE
 
@@ -17,8 +17,8 @@ def test_parts_differ_by_at_most_one() -> None:
 
 
 @pytest.fixture(scope="module")
-def engines(session: Session, config: RunConfig) -> RolloutGroup:
-    return RolloutGroup(session, config, "nowhere", 100, FAKE_ENGINE)
+def engines(session: Session, config: PPOConfig) -> RolloutGroup:
+    return RolloutGroup(session, config.rollout, "nowhere", vocab_size=100, device="cpu", target=FAKE_ENGINE)
 
 
 @pytest.mark.parametrize(("samples", "chunks"), [(7, 4), (5, 16), (1, 8)])
