@@ -1,27 +1,33 @@
 """Calls on processes: submitted at once, watched together, so that any failure ends the run with its cause.
 
 A rank that fails leaves the others of its group waiting in a collective. So the driver never waits for one
-result: whatever it waits for, it looks at every call in progress, and the first failure is raised.
+result: whatever it waits for, it looks at every call in progress, and the first failure is raised. A rank that
+hangs leaves them waiting too: every call belongs to a phase of the step, which has a time limit.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megarl.cluster.shell import ChunkRefs
+from megarl.config.schema import TimeLimits
+
+Phase = Literal["start", "rollout", "scoring", "inference", "update", "sync", "checkpoint"]
+"""What a call is part of: a field of the configuration's time limits."""
 
 _GRACE_S = 2.0
 _LOG_TAIL_BYTES = 4000
 
 
 class WorkerError(RuntimeError):
-    """A process of the run failed or died; the message names it, the call and the cause."""
+    """A process of the run failed, died or did not answer in time; the message names it, the call and the cause."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +45,7 @@ class Call:
 
     Args:
         label: what was called, for messages.
+        phase: that it is part of.
         processes: that run it.
         done: one reference per process, to its small result.
         watch: of the session.
@@ -46,6 +53,7 @@ class Call:
     """
 
     label: str
+    phase: Phase
     processes: Sequence[Process]
     done: Sequence[ray.ObjectRef]
     watch: Watch
@@ -58,10 +66,15 @@ class Call:
         Consumes nothing else; waits for this call, and is woken by the failure of any call of the session.
 
         Raises:
-            WorkerError: a process failed, in this call or another.
+            WorkerError: a process failed or exceeded its time, in this call or another.
         """
         self.watch.wait_for(self)
         return [self.results[index] for index in range(len(self.done))]
+
+    @property
+    def unanswered(self) -> list[Process]:
+        """The processes that have not finished."""
+        return [process for index, process in enumerate(self.processes) if index not in self.results]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,15 +92,26 @@ class _Failure:
 
 
 class Watch:
-    """Every call of a session that is in progress."""
+    """Every call of a session that is in progress.
 
-    def __init__(self) -> None:
+    The oldest of them is timed, from the moment at which the driver waits for it: an earlier call may be what a later
+    one waits for, so that every call has the whole limit of its phase.
+
+    Args:
+        limits: of the phases, seconds.
+    """
+
+    def __init__(self, limits: TimeLimits) -> None:
+        self._limits = limits
         self._pending: dict[ray.ObjectRef, tuple[int, Call, int]] = {}
         self._submitted = 0
+        self._timed: Call | None = None
+        self._since = 0.0
 
     def submit(
         self,
         label: str,
+        phase: Phase,
         method: str,
         processes: Sequence[Process],
         args: Sequence[tuple[Any, ...]],
@@ -97,6 +121,7 @@ class Watch:
 
         Args:
             label: for messages, such as ``actor.update``.
+            phase: that the call is part of.
             method: of the class in the shells.
             processes: to call.
             args: the arguments for each.
@@ -114,7 +139,7 @@ class Watch:
             by_chunk.update(zip(own, rest, strict=True))
             done.append(first)
         columns = ChunkRefs[Any](by_chunk)
-        return self.follow(Call(label=label, processes=processes, done=done, chunks=columns, watch=self))
+        return self.follow(Call(label=label, phase=phase, processes=processes, done=done, chunks=columns, watch=self))
 
     def follow(self, call: Call) -> Call:
         """Watches a call that was submitted already."""
@@ -126,13 +151,37 @@ class Watch:
         """Waits until every process has finished the call.
 
         Raises:
-            WorkerError: a process failed, in this call or another.
+            WorkerError: a process failed or exceeded its time, in this call or another.
         """
         while len(call.results) < len(call.done):
-            ready, _ = ray.wait(list(self._pending), num_returns=1)
+            ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=self._time_left())
+            if not ready:
+                raise WorkerError(self._overdue())
             failures = self._collect(ready)
             if failures:
                 self._fail(failures)
+
+    def _time_left(self) -> float:
+        """Seconds that the oldest call in progress may still take."""
+        _, oldest, _ = next(iter(self._pending.values()))
+        if oldest is not self._timed:
+            self._timed, self._since = oldest, time.monotonic()
+        return max(0.0, self._since + getattr(self._limits, oldest.phase) - time.monotonic())
+
+    def _overdue(self) -> str:
+        """Who has not answered what: the timed call first, then the later ones, which may be its cause."""
+        assert self._timed is not None
+        calls = list(dict.fromkeys(call for _, call, _ in self._pending.values()))
+        limit = getattr(self._limits, self._timed.phase)
+        first, *rest = (f"{_names(call.unanswered)} in {call.label}" for call in calls)
+        return "\n".join(
+            [
+                f"No answer within {limit:g} s from {first}.",
+                f"Raise cluster.time_limits.{self._timed.phase} if it may take longer.",
+                *(f"Also in progress: {other}." for other in rest),
+                *(line for process in self._timed.unanswered for line in ("", *_last_words(process))),
+            ]
+        )
 
     def _collect(self, ready: Sequence[ray.ObjectRef]) -> list[_Failure]:
         """Takes the results that are there, and returns the failures."""
@@ -152,6 +201,10 @@ class Watch:
             failures = [*failures, *self._collect(ready)]
         cause = min(failures, key=_Failure.rank)
         raise WorkerError(_message(cause, failures)) from None
+
+
+def _names(processes: Sequence[Process]) -> str:
+    return ", ".join(process.name for process in processes)
 
 
 def _message(cause: _Failure, failures: Sequence[_Failure]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megarl.cluster.calls import Call
+from megarl.cluster.calls import Call, Phase
 from megarl.cluster.session import Session
 from megarl.cluster.shell import ChunkRefs
 from megarl.config import RunConfig
@@ -38,29 +38,37 @@ class WorkerGroup:
     def start(self, model_dir: str) -> Call:
         """Connects the ranks, builds the roles and loads their weights."""
         address = self._session.free_address(self.processes[0])
-        self.call(f"{self.name}.start", "start", f"tcp://{address}")
-        return self.call(f"{self.name}.load", "load", model_dir)
+        self.call(f"{self.name}.start", "start", "start", f"tcp://{address}")
+        return self.call(f"{self.name}.load", "start", "load", model_dir)
 
-    def call(self, label: str, method: str, *args: Any, chunks: Sequence[Sequence[int]] | None = None) -> Call:
+    def call(
+        self, label: str, phase: Phase, method: str, *args: Any, chunks: Sequence[Sequence[int]] | None = None
+    ) -> Call:
         """Calls a method on every rank with the same arguments; see ``call_each``."""
-        return self.call_each(label, method, [args] * len(self.processes), chunks)
+        return self.call_each(label, phase, method, [args] * len(self.processes), chunks)
 
     def call_each(
-        self, label: str, method: str, args: Sequence[tuple[Any, ...]], chunks: Sequence[Sequence[int]] | None = None
+        self,
+        label: str,
+        phase: Phase,
+        method: str,
+        args: Sequence[tuple[Any, ...]],
+        chunks: Sequence[Sequence[int]] | None = None,
     ) -> Call:
         """Calls a method on every rank, with arguments of its own.
 
         Args:
             label: for messages.
+            phase: whose time limit the call has.
             method: of the worker.
             args: the arguments of each rank.
             chunks: the chunks that each rank reports; None where the results are small.
         """
-        return self._session.watch.submit(label, method, self.processes, args, chunks)
+        return self._session.watch.submit(label, phase, method, self.processes, args, chunks)
 
     def close(self) -> Call:
         """Lets the ranks end their world and give back their memory."""
-        return self.call(f"{self.name}.close", "close")
+        return self.call(f"{self.name}.close", "start", "close")
 
 
 class Role:
@@ -88,7 +96,7 @@ class Role:
     def scores(self, schedule: Schedule, rollouts: ChunkRefs[RolloutChunk]) -> Call:
         """Scores of the samples; ``merged_scores`` reads the results."""
         args = [(self.name, own, rollouts.only(own.chunks)) for own in self._own(schedule)]
-        return self.group.call_each(f"{self.name}.scores", "scores", args)
+        return self.group.call_each(f"{self.name}.scores", "inference", "scores", args)
 
     def build_experience(
         self,
@@ -113,7 +121,7 @@ class Role:
         for own in zip(*map(self._own, schedules), strict=True):
             chunks = {chunk for schedule in own for chunk in schedule.chunks}
             args.append((self.name, own, experience.only(sorted(chunks))))
-        return self.group.call_each(f"{self.name}.update", "update", args)
+        return self.group.call_each(f"{self.name}.update", "update", "update", args)
 
     def _own(self, schedule: Schedule) -> list[RankSchedule]:
         """By rank, the part of its replica: all that the rank is sent."""
@@ -121,7 +129,8 @@ class Role:
 
     def _each(self, method: str, schedule: Schedule, args: Callable[[RankSchedule], tuple[Any, ...]]) -> Call:
         by_rank = [args(own) for own in self._own(schedule)]
-        return self.group.call_each(f"{self.name}.{method}", method, by_rank, chunks_by_rank(schedule, self.layout))
+        chunks = chunks_by_rank(schedule, self.layout)
+        return self.group.call_each(f"{self.name}.{method}", "inference", method, by_rank, chunks)
 
 
 def chunks_by_rank(schedule: Schedule, layout: Layout) -> list[tuple[int, ...]]:

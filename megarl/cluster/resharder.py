@@ -75,9 +75,9 @@ class Resharder:
     def connect(self) -> Call:
         """Gives every rank its part of the plan and connects them all."""
         trainers = [(self._spec.only({rank}), rank) for rank in range(self._first)]
-        self._watch.submit("actor.connect", "connect", self._senders, trainers)
+        self._watch.submit("actor.connect", "start", "connect", self._senders, trainers)
         engines = [(self._spec.only(ranks), ranks) for ranks in map(self._ranks, range(len(self._receivers)))]
-        return self._watch.submit("rollout.connect", "connect", self._receivers, engines)
+        return self._watch.submit("rollout.connect", "start", "connect", self._receivers, engines)
 
     def sync(self, version: int) -> SyncReport:
         """Moves the actor's weights as they are now; returns when every rank has committed the version.
@@ -85,9 +85,11 @@ class Resharder:
         Args:
             version: above the last one.
         """
-        sent = self._watch.submit("actor.send_weights", "send_weights", self._senders, [(version,)] * self._first)
+        sent = self._watch.submit(
+            "actor.send_weights", "sync", "send_weights", self._senders, [(version,)] * self._first
+        )
         received = self._watch.submit(
-            "rollout.receive_weights", "receive_weights", self._receivers, [(version,)] * len(self._receivers)
+            "rollout.receive_weights", "sync", "receive_weights", self._receivers, [(version,)] * len(self._receivers)
         )
         sent.wait()
         stats: list[SyncStats] = [rank for engine in received.wait() for rank in engine]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -57,7 +57,7 @@ class Session:
         self._address = address
         self._ending = ExitStack()
         self._processes: list[Process] = []  # Ray ends a process when nobody has its handle
-        self.watch = Watch()
+        self.watch = Watch(cluster.time_limits)
 
     def __enter__(self) -> Self:
         """Starts or joins Ray and reserves the devices.
@@ -95,10 +95,25 @@ class Session:
             target: ``package.module:Class`` of the object.
             args, kwargs: of the class.
         """
+        return self._launch(name, devices[0], devices, target, args, kwargs)
+
+    def launch_beside(self, name: str, device: int, target: str, *args: Any, **kwargs: Any) -> Process:
+        """As ``launch``, for a process that uses no device: it runs on the node of this one, and sees no GPU."""
+        return self._launch(name, device, (), target, args, kwargs)
+
+    def _launch(
+        self,
+        name: str,
+        place: int,
+        devices: Sequence[int],
+        target: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Process:
         log_file = self._log_dir.absolute() / f"{name.replace(' ', '-')}.log"
         gpus = tuple(self.placement.slots[device].local for device in devices)
         on_cpu = self._cluster.device == "cpu"
-        remote = ray.remote(Shell).options(num_cpus=0, scheduling_strategy=self.placement.strategy(devices[0]))
+        remote = ray.remote(Shell).options(num_cpus=0, scheduling_strategy=self.placement.strategy(place))
         actor = remote.remote(
             target,
             args,
@@ -119,7 +134,7 @@ class Session:
     def free_address(self, process: Process) -> str:
         """A ``host:port`` at which the process may listen: loopback on this machine, else its node's own address."""
         done = [process.actor.free_address.remote(_LOOPBACK if self._address is None else None)]
-        call = Call(label="free_address", processes=[process], done=done, watch=self.watch)
+        call = Call(label="free_address", phase="start", processes=[process], done=done, watch=self.watch)
         return self.watch.follow(call).wait()[0]
 
     def _start(self, ending: ExitStack) -> None:

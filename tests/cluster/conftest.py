@@ -12,6 +12,7 @@ from megarl.cluster.calls import Watch
 from megarl.cluster.group import WorkerGroup
 from megarl.cluster.session import Session
 from megarl.config import RunConfig, load
+from megarl.config.schema import TimeLimits
 
 DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "ppo.yaml"
 FAKE_WORKER = "tests.cluster.fakes:FakeWorker"
@@ -60,7 +61,7 @@ def make_group(session: Session, config: RunConfig) -> Iterator[Callable[[], Wor
     yield make
     for workers in made:
         _kill(workers)
-    session.watch = Watch()  # forgets the calls that ended with their processes, as a run's end would
+    session.watch = Watch(TimeLimits())  # forgets the calls that ended with their processes, as a run's end would
 
 
 def _kill(workers: WorkerGroup) -> None:

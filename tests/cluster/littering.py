@@ -19,7 +19,7 @@ def main(ending: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config = load(DEBUG)
     with Session(config.cluster, Path(tempfile.gettempdir()) / "logs") as session:
-        names = WorkerGroup(session, config, "train", FAKE_WORKER).call("litter", "litter").wait()
+        names = WorkerGroup(session, config, "train", FAKE_WORKER).call("litter", "start", "litter").wait()
         print(*names, flush=True)
         if ending == "raise":
             raise ArithmeticError("that was it")

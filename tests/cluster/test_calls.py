@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import get_args
 
 import numpy as np
 import pytest
 
-from megarl.cluster.calls import WorkerError
+from megarl.cluster.calls import Phase, Watch, WorkerError
 from megarl.cluster.group import WorkerGroup
+from megarl.cluster.session import Session
 from megarl.cluster.shell import ChunkRefs
+from megarl.config.schema import TimeLimits
 
 
 def test_calls_return_at_once_and_run_in_the_order_of_submission(group: WorkerGroup) -> None:
-    group.call("warm", "note", "first").wait()
+    group.call("warm", "update", "note", "first").wait()
     start = time.perf_counter()
-    slow = group.call("slow", "note", "slow", 0.5)
-    group.call("quick", "note", "quick")
+    slow = group.call("slow", "update", "note", "slow", 0.5)
+    group.call("quick", "update", "note", "quick")
     submitted = time.perf_counter() - start
-    orders = group.call("noted", "noted").wait()
+    orders = group.call("noted", "update", "noted").wait()
     assert orders == [["first", "slow", "quick"]] * 3
     assert slow.wait() == [0, 1, 2]
     assert submitted < 0.4
@@ -27,39 +30,39 @@ def test_calls_return_at_once_and_run_in_the_order_of_submission(group: WorkerGr
 
 def test_a_column_comes_back_by_chunk_from_the_ranks_that_report_it(group: WorkerGroup) -> None:
     reporters = {1: [0, 3], 2: [1, 2]}
-    call = group.call("column", "column", reporters, chunks=[(), (0, 3), (1, 2)])
+    call = group.call("column", "update", "column", reporters, chunks=[(), (0, 3), (1, 2)])
     assert call.wait() == [None, "by 1", "by 2"]
     assert [int(call.chunks[chunk][0]) for chunk in range(len(call.chunks))] == [0, 1, 2, 3]
 
 
 def test_a_reporter_without_chunks_still_reports_what_is_small(group: WorkerGroup) -> None:
-    call = group.call("column", "column", {0: [], 1: [0]}, chunks=[(), (0,), ()])
+    call = group.call("column", "update", "column", {0: [], 1: [0]}, chunks=[(), (0,), ()])
     assert call.wait() == ["by 0", "by 1", None]
 
 
 def test_workers_read_columns_by_reference_before_the_driver_has_waited_for_them(group: WorkerGroup) -> None:
-    column = group.call("column", "column", {0: [0, 1, 2]}, chunks=[(0, 1, 2), (), ()]).chunks
-    means = group.call("means", "means", column, [2, 0])
+    column = group.call("column", "update", "column", {0: [0, 1, 2]}, chunks=[(0, 1, 2), (), ()]).chunks
+    means = group.call("means", "update", "means", column, [2, 0])
     assert means.wait() == [[2.0, 0.0]] * 3
     assert not column._fetched, "the driver has fetched a chunk"
 
 
 def test_a_worker_maps_a_chunk_from_the_object_store(group: WorkerGroup) -> None:
-    column: ChunkRefs[np.ndarray] = group.call("column", "column", {0: [0]}, chunks=[(0,), (), ()]).chunks
+    column: ChunkRefs[np.ndarray] = group.call("column", "update", "column", {0: [0]}, chunks=[(0,), (), ()]).chunks
     assert not column[0].flags.owndata
     assert not column[0].flags.writeable
 
 
 def test_a_process_on_a_virtual_device_computes_on_one_thread(group: WorkerGroup) -> None:
-    assert group.call("environment", "environment", "OMP_NUM_THREADS").wait() == ["1"] * 3
-    assert group.call("environment", "environment", "GLOO_SOCKET_IFNAME").wait() == ["lo"] * 3
+    assert group.call("environment", "update", "environment", "OMP_NUM_THREADS").wait() == ["1"] * 3
+    assert group.call("environment", "update", "environment", "GLOO_SOCKET_IFNAME").wait() == ["lo"] * 3
 
 
 def test_one_failing_rank_ends_the_wait_for_the_others(make_group: Callable[[], WorkerGroup]) -> None:
     group = make_group()
-    group.call("noted", "noted").wait()
+    group.call("noted", "update", "noted").wait()
     start = time.perf_counter()
-    update = group.call("actor.update", "fail_on", 2, 60.0)
+    update = group.call("actor.update", "update", "fail_on", 2, 60.0)
     with pytest.raises(WorkerError) as failure:
         update.wait()
     assert time.perf_counter() - start < 10
@@ -70,24 +73,61 @@ def test_one_failing_rank_ends_the_wait_for_the_others(make_group: Callable[[], 
 
 def test_waiting_for_one_call_raises_the_failure_of_another(make_group: Callable[[], WorkerGroup]) -> None:
     broken, busy = make_group(), make_group()
-    broken.call("critic.update", "fail_on", 0, 60.0)
+    broken.call("critic.update", "update", "fail_on", 0, 60.0)
     with pytest.raises(WorkerError, match=r"train rank 0 failed in critic\.update"):
-        busy.call("actor.update", "note", "long", 60.0).wait()
+        busy.call("actor.update", "update", "note", "long", 60.0).wait()
 
 
 def test_a_failed_column_is_blamed_on_the_call_that_made_it(make_group: Callable[[], WorkerGroup]) -> None:
     group, reader = make_group(), make_group()
-    column = group.call("actor.logprobs", "fail_on", 0, 0.0, chunks=[(0,), (), ()]).chunks
+    column = group.call("actor.logprobs", "update", "fail_on", 0, 0.0, chunks=[(0,), (), ()]).chunks
     with pytest.raises(WorkerError, match=r"^train rank 0 failed in actor\.logprobs"):
-        reader.call("build_experience", "means", column, [0]).wait()
+        reader.call("build_experience", "update", "means", column, [0]).wait()
 
 
 def test_a_dead_rank_is_named_rather_than_the_peers_that_lost_it(make_group: Callable[[], WorkerGroup]) -> None:
     group = make_group()
-    group.call("noted", "noted").wait()
+    group.call("noted", "update", "noted").wait()
     with pytest.raises(WorkerError) as failure:
-        group.call("actor.update", "die_on", 1).wait()
+        group.call("actor.update", "update", "die_on", 1).wait()
     text = str(failure.value)
     assert text.startswith("train rank 1 died in actor.update")
     assert "these are my last words" in text
     assert "also failed: train rank 0, train rank 2" in text
+
+
+@pytest.fixture
+def limited(session: Session) -> Iterator[None]:
+    """Updates may take a second, other phases a minute."""
+    session.watch = Watch(TimeLimits(**{**dict.fromkeys(get_args(Phase), 60.0), "update": 1.0}))
+    yield
+    session.watch = Watch(TimeLimits())
+
+
+def test_every_phase_has_a_limit() -> None:
+    assert list(get_args(Phase)) == list(TimeLimits.model_fields)
+
+
+@pytest.mark.usefixtures("limited")
+def test_a_rank_that_does_not_answer_is_named(make_group: Callable[[], WorkerGroup]) -> None:
+    group = make_group()
+    group.call("noted", "start", "noted").wait()
+    start = time.perf_counter()
+    update = group.call("actor.update", "update", "hang_on", 1)
+    group.call("critic.update", "update", "note", "waits for the actor's")
+    with pytest.raises(WorkerError) as failure:
+        update.wait()
+    assert 1.0 <= time.perf_counter() - start < 10
+    first, second, third, *words = str(failure.value).splitlines()
+    assert first == "No answer within 1 s from train rank 1 in actor.update."
+    assert second == "Raise cluster.time_limits.update if it may take longer."
+    assert "train rank 1 in critic.update" in third
+    assert "I sit down" in words
+
+
+@pytest.mark.usefixtures("limited")
+def test_a_call_that_waits_for_others_has_its_whole_limit(make_group: Callable[[], WorkerGroup]) -> None:
+    group = make_group()
+    group.call("noted", "start", "noted").wait()
+    calls = [group.call("actor.update", "update", "note", str(turn), 0.6) for turn in range(3)]
+    assert calls[-1].wait() == [0, 1, 2]  # 1.8 s after it was submitted

@@ -69,7 +69,7 @@ from tests.cluster.conftest import DEBUG, FAKE_WORKER
 config = load(DEBUG)
 for _ in range(2):
     with Session(config.cluster, Path(sys.argv[2]), address=sys.argv[1]) as session:
-        print(*WorkerGroup(session, config, "train", FAKE_WORKER).call("note", "note", "here").wait())
+        print(*WorkerGroup(session, config, "train", FAKE_WORKER).call("note", "start", "note", "here").wait())
 """
 
 

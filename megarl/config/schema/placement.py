@@ -15,7 +15,7 @@ class TimeLimits(Section):
     """How long a call of each phase may take before the run ends with the ranks that have not answered, seconds."""
 
     start: Positive = 1800.0
-    """Starting the processes, loading the models, connecting the ranks."""
+    """Starting the processes, loading the models, connecting the ranks; ending them."""
     rollout: Positive = 3600.0
     """Generating the responses of a step, or of an evaluation."""
     scoring: Positive = 1800.0
