@@ -1,0 +1,99 @@
+"""What is wrong with the reward functions of a configuration, found before anything starts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from megarl.config.problems import Problem, shown
+from megarl.config.schema import RewardFunction
+from megarl.rewards.registry import RULES, Function, resolve
+from megarl.types import Prompt
+
+_FIX = "correct it; docs/rewards.md describes the functions"
+
+
+def check_functions(
+    functions: Sequence[RewardFunction], *, where: str = "reward.functions", tokenizer: bool = True
+) -> list[Problem]:
+    """Imports the functions and holds their arguments against them; runs none of them.
+
+    Args:
+        functions: of the configuration.
+        where: they stand there, for messages.
+        tokenizer: whether the run has one.
+    """
+    return [
+        problem
+        for index, function in enumerate(functions)
+        for problem in _problems(function, f"{where}.{index}", tokenizer=tokenizer)
+    ]
+
+
+def check_fields(
+    functions: Sequence[RewardFunction], prompts: Sequence[Prompt], *, where: str = "reward.functions"
+) -> list[Problem]:
+    """Whether every prompt has the fields that the built-in functions read; what a user's own read is not known."""
+    problems: list[Problem] = []
+    for index, function in enumerate(functions):
+        field = _field_argument(function)
+        lacking = [prompt for prompt in prompts if field is not None and field not in prompt.fields]
+        if field is None or not lacking:
+            continue
+        rule = (
+            f"a field of every prompt; {len(lacking)} of {len(prompts)} lack it, the first is {lacking[0].prompt_id!r}"
+        )
+        known = ", ".join(lacking[0].fields)
+        fix = f"name one that it has ({known})" if known else "add the column to the rows of the prompts"
+        problems.append(Problem(field=f"{where}.{index}.args.field", value=field, rule=rule, fix=fix))
+    return problems
+
+
+def _problems(function: RewardFunction, where: str, *, tokenizer: bool) -> Iterator[Problem]:
+    try:
+        target = resolve(function.name)
+    except ValueError as error:
+        fix = "name a built-in function, or one that can be imported from the working directory; see docs/rewards.md"
+        yield Problem(field=f"{where}.name", value=function.name, rule=str(error), fix=fix)
+        return
+    try:
+        inspect.signature(target).bind(None, **function.args)
+    except (TypeError, ValueError) as error:
+        rule = f"arguments of {_shown_signature(function.name, target)}: {error}"
+        yield Problem(field=f"{where}.args", value=shown(dict(function.args)), rule=rule, fix=_FIX)
+        return
+    if function.name in RULES:
+        yield from _values(target, function.args, f"{where}.args")
+        if RULES[function.name].reads_text and not tokenizer:
+            fix = "set model.tokenizer, or choose a function that reads token ids"
+            yield Problem(field=f"{where}.name", value=function.name, rule="reads text: needs a tokenizer", fix=fix)
+
+
+def _values(function: Function, args: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    """What the annotations of a built-in function do not accept."""
+    hints = get_type_hints(function, include_extras=True)
+    for name, value in args.items():
+        try:
+            TypeAdapter(hints[name]).validate_python(value, strict=True)
+        except ValidationError as error:
+            rule = error.errors()[0]["msg"].removeprefix("Value error, ").removeprefix("Input ")
+            yield Problem(field=f"{where}.{name}", value=shown(value), rule=rule, fix=_FIX)
+
+
+def _shown_signature(name: str, function: Function) -> str:
+    try:
+        _, *own = inspect.signature(function).parameters
+    except ValueError:  # a few functions written in C have none
+        own = ["..."]
+    return f"{name}({', '.join(own)})"
+
+
+def _field_argument(function: RewardFunction) -> str | None:
+    """The column that a built-in function reads."""
+    if function.name not in RULES:
+        return None
+    parameter = inspect.signature(RULES[function.name].function).parameters.get("field")
+    return None if parameter is None else function.args.get("field", parameter.default)

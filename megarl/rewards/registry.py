@@ -1,0 +1,106 @@
+"""What the names of reward functions stand for, and their arguments."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from megarl.config.schema import RewardFunction
+from megarl.rewards import rules
+from megarl.rewards.answer import Answer
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A built-in function.
+
+    Args:
+        function: itself.
+        reads_text: whether it needs a tokenizer.
+    """
+
+    function: Function
+    reads_text: bool
+
+
+RULES: Final[Mapping[str, Rule]] = {
+    "contains": Rule(function=rules.contains, reads_text=True),
+    "exact_match": Rule(function=rules.exact_match, reads_text=True),
+    "extracted_match": Rule(function=rules.extracted_match, reads_text=True),
+    "last_number": Rule(function=rules.last_number, reads_text=True),
+    "regex": Rule(function=rules.regex, reads_text=True),
+    "soft_overlong": Rule(function=rules.soft_overlong, reads_text=False),
+}
+"""The built-in functions by name."""
+
+
+def resolve(name: str) -> Function:
+    """The function of that name: a built-in one, or ``package.module:function``, from the working directory too.
+
+    Raises:
+        ValueError: there is none, or it is not a function; the message says what must hold.
+    """
+    if name in RULES:
+        return RULES[name].function
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        near = difflib.get_close_matches(name, RULES, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"one of {', '.join(RULES)}, or package.module:function{hint}")
+    function = getattr(_imported(module_name), attribute, None)
+    if function is None:
+        raise ValueError(f"a function of the module; {module_name} has no {attribute!r}")
+    if not callable(function) or inspect.isclass(function) or inspect.iscoroutinefunction(function):
+        raise ValueError(f"a plain function, not {_kind(function)}")
+    return function
+
+
+def bind(function: RewardFunction) -> Callable[[Answer], float]:
+    """The function with its arguments, ready for answers.
+
+    Raises:
+        ValueError: see ``resolve``.
+    """
+    return functools.partial(resolve(function.name), **function.args)
+
+
+def labels(functions: Sequence[RewardFunction]) -> tuple[str, ...]:
+    """What each function is called in metrics: its name without the module; those of one name are numbered."""
+    names = [function.name.rpartition(":")[2] for function in functions]
+    return tuple(_numbered(names))
+
+
+def _numbered(names: Sequence[str]) -> Iterator[str]:
+    total, seen = Counter(names), Counter[str]()
+    for name in names:
+        seen[name] += 1
+        yield f"{name}_{seen[name]}" if total[name] > 1 else name
+
+
+def _imported(name: str) -> Any:
+    """The module; the working directory is looked through last: an installed command does not do so by itself."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"a module that can be imported here ({error})") from error
+    except Exception as error:  # the user's own code
+        raise ValueError("a module that can be imported:\n" + "".join(traceback.format_exception(error))) from error
+
+
+def _kind(value: object) -> str:
+    if inspect.isclass(value):
+        return "a class"
+    return "a coroutine" if inspect.iscoroutinefunction(value) else f"a {type(value).__name__}"

@@ -1,0 +1,109 @@
+"""Mistakes in the names and arguments of reward functions: what a user is told before anything starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.schema import RewardFunction
+from megarl.rewards import RULES, check_fields, check_functions, labels
+from megarl.rewards.registry import resolve
+from tests.rewards.answers import own, prompt
+
+REPOSITORY = Path(__file__).parents[2]
+COMPLETE: dict[str, dict[str, Any]] = {
+    "regex": {"pattern": "x"},
+    "extracted_match": {"pattern": "(x)"},
+    "soft_overlong": {"max_tokens": 8, "buffer_tokens": 2},
+}
+
+
+def named(name: str, **args: Any) -> RewardFunction:
+    return RewardFunction(name=name, args=args)
+
+
+def test_nothing_is_wrong_with_complete_functions() -> None:
+    functions = [named(name, **COMPLETE.get(name, {})) for name in RULES]
+    assert not check_functions([*functions, own("length", scale=2.0), named("math:sqrt")])
+
+
+@pytest.mark.parametrize(
+    ("function", "field", "rule"),
+    [
+        (named("exact_mach"), "name", "did you mean exact_match?"),
+        (named("exact_mach"), "name", "package.module:function"),
+        (named("no_such_module:f"), "name", "No module named 'no_such_module'"),
+        (named("tests.rewards.functions:lenght"), "name", "tests.rewards.functions has no 'lenght'"),
+        (named("tests.rewards.functions:"), "name", "tests.rewards.functions has no ''"),
+        (named("tests.rewards.broken:f"), "name", 'RATE = {}["no such rate"]'),
+        (own("NUMBER"), "name", "not a int"),
+        (own("Length"), "name", "not a class"),
+        (own("later"), "name", "not a coroutine"),
+        (own("length", scal=2.0), "args", "functions:length(scale): got an unexpected keyword argument 'scal'"),
+        (own("length", answer=2.0), "args", "multiple values for argument 'answer'"),
+        (named("regex"), "args", "regex(pattern, whole): missing a required argument: 'pattern'"),
+        (named("regex", pattern="("), "args.pattern", "a regular expression: missing )"),
+        (named("extracted_match", pattern="(a)(b)"), "args.pattern", "with one group"),
+        (named("soft_overlong", max_tokens=8, buffer_tokens=0), "args.buffer_tokens", "greater than or equal to 1"),
+        (named("soft_overlong", max_tokens="8", buffer_tokens=1), "args.max_tokens", "valid integer"),
+        (named("last_number", tolerance=-0.1), "args.tolerance", "greater than or equal to 0"),
+    ],
+)
+def test_a_mistake_is_told_with_its_field_and_rule(function: RewardFunction, field: str, rule: str) -> None:
+    (problem,) = check_functions([named("contains"), function], where="evaluation.functions")
+    assert problem.field == f"evaluation.functions.1.{field}"
+    assert rule in problem.rule
+
+
+def test_every_mistake_is_told_at_once() -> None:
+    wrong = named("soft_overlong", max_tokens=0, buffer_tokens=0)
+    fields = [problem.field for problem in check_functions([named("nothing"), wrong])]
+    assert fields == [
+        "reward.functions.0.name",
+        "reward.functions.1.args.max_tokens",
+        "reward.functions.1.args.buffer_tokens",
+    ]
+
+
+def test_functions_that_read_text_need_a_tokenizer() -> None:
+    functions = [named(name, **COMPLETE.get(name, {})) for name in RULES]
+    told = {problem.value for problem in check_functions(functions, tokenizer=False)}
+    assert told == set(RULES) - {"soft_overlong"}
+
+
+def test_fields_that_prompts_lack_are_told() -> None:
+    prompts = [prompt("a", answer="x"), prompt("b", answer="x", key="y"), prompt("c")]
+    functions = [named("exact_match"), named("contains", field="key"), named("regex", pattern="x"), own("length")]
+    first, second = check_fields(functions, prompts)
+    assert first.field == "reward.functions.0.args.field"
+    assert first.value == "answer"
+    assert "1 of 3 lack it, the first is 'c'" in first.rule
+    assert "2 of 3 lack it, the first is 'a'" in second.rule
+    assert second.fix == "name one that it has (answer)"
+    assert not check_fields(functions[:1], prompts[:2])
+
+
+def test_functions_of_one_name_are_numbered_and_own_ones_go_without_their_module() -> None:
+    functions = [named("regex", pattern="a"), own("length"), named("regex", pattern="b"), named("contains")]
+    assert labels(functions) == ("regex_1", "length", "regex_2", "contains")
+
+
+def test_a_module_of_the_working_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_own_rewards.py").write_text("def zero(answer):\n    return 0.0\n")
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.chdir(tmp_path)
+    assert resolve("my_own_rewards:zero")(None) == 0.0
+
+
+def test_checking_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from megarl.rewards import check_functions; from megarl.config.schema import RewardFunction; "
+        "assert not check_functions([RewardFunction(name='contains')]); "
+        "print([name for name in ('torch', 'transformers', 'ray') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
