@@ -1,0 +1,1 @@
+"""The demonstration: a small task with a checkable answer, learnt in three stages on any machine."""

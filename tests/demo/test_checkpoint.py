@@ -1,0 +1,56 @@
+"""The checkpoint that the demo starts from, as others load it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
+
+from megarl.demo.checkpoint import write_checkpoint
+from megarl.demo.task import MAX_PROMPT_TOKENS
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("demo") / "model"
+    write_checkpoint(directory, seed=1)
+    return directory
+
+
+def test_characters_are_tokens(directory: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    text = "down kdxbq: THE 2 Colons!~"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert len(ids) == len(text)
+    assert len(set(ids)) == len(set(text))
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.encode(text) == [tokenizer.bos_token_id, *ids]
+    assert tokenizer.decode([tokenizer.bos_token_id, *ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
+
+
+def test_special_tokens_are_those_of_the_model(directory: Path) -> None:
+    tokenizer, model = AutoTokenizer.from_pretrained(directory), AutoModelForCausalLM.from_pretrained(directory)
+    names = ("pad_token_id", "bos_token_id", "eos_token_id")
+    assert [getattr(model.config, name) for name in names] == [getattr(tokenizer, name) for name in names] == [0, 1, 2]
+    assert model.config.vocab_size == len(tokenizer) == 99
+
+
+def test_a_small_qwen2(directory: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    assert isinstance(model, Qwen2ForCausalLM)
+    assert model.dtype == torch.float32
+    assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
+    assert model.config.max_position_embeddings >= MAX_PROMPT_TOKENS + 10
+
+
+def test_the_seed_decides(directory: Path, tmp_path: Path) -> None:
+    before = torch.random.get_rng_state()
+    write_checkpoint(tmp_path / "same", seed=1)
+    write_checkpoint(tmp_path / "other", seed=2)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    weights, same, other = (
+        (place / "model.safetensors").read_bytes() for place in (directory, tmp_path / "same", tmp_path / "other")
+    )
+    assert weights == same != other

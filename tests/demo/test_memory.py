@@ -1,0 +1,65 @@
+"""The watch over the memory of a program, against programs that take a known amount."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from threading import Event
+
+import pytest
+
+from megarl.demo.memory import MemoryWatch
+
+MIB = 1024 * 1024
+# A process with a child, which map the same 40 MiB of shared memory and have 20 MiB each of their own.
+PROGRAM = """
+import mmap, os, sys
+shared = mmap.mmap(-1, 40 << 20)
+shared.write(b"x" * (40 << 20))
+child = os.fork()
+for at in range(0, 40 << 20, 4096):
+    shared[at]
+own = bytearray(os.urandom(1) * (20 << 20))
+os.write(1, b"ready\\n")
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def baseline() -> int:
+    """Bytes of a process that does nothing, twice."""
+    return 2 * 15 * MIB
+
+
+def test_shared_memory_is_counted_once(baseline: int) -> None:
+    watch = MemoryWatch()
+    assert watch.now() == 0
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        env=watch.environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as program:
+        assert program.stdout is not None
+        assert [program.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        found = watch.now()
+        program.communicate()
+    assert 80 * MIB <= found <= 80 * MIB + baseline
+    assert watch.now() == 0
+
+
+def test_the_peak_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, looked_at_all = [3, 7, 1], Event()
+
+    def now(_watch: MemoryWatch) -> int:
+        if len(sizes) == 1:
+            looked_at_all.set()
+            return sizes[0]
+        return sizes.pop(0)
+
+    monkeypatch.setattr("megarl.demo.memory._INTERVAL_S", 0.01)
+    monkeypatch.setattr(MemoryWatch, "now", now)
+    with MemoryWatch() as watch:
+        assert looked_at_all.wait(timeout=10)
+    assert watch.peak_bytes == 7
