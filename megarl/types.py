@@ -110,6 +110,11 @@ class Prompt:
     token_ids: tuple[int, ...]
     fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
+    @property
+    def key(self) -> str:
+        """What tells it from the other items of its data set."""
+        return self.prompt_id
+
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest:
@@ -199,6 +204,7 @@ class ExperienceChunk:
         sample_ids: N ids.
         prompt_ids, response_ids: N rows of int32 token ids.
         old_logprobs: float32 nats, by the actor before the update.
+        ref_logprobs: float32 nats, by the reference; None where the update has no penalty for leaving it.
         old_values: float32, by the critic before the update; None without one.
         advantages, returns: float32; returns is None without a critic.
     """
@@ -207,6 +213,7 @@ class ExperienceChunk:
     prompt_ids: Ragged
     response_ids: Ragged
     old_logprobs: Ragged
+    ref_logprobs: Ragged | None
     old_values: Ragged | None
     advantages: Ragged
     returns: Ragged | None

@@ -1,7 +1,9 @@
 """Estimators of KL(policy || reference) in nats from the log-probabilities of the sampled tokens.
 
 With d = log policy - log reference at a token sampled from the policy, each is an estimate per token (J. Schulman,
-"Approximating KL divergence", 2020). All are elementwise, and differentiable in ``logprobs``.
+"Approximating KL divergence", 2020). All are elementwise, and differentiable in ``logprobs``, for a penalty in the
+loss: the gradients are 1 (k1, whose mean over the policy's tokens is 0: as a loss it pulls nowhere), d (k2) and
+1 - exp(-d) (k3).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Losses and their metrics, one value per token.
+"""Losses and their metrics, one value per token, or per preference pair.
 
 A loss becomes a number as ``weighted_sum(loss.values, weights)``, with weights from ``aggregation`` that contain the
 denominator of the whole optimizer step: micro-batches and ranks then simply add up. Metrics are per token too; as means
@@ -12,24 +12,25 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenLoss:
-    """A loss per token.
+class LossTerms:
+    """The terms of a loss, whose weighted sum it is.
 
     Args:
-        values: [B, R] (or any shape), differentiable.
-        metrics: by name, [B, R] float, detached.
+        values: [B, R] by token, or [P] by pair; differentiable.
+        metrics: by name, of the same shape, float, detached.
     """
 
     values: Tensor
     metrics: Mapping[str, Tensor]
 
 
-def clipped_policy_loss(new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip: float) -> TokenLoss:
+def clipped_policy_loss(new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip: float) -> LossTerms:
     """PPO: max(-A * r, -A * clamp(r, 1 - clip, 1 + clip)) with r = exp(new - old), the exponent clamped to +-20.
 
     Source: Schulman et al., "Proximal policy optimization algorithms" (2017).
@@ -41,26 +42,26 @@ def clipped_policy_loss(new_logprobs: Tensor, old_logprobs: Tensor, advantages: 
         clip: half width of the trust region of r.
 
     Returns:
-        Metrics: ``ratio``; ``clip_fraction``, 1 where the clipped branch is the larger; ``approx_kl``, (new - old)^2 /
-        2 nats; ``policy_kl``, old - new nats.
+        Metrics: ``ratio``; ``clipfrac``, 1 where the clipped branch is the larger; ``approxkl``, (new - old)^2 / 2
+        nats; ``ppo_kl``, old - new nats.
     """
     difference = new_logprobs - old_logprobs
     ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip, 1 + clip)
     moved = difference.detach()
-    return TokenLoss(
+    return LossTerms(
         values=torch.maximum(unclipped, clipped),
         metrics={
             "ratio": ratio.detach(),
-            "clip_fraction": (clipped > unclipped).to(ratio.dtype),
-            "approx_kl": moved.square() / 2,
-            "policy_kl": -moved,
+            "clipfrac": (clipped > unclipped).to(ratio.dtype),
+            "approxkl": moved.square() / 2,
+            "ppo_kl": -moved,
         },
     )
 
 
-def with_entropy_bonus(loss: TokenLoss, entropy: Tensor, *, coef: float) -> TokenLoss:
+def with_entropy_bonus(loss: LossTerms, entropy: Tensor, *, coef: float) -> LossTerms:
     """l - coef * entropy, with ``entropy`` among the metrics.
 
     Args:
@@ -68,10 +69,21 @@ def with_entropy_bonus(loss: TokenLoss, entropy: Tensor, *, coef: float) -> Toke
         a gradient where coef is not 0. coef: loss per nat.
     """
     values = loss.values - coef * entropy if coef else loss.values
-    return TokenLoss(values=values, metrics={**loss.metrics, "entropy": entropy.detach()})
+    return LossTerms(values=values, metrics={**loss.metrics, "entropy": entropy.detach()})
 
 
-def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None) -> TokenLoss:
+def with_kl_penalty(loss: LossTerms, kl: Tensor, *, coef: float) -> LossTerms:
+    """l + coef * kl, with ``kl`` among the metrics.
+
+    Args:
+        loss: of the policy.
+        kl: [B, R] nats, an estimate per token by one of ``megarl.algos.kl``; carries a gradient.
+        coef: loss per nat.
+    """
+    return LossTerms(values=loss.values + coef * kl, metrics={**loss.metrics, "kl": kl.detach()})
+
+
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None) -> LossTerms:
     """max((V - G)^2, (clamp(V, V_old - clip, V_old + clip) - G)^2) / 2; without a clip, (V - G)^2 / 2.
 
     Source: the PPO of openai/baselines and lm-human-preferences.
@@ -83,18 +95,48 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, c
         clip: how far a value may move from its old one in an update; None: as far as it will.
 
     Returns:
-        Metrics: ``prediction``; ``error``, (V - G)^2; ``clip_fraction``, 1 where the clipped branch is the larger.
+        Metrics: ``vpred``, V; ``error``, (V - G)^2; ``clipfrac``, 1 where the clipped branch is the larger.
     """
     error = (values - returns).square()
     largest = error
     if clip is not None:
         kept_near = torch.clamp(values, old_values - clip, old_values + clip)
         largest = torch.maximum(error, (kept_near - returns).square())
-    return TokenLoss(
+    return LossTerms(
         values=largest / 2,
         metrics={
-            "prediction": values.detach(),
+            "vpred": values.detach(),
             "error": error.detach(),
-            "clip_fraction": (largest > error).to(values.dtype),
+            "clipfrac": (largest > error).to(values.dtype),
+        },
+    )
+
+
+def bradley_terry_loss(chosen: Tensor, rejected: Tensor, *, centering: float = 0.0) -> LossTerms:
+    """-log sigmoid(chosen - rejected) + centering * (chosen + rejected)^2.
+
+    The first term is the negative log-likelihood of the preference under the model of Bradley and Terry (1952); the
+    second, which keeps the scores around 0, is that of Eisenstein et al., "Helping or herding?" (2023).
+
+    Args:
+        chosen: [P], scores of the responses that were preferred; carries the gradient.
+        rejected: [P], scores of the others.
+        centering: weight of the second term.
+
+    Returns:
+        Metrics: ``accuracy``, 1 where the chosen response scores more; ``margin``, chosen - rejected; ``chosen`` and
+        ``rejected``, the scores.
+    """
+    margin = chosen - rejected
+    values = -functional.logsigmoid(margin)
+    if centering:
+        values = values + centering * (chosen + rejected).square()
+    return LossTerms(
+        values=values,
+        metrics={
+            "accuracy": (margin > 0).to(margin.dtype),
+            "margin": margin.detach(),
+            "chosen": chosen.detach(),
+            "rejected": rejected.detach(),
         },
     )

@@ -22,6 +22,11 @@ class Moments:
     mean: Tensor
     variance: Tensor
 
+    @property
+    def sample_variance(self) -> Tensor:
+        """The variance with Bessel's correction; that of one entry is 0."""
+        return self.variance * self.count / (self.count - 1).clamp(min=1)
+
 
 def masked_moments(values: Tensor, mask: Tensor, reduce: Reduce) -> Moments:
     """Two passes in float64: count and sum, then the centred squares; both 0 where nothing counts anywhere.

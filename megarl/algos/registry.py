@@ -8,10 +8,10 @@ from typing import Final, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from megarl.algos.advantages import gae
+from megarl.algos.advantages import gae, grpo
 from megarl.algos.aggregation import sequence_mean, token_mean
 from megarl.algos.kl import k1, k2, k3
-from megarl.algos.losses import TokenLoss, clipped_policy_loss
+from megarl.algos.losses import LossTerms, clipped_policy_loss
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 class PolicyLoss(Protocol):
     """See losses.clipped_policy_loss."""
 
-    def __call__(self, new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip: float) -> TokenLoss: ...
+    def __call__(self, new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip: float) -> LossTerms: ...
 
 
 class Aggregation(Protocol):
@@ -38,8 +38,15 @@ class Advantages(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class OutcomeAdvantages(Protocol):
+    """See advantages.grpo."""
+
+    def __call__(self, scores: Tensor, groups: Tensor) -> Tensor: ...
+
+
 KL_ESTIMATORS: Final[Mapping[str, Callable[[Tensor, Tensor], Tensor]]] = {"k1": k1, "k2": k2, "k3": k3}
 ADVANTAGES: Final[Mapping[str, Advantages]] = {"gae": gae}
+OUTCOME_ADVANTAGES: Final[Mapping[str, OutcomeAdvantages]] = {"grpo": grpo}
 POLICY_LOSSES: Final[Mapping[str, PolicyLoss]] = {"clip": clipped_policy_loss}
 AGGREGATIONS: Final[Mapping[str, Aggregation]] = {"token_mean": token_mean, "sequence_mean": sequence_mean}
 

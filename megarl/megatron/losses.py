@@ -1,22 +1,34 @@
-"""PPO's losses on a micro-batch: from hidden states to weighted sums, with the columns of the experience."""
+"""The losses of all stages on a micro-batch: from hidden states to weighted sums.
+
+Each is a function of a step's schedule, whose totals are the denominators in the weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from megarl.algos.aggregation import token_mean, weighted_sum
-from megarl.algos.losses import TokenLoss, clipped_value_loss, with_entropy_bonus
-from megarl.algos.registry import AGGREGATIONS, POLICY_LOSSES, choose
+from megarl.algos.losses import (
+    LossTerms,
+    bradley_terry_loss,
+    clipped_value_loss,
+    with_entropy_bonus,
+    with_kl_penalty,
+)
+from megarl.algos.registry import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, choose
 from megarl.config.schema import Algo
 from megarl.data.alignment import align, response_mask
 from megarl.data.packing import Chunks, gather
-from megarl.megatron.heads import response_logprobs, response_values
+from megarl.megatron.heads import response_logprobs, response_values, row_scores
 from megarl.megatron.pipeline import MicroBatch
 from megarl.megatron.role import Loss, Role
-from megarl.types import ExperienceChunk, Ragged, RankSchedule
+from megarl.types import ExperienceChunk, PackRow, Ragged, RankSchedule
+
+StepLoss = Callable[[RankSchedule], Loss]
+"""The loss of an optimizer step, from its schedule."""
 
 
 class Column:
@@ -30,29 +42,91 @@ class Column:
 
 
 def policy_loss(
-    role: Role, algo: Algo, experience: Chunks[ExperienceChunk], *, temperature: float
-) -> Callable[[RankSchedule], Loss]:
-    """The actor's loss of an optimizer step."""
-    loss_function = choose(POLICY_LOSSES, algo.policy_loss, "algo.policy_loss")
+    role: Role, algo: Algo, experience: Chunks[ExperienceChunk], *, temperature: float, kl_coef: float
+) -> StepLoss:
+    """The actor's loss in PPO.
 
-    def of_tokens(batch: MicroBatch, hidden: Tensor, mask: Tensor) -> TokenLoss:
-        new, entropy = response_logprobs(role.model, batch, hidden, vocab_size=role.vocab_size, temperature=temperature)
-        column = _columns(batch, experience, mask)
-        loss = loss_function(align(new, mask), column("old_logprobs"), column("advantages"), clip=algo.clip)
+    Args:
+        temperature: of the rollouts.
+        kl_coef: of the step, loss per nat, where the penalty is in the loss.
+    """
+    loss_function = choose(POLICY_LOSSES, algo.policy_loss, "algo.policy_loss")
+    estimate = choose(KL_ESTIMATORS, algo.kl.estimator, "algo.kl.estimator")
+
+    def of_tokens(batch: MicroBatch, hidden: Tensor, mask: Tensor) -> LossTerms:
+        flat, entropy = response_logprobs(
+            role.model, batch, hidden, vocab_size=role.vocab_size, temperature=temperature
+        )
+        new, column = align(flat, mask), _columns(batch, experience, mask)
+        loss = loss_function(new, column("old_logprobs"), column("advantages"), clip=algo.clip)
+        if algo.kl.placement == "loss" and algo.kl.coef > 0:
+            loss = with_kl_penalty(loss, estimate(new, column("ref_logprobs")), coef=kl_coef)
         return with_entropy_bonus(loss, align(entropy, mask), coef=algo.entropy_coef)
 
     return _aggregated(algo, of_tokens)
 
 
-def value_loss(role: Role, algo: Algo, experience: Chunks[ExperienceChunk]) -> Callable[[RankSchedule], Loss]:
-    """The critic's loss of an optimizer step."""
+def value_loss(role: Role, algo: Algo, experience: Chunks[ExperienceChunk]) -> StepLoss:
+    """The critic's loss in PPO."""
 
-    def of_tokens(batch: MicroBatch, hidden: Tensor, mask: Tensor) -> TokenLoss:
+    def of_tokens(batch: MicroBatch, hidden: Tensor, mask: Tensor) -> LossTerms:
         values = align(response_values(role.model, batch, hidden), mask)
         column = _columns(batch, experience, mask)
         return clipped_value_loss(values, column("old_values"), column("returns"), clip=algo.value_clip)
 
     return _aggregated(algo, of_tokens)
+
+
+def sft_loss(role: Role) -> StepLoss:
+    """The negative log-likelihood of demonstrations: the mean over the response tokens of the step, nats.
+
+    The metric ``entropy`` is that of the model's distribution.
+    """
+
+    def of_step(schedule: RankSchedule) -> Loss:
+        weight = 1 / max(schedule.total_response_tokens, 1)
+
+        def loss(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            logprobs, entropy = response_logprobs(
+                role.model, batch, hidden, vocab_size=role.vocab_size, temperature=1.0
+            )
+            return -logprobs.sum() * weight, {"entropy": entropy.detach().sum() * weight}
+
+        return loss
+
+    return of_step
+
+
+def preference_loss(role: Role, centering: float) -> StepLoss:
+    """The reward model's loss on preference pairs: the mean over the pairs of the step; see algos.losses.
+
+    Rows 2i and 2i + 1 of a chunk are the chosen and the rejected response of a pair, and neighbours in a pack.
+
+    Args:
+        centering: weight of the squared sum of a pair's scores.
+    """
+
+    def of_step(schedule: RankSchedule) -> Loss:
+        weight = 2 / max(schedule.total_rows, 1)
+
+        def loss(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            assert _are_pairs(batch.rows), "a pack holds pairs, the chosen response first"
+            scores = row_scores(role.model, batch, hidden)
+            pairs = bradley_terry_loss(scores[0::2], scores[1::2], centering=centering)
+            metrics = {name: values.sum() * weight for name, values in pairs.metrics.items()}
+            return pairs.values.sum() * weight, metrics
+
+        return loss
+
+    return of_step
+
+
+def _are_pairs(rows: Sequence[PackRow]) -> bool:
+    """Whether the rows are pairs, one after the other."""
+    halves = zip(rows[0::2], rows[1::2], strict=False)
+    return len(rows) % 2 == 0 and all(
+        one.chunk == other.chunk and one.row % 2 == 0 and other.row == one.row + 1 for one, other in halves
+    )
 
 
 def _columns(batch: MicroBatch, experience: Chunks[ExperienceChunk], mask: Tensor) -> Callable[[str], Tensor]:
@@ -63,9 +137,7 @@ def _columns(batch: MicroBatch, experience: Chunks[ExperienceChunk], mask: Tenso
     return column
 
 
-def _aggregated(
-    algo: Algo, of_tokens: Callable[[MicroBatch, Tensor, Tensor], TokenLoss]
-) -> Callable[[RankSchedule], Loss]:
+def _aggregated(algo: Algo, of_tokens: Callable[[MicroBatch, Tensor, Tensor], LossTerms]) -> StepLoss:
     """Weights that hold the step's denominators; metrics are means over the response tokens of the step."""
     aggregate = choose(AGGREGATIONS, algo.aggregation, "algo.aggregation")
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from megarl.algos.rewards import shape_scores
 from megarl.config import PPOConfig
 from megarl.data.packing import Chunks
-from megarl.megatron.experience import Columns, build_experience
+from megarl.megatron.experience import Columns, PerSample, build_experience
 from megarl.megatron.groups import GroupCache
 from megarl.megatron.losses import policy_loss, value_loss
 from megarl.megatron.platform import Platform, start_platform, start_world
@@ -120,15 +121,16 @@ class MegatronWorker:
         rollouts: Chunks[RolloutChunk],
         old: Chunks[Ragged],
         ref: Chunks[Ragged] | None,
-        values: Chunks[Ragged],
-        scores: Mapping[int, np.typing.NDArray[np.float32]],
+        values: Chunks[Ragged] | None,
+        scores: PerSample,
+        outcomes: PerSample | None = None,
     ) -> tuple[dict[int, ExperienceChunk], dict[str, float]] | None:
         """The experience of this replica's chunks, and metrics over all samples; see ``experience``.
 
         Args:
             schedule: the actor's inference schedule.
             rollouts, old, ref, values: columns by chunk, fetched where they are read.
-            scores: of the schedule's chunks.
+            scores, outcomes: of the schedule's chunks.
         """
         actor = self._roles["actor"]
         if not actor.reports:
@@ -140,8 +142,13 @@ class MegatronWorker:
             dist.all_reduce(shared, group=actor.model.groups.dp)
             return shared.to(vector.device)
 
-        columns = Columns(old_logprobs=old, ref_logprobs=ref, values=values, scores=scores)
-        return build_experience(schedule.chunks, rollouts, columns, self._config.algo, reduce)
+        algo = self._config.algo
+        shaped: dict[int, np.typing.NDArray[np.float32]] = {}
+        for chunk in schedule.chunks:
+            own, ended = (torch.from_numpy(np.array(x)) for x in (scores[chunk], rollouts[chunk].finished))
+            shaped[chunk] = shape_scores(own, ended, clip=algo.score_clip, missing_end=algo.missing_end_score).numpy()
+        columns = Columns(old_logprobs=old, ref_logprobs=ref, values=values, scores=shaped, outcomes=outcomes)
+        return build_experience(schedule.chunks, rollouts, columns, algo, reduce, kl_coef=algo.kl.coef)
 
     def update(
         self, role: RoleName, schedules: Sequence[RankSchedule], experience: Chunks[ExperienceChunk]
@@ -149,7 +156,7 @@ class MegatronWorker:
         """One optimizer step per schedule; their metrics, as ``role/name``."""
         trained, algo = self._roles[role], self._config.algo
         loss = (
-            policy_loss(trained, algo, experience, temperature=self._config.rollout.temperature)
+            policy_loss(trained, algo, experience, temperature=self._config.rollout.temperature, kl_coef=algo.kl.coef)
             if HEADS[role] == "lm"
             else value_loss(trained, algo, experience)
         )

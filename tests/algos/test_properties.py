@@ -13,11 +13,11 @@ from torch import Tensor
 from megarl.algos.advantages import gae
 from megarl.algos.aggregation import sequence_mean, token_mean, weighted_sum
 from megarl.algos.kl import k1, k2, k3
-from megarl.algos.losses import TokenLoss, clipped_policy_loss, clipped_value_loss, with_entropy_bonus
+from megarl.algos.losses import LossTerms, clipped_policy_loss, clipped_value_loss, with_entropy_bonus
 from megarl.algos.metrics import objective_metrics
 from megarl.algos.normalisation import masked_moments, whiten
 from megarl.algos.registry import KL_ESTIMATORS, POLICY_LOSSES, choose
-from megarl.algos.rewards import clip_scores, replace_missing_end, token_rewards
+from megarl.algos.rewards import clip_scores, kl_penalties, replace_missing_end, token_rewards
 from tests.algos.vector_adapter import local, on_ranks
 from tests.oracle import ppo as oracle
 
@@ -100,7 +100,7 @@ def test_losses_are_those_of_the_oracle(seed: int, clip: float, value_clip: floa
     check_loss(clipped_value_loss(new, old, advantages, clip=value_clip), value, value_metrics)
 
 
-def check_loss(ours: TokenLoss, values: Tensor, metrics: dict[str, Tensor]) -> None:
+def check_loss(ours: LossTerms, values: Tensor, metrics: dict[str, Tensor]) -> None:
     torch.testing.assert_close(ours.values[0], values)
     assert ours.metrics.keys() == metrics.keys()
     for name, metric in metrics.items():
@@ -139,7 +139,7 @@ def test_rewards_add_up_to_the_score_less_the_kl(lengths: list[int], coef: float
         numbers(len(lengths), seed=seed),
         numbers(len(lengths), 6, seed=seed + 1),
     )
-    rewards = token_rewards(scores, torch.where(mask, kl, NAN), mask, kl_coef=coef)
+    rewards = token_rewards(scores, kl_penalties(torch.where(mask, kl, NAN), mask, kl_coef=coef), mask)
     for i, n in enumerate(lengths):
         expected = (scores[i] - coef * kl[i, :n].sum()).item() if n else 0.0
         assert rewards[i].sum().item() == pytest.approx(expected, abs=1e-9)
@@ -149,7 +149,7 @@ def test_rewards_add_up_to_the_score_less_the_kl(lengths: list[int], coef: float
 
 def test_the_score_stands_on_the_last_token_that_counts() -> None:
     mask = torch.tensor([[True, False, True, False], [False] * 4])
-    rewards = token_rewards(torch.tensor([2.0, 3.0]), torch.zeros(2, 4), mask, kl_coef=0.0)
+    rewards = token_rewards(torch.tensor([2.0, 3.0]), torch.zeros(2, 4), mask)
     assert rewards.tolist() == [[0, 0, 2, 0], [0, 0, 0, 0]]
 
 
@@ -219,7 +219,7 @@ def test_the_first_step_is_the_policy_gradient(shift: float) -> None:
     loss = clipped_policy_loss(new, old, advantages, clip=0.2)
     (grad,) = torch.autograd.grad(loss.values.sum(), new)
     torch.testing.assert_close(grad, -advantages)
-    assert not loss.metrics["clip_fraction"].any()
+    assert not loss.metrics["clipfrac"].any()
 
 
 @given(st.integers(0, 99))
@@ -305,7 +305,8 @@ def test_objective_metrics_add_up_over_ranks() -> None:
     scores, old, kl = numbers(3, seed=0), numbers(3, 3, seed=1), numbers(3, 3, seed=2)
 
     def measure(rows: slice, reduce: object) -> dict[str, float]:
-        return objective_metrics(scores[rows], old[rows], kl[rows], mask[rows], kl_coef=0.1, reduce=reduce)  # type: ignore[arg-type]
+        penalties = kl_penalties(kl[rows], mask[rows], kl_coef=0.1)
+        return objective_metrics(scores[rows], old[rows], kl[rows], penalties, mask[rows], reduce=reduce)  # type: ignore[arg-type]
 
     whole = measure(slice(0, 3), local)
     for ranks in ([slice(0, 1), slice(1, 3)], [slice(0, 3), slice(0, 0)]):

@@ -20,10 +20,11 @@ SUPPORTED = [
     *("kl-01", "kl-02", "kl-06", "kl-07", "trunc-03", "rew-01", "rew-02", "rew-06", "rew-07"),
     *("wh-04", "wh-10", "wh-13", "gae-01", "gae-02", "gae-04", "gae-08", "agg-01", "agg-04"),
     *("lay-01", "lay-02", "lay-04", "lay-06", "lay-07", "pg-01", "pg-02", "pg-06", "pg-11", "pg-12"),
-    *("vf-01", "vf-02", "vf-06", "met-02"),
+    *("vf-01", "vf-02", "vf-06", "met-01", "met-02", "rm-05", "rm-11", "klc-01", "klc-02"),
+    *("grp-01", "grp-12", "grp-14", "tot-01"),
 ]
-NOT_OURS = {"clipfrac_lower", "kl_seq_mean_mean"}
-"""Outputs that we do not have: of dual clipping, and a metric."""
+NOT_OURS = {"clipfrac_lower", "kl_seq_mean_mean", "openai"}
+"""Outputs that we do not have: of dual clipping, a metric, and the explained variance of values after an update."""
 
 
 def compare(name: str, got: Any, expected: Any, mask: Any, dtype: str) -> None:

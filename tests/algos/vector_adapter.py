@@ -14,13 +14,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.algos.advantages import gae
+from megarl.algos.advantages import gae, grpo, per_token
 from megarl.algos.aggregation import sequence_mean, token_mean, weighted_sum
+from megarl.algos.controllers import kl_controller
 from megarl.algos.kl import k1, k2, k3
-from megarl.algos.losses import TokenLoss, clipped_policy_loss, clipped_value_loss
-from megarl.algos.metrics import objective_metrics
+from megarl.algos.losses import (
+    LossTerms,
+    bradley_terry_loss,
+    clipped_policy_loss,
+    clipped_value_loss,
+    with_entropy_bonus,
+    with_kl_penalty,
+)
+from megarl.algos.metrics import objective_metrics, value_metrics
 from megarl.algos.normalisation import masked_moments, whiten
-from megarl.algos.rewards import clip_scores, replace_missing_end, token_rewards
+from megarl.algos.rewards import (
+    clip_scores,
+    kl_penalties,
+    normalise_scores,
+    replace_missing_end,
+    score_scale,
+    token_rewards,
+)
 
 Args = dict[str, Any]
 AGGREGATIONS = {"token-mean": token_mean, "seq-mean-token-mean": sequence_mean}
@@ -99,10 +114,8 @@ def shape_rewards(args: Args) -> Args:
     if clip is not None:
         assert clip[0] == -clip[1]
         scores = clip_scores(scores, clip[1])
-    return {
-        "rewards": token_rewards(scores, kl, mask, kl_coef=coef),
-        "non_score": token_rewards(torch.zeros_like(scores), kl, mask, kl_coef=coef),
-    }
+    penalties = kl_penalties(kl, mask, kl_coef=coef)
+    return {"rewards": token_rewards(scores, penalties, mask), "non_score": penalties}
 
 
 def run_whiten(args: Args) -> Args:
@@ -195,9 +208,9 @@ def policy_loss(args: Args) -> Args:
     return {
         "loss": total,
         "grad": grad,
-        "clipfrac": mean(loss, "clip_fraction", mask),
-        "ppo_kl": mean(loss, "policy_kl", mask),
-        "approxkl": mean(loss, "approx_kl", mask),
+        "clipfrac": mean(loss, "clipfrac", mask),
+        "ppo_kl": mean(loss, "ppo_kl", mask),
+        "approxkl": mean(loss, "approxkl", mask),
         "ratio_mean": mean(loss, "ratio", mask),
         "ratio_max": ratio.max(),
         "ratio_min": ratio.min(),
@@ -215,20 +228,91 @@ def value_loss(args: Args) -> Args:
     return {
         "loss": total,
         "grad": grad,
-        "clipfrac": mean(loss, "clip_fraction", mask),
+        "clipfrac": mean(loss, "clipfrac", mask),
         "error": mean(loss, "error", mask),
-        "vpred": mean(loss, "prediction", mask),
+        "vpred": mean(loss, "vpred", mask),
     }
 
 
-def mean(loss: TokenLoss, name: str, mask: Tensor) -> Tensor:
+def mean(loss: LossTerms, name: str, mask: Tensor) -> Tensor:
     return loss.metrics[name][mask].mean()
 
 
 def run_objective_metrics(args: Args) -> Args:
     scores, old, ref = take(args, "scores", "logp", "ref")
-    metrics = objective_metrics(scores, old, k1(old, ref), take_mask(args), kl_coef=args["kl_coef"], reduce=local)
-    return {**metrics, "kl_per_token_mean": metrics["objective/kl_per_token"]}
+    kl, mask = k1(old, ref), take_mask(args)
+    penalties = kl_penalties(kl, mask, kl_coef=args["kl_coef"])
+    metrics = objective_metrics(scores, old, kl, penalties, mask, reduce=local)
+    return {
+        **metrics,
+        "objective/score_total": metrics["objective/rlhf_reward"],
+        "kl_per_token_mean": metrics["objective/kl_per_token"],
+    }
+
+
+def run_explained_variance(args: Args) -> Args:
+    returns, values = take(args, "returns", "values")
+    metrics = value_metrics(returns, values, take_mask(args), reduce=local)
+    return {"verl": metrics["value/explained_variance"]}
+
+
+def run_controller(args: Args) -> Args:
+    fixed = args["kind"] == "fixed"
+    controller = kl_controller(args["init"], target=None if fixed else args["target"], horizon=args["horizon"])
+    values = []
+    for kl, samples in args["updates"]:
+        controller.update(kl, samples)
+        values.append(controller.coef)
+    return {"values": values}
+
+
+def outcome_advantages(args: Args) -> Args:
+    require(args, kind="grpo", eps=1e-6, ddof=1)
+    (scores,) = take(args, "rewards")
+    names, singleton = args.pop("groups"), args.pop("singleton", "raw")
+    done(args)
+    groups = torch.tensor([sorted(set(names)).index(name) for name in names])
+    if singleton != "zero" and (groups.unique(return_counts=True)[1] == 1).any():
+        raise UnsupportedError("groups of one that keep their score")
+    return {"advantages": grpo(scores, groups)}
+
+
+def broadcast_advantages(args: Args) -> Args:
+    (advantages,) = take(args, "seq_adv")
+    return {"advantages": per_token(advantages, take_mask(args))}
+
+
+def reward_norm(args: Args) -> Args:
+    require(args, ddof=0, target_mean=0.0, target_std=1.0)
+    (samples,) = take(args, "samples")
+    done(args)
+    mean, deviation = score_scale(samples)
+    normalised = normalise_scores(samples, mean=mean, deviation=deviation)
+    return {"mean": mean, "std": deviation, "gain": 1 / deviation, "bias": -mean / deviation, "normalized": normalised}
+
+
+def rm_pairwise(args: Args) -> Args:
+    require(args, kind="logsigmoid", margin=None)
+    chosen, rejected = take(args, "chosen", "rejected")
+    centering = args.pop("center", 0.0)
+    done(args)
+    loss = bradley_terry_loss(chosen.requires_grad_(), rejected.requires_grad_(), centering=centering)
+    grad_chosen, grad_rejected = torch.autograd.grad(loss.values.mean(), (chosen, rejected))
+    return {
+        "loss": loss.values.mean(),
+        "grad_chosen": grad_chosen,
+        "grad_rejected": grad_rejected,
+        "accuracy": loss.metrics["accuracy"].mean(),
+        "margin_mean": loss.metrics["margin"].mean(),
+    }
+
+
+def combine_actor_loss(args: Args) -> Args:
+    pg, entropy, kl = take(args, "pg", "entropy", "kl")
+    entropy_coef, kl_coef = args.pop("entropy_coef"), args.pop("kl_coef")
+    done(args)
+    loss = with_kl_penalty(LossTerms(values=pg, metrics={}), kl, coef=kl_coef)
+    return {"loss": with_entropy_bonus(loss, entropy, coef=entropy_coef).values}
 
 
 RUNNERS: dict[str, Callable[[Args], Args]] = {
@@ -244,4 +328,11 @@ RUNNERS: dict[str, Callable[[Args], Args]] = {
     "policy_loss": policy_loss,
     "value_loss": value_loss,
     "objective_metrics": run_objective_metrics,
+    "explained_variance": run_explained_variance,
+    "kl_controller": run_controller,
+    "outcome_advantages": outcome_advantages,
+    "broadcast_advantages": broadcast_advantages,
+    "reward_norm": reward_norm,
+    "rm_pairwise": rm_pairwise,
+    "combine_actor_loss": combine_actor_loss,
 }

@@ -44,6 +44,17 @@ def _scores() -> dict[int, np.ndarray]:
     return {c: np.random.default_rng(c).normal(size=3).astype(np.float32) * 2 for c in range(4)}
 
 
+def _shaped(rollouts: list[Any]) -> dict[int, np.ndarray]:
+    """The scores as the driver gives them to the experience."""
+    from megarl.algos.rewards import shape_scores
+
+    settings = {"clip": ALGO.score_clip, "missing_end": ALGO.missing_end_score}
+    return {
+        c: shape_scores(torch.from_numpy(scores), torch.from_numpy(rollouts[c].finished), **settings).numpy()
+        for c, scores in _scores().items()
+    }
+
+
 def _iteration(rank: int, directory: Path, reference: Path, layouts: dict[str, Layout], budget: int) -> dict[str, Any]:
     """Actor, critic and reference in one world, each in its own layout."""
     import torch.distributed as dist
@@ -84,19 +95,20 @@ def _iteration(rank: int, directory: Path, reference: Path, layouts: dict[str, L
         old_logprobs=old,
         ref_logprobs=everywhere(ref.logprobs(passes(ref), rollouts, temperature=TEMPERATURE)),
         values=everywhere(critic.values(passes(critic), rollouts)),
-        scores=_scores(),
+        scores=_shaped(rollouts),
+        outcomes=None,
     )
 
     def reduce(vector: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(vector, group=actor.model.groups.dp)
         return vector
 
-    built, _ = build_experience(passes(actor).chunks, rollouts, columns, ALGO, reduce)
+    built, _ = build_experience(passes(actor).chunks, rollouts, columns, ALGO, reduce, kl_coef=ALGO.kl.coef)
     experience = everywhere(built if actor.reports else None)
     plan = {"mini_batches": ALGO.mini_batches, "epochs": ALGO.ppo_epochs, "seed": SEED, "step": STEP}
     result: dict[str, Any] = {}
     for role, loss in (
-        (actor, policy_loss(actor, ALGO, experience, temperature=TEMPERATURE)),
+        (actor, policy_loss(actor, ALGO, experience, temperature=TEMPERATURE, kl_coef=ALGO.kl.coef)),
         (critic, value_loss(critic, ALGO, experience)),
     ):
         result[role.name] = {

@@ -276,9 +276,9 @@ def policy_terms(
     loss = torch.where(clipped > unclipped, clipped, unclipped) - settings.entropy_coef * entropy
     return loss, {
         "ratio": ratio.detach(),
-        "clip_fraction": (clipped > unclipped).float(),
-        "approx_kl": (new - old).detach() ** 2 / 2,
-        "policy_kl": (old - new).detach(),
+        "clipfrac": (clipped > unclipped).float(),
+        "approxkl": (new - old).detach() ** 2 / 2,
+        "ppo_kl": (old - new).detach(),
         "entropy": entropy.detach(),
     }
 
@@ -295,9 +295,9 @@ def value_terms(
         near = old + (values - old).clamp(-settings.value_clip, settings.value_clip)
         loss = torch.where((near - returns) ** 2 > error, (near - returns) ** 2, error)
     return loss / 2, {
-        "prediction": values.detach(),
+        "vpred": values.detach(),
         "error": error.detach(),
-        "clip_fraction": (loss > error).float(),
+        "clipfrac": (loss > error).float(),
     }
 
 

@@ -161,8 +161,8 @@ def test_the_first_step_starts_where_the_experience_was_made() -> None:
     outcome = ppo_iteration(actor, reference, critic, SAMPLES, everyone, SETTINGS)
     first = outcome.actor_steps[0]
     assert first.metrics["ratio"] == pytest.approx(1.0, abs=1e-6)
-    assert first.metrics["approx_kl"] == pytest.approx(0.0, abs=1e-12)
-    assert first.metrics["clip_fraction"] == 0.0
+    assert first.metrics["approxkl"] == pytest.approx(0.0, abs=1e-12)
+    assert first.metrics["clipfrac"] == 0.0
     # whitened advantages have mean 0, so the loss is the entropy bonus alone
     assert first.loss == pytest.approx(-0.01 * first.metrics["entropy"], abs=1e-6)
     experience = outcome.experience
@@ -207,7 +207,7 @@ def test_gradients_agree_with_finite_differences(role: str) -> None:
     members = [(SAMPLES[0], experience)]
     idle = Adam(model, AdamSettings(lr=0.0))
     step = optimizer_step(model, idle, members, terms, SETTINGS)
-    assert step.metrics["clip_fraction"] == pytest.approx(1 / 3)
+    assert step.metrics["clipfrac"] == pytest.approx(1 / 3)
     name = "lm_head.weight" if role == "actor" else "score.weight"
     parameter = dict(model.named_parameters())[name]
     for place in [(0, 0), (0, 5)]:
