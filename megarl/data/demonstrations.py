@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+
+from megarl.config.schema import SourceFields
+from megarl.data.encoding import Encoder, messages
+from megarl.data.sources import Row, parse_rows
+from megarl.data.tokenizer import Tokenizer
+
+_RESPONSES = ("response_ids", "response", "completion")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -21,3 +29,51 @@ class Demonstration:
     key: str
     prompt_ids: npt.NDArray[np.int32]
     response_ids: npt.NDArray[np.int32]
+
+
+def load_demonstrations(
+    source: SourceFields,
+    tokenizer: Tokenizer | None,
+    *,
+    vocab_size: int,
+    chat_template: bool,
+    max_tokens: int,
+    too_long: Literal["refuse", "drop"],
+) -> tuple[list[Demonstration], int]:
+    """Reads demonstrations; a row's key is its number.
+
+    A row has a prompt (``prompt``, text or a chat; or ``prompt_ids``) and a response (``response`` or ``completion``,
+    text or one message; or ``response_ids``), or it has a chat (``messages``) whose last message is the response.
+
+    Args:
+        source: of the rows.
+        tokenizer: None where all rows have ids.
+        vocab_size: ids must lie below it.
+        chat_template: text prompts are what a user says in a chat.
+        max_tokens: of prompt and response together.
+        too_long: whether rows that have more are an error, or left out.
+
+    Returns:
+        The demonstrations, and how many rows were left out.
+
+    Raises:
+        OSError, ValueError: the source cannot be read; rows are broken, of which the first are named with file, line
+            and reason; the tokenizer does not fit.
+    """
+    encoder = Encoder(
+        tokenizer, vocab_size=vocab_size, chat_template=chat_template, max_tokens=max_tokens, too_long=too_long
+    )
+
+    def parse(row: Row, columns: dict[str, Any]) -> Demonstration | None:
+        if "messages" in columns and not any(name in columns for name in _RESPONSES):
+            chat = messages("messages", columns["messages"])
+            if len(chat) < 2 or chat[-1]["role"] != "assistant":
+                raise ValueError("messages must be a prompt and, as its last message, the assistant's response")
+            prompt, response = encoder.chat(chat[:-1]), encoder.answer(chat[-1]["content"])
+        else:
+            prompt, response = encoder.prompt(columns), encoder.response(columns, *_RESPONSES)
+        if not encoder.fits(prompt, response):
+            return None
+        return Demonstration(key=str(row.number), prompt_ids=prompt, response_ids=response)
+
+    return parse_rows(source, parse)

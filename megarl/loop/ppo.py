@@ -11,7 +11,8 @@ import time
 from megarl.cluster.group import merged_scores, reported
 from megarl.cluster.session import Session
 from megarl.config import PPOConfig
-from megarl.data.prompts import PromptStream, sample_requests
+from megarl.data.prompts import sample_requests
+from megarl.data.streams import Stream
 from megarl.loop.directory import RunDirectory
 from megarl.loop.preflight import check
 from megarl.loop.report import Reporter, StepResult, Summary
@@ -28,7 +29,7 @@ def train(config: PPOConfig) -> Summary:
         WorkerError: a process failed; the message names it and the cause.
     """
     start = time.perf_counter()
-    prompts = PromptStream(check(config), config.run.seed)
+    prompts = Stream(check(config), config.run.seed)
     directory = RunDirectory(config)
     session = Session(config.cluster, directory.logs, config.cluster.address)
     with Reporter(config, directory) as reporter, session:

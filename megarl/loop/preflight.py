@@ -7,7 +7,8 @@ from pathlib import Path
 
 from megarl.config import ConfigError, PPOConfig, Problem
 from megarl.config.problems import shown
-from megarl.data.prompts import random_prompts, read_prompts
+from megarl.data.prompts import load_prompts, random_prompts
+from megarl.data.tokenizer import model_tokenizer
 from megarl.types import Prompt
 from megarl.weights.files import CheckpointError, read_config
 from megarl.weights.specs import ModelSpec, model_spec
@@ -105,9 +106,9 @@ def _scorer(scorer: ModelSpec, path: str) -> Iterator[Problem]:
 
 
 def _prompts(problems: list[Problem], config: PPOConfig, vocab: int) -> list[Prompt]:
-    """The prompts; in a file each must leave room for the response, and they must fill a step."""
-    made, path, data = config.data.random, config.data.prompts and config.data.prompts.path, config.data
-    if path is None:
+    """The prompts; each must leave room for the response, and they must fill a step."""
+    made, source, data = config.data.random, config.data.prompts, config.data
+    if source is None:
         assert made is not None
         return random_prompts(
             count=made.count,
@@ -117,20 +118,21 @@ def _prompts(problems: list[Problem], config: PPOConfig, vocab: int) -> list[Pro
             seed=made.seed,
         )
     try:
-        prompts = read_prompts(Path(path), vocab)
+        prompts, _ = load_prompts(
+            source,
+            model_tokenizer(config.model),
+            vocab_size=vocab,
+            chat_template=data.chat_template,
+            max_tokens=config.rollout.max_model_len - config.rollout.max_new_tokens,
+            too_long=data.too_long,
+        )
     except (OSError, ValueError) as error:
-        fix = "correct the file, or name another one"
-        problems.append(Problem(field="data.prompts", value=path, rule=str(error), fix=fix))
+        fix = "correct the rows, or name others; of rows that are too long (rollout.max_model_len less "
+        fix += "rollout.max_new_tokens), see data.too_long"
+        problems.append(Problem(field="data.prompts", value=source.path, rule=str(error), fix=fix))
         return []
-    room = config.rollout.max_model_len - config.rollout.max_new_tokens
-    long = [prompt for prompt in prompts if len(prompt.token_ids) > room]
-    if long:
-        rule = f"prompts have at most max_model_len - max_new_tokens = {room} tokens; {long[0].prompt_id!r} has "
-        rule += f"{len(long[0].token_ids)}, and {len(long)} of {len(prompts)} have too many"
-        fix = "shorten or remove them, raise rollout.max_model_len, or lower rollout.max_new_tokens"
-        problems.append(Problem(field="data.prompts", value=path, rule=rule, fix=fix))
     if len(prompts) < data.prompts_per_step:
-        rule = f"at most the {len(prompts)} prompts of {path}"
+        rule = f"at most the {len(prompts)} prompts of {source.path}"
         fix = "lower it, or add prompts"
         field = "data.prompts_per_step"
         problems.append(Problem(field=field, value=str(data.prompts_per_step), rule=rule, fix=fix))

@@ -9,11 +9,11 @@ from megarl.cluster.resharder import Resharder
 from megarl.cluster.rollouts import ENGINE, RolloutGroup
 from megarl.cluster.session import Session
 from megarl.config import PPOConfig
-from megarl.data.prompts import PromptStream
+from megarl.data.streams import Stream
 from megarl.loop.assets import model_directory
 from megarl.loop.directory import RunDirectory
 from megarl.loop.preflight import vocab_size
-from megarl.types import RoleName
+from megarl.types import Prompt, RoleName
 from megarl.weights.specs import model_spec
 
 _CHUNKS_PER_REPLICA = 8
@@ -33,7 +33,7 @@ class Parts:
         chunks: into which the samples of a step are divided.
     """
 
-    prompts: PromptStream
+    prompts: Stream[Prompt]
     groups: tuple[WorkerGroup, ...]
     rollout: RolloutGroup
     roles: dict[RoleName, Role]
@@ -47,7 +47,7 @@ class Parts:
             call.wait()
 
 
-def assemble(config: PPOConfig, session: Session, directory: RunDirectory, prompts: PromptStream) -> Parts:
+def assemble(config: PPOConfig, session: Session, directory: RunDirectory, prompts: Stream[Prompt]) -> Parts:
     """Starts every process and loads every model; the engines have no weights yet.
 
     Raises:

@@ -74,7 +74,8 @@ def test_a_broken_file_of_prompts_is_refused_with_its_line(tmp_path: Path) -> No
 
 def test_prompts_that_leave_no_room_are_refused(tmp_path: Path) -> None:
     text = refusal(*prompts(tmp_path, *[2] * 8, 33))
-    assert "max_model_len - max_new_tokens = 32 tokens; '9' has 33, and 1 of 9" in text
+    assert "line 9: 33 tokens are too many: at most 32 fit" in text
+    assert "rollout.max_model_len" in text
 
 
 def test_there_is_something_to_replay(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ class SourceFields(Section):
     """Configuration of a Hugging Face data set."""
     split: str | None = None
     """Split of a Hugging Face data set, train for example."""
+    columns: Mapping[str, str] = {}
+    """Columns under other names: {prompt: question} reads the column question as prompt."""
 
 
 def _as_fields(value: object) -> object:

@@ -1,0 +1,168 @@
+"""From the columns of a row to token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from megarl.data.sources import listed
+from megarl.data.tokenizer import Message, Tokenizer
+
+Ids = npt.NDArray[np.int32]
+Columns = dict[str, Any]
+
+_PROMPTS = ("prompt_ids", "token_ids", "prompt")
+
+
+class Encoder:
+    """Reads prompts and responses, as text, chats or ids.
+
+    Args:
+        tokenizer: None where all rows have ids.
+        vocab_size: ids must lie below it.
+        chat_template: text prompts are what a user says in a chat.
+        max_tokens: most that a row may have.
+        too_long: what becomes of rows that have more.
+
+    Raises:
+        ValueError: the tokenizer does not fit, or there is none where one is needed.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        chat_template: bool,
+        max_tokens: int,
+        too_long: Literal["refuse", "drop"],
+    ) -> None:
+        if tokenizer is not None:
+            tokenizer.check(vocab_size=vocab_size, chat_template=chat_template)
+        elif chat_template:
+            raise ValueError("chat_template needs a tokenizer, and there is none")
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._chat_template = chat_template
+        self._max_tokens = max_tokens
+        self._drop = too_long == "drop"
+
+    def prompt(self, columns: Columns, chats: str | None = None) -> Ids:
+        """The prompt of a row, from the first of ``prompt_ids``, ``token_ids`` and ``prompt`` that it has.
+
+        Args:
+            columns: of the row; the one that is read is removed.
+            chats: another column for the prompt, of chats.
+
+        Raises:
+            ValueError: it has none, or one that is broken.
+        """
+        name = first_of(columns, *_PROMPTS, *([chats] if chats else []))
+        value = columns.pop(name)
+        if name.endswith("_ids"):
+            return self.ids(name, value)
+        if isinstance(value, str) and name != chats:
+            return self.text(value)
+        return self.chat(messages(name, value))
+
+    def text(self, text: str) -> Ids:
+        """A prompt of text, or of a chat of one message if text is to be that."""
+        if self._chat_template:
+            return self.chat([{"role": "user", "content": text}])
+        return _some("prompt", self._need().encode(text))
+
+    def chat(self, chat: Sequence[Message]) -> Ids:
+        """A prompt of messages."""
+        if chat[-1]["role"] == "assistant":
+            raise ValueError("the last message of a prompt is the assistant's: nothing is left to answer")
+        return _some("prompt", self._need().chat(chat))
+
+    def response(self, columns: Columns, *names: str) -> Ids:
+        """A response, from the first of the named columns that the row has; those that end in ``_ids`` hold ids.
+
+        Raises:
+            ValueError: it has none, or one that is broken.
+        """
+        name = first_of(columns, *names)
+        value = columns[name]
+        if name.endswith("_ids"):
+            return self.ids(name, value)
+        if isinstance(value, str):
+            return self.answer(value)
+        chat = messages(name, value)
+        if len(chat) != 1 or chat[0]["role"] != "assistant":
+            raise ValueError(f"{name} must be text, or a list of one message of the assistant's")
+        return self.answer(chat[0]["content"])
+
+    def answer(self, text: str) -> Ids:
+        """A response of text."""
+        return _some("response", self._need().respond(text))
+
+    def ids(self, name: str, value: object) -> Ids:
+        """Ids as they are given.
+
+        Raises:
+            ValueError: there is none, or one that is not an id in use.
+        """
+        if not isinstance(value, list) or not value:
+            raise ValueError(f"{name} must be a list of one token id or more")
+        for token in cast(list[Any], value):
+            if type(token) is not int or not 0 <= token < self._vocab_size:
+                raise ValueError(f"{name} holds {token!r}: ids are integers from 0 to {self._vocab_size - 1}")
+        return np.array(value, dtype=np.int32)
+
+    def fits(self, *parts: Ids) -> bool:
+        """Whether a row of these tokens is kept; False leaves it out.
+
+        Raises:
+            ValueError: it is too long, and that is refused.
+        """
+        tokens = sum(map(len, parts))
+        if tokens > self._max_tokens and not self._drop:
+            raise ValueError(f"{tokens} tokens are too many: at most {self._max_tokens} fit")
+        return tokens <= self._max_tokens
+
+    def _need(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise ValueError("text needs a tokenizer, and there is none; set model.tokenizer, or give token ids")
+        return self._tokenizer
+
+
+def first_of(columns: Mapping[str, Any], *names: str) -> str:
+    """The first of the names that is a column.
+
+    Raises:
+        ValueError: none is.
+    """
+    for name in names:
+        if name in columns:
+            return name
+    raise ValueError(f"there is no column {' or '.join(names)}; there are {listed(columns)}")
+
+
+def messages(name: str, value: object) -> list[Message]:
+    """A chat as a column has it.
+
+    Raises:
+        ValueError: it is not a list of messages, each with a role and a content of text.
+    """
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{name} must be text, or a list of messages")
+    chat: list[Message] = []
+    for message in cast(list[Any], value):
+        if not isinstance(message, Mapping):
+            raise ValueError(f"{name} holds {message!r}: a message has a role and a content")
+        fields = {key: entry for key, entry in cast(Mapping[str, Any], message).items() if entry is not None}
+        if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
+            raise ValueError(f"{name} holds a message whose role and content are not both text: {message!r}")
+        chat.append(fields)
+    return chat
+
+
+def _some(name: str, ids: list[int]) -> Ids:
+    if not ids:
+        raise ValueError(f"{name} has no token")
+    return np.array(ids, dtype=np.int32)

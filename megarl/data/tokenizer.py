@@ -1,0 +1,149 @@
+"""Text as token ids, as training sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from megarl.config.schema import Model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""Of which a directory with a tokenizer has at least one."""
+
+Message = Mapping[str, Any]
+"""A message of a chat: a role, a content, and what else its template reads."""
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer; its special tokens go to where rollouts have them.
+
+    A prompt starts as the tokenizer starts every text, with the token for the beginning where it has one. A chat has
+    what its template writes and nothing more. A response starts with nothing and ends with the end token, once.
+
+    Args:
+        hf: the tokenizer.
+        name: of it, for messages.
+
+    Raises:
+        ValueError: it has no end token, or ends prompts with one.
+    """
+
+    def __init__(self, hf: PreTrainedTokenizerBase, name: str) -> None:
+        self._hf = hf
+        self._name = name
+        if not isinstance(hf.eos_token_id, int):
+            raise ValueError(f"{name}: the tokenizer names no end token; set eos_token in tokenizer_config.json")
+        self.end_token_id = hf.eos_token_id
+        self._ids = max(hf.get_vocab().values()) + 1
+        if self._encoded("a", special=True)[-1] == self.end_token_id:
+            raise ValueError(f"{name}: the tokenizer ends every text; set add_eos_token to false, prompts go on")
+
+    def __len__(self) -> int:
+        """Ids that it may give: its largest one plus 1."""
+        return self._ids
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether it can write chats."""
+        return self._hf.chat_template is not None
+
+    def check(self, *, vocab_size: int, chat_template: bool = False) -> None:
+        """Whether it can be used with a model.
+
+        Args:
+            vocab_size: ids of the model in use.
+            chat_template: chats are to be written.
+
+        Raises:
+            ValueError: it gives other ids, or cannot write chats.
+        """
+        if len(self) > vocab_size:
+            raise ValueError(
+                f"{self._name}: the tokenizer has ids up to {len(self) - 1}, the model's in use end at {vocab_size - 1}"
+            )
+        if chat_template and not self.has_chat_template:
+            raise ValueError(f"{self._name}: the tokenizer has no chat template")
+
+    def encode(self, text: str) -> list[int]:
+        """A prompt."""
+        begun = self._hf.bos_token is not None and text.startswith(str(self._hf.bos_token))
+        return self._encoded(text, special=not begun)
+
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        """A chat that the assistant is to answer: the template's text, up to where the answer starts.
+
+        Raises:
+            ValueError: there is no template, or it refuses the chat.
+        """
+        if not self.has_chat_template:
+            raise ValueError(f"a chat needs a chat template, which the tokenizer of {self._name} has not")
+        try:
+            text = self._hf.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"the chat template refuses the chat: {error}") from error
+        return self._encoded(str(text), special=False)
+
+    def respond(self, text: str) -> list[int]:
+        """A response, with the end token.
+
+        Raises:
+            ValueError: the end token stands within the text.
+        """
+        ids = self._encoded(text, special=False)
+        if ids[-1:] != [self.end_token_id]:
+            ids.append(self.end_token_id)
+        if self.end_token_id in ids[:-1]:
+            raise ValueError("a response must not go on after its end token")
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens."""
+        text = self._hf.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def _encoded(self, text: str, *, special: bool) -> list[int]:
+        return self._hf.encode(text, add_special_tokens=special, verbose=False)
+
+
+def has_tokenizer(directory: str | Path) -> bool:
+    """Whether a directory has the files of a tokenizer."""
+    return any((Path(directory) / name).exists() for name in _FILES)
+
+
+def model_tokenizer(model: Model) -> Tokenizer | None:
+    """The tokenizer that a configuration names, or else its model's own; None where there is neither.
+
+    Raises:
+        ValueError: it cannot be used.
+    """
+    if model.tokenizer is not None:
+        return load_tokenizer(model.tokenizer)
+    if model.path is not None and has_tokenizer(model.path):
+        return load_tokenizer(model.path)
+    return None
+
+
+def load_tokenizer(directory: str | Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face directory.
+
+    Raises:
+        ValueError: there is none, or it cannot be used.
+    """
+    if not has_tokenizer(directory):
+        raise ValueError(f"{directory}: no tokenizer is there; it would have one of {', '.join(_FILES)}")
+    from transformers import AutoTokenizer
+
+    try:
+        hf = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises bare exceptions
+        raise ValueError(f"{directory}: the tokenizer cannot be loaded: {error}") from error
+    return Tokenizer(hf, str(directory))

@@ -1,0 +1,75 @@
+"""Tokenizers and files of rows for the tests of data, made here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from megarl.config.schema import SourceFields
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Without a token for the beginning, as Qwen2's."""
+
+LLAMA = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{% if loop.index0 % 2 != (message['role'] == 'assistant') | int %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ '[INST]' + message['content'] + '[/INST]' }}"
+    "{% else %}{{ message['content'] + eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+"""With one, as Llama's; it refuses some chats."""
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 \n.,:;!?+-=*/()[]|<>_'\""
+
+
+def chatml_tokenizer(directory: Path) -> Path:
+    """Characters as tokens, no token for the beginning, and a chat template."""
+    return _save(directory, specials=["<|im_start|>", "<|im_end|>"], template=CHATML, eos_token="<|im_end|>")
+
+
+def llama_tokenizer(directory: Path, *, template: str | None = LLAMA, ends: bool = False) -> Path:
+    """Characters as tokens, and ``<s>`` before every text; with ``ends``, ``</s>`` after it."""
+    single = "<s> $A </s>" if ends else "<s> $A"
+    return _save(
+        directory, specials=["<s>", "</s>"], template=template, single=single, bos_token="<s>", eos_token="</s>"
+    )
+
+
+def _save(directory: Path, specials: list[str], template: str | None, single: str | None = None, **named: str) -> Path:
+    vocabulary = {token: index for index, token in enumerate([*specials, "<unk>", *LETTERS])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(specials)
+    if single is not None:
+        pairs = [(token, vocabulary[token]) for token in specials]
+        backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=pairs)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", **named)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def transformers_own(directory: Path) -> Any:
+    """The tokenizer as transformers alone sees it."""
+    return AutoTokenizer.from_pretrained(directory)
+
+
+def jsonl(directory: Path, rows: Sequence[Mapping[str, Any] | str], name: str = "rows.jsonl") -> SourceFields:
+    """A file of rows; a row of text is written as it is."""
+    path = directory / name
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return SourceFields(path=str(path))

@@ -1,0 +1,79 @@
+"""The order of a stream, and going on with it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.data.streams import Stream, StreamState
+from megarl.types import Prompt
+
+
+@dataclass(frozen=True)
+class Item:
+    key: str
+
+
+def items_of(count: int) -> list[Item]:
+    return [Item(f"p{i}") for i in range(count)]
+
+
+@given(st.integers(1, 9), st.lists(st.integers(0, 12), min_size=1, max_size=8), st.integers(0, 5))
+def test_every_epoch_has_every_prompt_once_however_it_is_read(count: int, reads: list[int], seed: int) -> None:
+    items = items_of(count)
+    stream, whole = Stream(items, seed), Stream(items[::-1], seed)
+    got = [p for n in reads for p in stream.next(n)]
+    assert len(got) == sum(reads)
+    assert got == whole.next(sum(reads)), "the order depends on neither the reads nor the order of the file"
+    for start in range(0, len(got) - count + 1, count):
+        assert {p.key for p in got[start : start + count]} == {p.key for p in items}
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    stream = Stream(items_of(16), 0)
+    orders = [stream.next(16), stream.next(16), Stream(items_of(16), 1).next(16)]
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+
+
+@given(st.integers(1, 9), st.integers(0, 30), st.integers(0, 30))
+def test_a_resumed_stream_goes_on(count: int, before: int, after: int) -> None:
+    stream = Stream(items_of(count), 3)
+    stream.next(before)
+    resumed = Stream(items_of(count), 3)
+    resumed.load(stream.state())
+    assert resumed.next(after) == stream.next(after)
+    assert resumed.state() == stream.state()
+
+
+def test_a_stream_refuses_the_state_of_another() -> None:
+    stream = Stream(items_of(3), 0)
+    for other in (Stream(items_of(4), 0), Stream(items_of(3), 1)):
+        with pytest.raises(ValueError, match="not those of the saved stream"):
+            other.load(stream.state())
+    with pytest.raises(ValueError, match="must be unique"):
+        Stream(items_of(2) * 2, 0)
+    with pytest.raises(ValueError, match="at least one"):
+        Stream([], 0)
+
+
+def test_the_order_is_the_same_in_another_process_and_after_json() -> None:
+    program = """
+import json, sys
+from megarl.data.streams import Stream, StreamState
+from megarl.types import Prompt
+stream = Stream([Prompt(prompt_id=str(i), token_ids=(i,)) for i in range(7)], 4)
+stream.load(StreamState(**json.loads(sys.argv[1])))
+print(json.dumps([prompt.key for prompt in stream.next(12)]))
+"""
+    stream = Stream([Prompt(prompt_id=str(i), token_ids=(i,)) for i in range(7)], 4)
+    stream.next(5)
+    state = json.dumps(asdict(stream.state()))
+    done = subprocess.run([sys.executable, "-c", program, state], capture_output=True, check=True, text=True)
+    assert json.loads(done.stdout) == [prompt.prompt_id for prompt in stream.next(12)]
+    assert StreamState(**json.loads(state)) == StreamState(epoch=0, position=5, digest=json.loads(state)["digest"])
