@@ -1,13 +1,14 @@
-"""Where the metrics of each step go: a file of JSON lines, a table on the console."""
+"""Where the metrics of each step go: a file of JSON lines, a table on the console; others have modules of their own."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from rich.console import Console
 
@@ -21,9 +22,13 @@ class Sink(Protocol):
         """Takes the metrics of one step; steps come in rising order."""
         ...
 
+    def close(self) -> None:
+        """Ends it; everything is written then."""
+        ...
 
-class JsonlSink:
-    """Writes one JSON object per step, ``step`` first, and flushes it; starts the file anew.
+
+class JsonLines:
+    """A file of JSON objects, one per line, each flushed; what is there already stays.
 
     JSON has no number that is not finite: it is written as null.
 
@@ -33,12 +38,11 @@ class JsonlSink:
 
     def __init__(self, path: str | Path) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  the sink is the context manager
+        self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115  closed by close
 
-    def write(self, step: int, metrics: Metrics) -> None:
-        """Appends the object of one step."""
-        line = {"step": step, **{name: _json_number(value) for name, value in metrics.items()}}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+    def write(self, entries: Mapping[str, Any]) -> None:
+        """Appends an object."""
+        self._file.write(json.dumps(_json(entries), allow_nan=False, ensure_ascii=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -52,6 +56,25 @@ class JsonlSink:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class JsonlSink:
+    """Appends one JSON object per step to a file, ``step`` first.
+
+    Args:
+        path: see JsonLines.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._lines = JsonLines(path)
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Appends the object of one step."""
+        self._lines.write({"step": step, **metrics})
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._lines.close()
 
 
 class ConsoleSink:
@@ -78,19 +101,34 @@ class ConsoleSink:
             headings = (heading.rjust(widths[name]) for name, heading in self._columns.items())
             self._print(" ".join(["step".rjust(self._WIDTH), *headings]), "bold")
             self._headed = True
-        values = (_short(metrics.get(name)).rjust(widths[name]) for name in self._columns)
+        values = (short(metrics.get(name)).rjust(widths[name]) for name in self._columns)
         self._print(" ".join([f"{step}/{self._steps}".rjust(self._WIDTH), *values]), None)
+
+    def phase(self, name: str) -> None:
+        """Says nothing: the rows tell how long each step took."""
+
+    def close(self) -> None:
+        """Nothing is left to print."""
 
     def _print(self, line: str, style: str | None) -> None:
         self._console.print(line, style=style, markup=False, soft_wrap=True)
 
 
-def _json_number(value: float) -> float | None:
-    number = value if isinstance(value, int) else float(value)
-    return number if math.isfinite(number) else None
+def _json(value: Any) -> Any:
+    """As JSON has it: numbers of numpy as plain ones, and null for those that are not finite."""
+    if isinstance(value, Mapping):
+        return {str(name): _json(entry) for name, entry in value.items()}
+    if isinstance(value, bool | str) or value is None:
+        return value
+    if isinstance(value, Sequence):
+        return [_json(entry) for entry in value]
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if math.isfinite(value) else None
 
 
-def _short(value: float | None) -> str:
+def short(value: float | None) -> str:
+    """A metric in few characters; a dash where there is none."""
     if value is None:
         return "-"
     return str(value) if isinstance(value, int) else f"{value:.4g}"

@@ -11,15 +11,21 @@ class Timers:
     """Collects seconds by stage: ``with timers("rollout"): ...``; a stage that comes twice is added up.
 
     Args:
+        entered: is told of every stage that begins.
         clock: seconds that only rise.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, entered: Callable[[str], None] | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._entered = entered
         self._clock = clock
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
+        if self._entered is not None:
+            self._entered(stage)
         start = self._clock()
         try:
             yield

@@ -10,36 +10,49 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from megarl.obs.metrics import ConsoleSink, JsonlSink
+from megarl.obs.metrics import ConsoleSink, JsonLines, JsonlSink, Metrics
 
 
 def test_every_step_is_a_flushed_line(tmp_path: Path) -> None:
     path = tmp_path / "new" / "metrics.jsonl"
-    with JsonlSink(path) as sink:
-        sink.write(1, {"actor/loss": 0.5, "samples": 16})
-        assert json.loads(path.read_text()) == {"step": 1, "actor/loss": 0.5, "samples": 16}
-        sink.write(2, {"actor/loss": np.float32(0.25), "samples": np.int64(3)})
+    sink = JsonlSink(path)
+    sink.write(1, {"actor/loss": 0.5, "samples": 16})
+    assert json.loads(path.read_text()) == {"step": 1, "actor/loss": 0.5, "samples": 16}
+    sink.write(2, {"actor/loss": np.float32(0.25), "samples": np.int64(3)})
     assert json.loads(path.read_text().splitlines()[1]) == {"step": 2, "actor/loss": 0.25, "samples": 3}
+    sink.close()
+
+
+def written(path: Path, metrics: Metrics, step: int = 1) -> None:
+    sink = JsonlSink(path)
+    sink.write(step, metrics)
+    sink.close()
 
 
 def test_numbers_survive_to_the_last_bit(tmp_path: Path) -> None:
     value = math.pi * 1e-7
-    with JsonlSink(tmp_path / "m") as sink:
-        sink.write(1, {"x": value})
+    written(tmp_path / "m", {"x": value})
     assert json.loads((tmp_path / "m").read_text())["x"] == value
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
-    with JsonlSink(tmp_path / "m") as sink:
-        sink.write(1, {"a": math.nan, "b": -math.inf, "c": 1.0})
-    assert json.loads((tmp_path / "m").read_text()) == {"step": 1, "a": None, "b": None, "c": 1.0}
+    written(tmp_path / "m", {"a": math.nan, "b": -math.inf, "c": 1.0, "d": np.float32("nan")})
+    assert json.loads((tmp_path / "m").read_text()) == {"step": 1, "a": None, "b": None, "c": 1.0, "d": None}
 
 
-def test_a_new_sink_starts_the_file_anew(tmp_path: Path) -> None:
-    for seed in (1, 2):
-        with JsonlSink(tmp_path / "m") as sink:
-            sink.write(seed, {})
-    assert (tmp_path / "m").read_text() == '{"step": 2}\n'
+def test_a_run_that_goes_on_appends(tmp_path: Path) -> None:
+    for step in (1, 2):
+        written(tmp_path / "m", {}, step)
+    assert (tmp_path / "m").read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_objects_may_be_nested_and_text_stays_readable(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / "m") as lines:
+        lines.write({"text": "für\n", "scores": {"rule": np.float32(0.5)}, "ids": (np.int32(1), 2)})
+        lines.write({"done": True, "no": None})
+    first, second = (tmp_path / "m").read_text(encoding="utf-8").splitlines()
+    assert first == '{"text": "für\\n", "scores": {"rule": 0.5}, "ids": [1, 2]}'
+    assert second == '{"done": true, "no": null}'
 
 
 def test_the_console_has_one_aligned_row_per_step() -> None:

@@ -23,3 +23,10 @@ def test_a_stage_that_fails_is_counted_and_fails() -> None:
     with pytest.raises(RuntimeError, match="stop"), timers("sync"):
         raise RuntimeError("stop")
     assert timers.take() == {"time/sync": 3.0}
+
+
+def test_whoever_wants_to_know_is_told_what_begins() -> None:
+    told: list[str] = []
+    timers = Timers(told.append)
+    with timers("step"), timers("rollout"):
+        assert told == ["step", "rollout"]

@@ -1,0 +1,67 @@
+"""What a person sees of a run, in a terminal and elsewhere."""
+
+from __future__ import annotations
+
+import io
+import threading
+
+from rich.console import Console
+
+from megarl.obs.metrics import ConsoleSink
+from megarl.obs.progress import ProgressSink, open_display
+
+COLUMNS = {"objective/score": "score", "objective/kl": "KL"}
+
+
+def terminal(width: int = 100) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, width=width, height=30, force_terminal=True, color_system=None), out
+
+
+def test_a_terminal_gets_a_bar_with_the_last_metrics_and_is_given_back() -> None:
+    threads = set(threading.enumerate())
+    console, out = terminal()
+    display = open_display("PPO", COLUMNS, steps=20, console=console)
+    assert isinstance(display, ProgressSink)
+    display.phase("rollout")
+    display._live.refresh()
+    assert "rollout" in out.getvalue()
+    display.write(1, {"objective/score": 0.123456, "objective/kl": 0.5, "hidden": 7.0})
+    display.write(2, {"objective/score": 0.25})
+    before = len(out.getvalue())
+    display.close()
+    last = out.getvalue()[before:]
+    assert "PPO" in last
+    assert "2/20" in last
+    assert "score 0.25" in last
+    assert "KL" not in last, "the metric of an earlier step"
+    assert "rollout" not in last
+    assert "hidden" not in out.getvalue()
+    assert out.getvalue().endswith("\x1b[?25h"), "the cursor is still hidden"
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(timeout=5)
+        assert not thread.is_alive()
+
+
+def test_a_run_that_goes_on_starts_where_it_was() -> None:
+    console, out = terminal()
+    open_display("SFT", COLUMNS, steps=20, done=15, console=console).close()
+    assert "15/20" in out.getvalue()
+
+
+def test_many_metrics_wrap_instead_of_being_cut() -> None:
+    console, out = terminal(width=40)
+    display = open_display("x", {f"m{i}": f"metric {i}" for i in range(12)}, steps=2, console=console)
+    display.write(1, {f"m{i}": i + 0.5 for i in range(12)})
+    display.close()
+    assert all(f"metric {i} {i}.5" in out.getvalue() for i in range(12))
+
+
+def test_a_file_gets_plain_rows() -> None:
+    out = io.StringIO()
+    display = open_display("PPO", COLUMNS, steps=2, console=Console(file=out, width=80))
+    assert isinstance(display, ConsoleSink)
+    display.phase("rollout")
+    display.write(1, {"objective/score": 0.5})
+    display.close()
+    assert out.getvalue().splitlines() == ["      step      score         KL", "       1/2        0.5          -"]

@@ -1,0 +1,60 @@
+"""TensorBoard events, read back as the file format says."""
+
+from __future__ import annotations
+
+import math
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+from megarl.obs.tensorboard import TensorBoardSink
+
+
+def records(path: Path) -> Iterator[bytes]:
+    """The records of a TFRecord file: length (8 bytes), its checksum (4), data, its checksum (4)."""
+    data = path.read_bytes()
+    at = 0
+    while at < len(data):
+        (length,) = struct.unpack_from("<Q", data, at)
+        yield data[at + 12 : at + 12 + length]
+        at += 12 + length + 4
+
+
+def events(directory: Path) -> list[list[Any]]:
+    """The events of each file, the earlier file first."""
+    files = sorted(directory.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+    return [[Event.FromString(record) for record in records(file)] for file in files]
+
+
+def scalars(file: list[Any]) -> list[tuple[int, str, float]]:
+    return [(event.step, value.tag, value.simple_value) for event in file for value in event.summary.value]
+
+
+def test_every_metric_is_an_event_and_nothing_keeps_running(tmp_path: Path) -> None:
+    threads = set(threading.enumerate())
+    sink = TensorBoardSink(tmp_path / "tensorboard")
+    sink.write(1, {"objective/kl": 0.5, "rollout/samples": 16})
+    sink.write(2, {"objective/kl": math.nan})
+    sink.close()
+    (file,) = events(tmp_path / "tensorboard")
+    first, second, third = scalars(file)
+    assert (first, second) == ((1, "objective/kl", 0.5), (1, "rollout/samples", 16.0))
+    assert third[:2] == (2, "objective/kl")
+    assert math.isnan(third[2])
+    assert {thread for thread in threading.enumerate() if thread.is_alive()} <= threads
+
+
+def test_a_run_that_goes_on_has_a_file_of_its_own_and_takes_back_what_was_after_the_checkpoint(tmp_path: Path) -> None:
+    for first in (1, 3):
+        sink = TensorBoardSink(tmp_path, first_step=first)
+        sink.write(first, {"loss": float(first)})
+        sink.close()
+    before, after = events(tmp_path)
+    assert scalars(before) == [(1, "loss", 1.0)]
+    assert scalars(after) == [(3, "loss", 3.0)]
+    starts = [event.step for event in after if event.session_log.status == SessionLog.START]
+    assert starts == [3], "TensorBoard drops earlier events from this step on"

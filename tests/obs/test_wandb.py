@@ -1,0 +1,43 @@
+"""Weights & Biases, offline."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megarl.obs import wandb as sinks
+from megarl.obs.wandb import WandbSink
+from tests.leftovers import Trace
+
+
+def test_without_the_package_the_fix_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"tracking.wandb_project = mine: needs the package wandb; install it with"):
+        WandbSink("mine", tmp_path, config={})
+
+
+def test_a_run_offline_stays_in_its_directory_and_leaves_nothing_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    trace = Trace()
+    for name, value in {"WANDB_MODE": "offline", "HOME": str(tmp_path), **_difference(trace.environment())}.items():
+        monkeypatch.setenv(name, value)
+    directory = tmp_path / "run"
+    ids: set[str] = set()
+    for step in (1, 2):
+        sink = WandbSink("mine", directory, config={"run": {"steps": 2}})
+        assert trace.processes(), "wandb has no process: the test looks at nothing"
+        ids.add(sink._run.id)
+        sink.write(step, {"objective/kl": 0.5})
+        sink.close()
+    assert len(ids) == 1, "the second run is another one"
+    assert list(directory.glob("wandb/offline-run-*/run-*.wandb"))
+    assert not trace.processes()
+    assert not trace.shared_memory()
+
+
+def _difference(environment: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if os.environ.get(name) != value}
