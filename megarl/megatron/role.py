@@ -72,7 +72,8 @@ class Role:
         self.trainer: Trainer | None = None
         self.steps_taken = 0
         """Optimizer steps so far, skipped ones too: how far the learning rate is on its course."""
-        self._skipped_in_a_row = 0
+        self.skipped_in_a_row = 0
+        """Optimizer steps that were skipped since the last that was not."""
 
     @property
     def reports(self) -> bool:
@@ -192,8 +193,8 @@ class Role:
         lr = learning_rate(trainer.settings, self.steps_taken, trainer.total_steps)
         grad_norm, stepped = trainer.step(lr)
         self.steps_taken += 1
-        self._skipped_in_a_row = 0 if stepped else self._skipped_in_a_row + 1
-        if self._skipped_in_a_row == MAX_SKIPPED:
+        self.skipped_in_a_row = 0 if stepped else self.skipped_in_a_row + 1
+        if self.skipped_in_a_row == MAX_SKIPPED:
             raise FloatingPointError(
                 f"{self.name}: the gradient was not finite in {MAX_SKIPPED} optimizer steps in a row; "
                 f"lower {self.name}.optimizer.lr, or look for what is not finite in the scores"

@@ -91,6 +91,32 @@ def adjacent_axis(a: Box, b: Box) -> int | None:
     return None
 
 
+def row_major_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
+    """Disjoint boxes whose elements, one box after the other, are those of a run of a flattened tensor.
+
+    Args:
+        shape: of the tensor, without zeros; at least one axis.
+        start, stop: the run [start, stop) in row-major order.
+    """
+    if start >= stop:
+        return []
+    if len(shape) == 1:
+        return [Box((start,), (stop,))]
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:
+        return _in_row(shape, last, start, stop)
+    whole = [Box((first, *(0 for _ in shape[1:])), (last, *shape[1:]))] if first < last else []
+    return [*_in_row(shape, first - 1, start, first * row), *whole, *_in_row(shape, last, last * row, stop)]
+
+
+def _in_row(shape: Shape, index: int, start: int, stop: int) -> list[Box]:
+    """``row_major_boxes`` of a run within one row."""
+    base = index * math.prod(shape[1:])
+    inner = row_major_boxes(shape[1:], start - base, stop - base)
+    return [Box((index, *box.start), (index + 1, *box.stop)) for box in inner]
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """What is known of a tensor without its values: its shape, and its dtype's name (a key of ITEM_BYTES)."""

@@ -52,6 +52,7 @@ def load_role(
     trainable: bool,
     head: torch.Tensor | None,
     vocab_size: int | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Any:
     """A role with the weights of an HF directory, cut by the shard map from whole tensors.
 
@@ -76,7 +77,7 @@ def load_role(
         rank,
         cache,
         vocab_size=spec.dims.vocab if vocab_size is None else vocab_size,
-        dtype=torch.float32,
+        dtype=dtype,
         trainable=trainable,
     )
     local = {param: torch.zeros(info.shape) for param, info in role.shard_map.params.items()}

@@ -1,0 +1,235 @@
+"""The state of a role in training on disk: sharded tensors in canonical coordinates, through Megatron's checkpoints.
+
+Every tensor, weights and optimizer state alike, is stored as the boxes of Hugging Face tensors that its ranks hold: any
+layout loads what any other has saved, padding is not stored, and each element is written once, by who holds it.
+Megatron's own sharded state reads its global parallel state, and gathers the optimizer's state over DP or ties it to TP
+and PP (optimizer/distrib_optimizer.py, 0.16). This reads the default process group alone, which is the group's world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import sub
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_planned
+
+from megarl.files import FileRecord, sync
+from megarl.megatron.role import Role
+from megarl.types import RankCoords
+from megarl.weights.regions import Box, Piece, row_major_boxes
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def save_role(role: Role, directory: Path) -> list[FileRecord]:
+    """Writes the state of a role in training; collective over the role's ranks.
+
+    Args:
+        directory: to make; on a file system that all ranks share.
+
+    Returns:
+        The files that this rank has written, durable and relative to the directory.
+    """
+    rank = dist.get_rank()
+    if rank == 0:
+        directory.mkdir()
+    dist.barrier()
+    counters = {
+        "adam_steps": _adam_steps(role),
+        "steps_taken": role.steps_taken,
+        "skipped_in_a_row": role.skipped_in_a_row,
+    }
+    state = {"counters": counters, **_tensors(role)}
+    dist_checkpointing.save(state, str(directory), _SaveInProcess("torch_dist", 1), validate_access_integrity=False)
+    files = [path for path in sorted(directory.iterdir()) if _writer(path) == rank]
+    for path in (*files, directory):
+        sync(path)
+    return [FileRecord.of(path, directory) for path in files]
+
+
+def restore_role(role: Role, directory: Path) -> None:
+    """Gives a role in training the state that some layout has saved; collective over the role's ranks.
+
+    Raises:
+        CheckpointingException, KeyError: the state is of another model.
+    """
+    counters = dist_checkpointing.load_common_state_dict(str(directory))["counters"]
+    _set_adam_steps(role, counters["adam_steps"])
+    role.steps_taken, role.skipped_in_a_row = counters["steps_taken"], counters["skipped_in_a_row"]
+    # Loads in place: the targets are views of the parameters and of the optimizer's state.
+    dist_checkpointing.load(_tensors(role), str(directory), validate_access_integrity=False)
+
+
+class _SaveInProcess(SaveShardedStrategy):
+    """Megatron's torch_dist format, written by the calling process itself.
+
+    Megatron's strategy copies everything and forks writers even for a synchronous save, and starts a queue manager that
+    outlives it (dist_checkpointing/strategies/filesystem_async.py, 0.16).
+    """
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
+        save_planned(
+            mcore_to_pyt_state_dict(by_key, False),
+            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+
+
+def _writer(path: Path) -> int:
+    """The rank that writes a file: data files are ``__{rank}_{number}.distcp``, and rank 0 writes the others."""
+    return int(path.name.split("_")[2]) if path.name.startswith("__") else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shard:
+    """A rank's run of a parameter in the distributed optimizer.
+
+    Args:
+        name: of the local parameter.
+        span: the run, in the flattened parameter.
+        main: what Adam steps, [len(span)]: a view of the parameter, or a float32 copy of a 16-bit one.
+        optimizer: Megatron's.
+    """
+
+    name: str
+    span: range
+    main: torch.Tensor
+    optimizer: Any
+
+    @property
+    def adam(self) -> dict[str, Any]:
+        """The optimizer's state of the run; empty before the first step."""
+        return self.optimizer.state.get(self.main, {})
+
+
+def _shards(role: Role) -> Iterator[_Shard]:
+    assert role.trainer is not None, f"{role.name} is not in training"
+    names = {parameter: name for name, parameter in role.model.parameters().items()}
+    for megatron in role.trainer.optimizer.chained_optimizers:
+        own: Any = megatron
+        buckets = [bucket for by_dtype in own.gbuf_ranges for per_dtype in by_dtype.values() for bucket in per_dtype]
+        for bucket in buckets:
+            for parameter, ranges in bucket["param_map"].items():
+                group, order = own.model_param_group_index_map[parameter]
+                yield _Shard(
+                    name=names[parameter],
+                    span=range(ranges["param"].start, ranges["param"].end),
+                    main=own.optimizer.param_groups[group]["params"][order],
+                    optimizer=own.optimizer,
+                )
+
+
+def _adam_steps(role: Role) -> int:
+    """Steps that Adam has taken, for its bias correction: those that were not skipped."""
+    steps = torch.zeros((), dtype=torch.int64, device=torch.cuda.current_device())
+    for shard in _shards(role):  # a rank may have none
+        for group in shard.optimizer.param_groups:
+            steps.fill_(int(shard.adam.get("step", group.get("step", 0))))
+    dist.all_reduce(steps, op=dist.ReduceOp.MAX)
+    return int(steps)
+
+
+def _set_adam_steps(role: Role, steps: int) -> None:
+    """Makes the optimizer's state that of so many steps, with moments of zero."""
+    for shard in _shards(role):
+        shard.optimizer.state.pop(shard.main, None)
+        if steps > 0:
+            shard.optimizer.state[shard.main] = {name: torch.zeros_like(shard.main) for name in _MOMENTS}
+        if not isinstance(shard.optimizer, torch.optim.Adam):  # the fused ones count by group
+            for group in shard.optimizer.param_groups:
+                group["step"] = steps
+        elif steps > 0:
+            shard.optimizer.state[shard.main]["step"] = torch.tensor(float(steps))
+
+
+def _tensors(role: Role) -> dict[str, ShardedTensor]:
+    """Everything of the role that this rank holds."""
+    boxes = _Boxes(role)
+    tensors: list[ShardedTensor] = []
+    parameters = role.model.parameters()
+    for name, parameter in parameters.items():
+        tensors += boxes.sharded("weight", name, parameter.detach().view(-1), range(parameter.numel()), over_dp=True)
+    for shard in _shards(role):
+        state = {name: shard.adam[name] for name in _MOMENTS if name in shard.adam}
+        if shard.main.dtype != parameters[shard.name].dtype:
+            state["master"] = shard.main.detach()
+        for kind, values in state.items():
+            tensors += boxes.sharded(kind, shard.name, values, shard.span, over_dp=False)
+    return {str(index): tensor for index, tensor in enumerate(tensors)}
+
+
+class _Boxes:
+    """Where a rank's parameters lie in the canonical tensors, and who else holds the same."""
+
+    def __init__(self, role: Role) -> None:
+        self._role = role
+        self._tensors = role.spec.canonical(role.head)
+        self._order = {name: index for index, name in enumerate(self._tensors)}
+        self._pieces: dict[str, list[Piece]] = {}
+        for piece in role.shard_map.pieces:
+            self._pieces.setdefault(piece.param, []).append(piece)
+        layout = role.layout
+        self._holders: dict[tuple[str, Box], list[tuple[int, int]]] = {}
+        for pp in range(layout.pp):
+            for tp in range(layout.tp):
+                rank = layout.rank(RankCoords(tp=tp, dp=0, pp=pp))
+                for piece in role.spec.megatron_map(layout, rank, role.head).pieces:
+                    self._holders.setdefault((piece.name, piece.region), []).append((pp, tp))
+
+    def sharded(
+        self, kind: str, param: str, values: torch.Tensor, span: range, *, over_dp: bool
+    ) -> Iterator[ShardedTensor]:
+        """A run of a flattened parameter, or of something of its shape, as boxes of canonical tensors.
+
+        Args:
+            kind: what the values are.
+            values: [len(span)], on this rank.
+            over_dp: whether every DP rank holds the same, or each a part.
+        """
+        for box in row_major_boxes(self._role.shard_map.params[param].shape, span.start, span.stop):
+            block, values = values[: box.size].view(box.shape), values[box.size :]
+            for piece in self._pieces[param]:
+                part = piece.within(box)
+                if part is None:
+                    continue
+                assert not part.transposed, "Megatron stores linear weights as Hugging Face does"
+                inside = Box(*(tuple(map(sub, edge, box.start)) for edge in (part.box.start, part.box.stop)))
+                data = block[inside.slices]
+                yield ShardedTensor(
+                    key=f"{kind}.{part.name}",
+                    data=data,
+                    dtype=data.dtype,
+                    local_shape=tuple(data.shape),
+                    global_shape=self._tensors[part.name].shape,
+                    global_offset=part.region.start,
+                    axis_fragmentations=None,
+                    replica_id=self._replica(piece, over_dp),
+                )
+
+    def _replica(self, piece: Piece, over_dp: bool) -> int:
+        """0 on the rank that writes: replicas over DP take turns, so that they share the writing."""
+        coords, dp = self._role.coords, self._role.layout.dp
+        holders = self._holders[piece.name, piece.region]
+        index = holders.index((coords.pp, coords.tp))
+        if not over_dp:
+            return index
+        return (index * dp + coords.dp + self._order[piece.name]) % (len(holders) * dp)

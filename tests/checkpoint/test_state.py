@@ -1,0 +1,185 @@
+"""A role goes on from its checkpoint as if nothing had happened, in the same layout bit for bit, in others exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.files import FileRecord
+from megarl.types import Layout, RoleName
+from tests.checkpoint.training import Snapshot, canonical, make_roles, restore, save, snapshot, train
+from tests.megatron.tiny import save_model
+from tests.pool import RankPool
+
+pytestmark = pytest.mark.dist
+
+Roles = Mapping[RoleName, Layout]
+
+
+def _interrupted(
+    rank: int, models: dict[RoleName, Path], others: dict[RoleName, Path], layouts: Roles, dtype: torch.dtype, out: Path
+) -> dict[RoleName, Any]:
+    """Four steps of each role at a stretch, and two steps, a checkpoint, and two steps of new roles."""
+    straight = make_roles(rank, models, layouts, dtype)
+    first = make_roles(rank, models, layouts, dtype)
+    second = make_roles(rank, others, layouts, dtype)
+    metrics: dict[RoleName, Any] = {}
+    for step in range(4):  # the roles take turns, as in a run
+        for name, role in straight.items():
+            metrics.setdefault(name, []).extend(train(role, step, 1, broken=[1]))
+    for name, role in first.items():
+        train(role, 0, 2, broken=[1])
+        save(role, out / name)
+    results: dict[RoleName, Any] = {}
+    for name, role in second.items():
+        train(role, 7, 1)  # the state that is replaced is not a fresh one
+        restore(role, out / name)
+        assert role.skipped_in_a_row == 1
+        resumed = train(role, 2, 2)
+        results[name] = metrics[name][2:], resumed, snapshot(straight[name]), snapshot(role)
+    return results
+
+
+LAYOUTS: dict[str, Roles] = {
+    "PP2 x TP2, DP4": {"actor": Layout(tp=2, pp=2), "critic": Layout(dp=4)},
+    "DP2 x TP2 with SP, PP4": {"actor": Layout(tp=2, dp=2, sequence_parallel=True), "reward": Layout(pp=4)},
+    "PP2 x DP2, TP2 x DP2": {"actor": Layout(pp=2, dp=2), "critic": Layout(tp=2, dp=2)},
+    "PP2 interleaved": {"actor": Layout(pp=2, vpp=2), "critic": Layout(pp=2)},
+}
+
+
+@pytest.mark.parametrize(("tied", "dtype"), [(True, torch.float32), (False, torch.bfloat16)], ids=["tied", "bf16"])
+@pytest.mark.parametrize("layouts", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_resumed_role_goes_on_bit_for_bit(
+    pool: RankPool, tmp_path: Path, layouts: Roles, tied: bool, dtype: torch.dtype
+) -> None:
+    models: dict[RoleName, Path] = {}
+    others: dict[RoleName, Path] = {}
+    for seed, name in enumerate(layouts):
+        models[name] = save_model(tmp_path / f"{name}-model", seed=seed, tie_word_embeddings=tied)
+        others[name] = save_model(tmp_path / f"{name}-other", seed=seed + 10, tie_word_embeddings=tied)
+    world = next(iter(layouts.values())).world_size
+    for result in pool.run(_interrupted, models, others, layouts, dtype, tmp_path, world_size=world):
+        for name in layouts:
+            straight_metrics, resumed_metrics, straight, resumed = result[name]
+            assert straight_metrics == resumed_metrics
+            assert_same(straight, resumed)
+            assert straight.counters == (4, 0)
+            assert straight.adam_steps <= {3.0}
+            assert ("master" in {kind for kind, _ in straight.moments}) is False
+
+
+def assert_same(one: Snapshot, other: Snapshot) -> None:
+    """Equal bits, padding included."""
+    assert (one.adam_steps, one.counters) == (other.adam_steps, other.counters)
+    for name, weight in one.weights.items():
+        assert torch.equal(weight, other.weights[name]), name
+    assert one.moments.keys() == other.moments.keys()
+    for key, (start, values) in one.moments.items():
+        assert start == other.moments[key][0]
+        assert torch.equal(values, other.moments[key][1]), key
+
+
+def _saved(
+    rank: int, model: Path, name: RoleName, layout: Layout, dtype: torch.dtype, steps: int, out: Path
+) -> tuple[Snapshot, list[FileRecord]]:
+    role = make_roles(rank, {name: model}, {name: layout}, dtype)[name]
+    train(role, 0, steps)
+    return snapshot(role), save(role, out)
+
+
+def _restored(rank: int, model: Path, name: RoleName, layout: Layout, dtype: torch.dtype, saved: Path) -> Snapshot:
+    role = make_roles(rank, {name: model}, {name: layout}, dtype)[name]
+    restore(role, saved)
+    return snapshot(role)
+
+
+ELSEWHERE = [Layout(), Layout(tp=4), Layout(pp=4), Layout(dp=3), Layout(tp=2, dp=2), Layout(pp=2, vpp=2)]
+
+
+@pytest.mark.parametrize("name", ["actor", "critic"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_any_layout_loads_what_any_other_saved(pool: RankPool, tmp_path: Path, name: RoleName, tied: bool) -> None:
+    """Weights and moments are exact, where vocabularies are padded differently, too."""
+    model = save_model(tmp_path / "model", tie_word_embeddings=tied)
+    other = save_model(tmp_path / "other", seed=1, tie_word_embeddings=tied)
+    dtype = torch.bfloat16 if tied else torch.float32
+    layout = Layout(tp=2, pp=2) if tied else Layout(tp=2, dp=2)
+    saved = pool.run(_saved, model, name, layout, dtype, 2, tmp_path / name, world_size=4)
+    expected = canonical([held for held, _ in saved])
+    assert all(values.isfinite().all() for values in expected.values())
+    assert {key.split(" ")[0] for key in expected} == {"weight", "param", "exp_avg", "exp_avg_sq"}
+    chain = tmp_path / name
+    for elsewhere in ELSEWHERE:
+        got = pool.run(_restored, other, name, elsewhere, dtype, chain, world_size=elsewhere.world_size)
+        assert {held.counters for held in got} == {(2, 0)}
+        assert {steps for held in got for steps in held.adam_steps} == {2.0}
+        found = canonical(got)
+        assert found.keys() == expected.keys()
+        for key, values in expected.items():
+            assert torch.equal(found[key], values), f"{key} in {elsewhere}"
+
+
+def test_every_element_is_written_once(pool: RankPool, tmp_path: Path) -> None:
+    """The ranks of a replicated role share the writing of its weights."""
+    model = save_model(tmp_path / "model", tie_word_embeddings=True)
+    saved = pool.run(_saved, model, "actor", Layout(dp=4), torch.float32, 1, tmp_path / "actor", world_size=4)
+    files = [record for _, records in saved for record in records]
+    assert sorted(record.path for record in files) == sorted(path.name for path in (tmp_path / "actor").iterdir())
+    for record in files:
+        assert record == FileRecord.of(tmp_path / "actor" / record.path, tmp_path / "actor")
+    sizes = {record.path: record.nbytes for record in files if record.path.endswith(".distcp")}
+    assert len(sizes) == 4
+    elements = sum(values.numel() for values in canonical([held for held, _ in saved]).values()) * 3 // 4
+    assert elements * 4 < sum(sizes.values()) < elements * 4 * 2, "a box has about a kilobyte besides its values"
+    assert max(sizes.values()) < sum(sizes.values()) / 2
+
+
+@pytest.mark.parametrize("elsewhere", [Layout(tp=2), Layout(dp=2)])
+def test_a_role_that_has_not_stepped_is_saved_too(pool: RankPool, tmp_path: Path, elsewhere: Layout) -> None:
+    model = save_model(tmp_path / "model")
+    other = save_model(tmp_path / "other", seed=1)
+    saved = pool.run(_saved, model, "actor", Layout(tp=2), torch.float32, 0, tmp_path / "actor", world_size=2)
+    got = pool.run(_restored, other, "actor", elsewhere, torch.float32, tmp_path / "actor", world_size=2)
+    expected, found = canonical([held for held, _ in saved]), canonical(got)
+    assert {key.split(" ")[0] for key in found} == {"weight", "param"}
+    for key, values in expected.items():
+        assert torch.equal(found[key], values), key
+
+
+def test_the_state_of_another_model_is_refused(pool: RankPool, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    other = save_model(tmp_path / "other", intermediate_size=56)
+    pool.run(_saved, model, "actor", Layout(), torch.float32, 1, tmp_path / "actor", world_size=1)
+    with pytest.raises(AssertionError, match=r"Global shape mismatch .*mlp"):
+        pool.run(_restored, other, "actor", Layout(), torch.float32, tmp_path / "actor", world_size=1)
+
+
+def _traces(rank: int, model: Path, out: Path) -> tuple[list[int], set[str], bool]:
+    """Processes and threads that a save leaves, and whether it made Megatron's global groups."""
+    import os
+
+    from megatron.core import parallel_state
+
+    role = make_roles(rank, {"actor": model}, {"actor": Layout(dp=2)}, torch.float32)["actor"]
+    train(role, 0, 1)
+    shared, threads = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/task"))
+    save(role, out)
+    restore(role, out)
+    children = [int(pid) for task in os.listdir("/proc/self/task") for pid in _children(task)]
+    assert len(os.listdir("/proc/self/task")) == threads
+    return children, set(os.listdir("/dev/shm")) - shared, parallel_state.is_initialized()
+
+
+def _children(task: str) -> list[str]:
+    return Path(f"/proc/self/task/{task}/children").read_text().split()
+
+
+def test_a_save_leaves_nothing_but_its_files(pool: RankPool, tmp_path: Path) -> None:
+    """No process, no shared memory, and no global parallel state, without which its readers raise."""
+    model = save_model(tmp_path / "model")
+    assert pool.run(_traces, model, tmp_path / "actor", world_size=2) == [([], set(), False)] * 2

@@ -1,0 +1,144 @@
+"""Jobs of the rank pool: roles that train, are saved, and go on elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.types import Layout, RoleName
+from tests.megatron.samples import random_chunks
+from tests.megatron.tiny import load_role
+
+SCHEDULE = {"lr": 3e-2, "schedule": "cosine", "warmup": 0.3, "weight_decay": 0.1}
+TOTAL_STEPS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """What a rank holds of a role.
+
+    Args:
+        weights: local parameters.
+        moments: for each kind and parameter, the rank's run of it: where it starts in the flattened parameter, and it.
+        adam_steps: the step counts of the optimizer's state, without repetitions.
+        counters: the role's own.
+        shard_map: of the parameters.
+    """
+
+    weights: dict[str, torch.Tensor]
+    moments: dict[tuple[str, str], tuple[int, torch.Tensor]]
+    adam_steps: set[float]
+    counters: tuple[int, int]
+    shard_map: Any
+
+
+def snapshot(role: Any) -> Snapshot:
+    """Copies a role's state, asking Megatron's optimizer rather than the code under test."""
+    names = {parameter: name for name, parameter in role.model.parameters().items()}
+    moments: dict[tuple[str, str], tuple[int, torch.Tensor]] = {}
+    adam_steps: set[float] = set()
+    for optimizer in role.trainer.optimizer.chained_optimizers:
+        for parameter in optimizer.model_param_gbuf_map:
+            start = optimizer._get_model_param_range_map(parameter)["param"].start
+            for kind, values in optimizer._get_main_param_and_optimizer_states(parameter).items():
+                if kind == "step":
+                    adam_steps.add(float(values))
+                else:
+                    moments[kind, names[parameter]] = start, values.detach().clone()
+    return Snapshot(
+        weights={name: parameter.detach().clone() for name, parameter in role.model.parameters().items()},
+        moments=moments,
+        adam_steps=adam_steps,
+        counters=(role.steps_taken, role.skipped_in_a_row),
+        shard_map=role.shard_map,
+    )
+
+
+def canonical(snapshots: Sequence[Snapshot]) -> dict[str, torch.Tensor]:
+    """Every element of every canonical tensor that the ranks hold; holders of the same element must agree.
+
+    Args:
+        snapshots: of one role, by rank.
+    """
+    whole: dict[str, torch.Tensor] = {}
+    for held in snapshots:
+        for piece in held.shard_map.pieces:
+            _put(whole, f"weight {piece.name}", piece.region, held.weights[piece.param][piece.box.slices])
+        for (kind, param), (start, values) in held.moments.items():
+            flat = torch.full((held.weights[param].numel(),), torch.nan)
+            flat[start : start + len(values)] = values
+            spread = flat.view(held.weights[param].shape)
+            for piece in held.shard_map.pieces:
+                if piece.param == param:
+                    _put(whole, f"{kind} {piece.name}", piece.region, spread[piece.box.slices])
+    return whole
+
+
+def _put(whole: dict[str, torch.Tensor], name: str, region: Any, values: torch.Tensor) -> None:
+    """Adds what is a number; the tensor grows as needed, and what nobody has put is not a number."""
+    shape = (
+        tuple(max(a, b) for a, b in zip(region.stop, whole[name].shape, strict=True)) if name in whole else region.stop
+    )
+    grown = torch.full(shape, torch.nan)
+    if name in whole:
+        grown[tuple(slice(0, n) for n in whole[name].shape)] = whole[name]
+    there, values = grown[region.slices], values.float()
+    both = ~there.isnan() & ~values.isnan()
+    assert torch.equal(there[both], values[both]), f"{name}{region} differs between its holders"
+    grown[region.slices] = torch.where(values.isnan(), there, values)
+    whole[name] = grown
+
+
+def make_roles(
+    rank: int, models: Mapping[RoleName, Path], layouts: Mapping[RoleName, Layout], dtype: torch.dtype
+) -> dict[RoleName, Any]:
+    """Roles in training, in one world; heads are not zero."""
+    from megarl.config.schema import Optimizer
+    from megarl.megatron.groups import GroupCache
+
+    cache = GroupCache()
+    roles: dict[RoleName, Any] = {}
+    for name, layout in layouts.items():
+        head = None if name == "actor" else torch.linspace(-1, 1, 32).view(1, 32).to(dtype)
+        roles[name] = load_role(models[name], name, layout, rank, cache, trainable=True, head=head, dtype=dtype)
+        roles[name].start_training(Optimizer(**SCHEDULE), total_steps=TOTAL_STEPS)
+    return roles
+
+
+def train(role: Any, first: int, steps: int, broken: Sequence[int] = ()) -> list[dict[str, float]]:
+    """Optimizer steps, each on data of its own; the loss of a broken one is not a number."""
+    from megarl.data.schedule import update_schedules
+    from megarl.megatron.heads import response_logprobs, response_values, row_scores
+
+    metrics: list[dict[str, float]] = []
+    for step in range(first, first + steps):
+        rollouts, infos = random_chunks(seed=step)
+        factor = float("nan") if step in broken else 1.0
+
+        def loss(batch: Any, hidden: torch.Tensor, factor: float = factor) -> Any:
+            if role.head == "lm":
+                outcome = response_logprobs(role.model, batch, hidden, vocab_size=100, temperature=1.0)[0]
+            else:
+                outcome = (response_values if role.head == "value" else row_scores)(role.model, batch, hidden)
+            return factor * (outcome - 1).square().sum() / 100, {"sum": outcome.detach().sum()}
+
+        plan = update_schedules(infos, role.layout, 40, mini_batches=1, epochs=1, seed=0, step=step)
+        own = [schedule.ranks[role.coords.dp] for schedule in plan]
+        metrics += role.update(own, rollouts, lambda _schedule, chosen=loss: chosen)
+    return metrics
+
+
+def save(role: Any, directory: Path) -> Any:
+    from megarl.megatron.state import save_role
+
+    return save_role(role, directory)
+
+
+def restore(role: Any, directory: Path) -> None:
+    from megarl.megatron.state import restore_role
+
+    restore_role(role, directory)
