@@ -27,6 +27,7 @@ def test_nodes_with_another_number_of_devices_are_refused() -> None:
 )
 def test_a_process_sees_its_own_gpus_of_those_that_the_node_may_use(inherited: str | None, visible: str) -> None:
     assert visible_devices((1, 3), inherited) == visible
+    assert visible_devices((), inherited) == "", "a process without a device sees one"
 
 
 def test_devices_of_virtual_nodes_tell_near_from_far(session: Session) -> None:
