@@ -68,8 +68,8 @@ def _checked(raw: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
         config = schema.model_validate(raw)
     except ValidationError as error:
         sections = _sound_sections(schema, _known_part(raw, error))
-        return None, [*schema_problems(error, schema), *broken_rules(sections)]
-    return config, broken_rules({name: getattr(config, name) for name in schema.model_fields})
+        return None, [*schema_problems(error, schema), *broken_rules(stage, sections)]
+    return config, broken_rules(stage, {name: getattr(config, name) for name in schema.model_fields})
 
 
 def _known_part(raw: Mapping[str, Any], error: ValidationError) -> dict[str, Any]:

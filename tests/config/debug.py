@@ -1,4 +1,4 @@
-"""The debug configuration, as the tests of this folder start from it."""
+"""The debug configurations, as the tests of this folder start from them."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import ConfigError, RunConfig, load
+from megarl.config import ConfigError, PPOConfig, load
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEBUG = REPOSITORY / "configs" / "debug" / "ppo.yaml"
 
 
-def debug(*overrides: str) -> RunConfig:
-    """The debug run with overrides."""
-    return load(DEBUG, overrides)
+def debug(*overrides: str) -> PPOConfig:
+    """The debug run of PPO with overrides."""
+    config = load(DEBUG, overrides)
+    assert isinstance(config, PPOConfig)
+    return config
 
 
-def refused(*overrides: str) -> dict[str, str]:
-    """The rules that the debug run with overrides breaks, by field."""
+def refused(*overrides: str, stage: str = "ppo") -> dict[str, str]:
+    """The rules that a stage's debug run with overrides breaks, by field."""
     with pytest.raises(ConfigError) as caught:
-        load(DEBUG, overrides)
+        load(DEBUG.with_stem(stage), overrides)
     return by_field(caught.value)
 
 

@@ -1,137 +1,134 @@
-"""What the algorithm needs, and the arithmetic of batches and lengths."""
+"""What PPO's parts need of each other, and which settings have no effect without another."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
-from megarl.config.problems import Problem
-from megarl.config.rules.placement import roles_of
-from megarl.config.schema import Algo, Group, PromptData, Reward, Rollout
-from megarl.types import RoleName
+from megarl.config.problems import Problem, shown
+from megarl.config.rules.placement import placed
+from megarl.config.schema import Algo, Critic, Evaluation, Group, PromptData, Reward, Section
 
 Groups = Mapping[str, Group]
 
 
-def _placed(groups: Groups, role: RoleName) -> bool:
-    return any(role in group.roles for group in groups.values())
+def advantages_have_their_critic(algo: Algo, groups: Groups, critic: Critic | None) -> Iterator[Problem]:
+    """GAE needs values, the comparison of a prompt's samples has none."""
+    if algo.advantage == "gae":
+        if not placed(groups, "critic"):
+            fix = "add critic to the roles of a group, or choose grpo"
+            yield Problem(field="algo.advantage", value="gae", rule="needs the role critic", fix=fix)
+        if critic is None:
+            fix = "add the section critic with an optimizer, or choose grpo"
+            yield Problem(field="critic", value="null", rule="advantage gae needs the section critic", fix=fix)
+        return
+    for name, group in groups.items():
+        if "critic" in group.roles:
+            field = f"groups.{name}.roles.critic"
+            rule = f"advantage {algo.advantage} has no critic"
+            yield Problem(field=field, value="critic", rule=rule, fix=f"remove it: {field}=null, or choose gae")
+    if critic is not None:
+        rule = f"has no effect with advantage {algo.advantage}"
+        yield Problem(field="critic", value="given", rule=rule, fix="remove it: critic=null, or choose gae")
 
 
-def advantages_have_a_critic(algo: Algo, groups: Groups) -> Iterator[Problem]:
-    """GAE needs values."""
-    if algo.advantage == "gae" and not _placed(groups, "critic"):
-        fix = "add critic to the roles of a group"
-        yield Problem(field="algo.advantage", value="gae", rule="needs the role critic", fix=fix)
+def groups_of_samples_are_compared(algo: Algo, data: PromptData) -> Iterator[Problem]:
+    """A sample alone has no advantage over the others of its prompt."""
+    if algo.advantage == "grpo" and data.samples_per_prompt < 2:
+        rule = "at least 2 with advantage grpo, which compares the samples of a prompt"
+        field = "data.samples_per_prompt"
+        yield Problem(field=field, value=str(data.samples_per_prompt), rule=rule, fix="set it to 2 or more")
+
+
+def grpo_is_of_outcomes(algo: Algo) -> Iterator[Problem]:
+    """GRPO compares scores: rewards of single tokens, and what is done to them, are not part of it."""
+    if algo.advantage != "grpo":
+        return
+    if algo.kl.coef > 0 and algo.kl.placement == "reward":
+        rule = "loss with advantage grpo, which sees no rewards of tokens"
+        yield Problem(field="algo.kl.in", value="reward", rule=rule, fix="set it to loss, or algo.kl.coef to 0")
+    names = ("gamma", "lam", "whiten_advantages", "value_clip")
+    yield from _unused("algo", algo, names, "with advantage grpo", "or choose gae")
 
 
 def penalty_has_a_reference(algo: Algo, groups: Groups) -> Iterator[Problem]:
     """A penalty needs a reference, and a reference without a penalty would run for nothing."""
-    placed = _placed(groups, "reference")
-    if algo.kl.coef > 0 and not placed:
+    reference = placed(groups, "reference")
+    if algo.kl.coef > 0 and not reference:
         fix = "add reference to the roles of a group, or set algo.kl.coef to 0"
         yield Problem(field="algo.kl.coef", value=str(algo.kl.coef), rule="needs the role reference", fix=fix)
-    if algo.kl.coef == 0 and placed:
+    if algo.kl.coef == 0 and reference:
         fix = "remove the role reference from its group, or set algo.kl.coef above 0"
         rule = "above 0 where the role reference is placed; it has no effect otherwise"
         yield Problem(field="algo.kl.coef", value="0", rule=rule, fix=fix)
 
 
+def penalty_is_one(algo: Algo) -> Iterator[Problem]:
+    """What a penalty is like means nothing without one, and the controller's horizon nothing without its target."""
+    if algo.kl.coef == 0:
+        names = ("placement", "estimator", "target", "horizon")
+        yield from _unused("algo.kl", algo.kl, names, "with algo.kl.coef = 0", "or set the coefficient above 0")
+    elif algo.kl.target is None:
+        yield from _unused("algo.kl", algo.kl, ("horizon",), "without algo.kl.target", "or set a target")
+
+
 def scores_have_a_source(groups: Groups, reward: Reward) -> Iterator[Problem]:
-    """Something scores the responses, and a head's initialisation is given for a random head alone."""
-    if not _placed(groups, "reward"):
-        fix = "add reward to the roles of a group"
-        yield Problem(field="groups", value=", ".join(groups), rule="a group has the role reward", fix=fix)
-    untouched = Reward()
-    for name in ("head_std", "head_seed"):
-        if reward.path is not None and getattr(reward, name) != getattr(untouched, name):
-            yield Problem(
-                field=f"reward.{name}",
-                value=str(getattr(reward, name)),
-                rule="has no effect with reward.path, whose head is loaded",
-                fix=f"remove reward.{name}, or set reward.path to null",
-            )
+    """Something scores the responses."""
+    if not placed(groups, "reward") and not reward.functions:
+        fix = "add reward to the roles of a group, or give reward.functions"
+        rule = "a group has the role reward, or reward.functions has a rule"
+        yield Problem(field="reward", value="nothing scores", rule=rule, fix=fix)
 
 
-def one_prompt_source(data: PromptData) -> Iterator[Problem]:
-    """Either a file or random prompts; a file exists, random lengths are in order, a step has enough prompts."""
-    if (data.prompts is None) == (data.random is None):
-        given = "neither" if data.prompts is None else "both"
-        fix = "give data.prompts, or data.random, and set the other to null"
-        yield Problem(field="data", value=given, rule="exactly one of prompts and random is given", fix=fix)
-    if (
-        data.prompts is not None
-        and data.prompts.path.endswith((".jsonl", ".parquet"))
-        and not Path(data.prompts.path).is_file()
-    ):
-        yield Problem(field="data.prompts", value=data.prompts.path, rule="a file that exists", fix="correct the path")
-    if data.random is None:
-        return
-    if data.random.min_tokens > data.random.max_tokens:
-        rule = f"at most data.random.max_tokens = {data.random.max_tokens}"
-        value, fix = str(data.random.min_tokens), "lower it, or raise data.random.max_tokens"
-        yield Problem(field="data.random.min_tokens", value=value, rule=rule, fix=fix)
-    if data.random.count < data.prompts_per_step:
-        rule = f"at least data.prompts_per_step = {data.prompts_per_step}"
-        value, fix = str(data.random.count), "raise it, or lower data.prompts_per_step"
-        yield Problem(field="data.random.count", value=value, rule=rule, fix=fix)
+def reward_settings_have_their_model(groups: Groups, reward: Reward) -> Iterator[Problem]:
+    """A head's initialisation is given for a random head alone, and the rest of a reward model for the role."""
+    if not placed(groups, "reward"):
+        names = ("path", "head_std", "head_seed", "weight")
+        yield from _unused("reward", reward, names, "without the role reward", "or add the role to a group")
+    elif reward.path is not None:
+        names = ("head_std", "head_seed")
+        yield from _unused("reward", reward, names, "with reward.path, whose head is loaded", "or remove the path")
 
 
-def mini_batches_are_equal(algo: Algo, data: PromptData) -> Iterator[Problem]:
-    """Every optimizer step has the same number of samples."""
-    samples = data.prompts_per_step * data.samples_per_prompt
-    if samples % algo.mini_batches:
-        yield Problem(
-            field="algo.mini_batches",
-            value=str(algo.mini_batches),
-            rule=f"divides data.prompts_per_step * data.samples_per_prompt = {samples}",
-            fix=f"choose a divisor of {samples}",
-        )
+def processes_have_functions(reward: Reward, evaluation: Evaluation | None) -> Iterator[Problem]:
+    """The processes run rules."""
+    if not reward.functions and (evaluation is None or not evaluation.functions):
+        yield from _unused("reward", reward, ("processes",), "without functions", "or give reward.functions")
 
 
-def lengths_fit(data: PromptData, rollout: Rollout) -> Iterator[Problem]:
-    """An engine can hold the longest prompt with the longest response."""
-    prompt = 1 if data.random is None else data.random.max_tokens
-    needed = prompt + rollout.max_new_tokens
-    if rollout.max_model_len < needed:
-        yield Problem(
-            field="rollout.max_model_len",
-            value=str(rollout.max_model_len),
-            rule=f"covers a prompt ({prompt} tokens) and rollout.max_new_tokens = {rollout.max_new_tokens}",
-            fix=f"set it to {needed} or more, or lower rollout.max_new_tokens",
-        )
+def head_seed_draws_a_head(critic: Critic | None) -> Iterator[Problem]:
+    """A head of zeros is not drawn."""
+    if critic is not None and critic.head_std == 0:
+        names = ("head_seed",)
+        yield from _unused("critic", critic, names, "with critic.head_std = 0", "or raise critic.head_std")
 
 
-def micro_batches_hold_a_sample(groups: Groups, rollout: Rollout) -> Iterator[Problem]:
-    """The longest sequence fits into one micro-batch."""
-    for field, _, _, role in roles_of(groups):
-        if role.tokens_per_micro_batch < rollout.max_model_len:
-            yield Problem(
-                field=f"{field}.tokens_per_micro_batch",
-                value=str(role.tokens_per_micro_batch),
-                rule=f"at least rollout.max_model_len = {rollout.max_model_len}",
-                fix=f"set it to {rollout.max_model_len} or more, or lower rollout.max_model_len",
-            )
+def evaluations_report_something(groups: Groups, evaluation: Evaluation | None) -> Iterator[Problem]:
+    """Held-out answers are scored."""
+    if evaluation is not None and not evaluation.functions and not placed(groups, "reward"):
+        fix = "give evaluation.functions, or remove evaluation"
+        rule = "has rules to report, or a group has the role reward"
+        yield Problem(field="evaluation.functions", value="[]", rule=rule, fix=fix)
 
 
-def record_or_replay(rollout: Rollout) -> Iterator[Problem]:
-    """Rollouts that are read back are not written again, and must exist."""
-    if rollout.replay is None:
-        return
-    if rollout.record is not None:
-        fix = "set one of them to null"
-        yield Problem(field="rollout.record", value=rollout.record, rule="not together with rollout.replay", fix=fix)
-    if not Path(rollout.replay).is_dir():
-        fix = "correct the path, or make it with rollout.record"
-        yield Problem(field="rollout.replay", value=rollout.replay, rule="a directory that exists", fix=fix)
+def _unused(field: str, section: Section, names: tuple[str, ...], where: str, otherwise: str) -> Iterator[Problem]:
+    """The fields that were changed, and mean nothing as things are."""
+    for name in names:
+        info = type(section).model_fields[name]
+        value = getattr(section, name)
+        if value != info.default:
+            key = f"{field}.{info.alias or name}"
+            yield Problem(field=key, value=shown(value), rule=f"has no effect {where}", fix=f"remove it, {otherwise}")
 
 
 RULES = (
-    advantages_have_a_critic,
+    advantages_have_their_critic,
+    groups_of_samples_are_compared,
+    grpo_is_of_outcomes,
     penalty_has_a_reference,
+    penalty_is_one,
     scores_have_a_source,
-    one_prompt_source,
-    mini_batches_are_equal,
-    lengths_fit,
-    micro_batches_hold_a_sample,
-    record_or_replay,
+    reward_settings_have_their_model,
+    processes_have_functions,
+    head_seed_draws_a_head,
+    evaluations_report_something,
 )

@@ -7,7 +7,19 @@ from typing import Any
 
 from megarl.config.problems import Problem, shown
 from megarl.config.rules.placement import roles_of
-from megarl.config.schema import Cluster, Group, Model, Reward, Rollout, read_hf_config
+from megarl.config.schema import (
+    Cluster,
+    Critic,
+    Group,
+    Model,
+    PairData,
+    PromptData,
+    Reward,
+    RewardTraining,
+    Rollout,
+    TextData,
+    read_hf_config,
+)
 
 MODEL_TYPES = ("llama", "qwen2")
 
@@ -32,9 +44,12 @@ def one_model_source(model: Model) -> Iterator[Problem]:
         yield Problem(field="model", value=given, rule="exactly one of path and random is given", fix=fix)
 
 
-def checkpoints_are_readable(model: Model, reward: Reward) -> Iterator[Problem]:
+def checkpoints_are_readable(
+    model: Model, reward: Reward | RewardTraining | None, critic: Critic | None
+) -> Iterator[Problem]:
     """Every checkpoint directory that is named has a config.json."""
-    for field, path in (("model.path", model.path), ("reward.path", reward.path)):
+    named = {"model.path": model.path, "reward.path": _path(reward), "critic.path": _path(critic)}
+    for field, path in named.items():
         if path is None:
             continue
         try:
@@ -66,12 +81,14 @@ def architecture_is_known(model: Model) -> Iterator[Problem]:
         yield Problem(field=f"{where}.model_type", value=shown(kind), rule=rule, fix=fix)
 
 
-def layouts_split_the_model(model: Model, groups: Mapping[str, Group], reward: Reward) -> Iterator[Problem]:
+def layouts_split_the_model(
+    model: Model, groups: Mapping[str, Group], reward: Reward | RewardTraining | None, critic: Critic | None
+) -> Iterator[Problem]:
     """Tensor and pipeline parallel sizes divide what they split."""
-    own = _known(model)
-    scorer = own if reward.path is None else _read(reward.path)
+    paths = {"reward": _path(reward), "critic": _path(critic)}
     for field, _, name, role in roles_of(groups):
-        hf = scorer if name == "reward" else own
+        path = paths.get(name)
+        hf = _known(model) if path is None else _read(path)
         if hf is None:
             continue
         for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
@@ -82,10 +99,10 @@ def layouts_split_the_model(model: Model, groups: Mapping[str, Group], reward: R
             yield _split(f"{field}.pp", role.pp, "num_hidden_layers", hf["num_hidden_layers"], f"pp * vpp = {stages}")
 
 
-def engines_split_the_model(model: Model, rollout: Rollout) -> Iterator[Problem]:
+def engines_split_the_model(model: Model, rollout: Rollout | None) -> Iterator[Problem]:
     """vLLM splits attention heads evenly and repeats key-value heads where there are fewer than ranks."""
     hf = _known(model)
-    if hf is None:
+    if hf is None or rollout is None:
         return
     for key in ("num_attention_heads", "intermediate_size"):
         if _not_divided(hf, key, rollout.tp):
@@ -96,11 +113,13 @@ def engines_split_the_model(model: Model, rollout: Rollout) -> Iterator[Problem]
         yield Problem(field="rollout.tp", value=str(rollout.tp), rule=rule, fix="choose another rollout.tp")
 
 
-def engines_have_an_attention_kernel(model: Model, cluster: Cluster) -> Iterator[Problem]:
+def engines_have_an_attention_kernel(model: Model, cluster: Cluster, rollout: Rollout | None) -> Iterator[Problem]:
     """vLLM on a CPU has kernels for some head sizes; with another one, the first generation would fail."""
     hf = _known(model)
-    heads, hidden = (hf.get("num_attention_heads"), hf.get("hidden_size")) if hf is not None else (None, None)
-    if hf is None or cluster.device != "cpu" or not isinstance(heads, int) or not isinstance(hidden, int) or heads < 1:
+    if hf is None or rollout is None or cluster.device != "cpu":
+        return
+    heads, hidden = hf.get("num_attention_heads"), hf.get("hidden_size")
+    if not isinstance(heads, int) or not isinstance(hidden, int) or heads < 1:
         return
     size, known = hf.get("head_dim") or hidden // heads, ", ".join(map(str, CPU_HEAD_SIZES))
     if size not in CPU_HEAD_SIZES:
@@ -112,30 +131,41 @@ def engines_have_an_attention_kernel(model: Model, cluster: Cluster) -> Iterator
         )
 
 
-def positions_cover_lengths(model: Model, rollout: Rollout) -> Iterator[Problem]:
+def positions_cover_lengths(
+    model: Model, rollout: Rollout | None, data: TextData | PairData | PromptData
+) -> Iterator[Problem]:
     """The model knows the positions of the longest sequence."""
     hf = _known(model)
     positions = hf.get("max_position_embeddings") if hf is not None else None
-    if isinstance(positions, int) and rollout.max_model_len > positions:
+    lengths: dict[str, int] = {}
+    if rollout is not None:
+        lengths["rollout.max_model_len"] = rollout.max_model_len
+    if isinstance(data, TextData | PairData):
+        lengths["data.max_tokens"] = data.max_tokens
+    for field, length in lengths.items():
+        if isinstance(positions, int) and length > positions:
+            rule = f"at most the model's max_position_embeddings = {positions}"
+            yield Problem(field=field, value=str(length), rule=rule, fix=f"set it to {positions} or less")
+
+
+def checkpoints_share_the_tokens(model: Model, reward: Reward, critic: Critic | None) -> Iterator[Problem]:
+    """The reward model and the critic are given the actor's token ids."""
+    own = _known(model)
+    for field, path in (("reward.path", _path(reward)), ("critic.path", _path(critic))):
+        other = None if path is None else _read(path)
+        if own is None or other is None or own.get("vocab_size") == other.get("vocab_size"):
+            continue
         yield Problem(
-            field="rollout.max_model_len",
-            value=str(rollout.max_model_len),
-            rule=f"at most the model's max_position_embeddings = {positions}",
-            fix=f"set it to {positions} or less",
+            field=field,
+            value=shown(path),
+            rule=f"has the model's vocabulary ({other.get('vocab_size')} tokens for {own.get('vocab_size')})",
+            fix="choose a checkpoint with the tokenizer of the model",
         )
 
 
-def reward_reads_the_same_tokens(model: Model, reward: Reward) -> Iterator[Problem]:
-    """The reward model is given the actor's token ids."""
-    own, scorer = _known(model), None if reward.path is None else _read(reward.path)
-    if own is None or scorer is None or own.get("vocab_size") == scorer.get("vocab_size"):
-        return
-    yield Problem(
-        field="reward.path",
-        value=shown(reward.path),
-        rule=f"has the model's vocabulary ({scorer.get('vocab_size')} tokens for {own.get('vocab_size')})",
-        fix="choose a reward model with the tokenizer of the model",
-    )
+def _path(section: Reward | RewardTraining | Critic | None) -> str | None:
+    """The checkpoint of a role that may have one of its own."""
+    return section.path if isinstance(section, Reward | Critic) else None
 
 
 def _known(model: Model) -> Mapping[str, Any] | None:
@@ -169,5 +199,4 @@ RULES = (
     engines_split_the_model,
     engines_have_an_attention_kernel,
     positions_cover_lengths,
-    reward_reads_the_same_tokens,
 )

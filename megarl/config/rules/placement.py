@@ -12,12 +12,24 @@ from megarl.types import RoleName
 
 Groups = Mapping[str, Group]
 
+STAGE_ROLES: Mapping[str, tuple[RoleName, ...]] = {
+    "sft": ("actor",),
+    "reward_model": ("reward",),
+    "ppo": ("actor", "critic", "reference", "reward"),
+}
+"""The roles that a stage may have; the first one it must have."""
+
 
 def roles_of(groups: Groups) -> Iterator[tuple[str, Group, RoleName, RoleConfig]]:
     """Every placed role as (its field's path, its group, its name, its settings)."""
     for name, group in groups.items():
         for role, settings in group.roles.items():
             yield f"groups.{name}.roles.{role}", group, role, settings
+
+
+def placed(groups: Groups, role: RoleName) -> bool:
+    """Whether a group has the role."""
+    return any(role in group.roles for group in groups.values())
 
 
 def groups_have_roles(groups: Groups) -> Iterator[Problem]:
@@ -28,20 +40,24 @@ def groups_have_roles(groups: Groups) -> Iterator[Problem]:
             yield Problem(field=f"groups.{name}.roles", value="{}", rule="a group has at least one role", fix=fix)
 
 
-def devices_exist(cluster: Cluster, groups: Groups, rollout: Rollout) -> Iterator[Problem]:
-    """No device number reaches beyond the cluster."""
+def devices_exist(cluster: Cluster, groups: Groups) -> Iterator[Problem]:
+    """No device number of a group reaches beyond the cluster."""
+    for name, group in groups.items():
+        yield from beyond_the_cluster(cluster, f"groups.{name}.devices", group.devices)
+
+
+def beyond_the_cluster(cluster: Cluster, field: str, devices: str) -> Iterator[Problem]:
+    """A list of devices of which one does not exist."""
     total = cluster.nodes * cluster.devices_per_node
-    fields = {f"groups.{name}.devices": group.devices for name, group in groups.items()}
-    for field, devices in {**fields, "rollout.devices": rollout.devices}.items():
-        highest = max(parse_devices(devices))
-        if highest >= total:
-            yield Problem(
-                field=field,
-                value=devices,
-                rule=f"device numbers are below nodes * devices_per_node = {total}",
-                fix=f"choose devices below {total}, or set cluster.devices_per_node to "
-                f"{-(-(highest + 1) // cluster.nodes)} or more",
-            )
+    highest = max(parse_devices(devices))
+    if highest >= total:
+        enough = -(-(highest + 1) // cluster.nodes)
+        yield Problem(
+            field=field,
+            value=devices,
+            rule=f"device numbers are below nodes * devices_per_node = {total}",
+            fix=f"choose devices below {total}, or set cluster.devices_per_node to {enough} or more",
+        )
 
 
 def groups_are_disjoint(groups: Groups) -> Iterator[Problem]:
@@ -60,8 +76,20 @@ def groups_are_disjoint(groups: Groups) -> Iterator[Problem]:
         owner.update(dict.fromkeys(parse_devices(group.devices), name))
 
 
+def roles_belong_to_the_stage(stage: str, groups: Groups) -> Iterator[Problem]:
+    """The stage's own role is placed, and no role that the stage does not use."""
+    known = STAGE_ROLES[stage]
+    for field, _, role, _ in roles_of(groups):
+        if role not in known:
+            rule = f"stage {stage} has the roles {', '.join(known)} alone"
+            yield Problem(field=field, value=role, rule=rule, fix=f"remove it: {field}=null")
+    if not placed(groups, known[0]):
+        fix = "add it to the roles of a group"
+        yield Problem(field="groups", value=", ".join(groups), rule=f"a group has the role {known[0]}", fix=fix)
+
+
 def roles_placed_once(groups: Groups) -> Iterator[Problem]:
-    """The actor is placed, and no role is placed twice."""
+    """No role is placed twice."""
     for role in get_args(RoleName):
         places = [name for name, group in groups.items() if role in group.roles]
         if len(places) > 1:
@@ -71,9 +99,6 @@ def roles_placed_once(groups: Groups) -> Iterator[Problem]:
                 rule="a role is in exactly one group",
                 fix=f"remove it from the others, for example groups.{places[0]}.roles.{role}=null",
             )
-        if not places and role == "actor":
-            fix = "add it to the roles of a group"
-            yield Problem(field="groups", value=", ".join(groups), rule="a group has the role actor", fix=fix)
 
 
 def layouts_fill_groups(groups: Groups) -> Iterator[Problem]:
@@ -109,25 +134,16 @@ def sequence_parallel_needs_tp(groups: Groups) -> Iterator[Problem]:
             )
 
 
-def engines_fill_devices(cluster: Cluster, rollout: Rollout) -> Iterator[Problem]:
-    """Whole engines fill the rollout devices, each within a node."""
-    devices = parse_devices(rollout.devices)
-    if len(devices) % rollout.tp:
-        yield Problem(
-            field="rollout.tp",
-            value=str(rollout.tp),
-            rule=f"divides the {len(devices)} rollout devices ({rollout.devices})",
-            fix=f"choose a divisor of {len(devices)}, or change rollout.devices",
-        )
-        return
-    for first in range(0, len(devices), rollout.tp):
-        engine = devices[first : first + rollout.tp]
-        if len({device // cluster.devices_per_node for device in engine}) > 1:
+def offloading_frees_devices(groups: Groups, rollout: Rollout | None) -> Iterator[Problem]:
+    """A role makes room for another one of its group, or for an engine."""
+    engines = set(parse_devices(rollout.devices)) if rollout is not None else set[int]()
+    for field, group, _, role in roles_of(groups):
+        if role.offload and len(group.roles) == 1 and not engines & set(parse_devices(group.devices)):
             yield Problem(
-                field="rollout.devices",
-                value=rollout.devices,
-                rule=f"an engine stays within a node; one would have devices {', '.join(map(str, engine))}",
-                fix=f"list {rollout.tp} devices of one node for each engine",
+                field=f"{field}.offload",
+                value="True",
+                rule="has an effect where another role or an engine has the same devices",
+                fix="set it to false",
             )
 
 
@@ -147,9 +163,10 @@ RULES = (
     groups_have_roles,
     devices_exist,
     groups_are_disjoint,
+    roles_belong_to_the_stage,
     roles_placed_once,
     layouts_fill_groups,
     interleaving_needs_stages,
     sequence_parallel_needs_tp,
-    engines_fill_devices,
+    offloading_frees_devices,
 )

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from megarl.config.devices import parse_devices
-from megarl.config.schema.base import Count, Fraction, Natural, NotNegative, Positive, Section, Seed
+from megarl.config.schema.base import Count, Decay, Natural, NotNegative, Positive, Section, Seed
 from megarl.config.schema.model import Model
 from megarl.config.schema.placement import Cluster, Groups, RoleConfig
 from megarl.types import Layout, RoleName
@@ -35,7 +35,7 @@ class Optimizer(Section):
     """Part of the run's optimizer steps in which the learning rate rises linearly from 0."""
     final_lr: NotNegative = 0.0
     """Learning rate at the end of a linear or cosine schedule."""
-    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
     """Decays of the running means of the gradient and of its square."""
     eps: Positive = 1e-8
     """Added to the root of the second moment."""

@@ -1,0 +1,163 @@
+"""Where the data is, and the arithmetic of batches and lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megarl.config.problems import Problem
+from megarl.config.rules.placement import roles_of
+from megarl.config.schema import (
+    Algo,
+    Evaluation,
+    Group,
+    Model,
+    Normalisation,
+    PairData,
+    PromptData,
+    Rollout,
+    SourceFields,
+    TextData,
+)
+
+Groups = Mapping[str, Group]
+
+_FILES = (".jsonl", ".parquet")
+
+
+def files_exist(
+    data: TextData | PairData | PromptData, evaluation: Evaluation | None, normalisation: Normalisation | None
+) -> Iterator[Problem]:
+    """Every file of data is there; a file is all there is of it."""
+    for field, source in named_sources(data, evaluation, normalisation):
+        if not source.path.endswith(_FILES):
+            continue
+        if not Path(source.path).is_file():
+            yield Problem(field=field, value=source.path, rule="a file that exists", fix="correct the path")
+        for name in ("subset", "split"):
+            value = getattr(source, name)
+            if value is not None:
+                rule = "has an effect for a Hugging Face data set alone; this is a file"
+                yield Problem(field=f"{field}.{name}", value=value, rule=rule, fix="remove it")
+
+
+def named_sources(
+    data: TextData | PairData | PromptData, evaluation: Evaluation | None, normalisation: Normalisation | None
+) -> Iterator[tuple[str, SourceFields]]:
+    """Every source of a run with its field."""
+    if isinstance(data, PromptData):
+        found = {"data.prompts": data.prompts}
+    else:
+        found = {"data.train": data.train, "data.evaluation": data.evaluation}
+    found["evaluation.prompts"] = None if evaluation is None else evaluation.prompts
+    found["normalisation.prompts"] = None if normalisation is None else normalisation.prompts
+    yield from ((field, source) for field, source in found.items() if source is not None)
+
+
+def chat_templates_have_a_tokenizer(model: Model, data: TextData | PairData | PromptData) -> Iterator[Problem]:
+    """A random model has no tokenizer of its own."""
+    if data.chat_template and model.tokenizer is None and model.path is None:
+        fix = "set model.tokenizer, or set it to false"
+        yield Problem(field="data.chat_template", value="True", rule="needs a tokenizer", fix=fix)
+
+
+def one_prompt_source(data: PromptData) -> Iterator[Problem]:
+    """Either a file or random prompts; random lengths are in order, and a step has enough prompts."""
+    if (data.prompts is None) == (data.random is None):
+        given = "neither" if data.prompts is None else "both"
+        fix = "give data.prompts, or data.random, and set the other to null"
+        yield Problem(field="data", value=given, rule="exactly one of prompts and random is given", fix=fix)
+    if data.random is None:
+        return
+    if data.random.min_tokens > data.random.max_tokens:
+        rule = f"at most data.random.max_tokens = {data.random.max_tokens}"
+        value, fix = str(data.random.min_tokens), "lower it, or raise data.random.max_tokens"
+        yield Problem(field="data.random.min_tokens", value=value, rule=rule, fix=fix)
+    if data.random.count < data.prompts_per_step:
+        rule = f"at least data.prompts_per_step = {data.prompts_per_step}"
+        value, fix = str(data.random.count), "raise it, or lower data.prompts_per_step"
+        yield Problem(field="data.random.count", value=value, rule=rule, fix=fix)
+
+
+def random_prompts_are_ids(data: PromptData) -> Iterator[Problem]:
+    """Random prompts are neither text nor too long."""
+    unused = {"chat_template": data.chat_template, "too_long": data.too_long == "drop"}
+    for name, given in unused.items():
+        if data.random is not None and given:
+            rule = "has no effect with data.random"
+            yield Problem(field=f"data.{name}", value=str(getattr(data, name)), rule=rule, fix="remove it")
+
+
+def mini_batches_are_equal(algo: Algo, data: PromptData) -> Iterator[Problem]:
+    """Every optimizer step has the same number of samples."""
+    samples = data.prompts_per_step * data.samples_per_prompt
+    if samples % algo.mini_batches:
+        yield Problem(
+            field="algo.mini_batches",
+            value=str(algo.mini_batches),
+            rule=f"divides data.prompts_per_step * data.samples_per_prompt = {samples}",
+            fix=f"choose a divisor of {samples}",
+        )
+
+
+def lengths_fit(data: PromptData | PairData, rollout: Rollout | None) -> Iterator[Problem]:
+    """An engine can hold the longest prompt with the longest response."""
+    if rollout is None:
+        return
+    made = data.random if isinstance(data, PromptData) else None
+    prompt = 1 if made is None else made.max_tokens
+    needed = prompt + rollout.max_new_tokens
+    if rollout.max_model_len < needed:
+        yield Problem(
+            field="rollout.max_model_len",
+            value=str(rollout.max_model_len),
+            rule=f"covers a prompt ({prompt} tokens) and rollout.max_new_tokens = {rollout.max_new_tokens}",
+            fix=f"set it to {needed} or more, or lower rollout.max_new_tokens",
+        )
+
+
+def micro_batches_hold_a_sample(
+    groups: Groups, data: TextData | PairData | PromptData, rollout: Rollout | None
+) -> Iterator[Problem]:
+    """The longest sequence fits into one micro-batch; of a preference pair, both its sequences."""
+    needed: dict[str, int] = {}
+    if rollout is not None:
+        needed["rollout.max_model_len"] = rollout.max_model_len
+    if isinstance(data, TextData):
+        needed["data.max_tokens"] = data.max_tokens
+    if isinstance(data, PairData):
+        needed["twice data.max_tokens, for a pair,"] = 2 * data.max_tokens
+    for field, _, _, role in roles_of(groups):
+        for what, tokens in needed.items():
+            if role.tokens_per_micro_batch < tokens:
+                yield Problem(
+                    field=f"{field}.tokens_per_micro_batch",
+                    value=str(role.tokens_per_micro_batch),
+                    rule=f"at least {what} = {tokens}",
+                    fix=f"set it to {tokens} or more, or shorten the sequences",
+                )
+
+
+def evaluations_have_rows(data: TextData | PairData) -> Iterator[Problem]:
+    """Nothing is evaluated without held-out rows."""
+    if data.evaluate_every is not None and data.evaluation is None:
+        yield Problem(
+            field="data.evaluate_every",
+            value=str(data.evaluate_every),
+            rule="has an effect with data.evaluation alone",
+            fix="give data.evaluation, or remove it",
+        )
+
+
+def reference_samples_have_engines(normalisation: Normalisation | None, rollout: Rollout | None) -> Iterator[Problem]:
+    """Reference samples are generated, and nothing else is."""
+    if normalisation is not None and rollout is None:
+        fix = "add the section rollout, or set normalisation to null"
+        yield Problem(field="normalisation", value="given", rule="needs the section rollout", fix=fix)
+    if normalisation is None and rollout is not None:
+        fix = "add the section normalisation, or set rollout to null"
+        yield Problem(field="rollout", value="given", rule="has an effect with normalisation alone", fix=fix)
+
+
+RULES = (files_exist, chat_templates_have_a_tokenizer, micro_batches_hold_a_sample)
+"""Of every stage."""

@@ -1,0 +1,111 @@
+"""Where the engines are, and what they may be asked for. Without engines every rule holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megarl.config.devices import parse_devices
+from megarl.config.problems import Problem, shown
+from megarl.config.rules.placement import beyond_the_cluster
+from megarl.config.schema import Cluster, Group, Model, Rollout
+
+Groups = Mapping[str, Group]
+
+
+def engine_devices_exist(cluster: Cluster, rollout: Rollout | None) -> Iterator[Problem]:
+    """No device number of an engine reaches beyond the cluster."""
+    if rollout is not None:
+        yield from beyond_the_cluster(cluster, "rollout.devices", rollout.devices)
+
+
+def engines_fill_devices(cluster: Cluster, rollout: Rollout | None) -> Iterator[Problem]:
+    """Whole engines fill the rollout devices, each within a node."""
+    if rollout is None:
+        return
+    devices = parse_devices(rollout.devices)
+    if len(devices) % rollout.tp:
+        yield Problem(
+            field="rollout.tp",
+            value=str(rollout.tp),
+            rule=f"divides the {len(devices)} rollout devices ({rollout.devices})",
+            fix=f"choose a divisor of {len(devices)}, or change rollout.devices",
+        )
+        return
+    for first in range(0, len(devices), rollout.tp):
+        engine = devices[first : first + rollout.tp]
+        if len({device // cluster.devices_per_node for device in engine}) > 1:
+            yield Problem(
+                field="rollout.devices",
+                value=rollout.devices,
+                rule=f"an engine stays within a node; one would have devices {', '.join(map(str, engine))}",
+                fix=f"list {rollout.tp} devices of one node for each engine",
+            )
+
+
+def sleeping_frees_devices(groups: Groups, rollout: Rollout | None) -> Iterator[Problem]:
+    """An engine that sleeps makes room for a group."""
+    if rollout is None or not rollout.sleep:
+        return
+    trainers = {device for group in groups.values() for device in parse_devices(group.devices)}
+    if not trainers & set(parse_devices(rollout.devices)):
+        rule = "has an effect where a group has devices of the engines"
+        yield Problem(field="rollout.sleep", value="True", rule=rule, fix="set it to false")
+
+
+def new_tokens_in_order(rollout: Rollout | None) -> Iterator[Problem]:
+    """A response has room for its least number of tokens."""
+    if rollout is not None and rollout.min_new_tokens > rollout.max_new_tokens:
+        yield Problem(
+            field="rollout.min_new_tokens",
+            value=str(rollout.min_new_tokens),
+            rule=f"at most rollout.max_new_tokens = {rollout.max_new_tokens}",
+            fix="lower it, or raise rollout.max_new_tokens",
+        )
+
+
+def stops_can_be_met(model: Model, rollout: Rollout | None) -> Iterator[Problem]:
+    """Texts that end a response are read by a tokenizer; neither they nor the token ids may be void."""
+    if rollout is None:
+        return
+    if rollout.stop and model.tokenizer is None and model.path is None:
+        fix = "set model.tokenizer, or use rollout.stop_token_ids"
+        yield Problem(field="rollout.stop", value=shown(rollout.stop), rule="needs a tokenizer", fix=fix)
+    if "" in rollout.stop:
+        fix = "remove it"
+        yield Problem(field="rollout.stop", value=shown(rollout.stop), rule="an empty text is everywhere", fix=fix)
+    beyond = [token for token in rollout.stop_token_ids if model.vocab_size is not None and token >= model.vocab_size]
+    if beyond:
+        rule = f"below model.vocab_size = {model.vocab_size}: others are never sampled"
+        yield Problem(field="rollout.stop_token_ids", value=shown(beyond), rule=rule, fix="remove them")
+
+
+def record_or_replay(rollout: Rollout) -> Iterator[Problem]:
+    """Rollouts that are read back are not written again, and must exist."""
+    if rollout.replay is None:
+        return
+    if rollout.record is not None:
+        fix = "set one of them to null"
+        yield Problem(field="rollout.record", value=rollout.record, rule="not together with rollout.replay", fix=fix)
+    if not Path(rollout.replay).is_dir():
+        fix = "correct the path, or make it with rollout.record"
+        yield Problem(field="rollout.replay", value=rollout.replay, rule="a directory that exists", fix=fix)
+
+
+def nothing_to_record(rollout: Rollout | None) -> Iterator[Problem]:
+    """Reference samples are neither recorded nor replayed."""
+    directories = {} if rollout is None else {"record": rollout.record, "replay": rollout.replay}
+    for name, path in directories.items():
+        if path is not None:
+            rule = "has an effect in stage ppo alone"
+            yield Problem(field=f"rollout.{name}", value=path, rule=rule, fix="remove it")
+
+
+RULES = (
+    engine_devices_exist,
+    engines_fill_devices,
+    sleeping_frees_devices,
+    new_tokens_in_order,
+    stops_can_be_met,
+)
+"""Of every stage with engines."""
