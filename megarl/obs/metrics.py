@@ -76,6 +76,14 @@ class JsonlSink:
         """Closes the file."""
         self._lines.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
 
 class ConsoleSink:
     """Prints a row per step under a heading; a metric that a step lacks is a dash.

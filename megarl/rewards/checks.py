@@ -10,10 +10,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from megarl.config.problems import Problem, shown
 from megarl.config.schema import RewardFunction
-from megarl.rewards.registry import RULES, Function, resolve
+from megarl.rewards.registry import RULES, Function, labels, resolve
 from megarl.types import Prompt
 
 _FIX = "correct it; docs/rewards.md describes the functions"
+_TAKEN = ("finished", "response_tokens", "reward_model", "samples", "score")
+"""Names of metrics beside which those of the functions stand."""
 
 
 def check_functions(
@@ -59,6 +61,9 @@ def _problems(function: RewardFunction, where: str, *, tokenizer: bool) -> Itera
         fix = "name a built-in function, or one that can be imported from the working directory; see docs/rewards.md"
         yield Problem(field=f"{where}.name", value=function.name, rule=str(error), fix=fix)
         return
+    if labels([function])[0] in _TAKEN:
+        rule = f"none of {', '.join(_TAKEN)}, which metrics of other things are called"
+        yield Problem(field=f"{where}.name", value=function.name, rule=rule, fix="give your function another name")
     try:
         inspect.signature(target).bind(None, **function.args)
     except (TypeError, ValueError) as error:

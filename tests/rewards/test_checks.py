@@ -43,6 +43,7 @@ def test_nothing_is_wrong_with_complete_functions() -> None:
         (own("NUMBER"), "name", "not a int"),
         (own("Length"), "name", "not a class"),
         (own("later"), "name", "not a coroutine"),
+        (own("score"), "name", "none of finished,"),
         (own("length", scal=2.0), "args", "functions:length(scale): got an unexpected keyword argument 'scal'"),
         (own("length", answer=2.0), "args", "multiple values for argument 'answer'"),
         (named("regex"), "args", "regex(pattern, whole): missing a required argument: 'pattern'"),
