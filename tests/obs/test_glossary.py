@@ -1,0 +1,56 @@
+"""docs/metrics.md describes every metric that the code can write."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megarl.algos.losses import (
+    bradley_terry_loss,
+    clipped_policy_loss,
+    clipped_value_loss,
+    with_entropy_bonus,
+    with_kl_penalty,
+)
+from tests.obs.glossary import undescribed
+
+PACKAGE = Path(__file__).parents[2] / "megarl"
+METRIC = re.compile(r"(objective|group|policy|value|returns|sft|reward_model|rollout|sync|eval|time|perf)/[a-z0-9_]+")
+SOURCES = [
+    file for part in ("algos", "cluster", "loop", "megatron", "rollout") for file in PACKAGE.glob(f"{part}/*.py")
+]
+
+
+def literals(source: str) -> Iterator[str]:
+    """The metrics that a source names, and the stages that it times."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and METRIC.fullmatch(node.value):
+            yield node.value
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("timers"):
+            yield from (f"time/{stage.value}" for stage in node.args if isinstance(stage, ast.Constant))
+
+
+def test_every_metric_that_the_code_names_is_described() -> None:
+    named = {name for file in SOURCES for name in literals(file.read_text(encoding="utf-8"))}
+    assert {"objective/kl", "rollout/finished", "time/step"} <= named, "the search finds nothing"
+    assert not undescribed(named)
+
+
+def test_every_metric_of_a_loss_is_described() -> None:
+    x = torch.zeros(1, 1)
+    policy = with_kl_penalty(clipped_policy_loss(x, x, x, clip=0.2), x, coef=0.1)
+    losses: Mapping[str, Mapping[str, Tensor]] = {
+        "policy": with_entropy_bonus(policy, x, coef=0.1).metrics,
+        "value": clipped_value_loss(x, x, x, clip=0.2).metrics,
+        "reward_model": bradley_terry_loss(x[0], x[0]).metrics,
+        "sft": {"entropy": x},
+    }
+    of_updates = ("loss", "grad_norm", "lr", "skipped")
+    names = {f"{prefix}/{name}" for prefix, own in losses.items() for name in (*own, *of_updates)}
+    assert not undescribed(names)
+    assert undescribed({"policy/nonsense", "objective/kl/x"}) == {"policy/nonsense", "objective/kl/x"}
