@@ -1,26 +1,105 @@
-"""Core attention over packed sequences (THD), which Megatron leaves to Transformer Engine: a slot of the layer spec."""
+"""Core attention over packed sequences (THD), which Megatron leaves to Transformer Engine: a slot of the layer spec.
+
+Shape legend: S positions of the pack, P places of an arrangement, H query heads, K KV heads, D head dim.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.attention.varlen import varlen_attn
 
-try:
-    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
-except ImportError:
-    flash_attn_varlen_func = None
+from megarl.data.packing import PackShape
+
+LENGTH_STEP = 16
+"""Sequences whose lengths round up to the same multiple of this share a rectangle. A call costs as much as the attention
+of some tens of short sequences; a longer step pads more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrangement:
+    """The sequences of a pack in a few rectangles, whose rows are padded at their ends to one length.
+
+    Args:
+        rectangles: (sequences, length) of each; they make P places, one rectangle after the other.
+        position_of: [P] int64, the position at each place; S, one past the last, where there is padding.
+        place_of: [S] int64, the place of each position.
+    """
+
+    rectangles: tuple[tuple[int, int], ...]
+    position_of: torch.Tensor
+    place_of: torch.Tensor
+
+
+def arrange(shape: PackShape, device: torch.device) -> Arrangement:
+    """Puts sequences of nearly equal lengths together."""
+    starts, lengths = shape.cu_seqlens[:-1, None].astype(np.int64), np.diff(shape.cu_seqlens)[:, None]
+    total, steps = int(shape.cu_seqlens[-1]), -(-lengths[:, 0] // LENGTH_STEP)
+    rectangles: list[tuple[int, int]] = []
+    positions: list[np.typing.NDArray[np.int64]] = []
+    for step in np.unique(steps):
+        members = steps == step
+        columns = np.arange(lengths[members].max())
+        rectangles.append((int(members.sum()), len(columns)))
+        positions.append(np.where(columns < lengths[members], starts[members] + columns, total).ravel())
+    position_of = np.concatenate(positions)
+    place_of = np.argsort(position_of, kind="stable")[:total]
+    return Arrangement(
+        rectangles=tuple(rectangles),
+        position_of=torch.from_numpy(position_of).to(device),
+        place_of=torch.from_numpy(place_of).to(device),
+    )
+
+
+@dataclass(kw_only=True)
+class PackParams(PackedSeqParams):
+    """What rope and attention read of a pack; Megatron hands it through the layers.
+
+    Rope is told of one sequence, whose table ``PackedModel`` has already put in the order of the positions: Megatron's
+    own way to number the positions of many sequences goes through them one by one, in each layer.
+
+    Args:
+        shape: of the pack.
+        positions: [S] int64, each position's place in its own sequence.
+    """
+
+    shape: PackShape
+    positions: torch.Tensor
+
+    @classmethod
+    def of(cls, shape: PackShape, device: torch.device) -> PackParams:
+        bounds = torch.from_numpy(shape.cu_seqlens).to(device)
+        one_sequence = torch.tensor([0, shape.cu_seqlens[-1]], dtype=torch.int32, device="cpu")  # rope reads it there
+        starts = np.repeat(shape.cu_seqlens[:-1], np.diff(shape.cu_seqlens)).astype(np.int64)
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            cu_seqlens_q_padded=one_sequence,
+            cu_seqlens_kv_padded=one_sequence,
+            max_seqlen_q=shape.max_seqlen,
+            max_seqlen_kv=shape.max_seqlen,
+            shape=shape,
+            positions=torch.from_numpy(np.arange(len(starts)) - starts).to(device),
+        )
+
+    @cached_property
+    def arrangement(self) -> Arrangement:
+        return arrange(self.shape, self.positions.device)
 
 
 class PackedAttention(torch.nn.Module):
     """Causal attention within each sequence of a pack, with grouped KV heads.
 
-    flash-attn's varlen kernel where it is installed and the tensors are half precision on CUDA; otherwise one
-    ``scaled_dot_product_attention`` per sequence. The parameters are those with which Megatron's ``Attention``
-    builds this slot.
+    torch's variable-length kernel in half precision on CUDA; otherwise one ``scaled_dot_product_attention`` for each
+    rectangle of an arrangement. The parameters are those with which Megatron's ``Attention`` builds this slot.
     """
 
     def __init__(self, *, config: TransformerConfig, softmax_scale: float | None = None, **_unused: Any) -> None:
@@ -35,42 +114,87 @@ class PackedAttention(torch.nn.Module):
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         *,
-        packed_seq_params: PackedSeqParams,
+        packed_seq_params: PackParams,
         **_unused: Any,
     ) -> torch.Tensor:
         """Attends within sequences.
 
         Args:
-            query: [S, query heads, head dim].
-            key, value: [S, KV heads, head dim].
+            query: [S, H, D].
+            key, value: [S, K, D].
             attention_mask: None; the sequences' ends say it all.
-            packed_seq_params: ``cu_seqlens_q`` int32 [sequences + 1], from 0 to S.
+            packed_seq_params: of the pack.
 
         Returns:
-            [S, query heads * head dim].
+            [S, H * D].
         """
-        assert attention_mask is None, "packed attention takes its mask from cu_seqlens"
-        if flash_attn_varlen_func is not None and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-            output = flash_attn_varlen_func(
-                query,
-                key,
-                value,
-                packed_seq_params.cu_seqlens_q,
-                packed_seq_params.cu_seqlens_kv,
-                packed_seq_params.max_seqlen_q,
-                packed_seq_params.max_seqlen_kv,
-                softmax_scale=self.scale,
-                causal=True,
-            )
-            return output.flatten(1)
-        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        parts = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
-        return torch.cat([self._one_sequence(q, k, v) for q, k, v in parts])
+        assert attention_mask is None, "packed attention takes its mask from the sequences' ends"
+        if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+            return self._variable_length(query, key, value, packed_seq_params)
+        return self._by_rectangle(query, key, value, packed_seq_params.arrangement)
 
-    def _one_sequence(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """[L, heads, dim] each -> [L, query heads * dim]."""
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+    def _variable_length(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: PackParams
+    ) -> torch.Tensor:
+        output: Any = varlen_attn(
+            query,
+            key,
+            value,
+            pack.cu_seqlens_q,
+            pack.cu_seqlens_kv,
+            pack.shape.max_seqlen,
+            pack.shape.max_seqlen,
+            scale=self.scale,
+            window_size=(-1, 0),
+            enable_gqa=query.shape[1] != key.shape[1],
         )
-        return out.squeeze(0).transpose(0, 1).flatten(1)
+        return output.flatten(1)
+
+    def _by_rectangle(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arrangement: Arrangement
+    ) -> torch.Tensor:
+        """The padding is at the ends, where causal attention never looks, and nobody reads what it makes itself."""
+        sizes = [sequences * length for sequences, length in arrangement.rectangles]
+        split = [_Spread.apply(x, arrangement).split(sizes) for x in (query, key, value)]
+        parts = []
+        for rectangle, *qkv in zip(arrangement.rectangles, *split, strict=True):
+            q, k, v = (x.unflatten(0, rectangle).transpose(1, 2) for x in qkv)
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+            parts.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
+        return _Collect.apply(torch.cat(parts), arrangement)
+
+
+def _spread(x: torch.Tensor, arrangement: Arrangement) -> torch.Tensor:
+    """[S, ...] -> [P, ...], with zeros as padding."""
+    return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, arrangement.position_of)
+
+
+def _collect(x: torch.Tensor, arrangement: Arrangement) -> torch.Tensor:
+    """[P, ...] -> [S, ...], without the padding."""
+    return x.contiguous().index_select(0, arrangement.place_of)
+
+
+class _Spread(torch.autograd.Function):
+    """Each position has one place, so the gradient is collected, where that of an indexing would be summed up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, arrangement: Arrangement) -> torch.Tensor:
+        ctx.arrangement = arrangement
+        return _spread(x, arrangement)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _collect(grad, ctx.arrangement), None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, arrangement: Arrangement) -> torch.Tensor:
+        ctx.arrangement = arrangement
+        return _collect(x, arrangement)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _spread(grad, ctx.arrangement), None

@@ -15,7 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.megatron.attention import PackedAttention
+from megarl.megatron.attention import PackedAttention, PackParams
 from megarl.megatron.norm import RMSNorm
 from megarl.types import HeadName, Layout
 from megarl.weights.specs import MegatronArgs, ModelSpec
@@ -51,6 +51,11 @@ class PackedModel(GPTModel):
         super().__init__(**kwargs)
         if self.post_process and head != "lm":
             self.output_layer = ScalarHead(self.config.hidden_size, self.config.params_dtype)
+
+    def _preprocess(self, *args: Any, packed_seq_params: PackParams, **kwargs: Any) -> tuple[Any, ...]:
+        """Gives every position of the pack its row of the rope table; see ``PackParams``."""
+        embedded, rope, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        return embedded, rope[packed_seq_params.positions], *rest
 
     def _postprocess(self, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         return hidden_states
@@ -90,7 +95,8 @@ def _transformer_config(arguments: MegatronArgs, layout: Layout, dtype: torch.dt
 
     ``calculate_per_token_loss`` keeps Megatron from averaging: our losses are weighted sums whose weights hold the
     global denominator; see ``loss_scale``. Under interleaving, two stages that are each other's previous and next mix
-    up the messages of the batched exchange (0.16, silently), so interleaving uses the separate one.
+    up the messages of the batched exchange (0.16, silently), so interleaving uses the separate one. That one sends in the
+    background, so outputs are not freed once they are handed over: Gloo would send what lies there by then, silently.
     """
     interleaved = layout.vpp > 1
     return TransformerConfig(
@@ -102,7 +108,7 @@ def _transformer_config(arguments: MegatronArgs, layout: Layout, dtype: torch.dt
         sequence_parallel=layout.sequence_parallel,
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
-        deallocate_pipeline_outputs=True,
+        deallocate_pipeline_outputs=not interleaved,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,

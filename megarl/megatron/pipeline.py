@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
 from torch.nn import Module
 
 from megarl.data.packing import Chunks, PackedBatch, PackShape, TokenChunk, pack, pack_shape
+from megarl.megatron.attention import PackParams
 from megarl.megatron.model import RoleModel
 from megarl.types import PackRow, RankSchedule
 
@@ -119,20 +119,4 @@ def _finish(outcome: Outcome, batch: MicroBatch, hidden: torch.Tensor, non_loss_
 def _forward(module: Module, batch: MicroBatch) -> torch.Tensor:
     device = torch.cuda.current_device()
     tokens = None if batch.batch is None else torch.from_numpy(batch.batch.tokens).to(device).unsqueeze(0)
-    return module(tokens, None, None, packed_seq_params=_packed_seq_params(batch.shape, device))
-
-
-def _packed_seq_params(shape: PackShape, device: Any) -> PackedSeqParams:
-    """What attention and rope read of a pack.
-
-    ``max_seqlen`` has to be the true one: where it equals the pack's length, Megatron's rope takes its table for one
-    over the whole pack and numbers the positions through (rope_utils._apply_rotary_pos_emb_thd, 0.16).
-    """
-    bounds = torch.from_numpy(shape.cu_seqlens).to(device)
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        max_seqlen_q=shape.max_seqlen,
-        max_seqlen_kv=shape.max_seqlen,
-    )
+    return module(tokens, None, None, packed_seq_params=PackParams.of(batch.shape, device))
