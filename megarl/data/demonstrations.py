@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.config.schema import SourceFields
-from megarl.data.encoding import Encoder, messages
+from megarl.data.encoding import PROMPTS, Encoder, messages
 from megarl.data.sources import Row, parse_rows
 from megarl.data.tokenizer import Tokenizer
 
@@ -71,7 +71,7 @@ def load_demonstrations(
                 raise ValueError("messages must be a prompt and, as its last message, the assistant's response")
             prompt, response = encoder.chat(chat[:-1]), encoder.answer(chat[-1]["content"])
         else:
-            prompt, response = encoder.prompt(columns), encoder.response(columns, *_RESPONSES)
+            prompt, response = encoder.prompt(columns, *PROMPTS), encoder.response(columns, *_RESPONSES)
         if not encoder.fits(prompt, response):
             return None
         return Demonstration(key=str(row.number), prompt_ids=prompt, response_ids=response)

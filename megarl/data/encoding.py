@@ -14,7 +14,8 @@ from megarl.data.tokenizer import Message, Tokenizer
 Ids = npt.NDArray[np.int32]
 Columns = dict[str, Any]
 
-_PROMPTS = ("prompt_ids", "token_ids", "prompt")
+PROMPTS = ("prompt_ids", "token_ids", "prompt")
+"""The columns of a prompt."""
 
 
 class Encoder:
@@ -50,21 +51,17 @@ class Encoder:
         self._max_tokens = max_tokens
         self._drop = too_long == "drop"
 
-    def prompt(self, columns: Columns, chats: str | None = None) -> Ids:
-        """The prompt of a row, from the first of ``prompt_ids``, ``token_ids`` and ``prompt`` that it has.
-
-        Args:
-            columns: of the row; the one that is read is removed.
-            chats: another column for the prompt, of chats.
+    def prompt(self, columns: Columns, *names: str) -> Ids:
+        """A prompt, from the first of the named columns that the row has; those that end in ``_ids`` hold ids.
 
         Raises:
             ValueError: it has none, or one that is broken.
         """
-        name = first_of(columns, *_PROMPTS, *([chats] if chats else []))
-        value = columns.pop(name)
+        name = first_of(columns, *names)
+        value = columns[name]
         if name.endswith("_ids"):
             return self.ids(name, value)
-        if isinstance(value, str) and name != chats:
+        if isinstance(value, str) and name != "messages":
             return self.text(value)
         return self.chat(messages(name, value))
 
@@ -150,7 +147,7 @@ def messages(name: str, value: object) -> list[Message]:
         ValueError: it is not a list of messages, each with a role and a content of text.
     """
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{name} must be text, or a list of messages")
+        raise ValueError(f"{name} must be a list of messages" + ("" if name == "messages" else ", or text"))
     chat: list[Message] = []
     for message in cast(list[Any], value):
         if not isinstance(message, Mapping):

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.config.schema import SourceFields
-from megarl.data.encoding import Encoder, Ids, messages
+from megarl.data.encoding import PROMPTS, Encoder, Ids, messages
 from megarl.data.sources import Row, parse_rows
 from megarl.data.tokenizer import Message, Tokenizer
 
@@ -81,7 +81,7 @@ def _are_chats(columns: dict[str, Any]) -> bool:
 
 def _apart(encoder: Encoder, columns: dict[str, Any]) -> tuple[Ids, Ids, Ids]:
     """Prompt, chosen and rejected of a row with a column for each."""
-    prompt = encoder.prompt(columns)
+    prompt = encoder.prompt(columns, *PROMPTS)
     return (
         prompt,
         encoder.response(columns, "chosen_ids", "chosen"),

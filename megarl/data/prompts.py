@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megarl.config.schema import SourceFields
-from megarl.data.encoding import Encoder
+from megarl.data.encoding import PROMPTS, Encoder, first_of
 from megarl.data.hashing import stable_hash
 from megarl.data.sources import Row, parse_rows
 from megarl.data.tokenizer import Tokenizer
@@ -55,9 +55,11 @@ def load_prompts(
         if prompt_id in places:
             raise ValueError(f"prompt_id {prompt_id!r} is that of {places[prompt_id]}")
         places[prompt_id] = row.where
-        ids = encoder.prompt(columns, chats="messages")
+        names = (*PROMPTS, "messages")
+        ids = encoder.prompt(columns, *names)
         if not encoder.fits(ids):
             return None
+        del columns[first_of(columns, *names)]
         return Prompt(prompt_id=prompt_id, token_ids=tuple(ids.tolist()), fields=columns)
 
     return parse_rows(source, parse)

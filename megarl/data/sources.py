@@ -128,7 +128,7 @@ def _parsed(line: bytes) -> Any:
 def _lines(path: Path) -> Iterator[Row]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            yield Row(where=f"{path}, line {number}", number=number, content=line)
+            yield Row(where=f"{path}, line {number}", number=number, content=line.rstrip(b"\r\n"))
 
 
 def _parquet(path: Path) -> Iterator[Row]:

@@ -6,17 +6,112 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from megarl.config.schema import SourceFields
 from megarl.data.prompts import load_prompts, random_prompts, sample_requests
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.types import Prompt
+from tests.data.rows import jsonl, transformers_own
 
 
 def prompts_of(count: int) -> list[Prompt]:
     return [Prompt(prompt_id=f"p{i}", token_ids=(i,)) for i in range(count)]
+
+
+def load(source: SourceFields, tokenizer: Tokenizer | None = None, **changes: Any) -> tuple[list[Prompt], int]:
+    options = {"vocab_size": 1000, "chat_template": False, "max_tokens": 100, "too_long": "refuse", **changes}
+    return load_prompts(source, tokenizer, **options)
+
+
+def test_rows_of_ids(tmp_path: Path) -> None:
+    rows = [
+        {"token_ids": [3, 1], "answer": "x", "prompt": "text"},
+        {"prompt_id": "b", "prompt_ids": [0]},
+        {"prompt_id": 17, "token_ids": [2]},
+    ]
+    assert load(jsonl(tmp_path, rows), vocab_size=4) == (
+        [
+            Prompt(prompt_id="1", token_ids=(3, 1), fields={"answer": "x", "prompt": "text"}),
+            Prompt(prompt_id="b", token_ids=(0,)),
+            Prompt(prompt_id="17", token_ids=(2,)),
+        ],
+        0,
+    )
+
+
+def test_rows_of_text_and_chats(tmp_path: Path, llama: Path) -> None:
+    chat = [{"role": "user", "content": "hi", "name": None}]
+    said = [{"role": "user", "content": "hi"}]
+    reward_model = {"style": "rule", "ground_truth": "4"}
+    rows = [
+        {"prompt": "hi", "messages": chat},
+        {"prompt": chat, "reward_model": reward_model},
+        {"messages": chat},
+    ]
+    oracle = transformers_own(llama)
+    text = tuple(oracle("hi").input_ids)
+    templated = tuple(oracle.apply_chat_template(said, add_generation_prompt=True, return_dict=False))
+    tokenizer = load_tokenizer(llama)
+    prompts, _ = load(jsonl(tmp_path, rows), tokenizer)
+    assert [prompt.token_ids for prompt in prompts] == [text, templated, templated]
+    assert [prompt.fields for prompt in prompts] == [{"messages": chat}, {"reward_model": reward_model}, {}]
+    prompts, _ = load(jsonl(tmp_path, rows), tokenizer, chat_template=True)
+    assert [prompt.token_ids for prompt in prompts] == [templated] * 3
+
+
+def test_long_prompts(tmp_path: Path) -> None:
+    source = jsonl(tmp_path, [{"token_ids": [1] * length} for length in (3, 4, 2, 5)])
+    kept, dropped = load(source, max_tokens=3, too_long="drop")
+    assert ([prompt.prompt_id for prompt in kept], dropped) == (["1", "3"], 2)
+    with pytest.raises(ValueError, match="2 of 4 rows are broken") as error:
+        load(source, max_tokens=3)
+    assert "line 2: 4 tokens are too many: at most 3 fit" in str(error.value)
+    assert "line 4: 5 tokens" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"text": "a"}, "no column prompt_ids or token_ids or prompt or messages; there are text"),
+        ({"token_ids": []}, "token_ids must be a list of one token id or more"),
+        ({"token_ids": "12"}, "token_ids must be a list"),
+        ({"token_ids": [1, 1000]}, "token_ids holds 1000: ids are integers from 0 to 999"),
+        ({"token_ids": [-1]}, "token_ids holds -1"),
+        ({"token_ids": [True]}, "token_ids holds True"),
+        ({"token_ids": [1.0]}, "token_ids holds 1.0"),
+        ({"token_ids": [1], "prompt_id": 7.5}, "prompt_id is 7.5"),
+        ({"token_ids": [1], "prompt_id": ""}, "prompt_id is ''"),
+        ({"token_ids": [1], "prompt_id": "a"}, r"prompt_id 'a' is that of .*rows\.jsonl, line 1"),
+        ({"prompt": ""}, "prompt has no token"),
+        ({"prompt": 7}, "prompt must be a list of messages, or text"),
+        ({"prompt": []}, "prompt must be a list of messages, or text"),
+        ({"messages": "hi"}, "messages must be a list of messages$"),
+        ({"messages": ["hi"]}, "a message has a role and a content"),
+        ({"messages": [{"role": "user"}]}, "role and content are not both text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "role and content are not both text"),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+            "the last message of a prompt is the assistant's",
+        ),
+    ],
+)
+def test_a_broken_row_is_named(tmp_path: Path, chatml: Path, row: dict[str, Any], reason: str) -> None:
+    source = jsonl(tmp_path, [{"prompt_id": "a", "token_ids": [1]}, row])
+    with pytest.raises(ValueError, match=rf"rows\.jsonl, line 2: .*{reason}"):
+        load(source, load_tokenizer(chatml))
+
+
+def test_what_needs_a_tokenizer(tmp_path: Path, chatml: Path) -> None:
+    source = jsonl(tmp_path, [{"prompt": "a"}])
+    with pytest.raises(ValueError, match="line 1: text needs a tokenizer"):
+        load(source)
+    with pytest.raises(ValueError, match="chat_template needs a tokenizer"):
+        load(source, chat_template=True)
+    with pytest.raises(ValueError, match="the model's in use end at 9"):
+        load(source, load_tokenizer(chatml), vocab_size=10)
 
 
 def test_random_prompts_keep_within_bounds_and_reach_them() -> None:

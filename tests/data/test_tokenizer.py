@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.schema import Model
-from megarl.data.tokenizer import load_tokenizer, model_tokenizer
+from megarl.data.tokenizer import Tokenizer, load_tokenizer, model_tokenizer
 from tests.data.rows import LETTERS, llama_tokenizer, transformers_own
 
 CHAT = [
@@ -19,6 +19,11 @@ CHAT = [
     {"role": "assistant", "content": "2"},
     {"role": "user", "content": "and +1?"},
 ]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(llama: Path) -> Tokenizer:
+    return load_tokenizer(llama)
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama"])
@@ -61,19 +66,9 @@ def test_a_response_ends_once(chatml: Path) -> None:
 
 
 @given(text=st.text(alphabet=LETTERS, max_size=20))
-def test_text_comes_back_without_special_tokens(llama: Path, text: str) -> None:
-    tokenizer = load_tokenizer_once(llama)
+def test_text_comes_back_without_special_tokens(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.decode(tokenizer.respond(text)) == text
-
-
-_LOADED = {}
-
-
-def load_tokenizer_once(directory: Path):
-    if directory not in _LOADED:
-        _LOADED[directory] = load_tokenizer(directory)
-    return _LOADED[directory]
 
 
 def test_it_must_fit_the_model(llama: Path) -> None:

@@ -1,0 +1,94 @@
+"""Demonstrations, against transformers' own encoding of the same rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.config.schema import SourceFields
+from megarl.data.demonstrations import load_demonstrations
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from tests.data.rows import jsonl, transformers_own
+
+ASKED = {"role": "user", "content": "1+1?"}
+SAID = {"role": "assistant", "content": "2"}
+
+
+def load(
+    source: SourceFields, tokenizer: Tokenizer | None = None, **changes: Any
+) -> tuple[list[tuple[str, list[int], list[int]]], int]:
+    """Key, prompt and response of each demonstration, and how many rows were left out."""
+    options = {"vocab_size": 1000, "chat_template": False, "max_tokens": 100, "too_long": "refuse", **changes}
+    found, dropped = load_demonstrations(source, tokenizer, **options)
+    assert {(d.prompt_ids.dtype.name, d.response_ids.dtype.name) for d in found} == {("int32", "int32")}
+    return [(d.key, d.prompt_ids.tolist(), d.response_ids.tolist()) for d in found], dropped
+
+
+def test_every_form_of_a_chat_is_the_same_demonstration(tmp_path: Path, llama: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"messages": [ASKED, SAID]},
+        {"messages": [ASKED, SAID], "prompt": "1+1?", "prompt_id": "not a row's"},
+        {"prompt": [ASKED], "response": "2"},
+        {"prompt": [ASKED], "completion": [SAID]},
+        {"prompt": [ASKED], "response": "2</s>", "messages": [ASKED], "prompt_id": "not a row's"},
+    ]
+    oracle = transformers_own(llama)
+    whole = oracle.apply_chat_template([ASKED, SAID], return_dict=False)
+    prompt = oracle.apply_chat_template([ASKED], add_generation_prompt=True, return_dict=False)
+    found, _ = load(jsonl(tmp_path, rows), load_tokenizer(llama))
+    assert found == [(str(i), prompt, whole[len(prompt) :]) for i in range(1, 6)]
+    pq.write_table(pa.Table.from_pylist(rows[:1]), tmp_path / "rows.parquet")
+    assert load(SourceFields(path=str(tmp_path / "rows.parquet")), load_tokenizer(llama))[0] == found[:1]
+
+
+def test_text_is_a_chat_where_it_is_asked_for(tmp_path: Path, chatml: Path) -> None:
+    source = jsonl(tmp_path, [{"prompt": "1+1?", "response": "2"}])
+    oracle = transformers_own(chatml)
+    end = oracle.eos_token_id
+    text, chat = (load(source, load_tokenizer(chatml), chat_template=flag)[0] for flag in (False, True))
+    assert text == [("1", oracle("1+1?").input_ids, [*oracle("2").input_ids, end])]
+    templated = oracle.apply_chat_template([ASKED], add_generation_prompt=True, return_dict=False)
+    assert chat == [("1", templated, [*oracle("2").input_ids, end])]
+
+
+def test_ids_are_taken_as_they_are(tmp_path: Path, chatml: Path) -> None:
+    source = jsonl(tmp_path, [{"prompt_ids": [5, 6], "response_ids": [7]}, {"prompt_ids": [1], "response_ids": [1, 1]}])
+    expected = [("1", [5, 6], [7]), ("2", [1], [1, 1])]
+    assert load(source) == (expected, 0)
+    assert load(source, load_tokenizer(chatml)) == (expected, 0)
+
+
+def test_long_rows(tmp_path: Path) -> None:
+    lengths = [(2, 3), (3, 3), (4, 1), (1, 9)]
+    source = jsonl(tmp_path, [{"prompt_ids": [1] * p, "response_ids": [2] * r} for p, r in lengths])
+    kept, dropped = load(source, max_tokens=5, too_long="drop")
+    assert ([(len(p), len(r)) for _, p, r in kept], dropped) == ([(2, 3), (4, 1)], 2)
+    with pytest.raises(ValueError, match="line 2: 6 tokens are too many: at most 5 fit"):
+        load(source, max_tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"response": "a"}, "no column prompt_ids or token_ids or prompt; there are response"),
+        ({"prompt": "a"}, "no column response_ids or response or completion; there are prompt"),
+        ({"prompt": "a", "response": 3}, "response must be a list of messages, or text"),
+        ({"prompt": "a", "response": [ASKED]}, "list of one message of the assistant's"),
+        ({"prompt": "a", "completion": [SAID, SAID]}, "list of one message of the assistant's"),
+        ({"prompt_ids": [1], "response_ids": [1000]}, "response_ids holds 1000"),
+        ({"prompt_ids": [1], "response_ids": []}, "response_ids must be a list of one token id or more"),
+        ({"messages": [ASKED]}, "as its last message, the assistant's response"),
+        ({"messages": [SAID]}, "as its last message, the assistant's response"),
+        ({"messages": [ASKED, SAID, SAID]}, "the last message of a prompt is the assistant's"),
+        ({"prompt": [ASKED, SAID], "response": "a"}, "the last message of a prompt is the assistant's"),
+        ({"prompt": "a", "response": "a<|im_end|>b"}, "must not go on after its end token"),
+    ],
+)
+def test_a_broken_row_is_named(tmp_path: Path, chatml: Path, row: dict[str, Any], reason: str) -> None:
+    source = jsonl(tmp_path, [{"prompt": "a", "response": "b"}, row])
+    with pytest.raises(ValueError, match=rf"rows\.jsonl, line 2: .*{reason}"):
+        load(source, load_tokenizer(chatml))
