@@ -58,9 +58,9 @@ def write_checkpoint(directory: Path, seed: int) -> None:
         num_key_value_heads=2,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=False,
-        pad_token_id=tokens.pad_token_id,
-        bos_token_id=tokens.bos_token_id,
-        eos_token_id=tokens.eos_token_id,
+        pad_token_id=SPECIAL_TOKENS.index("<pad>"),
+        bos_token_id=SPECIAL_TOKENS.index("<bos>"),
+        eos_token_id=SPECIAL_TOKENS.index("<eos>"),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -16,7 +16,7 @@ _PROC = Path("/proc")
 
 
 class MemoryWatch:
-    """Notes the largest memory at once of everything that was started in its environment, from a thread.
+    """Notes the largest memory at once of this process and all that was started in its environment, from a thread.
 
     Memory is the proportional set size (PSS): what several processes share, shared memory included, is counted once.
     Processes are told by a variable of their environment: one whose parent has ended has another parent.
@@ -32,8 +32,8 @@ class MemoryWatch:
         self._thread = Thread(target=self._watch, daemon=True)
 
     def now(self) -> int:
-        """Bytes that the living processes take."""
-        return sum(_pss(directory) for directory in self._marked())
+        """Bytes that this process and the others that live take."""
+        return sum(map(_pss, [_PROC / "self", *self._marked()]))
 
     def _watch(self) -> None:
         while not self._ended.wait(_INTERVAL_S):
