@@ -28,11 +28,16 @@ def check_functions(
         where: they stand there, for messages.
         tokenizer: whether the run has one.
     """
-    return [
+    problems = [
         problem
         for index, function in enumerate(functions)
         for problem in _problems(function, f"{where}.{index}", tokenizer=tokenizer)
     ]
+    names = labels(functions)
+    if len(set(names)) < len(names):
+        rule = "names that differ, once those of one name are numbered"
+        problems.append(Problem(field=where, value=", ".join(names), rule=rule, fix="give your functions other names"))
+    return problems
 
 
 def check_fields(

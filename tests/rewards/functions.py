@@ -48,3 +48,8 @@ async def later(answer: Answer) -> float:
 def score(answer: Answer) -> float:
     """A name that is taken."""
     return 1.0
+
+
+def contains_2(answer: Answer) -> float:
+    """A name that numbering makes, too."""
+    return 1.0

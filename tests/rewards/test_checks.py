@@ -70,6 +70,14 @@ def test_every_mistake_is_told_at_once() -> None:
     ]
 
 
+def test_names_that_numbering_makes_equal_are_refused() -> None:
+    twice = named("contains", field="a"), named("contains", field="b")
+    assert not check_functions(twice)
+    (problem,) = check_functions([*twice, own("contains_2")])
+    assert problem.field == "reward.functions"
+    assert problem.value == "contains_1, contains_2, contains_2"
+
+
 def test_functions_that_read_text_need_a_tokenizer() -> None:
     functions = [named(name, **COMPLETE.get(name, {})) for name in RULES]
     told = {problem.value for problem in check_functions(functions, tokenizer=False)}
