@@ -2,11 +2,13 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test matrix lint bench docs clean lock
+.PHONY: help setup demo demo-control test matrix lint bench docs clean lock
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Where pip finds the CPU build of torch, when its configured indexes have none; other packages never come from there.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# Of the demo.
+SEED ?= 0
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,7 +18,8 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no
 
 help:
 	@echo 'setup  install the locked environment into $(VENV)'
-	@echo 'demo   run three PPO steps of a tiny random model on virtual CPU devices'
+	@echo 'demo   train a small model in three stages on virtual CPU devices, about 12 minutes; SEED=1 is another one'
+	@echo 'demo-control  the PPO stage of the last demo again, with shuffled rewards'
 	@echo 'test   lint, types and all tests that need no GPU'
 	@echo 'matrix one recorded batch under every layout of the debug run, about 10 minutes'
 	@echo 'lint   lint, format check and types'
@@ -43,8 +46,10 @@ $(INSTALLED): $(LOCK) pyproject.toml
 	@touch $@
 
 demo: setup
-	@rm -rf runs/demo
-	$(BIN)/megarl train configs/debug/ppo.yaml run.dir=runs/demo
+	$(BIN)/python -m megarl.demo --seed $(SEED)
+
+demo-control: setup
+	$(BIN)/python -m megarl.demo --control --seed $(SEED)
 
 lint: setup
 	$(BIN)/ruff check
