@@ -1,4 +1,4 @@
-"""A whole PPO iteration under every layout against the naive one: losses, gradient norms, metrics, updated weights."""
+"""A whole iteration under every layout against the naive one: losses, gradient norms, metrics, updated weights."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from megarl.config.schema import KL, Algo, Optimizer
-from megarl.types import Layout
+from megarl.types import Layout, SampleInfo
+from tests.megatron.compare import adam_of, check, everywhere, samples_of, state_of, trained
 from tests.megatron.samples import random_chunks
 from tests.megatron.test_parity import layout_id
 from tests.megatron.tiny import load_role, save_model
 from tests.pool import RankPool
 
 TEMPERATURE, SEED, STEP, HIDDEN = 0.9, 7, 2, 32
-ALGO = Algo(
+PPO = Algo(
     gamma=0.99,
     lam=0.95,
     clip=0.1,
@@ -28,6 +29,15 @@ ALGO = Algo(
     kl=KL(coef=0.05),
     score_clip=1.5,
     missing_end_score=-1.0,
+    ppo_epochs=2,
+    mini_batches=2,
+)
+GRPO = Algo(
+    advantage="grpo",
+    clip=0.1,
+    kl=KL.model_validate({"in": "loss", "estimator": "k3", "coef": 0.2}),
+    aggregation="sequence_mean",
+    score_clip=1.5,
     ppo_epochs=2,
     mini_batches=2,
 )
@@ -44,23 +54,19 @@ def _scores() -> dict[int, np.ndarray]:
     return {c: np.random.default_rng(c).normal(size=3).astype(np.float32) * 2 for c in range(4)}
 
 
-def _shaped(rollouts: list[Any]) -> dict[int, np.ndarray]:
-    """The scores as the driver gives them to the experience."""
-    from megarl.algos.rewards import shape_scores
-
-    settings = {"clip": ALGO.score_clip, "missing_end": ALGO.missing_end_score}
-    return {
-        c: shape_scores(torch.from_numpy(scores), torch.from_numpy(rollouts[c].finished), **settings).numpy()
-        for c, scores in _scores().items()
-    }
+def _prompt(info: SampleInfo) -> int:
+    """Which samples are compared: groups of four, one from each chunk."""
+    return info.row
 
 
-def _iteration(rank: int, directory: Path, reference: Path, layouts: dict[str, Layout], budget: int) -> dict[str, Any]:
-    """Actor, critic and reference in one world, each in its own layout."""
+def _iteration(
+    rank: int, directory: Path, reference: Path, layouts: dict[str, Layout], budget: int, algo: Algo
+) -> list[dict[str, Any]]:
+    """Actor, critic (where there is one) and reference in one world, each in its own layout."""
     import torch.distributed as dist
 
     from megarl.data.schedule import inference_schedule, update_schedules
-    from megarl.megatron.experience import Columns, build_experience
+    from megarl.megatron.experience import build_experience
     from megarl.megatron.groups import GroupCache
     from megarl.megatron.losses import policy_loss, value_loss
 
@@ -78,110 +84,89 @@ def _iteration(rank: int, directory: Path, reference: Path, layouts: dict[str, L
         )
         for name, layout in layouts.items()
     }
-    actor, critic, ref = roles["actor"], roles["critic"], roles["reference"]
-    actor.start_training(ACTOR, total_steps=4)
-    critic.start_training(CRITIC, total_steps=4)
-
-    def everywhere(column: dict[int, Any] | None) -> dict[int, Any]:
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, column)
-        return {chunk: rows for part in parts if part for chunk, rows in part.items()}
+    actor, critic = roles["actor"], roles.get("critic")
+    for name, settings in (("actor", ACTOR), ("critic", CRITIC)):
+        if name in roles:
+            roles[name].start_training(settings, total_steps=4)
 
     def passes(role: Any) -> Any:
         return inference_schedule(infos, role.layout, budget).ranks[role.coords.dp]
-
-    old = everywhere(actor.logprobs(passes(actor), rollouts, temperature=TEMPERATURE))
-    columns = Columns(
-        old_logprobs=old,
-        ref_logprobs=everywhere(ref.logprobs(passes(ref), rollouts, temperature=TEMPERATURE)),
-        values=everywhere(critic.values(passes(critic), rollouts)),
-        scores=_shaped(rollouts),
-        outcomes=None,
-    )
 
     def reduce(vector: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(vector, group=actor.model.groups.dp)
         return vector
 
-    built, _ = build_experience(passes(actor).chunks, rollouts, columns, ALGO, reduce, kl_coef=ALGO.kl.coef)
+    columns = _columns(rollouts, infos, roles, passes, algo)
+    built, _ = build_experience(passes(actor).chunks, rollouts, columns, algo, reduce, kl_coef=algo.kl.coef)
     experience = everywhere(built if actor.reports else None)
-    plan = {"mini_batches": ALGO.mini_batches, "epochs": ALGO.ppo_epochs, "seed": SEED, "step": STEP}
-    result: dict[str, Any] = {}
-    for role, loss in (
-        (actor, policy_loss(actor, ALGO, experience, temperature=TEMPERATURE, kl_coef=ALGO.kl.coef)),
-        (critic, value_loss(critic, ALGO, experience)),
-    ):
-        result[role.name] = {
-            "steps": role.update(
-                [s.ranks[role.coords.dp] for s in update_schedules(infos, role.layout, budget, **plan)],
-                experience,
-                loss,
-            ),
-            "reports": role.reports,
-            "pieces": _canonical_pieces(role),
-        }
-    return result
+    losses = {"actor": policy_loss(actor, algo, experience, temperature=TEMPERATURE, kl_coef=algo.kl.coef)}
+    if critic is not None:
+        losses["critic"] = value_loss(critic, algo, experience)
+    results = []
+    for name, loss in losses.items():
+        role = roles[name]
+        plan = {"mini_batches": algo.mini_batches, "epochs": algo.ppo_epochs, "seed": SEED, "step": STEP}
+        schedules = [s.ranks[role.coords.dp] for s in update_schedules(infos, role.layout, budget, **plan)]
+        results.append(trained(role, role.update(schedules, experience, loss)))
+    return results
 
 
-def _canonical_pieces(role: Any) -> list[tuple[str, tuple[slice, ...], torch.Tensor]]:
-    parameters = {name: parameter.detach() for name, parameter in role.model.parameters().items()}
-    return [(p.name, p.region.slices, parameters[p.param][p.box.slices].clone()) for p in role.shard_map.pieces]
+def _columns(rollouts: list[Any], infos: list[SampleInfo], roles: dict[str, Any], passes: Any, algo: Algo) -> Any:
+    from megarl.algos.advantages import grpo
+    from megarl.algos.rewards import shape_scores
+    from megarl.megatron.experience import Columns
+
+    actor, ref, critic = roles["actor"], roles["reference"], roles.get("critic")
+    raw = torch.from_numpy(np.concatenate([_scores()[c] for c in range(len(rollouts))]))
+    finished = torch.tensor([info.finished for info in infos])
+    shaped = shape_scores(raw, finished, clip=algo.score_clip, missing_end=algo.missing_end_score)
+    outcomes = grpo(shaped, torch.tensor([_prompt(info) for info in infos]))
+
+    def by_chunk(values: torch.Tensor) -> dict[int, np.ndarray]:
+        return dict(enumerate(values.reshape(len(rollouts), -1).numpy()))
+
+    return Columns(
+        old_logprobs=everywhere(actor.logprobs(passes(actor), rollouts, temperature=TEMPERATURE)),
+        ref_logprobs=everywhere(ref.logprobs(passes(ref), rollouts, temperature=TEMPERATURE)),
+        values=everywhere(critic.values(passes(critic), rollouts)) if critic is not None else None,
+        scores=by_chunk(shaped),
+        outcomes=by_chunk(outcomes) if algo.advantage == "grpo" else None,
+    )
 
 
-def _oracle(directory: Path, reference: Path) -> Any:
+def _oracle(directory: Path, reference: Path, algo: Algo) -> Any:
     from megarl.data.schedule import mini_batch_members
     from tests.oracle import ppo
 
     config = json.loads((directory / "config.json").read_text())
-    state, ref_state = (_state(path) for path in (directory, reference))
+    state = state_of(directory)
     body = {name: tensor for name, tensor in state.items() if name != "lm_head.weight"}
     rollouts, infos = random_chunks()
-    samples = [
-        ppo.Sample(
-            sample_id=sample_id,
-            prompt_ids=chunk.prompt_ids[row].tolist(),
-            response_ids=chunk.response_ids[row].tolist(),
-            score=float(_scores()[c][row]),
-            finished=bool(chunk.finished[row]),
-        )
-        for c, chunk in enumerate(rollouts)
-        for row, sample_id in enumerate(chunk.sample_ids)
-    ]
     batches = [
         [info.sample_id for info in members]
-        for epoch in range(ALGO.ppo_epochs)
-        for members in mini_batch_members(infos, ALGO.mini_batches, seed=SEED, step=STEP, epoch=epoch)
+        for epoch in range(algo.ppo_epochs)
+        for members in mini_batch_members(infos, algo.mini_batches, seed=SEED, step=STEP, epoch=epoch)
     ]
-
-    def adam(settings: Optimizer) -> Any:
-        return ppo.AdamSettings(**settings.model_dump(exclude={"schedule", "warmup", "final_lr"}))
-
+    with_critic = algo.advantage == "gae"
+    critic = ppo.headed_model({**config, "tie_word_embeddings": False}, {**body, "score.weight": _head()})
+    same = ("gamma", "lam", "clip", "value_clip", "entropy_coef", "score_clip", "missing_end_score")
     return ppo.ppo_iteration(
         ppo.causal_lm(config, state),
-        ppo.causal_lm(config, ref_state),
-        ppo.headed_model({**config, "tie_word_embeddings": False}, {**body, "score.weight": _head()}),
-        samples,
+        ppo.causal_lm(config, state_of(reference)),
+        critic if with_critic else None,
+        samples_of(rollouts, infos, group=_prompt, score=lambda info: float(_scores()[info.chunk][info.row])),
         batches,
         ppo.Settings(
-            actor=adam(ACTOR),
-            critic=adam(CRITIC),
+            actor=adam_of(ACTOR),
+            critic=adam_of(CRITIC) if with_critic else None,
             temperature=TEMPERATURE,
-            gamma=ALGO.gamma,
-            lam=ALGO.lam,
-            clip=ALGO.clip,
-            value_clip=ALGO.value_clip,
-            entropy_coef=ALGO.entropy_coef,
-            kl_coef=ALGO.kl.coef,
-            score_clip=ALGO.score_clip,
-            missing_end_score=ALGO.missing_end_score,
+            kl_coef=algo.kl.coef,
+            kl_estimator=algo.kl.estimator,
+            kl_in_loss=algo.kl.placement == "loss",
+            sequence_mean=algo.aggregation == "sequence_mean",
+            **{name: getattr(algo, name) for name in same},
         ),
     )
-
-
-def _state(directory: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(directory / "model.safetensors")
 
 
 @pytest.fixture(scope="module", params=["untied", "tied"])
@@ -189,7 +174,20 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     tied = request.param == "tied"
     directory = save_model(tmp_path_factory.mktemp("policy"), tie_word_embeddings=tied)
     reference = save_model(tmp_path_factory.mktemp("reference"), seed=1, tie_word_embeddings=tied)
-    return directory, reference, _oracle(directory, reference)
+    return directory, reference, _oracle(directory, reference, PPO)
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any]:
+    """The reference is near the policy, where k3 is not clamped."""
+    from safetensors.torch import save_file
+
+    directory = save_model(tmp_path_factory.mktemp("policy"))
+    reference = save_model(tmp_path_factory.mktemp("reference"))
+    random = torch.Generator().manual_seed(3)
+    state = {name: p + 0.02 * torch.randn(p.shape, generator=random) for name, p in state_of(reference).items()}
+    save_file(state, reference / "model.safetensors", metadata={"format": "pt"})
+    return directory, reference, _oracle(directory, reference, GRPO)
 
 
 ONE = Layout()
@@ -225,49 +223,36 @@ def test_equals_the_naive_iteration(
 ) -> None:
     directory, other, oracle = case
     layouts = {"actor": actor, "critic": critic, "reference": reference}
-    results = pool.run(_iteration, directory, other, layouts, budget, world_size=actor.world_size)
-    for name, steps, model, optimizer in (
-        ("actor", oracle.actor_steps, oracle.actor, ACTOR),
-        ("critic", oracle.critic_steps, oracle.critic, CRITIC),
-    ):
-        for result in results:
-            _check_steps(result[name], steps)
-        start = {**_state(directory), "score.weight": _head()}
-        _check_weights(
-            name, [result[name]["pieces"] for result in results], dict(model.named_parameters()), start, optimizer
-        )
+    results = pool.run(_iteration, directory, other, layouts, budget, PPO, world_size=actor.world_size)
+    actors, critics = zip(*results, strict=True)
+    start = {**state_of(directory), "score.weight": _head()}
+    check(actors, oracle.actor_steps, oracle.actor, start)
+    check(critics, oracle.critic_steps, oracle.critic, start)
 
 
-def _check_steps(found: dict[str, Any], steps: list[Any]) -> None:
-    assert len(found["steps"]) == len(steps) == ALGO.ppo_epochs * ALGO.mini_batches
-    for got, want in zip(found["steps"], steps, strict=True):
-        assert got["grad_norm"] == pytest.approx(want.grad_norm, rel=1e-5)
-        assert got["skipped"] == 0.0
-        if found["reports"]:
-            # Advantages are whitened, so the terms of a loss cancel. What is left has the rounding of their ratios,
-            # which is that of log-probabilities of about 10 nats: 1e-6.
-            assert got["loss"] == pytest.approx(want.loss, rel=1e-5, abs=1e-6)
-            for metric, value in want.metrics.items():
-                # Squares and differences of log-probabilities that are near each other: the same, relative to less.
-                assert got[metric] == pytest.approx(value, rel=1e-4, abs=1e-6), metric
-
-
-def _check_weights(
-    name: str, ranks: list[Any], want: dict[str, torch.Tensor], start: dict[str, torch.Tensor], optimizer: Optimizer
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("actor", "reference", "budget"),
+    [
+        (ONE, ONE, 20),
+        (TP2, PP2, 40),
+        (PP2, DP2, 40),
+        (DP2, SP2, 40),
+        (SP2, TP2, 40),
+        (Layout(tp=2, pp=2, vpp=2), Layout(tp=4), 40),
+        (replace(SP2, dp=2), replace(PP2, dp=2), 40),
+        (Layout(dp=4), Layout(pp=4), 40),
+    ],
+    ids=_case_id,
+)
+def test_without_a_critic_equals_the_naive_iteration(
+    pool: RankPool, compared: tuple[Path, Path, Any], actor: Layout, reference: Layout, budget: int
 ) -> None:
-    """Every replica of every piece, against how far the parameter moved."""
-    seen = set()
-    for pieces in ranks:
-        for tensor, region, value in pieces:
-            expected = want[tensor].detach()[region]
-            moved = (expected - start[tensor][region]).abs().max().item()
-            worst = (value - expected).abs().max().item()
-            # A gradient is the same to 1e-5; in the worst element, where it is small, Adam's quotient magnifies that.
-            assert worst <= 1e-3 * moved + 1e-6, (
-                f"{name} {tensor}{region} is off by {worst:.2e}; it moved by {moved:.2e}"
-            )
-            seen.add(tensor)
-    assert seen == set(want), f"{name}: {sorted(seen ^ set(want))}"
+    directory, other, oracle = compared
+    layouts = {"actor": actor, "reference": reference}
+    results = pool.run(_iteration, directory, other, layouts, budget, GRPO, world_size=actor.world_size)
+    assert oracle.actor_steps[0].metrics["kl"] > 0.01, "the penalty does not count"
+    check([own for (own,) in results], oracle.actor_steps, oracle.actor, state_of(directory))
 
 
 def _single_samples(rank: int, directory: Path, layout: Layout) -> list[tuple[float, float]]:

@@ -5,11 +5,16 @@ The choices, in the order of the computation:
   reference.
 - The log-probability and the value of a response token are computed at the position before it.
 - Scores are clipped to +-score_clip; a response that the length limit ended then gets missing_end_score in its place.
-- Token reward: -kl_coef * (old - ref), and the score on the last token.
-- GAE per row, the value after the last token 0; returns = advantages + values, before whitening.
+- Token reward: -kl_coef * KL, and the score on the last token. With d = old - ref, KL is d (k1), d^2 / 2 (k2) or
+  exp(-d) - 1 + d (k3). With kl_in_loss the rewards have no such term, and the actor's loss has + kl_coef * KL with
+  d = new - ref.
+- With a critic, GAE per row, the value after the last token 0; returns = advantages + values, before whitening.
 - Whitening: population moments of all response tokens of all samples, (A - mean) / sqrt(variance + 1e-8).
-- Losses are means over all response tokens of a mini-batch. Actor: max(-A r, -A clamp(r, 1 - clip, 1 + clip)) -
-  entropy_coef * H. Critic: max((V - G)^2, (clamp(V, V_old - value_clip, V_old + value_clip) - G)^2) / 2.
+- Without a critic, every token of a sample has the advantage (score - mean) / (deviation + 1e-6), of the scores of its
+  group, with n - 1 in the variance; 0 in a group of one or of equal scores.
+- Losses are means over all response tokens of a mini-batch, or with sequence_mean the mean over its samples of their
+  means. Actor: max(-A r, -A clamp(r, 1 - clip, 1 + clip)) - entropy_coef * H. Critic: max((V - G)^2, (clamp(V,
+  V_old - value_clip, V_old + value_clip) - G)^2) / 2.
 - The gradient is scaled to clip_grad where its global norm is larger: by clip_grad / (norm + 1e-6).
 - Adam with decoupled weight decay, which leaves one-dimensional parameters (biases, norms) out.
 
@@ -20,6 +25,7 @@ from __future__ import annotations
 
 import copy
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,13 +37,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One response: its token ids, score, and whether the model ended it itself."""
+    """One response: its token ids, score, whether the model ended it itself, and which prompt it answers."""
 
     sample_id: str
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
-    score: float
+    score: float = 0.0
     finished: bool = True
+    group: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +63,7 @@ class Settings:
     """Of the algorithm; None switches a feature off."""
 
     actor: AdamSettings
-    critic: AdamSettings
+    critic: AdamSettings | None = None
     temperature: float = 1.0
     gamma: float = 1.0
     lam: float = 0.95
@@ -65,20 +72,23 @@ class Settings:
     value_clip: float | None = 0.2
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
+    kl_estimator: str = "k1"
+    kl_in_loss: bool = False
+    sequence_mean: bool = False
     score_clip: float | None = None
     missing_end_score: float | None = None
 
 
 @dataclass(kw_only=True)
 class Experience:
-    """Of one sample: one number per response token."""
+    """Of one sample: one number per response token; without a critic the last three are empty."""
 
     old_logprobs: list[float]
     ref_logprobs: list[float]
-    old_values: list[float]
-    rewards: list[float]
     advantages: list[float]
-    returns: list[float]
+    rewards: list[float] = field(default_factory=list)
+    old_values: list[float] = field(default_factory=list)
+    returns: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +109,13 @@ class Outcome:
     actor_steps: list[Step]
     critic_steps: list[Step]
     actor: nn.Module
-    critic: nn.Module
+    critic: nn.Module | None
 
 
 def ppo_iteration(
     actor: nn.Module,
     reference: nn.Module,
-    critic: nn.Module,
+    critic: nn.Module | None,
     samples: Sequence[Sample],
     mini_batches: Sequence[Sequence[str]],
     settings: Settings,
@@ -114,21 +124,22 @@ def ppo_iteration(
 
     Args:
         actor, reference: causal language models; see ``causal_lm``.
-        critic: see ``headed_model``.
+        critic: see ``headed_model``; None compares the samples of a prompt instead.
         samples: all samples of the iteration.
         mini_batches: the sample ids of every optimizer step, in order, over all epochs.
         settings: of the algorithm.
     """
     actor, critic = copy.deepcopy(actor), copy.deepcopy(critic)
     experience = build_experience(actor, reference, critic, samples, settings)
-    actor_adam, critic_adam = Adam(actor, settings.actor), Adam(critic, settings.critic)
+    actor_adam, critic_adam = Adam(actor, settings.actor), critic and Adam(critic, settings.critic)
     actor_steps: list[Step] = []
     critic_steps: list[Step] = []
     by_id = {sample.sample_id: sample for sample in samples}
     for ids in mini_batches:
         members = [(by_id[sample_id], experience[sample_id]) for sample_id in ids]
         actor_steps.append(optimizer_step(actor, actor_adam, members, policy_terms, settings))
-        critic_steps.append(optimizer_step(critic, critic_adam, members, value_terms, settings))
+        if critic is not None:
+            critic_steps.append(optimizer_step(critic, critic_adam, members, value_terms, settings))
     return Outcome(
         experience=experience, actor_steps=actor_steps, critic_steps=critic_steps, actor=actor, critic=critic
     )
@@ -194,26 +205,26 @@ def _source_positions(sample: Sample) -> slice:
 
 @torch.no_grad()
 def build_experience(
-    actor: nn.Module, reference: nn.Module, critic: nn.Module, samples: Sequence[Sample], settings: Settings
+    actor: nn.Module, reference: nn.Module, critic: nn.Module | None, samples: Sequence[Sample], settings: Settings
 ) -> dict[str, Experience]:
     """What is computed once per iteration, by sample id."""
     experience: dict[str, Experience] = {}
     for sample in samples:
-        old = token_statistics(actor, sample, settings.temperature)[0].tolist()
-        ref = token_statistics(reference, sample, settings.temperature)[0].tolist()
-        values = token_values(critic, sample).tolist()
-        rewards = [-settings.kl_coef * (a - b) for a, b in zip(old, ref, strict=True)]
-        rewards[-1] += shaped_score(sample, settings)
-        advantages = gae(rewards, values, settings.gamma, settings.lam)
-        experience[sample.sample_id] = Experience(
-            old_logprobs=old,
-            ref_logprobs=ref,
-            old_values=values,
-            rewards=rewards,
-            advantages=advantages,
-            returns=[a + v for a, v in zip(advantages, values, strict=True)],
+        old = token_statistics(actor, sample, settings.temperature)[0]
+        ref = token_statistics(reference, sample, settings.temperature)[0]
+        own = experience[sample.sample_id] = Experience(
+            old_logprobs=old.tolist(),
+            ref_logprobs=ref.tolist(),
+            advantages=[compared(sample, samples, settings)] * len(old),
         )
-    if settings.whiten_advantages:
+        if critic is not None:
+            coef = 0.0 if settings.kl_in_loss else settings.kl_coef
+            own.rewards = (-coef * kl_estimate(old, ref, settings.kl_estimator)).tolist()
+            own.rewards[-1] += shaped_score(sample, settings)
+            own.old_values = token_values(critic, sample).tolist()
+            own.advantages = gae(own.rewards, own.old_values, settings.gamma, settings.lam)
+            own.returns = [a + v for a, v in zip(own.advantages, own.old_values, strict=True)]
+    if critic is not None and settings.whiten_advantages:
         whiten([e.advantages for e in experience.values()])
     return experience
 
@@ -224,6 +235,19 @@ def shaped_score(sample: Sample, settings: Settings) -> float:
     if settings.score_clip is not None:
         return min(max(sample.score, -settings.score_clip), settings.score_clip)
     return sample.score
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, name: str) -> Tensor:
+    difference = logprobs - ref_logprobs
+    return {"k1": difference, "k2": difference**2 / 2, "k3": torch.exp(-difference) - 1 + difference}[name]
+
+
+def compared(sample: Sample, samples: Sequence[Sample], settings: Settings) -> float:
+    """The advantage of a sample over the others of its group."""
+    scores = [shaped_score(other, settings) for other in samples if other.group == sample.group]
+    if len(set(scores)) == 1:
+        return 0.0
+    return (shaped_score(sample, settings) - statistics.mean(scores)) / (statistics.stdev(scores) + 1e-6)
 
 
 def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
@@ -248,14 +272,14 @@ def whiten(rows: Sequence[list[float]]) -> None:
 def optimizer_step(
     model: nn.Module, adam: Adam, members: Sequence[tuple[Sample, Experience]], terms: Any, settings: Settings
 ) -> Step:
-    """The mean of a loss over the tokens of a mini-batch, its gradient, and the step."""
+    """The mean of a loss over a mini-batch, its gradient, and the step."""
     tokens = sum(len(sample.response_ids) for sample, _ in members)
     model.zero_grad()
     loss = 0.0
     metrics: dict[str, float] = {}
     for sample, experience in members:
         per_token, measured = terms(model, sample, experience, settings)
-        share = per_token.sum() / tokens
+        share = per_token.mean() / len(members) if settings.sequence_mean else per_token.sum() / tokens
         share.backward()
         loss += share.item()
         for name, values in measured.items():
@@ -274,7 +298,13 @@ def policy_terms(
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - settings.clip, 1 + settings.clip)
     loss = torch.where(clipped > unclipped, clipped, unclipped) - settings.entropy_coef * entropy
+    penalty: dict[str, Tensor] = {}
+    if settings.kl_in_loss:
+        kl = kl_estimate(new, new.new_tensor(experience.ref_logprobs), settings.kl_estimator)
+        loss = loss + settings.kl_coef * kl
+        penalty["kl"] = kl.detach()
     return loss, {
+        **penalty,
         "ratio": ratio.detach(),
         "clipfrac": (clipped > unclipped).float(),
         "approxkl": (new - old).detach() ** 2 / 2,

@@ -1,0 +1,111 @@
+"""What a trained role is compared with: the steps and the weights of the naive program in tests/oracle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config.schema import Optimizer
+from megarl.types import SampleInfo
+from tests.oracle import ppo
+
+
+def adam_of(settings: Optimizer) -> ppo.AdamSettings:
+    """The same optimizer, for the oracle, which has a constant learning rate alone."""
+    assert settings.schedule == "constant"
+    assert settings.warmup == 0
+    same = ("lr", "betas", "eps", "weight_decay", "clip_grad")
+    return ppo.AdamSettings(**{name: getattr(settings, name) for name in same})
+
+
+def samples_of(chunks: list[Any], infos: list[SampleInfo], **fields: Any) -> list[ppo.Sample]:
+    """The rows of chunks, for the oracle.
+
+    Args:
+        fields: of each sample, functions of its info.
+    """
+    return [
+        ppo.Sample(
+            sample_id=info.sample_id,
+            prompt_ids=chunks[info.chunk].prompt_ids[info.row].tolist(),
+            response_ids=chunks[info.chunk].response_ids[info.row].tolist(),
+            finished=info.finished,
+            **{name: of(info) for name, of in fields.items()},
+        )
+        for info in infos
+    ]
+
+
+def state_of(directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a Hugging Face directory, by name."""
+    from safetensors.torch import load_file
+
+    return load_file(directory / "model.safetensors")
+
+
+def everywhere(column: dict[int, Any] | None) -> dict[int, Any]:
+    """What all ranks have of a column, by chunk; collective."""
+    import torch.distributed as dist
+
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, column)
+    return {chunk: rows for part in parts if part for chunk, rows in part.items()}
+
+
+def trained(role: Any, steps: list[dict[str, float]]) -> dict[str, Any]:
+    """What a rank returns of a role for the checks below: its steps, and its pieces of the weights by HF name."""
+    parameters = {name: parameter.detach() for name, parameter in role.model.parameters().items()}
+    pieces = [(p.name, p.region.slices, parameters[p.param][p.box.slices].clone()) for p in role.shard_map.pieces]
+    return {"name": role.name, "steps": steps, "reports": role.reports, "pieces": pieces}
+
+
+def check(
+    ranks: list[dict[str, Any]],
+    steps: list[ppo.Step],
+    model: torch.nn.Module,
+    start: dict[str, torch.Tensor],
+) -> None:
+    """All ranks of a role against the oracle.
+
+    Args:
+        ranks: of ``trained``.
+        steps, model: of the oracle.
+        start: the weights before the update, by HF name.
+    """
+    for rank in ranks:
+        _check_steps(rank, steps)
+    want = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    _check_weights(ranks[0]["name"], [rank["pieces"] for rank in ranks], want, start)
+
+
+def _check_steps(found: dict[str, Any], steps: list[ppo.Step]) -> None:
+    assert len(found["steps"]) == len(steps)
+    for got, want in zip(found["steps"], steps, strict=True):
+        assert got["grad_norm"] == pytest.approx(want.grad_norm, rel=1e-5)
+        assert got["skipped"] == 0.0
+        if found["reports"]:
+            # The advantages of a step have mean 0, so the terms of a policy's loss cancel. What is left has the
+            # rounding of their ratios, which is that of log-probabilities of about 10 nats: 1e-6.
+            assert got["loss"] == pytest.approx(want.loss, rel=1e-5, abs=1e-6)
+            for metric, value in want.metrics.items():
+                # Squares and differences of log-probabilities that are near each other: the same, relative to less.
+                assert got[metric] == pytest.approx(value, rel=1e-4, abs=1e-6), metric
+
+
+def _check_weights(name: str, ranks: list[Any], want: dict[str, torch.Tensor], start: dict[str, torch.Tensor]) -> None:
+    """Every replica of every piece, against how far the parameter moved."""
+    seen = set()
+    for pieces in ranks:
+        for tensor, region, value in pieces:
+            expected = want[tensor][region]
+            moved = (expected - start[tensor][region]).abs().max().item()
+            worst = (value - expected).abs().max().item()
+            # A gradient is the same to 1e-5; in the worst element, where it is small, Adam's quotient magnifies that.
+            assert worst <= 1e-3 * moved + 1e-6, (
+                f"{name} {tensor}{region} is off by {worst:.2e}; it moved by {moved:.2e}"
+            )
+            seen.add(tensor)
+    assert seen == set(want), f"{name}: {sorted(seen ^ set(want))}"
