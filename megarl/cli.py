@@ -24,14 +24,14 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]
 
 @app.command()
 def train(config_path: ConfigPath, overrides: Overrides = None) -> None:
-    """Run PPO as CONFIG says."""
+    """Run what CONFIG describes: SFT, a reward model, or PPO; go on where run.dir has a checkpoint."""
     config = _load(config_path, overrides)
     from megarl.cluster.calls import WorkerError
     from megarl.config import ConfigError
-    from megarl.loop import ppo
+    from megarl.loop import run
 
     try:
-        ppo.train(config)
+        run.train(config)
     except ConfigError as error:
         _stop(error, exit_code=2)
     except WorkerError as error:
@@ -66,9 +66,10 @@ def doctor() -> None:
 
 def _load(path: Path, overrides: list[str] | None) -> RunConfig:
     from megarl.config import ConfigError, load
+    from megarl.loop import preflight
 
     try:
-        return load(path, overrides or [])
+        return load(path, overrides or [], preflight.problems)
     except ConfigError as error:
         _stop(error, exit_code=2)
 

@@ -1,4 +1,4 @@
-"""What a configuration would run, printed before anything runs: placement, layouts, and the batch arithmetic."""
+"""What a configuration would run, printed before anything runs: placement, layouts, and the arithmetic of a step."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
-from megarl.config import PPOConfig
+from megarl.config import PPOConfig, RewardModelConfig, RunConfig, SFTConfig
+from megarl.config.schema import Optimizer, Rollout
+
+_KEY_WIDTH = 14
 
 
-def print_plan(config: PPOConfig, console: Console | None = None) -> None:
-    """Prints who runs where, and what a step does."""
+def print_plan(config: RunConfig, console: Console | None = None) -> None:
+    """Prints who runs where, and what the run does."""
     out = console or Console(highlight=False)
     table = Table("role", "group", "devices", "TP", "PP", "VPP", "DP", "SP", "tokens/micro-batch", box=None)
     for row in placement_rows(config):
         table.add_row(*row)
     out.print(table)
-    for line in batch_lines(config):
-        out.print(line, soft_wrap=True)
+    for key, text in plan_lines(config):
+        out.print(f"{key:{_KEY_WIDTH}}{text}", soft_wrap=True, markup=False)
 
 
-def placement_rows(config: PPOConfig) -> Iterator[tuple[str, ...]]:
+def placement_rows(config: RunConfig) -> Iterator[tuple[str, ...]]:
     """A row per role, the rollout last."""
     for name, group in config.groups.items():
         for role, settings in group.roles.items():
@@ -29,18 +32,89 @@ def placement_rows(config: PPOConfig) -> Iterator[tuple[str, ...]]:
             sizes = (str(size) for size in (layout.tp, layout.pp, layout.vpp, layout.dp))
             sequence = "yes" if layout.sequence_parallel else "no"
             yield (role, name, group.devices, *sizes, sequence, str(settings.tokens_per_micro_batch))
-    rollout = config.rollout
-    yield ("rollout", "", rollout.devices, str(rollout.tp), "", "", str(rollout.engines), "", "")
+    rollout = config.rollout if isinstance(config, PPOConfig | RewardModelConfig) else None
+    if rollout is not None:
+        yield ("rollout", "", rollout.devices, str(rollout.tp), "", "", str(rollout.engines), "", "")
 
 
-def batch_lines(config: PPOConfig) -> Iterator[str]:
-    """What a step has of samples, tokens and optimizer steps."""
-    data, algo, rollout = config.data, config.algo, config.rollout
+def plan_lines(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """What the run does, as pairs of a key and a text."""
+    assert isinstance(config, SFTConfig | RewardModelConfig | PPOConfig)
+    yield "model", config.model.path or f"random, seed {config.model.random and config.model.random.seed}"
+    if isinstance(config, PPOConfig):
+        yield from _ppo(config)
+    else:
+        yield from _supervised(config)
+    for role in config.trained:
+        if config.has_role(role):
+            yield "learning rate", f"{role}: {_course(config.optimizer(role), config.optimizer_steps)}"
+    every, keep = config.checkpoint.every, config.checkpoint.keep
+    yield "checkpoints", "after the last step" if every is None else f"every {every} steps, {keep} kept"
+    yield "run", f"{config.run.steps} steps, seed {config.run.seed}, into {config.run.dir}"
+
+
+def _ppo(config: PPOConfig) -> Iterator[tuple[str, str]]:
+    data, algo = config.data, config.algo
     samples = data.prompts_per_step * data.samples_per_prompt
-    yield f"step         {data.prompts_per_step} prompts x {data.samples_per_prompt} = {samples} samples"
-    yield f"lengths      up to {rollout.max_new_tokens} new tokens, {rollout.max_model_len} with the prompt"
+    made = data.random
+    yield "prompts", data.prompts.path if data.prompts is not None else f"{made and made.count} random ones"
+    yield "step", f"{data.prompts_per_step} prompts x {data.samples_per_prompt} = {samples} samples"
+    yield "lengths", _lengths(config.rollout)
+    yield "scores", " + ".join(_scores(config)) + (", shuffled" if config.reward.shuffle else "")
+    yield "advantages", f"{algo.advantage}; {_penalty(config)}"
     yield (
-        f"update       {algo.ppo_epochs} epochs x {algo.mini_batches} mini-batches of "
-        f"{samples // algo.mini_batches} samples = {algo.ppo_epochs * algo.mini_batches} optimizer steps"
+        "update",
+        f"{algo.ppo_epochs} epochs x {algo.mini_batches} mini-batches of {samples // algo.mini_batches} samples "
+        f"= {algo.ppo_epochs * algo.mini_batches} optimizer steps",
     )
-    yield f"run          {config.run.steps} steps, {config.run.steps * samples} samples, into {config.run.dir}"
+    if config.evaluation is not None:
+        yield "evaluation", f"{config.evaluation.prompts.path}, {_when(config.evaluation.every)}"
+
+
+def _supervised(config: SFTConfig | RewardModelConfig) -> Iterator[tuple[str, str]]:
+    data = config.data
+    yield "data", data.train.path
+    if isinstance(config, SFTConfig):
+        yield "step", f"{config.data.sequences_per_step} sequences of up to {data.max_tokens} tokens"
+    else:
+        yield (
+            "step",
+            f"{config.data.pairs_per_step} pairs, each response with its prompt up to {data.max_tokens} tokens",
+        )
+    if data.evaluation is not None:
+        yield "evaluation", f"{data.evaluation.path}, {_when(data.evaluate_every)}"
+    if isinstance(config, RewardModelConfig) and config.normalisation is not None and config.rollout is not None:
+        normalisation = config.normalisation
+        yield "normalisation", f"{normalisation.samples} answers to prompts of {normalisation.prompts.path}"
+        yield "lengths", _lengths(config.rollout)
+
+
+def _lengths(rollout: Rollout) -> str:
+    return f"up to {rollout.max_new_tokens} new tokens, {rollout.max_model_len} with the prompt"
+
+
+def _scores(config: PPOConfig) -> Iterator[str]:
+    reward = config.reward
+    if config.has_role("reward"):
+        yield f"{reward.weight:g} x {reward.path or 'a random reward model'}"
+    for function in reward.functions:
+        yield f"{function.weight:g} x {function.name}"
+
+
+def _penalty(config: PPOConfig) -> str:
+    kl = config.algo.kl
+    if kl.coef == 0:
+        return "no KL penalty"
+    target = "" if kl.target is None else f", adapted to {kl.target:g} nats"
+    return f"KL ({kl.estimator}) in the {kl.placement}, coefficient {kl.coef:g}{target}"
+
+
+def _course(optimizer: Optimizer, steps: int) -> str:
+    """The course of a learning rate over the optimizer steps of a run."""
+    rise = f"rising over the first {optimizer.warmup:.0%}, then " if optimizer.warmup else ""
+    end = "constant" if optimizer.schedule == "constant" else f"{optimizer.schedule} to {optimizer.final_lr:g}"
+    return f"{optimizer.lr:g} in {steps} optimizer steps, {rise}{end}"
+
+
+def _when(every: int | None) -> str:
+    return "before the first step and after the last" if every is None else f"every {every} steps"

@@ -12,6 +12,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+import megarl.loop
 from megarl import doctor
 from megarl.cli import app
 from megarl.cluster.calls import WorkerError
@@ -57,9 +58,7 @@ print("heavy:", sorted({{"torch", "ray", "vllm", "transformers", "megatron"}} & 
 
 def train_with(monkeypatch: pytest.MonkeyPatch, loop: Callable[[RunConfig], None]) -> Result:
     """What `megarl train` does around a loop."""
-    package = types.ModuleType("megarl.loop")
-    package.ppo = types.SimpleNamespace(train=loop)  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setitem(sys.modules, "megarl.loop", package)
+    monkeypatch.setattr(megarl.loop, "run", types.SimpleNamespace(train=loop), raising=False)
     return CliRunner().invoke(app, ["train", str(DEBUG), "run.steps=7"], catch_exceptions=False)
 
 
@@ -95,6 +94,23 @@ def test_plan_prints_placement_and_batches() -> None:
     assert ["actor", "train", "0-3", "2", "2", "1", "1", "no", "128"] in rows
     assert ["reward", "train", "0-3", "1", "1", "1", "4", "no", "128"] in rows
     assert "2 epochs x 4 mini-batches of 4 samples = 8 optimizer steps" in result.stdout
+    assert "KL (k1) in the reward, coefficient 0.05" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("stage", "said"),
+    [
+        ("sft", ["16 sequences of up to 64 tokens", "actor: 0.001 in 4 optimizer steps, rising over the first 25%"]),
+        (
+            "reward_model",
+            ["8 pairs", "32 answers to prompts of", "reward: 0.001 in 4 optimizer steps, cosine to 0.0001"],
+        ),
+    ],
+)
+def test_plan_reads_every_stage(stage: str, said: list[str]) -> None:
+    result = CliRunner().invoke(app, ["plan", str(DEBUG.with_stem(stage))], env={"COLUMNS": "120"})
+    assert result.exit_code == 0, result.stderr
+    assert all(text in result.stdout for text in said), result.stdout
 
 
 def put(directory: Path, module: str, text: str, version: str) -> None:

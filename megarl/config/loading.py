@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +17,29 @@ from megarl.config.schema import STAGES, RunConfig
 from megarl.config.schema_problems import schema_problems
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    further: Callable[[RunConfig], Sequence[Problem]] = lambda _: (),
+) -> RunConfig:
     """Reads, merges and checks a configuration.
 
     Args:
         path: a YAML file; ``defaults`` lists the files that it inherits, relative to it.
         overrides: ``key.path=value``, as on the command line.
+        further: looks beyond the configuration. It is asked where something is wrong already and every field is
+            sound in itself, so that one report has everything.
 
     Raises:
         ConfigError: anything is wrong; it lists every problem.
     """
     raw, unread = merged(Path(path), overrides)
     config, problems = _checked(raw)
-    if config is None or unread or problems:
-        raise ConfigError([*unread, *problems], str(path))
+    problems = [*unread, *problems]
+    if config is not None and problems:
+        problems += [problem for problem in further(config) if not any(_same(problem, known) for known in problems)]
+    if config is None or problems:
+        raise ConfigError(problems, str(path))
     return config
 
 
@@ -53,7 +62,7 @@ def save(config: RunConfig, path: str | Path) -> None:
 
 
 def _checked(raw: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
-    """The configuration where every field is sound, and all problems.
+    """The configuration where every field is sound (unknown keys aside), and all problems.
 
     Rules between fields are checked wherever the sections that they read are sound, so that one report
     has the problems of single fields and the problems between fields.
@@ -64,12 +73,21 @@ def _checked(raw: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
         value = shown(stage) if "stage" in raw else "(missing)"
         return None, [Problem(field="stage", value=value, rule=rule, fix=fix)]
     schema = STAGES[stage]
+    found: list[Problem] = []
     try:
         config = schema.model_validate(raw)
     except ValidationError as error:
-        sections = _sound_sections(schema, _known_part(raw, error))
-        return None, [*schema_problems(error, schema), *broken_rules(stage, sections)]
-    return config, broken_rules(stage, {name: getattr(config, name) for name in schema.model_fields})
+        found, raw = schema_problems(error, schema), _known_part(raw, error)
+        sections = _sound_sections(schema, raw)
+        config = schema.model_validate(raw) if len(sections) == len(schema.model_fields) else None
+    else:
+        sections = {name: getattr(config, name) for name in schema.model_fields}
+    return config, [*found, *broken_rules(stage, sections)]
+
+
+def _same(one: Problem, other: Problem) -> bool:
+    """Whether two problems are about the same field, or one about a part of the other's."""
+    return f"{one.field}.".startswith(f"{other.field}.") or f"{other.field}.".startswith(f"{one.field}.")
 
 
 def _known_part(raw: Mapping[str, Any], error: ValidationError) -> dict[str, Any]:

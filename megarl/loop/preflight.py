@@ -1,139 +1,114 @@
-"""What can be known of a run before anything starts: whether its models, layouts and prompts fit together."""
+"""What can be known of a run before anything starts: whether its models, layouts, data and rewards fit together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
-from megarl.config import ConfigError, PPOConfig, Problem
+from megarl.config import ConfigError, PPOConfig, Problem, RewardModelConfig, RunConfig, SFTConfig
 from megarl.config.problems import shown
-from megarl.data.prompts import load_prompts, random_prompts
-from megarl.data.tokenizer import model_tokenizer
-from megarl.types import Prompt
-from megarl.weights.files import CheckpointError, read_config
-from megarl.weights.specs import ModelSpec, model_spec
+from megarl.data.tokenizer import Tokenizer, model_tokenizer
+from megarl.loop.datasets import (
+    DataReader,
+    PairSets,
+    PromptSets,
+    TextSets,
+    read_pair_sets,
+    read_prompt_sets,
+    read_text_sets,
+)
+from megarl.loop.models import check_models, stated_vocab_size, vocab_size
+from megarl.rewards import check_fields, check_functions
+
+Sets = PromptSets | TextSets | PairSets
 
 
-def check(config: PPOConfig) -> list[Prompt]:
-    """Checks a configuration against its models and prompts, which are read on the way.
+def check(config: RunConfig) -> Sets:
+    """Checks a configuration against its models and its data, which is read on the way.
 
     Returns:
-        The prompts.
+        The data.
 
     Raises:
         ConfigError: the run could not be; every problem is listed.
     """
-    problems: list[Problem] = []
-    spec = _spec(problems, "model.random.config" if config.model.random else "model.path", config.model.hf_config)
-    scorer, scorer_path = spec, config.reward.path
-    if scorer_path is not None:
-        scorer = _spec(problems, "reward.path", lambda: read_config(scorer_path))
-    prompts: list[Prompt] = []
-    if spec is not None:
-        problems += _model(config, spec)
-        problems += _layouts(config, spec, scorer)
-    if scorer is not None and scorer_path is not None:
-        problems += _scorer(scorer, scorer_path)
-    if spec is not None and not problems:
-        prompts = _prompts(problems, config, vocab_size(config, spec))
+    sets, problems = _examine(config)
+    if problems:
+        raise ConfigError(problems)
+    assert sets is not None
+    return sets
+
+
+def problems(config: RunConfig) -> list[Problem]:
+    """Whatever is wrong, of a configuration that may break rules between its fields as well."""
+    return _examine(config)[1]
+
+
+def _examine(config: RunConfig) -> tuple[Sets | None, list[Problem]]:
+    """The data, where it can be read, and all problems."""
+    spec, found = check_models(config)
+    vocab = vocab_size(config, spec) if spec is not None else stated_vocab_size(config)
+    sets = None
+    if vocab is not None:
+        sets, of_data = _data(config, vocab)
+        found += of_data
+    if isinstance(config, PPOConfig):
+        found += _replay(config)
+    if config.tracking.wandb_project is not None and find_spec("wandb") is None:
+        field, value = "tracking.wandb_project", config.tracking.wandb_project
+        fix = "pip install wandb, or set it to null"
+        found.append(Problem(field=field, value=value, rule="needs the package wandb", fix=fix))
+    return sets, found
+
+
+def _data(config: RunConfig, vocab: int) -> tuple[Sets | None, list[Problem]]:
+    """The data of the stage, and what is wrong with it, its tokenizer and its reward functions."""
+    assert isinstance(config, SFTConfig | RewardModelConfig | PPOConfig)
+    try:
+        tokenizer = _tokenizer(config, vocab)
+    except ValueError as error:
+        fix = "name the tokenizer of the model with model.tokenizer"
+        field, value = "model.tokenizer", shown(config.model.tokenizer or config.model.path)
+        return None, [Problem(field=field, value=value, rule=str(error), fix=fix)]
+    chat_template, too_long = config.data.chat_template, config.data.too_long
+    reader = DataReader(tokenizer, vocab, chat_template=chat_template, too_long=too_long)
+    if isinstance(config, PPOConfig):
+        sets = read_prompt_sets(config, reader, vocab)
+        return sets, [*reader.problems, *_functions(config, sets)]
+    sets = read_text_sets(config, reader) if isinstance(config, SFTConfig) else read_pair_sets(config, reader)
+    return sets, reader.problems
+
+
+def _tokenizer(config: SFTConfig | RewardModelConfig | PPOConfig, vocab: int) -> Tokenizer | None:
+    """The run's tokenizer, if there is one.
+
+    Raises:
+        ValueError: it does not fit the model, or there is none and something needs one.
+    """
+    tokenizer = model_tokenizer(config.model)
+    if tokenizer is not None:
+        tokenizer.check(vocab_size=vocab, chat_template=config.data.chat_template)
+        return tokenizer
+    stop = () if isinstance(config, SFTConfig) or config.rollout is None else config.rollout.stop
+    for name, needed in (("rollout.stop", bool(stop)), ("data.chat_template", config.data.chat_template)):
+        if needed:
+            raise ValueError(f"{name} needs a tokenizer, and the model's directory has none")
+    return None
+
+
+def _functions(config: PPOConfig, sets: PromptSets) -> Iterator[Problem]:
+    """The reward functions, against their own signatures and the prompts that they will see."""
+    named = [("reward.functions", config.reward.functions, sets.train)]
+    if config.evaluation is not None:
+        named.append(("evaluation.functions", config.evaluation.functions, sets.held_out))
+    for where, functions, prompts in named:
+        wrong = check_functions(functions, where=where, tokenizer=sets.tokenizer is not None)
+        yield from wrong or check_fields(functions, prompts, where=where)
+
+
+def _replay(config: PPOConfig) -> Iterator[Problem]:
     replay = config.rollout.replay
     if replay is not None and not list(Path(replay).glob("*.npz")):
         fix = "name a directory that rollout.record wrote"
-        problems.append(Problem(field="rollout.replay", value=replay, rule="holds recorded rollouts", fix=fix))
-    if problems:
-        raise ConfigError(problems)
-    return prompts
-
-
-def vocab_size(config: PPOConfig, spec: ModelSpec) -> int:
-    """Token ids in use."""
-    return config.model.vocab_size or spec.dims.vocab
-
-
-def _spec(problems: list[Problem], field: str, read: Callable[[], object]) -> ModelSpec | None:
-    try:
-        return model_spec(read())  # pyright: ignore[reportArgumentType]  (fields of a config.json)
-    except (ValueError, CheckpointError) as error:
-        rule = "; ".join(line.strip() for line in str(error).splitlines())
-        fix = "correct or complete the model's configuration, or choose another model"
-        problems.append(Problem(field=field, value="unsupported", rule=rule, fix=fix))
-        return None
-
-
-def _model(config: PPOConfig, spec: ModelSpec) -> Iterator[Problem]:
-    if spec.dtype == "float16":
-        yield Problem(
-            field="model",
-            value="dtype float16",
-            rule="training in float16 would need a loss scale, which is not supported",
-            fix="set dtype to bfloat16 or float32 in the model's config.json",
-        )
-    if spec.head != "lm":
-        fix = "choose a language model's checkpoint"
-        yield Problem(field="model.path", value=shown(config.model.path), rule="a model with an LM head", fix=fix)
-    if vocab_size(config, spec) > spec.dims.vocab:
-        yield Problem(
-            field="model.vocab_size",
-            value=str(config.model.vocab_size),
-            rule=f"at most the {spec.dims.vocab} ids that the model has",
-            fix="lower it, or set it to null",
-        )
-
-
-def _layouts(config: PPOConfig, spec: ModelSpec, scorer: ModelSpec | None) -> Iterator[Problem]:
-    """What the specs say of each layout; most of it was said by the rules of the configuration already."""
-    for group_name, group in config.groups.items():
-        for role in group.roles:
-            own = scorer if role == "reward" else spec
-            if own is not None:
-                field = f"groups.{group_name}.roles.{role}"
-                yield from _fits(field, lambda own=own, role=role: own.check_megatron(config.layout(role)))
-    yield from _fits("rollout.tp", lambda: spec.check_vllm(config.rollout.tp))
-
-
-def _fits(field: str, check_layout: Callable[[], None]) -> Iterator[Problem]:
-    try:
-        check_layout()
-    except ValueError as error:
-        fix = "choose sizes that divide the model"
-        yield Problem(field=field, value="layout", rule=str(error), fix=fix)
-
-
-def _scorer(scorer: ModelSpec, path: str) -> Iterator[Problem]:
-    if scorer.head != "score":
-        fix = "choose a reward model's checkpoint, or set it to null for a random head on the model"
-        yield Problem(field="reward.path", value=path, rule="a model with a score head", fix=fix)
-
-
-def _prompts(problems: list[Problem], config: PPOConfig, vocab: int) -> list[Prompt]:
-    """The prompts; each must leave room for the response, and they must fill a step."""
-    made, source, data = config.data.random, config.data.prompts, config.data
-    if source is None:
-        assert made is not None
-        return random_prompts(
-            count=made.count,
-            min_tokens=made.min_tokens,
-            max_tokens=made.max_tokens,
-            vocab_size=vocab,
-            seed=made.seed,
-        )
-    try:
-        prompts, _ = load_prompts(
-            source,
-            model_tokenizer(config.model),
-            vocab_size=vocab,
-            chat_template=data.chat_template,
-            max_tokens=config.rollout.max_model_len - config.rollout.max_new_tokens,
-            too_long=data.too_long,
-        )
-    except (OSError, ValueError) as error:
-        fix = "correct the rows, or name others; of rows that are too long (rollout.max_model_len less "
-        fix += "rollout.max_new_tokens), see data.too_long"
-        problems.append(Problem(field="data.prompts", value=source.path, rule=str(error), fix=fix))
-        return []
-    if len(prompts) < data.prompts_per_step:
-        rule = f"at most the {len(prompts)} prompts of {source.path}"
-        fix = "lower it, or add prompts"
-        field = "data.prompts_per_step"
-        problems.append(Problem(field=field, value=str(data.prompts_per_step), rule=rule, fix=fix))
-    return prompts
+        yield Problem(field="rollout.replay", value=replay, rule="holds recorded rollouts", fix=fix)

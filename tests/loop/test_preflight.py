@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,23 +12,24 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError, load
-from megarl.loop.preflight import check
+from megarl.loop.assets import write_random_model
+from megarl.loop.preflight import PairSets, PromptSets, TextSets, check, problems
+from tests.data.rows import chatml_tokenizer, jsonl
 
 DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "ppo.yaml"
 MODEL = "model.random.config"
 LLAMA = [f"{MODEL}.model_type=llama", f"{MODEL}.architectures=[LlamaForCausalLM]"]
 
 
-def refusal(*overrides: str) -> str:
+def refusal(*overrides: str, stage: str = "ppo") -> str:
     with pytest.raises(ConfigError) as error:
-        check(load(DEBUG, list(overrides)))
+        check(load(DEBUG.with_stem(stage), list(overrides)))
     return str(error.value)
 
 
 def prompts(tmp_path: Path, *lengths: int) -> list[str]:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"token_ids": [3] * length}) + "\n" for length in lengths))
-    return ["data.random=null", f"data.prompts={file}"]
+    source = jsonl(tmp_path, [{"token_ids": [3] * length} for length in lengths], "prompts.jsonl")
+    return ["data.random=null", f"data.prompts={source.path}"]
 
 
 def checkpoint(directory: Path, **fields: Any) -> Path:
@@ -37,9 +39,27 @@ def checkpoint(directory: Path, **fields: Any) -> Path:
     return directory
 
 
-def test_the_debug_run_can_start() -> None:
-    assert len(check(load(DEBUG))) == 32
-    assert len(check(load(DEBUG, [*LLAMA, f"{MODEL}.num_key_value_heads=null"]))) == 32
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the debug model, with files and a tokenizer."""
+    directory = tmp_path_factory.mktemp("whole") / "model"
+    random = load(DEBUG).model.random
+    assert random is not None
+    write_random_model(random, directory)
+    return chatml_tokenizer(directory)
+
+
+def test_the_debug_runs_can_start() -> None:
+    for overrides in ([], [*LLAMA, f"{MODEL}.num_key_value_heads=null"]):
+        sets = check(load(DEBUG, overrides))
+        assert isinstance(sets, PromptSets)
+        assert (len(sets.train), len(sets.held_out)) == (32, 0)
+    sets = check(load(DEBUG.with_stem("sft")))
+    assert isinstance(sets, TextSets)
+    assert (len(sets.train), len(sets.held_out or ())) == (32, 8)
+    sets = check(load(DEBUG.with_stem("reward_model")))
+    assert isinstance(sets, PairSets)
+    assert (len(sets.train), len(sets.held_out or ()), len(sets.reference)) == (32, 8, 32)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +86,37 @@ def test_a_reward_model_needs_a_score_head(tmp_path: Path) -> None:
     assert "score head" in text
 
 
+def test_a_checkpoint_has_the_files_of_its_configuration(whole: Path, tmp_path: Path) -> None:
+    model = "model={{path: {}, random: null}}".format
+    assert isinstance(check(load(DEBUG, [model(whole), f"critic.path={whole}"])), PromptSets)
+    assert "neither model.safetensors nor" in refusal(model(checkpoint(tmp_path / "bare")))
+    shallow = shutil.copytree(whole, tmp_path / "shallow")
+    fields = json.loads((shallow / "config.json").read_text())
+    (shallow / "config.json").write_text(json.dumps({**fields, "num_hidden_layers": 2, "layer_types": None}))
+    assert "unknown: model.layers.2." in refusal(f"critic.path={shallow}")
+    cut = shutil.copytree(whole, tmp_path / "cut")
+    (cut / "model.safetensors").write_bytes((whole / "model.safetensors").read_bytes()[:1000])
+    assert "model.safetensors is corrupted" in refusal(model(cut))
+
+
+def test_a_tokenizer_fits_the_model(whole: Path, tmp_path: Path) -> None:
+    ids = 1 + max(json.loads((whole / "tokenizer.json").read_text())["model"]["vocab"].values())
+    text = refusal(f"model.tokenizer={whole}", f"model.vocab_size={ids - 1}")
+    assert f"has ids up to {ids - 1}, the model's in use end at {ids - 2}" in text
+    assert f"model.tokenizer = {tmp_path}" in refusal(f"model.tokenizer={tmp_path}")
+    bare = shutil.copytree(whole, tmp_path / "bare", ignore=shutil.ignore_patterns("chat_template*"))
+    rows = jsonl(tmp_path, [{"prompt": "hello"}] * 8)
+    asked = ["data.random=null", f"data.prompts={rows.path}", "data.chat_template=true"]
+    assert isinstance(check(load(DEBUG, [*asked, f"model.tokenizer={whole}"])), PromptSets)
+    assert "has no chat template" in refusal(*asked, f"model.tokenizer={bare}")
+
+
+def test_texts_that_stop_need_the_tokenizer_that_the_directory_lacks(whole: Path, tmp_path: Path) -> None:
+    bare = shutil.copytree(whole, tmp_path / "bare", ignore=shutil.ignore_patterns("*token*"))
+    model = f"model={{path: {bare}, random: null}}"
+    assert "rollout.stop needs a tokenizer" in refusal(model, "rollout.stop=[x]")
+
+
 def test_a_broken_file_of_prompts_is_refused_with_its_line(tmp_path: Path) -> None:
     arguments = prompts(tmp_path, *[2] * 8)
     (tmp_path / "prompts.jsonl").write_text('{"token_ids": [3, 4]}\n{"token_ids": [3, 100]}\n')
@@ -75,7 +126,26 @@ def test_a_broken_file_of_prompts_is_refused_with_its_line(tmp_path: Path) -> No
 def test_prompts_that_leave_no_room_are_refused(tmp_path: Path) -> None:
     text = refusal(*prompts(tmp_path, *[2] * 8, 33))
     assert "line 9: 33 tokens are too many: at most 32 fit" in text
-    assert "rollout.max_model_len" in text
+    assert "data.too_long" in text
+
+
+@pytest.mark.parametrize(
+    ("stage", "field", "row"),
+    [
+        ("sft", "data.train", {"prompt_ids": [1]}),
+        ("sft", "data.evaluation", {"prompt_ids": [1], "response_ids": [96]}),
+        ("reward_model", "data.train", {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [2]}),
+        ("reward_model", "data.evaluation", {"prompt_ids": [1], "chosen_ids": [2]}),
+        ("reward_model", "normalisation.prompts", {"prompt_ids": [1] * 33}),
+        ("ppo", "evaluation.prompts", {"prompt_ids": "x"}),
+    ],
+)
+def test_every_source_of_every_stage_is_read(tmp_path: Path, stage: str, field: str, row: dict[str, Any]) -> None:
+    source = jsonl(tmp_path, [row])
+    text = refusal(f"{field}={{path: {source.path}}}", stage=stage)
+    assert text.startswith("configuration: 1 problem\n")
+    assert f"{field} = {source.path}" in text
+    assert "line 1: " in text
 
 
 def test_there_is_something_to_replay(tmp_path: Path) -> None:
@@ -83,12 +153,78 @@ def test_there_is_something_to_replay(tmp_path: Path) -> None:
 
 
 def test_a_step_needs_its_prompts(tmp_path: Path) -> None:
-    assert "at most the 3 prompts" in refusal(*prompts(tmp_path, 2, 2, 2))
+    assert "has 8 rows or more (3 are usable)" in refusal(*prompts(tmp_path, 2, 2, 2))
 
 
 def test_prompts_have_ids_in_use_only(tmp_path: Path) -> None:
     assert "token_ids holds 3" in refusal("model.vocab_size=3", *prompts(tmp_path, *[2] * 8))
-    assert all(max(prompt.token_ids) < 50 for prompt in check(load(DEBUG, ["model.vocab_size=50"])))
+    sets = check(load(DEBUG, ["model.vocab_size=50"]))
+    assert isinstance(sets, PromptSets)
+    assert all(max(prompt.token_ids) < 50 for prompt in sets.train)
+
+
+def test_reward_functions_are_there_and_find_their_fields(tmp_path: Path) -> None:
+    text = refusal("reward.functions=[{name: exact_mach}, {name: 'nowhere.at:all'}]")
+    assert "reward.functions.0.name = exact_mach" in text
+    assert "did you mean exact_match?" in text
+    assert "reward.functions.1.name = nowhere.at:all" in text
+    source = jsonl(tmp_path, [{"prompt_ids": [1]}])
+    text = refusal(f"evaluation={{prompts: {source.path}, functions: [{{name: exact_match}}]}}")
+    assert "evaluation.functions.0.name = exact_match" in text
+    assert "needs a tokenizer" in text
+
+
+def test_everything_is_said_at_once(tmp_path: Path) -> None:
+    """Of a model, its data, its rewards: what is wrong with one does not hide the others."""
+    source = jsonl(tmp_path, [{"prompt_ids": [1]}, "{"])
+    overrides = [
+        f"{MODEL}.hidden_act=gelu",
+        "data.random=null",
+        f"data.prompts={source.path}",
+        "reward.functions=[{name: exact_mach}]",
+    ]
+    text = refusal(*overrides)
+    assert text.startswith("configuration: 3 problems")
+    assert "hidden_act" in text
+    assert "line 2: not JSON" in text
+    assert "exact_mach" in text
+
+
+def test_rules_and_data_are_reported_together(tmp_path: Path) -> None:
+    source = jsonl(tmp_path, [{"prompt_ids": [1]}, "{"])
+    overrides = ["run.stepz=3", "data.random=null", f"data.prompts={source.path}"]
+    overrides += ["groups.train.roles.actor.tp=3", "reward.path=/nowhere", "groups.b={devices: 0, roles: {actor: {}}}"]
+    with pytest.raises(ConfigError) as error:
+        load(DEBUG, overrides, problems)
+    fields = [problem.field for problem in error.value.problems]
+    assert {"run.stepz", "groups.train.roles.actor", "groups.b.devices", "reward.path", "data.prompts"} <= set(fields)
+    assert fields.count("reward.path") == 1
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.random=null"],
+        ["model.path=/nowhere"],
+        ["model={path: /nowhere, random: null}"],
+        ["data.random=null"],
+        ["data.random.min_tokens=99"],
+        ["groups.train.roles={actor: null, critic: null, reference: null, reward: null}"],
+        ["groups.train.devices=0"],
+        ["rollout.max_new_tokens=64"],
+        ["critic=null", "reward.path=/nowhere"],
+        ["rollout.replay=/nowhere"],
+    ],
+    ids=str,
+)
+def test_a_broken_rule_does_not_trip_what_looks_further(overrides: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        load(DEBUG, overrides, problems)
+
+
+def test_tracking_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.loop.preflight.find_spec", lambda name: None)
+    assert "needs the package wandb" in refusal("tracking.wandb_project=mine")
 
 
 def test_plan_refuses_what_train_would(tmp_path: Path) -> None:
