@@ -45,13 +45,12 @@ def score_scale(scores: Tensor) -> tuple[float, float]:
         ValueError: all scores are equal.
     """
     values = scores.double()
-    mean, deviation = float(values.mean()), float(values.std(correction=0))
     if len(values) == 0 or values.min() == values.max():
         raise ValueError(
             f"{len(values)} reference samples without two different scores: their scale says nothing;"
             " take other samples, or look whether the reward model has learnt anything"
         )
-    return mean, deviation
+    return float(values.mean()), float(values.std(correction=0))
 
 
 def normalise_scores(scores: Tensor, *, mean: float, deviation: float) -> Tensor:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import statistics
+from collections.abc import Callable
+from math import exp
 
 import pytest
 import torch
@@ -13,9 +16,15 @@ from torch import Tensor
 from megarl.algos.advantages import gae
 from megarl.algos.aggregation import sequence_mean, token_mean, weighted_sum
 from megarl.algos.kl import k1, k2, k3
-from megarl.algos.losses import LossTerms, clipped_policy_loss, clipped_value_loss, with_entropy_bonus
-from megarl.algos.metrics import objective_metrics
-from megarl.algos.normalisation import masked_moments, whiten
+from megarl.algos.losses import (
+    LossTerms,
+    clipped_policy_loss,
+    clipped_value_loss,
+    with_entropy_bonus,
+    with_kl_penalty,
+)
+from megarl.algos.metrics import objective_metrics, value_metrics
+from megarl.algos.normalisation import Reduce, masked_moments, whiten
 from megarl.algos.registry import KL_ESTIMATORS, POLICY_LOSSES, choose
 from megarl.algos.rewards import clip_scores, kl_penalties, replace_missing_end, token_rewards
 from tests.algos.vector_adapter import local, on_ranks
@@ -71,19 +80,23 @@ def test_whitening_does_not_depend_on_the_ranks(ranks: list[list[int]], seed: in
         assert not values[~mask].any()
 
 
-@given(st.integers(0, 99), st.floats(0.05, 0.5), st.sampled_from([None, 0.2]))
-def test_losses_are_those_of_the_oracle(seed: int, clip: float, value_clip: float | None) -> None:
-    new, old, advantages, entropy = (numbers(1, 5, seed=seed + i) for i in range(4))
+@given(st.integers(0, 99), st.floats(0.05, 0.5), st.sampled_from([None, 0.2]), st.sampled_from(["k1", "k2", "k3", ""]))
+def test_losses_are_those_of_the_oracle(seed: int, clip: float, value_clip: float | None, estimator: str) -> None:
+    new, old, advantages, entropy, noise = (numbers(1, 5, seed=seed + i) for i in range(5))
+    ref = new + 0.3 * noise  # near enough that nothing is clamped
     settings = oracle.Settings(
         actor=oracle.AdamSettings(lr=1.0),
         critic=oracle.AdamSettings(lr=1.0),
         clip=clip,
         value_clip=value_clip,
         entropy_coef=0.3,
+        kl_in_loss=bool(estimator),
+        kl_estimator=estimator,
+        kl_coef=0.2,
     )
     experience = oracle.Experience(
         old_logprobs=old[0].tolist(),
-        ref_logprobs=[],
+        ref_logprobs=ref[0].tolist(),
         old_values=old[0].tolist(),
         rewards=[],
         advantages=advantages[0].tolist(),
@@ -95,8 +108,10 @@ def test_losses_are_those_of_the_oracle(seed: int, clip: float, value_clip: floa
         patch.setattr(oracle, "token_values", lambda *_: new[0])
         policy, policy_metrics = oracle.policy_terms(torch.nn.Identity(), sample, experience, settings)
         value, value_metrics = oracle.value_terms(torch.nn.Identity(), sample, experience, settings)
-    ours = with_entropy_bonus(clipped_policy_loss(new, old, advantages, clip=clip), entropy, coef=0.3)
-    check_loss(ours, policy, policy_metrics)
+    ours = clipped_policy_loss(new, old, advantages, clip=clip)
+    if estimator:
+        ours = with_kl_penalty(ours, KL_ESTIMATORS[estimator](new, ref), coef=0.2)
+    check_loss(with_entropy_bonus(ours, entropy, coef=0.3), policy, policy_metrics)
     check_loss(clipped_value_loss(new, old, advantages, clip=value_clip), value, value_metrics)
 
 
@@ -127,6 +142,22 @@ def test_the_gradient_of_k2_is_that_of_the_kl() -> None:
     (exact,) = torch.autograd.grad((logp.exp() * (logp - q.log())).sum(), logits, retain_graph=True)
     (sampled,) = torch.autograd.grad((logp.exp().detach() * k2(logp, q.log())).sum(), logits)
     torch.testing.assert_close(sampled, exact)
+
+
+@pytest.mark.parametrize(("name", "slope"), [("k1", lambda d: 1.0), ("k2", lambda d: d), ("k3", lambda d: 1 - exp(-d))])
+def test_a_penalty_in_the_loss_pulls_as_its_estimator_says(name: str, slope: Callable[[float], float]) -> None:
+    new, ref = torch.tensor([[-1.0, -2.0, -0.5]]).double().requires_grad_(), torch.tensor([[-1.5, -1.0, -0.5]])
+    nothing = LossTerms(values=torch.zeros(1, 3), metrics={})
+    loss = with_kl_penalty(nothing, KL_ESTIMATORS[name](new, ref), coef=0.1)
+    (grad,) = torch.autograd.grad(loss.values.sum(), new)
+    assert grad[0].tolist() == pytest.approx([0.1 * slope(d) for d in (0.5, -1.0, 0.0)])
+    assert not loss.metrics["kl"].requires_grad
+
+
+def test_k3_has_no_gradient_where_it_is_clamped() -> None:
+    new = torch.tensor([-30.0, -4.0, -1.0], requires_grad=True)
+    (grad,) = torch.autograd.grad(k3(new, torch.zeros(3)).sum(), new)
+    assert grad.tolist() == pytest.approx([0.0, 0.0, 1 - exp(1.0)])
 
 
 # ---- rewards
@@ -304,16 +335,44 @@ def test_objective_metrics_add_up_over_ranks() -> None:
     mask = lengths_mask([3, 1, 2], 3)
     scores, old, kl = numbers(3, seed=0), numbers(3, 3, seed=1), numbers(3, 3, seed=2)
 
-    def measure(rows: slice, reduce: object) -> dict[str, float]:
+    def measure(rows: slice, reduce: Reduce) -> dict[str, float]:
         penalties = kl_penalties(kl[rows], mask[rows], kl_coef=0.1)
-        return objective_metrics(scores[rows], old[rows], kl[rows], penalties, mask[rows], reduce=reduce)  # type: ignore[arg-type]
+        return objective_metrics(scores[rows], old[rows], kl[rows], penalties, mask[rows], reduce=reduce)
 
     whole = measure(slice(0, 3), local)
     for ranks in ([slice(0, 1), slice(1, 3)], [slice(0, 3), slice(0, 0)]):
         for metrics in on_ranks(measure, [(rows,) for rows in ranks]):
             assert metrics == pytest.approx(whole)
     assert whole["objective/kl"] == pytest.approx(kl[mask].sum().item() / 3)
+    assert whole["objective/rlhf_reward"] == pytest.approx(scores.mean().item() - 0.1 * whole["objective/kl"])
     assert whole["objective/kl_per_token"] == pytest.approx(kl[mask].mean().item())
+
+
+def test_explained_variance_is_over_all_ranks() -> None:
+    mask = lengths_mask([3, 1, 2], 3)
+    returns, values = numbers(3, 3, seed=0), numbers(3, 3, seed=1)
+
+    def measure(rows: slice, reduce: Reduce) -> dict[str, float]:
+        return value_metrics(returns[rows], values[rows], mask[rows], reduce=reduce)
+
+    whole = measure(slice(0, 3), local)
+    for ranks in ([slice(0, 1), slice(1, 3)], [slice(0, 3), slice(0, 0)]):
+        for metrics in on_ranks(measure, [(rows,) for rows in ranks]):
+            assert metrics == pytest.approx(whole)
+    targets = returns[mask].tolist()
+    assert whole["returns/mean"] == pytest.approx(statistics.mean(targets))
+    assert whole["returns/var"] == pytest.approx(statistics.pvariance(targets))
+    assert whole["value/mean"] == pytest.approx(values[mask].mean().item())
+    errors = (returns - values)[mask].tolist()
+    explained = 1 - statistics.variance(errors) / statistics.variance(targets)
+    assert whole["value/explained_variance"] == pytest.approx(explained, abs=1e-4)
+
+
+@pytest.mark.parametrize(("factor", "shift", "explained"), [(1.0, 0.0, 1.0), (1.0, 5.0, 1.0), (0.0, 3.0, 0.0)])
+def test_perfect_and_constant_values(factor: float, shift: float, explained: float) -> None:
+    returns = numbers(2, 4, seed=0)
+    metrics = value_metrics(returns, factor * returns + shift, torch.ones(2, 4).bool(), reduce=local)
+    assert metrics["value/explained_variance"] == pytest.approx(explained, abs=1e-4)
 
 
 def test_an_unknown_name_lists_the_choices() -> None:

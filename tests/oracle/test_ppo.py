@@ -15,8 +15,10 @@ from tests.oracle.ppo import (
     Sample,
     Settings,
     causal_lm,
+    compared,
     gae,
     headed_model,
+    kl_estimate,
     optimizer_step,
     policy_terms,
     ppo_iteration,
@@ -83,6 +85,22 @@ def test_whitening_by_hand() -> None:
     whiten(rows)
     assert rows[0] == pytest.approx([-math.sqrt(1.5), 0.0], abs=1e-8)
     assert rows[1] == pytest.approx([math.sqrt(1.5)], abs=1e-8)
+
+
+def test_estimates_by_hand() -> None:
+    found = [kl_estimate(torch.tensor([-1.0]), torch.tensor([-1.5]), name).item() for name in ("k1", "k2", "k3")]
+    assert found == pytest.approx([0.5, 0.125, math.exp(-0.5) - 0.5])
+
+
+def test_comparison_by_hand() -> None:
+    scores = [(0, 1.0), (1, 7.0), (0, 3.0), (2, 0.5), (2, 0.5)]
+    samples = [
+        Sample(sample_id=str(i), prompt_ids=[1], response_ids=[2], score=score, group=group)
+        for i, (group, score) in enumerate(scores)
+    ]
+    root = math.sqrt(2)
+    expected = [-1 / (root + 1e-6), 0.0, 1 / (root + 1e-6), 0.0, 0.0]
+    assert [compared(sample, samples, SETTINGS) for sample in samples] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +190,23 @@ def test_the_first_step_starts_where_the_experience_was_made() -> None:
     assert sum(experience["a"].rewards) == pytest.approx(1.0 - 0.1 * kl)
     assert torch.equal(actor.lm_head.weight, language_model(0).lm_head.weight), "the given model is not trained"
     assert not torch.equal(outcome.actor.lm_head.weight, actor.lm_head.weight)
+
+
+def test_without_a_critic_the_penalty_is_in_the_loss() -> None:
+    actor, reference = language_model(0), language_model(2)
+    settings = Settings(
+        actor=AdamSettings(lr=1e-2), kl_coef=0.3, kl_in_loss=True, kl_estimator="k2", sequence_mean=True
+    )
+    outcome = ppo_iteration(actor, reference, None, SAMPLES, [[s.sample_id for s in SAMPLES]], settings)
+    assert outcome.critic_steps == []
+    terms = []
+    for sample in SAMPLES:
+        own = outcome.experience[sample.sample_id]
+        assert own.advantages == [compared(sample, SAMPLES, settings)] * len(sample.response_ids)
+        assert own.rewards == own.returns == own.old_values == []
+        kl = [(a - b) ** 2 / 2 for a, b in zip(own.old_logprobs, own.ref_logprobs, strict=True)]
+        terms.append(0.3 * sum(kl) / len(kl) - own.advantages[0])
+    assert outcome.actor_steps[0].loss == pytest.approx(sum(terms) / 3, rel=1e-5)
 
 
 def test_a_mini_batch_is_the_token_mean_of_its_samples() -> None:

@@ -1,0 +1,46 @@
+"""Controllers of the KL coefficient: by hand, and across a checkpoint."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algos.controllers import AdaptiveKL, FixedKL, kl_controller
+
+
+def test_a_fixed_coefficient_stays() -> None:
+    controller = kl_controller(0.1, target=None, horizon=100.0)
+    controller.update(50.0, 64)
+    assert controller.coef == 0.1
+
+
+def test_the_coefficient_of_the_configuration_wins_over_that_of_a_checkpoint() -> None:
+    controller = FixedKL(0.1)
+    controller.load(json.loads(json.dumps(FixedKL(0.5).state())))
+    assert controller.coef == 0.1
+
+
+@pytest.mark.parametrize(
+    ("kl", "factor"),
+    [(6.6, 1 + 0.1 * 0.5), (5.7, 1 - 0.05 * 0.5), (60.0, 1 + 0.2 * 0.5), (-3.0, 1 - 0.2 * 0.5), (6.0, 1.0)],
+)
+def test_the_error_is_relative_and_bounded(kl: float, factor: float) -> None:
+    controller = AdaptiveKL(0.3, target=6.0, horizon=100.0)
+    controller.update(kl, samples=50)
+    assert controller.coef == pytest.approx(0.3 * factor)
+
+
+@given(st.lists(st.tuples(st.floats(-10, 100), st.integers(1, 64)), max_size=8), st.integers(0, 8))
+def test_a_checkpoint_changes_nothing(updates: list[tuple[float, int]], cut: int) -> None:
+    whole, first, second = (AdaptiveKL(0.3, target=6.0, horizon=100.0) for _ in range(3))
+    for update in updates:
+        whole.update(*update)
+    for update in updates[:cut]:
+        first.update(*update)
+    second.load(json.loads(json.dumps(first.state())))
+    for update in updates[cut:]:
+        second.update(*update)
+    assert second.coef == whole.coef

@@ -1,0 +1,57 @@
+"""The supervised oracle itself, against hand numbers and Hugging Face's own loss."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tests.oracle import supervised
+from tests.oracle.ppo import AdamSettings, sequence_score
+from tests.oracle.test_ppo import SAMPLES, language_model, value_model
+
+SETTINGS = AdamSettings(lr=1e-2)
+
+
+def test_the_loss_of_one_demonstration_is_that_of_hugging_face() -> None:
+    actor, sample = language_model(0), SAMPLES[0]
+    (step,), tuned = supervised.fine_tune(actor, [[sample]], SETTINGS)
+    ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]])
+    labels = torch.tensor([[-100] * len(sample.prompt_ids) + list(sample.response_ids)])
+    loss = actor(input_ids=ids, labels=labels).loss
+    assert step.loss == pytest.approx(loss.item(), rel=1e-6)
+    loss.backward()
+    torch.testing.assert_close(step.gradients["lm_head.weight"], actor.lm_head.weight.grad)
+    assert tuned(input_ids=ids, labels=labels).loss.item() < step.loss
+
+
+def test_every_token_of_a_step_weighs_the_same() -> None:
+    actor = language_model(0)
+
+    def loss(*samples: int) -> float:
+        return supervised.fine_tune(actor, [[SAMPLES[i] for i in samples]], SETTINGS)[0][0].loss
+
+    assert loss(0, 1) == pytest.approx(0.75 * loss(0) + 0.25 * loss(1), rel=1e-6)
+
+
+def test_a_flat_head_is_uniform() -> None:
+    actor = language_model(0)
+    nn.init.zeros_(actor.lm_head.weight)
+    (step,), _ = supervised.fine_tune(actor, [SAMPLES], SETTINGS)
+    assert step.loss == pytest.approx(math.log(11))
+    assert step.metrics["entropy"] == pytest.approx(math.log(11))
+
+
+def test_preferences_by_hand() -> None:
+    reward = value_model(1)
+    a, b, c = (sequence_score(reward, sample) for sample in SAMPLES)
+    pairs = [(SAMPLES[0], SAMPLES[1]), (SAMPLES[2], SAMPLES[0])]
+    (step,), trained = supervised.train_reward(reward, [pairs], SETTINGS, centering=0.1)
+    losses = [-math.log(1 / (1 + math.exp(-m))) for m in (a - b, c - a)]
+    assert step.loss == pytest.approx((sum(losses) + 0.1 * ((a + b) ** 2 + (c + a) ** 2)) / 2, rel=1e-5)
+    assert step.metrics["margin"] == pytest.approx((c - b) / 2, rel=1e-5)
+    assert step.metrics["accuracy"] == ((a > b) + (c > a)) / 2
+    (again,), _ = supervised.train_reward(trained, [pairs], SETTINGS, centering=0.1)
+    assert again.loss < step.loss
