@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError, load
+from megarl.data.tokenizer import load_tokenizer
 from megarl.loop.assets import write_random_model
 from megarl.loop.preflight import PairSets, PromptSets, TextSets, check, problems
 from tests.data.rows import chatml_tokenizer, jsonl
@@ -100,7 +101,7 @@ def test_a_checkpoint_has_the_files_of_its_configuration(whole: Path, tmp_path: 
 
 
 def test_a_tokenizer_fits_the_model(whole: Path, tmp_path: Path) -> None:
-    ids = 1 + max(json.loads((whole / "tokenizer.json").read_text())["model"]["vocab"].values())
+    ids = len(load_tokenizer(whole))
     text = refusal(f"model.tokenizer={whole}", f"model.vocab_size={ids - 1}")
     assert f"has ids up to {ids - 1}, the model's in use end at {ids - 2}" in text
     assert f"model.tokenizer = {tmp_path}" in refusal(f"model.tokenizer={tmp_path}")
