@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,6 +64,15 @@ def test_a_response_ends_once(chatml: Path) -> None:
         tokenizer.respond("a<|im_end|>b")
     with pytest.raises(ValueError, match="must not go on after its end token"):
         tokenizer.respond("a<|im_end|><|im_end|>")
+
+
+def test_texts_are_not_cut_where_the_file_asks_for_it(tmp_path: Path, llama: Path) -> None:
+    shutil.copytree(llama, tmp_path / "cut")
+    backend = tokenizers.Tokenizer.from_file(str(llama / "tokenizer.json"))
+    backend.enable_truncation(3)
+    backend.enable_padding(length=8)
+    backend.save(str(tmp_path / "cut" / "tokenizer.json"))
+    assert load_tokenizer(tmp_path / "cut").encode("hello") == transformers_own(llama)("hello").input_ids
 
 
 @given(text=st.text(alphabet=LETTERS, max_size=20))
