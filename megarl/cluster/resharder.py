@@ -70,6 +70,7 @@ class Resharder:
             port=self._store.port,
             world_size=self._first + len(self._receivers) * self._tp,
             verify=config.resharding.verify,
+            timeout_s=config.cluster.time_limits.patience,
         )
 
     def connect(self) -> Call:

@@ -6,6 +6,7 @@ processes, so that a path inside Megatron which still reads it raises, or gets N
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -19,15 +20,20 @@ class GroupCache:
 
     Roles take turns, so roles whose layouts share a set of ranks share its group. Every rank of the world makes the
     same calls in the same order, as ``torch.distributed.new_group`` demands.
+
+    Args:
+        timeout_seconds: after which a group's collectives fail.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_seconds: float = 600.0) -> None:
+        self._timeout = timedelta(seconds=timeout_seconds)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def get(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """The group of these world ranks."""
         if ranks not in self._groups:
-            group: Any = dist.new_group(list(ranks))  # on other ranks than these, a stand-in that nothing uses
+            # On other ranks than these, a stand-in that nothing uses.
+            group: Any = dist.new_group(list(ranks), timeout=self._timeout)
             self._groups[ranks] = group
         return self._groups[ranks]
 

@@ -29,6 +29,14 @@ class TimeLimits(Section):
     checkpoint: Positive = 1800.0
     """Writing or reading one role's part of a checkpoint, or of an export."""
 
+    @property
+    def patience(self) -> float:
+        """How long a rank waits for its peers, seconds: longer than any call may take.
+
+        Whoever waits does not know who hangs. The driver does: it is to end the run first.
+        """
+        return 2 * max(self.model_dump().values())
+
 
 class Cluster(Section):
     """The devices of the run. Device numbers count over the nodes: node n has n * devices_per_node onwards."""
