@@ -126,6 +126,19 @@ class SampleRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkItem:
+    """Neighbouring requests of a step, which one engine answers.
+
+    Args:
+        chunk: index of the chunk that the answers make, one row per request.
+        requests: one at least.
+    """
+
+    chunk: int
+    requests: tuple[SampleRequest, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class VersionSpan:
     """Response tokens [start, stop) were sampled by ``engine_id`` under policy version ``version``."""
 
@@ -145,7 +158,7 @@ class RolloutChunk:
         response_ids: N rows of int32 token ids, the end token included.
         rollout_logprobs: N rows of float32 nats, one per response token, by the engine, under the distribution
             that it sampled from.
-        finished: [N] bool; True where the model ended the answer itself, False where the length limit did.
+        finished: [N] bool; True where an end token or a stop text ended the answer, False where the length limit did.
         versions: N tuples of spans that cover the response in order.
     """
 

@@ -50,6 +50,7 @@ class Call:
         done: one reference per process, to its small result.
         watch: of the session.
         chunks: references to the results by chunk.
+        streams: of a call that yields pairs, by process: what has come so far.
     """
 
     label: str
@@ -58,6 +59,7 @@ class Call:
     done: Sequence[ray.ObjectRef]
     watch: Watch
     chunks: ChunkRefs[Any] = field(default_factory=lambda: ChunkRefs({}))
+    streams: Sequence[ray.ObjectRefGenerator] = ()
     results: dict[int, Any] = field(default_factory=dict)
 
     def wait(self) -> list[Any]:
@@ -70,6 +72,18 @@ class Call:
         """
         self.watch.wait_for(self)
         return [self.results[index] for index in range(len(self.done))]
+
+    def read(self, index: int) -> Any:
+        """What a process that has finished has returned; of a stream, pairs of something small and a reference.
+
+        Raises:
+            RayError: it has failed.
+        """
+        result = ray.get(self.done[index])
+        if not self.streams:
+            return result
+        refs = list(self.streams[index])
+        return list(zip(ray.get(refs[::2]), refs[1::2], strict=True))  # a failure comes in place of something small
 
     @property
     def unanswered(self) -> list[Process]:
@@ -141,6 +155,20 @@ class Watch:
         columns = ChunkRefs[Any](by_chunk)
         return self.follow(Call(label=label, phase=phase, processes=processes, done=done, chunks=columns, watch=self))
 
+    def stream(
+        self, label: str, phase: Phase, method: str, processes: Sequence[Process], args: tuple[Any, ...]
+    ) -> Call:
+        """Calls a method that yields pairs on every process, with the same arguments, and returns at once.
+
+        Its results are lists of pairs, in the order in which they were yielded: something small, and a reference to
+        what stays where it was made, which the driver owns. The other arguments are those of ``submit``.
+        """
+        streams = [
+            process.actor.run_stream.options(num_returns="streaming").remote(method, args) for process in processes
+        ]
+        done = [stream.completed() for stream in streams]
+        return self.follow(Call(label=label, phase=phase, processes=processes, done=done, streams=streams, watch=self))
+
     def follow(self, call: Call) -> Call:
         """Watches a call that was submitted already."""
         self._pending.update({ref: (self._submitted, call, index) for index, ref in enumerate(call.done)})
@@ -189,7 +217,7 @@ class Watch:
         for ref in ready:
             order, call, index = self._pending.pop(ref)
             try:
-                call.results[index] = ray.get(ref)
+                call.results[index] = call.read(index)
             except RayError as error:
                 failures.append(_Failure(order=order, call=call, index=index, error=error))
         return failures

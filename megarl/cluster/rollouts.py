@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
-import ray
-
 from megarl.cluster.calls import Call, Phase
+from megarl.cluster.queue import WorkQueue
 from megarl.cluster.session import Session
 from megarl.cluster.shell import ChunkRefs
 from megarl.config import parse_devices
 from megarl.config.schema import Rollout
-from megarl.types import RolloutChunk, SampleInfo, SampleRequest
+from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleRequest, WorkItem
 
 ENGINE = "megarl.rollout.engine:RolloutEngine"
 
@@ -54,6 +54,8 @@ class RolloutGroup:
         target: str = ENGINE,
     ) -> None:
         self._session = session
+        self._sleeps = rollout.sleep
+        self._queue = WorkQueue(session)
         devices = parse_devices(rollout.devices)
         self.processes = [
             session.launch(
@@ -76,38 +78,46 @@ class RolloutGroup:
         return self.call("start", "start")
 
     def generate(self, requests: Sequence[SampleRequest], chunks: int) -> Rollouts:
-        """One response per request; waits until the driver knows their lengths.
+        """One response per request, the same whichever engine gives it; waits until the driver knows their lengths.
 
         Args:
             requests: of the step; neighbours go to one engine, so that samples of one prompt share its prefix.
-            chunks: into which to divide them, at most.
+            chunks: into which to divide them, at most; an engine that is through with one takes another.
         """
-        sizes = even_parts(len(requests), min(chunks, len(requests)))
-        shares = [sizes[start:stop] for start, stop in itertools.pairwise(_bounds(len(sizes), len(self.processes)))]
-        left = iter(requests)
-        work = [
-            (process, list(itertools.islice(left, sum(share))), share)
-            for process, share in zip(self.processes, shares, strict=True)
-            if share
+        count = min(chunks, len(requests))
+        bounds = itertools.pairwise(len(requests) * chunk // count for chunk in range(count + 1))
+        items = [
+            WorkItem(chunk=chunk, requests=tuple(requests[start:stop])) for chunk, (start, stop) in enumerate(bounds)
         ]
-        outputs: list[Any] = [
-            process.actor.generate.options(num_returns=1 + len(share)).remote(own, share)
-            for process, own, share in work
-        ]
-        watch = self._session.watch
-        call = Call(
-            label="rollout.generate",
-            phase="rollout",
-            processes=[process for process, _, _ in work],
-            done=[infos for infos, *_ in outputs],
-            watch=watch,
+        share = math.ceil(count / len(self.processes))
+        call = self._session.watch.stream(
+            "rollout.generate", "rollout", "generate", self.processes, (self._queue.offer(items), share)
         )
-        samples: list[SampleInfo] = []
-        refs: list[ray.ObjectRef] = []
-        for infos, (_, *parts) in zip(watch.follow(call).wait(), outputs, strict=True):
-            samples += [replace(info, chunk=info.chunk + len(refs)) for info in infos]
-            refs += parts
-        return Rollouts(samples=tuple(samples), chunks=ChunkRefs(dict(enumerate(refs))))
+        parts = {infos[0].chunk: (infos, chunk) for answered in call.wait() for infos, chunk in answered}
+        return Rollouts(
+            samples=tuple(info for index in range(count) for info in parts[index][0]),
+            chunks=ChunkRefs({index: chunk for index, (_, chunk) in sorted(parts.items())}),
+        )
+
+    def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[Ragged]:
+        """Raw teacher-forced log-probabilities of the same sequences by every engine; waits for them.
+
+        Returns:
+            By engine, a row of T - 1 float32 nats per sequence of T ids: of its second token to its last.
+        """
+        return self.call("inference", "logprobs", token_ids).wait()
+
+    def sleep(self) -> None:
+        """Lets the engines give up their weights and caches, where ``rollout.sleep`` says so; waits for them."""
+        self._move("rollout", "sleep")
+
+    def wake_weights(self) -> None:
+        """Gives the weights their memory back: the next thing to do is a sync. The counterpart of ``sleep``."""
+        self._move("sync", "wake_weights")
+
+    def wake_cache(self) -> None:
+        """Gives the caches their memory back, after a sync: the engines can answer again."""
+        self._move("sync", "wake_cache")
 
     def call(self, phase: Phase, method: str, *args: Any) -> Call:
         """Calls a method on every engine with the same arguments."""
@@ -118,11 +128,6 @@ class RolloutGroup:
         """Ends the engines' own processes."""
         return self.call("start", "close")
 
-
-def even_parts(count: int, parts: int) -> list[int]:
-    """Divides a count into parts that differ by at most one."""
-    return [stop - start for start, stop in itertools.pairwise(_bounds(count, parts))]
-
-
-def _bounds(count: int, parts: int) -> list[int]:
-    return [count * part // parts for part in range(parts + 1)]
+    def _move(self, phase: Phase, method: str) -> None:
+        if self._sleeps:
+            self.call(phase, method).wait()

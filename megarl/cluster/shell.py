@@ -8,13 +8,12 @@ import importlib
 import os
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import ray
 
 from megarl.cluster.placement import visible_devices
-from megarl.types import SampleRequest
 
 T = TypeVar("T")
 
@@ -96,10 +95,11 @@ class Shell:
         by_chunk, small = result if isinstance(result, tuple) else (result, None)
         return (small, *(by_chunk[chunk] for chunk in chunks)) if chunks else small
 
-    def generate(self, requests: Sequence[SampleRequest], chunk_sizes: Sequence[int]) -> Any:
-        """What an engine generated, as separate objects: what the driver knows of the samples, then each chunk."""
-        infos, chunks = self._object.generate(requests, chunk_sizes)
-        return (infos, *chunks)
+    def run_stream(self, method: str, args: tuple[Any, ...]) -> Iterator[Any]:
+        """The pairs that the method yields, as separate objects: what is small first, then what stays here."""
+        for small, large in getattr(self._object, method)(*args):
+            yield small
+            yield large
 
     def free_address(self, host: str | None) -> str:
         """A host and port at which this process may listen; None is the node's own address."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -10,9 +11,9 @@ from urllib.parse import quote, unquote
 import numpy as np
 
 from megarl.config.schema import Rollout
-from megarl.rollout.chunks import Response, into_chunks
+from megarl.rollout.chunks import Response, into_chunk
 from megarl.rollout.engine import RolloutEngine
-from megarl.types import RolloutChunk, SampleInfo, SampleRequest, VersionSpan
+from megarl.types import RolloutChunk, SampleInfo, SampleRequest, VersionSpan, WorkItem
 
 
 class RecordingEngine(RolloutEngine):
@@ -23,14 +24,12 @@ class RecordingEngine(RolloutEngine):
         assert rollout.record is not None
         self._directory = Path(rollout.record)
 
-    def generate(
-        self, requests: Sequence[SampleRequest], chunk_sizes: Sequence[int]
-    ) -> tuple[list[SampleInfo], list[RolloutChunk]]:
-        infos, chunks = super().generate(requests, chunk_sizes)
+    def generate(self, work: Iterable[WorkItem], at_once: int) -> Iterator[tuple[list[SampleInfo], RolloutChunk]]:
         self._directory.mkdir(parents=True, exist_ok=True)
-        for info in infos:
-            write_sample(self._directory, chunks[info.chunk], info.row)
-        return infos, chunks
+        for infos, chunk in super().generate(work, at_once):
+            for info in infos:
+                write_sample(self._directory, chunk, info.row)
+            yield infos, chunk
 
 
 class ReplayingEngine(RolloutEngine):
@@ -45,13 +44,18 @@ class ReplayingEngine(RolloutEngine):
         self._directory = Path(rollout.replay)
         self._steps = recorded_steps(self._directory)
 
-    def generate(
-        self, requests: Sequence[SampleRequest], chunk_sizes: Sequence[int]
-    ) -> tuple[list[SampleInfo], list[RolloutChunk]]:
-        if not self._steps & {_step(request.sample_id) for request in requests}:
-            return super().generate(requests, chunk_sizes)
-        self._usable_version()
-        return into_chunks([read_response(self._directory, request) for request in requests], chunk_sizes)
+    def generate(self, work: Iterable[WorkItem], at_once: int) -> Iterator[tuple[list[SampleInfo], RolloutChunk]]:
+        queue = iter(work)
+        first = next(queue, None)
+        if first is None:
+            return
+        items = itertools.chain([first], queue)
+        if _step(first.requests[0].sample_id) not in self._steps:
+            yield from super().generate(items, at_once)
+            return
+        self._state.usable_version()
+        for item in items:
+            yield into_chunk(item.chunk, [read_response(self._directory, request) for request in item.requests])
 
 
 def recorded_steps(directory: Path) -> set[str]:

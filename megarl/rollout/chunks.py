@@ -28,27 +28,16 @@ class Response:
     versions: tuple[VersionSpan, ...]
 
 
-def into_chunks(
-    responses: Sequence[Response], chunk_sizes: Sequence[int]
-) -> tuple[list[SampleInfo], list[RolloutChunk]]:
-    """Packs responses, in their order, into chunks of the given sizes.
+def into_chunk(index: int, responses: Sequence[Response]) -> tuple[list[SampleInfo], RolloutChunk]:
+    """Packs responses, in their order, into a chunk.
 
     Args:
-        chunk_sizes: samples per chunk; they sum to the number of responses.
+        index: of the chunk.
 
     Returns:
-        One SampleInfo per response, whose chunk index counts these chunks from 0, and the chunks.
+        One SampleInfo per response, and the chunk.
     """
-    infos: list[SampleInfo] = []
-    chunks: list[RolloutChunk] = []
-    start = 0
-    for size in chunk_sizes:
-        members = responses[start : start + size]
-        infos.extend(_info(response, len(chunks), row) for row, response in enumerate(members))
-        chunks.append(_chunk(members))
-        start += size
-    assert start == len(infos) == len(responses)
-    return infos, chunks
+    return [_info(response, index, row) for row, response in enumerate(responses)], _chunk(responses)
 
 
 def _info(response: Response, chunk: int, row: int) -> SampleInfo:

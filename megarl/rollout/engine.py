@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
-from megarl.rollout.chunks import Response, into_chunks
+from megarl.rollout.chunks import Response, into_chunk
 from megarl.rollout.environment import set_vllm_environment
+from megarl.rollout.requests import Requests
 from megarl.rollout.sampling import generation_params, scoring_params
+from megarl.rollout.state import EngineState
 from megarl.rollout.stop_tokens import stop_token_ids
-from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleRequest, VersionSpan
+from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleRequest, VersionSpan, WorkItem
 from megarl.weights.files import read_config
 from megarl.weights.regions import ShardMap
 from megarl.weights.specs import model_spec
 
 if TYPE_CHECKING:
-    from vllm import LLMEngine, RequestOutput, SamplingParams
+    from vllm import LLMEngine, RequestOutput
 
     from megarl.config.schema import Rollout as RolloutConfig
     from megarl.resharding import SyncSpec, SyncStats
@@ -33,9 +35,9 @@ _BLOCK_TOKENS = 32
 class RolloutEngine:
     """One engine in this process; its tensor-parallel ranks are worker processes where there are several.
 
-    Weights have a version from the first committed sync on, or 0 where they are loaded from files. Until then, and
-    after a sync that failed, the engine refuses to generate. vLLM takes over the process (default process group,
-    random state, thread settings), so nothing else that uses torch may live in it.
+    Weights have a version from the first committed sync on, or 0 where they are loaded from files. Until then, after a
+    sync that failed, and asleep, the engine refuses to generate: ``EngineState`` has the order. vLLM takes over the
+    process (default process group, random state, thread settings), so nothing else that uses torch may live in it.
 
     Args:
         model_dir: Hugging Face directory; config.json is enough where the weights come by sync.
@@ -65,12 +67,14 @@ class RolloutEngine:
         self._device = device
         self._tokenizer = tokenizer
         self._weights = weights
+        self._state = EngineState(
+            engine_id, sleeps=rollout.sleep, drops=weights == "sync", version=0 if weights == "files" else None
+        )
         self._spec = model_spec(read_config(model_dir))
         self._stop_token_ids = tuple({*stop_token_ids(model_dir), *rollout.stop_token_ids})
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._llm: LLMEngine | None = None
-        self._version: int | None = None
-        self._poisoned = False
+        self._requests: Requests | None = None
         vocab = self._spec.dims.vocab
         if vocab_size > vocab:
             raise ValueError(f"vocab_size is {vocab_size}; the model has {vocab} ids: lower it")
@@ -82,13 +86,17 @@ class RolloutEngine:
     @property
     def version(self) -> int | None:
         """The policy version of the weights; None before the first."""
-        return self._version
+        return self._state.version
 
     def start(self) -> None:
-        """Starts vLLM and its workers, and checks that their parameters are those that a sync will write."""
+        """Starts vLLM and its workers, and checks that their parameters are those that a sync will write.
+
+        An engine that sleeps is asleep afterwards.
+        """
         self._scratch = tempfile.TemporaryDirectory(prefix="megarl-engine-")
         set_vllm_environment(self._device, self._scratch.name)
         from vllm import EngineArgs, LLMEngine
+        from vllm.usage.usage_lib import UsageContext
 
         cpu, tp = self._device == "cpu", self._rollout.tp
         arguments = EngineArgs(
@@ -101,6 +109,7 @@ class RolloutEngine:
             distributed_executor_backend="uni" if tp == 1 else "mp",
             worker_extension_cls="megarl.rollout.worker.WorkerExtension",
             enforce_eager=cpu,
+            enable_sleep_mode=self._rollout.sleep and not cpu,  # a CPU's vLLM sleeps without it, and frees nothing
             max_model_len=self._rollout.max_model_len + 1,  # vLLM generates a token when it scores a full sequence
             block_size=_BLOCK_TOKENS,  # the CPU kernels' smallest; short prompts share prefixes
             kv_cache_memory_bytes=self._rollout.kv_cache_mib * _MIB,
@@ -110,9 +119,11 @@ class RolloutEngine:
             disable_log_stats=True,
             use_tqdm_on_load=False,
         )
-        self._llm = LLMEngine.from_engine_args(arguments)
+        self._llm = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)  # the largest batches
+        self._requests = Requests(self._llm)
         self._on_workers("prepare", self.shard_maps(), self._vocab_size)
-        self._version = 0 if self._weights == "files" else None
+        if self._rollout.sleep:
+            self._suspend()
 
     def shard_maps(self) -> list[ShardMap]:
         """What each tensor-parallel rank holds, in vLLM's names."""
@@ -125,7 +136,7 @@ class RolloutEngine:
             sync: with this engine's parts of the plan.
             ranks: this engine's ranks in the sync, by tensor-parallel rank.
         """
-        self._on_workers("connect", sync, tuple(ranks), -1 if self._version is None else self._version)
+        self._on_workers("connect", sync, tuple(ranks), -1 if self.version is None else self.version)
 
     def receive_weights(self, version: int) -> list[SyncStats]:
         """Takes part in a sync: every rank writes its shard as it arrives.
@@ -140,46 +151,70 @@ class RolloutEngine:
             What each rank received.
 
         Raises:
-            RuntimeError: the sync was aborted, with the reason of the rank that failed first.
+            RuntimeError: the sync was aborted, with the reason of the rank that failed first; or the engine is not in a
+                state to be written to.
         """
+        self._state.begin_sync()
         outcomes = self._outcomes("receive", version)
-        if any(outcome.error for outcome in outcomes):
-            self._poisoned = self._poisoned or not all(self._on_workers("consistent"))
+        if any(outcome.error for outcome in outcomes) and not all(self._on_workers("consistent")):
+            self._state.mix()
         stats = self._values("receive", outcomes)
         self._commit(version)
         return stats
 
-    def generate(
-        self, requests: Sequence[SampleRequest], chunk_sizes: Sequence[int]
-    ) -> tuple[list[SampleInfo], list[RolloutChunk]]:
+    def sleep(self) -> None:
+        """Gives up the memory of the weights and of the KV cache; on a CPU vLLM keeps it."""
+        self._state.sleep()
+        self._suspend()
+
+    def wake_weights(self) -> None:
+        """Gives the weights their memory back, for a sync to fill; those from files are there again."""
+        self._state.wake_weights()
+        self._running.wake_up(["weights"])
+
+    def wake_cache(self) -> None:
+        """Gives the KV cache its memory back: the engine can be used."""
+        self._state.wake_cache()
+        self._running.wake_up(["kv_cache"])
+
+    def generate(self, work: Iterable[WorkItem], at_once: int) -> Iterator[tuple[list[SampleInfo], RolloutChunk]]:
         """Generates one response per request; what a request gets does not depend on the others.
 
-        Args:
-            chunk_sizes: samples per chunk; they sum to the number of requests.
+        Takes work whenever it has less in hand than it may have and vLLM would run more; yields a chunk as soon as the
+        last of its responses is there.
 
-        Returns:
-            What the driver knows of each sample, in the order of the requests, its chunk index counting these chunks
-            from 0; and the chunks.
+        Args:
+            work: whose next item is taken, where engines share it, by whoever asks first.
+            at_once: items in hand, at most: an even share, so that no engine takes more than others could begin with.
+
+        Yields:
+            What the driver knows of each sample of an item, and its chunk.
 
         Raises:
-            RuntimeError: the engine has no weights.
-            ValueError: a prompt is empty, too long or has unknown ids; the chunk sizes do not fit.
+            RuntimeError: the engine has no weights, or is asleep.
+            ValueError: a prompt is empty, too long or has unknown ids.
         """
-        version = self._usable_version()
-        if sum(chunk_sizes) != len(requests):
-            raise ValueError(f"chunk_sizes are {list(chunk_sizes)}; they must sum to the {len(requests)} requests")
-        for request in requests:
-            prompt = request.prompt
-            self._check_tokens(f"prompt {prompt.prompt_id!r}", prompt.token_ids, self._rollout.max_new_tokens)
-        work = [
-            (request.prompt.token_ids, generation_params(self._rollout, request.seed, self._stop_token_ids))
-            for request in requests
-        ]
-        outputs = self._run(work)
-        responses = [
-            self._response(request, output, version) for request, output in zip(requests, outputs, strict=True)
-        ]
-        return into_chunks(responses, chunk_sizes)
+        version = self._state.usable_version()
+        assert self._requests is not None
+        queue, requests = iter(work), self._requests
+        asked: dict[int, tuple[WorkItem, int]] = {}
+        answers: dict[int, dict[int, Response]] = {}
+        try:
+            while True:
+                while len(answers) < at_once and requests.room > 0 and (item := next(queue, None)):
+                    answers[item.chunk] = {}
+                    asked.update({self._ask(requests, request): (item, i) for i, request in enumerate(item.requests)})
+                if not answers:
+                    return
+                for number, output in requests.step():
+                    item, row = asked.pop(number)
+                    rows = answers[item.chunk]
+                    rows[row] = self._response(item.requests[row], output, version)
+                    if len(rows) == len(item.requests):
+                        del answers[item.chunk]
+                        yield into_chunk(item.chunk, [rows[row] for row in range(len(rows))])
+        finally:
+            requests.abort()
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> Ragged:
         """Raw teacher-forced log-probabilities: untouched by temperature, top-p, top-k and the prefix cache.
@@ -193,40 +228,52 @@ class RolloutEngine:
             A row of T - 1 float32 nats per sequence: of its second token to its last.
 
         Raises:
-            RuntimeError: the engine has no weights.
+            RuntimeError: the engine has no weights, or is asleep.
             ValueError: a sequence is empty, too long or has unknown ids.
         """
-        self._usable_version()
+        self._state.usable_version()
+        assert self._requests is not None
         for index, ids in enumerate(token_ids):
             self._check_tokens(f"sequence {index}", ids, 0)
-        outputs = self._run([(ids, scoring_params()) for ids in token_ids])
-        return Ragged.from_rows((_flat(output.prompt_logprobs) for output in outputs), np.float32)
+        numbers = [self._requests.add(ids, scoring_params()) for ids in token_ids]
+        scored: dict[int, list[float]] = {}
+        while self._requests:
+            scored.update({number: _flat(output.prompt_logprobs) for number, output in self._requests.step()})
+        return Ragged.from_rows((scored[number] for number in numbers), np.float32)
 
     def close(self) -> None:
         """Ends the worker processes, and removes what the engine shared and left; it cannot be used again."""
         if self._llm is not None:
             self._llm.engine_core.shutdown()
             self._llm.renderer.shutdown()
-            self._llm = self._version = None
+            self._llm = self._requests = None
             gc.collect()
         if self._scratch is not None:
             self._scratch.cleanup()
 
+    @property
+    def _running(self) -> LLMEngine:
+        if self._llm is None:
+            raise RuntimeError(f"engine {self._engine_id} is not running: start it first")
+        return self._llm
+
+    def _suspend(self) -> None:
+        """Lets vLLM sleep: weights that a sync brings are dropped, others are kept in the host's memory."""
+        self._running.sleep(level=2 if self._weights == "sync" else 1)
+
     def _commit(self, version: int) -> None:
         """The weights of every rank are those of the version; nothing computed with others is left."""
-        assert self._llm is not None
-        if not self._llm.reset_prefix_cache():
-            self._poisoned = True
+        if not self._running.reset_prefix_cache():
+            self._state.mix()
             raise RuntimeError(f"engine {self._engine_id}: the prefix cache is in use and could not be reset")
-        self._version, self._poisoned = version, False
+        self._state.commit(version)
 
-    def _usable_version(self) -> int:
-        """The version to generate with."""
-        if self._poisoned:
-            raise RuntimeError(f"engine {self._engine_id}: a weight sync failed half-way; sync again before using it")
-        if self._version is None:
-            raise RuntimeError(f"engine {self._engine_id} has no weights yet: sync it once before using it")
-        return self._version
+    def _ask(self, requests: Requests, request: SampleRequest) -> int:
+        """Submits a request for a sample; its number."""
+        prompt = request.prompt
+        self._check_tokens(f"prompt {prompt.prompt_id!r}", prompt.token_ids, self._rollout.max_new_tokens)
+        params = generation_params(self._rollout, request.seed, self._stop_token_ids)
+        return requests.add(prompt.token_ids, params)
 
     def _check_tokens(self, what: str, ids: Sequence[int], new_tokens: int) -> None:
         limit = self._rollout.max_model_len
@@ -240,18 +287,6 @@ class RolloutEngine:
             )
         if min(ids) < 0 or max(ids) >= self._spec.dims.vocab:
             raise ValueError(f"{what} has ids from {min(ids)} to {max(ids)}; the model has {self._spec.dims.vocab}")
-
-    def _run(self, work: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[RequestOutput]:
-        """Steps the engine until every request is finished; the outputs in the order of the requests."""
-        assert self._llm is not None
-        for index, (ids, params) in enumerate(work):
-            self._llm.add_request(str(index), {"type": "token", "prompt_token_ids": list(ids)}, params)
-        finished: dict[int, RequestOutput] = {}
-        while self._llm.has_unfinished_requests():
-            for output in self._llm.step():
-                if output.finished:
-                    finished[int(output.request_id)] = cast("RequestOutput", output)
-        return [finished[index] for index in range(len(work))]
 
     def _response(self, request: SampleRequest, output: RequestOutput, version: int) -> Response:
         completion = output.outputs[0]
@@ -269,9 +304,7 @@ class RolloutEngine:
         return self._values(method, self._outcomes(method, *args))
 
     def _outcomes(self, method: str, *args: Any) -> list[Outcome]:
-        if self._llm is None:
-            raise RuntimeError(f"engine {self._engine_id} is not running: start it first")
-        return self._llm.collective_rpc("megarl_call", args=(method, args))
+        return self._running.collective_rpc("megarl_call", args=(method, args))
 
     def _values(self, method: str, outcomes: Sequence[Outcome]) -> list[Any]:
         """What the ranks returned.

@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing import shared_memory
 
 import numpy as np
 
-from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleRequest, VersionSpan
+from megarl.rollout.chunks import Response, into_chunk
+from megarl.types import RolloutChunk, SampleInfo, VersionSpan, WorkItem
 
 
 class FakeWorker:
@@ -68,42 +69,35 @@ class FakeWorker:
 
 
 class FakeEngine:
-    """Answers every prompt with its own ids."""
+    """Answers every prompt with its own ids.
+
+    A prompt that begins with 99 makes it fail, with 98 ends its process, with 97 takes long; each item takes a while.
+    """
 
     def __init__(self, model_dir: str, rollout: object, *, engine_id: int, **options: object) -> None:
         self.engine_id = engine_id
 
-    def generate(
-        self, requests: Sequence[SampleRequest], chunk_sizes: Sequence[int]
-    ) -> tuple[list[SampleInfo], list[RolloutChunk]]:
-        infos: list[SampleInfo] = []
-        chunks: list[RolloutChunk] = []
-        left = iter(requests)
-        for chunk, size in enumerate(chunk_sizes):
-            own = [next(left) for _ in range(size)]
-            infos += [
-                SampleInfo(
-                    sample_id=request.sample_id,
-                    prompt_id=request.prompt.prompt_id,
-                    chunk=chunk,
-                    row=row,
-                    prompt_tokens=len(request.prompt.token_ids),
-                    response_tokens=len(request.prompt.token_ids),
-                    finished=True,
-                )
-                for row, request in enumerate(own)
-            ]
-            ids = Ragged.from_rows([request.prompt.token_ids for request in own], np.int32)
-            chunks.append(
-                RolloutChunk(
-                    sample_ids=tuple(request.sample_id for request in own),
-                    prompt_ids=ids,
-                    response_ids=ids,
-                    rollout_logprobs=Ragged(values=np.zeros(len(ids.values), np.float32), offsets=ids.offsets),
-                    finished=np.ones(size, np.bool_),
-                    versions=tuple(
-                        (VersionSpan(start=0, stop=len(row), version=0, engine_id=self.engine_id),) for row in ids
-                    ),
-                )
+    def generate(self, work: Iterable[WorkItem], at_once: int) -> Iterator[tuple[list[SampleInfo], RolloutChunk]]:
+        for item in work:
+            time.sleep(1.0 if item.requests[0].prompt.token_ids[0] == 97 else 0.02)
+            for request in item.requests:
+                if request.prompt.token_ids[0] == 99:
+                    raise ArithmeticError("the prompt is a teapot")
+                if request.prompt.token_ids[0] == 98:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            yield self._answer(item)
+
+    def _answer(self, item: WorkItem) -> tuple[list[SampleInfo], RolloutChunk]:
+        responses = [
+            Response(
+                request=request,
+                token_ids=request.prompt.token_ids,
+                logprobs=[0.0] * len(request.prompt.token_ids),
+                finished=True,
+                versions=(
+                    VersionSpan(start=0, stop=len(request.prompt.token_ids), version=0, engine_id=self.engine_id),
+                ),
             )
-        return infos, chunks
+            for request in item.requests
+        ]
+        return into_chunk(item.chunk, responses)

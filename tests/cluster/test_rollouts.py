@@ -1,38 +1,137 @@
-"""Engines share the samples of a step and return them by reference."""
+"""Engines share the samples of a step and return them by reference, whoever answers what."""
 
 from __future__ import annotations
 
-import pytest
+import time
+from collections.abc import Callable, Iterator, Sequence
 
-from megarl.cluster.rollouts import RolloutGroup, even_parts
+import pytest
+import ray
+
+from megarl.cluster.calls import Watch, WorkerError
+from megarl.cluster.queue import WorkQueue
+from megarl.cluster.rollouts import RolloutGroup
 from megarl.cluster.session import Session
 from megarl.config import PPOConfig
+from megarl.config.schema import Rollout, TimeLimits
 from megarl.types import Prompt, SampleRequest
 from tests.cluster.conftest import FAKE_ENGINE
 
-
-def test_parts_differ_by_at_most_one() -> None:
-    assert even_parts(10, 4) == [2, 3, 2, 3]
-    assert even_parts(3, 3) == [1, 1, 1]
+MakeEngines = Callable[[str], RolloutGroup]
 
 
 @pytest.fixture(scope="module")
-def engines(session: Session, config: PPOConfig) -> RolloutGroup:
-    return RolloutGroup(session, config.rollout, "nowhere", vocab_size=100, device="cpu", target=FAKE_ENGINE)
+def make(session: Session, config: PPOConfig) -> Iterator[MakeEngines]:
+    """Makes engines, one per device."""
+    made: list[RolloutGroup] = []
+
+    def engines(devices: str) -> RolloutGroup:
+        rollout = Rollout.model_validate({**config.rollout.model_dump(), "devices": devices})
+        made.append(RolloutGroup(session, rollout, "nowhere", vocab_size=100, device="cpu", target=FAKE_ENGINE))
+        return made[-1]
+
+    yield engines
+    for process in (process for group in made for process in group.processes):
+        ray.kill(process.actor)
 
 
-@pytest.mark.parametrize(("samples", "chunks"), [(7, 4), (5, 16), (1, 8)])
-def test_every_sample_is_where_its_info_says(engines: RolloutGroup, samples: int, chunks: int) -> None:
-    requests = [
-        SampleRequest(sample_id=f"s{i}", prompt=Prompt(prompt_id=f"p{i}", token_ids=tuple(range(i, 2 * i + 1))), seed=i)
-        for i in range(samples)
+@pytest.fixture(scope="module")
+def two(make: MakeEngines) -> RolloutGroup:
+    return make("2-3")
+
+
+@pytest.fixture
+def forgetful(session: Session) -> Iterator[None]:
+    """Forgets the calls that a test breaks, as a run's end would."""
+    yield
+    session.watch = Watch(TimeLimits())
+
+
+def requests(count: int, first: Sequence[int] = ()) -> list[SampleRequest]:
+    """Prompts that begin with the given ids, and from then on with harmless ones."""
+    begins = [*first, *(i % 90 for i in range(len(first), count))]
+    return [
+        SampleRequest(sample_id=f"s{i}", prompt=Prompt(prompt_id=f"p{i}", token_ids=(begins[i], *range(i % 3))), seed=i)
+        for i in range(count)
     ]
-    rollouts = engines.generate(requests, chunks)
-    assert [info.sample_id for info in rollouts.samples] == [request.sample_id for request in requests]
-    assert len(rollouts.chunks) == min(samples, chunks)
-    for info, request in zip(rollouts.samples, requests, strict=True):
+
+
+def writers(engines: RolloutGroup, count: int, chunks: int) -> list[set[int]]:
+    """Who answered, by chunk; after a look at whether every sample is where its info says."""
+    asked = requests(count)
+    rollouts = engines.generate(asked, chunks)
+    assert [info.sample_id for info in rollouts.samples] == [request.sample_id for request in asked]
+    for info, request in zip(rollouts.samples, asked, strict=True):
         chunk = rollouts.chunks[info.chunk]
         assert chunk.sample_ids[info.row] == info.sample_id
         assert tuple(chunk.prompt_ids[info.row]) == request.prompt.token_ids
-    writers = {spans[0].engine_id for chunk in range(len(rollouts.chunks)) for spans in rollouts.chunks[chunk].versions}
-    assert writers == ({0, 1} if samples > 1 else {1})
+    by_chunk = [rollouts.chunks[chunk] for chunk in range(len(rollouts.chunks))]
+    sizes = [len(chunk.sample_ids) for chunk in by_chunk]
+    assert max(sizes) - min(sizes) <= 1
+    return [{spans[0].engine_id for spans in chunk.versions} for chunk in by_chunk]
+
+
+@pytest.mark.parametrize(("samples", "chunks"), [(7, 4), (5, 16), (1, 8)])
+def test_every_sample_is_where_its_info_says(two: RolloutGroup, samples: int, chunks: int) -> None:
+    assert len(writers(two, samples, chunks)) == min(samples, chunks)
+
+
+def test_a_chunk_has_one_writer_and_all_engines_write(two: RolloutGroup) -> None:
+    by_chunk = writers(two, 50, 16)
+    assert all(len(engines) == 1 for engines in by_chunk)
+    assert set.union(*by_chunk) == {0, 1}
+
+
+def test_engines_take_what_is_left(two: RolloutGroup) -> None:
+    """An engine that is held up by one item leaves the rest to the other."""
+    hold_up = requests(17, first=[97])
+    rollouts = two.generate(hold_up, 17)
+    answered = [rollouts.chunks[chunk].versions[0][0].engine_id for chunk in range(17)]
+    assert answered.count(answered[0]) == 1
+    assert len(set(answered)) == 2
+
+
+def test_more_engines_give_the_same_samples(make: MakeEngines, two: RolloutGroup) -> None:
+    one = make("2")
+    alone, together = (engines.generate(requests(20), 6) for engines in (one, two))
+    assert alone.samples == together.samples
+    for chunk in range(6):
+        for column in ("sample_ids", "response_ids"):
+            first, second = (getattr(rollouts.chunks[chunk], column) for rollouts in (alone, together))
+            assert [list(row) for row in first] == [list(row) for row in second]
+
+
+def test_an_offer_gives_each_item_to_one_taker(session: Session) -> None:
+    queue = WorkQueue(session)
+    offer = queue.offer([f"item {i}" for i in range(5)])
+    first, second = iter(offer), iter(offer)
+    assert [next(first), next(second), next(second), *first] == [f"item {i}" for i in range(5)]
+    assert list(second) == []
+
+
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [
+        (
+            99,
+            r"(?s)rollout engine \d failed in rollout.generate: ArithmeticError\('the prompt is a teapot'\).*fakes.py",
+        ),
+        (98, r"rollout engine \d died in rollout.generate"),
+    ],
+    ids=["fails", "dies"],
+)
+def test_a_failure_surfaces_while_the_others_are_at_work(
+    make: MakeEngines, forgetful: None, token: int, message: str
+) -> None:
+    engines = make("2-3")
+    engines.generate(requests(4), 4)
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=message):
+        engines.generate(requests(600, first=[0, 1, token]), 600)
+    assert time.monotonic() - start < 8, "the other engine alone takes 12 s"
+
+
+def test_engines_that_stay_awake_are_not_asked_to_sleep(two: RolloutGroup) -> None:
+    two.sleep()  # the fake engine has no such method
+    two.wake_weights()
+    two.wake_cache()

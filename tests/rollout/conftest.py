@@ -11,6 +11,7 @@ import torch
 
 from megarl.config.schema import Rollout
 from megarl.types import Prompt, Ragged, RolloutChunk, SampleRequest
+from tests.rollout import in_process
 from tests.rollout.engine_process import EngineProcess
 from tests.rollout.models import MAX_LEN, USED_VOCAB, VOCAB, llama, qwen2, random_model, save
 
@@ -54,7 +55,7 @@ class Answers:
 
 
 def ask(process: EngineProcess) -> Answers:
-    _, (chunk,) = process.call("generate", requests(), [len(requests())])
+    _, (chunk,) = process.apply(in_process.generate, requests(), [len(requests())])
     return Answers(chunk=chunk, raw=process.call("logprobs", sequences()))
 
 

@@ -4,11 +4,56 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megarl.rollout.engine import RolloutEngine
+from megarl.types import RolloutChunk, SampleInfo, SampleRequest, WorkItem
+
+
+def generate(
+    engine: RolloutEngine, requests: Sequence[SampleRequest], sizes: Sequence[int], at_once: int = 100
+) -> tuple[list[SampleInfo], list[RolloutChunk]]:
+    """The answers to work items of these sizes, in their order."""
+    answered = {infos[0].chunk: (infos, chunk) for infos, chunk in engine.generate(items(requests, sizes), at_once)}
+    infos = [info for index in range(len(sizes)) for info in answered[index][0]]
+    return infos, [answered[index][1] for index in range(len(sizes))]
+
+
+def generate_in_turns(
+    engine: RolloutEngine, requests: Sequence[SampleRequest], sizes: Sequence[int], at_once: int
+) -> tuple[list[RolloutChunk], list[tuple[int, int]]]:
+    """The chunks in the order in which they came; and after each, how many items were taken and how many had come."""
+    taken = 0
+
+    def queue() -> Iterator[WorkItem]:
+        nonlocal taken
+        for item in items(requests, sizes):
+            taken += 1
+            yield item
+
+    chunks: list[RolloutChunk] = []
+    progress: list[tuple[int, int]] = []
+    for _, chunk in engine.generate(queue(), at_once):
+        chunks.append(chunk)
+        progress.append((taken, len(chunks)))
+    return chunks, progress
+
+
+def give_up(engine: RolloutEngine, requests: Sequence[SampleRequest], sizes: Sequence[int]) -> int:
+    """Stops listening after the first answer; how many requests vLLM still has."""
+    answers = engine.generate(items(requests, sizes), 100)
+    next(answers)
+    answers.close()
+    return engine._llm.get_num_unfinished_requests()
+
+
+def items(requests: Sequence[SampleRequest], sizes: Sequence[int]) -> Iterator[WorkItem]:
+    left = iter(requests)
+    for chunk, size in enumerate(sizes):
+        yield WorkItem(chunk=chunk, requests=tuple(next(left) for _ in range(size)))
 
 
 def version(engine: RolloutEngine) -> int | None:

@@ -24,13 +24,15 @@ from tests.rollout.syncing import Trainer, sync
 
 pytestmark = pytest.mark.e2e
 
+COLUMNS = ("response_ids", "rollout_logprobs")
+
 
 @pytest.fixture(scope="module")
 def engine(process: EngineProcess, fresh: Mapping[str, Answers], models: Mapping[str, Path]) -> EngineProcess:
     """A synced engine whose weights the tests replace; versions count on."""
     start(process, models["qwen2"])
     with pytest.raises(RemoteError, match="RuntimeError: engine 3 has no weights yet"):
-        process.call("generate", requests(), [6])
+        process.apply(in_process.generate, requests(), [6])
     sync(process, models["qwen2"], 1)
     return process
 
@@ -97,9 +99,9 @@ def test_after_half_a_sync_the_engine_refuses_until_a_whole_one(
     version = engine.apply(in_process.version)
     trainer = Trainer(engine, models["qwen2_later"])
     trainer.fail_to_sync(version + 1, corrupt_bucket=3, reason="for bucket 3 is corrupt")
-    for refused in (("generate", requests(), [6]), ("logprobs", sequences())):
-        with pytest.raises(RemoteError, match="RuntimeError: engine 3: a weight sync failed half-way"):
-            engine.call(*refused)
+    for use in (lambda: ask(engine), lambda: engine.call("logprobs", sequences())):
+        with pytest.raises(RemoteError, match="RuntimeError: engine 3 has the weights of two versions"):
+            use()
     sync(engine, models["qwen2_later"], version + 1)
     assert_same(ask(engine), fresh["qwen2_later"])
 
@@ -140,8 +142,8 @@ def test_what_comes_back(engine: EngineProcess, models: Mapping[str, Path]) -> N
     resync(engine, models["qwen2"])
     version = engine.apply(in_process.version)
     asked = requests(40)
-    infos, chunks = engine.call("generate", asked, [15, 0, 25])
-    assert [len(chunk.sample_ids) for chunk in chunks] == [15, 0, 25]
+    infos, chunks = engine.apply(in_process.generate, asked, [15, 25])
+    assert [len(chunk.sample_ids) for chunk in chunks] == [15, 25]
     assert [info.sample_id for info in infos] == [request.sample_id for request in asked]
     for request, info in zip(asked, infos, strict=True):
         chunk = chunks[info.chunk]
@@ -160,22 +162,42 @@ def test_what_comes_back(engine: EngineProcess, models: Mapping[str, Path]) -> N
     assert not all(finished)
 
 
-def test_a_seed_gives_the_same_response_in_any_batch(engine: EngineProcess, models: Mapping[str, Path]) -> None:
+def test_samples_do_not_depend_on_who_answers_what(engine: EngineProcess, models: Mapping[str, Path]) -> None:
+    """Two engines of one queue are this engine with two parts of the work, bit for bit."""
     resync(engine, models["qwen2"])
-    together = engine.call("generate", requests(24), [24])[1][0]
-    for row in (0, 5, 23):
-        alone = engine.call("generate", [requests(24)[row]], [1])[1][0]
-        np.testing.assert_array_equal(alone.response_ids[0], together.response_ids[row])
-        np.testing.assert_array_equal(alone.rollout_logprobs[0], together.rollout_logprobs[row])
-    responses = {tuple(response) for response in together.response_ids}
-    assert len(responses) > 20, "samples of one prompt differ by their seeds"
+    together = engine.apply(in_process.generate, requests(24), [24])[1][0]
+    answers = {row: (together.response_ids[row], together.rollout_logprobs[row]) for row in range(24)}
+    assert len({tuple(ids) for ids, _ in answers.values()}) > 20, "samples of one prompt differ by their seeds"
+    for rows, sizes, at_once in ((range(24), [3] * 8, 2), (range(0, 24, 2), [4] * 3, 3), (range(23, 0, -2), [12], 1)):
+        asked = [requests(24)[row] for row in rows]
+        chunks = engine.apply(in_process.generate, asked, sizes, at_once)[1]
+        ids, logprobs = ([row for chunk in chunks for row in getattr(chunk, name)] for name in COLUMNS)
+        for i, row in enumerate(rows):
+            np.testing.assert_array_equal(ids[i], answers[row][0])
+            np.testing.assert_array_equal(logprobs[i], answers[row][1])
+
+
+def test_an_engine_takes_work_as_it_gets_through_it(engine: EngineProcess, models: Mapping[str, Path]) -> None:
+    resync(engine, models["qwen2"])
+    chunks, progress = engine.apply(in_process.generate_in_turns, requests(40), [5] * 8, 3)
+    assert sorted(chunk.sample_ids[0] for chunk in chunks) == sorted(f"s{i}" for i in range(0, 40, 5))
+    assert progress[0][0] == 3
+    assert all(taken - came < 3 for taken, came in progress)
+    assert progress[-1] == (8, 8)
+
+
+def test_answers_that_nobody_waits_for_are_given_up(engine: EngineProcess, models: Mapping[str, Path]) -> None:
+    resync(engine, models["qwen2"])
+    before = ask(engine)
+    assert engine.apply(in_process.give_up, requests(12, first_seed=99), [1] * 12) == 0
+    assert_same(ask(engine), before)
 
 
 def test_every_64_bit_seed_is_a_seed(engine: EngineProcess, models: Mapping[str, Path]) -> None:
     resync(engine, models["qwen2"])
     prompt = requests()[0].prompt
     asked = [SampleRequest(sample_id=str(seed), prompt=prompt, seed=seed) for seed in (0, 2**63 - 1, 2**64 - 1)]
-    first, second = (engine.call("generate", asked, [3])[1][0] for _ in range(2))
+    first, second = (engine.apply(in_process.generate, asked, [3])[1][0] for _ in range(2))
     np.testing.assert_array_equal(first.response_ids.values, second.response_ids.values)
 
 
@@ -209,13 +231,11 @@ def test_bad_prompts_are_named_and_leave_nothing_behind(
 ) -> None:
     bad = SampleRequest(sample_id="b", prompt=Prompt(prompt_id="bad", token_ids=prompt), seed=0)
     with pytest.raises(RemoteError, match=f"ValueError: {message}"):
-        engine.call("generate", [*requests(2), bad], [3])
-    assert len(engine.call("generate", requests(2), [2])[0]) == 2
+        engine.apply(in_process.generate, [*requests(2), bad], [2, 1])
+    assert len(engine.apply(in_process.generate, requests(2), [2])[0]) == 2
 
 
-def test_other_refusals(engine: EngineProcess, models: Mapping[str, Path]) -> None:
-    with pytest.raises(RemoteError, match="ValueError: chunk_sizes are"):
-        engine.call("generate", requests(6), [2, 3])
+def test_sequences_that_are_too_long_are_refused(engine: EngineProcess) -> None:
     with pytest.raises(RemoteError, match=f"ValueError: sequence 1 has {MAX_LEN + 1} tokens"):
         engine.call("logprobs", [[1, 2], [1] * (MAX_LEN + 1)])
 
