@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,10 @@ from megarl.cluster.calls import Call, Phase
 from megarl.cluster.session import Session
 from megarl.cluster.shell import ChunkRefs
 from megarl.config import RunConfig
-from megarl.types import ExperienceChunk, Layout, Ragged, RankSchedule, RoleName, RolloutChunk, Schedule
+from megarl.types import Layout, Ragged, RankSchedule, RoleName, RolloutChunk, Schedule, TextChunk
+
+PerSample = Mapping[int, npt.NDArray[np.float32]]
+"""[N] float32 by chunk."""
 
 WORKER = "megarl.megatron.worker:MegatronWorker"
 
@@ -66,9 +71,41 @@ class WorkerGroup:
         """
         return self._session.watch.submit(label, phase, method, self.processes, args, chunks)
 
+    def rest(self) -> Call:
+        """Offloads every role that may be."""
+        return self.call(f"{self.name}.rest", "inference", "rest")
+
     def close(self) -> Call:
         """Lets the ranks end their world and give back their memory."""
         return self.call(f"{self.name}.close", "start", "close")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperienceColumns:
+    """What is known of the rollouts of a step, by chunk.
+
+    Args:
+        old_logprobs: by the actor.
+        ref_logprobs: by the reference; None without one.
+        values: by the critic; None without one.
+        scores: [N] float32 per chunk, as the algorithm takes them.
+        outcomes: [N] float32 per chunk, advantages of samples; None where advantages are of tokens.
+    """
+
+    old_logprobs: ChunkRefs[Ragged]
+    ref_logprobs: ChunkRefs[Ragged] | None
+    values: ChunkRefs[Ragged] | None
+    scores: PerSample
+    outcomes: PerSample | None
+
+    def only(self, chunks: Sequence[int]) -> tuple[Any, ...]:
+        """The columns of these chunks alone."""
+        refs = (self.old_logprobs, self.ref_logprobs, self.values)
+        small = (self.scores, self.outcomes)
+        return (
+            *(None if column is None else column.only(chunks) for column in refs),
+            *(None if column is None else {chunk: column[chunk] for chunk in chunks} for column in small),
+        )
 
 
 class Role:
@@ -85,9 +122,15 @@ class Role:
         self.name: RoleName = name
         self.layout = layout
 
-    def logprobs(self, schedule: Schedule, rollouts: ChunkRefs[RolloutChunk]) -> ChunkRefs[Ragged]:
+    def logprobs(
+        self, schedule: Schedule, rollouts: ChunkRefs[RolloutChunk], *, temperature: float
+    ) -> ChunkRefs[Ragged]:
         """Log-probabilities of the responses, nats."""
-        return self._each("logprobs", schedule, lambda own: (self.name, own, rollouts.only(own.chunks))).chunks
+
+        def args(own: RankSchedule) -> tuple[Any, ...]:
+            return self.name, own, rollouts.only(own.chunks), temperature
+
+        return self._each("logprobs", schedule, args).chunks
 
     def values(self, schedule: Schedule, rollouts: ChunkRefs[RolloutChunk]) -> ChunkRefs[Ragged]:
         """Values of the responses' tokens."""
@@ -102,26 +145,55 @@ class Role:
         self,
         schedule: Schedule,
         rollouts: ChunkRefs[RolloutChunk],
-        old: ChunkRefs[Ragged],
-        ref: ChunkRefs[Ragged] | None,
-        values: ChunkRefs[Ragged],
-        scores: Mapping[int, npt.NDArray[np.float32]],
+        columns: ExperienceColumns,
+        *,
+        kl_coef: float,
     ) -> Call:
-        """Experience by chunk, and as the small results its statistics."""
+        """Experience by chunk, and as the small results its statistics.
+
+        Args:
+            kl_coef: of the step, reward or loss per nat.
+        """
 
         def args(own: RankSchedule) -> tuple[Any, ...]:
-            columns = [None if refs is None else refs.only(own.chunks) for refs in (rollouts, old, ref, values)]
-            return own, *columns, {chunk: scores[chunk] for chunk in own.chunks}
+            return own, rollouts.only(own.chunks), *columns.only(own.chunks), kl_coef
 
         return self._each("build_experience", schedule, args)
 
-    def update(self, schedules: Sequence[Schedule], experience: ChunkRefs[ExperienceChunk]) -> Call:
-        """Optimizer steps, one per schedule; ``reported`` reads their metrics."""
+    def update(self, schedules: Sequence[Schedule], chunks: ChunkRefs[Any], *, kl_coef: float = 0.0) -> Call:
+        """Optimizer steps, one per schedule; ``reported`` reads their metrics.
+
+        Args:
+            chunks: what the role's loss reads.
+            kl_coef: of a penalty in the loss, per nat.
+        """
         args: list[tuple[Any, ...]] = []
         for own in zip(*map(self._own, schedules), strict=True):
-            chunks = {chunk for schedule in own for chunk in schedule.chunks}
-            args.append((self.name, own, experience.only(sorted(chunks))))
+            read = {chunk for schedule in own for chunk in schedule.chunks}
+            args.append((self.name, own, chunks.only(sorted(read)), kl_coef))
         return self.group.call_each(f"{self.name}.update", "update", "update", args)
+
+    def evaluate(self, schedule: Schedule, chunks: ChunkRefs[TextChunk]) -> Call:
+        """The role's loss without a step; ``reported`` reads its metrics."""
+        args = [(self.name, own, chunks.only(own.chunks)) for own in self._own(schedule)]
+        return self.group.call_each(f"{self.name}.evaluate", "inference", "evaluate", args)
+
+    def save(self, directory: Path) -> Call:
+        """Writes the role's part of a checkpoint; the results say what each rank wrote."""
+        return self.group.call(f"{self.name}.save", "checkpoint", "save", self.name, str(directory / self.name))
+
+    def restore(self, directory: Path) -> Call:
+        """Reads the role's part of a checkpoint."""
+        return self.group.call(f"{self.name}.restore", "checkpoint", "restore", self.name, str(directory / self.name))
+
+    def export(self, directory: Path, template: str) -> Call:
+        """Writes the role as a Hugging Face directory.
+
+        Args:
+            directory: to make.
+            template: directory whose tokenizer and generation settings are copied.
+        """
+        return self.group.call(f"{self.name}.export", "checkpoint", "export", self.name, str(directory), template)
 
     def _own(self, schedule: Schedule) -> list[RankSchedule]:
         """By rank, the part of its replica: all that the rank is sent."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import ray
 
@@ -23,8 +23,10 @@ from megarl.cluster.environment import (
 )
 from megarl.cluster.placement import DEVICE, Placement
 from megarl.cluster.processes import MARK, Remains
-from megarl.cluster.shell import Shell
+from megarl.cluster.shell import ChunkRefs, Shell
 from megarl.config.schema import Cluster
+
+T = TypeVar("T")
 
 _LOOPBACK = "127.0.0.1"
 _LOCAL_ENV = {
@@ -125,6 +127,10 @@ class Session:
         process = Process(name=name, actor=actor, log_file=log_file)
         self._processes.append(process)
         return process
+
+    def share(self, values: Sequence[T]) -> ChunkRefs[T]:
+        """Puts the driver's own chunks where every process can read them; they live as long as the references."""
+        return ChunkRefs({index: ray.put(value) for index, value in enumerate(values)})
 
     @property
     def host(self) -> str:

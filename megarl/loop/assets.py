@@ -14,8 +14,14 @@ def model_directory(config: RunConfig, run_dir: Path) -> str:
         assert config.model.path is not None
         return config.model.path
     directory = run_dir / "model"
-    write_random_model(config.model.random, directory)
+    if not (directory / "config.json").exists():
+        write_random_model(config.model.random, directory)
     return str(directory.absolute())
+
+
+def template_directory(config: RunConfig, model_dir: str) -> str:
+    """The directory that the run's tokenizer is in, if there is one."""
+    return config.model.tokenizer or model_dir
 
 
 def write_random_model(model: RandomModel, directory: Path) -> None:

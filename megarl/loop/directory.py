@@ -40,6 +40,36 @@ class RunDirectory:
         return self.path / "updates.jsonl"
 
     @property
+    def evaluations(self) -> Path:
+        """A line of JSON per evaluation."""
+        return self.path / "evaluations.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """A line of JSON per sample that is kept for reading."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's events."""
+        return self.path / "tensorboard"
+
+    @property
+    def summary(self) -> Path:
+        """What a finished run was, as JSON."""
+        return self.path / "summary.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where a run goes on from, a directory per checkpoint."""
+        return self.path / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        """The trained model as a Hugging Face directory, when the run is finished."""
+        return self.path / "export"
+
+    @property
     def logs(self) -> Path:
         """What each process prints, a file per process."""
         return self.path / "logs"

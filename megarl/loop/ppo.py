@@ -1,4 +1,4 @@
-"""Proximal policy optimization (Schulman et al., 2017) with a critic, a reference and a reward model, synchronous.
+"""Proximal policy optimization (Schulman et al., 2017) and its relatives, synchronous.
 
 Every method of a role returns references at once: calls on one group run in the order of this file, calls on
 different groups at the same time.
@@ -6,72 +6,186 @@ different groups at the same time.
 
 from __future__ import annotations
 
-import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
-from megarl.cluster.group import merged_scores, reported
+import numpy as np
+
+from megarl.algos.controllers import kl_controller
+from megarl.cluster.group import ExperienceColumns, reported
+from megarl.cluster.resharder import Resharder
 from megarl.cluster.session import Session
 from megarl.config import PPOConfig
 from megarl.data.prompts import sample_requests
-from megarl.data.streams import Stream
+from megarl.data.streams import Stream, StreamState
+from megarl.loop.assets import model_directory, template_directory
+from megarl.loop.datasets import PromptSets
 from megarl.loop.directory import RunDirectory
-from megarl.loop.preflight import check
-from megarl.loop.report import Reporter, StepResult, Summary
+from megarl.loop.evaluate import Evaluator
+from megarl.loop.gate import check_agreement
+from megarl.loop.samples import shown_samples
 from megarl.loop.schedules import StepPlan
-from megarl.loop.setup import Parts, assemble
+from megarl.loop.scoring import Scale, Scorer, columns_of, group_outcomes, permutation_seed, total_scores
+from megarl.loop.setup import launch_engines, launch_rules, launch_trainers
+from megarl.loop.stage import EvaluationResult, Metrics, StepResult
+from megarl.loop.turns import Turns
 from megarl.obs.timers import Timers
+from megarl.types import SampleInfo
+from megarl.weights.specs import model_spec
 
 
-def train(config: PPOConfig) -> Summary:
-    """Runs PPO and writes the run's directory; leaves no process, shared memory or temporary file.
+class PPO:
+    """A run of PPO: rollouts, scores, experience, updates, and the weights back into the engines.
 
-    Raises:
-        ConfigError: the model, the prompts or run.dir cannot be used.
-        WorkerError: a process failed; the message names it and the cause.
+    Args:
+        config: of the run.
+        session: where everything runs.
+        directory: of the run.
+        data: the prompts, and the tokenizer.
     """
-    start = time.perf_counter()
-    prompts = Stream(check(config), config.run.seed)
-    directory = RunDirectory(config)
-    session = Session(config.cluster, directory.logs, config.cluster.address)
-    with Reporter(config, directory) as reporter, session:
-        parts = assemble(config, session, directory, prompts)
-        parts.resharder.sync(version=0)
-        reporter.started(time.perf_counter() - start)
-        for step in range(1, config.run.steps + 1):
-            reporter.write(take_step(config, parts, step))
-        parts.close()
-    return reporter.summary(time.perf_counter() - start)
+
+    def __init__(self, config: PPOConfig, session: Session, directory: RunDirectory, data: PromptSets) -> None:
+        self._config, self._data = config, data
+        self._model_dir = model_directory(config, directory.path)
+        self.trainers = launch_trainers(config, session)
+        self._engines = launch_engines(config, config.rollout, session, self._model_dir, weights="sync")
+        self._roles = self.trainers.roles
+        spec = model_spec(config.model.hf_config())
+        self._resharder = Resharder(session, config, self._roles["actor"], self._engines, spec)
+        self._turns = Turns(self.trainers, self._engines, self._resharder, sleep=config.rollout.sleep)
+        self._rules = launch_rules(config, session, self._model_dir)
+        self._scorer = Scorer(model=self._roles.get("reward"), scale=Scale.read(config.reward.path), rules=self._rules)
+        self._prompts = Stream(data.train, config.run.seed)
+        self._kl = kl_controller(config.algo.kl.coef, target=config.algo.kl.target, horizon=config.algo.kl.horizon)
+        self._evaluator = (
+            Evaluator(config, data.held_out, self._engines, self._scorer, data.tokenizer, self.trainers.chunks)
+            if config.evaluation is not None
+            else None
+        )
+        self.evaluate_every = None if config.evaluation is None else config.evaluation.every
+
+    def start(self) -> None:
+        """Starts every process, loads every model, and connects the actor with the engines, still without weights."""
+        engines = self._engines.start()
+        rules = None if self._rules is None else self._rules.start()
+        self.trainers.start(self._model_dir)
+        engines.wait()
+        if rules is not None:
+            rules.wait()
+        self._resharder.connect().wait()
+
+    def begin(self, step: int) -> Metrics:
+        """Brings the actor's weights into the engines, and looks whether both compute the same."""
+        transfer = self._turns.to_engines(step)
+        if self._config.resharding.gate is None:
+            return transfer.metrics()
+        report = check_agreement(self._config, self._roles["actor"], self._engines)
+        return {**transfer.metrics(), **report.metrics()}
+
+    def step(self, step: int) -> StepResult:
+        """One iteration: rollouts under version ``step - 1``, an update, and version ``step`` in the engines."""
+        timers, config = Timers(), self._config
+        actor, critic, reference = self._roles["actor"], self._roles.get("critic"), self._roles.get("reference")
+        with timers("step"):
+            with timers("rollout"):
+                prompts = self._prompts.next(config.data.prompts_per_step)
+                requests = sample_requests(prompts, config.data.samples_per_prompt, seed=config.run.seed, step=step)
+                rollouts = self._engines.generate(requests, self.trainers.chunks)
+                self._turns.to_trainers()
+            plan = StepPlan(config, rollouts.samples, step)
+            with timers("experience"):
+                scoring = self._scorer.submit(
+                    rollouts,
+                    {prompt.prompt_id: prompt for prompt in prompts},
+                    plan.inference("reward") if self._scorer.model else None,
+                    config.reward.functions,
+                )
+                old = actor.logprobs(plan.inference("actor"), rollouts.chunks, temperature=config.rollout.temperature)
+                ref = None
+                if reference is not None:
+                    ref = reference.logprobs(
+                        plan.inference("reference"), rollouts.chunks, temperature=config.rollout.temperature
+                    )
+                values = None if critic is None else critic.values(plan.inference("critic"), rollouts.chunks)
+                sources = scoring.wait()
+                seed = permutation_seed(config.run.seed, step)
+                scores = total_scores(sources, rollouts.samples, config.reward, config.algo, seed=seed)
+                outcomes = group_outcomes(scores, rollouts.samples) if config.algo.advantage == "grpo" else None
+                columns = ExperienceColumns(
+                    old_logprobs=old,
+                    ref_logprobs=ref,
+                    values=values,
+                    scores=columns_of(scores, rollouts.samples),
+                    outcomes=None if outcomes is None else columns_of(outcomes, rollouts.samples),
+                )
+                kl_coef = self._kl.coef
+                building = actor.build_experience(plan.inference("actor"), rollouts.chunks, columns, kl_coef=kl_coef)
+                objective = reported(building)
+            with timers("update"):
+                actor_update = actor.update(plan.update("actor"), building.chunks, kl_coef=kl_coef)
+                critic_update = None
+                if critic is not None:
+                    critic_update = critic.update(plan.update("critic"), building.chunks)
+                updates = reported(actor_update)
+                if critic_update is not None:
+                    updates = [{**a, **c} for a, c in zip(updates, reported(critic_update), strict=True)]
+            with timers("sync"):
+                transfer = self._turns.to_engines(step)
+        metrics = {
+            "version": step,
+            **objective,
+            **{f"scores/{name}": float(values.mean()) for name, values in sources.items()},
+            **sample_metrics(rollouts.samples),
+            **transfer.metrics(),
+        }
+        self._kl.update(objective["objective/kl"], len(rollouts.samples))
+        seconds = timers.take()
+        tokens = sum(sample.tokens for sample in rollouts.samples)
+        return StepResult(
+            step=step,
+            metrics={**metrics, **seconds, "perf/tokens_per_second": tokens / seconds["time/step"]},
+            updates=updates,
+            samples=shown_samples(rollouts, scores, sources, self._data.tokenizer, config.tracking.samples),
+        )
+
+    def evaluate(self, step: int) -> EvaluationResult | None:
+        """Answers and scores the held-out prompts; the engines keep the weights that they have."""
+        if self._evaluator is None:
+            return None
+        result = self._evaluator.evaluate(step, self._turns.to_trainers)
+        if self._config.rollout.sleep:
+            self._turns.to_engines(step)
+        return result
+
+    def state(self) -> dict[str, Any]:
+        """Where the prompts and the penalty stand."""
+        return {"prompts": asdict(self._prompts.state()), "kl": self._kl.state()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there."""
+        self._prompts.load(StreamState(**state["prompts"]))
+        self._kl.load(state["kl"])
+
+    def finish(self, export: Path) -> Metrics:
+        """Writes the actor."""
+        self._roles["actor"].export(export, template_directory(self._config, self._model_dir)).wait()
+        return {}
+
+    def close(self) -> None:
+        """Lets every process end by itself."""
+        engines = self._engines.close()
+        self.trainers.close()
+        engines.wait()
 
 
-def take_step(config: PPOConfig, parts: Parts, step: int) -> StepResult:
-    """One iteration: rollouts under version ``step - 1``, an update, and version ``step`` in the engines."""
-    timers = Timers()
-    actor, critic, reward = parts.roles["actor"], parts.roles["critic"], parts.roles["reward"]
-    reference = parts.roles.get("reference")
-    with timers("step"):
-        with timers("generate"):
-            prompts = parts.prompts.next(config.data.prompts_per_step)
-            requests = sample_requests(prompts, config.data.samples_per_prompt, seed=config.run.seed, step=step)
-            rollouts = parts.rollout.generate(requests, parts.chunks)
-        plan = StepPlan(config, rollouts.samples, step)
-        with timers("evaluate"):
-            scoring = reward.scores(plan.inference("reward"), rollouts.chunks)
-            old = actor.logprobs(plan.inference("actor"), rollouts.chunks)
-            ref = reference.logprobs(plan.inference("reference"), rollouts.chunks) if reference else None
-            values = critic.values(plan.inference("critic"), rollouts.chunks)
-            scores = merged_scores(scoring)
-            building = actor.build_experience(plan.inference("actor"), rollouts.chunks, old, ref, values, scores)
-            objective = reported(building)
-        with timers("update"):
-            actor_update = actor.update(plan.update("actor"), building.chunks)
-            critic_update = critic.update(plan.update("critic"), building.chunks)
-            actor_updates, critic_updates = reported(actor_update), reported(critic_update)
-        with timers("sync"):
-            transfer = parts.resharder.sync(version=step)
-    return StepResult(
-        step=step,
-        samples=rollouts.samples,
-        objective=objective,
-        updates=tuple({**a, **c} for a, c in zip(actor_updates, critic_updates, strict=True)),
-        transfer=transfer,
-        seconds=timers.take(),
-    )
+def sample_metrics(samples: Sequence[SampleInfo]) -> dict[str, float]:
+    """What lengths and ends say of a step's rollouts."""
+    lengths = np.array([sample.response_tokens for sample in samples])
+    return {
+        "rollout/samples": len(samples),
+        "rollout/response_tokens_mean": float(lengths.mean()),
+        "rollout/response_tokens_max": int(lengths.max()),
+        "rollout/finished": float(np.mean([sample.finished for sample in samples])),
+    }

@@ -1,129 +1,171 @@
-"""What a run tells of its steps: files in its directory, a table on the console, a summary at the end."""
+"""What a run tells: files in its directory, trackers, progress on the console, a summary at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
-import numpy as np
-
-from megarl.cluster.resharder import SyncReport
-from megarl.config import PPOConfig
+from megarl.config import RunConfig
 from megarl.loop.directory import RunDirectory
-from megarl.obs.metrics import ConsoleSink, JsonlSink
-from megarl.types import SampleInfo
+from megarl.loop.stage import EvaluationResult, Metrics, StepResult
+from megarl.obs.metrics import JsonlSink, Sink
+from megarl.obs.progress import Display, open_display
+from megarl.obs.samples import SampleWriter
+from megarl.obs.tensorboard import TensorBoardSink
+from megarl.obs.wandb import WandbSink
 
-_COLUMNS = {
-    "objective/score": "score",
-    "objective/kl": "KL",
-    "rollout/response_tokens_mean": "length",
-    "actor/loss": "actor loss",
-    "actor/grad_norm": "actor norm",
-    "critic/loss": "critic loss",
-    "sync/seconds": "sync s",
-    "time/step": "step s",
+_COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
+    "sft": {"sft/loss": "loss", "sft/lr": "lr", "sft/grad_norm": "grad norm", "perf/tokens_per_second": "tokens/s"},
+    "reward_model": {
+        "reward_model/loss": "loss",
+        "reward_model/accuracy": "accuracy",
+        "reward_model/lr": "lr",
+        "reward_model/grad_norm": "grad norm",
+        "perf/tokens_per_second": "tokens/s",
+    },
+    "ppo": {
+        "objective/score": "score",
+        "objective/kl": "KL",
+        "rollout/response_tokens_mean": "length",
+        "policy/clipfrac": "clipped",
+        "value/explained_variance": "explained",
+        "rollout/logprob_gap": "gap",
+        "time/rollout": "rollout s",
+        "time/step": "step s",
+    },
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What the driver knows of a step.
-
-    Args:
-        step: from 1; the weights have this version after it.
-        samples: of the step.
-        objective: ``objective/*`` metrics of the experience.
-        updates: metrics of each optimizer step, ``actor/*`` and ``critic/*``.
-        transfer: of the weights.
-        seconds: by stage.
-    """
-
-    step: int
-    samples: Sequence[SampleInfo]
-    objective: Mapping[str, float]
-    updates: Sequence[Mapping[str, float]]
-    transfer: SyncReport
-    seconds: Mapping[str, float]
-
-    def metrics(self) -> dict[str, float]:
-        """One number for everything; those of the updates are means over the optimizer steps."""
-        responses = np.array([sample.response_tokens for sample in self.samples])
-        tokens = sum(sample.tokens for sample in self.samples)
-        return {
-            "version": self.transfer.version,
-            **self.objective,
-            "rollout/samples": len(self.samples),
-            "rollout/response_tokens_mean": float(responses.mean()),
-            "rollout/response_tokens_max": int(responses.max()),
-            "rollout/finished": float(np.mean([sample.finished for sample in self.samples])),
-            **{name: float(np.mean([update[name] for update in self.updates])) for name in self.updates[0]},
-            "sync/bytes": self.transfer.nbytes,
-            "sync/seconds": self.transfer.seconds,
-            **self.seconds,
-            "tokens_per_second": tokens / self.seconds["time/step"],
-        }
+"""What the console shows of each stage's steps: heading by metric."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A finished run.
+    """A finished run, as summary.json has it.
 
     Args:
-        steps: taken.
-        version: of the weights at the end.
-        seconds: in all.
-        metrics: of the last step.
+        stage: of training.
+        steps: taken in all.
+        seconds: of this process.
+        start: metrics of the start, the first sync's for example.
+        last_step: metrics of the last step that this process took.
+        evaluation: metrics of its last evaluation.
+        export: what is to be said of the exported model.
     """
 
+    stage: str
     steps: int
-    version: int
     seconds: float
-    metrics: Mapping[str, float]
+    start: Metrics
+    last_step: Metrics
+    evaluation: Metrics
+    export: Metrics
 
 
 class Reporter:
-    """Writes ``metrics.jsonl``, a line per step, and ``updates.jsonl``, a line per optimizer step, and a table.
+    """Writes what a run tells; the last one to be closed.
 
     Args:
         config: of the run.
         directory: of the run.
+        taken: steps that were taken before.
     """
 
-    def __init__(self, config: PPOConfig, directory: RunDirectory) -> None:
-        self._directory = directory
-        self._steps = JsonlSink(directory.metrics)
-        self._updates = JsonlSink(directory.updates)
-        self._console = ConsoleSink(_COLUMNS, steps=config.run.steps)
-        self._last: tuple[int, Mapping[str, float]] = (0, {})
-        self._updates_taken = 0
-
-    def started(self, seconds: float) -> None:
-        """Says that everything runs."""
-        print(f"started in {seconds:.0f} s; the processes print into {self._directory.logs}", flush=True)
-
-    def write(self, result: StepResult) -> None:
-        """Writes a step."""
-        metrics = result.metrics()
-        for update in result.updates:
-            self._updates_taken += 1
-            self._updates.write(result.step, {"update": self._updates_taken, **update})
-        self._steps.write(result.step, metrics)
-        self._console.write(result.step, metrics)
-        self._last = result.step, metrics
-
-    def summary(self, seconds: float) -> Summary:
-        """Prints the end of the run and returns it."""
-        step, metrics = self._last
-        print(f"{step} steps in {seconds:.0f} s; metrics are in {self._directory.metrics}", flush=True)
-        return Summary(steps=step, version=int(metrics["version"]), seconds=seconds, metrics=metrics)
+    def __init__(self, config: RunConfig, directory: RunDirectory, taken: int) -> None:
+        self._config, self._directory = config, directory
+        self._start: Metrics = {}
+        self._last_step: Metrics = {}
+        self._evaluation: Metrics = {}
+        self._updates_per_step = config.optimizer_steps // config.run.steps
+        self._taken = taken
 
     def __enter__(self) -> Self:
+        config, directory = self._config, self._directory
+        with ExitStack() as opened:
+            self._metrics = JsonlSink(directory.metrics)
+            self._updates = JsonlSink(directory.updates)
+            self._evaluations = JsonlSink(directory.evaluations)
+            for lines in (self._metrics, self._updates, self._evaluations):
+                opened.callback(lines.close)
+            self._samples = SampleWriter(directory.samples)
+            opened.callback(self._samples.close)
+            self._trackers: list[Sink] = []
+            if config.tracking.tensorboard:
+                self._trackers.append(TensorBoardSink(directory.tensorboard, first_step=self._taken + 1))
+            if config.tracking.wandb_project is not None:
+                plain = config.model_dump(mode="json", by_alias=True)
+                self._trackers.append(WandbSink(config.tracking.wandb_project, directory.path, config=plain))
+            for sink in self._trackers:
+                opened.callback(sink.close)
+            self._display = self._open_display()
+            opened.callback(lambda: self._display.close())
+            self._opened = opened.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._steps.close()
-        self._updates.close()
+        self._opened.close()
+
+    def _open_display(self) -> Display:
+        columns = _COLUMNS[self._config.stage]
+        return open_display(self._config.stage, columns, steps=self._config.run.steps, done=self._taken)
+
+    def phase(self, name: str) -> None:
+        """Says what the run does now."""
+        self._display.phase(name)
+
+    def started(self, seconds: float, metrics: Metrics) -> None:
+        """Says that everything runs.
+
+        Args:
+            metrics: of the start.
+        """
+        again = f", going on after step {self._taken}" if self._taken else ""
+        print(f"started in {seconds:.0f} s{again}; the processes print into {self._directory.logs}", flush=True)
+        self._start = dict(metrics)
+
+    def write(self, result: StepResult) -> None:
+        """Writes a step."""
+        metrics = result.all_metrics()
+        first = (result.step - 1) * self._updates_per_step + 1
+        for number, update in enumerate(result.updates, start=first):
+            self._updates.write(result.step, {"update": number, **update})
+        self._samples.write(result.step, "train", result.samples)
+        for sink in (self._metrics, *self._trackers, self._display):
+            sink.write(result.step, metrics)
+        self._last_step = metrics
+
+    def evaluated(self, result: EvaluationResult | None) -> None:
+        """Writes an evaluation."""
+        if result is None:
+            return
+        self._evaluations.write(result.step, result.metrics)
+        self._samples.write(result.step, "evaluation", result.samples)
+        for sink in self._trackers:
+            sink.write(result.step, result.metrics)
+        shown = (f"{name} {value:.4g}" for name, value in result.metrics.items() if not name.endswith("_ci95"))
+        print(f"evaluation after step {result.step}: {', '.join(shown)}", flush=True)
+        self._evaluation = result.metrics
+
+    def finished(self, export: Metrics, seconds: float) -> Summary:
+        """Writes summary.json, prints the end of the run and returns it.
+
+        Args:
+            export: what is to be said of the exported model.
+            seconds: of this process.
+        """
+        summary = Summary(
+            stage=self._config.stage,
+            steps=self._config.run.steps,
+            seconds=seconds,
+            start=self._start,
+            last_step=self._last_step,
+            evaluation=self._evaluation,
+            export=export,
+        )
+        self._directory.summary.write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
+        print(f"{summary.steps} steps in {seconds:.0f} s; the model is in {self._directory.export}", flush=True)
+        return summary

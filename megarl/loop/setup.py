@@ -1,19 +1,21 @@
-"""From a configuration to the running parts of a loop."""
+"""From a configuration to the running parts of a stage: groups of trainers with their roles, and engines."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from megarl.cluster.group import Role, WorkerGroup
-from megarl.cluster.resharder import Resharder
 from megarl.cluster.rollouts import ENGINE, RolloutGroup
+from megarl.cluster.scoring import RuleScorers
 from megarl.cluster.session import Session
-from megarl.config import PPOConfig
-from megarl.data.streams import Stream
-from megarl.loop.assets import model_directory
-from megarl.loop.directory import RunDirectory
-from megarl.loop.preflight import vocab_size
-from megarl.types import Prompt, RoleName
+from megarl.config import PPOConfig, RunConfig
+from megarl.config.schema import Rollout
+from megarl.data.tokenizer import has_tokenizer
+from megarl.loop.assets import template_directory
+from megarl.loop.models import vocab_size
+from megarl.types import RoleName
 from megarl.weights.specs import model_spec
 
 _CHUNKS_PER_REPLICA = 8
@@ -21,74 +23,97 @@ _CHUNKS_PER_REPLICA = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
-    """What a PPO loop works with.
+class Trainers:
+    """The groups of a run and the roles in them.
 
     Args:
-        prompts: of the run.
-        groups: of trainer processes.
-        rollout: the engines.
-        roles: by name; the reference is missing where nothing reads it.
-        resharder: from the actor to the engines.
-        chunks: into which the samples of a step are divided.
+        groups: of trainer processes, by name.
+        roles: by name.
     """
 
-    prompts: Stream[Prompt]
-    groups: tuple[WorkerGroup, ...]
-    rollout: RolloutGroup
-    roles: dict[RoleName, Role]
-    resharder: Resharder
-    chunks: int
+    groups: Mapping[str, WorkerGroup]
+    roles: Mapping[RoleName, Role]
+
+    @property
+    def chunks(self) -> int:
+        """Into how many chunks the samples of a step are divided, at most."""
+        return _CHUNKS_PER_REPLICA * max(role.layout.dp for role in self.roles.values())
+
+    def start(self, model_dir: str) -> None:
+        """Connects the ranks of every group and loads the models; waits for all of them.
+
+        Args:
+            model_dir: Hugging Face directory of the model.
+
+        Raises:
+            WorkerError: a process failed to start.
+        """
+        for call in [group.start(model_dir) for group in self.groups.values()]:
+            call.wait()
+
+    def rest(self) -> None:
+        """Offloads every role that may be."""
+        for call in [group.rest() for group in self.groups.values()]:
+            call.wait()
 
     def close(self) -> None:
         """Lets every process end by itself."""
-        calls = [group.close() for group in self.groups] + [self.rollout.close()]
-        for call in calls:
+        for call in [group.close() for group in self.groups.values()]:
             call.wait()
 
 
-def assemble(config: PPOConfig, session: Session, directory: RunDirectory, prompts: Stream[Prompt]) -> Parts:
-    """Starts every process and loads every model; the engines have no weights yet.
-
-    Raises:
-        WorkerError: a process failed to start.
-    """
-    model_dir = model_directory(config, directory.path)
-    spec = model_spec(config.model.hf_config())
-    rollout = RolloutGroup(
-        session,
-        config.rollout,
-        model_dir,
-        vocab_size=vocab_size(config, spec),
-        device=config.cluster.device,
-        tokenizer=config.model.tokenizer or model_dir if config.rollout.stop else None,
-        target=_engine(config),
-    )
+def launch_trainers(config: RunConfig, session: Session) -> Trainers:
+    """Launches the processes of every group, and returns at once."""
     groups = {name: WorkerGroup(session, config, name) for name in config.groups}
-    calls = [rollout.start(), *(group.start(model_dir) for group in groups.values())]
-    for call in calls:
-        call.wait()
     roles: dict[RoleName, Role] = {
-        role: Role(group, role, config.layout(role))
-        for name, group in groups.items()
-        for role in config.groups[name].roles
+        role: Role(groups[name], role, config.layout(role))
+        for name, group in config.groups.items()
+        for role in group.roles
     }
-    resharder = Resharder(session, config, roles["actor"], rollout, spec)
-    resharder.connect().wait()
-    return Parts(
-        prompts=prompts,
-        groups=tuple(groups.values()),
-        rollout=rollout,
-        roles=roles,
-        resharder=resharder,
-        chunks=_CHUNKS_PER_REPLICA * max(role.layout.dp for role in roles.values()),
+    return Trainers(groups=groups, roles=roles)
+
+
+def launch_engines(
+    config: RunConfig,
+    rollout: Rollout,
+    session: Session,
+    model_dir: str,
+    *,
+    weights: Literal["sync", "files"],
+) -> RolloutGroup:
+    """Launches the processes of the engines, and returns at once.
+
+    Args:
+        rollout: of the configuration.
+        model_dir: Hugging Face directory of the model.
+        weights: whether they come by sync, or from model_dir.
+    """
+    return RolloutGroup(
+        session,
+        rollout,
+        model_dir,
+        vocab_size=vocab_size(config, model_spec(config.model.hf_config())),
+        device=config.cluster.device,
+        tokenizer=template_directory(config, model_dir) if rollout.stop else None,
+        weights=weights,
+        target=_engine(rollout),
     )
 
 
-def _engine(config: PPOConfig) -> str:
+def launch_rules(config: PPOConfig, session: Session, model_dir: str) -> RuleScorers | None:
+    """Launches the processes that run reward functions, if there are any to run, and returns at once."""
+    evaluated = config.evaluation.functions if config.evaluation is not None else ()
+    if not config.reward.functions and not evaluated:
+        return None
+    directory = template_directory(config, model_dir)
+    tokenizer = directory if has_tokenizer(directory) else None
+    return RuleScorers(session, tokenizer, config.reward.processes)
+
+
+def _engine(rollout: Rollout) -> str:
     """The class of the engines."""
-    if config.rollout.record is not None:
+    if rollout.record is not None:
         return "megarl.loop.replay:RecordingEngine"
-    if config.rollout.replay is not None:
+    if rollout.replay is not None:
         return "megarl.loop.replay:ReplayingEngine"
     return ENGINE

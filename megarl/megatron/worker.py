@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarl.algos.rewards import shape_scores
-from megarl.config import PPOConfig
+from megarl.config import PPOConfig, RunConfig
 from megarl.data.packing import Chunks
+from megarl.files import FileRecord
 from megarl.megatron.experience import Columns, PerSample, build_experience
 from megarl.megatron.groups import GroupCache
-from megarl.megatron.losses import policy_loss, value_loss
 from megarl.megatron.platform import Platform, start_platform, start_world
-from megarl.megatron.role import HEADS, Role
+from megarl.megatron.role import Role
+from megarl.megatron.roles import load_role, loss_of, metric_prefix
+from megarl.megatron.state import restore_role, save_role
 from megarl.resharding import GlooTransport, Sender, SyncSpec, SyncStats
-from megarl.types import ExperienceChunk, Ragged, RankSchedule, RoleName, RolloutChunk
+from megarl.types import ExperienceChunk, Ragged, RankSchedule, RoleName, RolloutChunk, TextChunk
 from megarl.weights.export import Export, export_plan
-from megarl.weights.files import load_shard, read_config
-from megarl.weights.specs import ModelSpec, model_spec
-
-TRAINED: tuple[RoleName, ...] = ("actor", "critic")
 
 
 class MegatronWorker:
@@ -37,7 +35,7 @@ class MegatronWorker:
         rank: in the group.
     """
 
-    def __init__(self, config: PPOConfig, group: str, rank: int) -> None:
+    def __init__(self, config: RunConfig, group: str, rank: int) -> None:
         self._config, self._group, self._rank = config, group, rank
         self._platform: Platform | None = None
         self._roles: dict[RoleName, Role] = {}
@@ -52,68 +50,41 @@ class MegatronWorker:
         """
         self._platform = start_platform(self._config.cluster.device)
         world_size = len(self._config.device_list(self._group))
-        start_world(self._platform, rank=self._rank, world_size=world_size, init_method=init_method)
+        start_world(
+            self._platform,
+            rank=self._rank,
+            world_size=world_size,
+            init_method=init_method,
+            timeout_seconds=self._config.cluster.time_limits.patience,
+        )
 
     def load(self, model_dir: str) -> None:
-        """Builds the group's roles and reads their weights: each rank its own shards and no more.
+        """Builds the group's roles and reads their weights.
 
         Args:
             model_dir: HF directory of the model.
         """
-        cache = GroupCache()
+        cache = GroupCache(self._config.cluster.time_limits.patience)
         for name in sorted(self._config.groups[self._group].roles):
-            self._roles[name] = self._load_role(name, model_dir, cache)
-
-    def _load_role(self, name: RoleName, model_dir: str, cache: GroupCache) -> Role:
-        directory = self._config.reward.path if name == "reward" and self._config.reward.path else model_dir
-        spec = model_spec(read_config(directory))
-        trainable = name in TRAINED
-        dtype = getattr(torch, spec.dtype)
-        role = Role(
-            name,
-            spec,
-            self._config.layout(name),
-            self._rank,
-            cache,
-            vocab_size=self._config.model.vocab_size or spec.dims.vocab,
-            dtype=dtype,
-            trainable=trainable,
-        )
-        new_head = self._new_head(name, spec)
-        tensors = load_shard(role.shard_map, directory, spec.manifest(role.head, new_head=new_head is not None))
-        for param in role.shard_map.params.keys() - tensors.keys():
-            assert new_head is not None, f"{name}: {param} was not read"
-            tensors[param] = new_head
-        role.load(tensors)
-        if trainable:
-            role.start_training(self._config.optimizer(name), self._config.optimizer_steps)
-        return role
-
-    def _new_head(self, name: RoleName, spec: ModelSpec) -> torch.Tensor | None:
-        """The [1, hidden] head of a critic, or of a reward model without a checkpoint; the same on every rank."""
-        settings = {"critic": self._config.critic, "reward": self._config.reward}.get(name)
-        if settings is None or (name == "reward" and self._config.reward.path is not None):
-            return None
-        generator = torch.Generator().manual_seed(settings.head_seed)
-        return settings.head_std * torch.randn(1, spec.dims.hidden, generator=generator)
+            self._roles[name] = load_role(self._config, name, self._rank, cache, model_dir)
 
     def logprobs(
-        self, role: RoleName, schedule: RankSchedule, rollouts: Chunks[RolloutChunk]
+        self, role: RoleName, schedule: RankSchedule, rollouts: Chunks[RolloutChunk], temperature: float
     ) -> dict[int, Ragged] | None:
-        """Log-probabilities of the responses at the sampling temperature, nats, by chunk."""
-        return self._roles[role].logprobs(schedule, rollouts, temperature=self._config.rollout.temperature)
+        """Log-probabilities of the responses at a sampling temperature, nats, by chunk."""
+        return self._at_work(role).logprobs(schedule, rollouts, temperature=temperature)
 
     def values(
         self, role: RoleName, schedule: RankSchedule, rollouts: Chunks[RolloutChunk]
     ) -> dict[int, Ragged] | None:
         """Values of the states before each response token, by chunk."""
-        return self._roles[role].values(schedule, rollouts)
+        return self._at_work(role).values(schedule, rollouts)
 
     def scores(
         self, role: RoleName, schedule: RankSchedule, rollouts: Chunks[RolloutChunk]
     ) -> dict[int, np.typing.NDArray[np.float32]] | None:
         """Scores of the samples, [N] float32 by chunk."""
-        return self._roles[role].scores(schedule, rollouts)
+        return self._at_work(role).scores(schedule, rollouts)
 
     def build_experience(
         self,
@@ -123,7 +94,8 @@ class MegatronWorker:
         ref: Chunks[Ragged] | None,
         values: Chunks[Ragged] | None,
         scores: PerSample,
-        outcomes: PerSample | None = None,
+        outcomes: PerSample | None,
+        kl_coef: float,
     ) -> tuple[dict[int, ExperienceChunk], dict[str, float]] | None:
         """The experience of this replica's chunks, and metrics over all samples; see ``experience``.
 
@@ -131,8 +103,10 @@ class MegatronWorker:
             schedule: the actor's inference schedule.
             rollouts, old, ref, values: columns by chunk, fetched where they are read.
             scores, outcomes: of the schedule's chunks.
+            kl_coef: of the step, reward or loss per nat.
         """
         actor = self._roles["actor"]
+        assert isinstance(self._config, PPOConfig)
         if not actor.reports:
             return None
 
@@ -142,28 +116,30 @@ class MegatronWorker:
             dist.all_reduce(shared, group=actor.model.groups.dp)
             return shared.to(vector.device)
 
-        algo = self._config.algo
-        shaped: dict[int, np.typing.NDArray[np.float32]] = {}
-        for chunk in schedule.chunks:
-            own, ended = (torch.from_numpy(np.array(x)) for x in (scores[chunk], rollouts[chunk].finished))
-            shaped[chunk] = shape_scores(own, ended, clip=algo.score_clip, missing_end=algo.missing_end_score).numpy()
-        columns = Columns(old_logprobs=old, ref_logprobs=ref, values=values, scores=shaped, outcomes=outcomes)
-        return build_experience(schedule.chunks, rollouts, columns, algo, reduce, kl_coef=algo.kl.coef)
+        columns = Columns(old_logprobs=old, ref_logprobs=ref, values=values, scores=scores, outcomes=outcomes)
+        return build_experience(schedule.chunks, rollouts, columns, self._config.algo, reduce, kl_coef=kl_coef)
 
     def update(
-        self, role: RoleName, schedules: Sequence[RankSchedule], experience: Chunks[ExperienceChunk]
+        self, role: RoleName, schedules: Sequence[RankSchedule], chunks: Chunks[Any], kl_coef: float
     ) -> list[dict[str, float]] | None:
-        """One optimizer step per schedule; their metrics, as ``role/name``."""
-        trained, algo = self._roles[role], self._config.algo
-        loss = (
-            policy_loss(trained, algo, experience, temperature=self._config.rollout.temperature, kl_coef=algo.kl.coef)
-            if HEADS[role] == "lm"
-            else value_loss(trained, algo, experience)
-        )
-        steps = trained.update(schedules, experience, loss)
+        """One optimizer step per schedule; their metrics, as ``policy/name``, ``sft/name`` and so on.
+
+        Args:
+            chunks: with the columns that the stage's loss reads.
+            kl_coef: of a penalty in the loss, per nat.
+        """
+        trained, prefix = self._at_work(role), metric_prefix(self._config, role)
+        loss = loss_of(self._config, trained, chunks, kl_coef=kl_coef)
+        steps = trained.update(schedules, chunks, loss)
         if not trained.reports:
             return None
-        return [{f"{role}/{name}": value for name, value in step.items()} for step in steps]
+        return [{f"{prefix}/{name}": value for name, value in step.items()} for step in steps]
+
+    def evaluate(self, role: RoleName, schedule: RankSchedule, chunks: Chunks[TextChunk]) -> dict[str, float] | None:
+        """The stage's loss and its metrics without a step, as ``eval/name``."""
+        trained = self._at_work(role)
+        metrics = trained.evaluate(schedule, chunks, loss_of(self._config, trained, chunks, kl_coef=0.0))
+        return {f"eval/{name}": value for name, value in metrics.items()} if trained.reports else None
 
     def connect(self, sync: SyncSpec, rank: int) -> None:
         """Connects to the engines; waits for all ranks of the connection. Ends an earlier connection.
@@ -184,6 +160,14 @@ class MegatronWorker:
         assert self._sender is not None, "connect comes first"
         return self._sender.send(version)
 
+    def save(self, role: RoleName, directory: str) -> list[FileRecord]:
+        """Writes a role's part of a checkpoint; see ``state.save_role``."""
+        return save_role(self._at_work(role), Path(directory))
+
+    def restore(self, role: RoleName, directory: str) -> None:
+        """Reads a role's part of a checkpoint; see ``state.restore_role``."""
+        restore_role(self._at_work(role), Path(directory))
+
     def export(self, role: RoleName, directory: str, model_dir: str) -> None:
         """Writes a role as an HF directory; every rank writes its own part.
 
@@ -191,7 +175,7 @@ class MegatronWorker:
             directory: to make; must not exist.
             model_dir: HF directory whose tokenizer and generation settings are copied.
         """
-        exported = self._roles[role]
+        exported = self._at_work(role)
         spec, layout = exported.spec, exported.layout
         tensors = spec.canonical(exported.head)
         maps = [spec.megatron_map(layout, rank, exported.head) for rank in range(layout.world_size)]
@@ -209,6 +193,9 @@ class MegatronWorker:
             barrier=barrier,
         )
 
+    def rest(self) -> None:
+        """Offloads every role that may be."""
+
     def close(self) -> None:
         """Ends the connections and the world; the object is of no use afterwards."""
         self._sender = None
@@ -216,6 +203,10 @@ class MegatronWorker:
             self._transport.close()
         self._roles.clear()
         dist.destroy_process_group()
+
+    def _at_work(self, name: RoleName) -> Role:
+        """The role, with its memory on the device."""
+        return self._roles[name]
 
     @property
     def _device(self) -> torch.device:

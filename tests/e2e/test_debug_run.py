@@ -32,12 +32,12 @@ def test_it_writes_a_line_per_step(debug_run: DebugRun) -> None:
         assert all(math.isfinite(value) for value in line.values()), line
         assert line["rollout/samples"] == 16
         assert 1 <= line["rollout/response_tokens_mean"] <= line["rollout/response_tokens_max"] <= 32
-        assert line["actor/grad_norm"] > 0
-        assert line["critic/grad_norm"] > 0
-        assert line["actor/skipped"] == line["critic/skipped"] == 0
+        assert line["policy/grad_norm"] > 0
+        assert line["value/grad_norm"] > 0
+        assert line["policy/skipped"] == line["value/skipped"] == 0
         assert line["sync/seconds"] > 0
         assert line["rollout/logprob_gap"] < 1e-4, "trainer and engine disagree about the tokens that it sampled"
-        stages = sum(line[f"time/{stage}"] for stage in ("generate", "evaluate", "update", "sync"))
+        stages = sum(line[f"time/{stage}"] for stage in ("rollout", "experience", "update", "sync"))
         assert stages == pytest.approx(line["time/step"], rel=0.05, abs=0.01)
 
 
@@ -68,13 +68,14 @@ def test_it_writes_a_line_per_optimizer_step(debug_run: DebugRun) -> None:
     assert [line["update"] for line in updates] == list(range(1, 13))
     assert [line["step"] for line in updates] == [1] * 4 + [2] * 4 + [3] * 4
     first = lines(debug_run.directory / "metrics.jsonl")[0]
-    mean = sum(line["actor/loss"] for line in updates[:4]) / 4
-    assert first["actor/loss"] == pytest.approx(mean)
+    mean = sum(line["policy/loss"] for line in updates[:4]) / 4
+    assert first["policy/loss"] == pytest.approx(mean)
 
 
 def test_its_directory_says_what_ran(debug_run: DebugRun) -> None:
-    names = {"config.yaml", "metrics.jsonl", "updates.jsonl", "logs", "model"}
-    assert names == {path.name for path in debug_run.directory.iterdir()}
+    files = {f"{name}.jsonl" for name in ("metrics", "updates", "samples", "evaluations")} | {"summary.json"}
+    folders = {"logs", "model", "checkpoints", "export", "tensorboard"}
+    assert {path.name for path in debug_run.directory.iterdir()} == files | folders | {"config.yaml"}
     resolved = load(debug_run.directory / "config.yaml")
     overrides = [f"run.dir={debug_run.directory}", f"rollout.record={debug_run.recorded}"]
     assert resolved == load(Path(DEBUG), overrides)

@@ -34,7 +34,7 @@ LAYOUTS = {
     ],
 }
 ALWAYS = ("rollout TP2", "every role in its own group")
-COMPARED = ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm")
+COMPARED = ("policy/loss", "policy/grad_norm", "value/loss", "value/grad_norm")
 TOLERANCE = 1e-5  # the project's bar for one batch under any split, in float32
 
 

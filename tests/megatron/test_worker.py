@@ -92,19 +92,19 @@ def _iteration(rank: int, overrides: list[str], port: int, model: Path, out: Pat
         layout = config.layout(role)
         return inference_schedule(infos, layout, 40).ranks[layout.coords(rank).dp]
 
-    old = everywhere(worker.logprobs("actor", passes("actor"), rollouts))
+    old = everywhere(worker.logprobs("actor", passes("actor"), rollouts, 1.0))
     asked = set(rollouts.asked)
-    ref = everywhere(worker.logprobs("reference", passes("reference"), rollouts))
+    ref = everywhere(worker.logprobs("reference", passes("reference"), rollouts, 1.0))
     values = everywhere(worker.values("critic", passes("critic"), rollouts))
     scores = everywhere(worker.scores("reward", passes("reward"), rollouts))
-    built = worker.build_experience(passes("actor"), rollouts, old, ref, values, scores)
+    built = worker.build_experience(passes("actor"), rollouts, old, ref, values, scores, None, 0.05)
     experience = everywhere(built and built[0])
     updates = {}
     for role in ("actor", "critic"):
         plan = update_schedules(infos, config.layout(role), 40, mini_batches=2, epochs=2, seed=0, step=0)
         dp = config.layout(role).coords(rank).dp
-        updates[role] = worker.update(role, [schedule.ranks[dp] for schedule in plan], experience)
-    new = everywhere(worker.logprobs("actor", passes("actor"), rollouts))
+        updates[role] = worker.update(role, [schedule.ranks[dp] for schedule in plan], experience, 0.05)
+    new = everywhere(worker.logprobs("actor", passes("actor"), rollouts, 1.0))
     worker.export("actor", str(out), str(model))
     worker.close()
     return {"asked": asked, "metrics": built and built[1], "updates": updates, "old": old, "ref": ref, "new": new}
@@ -121,12 +121,12 @@ def test_an_iteration_changes_the_exported_model(pool: RankPool, tmp_path: Path)
     # Actor TP2 x PP2: rank 2 is TP 0 of the last stage. Critic PP2 x DP2: ranks 2 and 3 are its last stages.
     assert [result["metrics"] is not None for result in results] == [False, False, True, False]
     assert results[2]["metrics"]["objective/kl"] == pytest.approx(0.0, abs=1e-4), "the reference is the actor's copy"
-    for role, reports in (("actor", [2]), ("critic", [2, 3])):
+    for role, prefix, reports in (("actor", "policy", [2]), ("critic", "value", [2, 3])):
         told = [rank for rank, result in enumerate(results) if result["updates"][role] is not None]
         assert told == reports
         steps = results[told[0]]["updates"][role]
         assert all(results[rank]["updates"][role] == steps for rank in told)
-        assert [set(step) >= {f"{role}/loss", f"{role}/grad_norm"} for step in steps] == [True] * 4
+        assert [set(step) >= {f"{prefix}/loss", f"{prefix}/grad_norm"} for step in steps] == [True] * 4
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     chunks, _ = random_chunks()
     new, old = results[0]["new"], results[0]["old"]

@@ -1,0 +1,86 @@
+"""Training of a reward model on preference pairs (Bradley and Terry, 1952), and the scale of its scores.
+
+The scale is that of reference samples: responses of the model as it was before, whose scores get mean 0 and variance 1
+(Ziegler et al., "Fine-tuning language models from human preferences", 2019).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from megarl.cluster.group import merged_scores
+from megarl.cluster.rollouts import RolloutGroup
+from megarl.cluster.session import Session
+from megarl.config import RewardModelConfig
+from megarl.data.prompts import sample_requests
+from megarl.data.schedule import inference_schedule
+from megarl.data.streams import Stream
+from megarl.loop.datasets import PairSets
+from megarl.loop.directory import RunDirectory
+from megarl.loop.scoring import Scale, in_order
+from megarl.loop.setup import launch_engines
+from megarl.loop.stage import Metrics
+from megarl.loop.supervised import Supervised
+
+
+class RewardModel(Supervised):
+    """A run that trains the role reward.
+
+    Args:
+        config: of the run.
+        session: where everything runs.
+        directory: of the run.
+        data: the pairs, and the prompts of the reference samples.
+    """
+
+    def __init__(self, config: RewardModelConfig, session: Session, directory: RunDirectory, data: PairSets) -> None:
+        super().__init__(
+            config,
+            session,
+            directory,
+            role="reward",
+            train=data.train,
+            held_out=data.held_out,
+            per_step=config.data.pairs_per_step,
+            sequences_per_row=2,
+        )
+        self._normalisation, self._reference_prompts = config.normalisation, data.reference
+        self._engines: RolloutGroup | None = None
+        if config.rollout is not None:
+            self._engines = launch_engines(config, config.rollout, session, self._model_dir, weights="files")
+
+    def start(self) -> None:
+        """Starts the trainers, and the engines with the model as it is."""
+        engines = self._engines and self._engines.start()
+        super().start()
+        if engines is not None:
+            engines.wait()
+
+    def finish(self, export: Path) -> Metrics:
+        """Writes the reward model, with the scale of its scores."""
+        scale = self._reference_scale()
+        super().finish(export)
+        if scale is None:
+            return {}
+        scale.write(export)
+        return {"normalisation/mean": scale.mean, "normalisation/std": scale.std}
+
+    def _reference_scale(self) -> Scale | None:
+        """Mean and standard deviation of the scores of reference samples."""
+        if self._engines is None or self._normalisation is None:
+            return None
+        prompts = Stream(self._reference_prompts, self._config.run.seed).next(self._normalisation.samples)
+        requests = sample_requests(prompts, 1, seed=self._config.run.seed, step=0)
+        rollouts = self._engines.generate(requests, self.trainers.chunks)
+        schedule = inference_schedule(rollouts.samples, self._layout, self._budget)
+        scores = in_order(merged_scores(self._role.scores(schedule, rollouts.chunks)), rollouts.samples)
+        return Scale(mean=float(scores.mean(dtype=np.float64)), std=float(scores.std(dtype=np.float64)))
+
+    def close(self) -> None:
+        """Lets every process end by itself."""
+        engines = self._engines and self._engines.close()
+        super().close()
+        if engines is not None:
+            engines.wait()

@@ -1,0 +1,79 @@
+"""A run of any stage: its directory and processes, its steps from the last checkpoint on, and its export."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+from megarl.checkpoint import Checkpoint, Checkpoints
+from megarl.cluster.group import Role
+from megarl.cluster.session import Session
+from megarl.config import RunConfig
+from megarl.loop.directory import RunDirectory
+from megarl.loop.ppo import PPO
+from megarl.loop.preflight import check
+from megarl.loop.report import Reporter, Summary
+from megarl.loop.reward_model import RewardModel
+from megarl.loop.sft import SFT
+from megarl.loop.stage import Stage
+
+STAGES: Final[Mapping[str, Any]] = {"sft": SFT, "reward_model": RewardModel, "ppo": PPO}
+
+
+def train(config: RunConfig) -> Summary:
+    """Runs a stage, or goes on with it where run.dir has a checkpoint; leaves nothing behind but run.dir.
+
+    Raises:
+        ConfigError: the model, the data or run.dir cannot be used.
+        WorkerError: a process failed; the message names it and the cause.
+    """
+    start = time.perf_counter()
+    data = check(config)
+    directory = RunDirectory(config)
+    checkpoints = Checkpoints(directory.checkpoints, keep=config.checkpoint.keep)
+    checkpoints.clean()
+    latest = checkpoints.latest()
+    taken = 0 if latest is None else latest.step
+    session = Session(config.cluster, directory.logs, config.cluster.address)
+    with Reporter(config, directory, taken) as reporter, session:
+        stage: Stage = STAGES[config.stage](config, session, directory, data)
+        stage.start()
+        if latest is not None:
+            _restore(stage, config, latest)
+        ready = stage.begin(taken)
+        reporter.started(time.perf_counter() - start, ready)
+        if taken == 0:
+            reporter.evaluated(stage.evaluate(0))
+        for step in range(taken + 1, config.run.steps + 1):
+            reporter.write(stage.step(step))
+            if _due(step, stage.evaluate_every, config.run.steps):
+                reporter.evaluated(stage.evaluate(step))
+            if _due(step, config.checkpoint.every, config.run.steps):
+                _save(stage, config, checkpoints, step)
+        export = stage.finish(directory.export)
+        stage.close()
+        return reporter.finished(export, time.perf_counter() - start)
+
+
+def _due(step: int, every: int | None, last: int) -> bool:
+    """Every so many steps, and after the last."""
+    return step == last or (every is not None and step % every == 0)
+
+
+def _save(stage: Stage, config: RunConfig, checkpoints: Checkpoints, step: int) -> None:
+    """Every trained role writes its part; one rename makes it a checkpoint."""
+    directory = checkpoints.stage(step)
+    calls = {role.name: role.save(directory) for role in _trained(stage, config)}
+    checkpoints.commit(step, {name: call.wait() for name, call in calls.items()}, stage.state())
+
+
+def _restore(stage: Stage, config: RunConfig, checkpoint: Checkpoint) -> None:
+    """Brings the stage to where the checkpoint was made."""
+    for call in [role.restore(checkpoint.path) for role in _trained(stage, config)]:
+        call.wait()
+    stage.load(checkpoint.state)
+
+
+def _trained(stage: Stage, config: RunConfig) -> list[Role]:
+    return [stage.trainers.roles[name] for name in config.trained if name in stage.trainers.roles]

@@ -1,0 +1,109 @@
+"""Training on fixed rows: what supervised fine-tuning and reward modelling have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megarl.cluster.group import reported
+from megarl.cluster.session import Session
+from megarl.config import RewardModelConfig, SFTConfig
+from megarl.data.batches import text_batch
+from megarl.data.demonstrations import Demonstration
+from megarl.data.pairs import Pair
+from megarl.data.schedule import step_schedule
+from megarl.data.streams import Stream, StreamState
+from megarl.loop.assets import model_directory, template_directory
+from megarl.loop.directory import RunDirectory
+from megarl.loop.setup import launch_trainers
+from megarl.loop.stage import EvaluationResult, Metrics, StepResult
+from megarl.obs.timers import Timers
+from megarl.types import RoleName
+
+
+class Supervised:
+    """One role, trained on rows of text.
+
+    Args:
+        config: of the run.
+        session: where everything runs.
+        directory: of the run.
+        role: that is trained.
+        train: rows to learn from.
+        held_out: rows to look at; None without any.
+        per_step: rows that make a step.
+        sequences_per_row: 1, or 2 for pairs.
+    """
+
+    def __init__(
+        self,
+        config: SFTConfig | RewardModelConfig,
+        session: Session,
+        directory: RunDirectory,
+        *,
+        role: RoleName,
+        train: Sequence[Demonstration] | Sequence[Pair],
+        held_out: Sequence[Demonstration] | Sequence[Pair] | None,
+        per_step: int,
+        sequences_per_row: int,
+    ) -> None:
+        self._config, self._session = config, session
+        self._model_dir = model_directory(config, directory.path)
+        self.trainers = launch_trainers(config, session)
+        self._role = self.trainers.roles[role]
+        self._layout, self._budget = config.layout(role), config.role(role).tokens_per_micro_batch
+        self._rows, self._held_out = Stream(train, config.run.seed), held_out
+        self._per_step, self._sequences_per_row = per_step, sequences_per_row
+        self.evaluate_every = config.data.evaluate_every
+
+    def start(self) -> None:
+        """Starts the trainers and loads the model."""
+        self.trainers.start(self._model_dir)
+
+    def begin(self, step: int) -> Metrics:
+        """Nothing is to be done."""
+        del step
+        return {}
+
+    def step(self, step: int) -> StepResult:
+        """One optimizer step."""
+        timers = Timers()
+        with timers("step"):
+            samples, chunks, schedule = self._batch(self._rows.next(self._per_step))
+            updates = reported(self._role.update((schedule,), chunks))
+        seconds = timers.take()
+        tokens = sum(sample.tokens for sample in samples)
+        metrics = {**seconds, "perf/tokens_per_second": tokens / seconds["time/step"]}
+        return StepResult(step=step, metrics=metrics, updates=updates)
+
+    def evaluate(self, step: int) -> EvaluationResult | None:
+        """The loss and its metrics on the held-out rows."""
+        if self._held_out is None:
+            return None
+        _, chunks, schedule = self._batch(self._held_out)
+        metrics = reported(self._role.evaluate(schedule, chunks))
+        return EvaluationResult(step=step, metrics={"eval/samples": len(self._held_out), **metrics})
+
+    def _batch(self, rows: Sequence[Any]) -> Any:
+        samples, chunks = text_batch(rows, self._layout.dp)
+        schedule = step_schedule(samples, self._layout, self._budget, rows_per_unit=self._sequences_per_row)
+        return samples, self._session.share(chunks), schedule
+
+    def state(self) -> dict[str, Any]:
+        """Where the rows stand."""
+        return {"rows": asdict(self._rows.state())}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there."""
+        self._rows.load(StreamState(**state["rows"]))
+
+    def finish(self, export: Path) -> Metrics:
+        """Writes the trained role."""
+        self._role.export(export, template_directory(self._config, self._model_dir)).wait()
+        return {}
+
+    def close(self) -> None:
+        """Lets every process end by itself."""
+        self.trainers.close()

@@ -1,0 +1,46 @@
+"""Whose turn it is: trainers and engines may share devices, and then give them up to each other."""
+
+from __future__ import annotations
+
+from megarl.cluster.resharder import Resharder, SyncReport
+from megarl.cluster.rollouts import RolloutGroup
+from megarl.loop.setup import Trainers
+
+
+class Turns:
+    """Hands the devices from the engines to the trainers and back, in the only order that fits into their memory.
+
+    Engines that sleep drop their weights and their cache. They wake to weights of a new sync, and get their cache when
+    the trainers have offloaded what they may. The engines' own state refuses any other order.
+
+    Args:
+        trainers: with the actor.
+        engines: that generate.
+        resharder: from the actor to the engines.
+        sleep: the engines sleep in the trainers' turn.
+    """
+
+    def __init__(self, trainers: Trainers, engines: RolloutGroup, resharder: Resharder, *, sleep: bool) -> None:
+        self._trainers, self._engines, self._resharder = trainers, engines, resharder
+        self._sleep, self._asleep = sleep, False
+
+    def to_trainers(self) -> None:
+        """Ends the engines' turn; returns when their memory is free."""
+        if self._sleep and not self._asleep:
+            self._engines.sleep()
+            self._asleep = True
+
+    def to_engines(self, version: int) -> SyncReport:
+        """Ends the trainers' turn; returns when the engines have the actor's weights.
+
+        Args:
+            version: of the weights; not below the last one.
+        """
+        if self._asleep:
+            self._engines.wake_weights()
+        report = self._resharder.sync(version)
+        self._trainers.rest()
+        if self._asleep:
+            self._engines.wake_cache()
+            self._asleep = False
+        return report
