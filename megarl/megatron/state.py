@@ -9,6 +9,7 @@ and PP (optimizer/distrib_optimizer.py, 0.16). This reads the default process gr
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import sub
 from pathlib import Path
@@ -24,6 +25,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_planned
 
@@ -43,6 +45,9 @@ def save_role(role: Role, directory: Path) -> list[FileRecord]:
 
     Returns:
         The files that this rank has written, durable and relative to the directory.
+
+    Raises:
+        RuntimeError: some rank cannot write; on all ranks.
     """
     rank = dist.get_rank()
     if rank == 0:
@@ -54,7 +59,8 @@ def save_role(role: Role, directory: Path) -> list[FileRecord]:
         "skipped_in_a_row": role.skipped_in_a_row,
     }
     state = {"counters": counters, **_tensors(role)}
-    dist_checkpointing.save(state, str(directory), _SaveInProcess("torch_dist", 1), validate_access_integrity=False)
+    with _first_error(f"{role.name} cannot be saved"):
+        dist_checkpointing.save(state, str(directory), _SaveInProcess("torch_dist", 1), validate_access_integrity=False)
     files = [path for path in sorted(directory.iterdir()) if _writer(path) == rank]
     for path in (*files, directory):
         sync(path)
@@ -65,13 +71,24 @@ def restore_role(role: Role, directory: Path) -> None:
     """Gives a role in training the state that some layout has saved; collective over the role's ranks.
 
     Raises:
-        CheckpointingException, KeyError: the state is of another model.
+        RuntimeError: the state is of another model.
     """
     counters = dist_checkpointing.load_common_state_dict(str(directory))["counters"]
     _set_adam_steps(role, counters["adam_steps"])
     role.steps_taken, role.skipped_in_a_row = counters["steps_taken"], counters["skipped_in_a_row"]
-    # Loads in place: the targets are views of the parameters and of the optimizer's state.
-    dist_checkpointing.load(_tensors(role), str(directory), validate_access_integrity=False)
+    with _first_error(f"{role.name} cannot be restored from {directory}"):
+        # In place: what is loaded are views of the parameters and of the optimizer's state.
+        dist_checkpointing.load(_tensors(role), str(directory), validate_access_integrity=False)
+
+
+@contextmanager
+def _first_error(what: str) -> Iterator[None]:
+    """Raises the first rank's error: torch raises all of them in a BaseException, which would end a Ray actor."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        raise RuntimeError(f"{what}: rank {rank}: {cause}") from cause
 
 
 class _SaveInProcess(SaveShardedStrategy):
@@ -184,9 +201,9 @@ class _Boxes:
         self._role = role
         self._tensors = role.spec.canonical(role.head)
         self._order = {name: index for index, name in enumerate(self._tensors)}
-        self._pieces: dict[str, list[Piece]] = {}
+        self._pieces: dict[str, list[Piece]] = {param: [] for param in role.shard_map.params}  # some are padding alone
         for piece in role.shard_map.pieces:
-            self._pieces.setdefault(piece.param, []).append(piece)
+            self._pieces[piece.param].append(piece)
         layout = role.layout
         self._holders: dict[tuple[str, Box], list[tuple[int, int]]] = {}
         for pp in range(layout.pp):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.weights.regions import Box, Hole, Piece, ShardMap, TensorInfo, adjacent_axis
+from megarl.weights.regions import Box, Hole, Piece, ShardMap, TensorInfo, adjacent_axis, row_major_boxes
 
 SHAPE = (5, 4, 3)
 
@@ -104,3 +104,14 @@ def test_fingerprints_are_of_contents() -> None:
 
     assert make("float32").fingerprint == make("float32").fingerprint
     assert make("float32").fingerprint != make("bfloat16").fingerprint
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
+def test_boxes_of_a_run_hold_its_elements_in_order(shape: list[int], data: st.DataObject) -> None:
+    size = int(np.prod(shape))
+    start, stop = sorted(data.draw(st.lists(st.integers(0, size), min_size=2, max_size=2)))
+    cells = np.arange(size).reshape(shape)
+    found = [cells[box.slices].ravel() for box in row_major_boxes(tuple(shape), start, stop)]
+    assert np.concatenate([np.zeros(0, int), *found]).tolist() == list(range(start, stop))
+    assert len(found) <= 2 * len(shape) - 1
