@@ -19,8 +19,8 @@ from torch.nn.attention.varlen import varlen_attn
 from megarl.data.packing import PackShape
 
 LENGTH_STEP = 16
-"""Sequences whose lengths round up to the same multiple of this share a rectangle. A call costs as much as the attention
-of some tens of short sequences; a longer step pads more."""
+"""Sequences whose lengths round up to the same multiple of this share a rectangle. A call has a price of its own, many
+times that of the attention in a short sequence; a longer step pads more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,8 @@ class PackParams(PackedSeqParams):
     positions: torch.Tensor
 
     @classmethod
-    def of(cls, shape: PackShape, device: torch.device) -> PackParams:
+    def of(cls, shape: PackShape, device: torch.device | int) -> PackParams:
+        """The parameters of a pack whose tokens are on the device."""
         bounds = torch.from_numpy(shape.cu_seqlens).to(device)
         one_sequence = torch.tensor([0, shape.cu_seqlens[-1]], dtype=torch.int32, device="cpu")  # rope reads it there
         starts = np.repeat(shape.cu_seqlens[:-1], np.diff(shape.cu_seqlens)).astype(np.int64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -17,8 +17,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.megatron.attention import PackedAttention, PackParams
 from megarl.megatron.norm import RMSNorm
+from megarl.megatron.offload import require_memory
 from megarl.types import HeadName, Layout
 from megarl.weights.specs import MegatronArgs, ModelSpec
+
+Recompute = Literal["none", "selective", "full"]
+"""Activations that the backward pass computes again: none, those of core attention, or those of whole layers."""
+
+_RECOMPUTE: dict[Recompute, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
 
 class ScalarHead(torch.nn.Module):
@@ -54,7 +64,8 @@ class PackedModel(GPTModel):
 
     def _preprocess(self, *args: Any, packed_seq_params: PackParams, **kwargs: Any) -> tuple[Any, ...]:
         """Gives every position of the pack its row of the rope table; see ``PackParams``."""
-        embedded, rope, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        answer: Any = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        embedded, rope, *rest = answer
         return embedded, rope[packed_seq_params.positions], *rest
 
     def _postprocess(self, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
@@ -82,25 +93,39 @@ class RoleModel:
     groups: ProcessGroupCollection
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Local parameters by name, as shard maps name them: ``chunk:name``."""
+        """Local parameters by name, as shard maps name them: ``chunk:name``.
+
+        Raises:
+            RuntimeError: they are offloaded.
+        """
+        self.require_memory()
         return {
             f"{index}:{name}": parameter
             for index, chunk in enumerate(self.chunks)
             for name, parameter in chunk.named_parameters()
         }
 
+    def require_memory(self) -> None:
+        """Raises RuntimeError where the parameters are offloaded."""
+        for chunk in self.chunks:
+            require_memory(*chunk.parameters())
 
-def _transformer_config(arguments: MegatronArgs, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
+
+def _transformer_config(
+    arguments: MegatronArgs, layout: Layout, dtype: torch.dtype, recompute: Recompute
+) -> TransformerConfig:
     """Megatron's configuration of a role.
 
     ``calculate_per_token_loss`` keeps Megatron from averaging: our losses are weighted sums whose weights hold the
     global denominator; see ``loss_scale``. Under interleaving, two stages that are each other's previous and next mix
-    up the messages of the batched exchange (0.16, silently), so interleaving uses the separate one. That one sends in the
-    background, so outputs are not freed once they are handed over: Gloo would send what lies there by then, silently.
+    up the messages of the batched exchange (0.16, silently), so interleaving uses the separate one. That one sends in
+    the background, so outputs are not freed once they are handed over: Gloo would send what lies there by then,
+    silently.
     """
     interleaved = layout.vpp > 1
     return TransformerConfig(
         **arguments.transformer,
+        **_RECOMPUTE[recompute],
         activation_func=torch.nn.functional.silu,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -136,6 +161,7 @@ def build_model(
     head: HeadName,
     dtype: torch.dtype,
     trainable: bool,
+    recompute: Recompute = "none",
 ) -> RoleModel:
     """Builds this rank's chunks; parameters are unset until weights are imported.
 
@@ -145,10 +171,11 @@ def build_model(
         head: "lm" for actor and reference, "value" for a critic, "score" for a reward model.
         dtype: of parameters and activations.
         trainable: whether parameters get gradients.
+        recompute: what a backward pass computes again; of a trainable model.
     """
     _add_rng_state()
     arguments = spec.transformer(layout.tp, head)
-    config = _transformer_config(arguments, layout, dtype)
+    config = _transformer_config(arguments, layout, dtype, recompute)
     layers = spec.dims.layers // (layout.pp * layout.vpp)
     chunks = []
     for chunk in range(layout.vpp):

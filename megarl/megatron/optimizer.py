@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +36,37 @@ class Trainer:
     settings: Optimizer
     total_steps: int
     loss_factor: float
+
+    @contextmanager
+    def gradients(self) -> Iterator[None]:
+        """Gives the gradients memory, for the time of some steps: while another role works, it is free.
+
+        Parameters and optimizer hold views of the buffers, which are good again when the storages are.
+        """
+        for buffer in self._gradient_buffers():
+            buffer.untyped_storage().resize_(buffer.nbytes)
+        try:
+            yield
+        finally:
+            self.release_gradients()
+
+    def release_gradients(self) -> None:
+        """Takes the memory of the gradients, and their contents."""
+        for buffer in self._gradient_buffers():
+            buffer.untyped_storage().resize_(0)
+
+    def _gradient_buffers(self) -> list[torch.Tensor]:
+        chunks: list[Any] = self.chunks  # their buffers are hidden behind the method of that name of a module
+        return [buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+    def state(self) -> Iterator[torch.Tensor]:
+        """What the optimizer keeps from step to step: the parameters that it steps, and what it knows of each."""
+        for group in self.optimizer.param_groups:
+            yield from group["params"]
+        for megatron in self.optimizer.chained_optimizers:
+            own: Any = megatron.optimizer
+            for values in own.state.values():
+                yield from (value for value in values.values() if isinstance(value, torch.Tensor))
 
     def zero_grad(self) -> None:
         """Clears the gradients of the last step."""
@@ -96,6 +129,8 @@ def build_trainer(model: RoleModel, settings: Optimizer, total_steps: int) -> Tr
     for group in optimizer.param_groups:
         # Megatron leaves the exemption of biases and norms to its learning-rate scheduler.
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
-    return Trainer(
+    trainer = Trainer(
         chunks=chunks, optimizer=optimizer, settings=settings, total_steps=total_steps, loss_factor=loss_factor
     )
+    trainer.release_gradients()
+    return trainer

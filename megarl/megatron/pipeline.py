@@ -87,6 +87,7 @@ def _run(
     *,
     forward_only: bool,
 ) -> list[Any]:
+    model.require_memory()
     config = model.config
     schedule = get_forward_backward_func(
         config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size

@@ -15,7 +15,8 @@ from megarl.megatron.groups import GroupCache, build_groups
 from megarl.megatron.heads import response_logprobs, response_values, row_scores
 from megarl.megatron.learning_rate import learning_rate
 from megarl.megatron.loss_scale import as_megatron_loss
-from megarl.megatron.model import build_model
+from megarl.megatron.model import Recompute, build_model
+from megarl.megatron.offload import HostCopy, release
 from megarl.megatron.optimizer import Trainer, build_trainer
 from megarl.megatron.pipeline import MicroBatch, micro_batches, run_forward, run_forward_backward
 from megarl.types import HeadName, Layout, PackRow, Ragged, RankSchedule, RoleName
@@ -47,6 +48,7 @@ class Role:
         vocab_size: token ids in use; ids from here on have no probability.
         dtype: of parameters and activations.
         trainable: whether ``start_training`` will follow.
+        recompute: activations that the backward pass computes again.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Role:
         vocab_size: int,
         dtype: torch.dtype,
         trainable: bool,
+        recompute: Recompute = "none",
     ) -> None:
         self.name, self.spec, self.layout = name, spec, layout
         self.vocab_size = vocab_size
@@ -67,13 +70,20 @@ class Role:
         self.coords = layout.coords(rank)
         self.shard_map: ShardMap = spec.megatron_map(layout, rank, self.head)
         self.model = build_model(
-            spec, layout, build_groups(layout, rank, cache), head=self.head, dtype=dtype, trainable=trainable
+            spec,
+            layout,
+            build_groups(layout, rank, cache),
+            head=self.head,
+            dtype=dtype,
+            trainable=trainable,
+            recompute=recompute,
         )
         self.trainer: Trainer | None = None
         self.steps_taken = 0
         """Optimizer steps so far, skipped ones too: how far the learning rate is on its course."""
         self.skipped_in_a_row = 0
         """Optimizer steps that were skipped since the last that was not."""
+        self._offloaded: HostCopy | None = None
 
     @property
     def reports(self) -> bool:
@@ -104,6 +114,27 @@ class Role:
             total_steps: optimizer steps of the whole run: the length of the learning rate's course.
         """
         self.trainer = build_trainer(self.model, settings, total_steps)
+
+    def offload(self) -> int:
+        """Moves parameters and optimizer state to host memory; nothing, where they are there already.
+
+        References to the parameters stay good for the time after ``onload``; until then every method that computes
+        raises RuntimeError.
+
+        Returns:
+            Bytes that the device has got back.
+        """
+        if self._offloaded is not None:
+            return 0
+        state = () if self.trainer is None else self.trainer.state()
+        self._offloaded = release([*self.model.parameters().values(), *state])
+        return self._offloaded.nbytes
+
+    def onload(self) -> None:
+        """Takes back what ``offload`` has moved, bit for bit; nothing, where it has not."""
+        if self._offloaded is not None:
+            self._offloaded.restore()
+            self._offloaded = None
 
     def logprobs(
         self, schedule: RankSchedule, chunks: Chunks[TokenChunk], *, temperature: float
@@ -162,7 +193,8 @@ class Role:
             FloatingPointError: too many steps in a row were skipped; on all ranks.
         """
         assert self.trainer is not None, f"{self.name} is not in training"
-        return [self._step(self.trainer, schedule, chunks, loss_of(schedule)) for schedule in schedules]
+        with self.trainer.gradients():
+            return [self._step(self.trainer, schedule, chunks, loss_of(schedule)) for schedule in schedules]
 
     def evaluate(
         self, schedule: RankSchedule, chunks: Chunks[Chunk], loss_of: Callable[[RankSchedule], Loss]

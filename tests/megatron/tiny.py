@@ -53,6 +53,7 @@ def load_role(
     head: torch.Tensor | None,
     vocab_size: int | None = None,
     dtype: torch.dtype = torch.float32,
+    recompute: Any = "none",
 ) -> Any:
     """A role with the weights of an HF directory, cut by the shard map from whole tensors.
 
@@ -79,6 +80,7 @@ def load_role(
         vocab_size=spec.dims.vocab if vocab_size is None else vocab_size,
         dtype=dtype,
         trainable=trainable,
+        recompute=recompute,
     )
     local = {param: torch.zeros(info.shape) for param, info in role.shard_map.params.items()}
     for piece in role.shard_map.pieces:

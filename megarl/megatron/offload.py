@@ -1,0 +1,75 @@
+"""Moving tensors to host memory by releasing their storage, so that every view and reference stays what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCopy:
+    """The contents of storages that have no memory on the device.
+
+    Args:
+        parts: each storage, and its bytes in host memory.
+    """
+
+    parts: tuple[tuple[torch.UntypedStorage, torch.UntypedStorage], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(host.nbytes() for _, host in self.parts)
+
+    def restore(self) -> None:
+        """Gives the storages memory and their contents again."""
+        for storage, host in self.parts:
+            storage.resize_(host.nbytes())
+            storage.copy_(host)
+
+
+def release(tensors: Iterable[torch.Tensor]) -> HostCopy:
+    """Copies the storages of tensors to host memory, pinned for a CUDA device, and releases them one after the other.
+
+    Until ``restore``, torch refuses matrix products and embeddings with these tensors and their views. Operations by
+    element are not checked on every device: whoever keeps parameters keeps ``LiveWeights``.
+
+    Args:
+        tensors: views of one storage, and a tensor given twice, are moved once.
+    """
+    storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    parts = []
+    for storage in storages.values():
+        host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.is_cuda, device="cpu")
+        host.untyped_storage().copy_(storage)
+        storage.resize_(0)
+        parts.append((storage, host.untyped_storage()))
+    return HostCopy(parts=tuple(parts))
+
+
+def require_memory(*tensors: torch.Tensor) -> None:
+    """Raises RuntimeError where the storage of a tensor is released."""
+    if any(tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0 for tensor in tensors):
+        raise RuntimeError("the role is offloaded: its parameters have no memory; onload it first")
+
+
+class LiveWeights(Mapping[str, torch.Tensor]):
+    """Parameters by name for whoever keeps them, a sender say: reading one that is offloaded raises RuntimeError.
+
+    Args:
+        parameters: of a role; they may be offloaded and come back.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        self._tensors = {name: parameter.data for name, parameter in parameters.items()}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        require_memory(self._tensors[name])
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)

@@ -1,0 +1,37 @@
+"""Roles of one process that take turns in the memory of its device."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+
+from megarl.megatron.role import Role
+from megarl.types import RoleName
+
+
+class Turns:
+    """Keeps those roles in host memory that may be and have nothing to do.
+
+    Args:
+        roles: of this process.
+        offloadable: which of them may be offloaded; the others stay on the device.
+    """
+
+    def __init__(self, roles: Mapping[RoleName, Role], offloadable: Collection[RoleName]) -> None:
+        self._roles, self._offloadable = roles, frozenset(offloadable)
+
+    def take(self, name: RoleName) -> Role:
+        """The role with its memory on the device, which it has alone, save for roles that stay there."""
+        self._offload(self._offloadable - {name})
+        self._roles[name].onload()
+        return self._roles[name]
+
+    def rest(self) -> None:
+        """Offloads every role that may be: the device is for others."""
+        self._offload(self._offloadable)
+
+    def _offload(self, names: Collection[RoleName]) -> None:
+        released = sum(self._roles[name].offload() for name in sorted(names))
+        if released:
+            torch.cuda.empty_cache()  # memory that the allocator keeps is of no use to another process

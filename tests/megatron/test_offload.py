@@ -1,0 +1,159 @@
+"""Roles that take turns: what is released, what fails meanwhile, and that nothing else changes."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config.schema import Optimizer
+from megarl.types import Layout
+from tests.megatron.samples import random_chunks
+from tests.megatron.tiny import load_role, save_model
+from tests.pool import RankPool
+
+LAYOUT = Layout(tp=2, pp=1, dp=2, sequence_parallel=True)
+SETTINGS = Optimizer(lr=1e-2, weight_decay=0.1)
+
+
+def _loss_of(role: Any, seen: Any = None) -> Any:
+    from megarl.megatron.heads import response_logprobs
+
+    def loss_of(schedule: Any) -> Any:
+        def loss(batch: Any, hidden: torch.Tensor) -> Any:
+            if seen is not None:
+                seen()
+            logprobs, _ = response_logprobs(role.model, batch, hidden, vocab_size=role.vocab_size, temperature=1.0)
+            return -logprobs.sum() / schedule.total_response_tokens, {}
+
+        return loss
+
+    return loss_of
+
+
+def _nbytes(tensors: Any) -> int:
+    """Of the memory behind tensors."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def _training(rank: int, directory: Path, dtype: torch.dtype, *, turns: bool) -> dict[str, Any]:
+    """Three updates of an actor, and a look at its log-probabilities; between them another role works, or does not."""
+    from megarl.data.schedule import inference_schedule, update_schedules
+    from megarl.megatron.groups import GroupCache
+    from megarl.megatron.offload import LiveWeights
+    from megarl.megatron.turns import Turns
+
+    rollouts, infos = random_chunks()
+    cache = GroupCache()
+    make = {"directory": directory, "layout": LAYOUT, "rank": rank, "cache": cache, "head": None, "dtype": dtype}
+    actor = load_role(name="actor", trainable=True, **make)
+    other = load_role(name="reference", trainable=False, **make)
+    actor.start_training(SETTINGS, total_steps=3)
+    held = {name: parameter.data for name, parameter in actor.model.parameters().items()}
+    weights = LiveWeights(actor.model.parameters())
+    (plan,) = update_schedules(infos, LAYOUT, 40, mini_batches=1, epochs=1, seed=0, step=0)
+    own, inference = plan.ranks[actor.coords.dp], inference_schedule(infos, LAYOUT, 40).ranks[actor.coords.dp]
+    taking = Turns({"actor": actor, "reference": other}, {"actor", "reference"} if turns else ())
+    steps, released = [], []
+    for _ in range(3):
+        steps += taking.take("actor").update([own], rollouts, _loss_of(actor))
+        gradients = actor.trainer._gradient_buffers()
+        parameters = [*actor.model.parameters().values()]
+        state = [*actor.trainer.state()]
+        before = _nbytes([*parameters, *state])
+        taking.take("reference").logprobs(inference, rollouts, temperature=1.0)
+        released.append({"before": before, "after": _nbytes([*parameters, *state]), "gradients": _nbytes(gradients)})
+        if turns:
+            _check_use_fails(actor, weights, inference, own, rollouts)
+    last = taking.take("actor").logprobs(inference, rollouts, temperature=1.0)
+    taking.rest()
+    taking.rest()
+    taking.take("actor")
+    return {
+        "steps": steps,
+        "logprobs": None if last is None else {chunk: rows.values.copy() for chunk, rows in last.items()},
+        "held": {name: tensor.clone() for name, tensor in held.items()},
+        "weights": {name: tensor.clone() for name, tensor in weights.items()},
+        "state": [tensor.detach().clone() for tensor in actor.trainer.state()],
+        "released": released,
+    }
+
+
+def _check_use_fails(actor: Any, weights: Any, inference: Any, own: Any, rollouts: Any) -> None:
+    for use in (
+        lambda: actor.logprobs(inference, rollouts, temperature=1.0),
+        lambda: actor.update([own], rollouts, _loss_of(actor)),
+        lambda: actor.evaluate(own, rollouts, _loss_of(actor)),
+        lambda: actor.model.parameters(),
+        lambda: weights[next(iter(weights))],
+    ):
+        with pytest.raises(RuntimeError, match="offloaded"):
+            use()
+    linear = next(p for name, p in actor.model.chunks[0].named_parameters() if name.endswith("linear_fc1.weight"))
+    with pytest.raises(RuntimeError):
+        torch.nn.functional.linear(torch.ones(1, linear.shape[1], dtype=linear.dtype), linear)
+
+
+def _both(rank: int, directory: Path, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
+    return _training(rank, directory, dtype, turns=True), _training(rank, directory, dtype, turns=False)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_taking_turns_changes_no_number(pool: RankPool, tmp_path: Path, dtype: torch.dtype) -> None:
+    for turns, alone in pool.run(_both, save_model(tmp_path / "model"), dtype, world_size=4):
+        released, kept = turns.pop("released"), alone.pop("released")
+        for taken, stayed in zip(released, kept, strict=True):
+            assert taken["before"] == stayed["before"] == stayed["after"] > 0
+            assert taken["after"] == 0
+            assert taken["gradients"] == stayed["gradients"] == 0
+        torch.testing.assert_close(turns, alone, rtol=0, atol=0, equal_nan=False)
+        torch.testing.assert_close(turns["held"], turns["weights"], rtol=0, atol=0)
+        assert any(step["grad_norm"] > 0 for step in turns["steps"])
+
+
+def _resident() -> int:
+    """Bytes of this process in memory."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _memory(rank: int, directory: Path) -> dict[str, int]:
+    from megarl.data.schedule import update_schedules
+    from megarl.megatron.groups import GroupCache
+
+    rollouts, infos = random_chunks()
+    actor = load_role(directory, "actor", Layout(), rank, GroupCache(), trainable=True, head=None)
+    actor.start_training(SETTINGS, total_steps=3)
+    (plan,) = update_schedules(infos, Layout(), 1000, mini_batches=1, epochs=1, seed=0, step=0)
+    seen: list[int] = []
+    actor.update(plan.ranks, rollouts, _loss_of(actor))  # makes Adam's state
+    actor.update(plan.ranks, rollouts, _loss_of(actor, lambda: seen.append(_resident())))
+    idle = _resident()
+    released = actor.offload()
+    away = _resident()
+    return {
+        "gradients": sum(buffer.nbytes for buffer in actor.trainer._gradient_buffers()),
+        "freed after the update": seen[0] - idle,
+        "released": released,
+        "grown by offloading": away - idle,
+    }
+
+
+@pytest.mark.dist
+def test_memory_goes_back_to_the_system(pool: RankPool, tmp_path: Path) -> None:
+    """On a CPU host memory is the same memory: offloading moves within it, where a copy would double it.
+
+    The one large parameter is above the size from which the C library returns a block as soon as it is freed, 32 MiB.
+    """
+    directory = save_model(tmp_path / "model", vocab_size=300_000, num_hidden_layers=1, tie_word_embeddings=True)
+    (found,) = pool.run(_memory, directory, world_size=1)
+    assert found["gradients"] > 38e6
+    assert found["freed after the update"] > 0.9 * found["gradients"]
+    assert found["released"] > 2.9 * found["gradients"]
+    assert abs(found["grown by offloading"]) < 0.1 * found["released"]
