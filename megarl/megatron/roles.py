@@ -39,6 +39,7 @@ def load_role(config: RunConfig, name: RoleName, rank: int, cache: GroupCache, m
         vocab_size=config.model.vocab_size or spec.dims.vocab,
         dtype=getattr(torch, spec.dtype),
         trainable=name in config.trained,
+        recompute=config.role(name).recompute,
     )
     head = _new_head(config, name, spec)
     tensors = load_shard(role.shard_map, directory, spec.manifest(role.head, new_head=head is not None))

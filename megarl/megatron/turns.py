@@ -14,7 +14,7 @@ class Turns:
     """Keeps those roles in host memory that may be and have nothing to do.
 
     Args:
-        roles: of this process.
+        roles: of this process; more may come.
         offloadable: which of them may be offloaded; the others stay on the device.
     """
 
@@ -31,7 +31,7 @@ class Turns:
         """Offloads every role that may be: the device is for others."""
         self._offload(self._offloadable)
 
-    def _offload(self, names: Collection[RoleName]) -> None:
-        released = sum(self._roles[name].offload() for name in sorted(names))
+    def _offload(self, names: frozenset[RoleName]) -> None:
+        released = sum(self._roles[name].offload() for name in sorted(names & self._roles.keys()))
         if released:
             torch.cuda.empty_cache()  # memory that the allocator keeps is of no use to another process

@@ -15,10 +15,12 @@ from megarl.data.packing import Chunks
 from megarl.files import FileRecord
 from megarl.megatron.experience import Columns, PerSample, build_experience
 from megarl.megatron.groups import GroupCache
+from megarl.megatron.offload import LiveWeights
 from megarl.megatron.platform import Platform, start_platform, start_world
 from megarl.megatron.role import Role
 from megarl.megatron.roles import load_role, loss_of, metric_prefix
 from megarl.megatron.state import restore_role, save_role
+from megarl.megatron.turns import Turns
 from megarl.resharding import GlooTransport, Sender, SyncSpec, SyncStats
 from megarl.types import ExperienceChunk, Ragged, RankSchedule, RoleName, RolloutChunk, TextChunk
 from megarl.weights.export import Export, export_plan
@@ -39,6 +41,8 @@ class MegatronWorker:
         self._config, self._group, self._rank = config, group, rank
         self._platform: Platform | None = None
         self._roles: dict[RoleName, Role] = {}
+        placed = config.groups[group].roles
+        self._turns = Turns(self._roles, [name for name, role in placed.items() if role.offload])
         self._transport: GlooTransport | None = None
         self._sender: Sender | None = None
 
@@ -67,6 +71,7 @@ class MegatronWorker:
         cache = GroupCache(self._config.cluster.time_limits.patience)
         for name in sorted(self._config.groups[self._group].roles):
             self._roles[name] = load_role(self._config, name, self._rank, cache, model_dir)
+            self._turns.rest()
 
     def logprobs(
         self, role: RoleName, schedule: RankSchedule, rollouts: Chunks[RolloutChunk], temperature: float
@@ -152,12 +157,13 @@ class MegatronWorker:
         if self._transport is not None:
             self._transport.close()
         self._transport = GlooTransport(sync, rank)
-        parameters = {name: parameter.data for name, parameter in self._roles["actor"].model.parameters().items()}
-        self._sender = Sender(sync.sender(rank), parameters, self._transport, verify=sync.verify, version=version)
+        weights = LiveWeights(self._at_work("actor").model.parameters())
+        self._sender = Sender(sync.sender(rank), weights, self._transport, verify=sync.verify, version=version)
 
     def send_weights(self, version: int) -> SyncStats:
         """Sends this rank's part of the actor's weights; returns when all ranks have committed the version."""
         assert self._sender is not None, "connect comes first"
+        self._at_work("actor")
         return self._sender.send(version)
 
     def save(self, role: RoleName, directory: str) -> list[FileRecord]:
@@ -195,6 +201,7 @@ class MegatronWorker:
 
     def rest(self) -> None:
         """Offloads every role that may be."""
+        self._turns.rest()
 
     def close(self) -> None:
         """Ends the connections and the world; the object is of no use afterwards."""
@@ -206,7 +213,7 @@ class MegatronWorker:
 
     def _at_work(self, name: RoleName) -> Role:
         """The role, with its memory on the device."""
-        return self._roles[name]
+        return self._turns.take(name)
 
     @property
     def _device(self) -> torch.device:
