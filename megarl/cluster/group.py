@@ -132,12 +132,17 @@ class Role:
 
         return self._each("logprobs", schedule, args).chunks
 
+    def probe(self, schedule: Schedule, chunks: Sequence[TextChunk]) -> Call:
+        """Log-probabilities at temperature 1 of a few given responses; ``merged`` reads the results."""
+        args = [(self.name, own, {chunk: chunks[chunk] for chunk in own.chunks}, 1.0) for own in self._own(schedule)]
+        return self.group.call_each(f"{self.name}.probe", "inference", "logprobs", args)
+
     def values(self, schedule: Schedule, rollouts: ChunkRefs[RolloutChunk]) -> ChunkRefs[Ragged]:
         """Values of the responses' tokens."""
         return self._each("values", schedule, lambda own: (self.name, own, rollouts.only(own.chunks))).chunks
 
     def scores(self, schedule: Schedule, rollouts: ChunkRefs[RolloutChunk]) -> Call:
-        """Scores of the samples; ``merged_scores`` reads the results."""
+        """Scores of the samples; ``merged`` reads the results."""
         args = [(self.name, own, rollouts.only(own.chunks)) for own in self._own(schedule)]
         return self.group.call_each(f"{self.name}.scores", "inference", "scores", args)
 
@@ -215,9 +220,9 @@ def chunks_by_rank(schedule: Schedule, layout: Layout) -> list[tuple[int, ...]]:
     return chunks
 
 
-def merged_scores(call: Call) -> dict[int, npt.NDArray[np.float32]]:
-    """Waits for the scores and joins them, by chunk."""
-    return {chunk: scores for result in call.wait() if result is not None for chunk, scores in result.items()}
+def merged(call: Call) -> dict[int, Any]:
+    """Waits for small columns, such as scores, and joins what the reporting ranks say of their chunks."""
+    return {chunk: column for result in call.wait() if result is not None for chunk, column in result.items()}
 
 
 def reported(call: Call) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megarl.cluster.calls import Call
@@ -28,12 +29,28 @@ class SyncReport:
     Args:
         version: that every rank of every engine has committed.
         nbytes: received by all engine ranks together.
-        seconds: from the first rank's start to the last rank's commit, at most.
+        messages: in which they came.
+        staging_bytes: the most that buffers took in one rank.
+        seconds: from the call to the committed version.
+        stages: seconds of the rank that spent the most in it, by stage; see ``SyncStats``.
     """
 
     version: int
     nbytes: int
+    messages: int
+    staging_bytes: int
     seconds: float
+    stages: Mapping[str, float]
+
+    def metrics(self) -> dict[str, float]:
+        """``sync/*``: bytes, messages, and seconds in all and by stage."""
+        return {
+            "sync/bytes": self.nbytes,
+            "sync/messages": self.messages,
+            "sync/staging_bytes": self.staging_bytes,
+            "sync/seconds": self.seconds,
+            **{f"sync/{stage}_seconds": seconds for stage, seconds in self.stages.items()},
+        }
 
 
 class Resharder:
@@ -84,26 +101,37 @@ class Resharder:
         """Moves the actor's weights as they are now; returns when every rank has committed the version.
 
         Args:
-            version: above the last one.
+            version: not below the last one.
         """
+        start = time.perf_counter()
         sent = self._watch.submit(
             "actor.send_weights", "sync", "send_weights", self._senders, [(version,)] * self._first
         )
         received = self._watch.submit(
             "rollout.receive_weights", "sync", "receive_weights", self._receivers, [(version,)] * len(self._receivers)
         )
-        sent.wait()
-        stats: list[SyncStats] = [rank for engine in received.wait() for rank in engine]
-        assert {rank.version for rank in stats} == {version}, "an engine rank has not committed the version"
-        return SyncReport(
-            version=version,
-            nbytes=sum(rank.nbytes for rank in stats),
-            seconds=max(sum(rank.seconds.values()) for rank in stats),
-        )
+        senders: list[SyncStats] = sent.wait()
+        receivers: list[SyncStats] = [rank for engine in received.wait() for rank in engine]
+        assert {rank.version for rank in (*senders, *receivers)} == {version}, "a rank has not committed the version"
+        return report(senders, receivers, time.perf_counter() - start)
 
     def _ranks(self, engine: int) -> Sequence[int]:
         start = self._first + engine * self._tp
         return range(start, start + self._tp)
+
+
+def report(senders: Sequence[SyncStats], receivers: Sequence[SyncStats], seconds: float) -> SyncReport:
+    """What the ranks of a sync say, taken together."""
+    ranks = [*senders, *receivers]
+    stages = dict.fromkeys(stage for rank in ranks for stage in rank.seconds)
+    return SyncReport(
+        version=receivers[0].version,
+        nbytes=sum(rank.nbytes for rank in receivers),
+        messages=sum(rank.messages for rank in receivers),
+        staging_bytes=max(rank.peak_staging_bytes for rank in ranks),
+        seconds=seconds,
+        stages={stage: max(rank.seconds.get(stage, 0.0) for rank in ranks) for stage in stages},
+    )
 
 
 def plan_sync(

@@ -6,11 +6,10 @@ The scale is that of reference samples: responses of the model as it was before,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
-from megarl.cluster.group import merged_scores
+from megarl.cluster.group import merged
 from megarl.cluster.rollouts import RolloutGroup
 from megarl.cluster.session import Session
 from megarl.config import RewardModelConfig
@@ -33,13 +32,22 @@ class RewardModel(Supervised):
         session: where everything runs.
         directory: of the run.
         data: the pairs, and the prompts of the reference samples.
+        phase: is told what the run does.
     """
 
-    def __init__(self, config: RewardModelConfig, session: Session, directory: RunDirectory, data: PairSets) -> None:
+    def __init__(
+        self,
+        config: RewardModelConfig,
+        session: Session,
+        directory: RunDirectory,
+        data: PairSets,
+        phase: Callable[[str], None],
+    ) -> None:
         super().__init__(
             config,
             session,
             directory,
+            phase,
             role="reward",
             train=data.train,
             held_out=data.held_out,
@@ -71,12 +79,13 @@ class RewardModel(Supervised):
         """Mean and standard deviation of the scores of reference samples."""
         if self._engines is None or self._normalisation is None:
             return None
+        self._phase("reference samples")
         prompts = Stream(self._reference_prompts, self._config.run.seed).next(self._normalisation.samples)
         requests = sample_requests(prompts, 1, seed=self._config.run.seed, step=0)
         rollouts = self._engines.generate(requests, self.trainers.chunks)
         schedule = inference_schedule(rollouts.samples, self._layout, self._budget)
-        scores = in_order(merged_scores(self._role.scores(schedule, rollouts.chunks)), rollouts.samples)
-        return Scale(mean=float(scores.mean(dtype=np.float64)), std=float(scores.std(dtype=np.float64)))
+        scores = in_order(merged(self._role.scores(schedule, rollouts.chunks)), rollouts.samples)
+        return Scale.of(scores)
 
     def close(self) -> None:
         """Lets every process end by itself."""

@@ -15,9 +15,10 @@ import numpy.typing as npt
 import torch
 
 from megarl.algos.advantages import grpo
-from megarl.algos.rewards import shape_scores
+from megarl.algos.metrics import group_metrics
+from megarl.algos.rewards import normalise_scores, score_scale, shape_scores
 from megarl.cluster.calls import Call
-from megarl.cluster.group import Role, merged_scores
+from megarl.cluster.group import Role, merged
 from megarl.cluster.rollouts import Rollouts
 from megarl.cluster.scoring import RuleScorers
 from megarl.cluster.scoring import by_chunk as scores_by_chunk
@@ -47,13 +48,26 @@ class Scale:
         file = None if directory is None else Path(directory) / _NORMALISATION_FILE
         return cls(**json.loads(file.read_text())) if file is not None and file.exists() else cls()
 
+    @classmethod
+    def of(cls, raw: Values) -> Scale:
+        """That which gives reference samples mean 0 and variance 1.
+
+        Args:
+            raw: [N] scores of the samples.
+
+        Raises:
+            ValueError: all scores are equal.
+        """
+        mean, std = score_scale(torch.from_numpy(raw))
+        return cls(mean=mean, std=std)
+
     def write(self, directory: Path) -> None:
         """Puts it beside a reward model."""
         (directory / _NORMALISATION_FILE).write_text(json.dumps(asdict(self)) + "\n")
 
     def apply(self, raw: Values) -> Values:
         """[N] raw scores -> [N]."""
-        return ((raw - self.mean) / self.std).astype(np.float32)
+        return normalise_scores(torch.from_numpy(raw), mean=self.mean, deviation=self.std).numpy()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +94,7 @@ class Scoring:
         """
         scores: dict[str, Values] = {}
         if self.model is not None:
-            scores[REWARD_MODEL] = self.scale.apply(in_order(merged_scores(self.model), self.samples))
+            scores[REWARD_MODEL] = self.scale.apply(in_order(merged(self.model), self.samples))
         if self.rules is not None:
             columns = scores_by_chunk(self.rules)
             for label in next(iter(columns.values())):
@@ -146,11 +160,12 @@ def total_scores(
     return shaped.numpy()
 
 
-def group_outcomes(scores: Values, samples: Sequence[SampleInfo]) -> Values:
-    """The advantage of each sample among the samples of its prompt, [N]."""
-    ids = {prompt_id: index for index, prompt_id in enumerate(dict.fromkeys(s.prompt_id for s in samples))}
-    groups = torch.tensor([ids[sample.prompt_id] for sample in samples])
-    return grpo(torch.from_numpy(scores), groups).numpy()
+def group_outcomes(scores: Values, samples: Sequence[SampleInfo]) -> tuple[Values, dict[str, float]]:
+    """The advantage of each sample among the samples of its prompt, [N], and how much these differ."""
+    numbers = {prompt_id: index for index, prompt_id in enumerate(dict.fromkeys(s.prompt_id for s in samples))}
+    groups = torch.tensor([numbers[sample.prompt_id] for sample in samples])
+    values = torch.from_numpy(scores)
+    return grpo(values, groups).numpy(), group_metrics(values, groups)
 
 
 def columns_of(values: Values, samples: Sequence[SampleInfo]) -> dict[int, Values]:

@@ -10,8 +10,9 @@ from megarl.loop.setup import Trainers
 class Turns:
     """Hands the devices from the engines to the trainers and back, in the only order that fits into their memory.
 
-    Engines that sleep drop their weights and their cache. They wake to weights of a new sync, and get their cache when
-    the trainers have offloaded what they may. The engines' own state refuses any other order.
+    Engines that sleep start asleep, and drop their weights and their cache whenever they fall asleep again. They wake
+    to weights of a new sync, and get their cache when the trainers have offloaded what they may. The engines' own state
+    refuses any other order.
 
     Args:
         trainers: with the actor.
@@ -22,7 +23,7 @@ class Turns:
 
     def __init__(self, trainers: Trainers, engines: RolloutGroup, resharder: Resharder, *, sleep: bool) -> None:
         self._trainers, self._engines, self._resharder = trainers, engines, resharder
-        self._sleep, self._asleep = sleep, False
+        self._sleep, self._asleep = sleep, sleep
 
     def to_trainers(self) -> None:
         """Ends the engines' turn; returns when their memory is free."""

@@ -80,17 +80,18 @@ def zip_payload(copies: Iterable[Copy], frame: torch.Tensor) -> Iterable[tuple[C
         offset += copy.nbytes
 
 
-def seal(frame: torch.Tensor) -> None:
-    """Writes the checksum of a packed frame to its end."""
-    checksum = _crc32(frame[:-CHECKSUM_BYTES]).to_bytes(CHECKSUM_BYTES, "little")
+def seal(frame: torch.Tensor, message: Message, version: int) -> None:
+    """Writes a checksum to the end of a packed frame: of the payload, and of whose it is in which version."""
+    checksum = _checksum(frame, message, version).to_bytes(CHECKSUM_BYTES, "little")
     frame[-CHECKSUM_BYTES:] = torch.tensor(list(checksum), dtype=torch.uint8)
 
 
-def is_intact(frame: torch.Tensor) -> bool:
-    """Whether a received frame has the checksum that it says."""
+def is_intact(frame: torch.Tensor, message: Message, version: int) -> bool:
+    """Whether a received frame is what was packed for this message in this version."""
     stated = int.from_bytes(frame[-CHECKSUM_BYTES:].numpy().tobytes(), "little")
-    return _crc32(frame[:-CHECKSUM_BYTES]) == stated
+    return _checksum(frame, message, version) == stated
 
 
-def _crc32(data: torch.Tensor) -> int:
-    return zlib.crc32(data.numpy().data)
+def _checksum(frame: torch.Tensor, message: Message, version: int) -> int:
+    identity = f"{version} {message.sender} {message.receiver} {message.bucket}".encode()
+    return zlib.crc32(frame[:-CHECKSUM_BYTES].numpy().data, zlib.crc32(identity))

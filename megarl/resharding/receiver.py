@@ -100,7 +100,7 @@ class Receiver:
             if i + 1 < len(plan.buckets):
                 transfers = self._post(wire, plan.messages[i + 1])
             if bucket.last:
-                with stats.stage("load"):
+                with stats.stage("write"):
                     for name in bucket.params:
                         self._consistent = False
                         self._load(name, views[name])
@@ -125,8 +125,8 @@ class Receiver:
         with stats.stage("transfer"):
             transfer.wait()
         if self._verify:
-            with stats.stage("checksum"):
-                intact = is_intact(frame)
+            with stats.stage("verify"):
+                intact = is_intact(frame, message, stats.version)
             if not intact:
                 raise CorruptMessageError(
                     f"the message from rank {message.sender} for bucket {message.bucket} is corrupt: "

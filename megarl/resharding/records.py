@@ -91,7 +91,8 @@ class SyncStats:
         nbytes: payload sent or received; checksums are not counted.
         messages: how many.
         peak_staging_bytes: the most memory that buffers took at once.
-        seconds: by stage; stages that overlap with a transfer are not part of "transfer".
+        seconds: by stage. All: ``agree`` on what comes, ``verify`` (checksums), ``transfer`` (waiting for the others),
+            ``commit``; senders ``pack``; receivers ``unpack`` and ``write`` (into the engine's layers).
     """
 
     version: int

@@ -71,8 +71,8 @@ class Sender:
                 with stats.stage("pack"):
                     pack(message.copies, self._params, frame)
                 if self._verify:
-                    with stats.stage("checksum"):
-                        seal(frame)
+                    with stats.stage("verify"):
+                        seal(frame, message, stats.version)
                 under_way[i % 2].append(self._transport.send(message.receiver, message.bucket, frame))
                 stats.nbytes += message.nbytes
                 stats.messages += 1

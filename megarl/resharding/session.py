@@ -16,7 +16,8 @@ class Session:
         transport: the connection.
         fingerprint: of the plan that this rank follows.
         verify: whether it expects checksums.
-        version: the last committed version; the next ones must exceed it.
+        version: the last committed version; the next ones are not below it. It comes again where an engine has
+            dropped its weights.
     """
 
     def __init__(self, transport: Transport, *, fingerprint: str, verify: bool, version: int) -> None:
@@ -41,12 +42,12 @@ class Session:
         board = self._transport.board
         self._round += 1
         ready, done = f"{self._round}/ready", f"{self._round}/done"
-        with stats.stage("handshake"):
+        with stats.stage("agree"):
             try:
                 if not self._transport.connected:
                     raise ValueError("its connection was closed, or broken by an aborted sync; connect anew")
-                if version <= self.version:
-                    raise ValueError(f"version {version} does not exceed version {self.version}, which it has")
+                if version < self.version:
+                    raise ValueError(f"version {version} is below version {self.version}, which it has had")
                 validate()
             except ValueError as error:
                 board.abort(ready, str(error))

@@ -145,7 +145,7 @@ class RolloutEngine:
         afterwards it refuses to be used until another sync succeeds.
 
         Args:
-            version: of the policy; above the one before.
+            version: of the policy; not below the one before.
 
         Returns:
             What each rank received.

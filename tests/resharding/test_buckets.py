@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -61,7 +64,18 @@ def test_packing_moves_boxes(made: list[Copy], verify: bool) -> None:
 @given(st.binary(min_size=1, max_size=40), st.data())
 def test_a_checksum_notices_a_changed_byte(payload: bytes, data: st.DataObject) -> None:
     frame = torch.tensor([*payload, 0, 0, 0, 0], dtype=torch.uint8)
-    seal(frame)
-    assert is_intact(frame)
+    message = Message(sender=0, receiver=1, bucket=2, copies=(), nbytes=len(payload))
+    seal(frame, message, 7)
+    assert is_intact(frame, message, 7)
     frame[data.draw(st.integers(0, len(frame) - 1))] ^= data.draw(st.integers(1, 255))
-    assert not is_intact(frame)
+    assert not is_intact(frame, message, 7)
+
+
+@pytest.mark.parametrize("other", [{"sender": 3}, {"receiver": 3}, {"bucket": 3}, {"version": 3}], ids=str)
+def test_a_checksum_notices_a_message_that_is_not_the_one(other: dict[str, int]) -> None:
+    frame = torch.tensor([5, 6, 7, 0, 0, 0, 0], dtype=torch.uint8)
+    message = Message(sender=0, receiver=1, bucket=2, copies=(), nbytes=3)
+    seal(frame, message, 7)
+    wrong = dict(other)
+    version = wrong.pop("version", 7)
+    assert not is_intact(frame, replace(message, **wrong), version)

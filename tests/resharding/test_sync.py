@@ -152,7 +152,7 @@ def test_versions_never_go_backwards(pool: RankPool, connect: Connections) -> No
     results = pool.run(jobs.versions, connect(jobs.transfer_plan()), asked, world_size=jobs.RANKS)
     good, stale, mixed, after = zip(*results, strict=True)
     assert {state[0] for _, state in good} == {5}
-    assert "version 4 does not exceed version 5" in one_message([error for error, _ in stale])
+    assert "version 4 is below version 5" in one_message([error for error, _ in stale])
     assert "differs from another rank's" in one_message([error for error, _ in mixed])
     assert {state[:2] for _, state in (*stale, *mixed)} == {(5, True)}
     assert {state[0] for _, state in after} == {8}

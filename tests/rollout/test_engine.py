@@ -87,7 +87,7 @@ def test_a_sync_refused_before_the_first_write_changes_nothing(
 ) -> None:
     resync(engine, models["qwen2"])
     version = engine.apply(in_process.version)
-    Trainer(engine, models["qwen2_later"]).fail_to_sync(version, reason=f"version {version} does not exceed")
+    Trainer(engine, models["qwen2_later"]).fail_to_sync(version - 1, reason=f"version {version - 1} is below")
     assert engine.apply(in_process.version) == version
     assert_same(ask(engine), fresh["qwen2"])
 

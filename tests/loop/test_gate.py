@@ -1,0 +1,59 @@
+"""The gate between trainer and engines: what it asks, what it lets pass and what it says otherwise."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megarl.config.schema import LogprobGate
+from megarl.loop.gate import DisagreementError, compare, probe
+from megarl.types import Ragged
+
+TRAINER = Ragged.from_rows([[-1.0, -2.0], [-3.0, -0.5]], np.float32)
+
+
+def engine(*rows: list[float]) -> Ragged:
+    return Ragged.from_rows(rows, np.float32)
+
+
+def test_mean_and_maximum_are_over_all_tokens_and_engines() -> None:
+    report = compare(TRAINER, [engine([-1.5, -2.0], [-3.0, -0.5]), engine([-1.0, -2.25], [-2.75, -0.5])], 0.2)
+    assert report.metrics() == {"sync/logprob_mean_abs_diff": 1.0 / 8, "sync/logprob_max_abs_diff": 0.5}
+
+
+def test_a_disagreement_names_engine_numbers_and_remedies() -> None:
+    agreeing, off = engine([-1.0, -2.0], [-3.0, -0.5]), engine([-1.0, -2.0], [-3.0, -4.5])
+    with pytest.raises(DisagreementError) as caught:
+        compare(TRAINER, [agreeing, off], 0.9)
+    message = str(caught.value)
+    assert "Engine 1: mean absolute difference 1 nats per token, allowed are 0.9" in message
+    assert "maximum 4, where the trainer says -0.5000 and the engine -4.5000" in message
+    assert "The first token of each sequence alone: 0." in message
+    assert "Engine 0" not in message
+    for remedy in ("shard maps", "rope_theta", "dtypes"):
+        assert remedy in message
+
+
+def test_one_engine_does_not_hide_behind_the_others() -> None:
+    same = engine([-1.0, -2.0], [-3.0, -0.5])
+    with pytest.raises(DisagreementError, match="Engine 2"):
+        compare(TRAINER, [same, same, engine([-1.4, -2.0], [-3.0, -0.5]), same], 0.05)
+
+
+def test_what_is_not_a_number_does_not_pass() -> None:
+    with pytest.raises(DisagreementError, match="mean absolute difference nan"):
+        compare(TRAINER, [engine([-1.0, float("nan")], [-3.0, -0.5])], 10.0)
+
+
+def test_the_probe_is_random_and_the_same_for_a_seed() -> None:
+    gate = LogprobGate(sequences=200, tokens=8)
+    first, again = (probe(gate, vocab=50, longest=8, seed=3) for _ in range(2))
+    assert [ids.tolist() for ids in first] == [ids.tolist() for ids in again]
+    assert [ids.tolist() for ids in first] != [ids.tolist() for ids in probe(gate, vocab=50, longest=8, seed=4)]
+    assert {len(ids) for ids in first} == set(range(2, 9))
+    assert len(first[0]) == 8
+    assert {int(token) for ids in first for token in ids} == set(range(50))
+
+
+def test_the_shortest_probe_has_one_log_probability() -> None:
+    assert [len(ids) for ids in probe(LogprobGate(sequences=3, tokens=2), vocab=9, longest=2, seed=0)] == [2, 2, 2]
