@@ -29,12 +29,13 @@ def train(config_path: ConfigPath, overrides: Overrides = None) -> None:
     from megarl.cluster.calls import WorkerError
     from megarl.config import ConfigError
     from megarl.loop import run
+    from megarl.loop.gate import DisagreementError
 
     try:
         run.train(config)
     except ConfigError as error:
         _stop(error, exit_code=2)
-    except WorkerError as error:
+    except (WorkerError, DisagreementError) as error:
         _stop(error, exit_code=1)
 
 
