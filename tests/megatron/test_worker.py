@@ -142,6 +142,23 @@ def test_an_iteration_changes_the_exported_model(pool: RankPool, tmp_path: Path)
 
 
 @pytest.mark.dist
+def test_taking_turns_and_recomputation_change_no_number(pool: RankPool, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "qwen2")
+    roles = "groups.train.roles"
+    economical = [f"{roles}.{role}.offload=true" for role in ("actor", "critic", "reference", "reward")]
+    economical += [f"{roles}.actor.recompute=full", f"{roles}.critic.recompute=selective"]
+    plain, economic = (
+        pool.run(_iteration, [ALL_IDS, *more], free_port(), model, tmp_path / name, world_size=4, connected=False)
+        for name, more in (("plain", []), ("economical", economical))
+    )
+    for one, other in zip(plain, economic, strict=True):
+        assert one["metrics"] == other["metrics"]
+        assert one["updates"] == other["updates"]
+        for column in ("old", "ref", "new"):
+            assert all(np.array_equal(one[column][c].values, other[column][c].values) for c in range(4)), column
+
+
+@pytest.mark.dist
 def test_stages_in_the_middle_fetch_nothing(pool: RankPool, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "qwen2")
     results = pool.run(
