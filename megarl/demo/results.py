@@ -61,7 +61,7 @@ def evaluations(run_dir: Path) -> list[Evaluation]:
     return [
         Evaluation(
             step=row["step"],
-            samples=row["samples"],
+            samples=row["eval/samples"],
             true_score=_estimate(row, f"eval/{TRUE_SCORE}"),
             reward_model_score=_estimate(row, "eval/score"),
         )
@@ -86,7 +86,7 @@ def summary(directory: Path) -> dict[str, float]:
     """
     before, *_, after = evaluations(directory / "ppo")
     accuracy = read_lines(directory / "reward_model" / "evaluations.jsonl")[-1]["eval/accuracy"]
-    gate = read_lines(directory / "ppo" / "metrics.jsonl")[0]
+    start = json.loads((directory / "ppo" / "summary.json").read_text(encoding="utf-8"))["start"]
     return {
         "true_score_before": before.true_score.mean,
         "true_score_before_ci95": before.true_score.half_width,
@@ -97,8 +97,8 @@ def summary(directory: Path) -> dict[str, float]:
         "reward_model_score_after": after.reward_model_score.mean,
         "reward_model_score_after_ci95": after.reward_model_score.half_width,
         "reward_model_accuracy": accuracy,
-        "sync_logprob_mean_abs_diff": gate["sync/logprob_mean_abs_diff"],
-        "sync_logprob_max_abs_diff": gate["sync/logprob_max_abs_diff"],
+        "sync_logprob_mean_abs_diff": start["sync/logprob_mean_abs_diff"],
+        "sync_logprob_max_abs_diff": start["sync/logprob_max_abs_diff"],
     }
 
 

@@ -28,7 +28,7 @@ def write(path: Path, lines: Sequence[Line]) -> None:
 def evaluation(step: int, true_score: float, score: float) -> Line:
     return {
         "step": step,
-        "samples": 1024,
+        "eval/samples": 1024,
         "eval/exact_match": true_score,
         "eval/exact_match_ci95": 0.03,
         "eval/score": score,
@@ -45,15 +45,16 @@ def stage(name: str, overrides: Sequence[str], environment: Mapping[str, str], c
     """Writes the files of a stage."""
     run_dir = Path(next((o.removeprefix("run.dir=") for o in overrides if "run.dir=" in o), f"runs/demo/{name}"))
     metrics = {"sft": "sft/loss", "reward_model": "reward_model/accuracy", "ppo": "objective/score"}[name]
-    gate = {"sync/logprob_mean_abs_diff": 1e-6, "sync/logprob_max_abs_diff": 3e-6}
     shared = {metrics: 0.5, "objective/kl": 0.1, "value/explained_variance": 0.2}
-    write(run_dir / "metrics.jsonl", [{"step": 1, **shared, **gate}, {"step": 2, **shared}])
+    write(run_dir / "metrics.jsonl", [{"step": step, **shared} for step in (1, 2)])
     if name == "reward_model":
         write(run_dir / "evaluations.jsonl", [{"step": 0, "eval/accuracy": 0.5}, {"step": 2, "eval/accuracy": 0.97}])
     if name == "ppo":
         rises = 0.0 if "reward.shuffle=true" in overrides else 0.5
         write(run_dir / "evaluations.jsonl", [evaluation(step, 0.35 + rises * step / 2, step) for step in (0, 1, 2)])
         shown = [sample(0, "evaluation", "dcba", 0.0), sample(1, "train", "dabc", 0.0)]
+        gate = {"sync/logprob_mean_abs_diff": 1e-6, "sync/logprob_max_abs_diff": 3e-6}
+        (run_dir / "summary.json").write_text(json.dumps({"start": gate}))
         write(run_dir / "samples.jsonl", [*shown, sample(2, "evaluation", "abcd", 1.0)])
     return 2.0
 
