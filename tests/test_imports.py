@@ -15,8 +15,8 @@ PACKAGE = REPOSITORY / "megarl"
 
 # A part may import the parts of the lines above it, and itself.
 LAYERS = (
-    {"types"},
-    {"config", "files", "obs"},
+    {"files", "types"},
+    {"config", "obs"},
     {"algos"},
     {"data", "rewards", "weights"},
     {"resharding"},

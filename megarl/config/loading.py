@@ -15,6 +15,7 @@ from megarl.config.problems import ConfigError, Problem, shown
 from megarl.config.rules import broken_rules
 from megarl.config.schema import STAGES, RunConfig
 from megarl.config.schema_problems import schema_problems
+from megarl.files import write_durably
 
 
 def load(
@@ -56,9 +57,9 @@ def build(raw: Mapping[str, Any]) -> RunConfig:
 
 
 def save(config: RunConfig, path: str | Path) -> None:
-    """Writes the resolved configuration, so that loading the file gives it again."""
+    """Writes the resolved configuration, at once and durably, so that loading the file gives it again."""
     text = yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False)
-    Path(path).write_text(text, encoding="utf-8")
+    write_durably(Path(path), text)
 
 
 def _checked(raw: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from megarl.config import RunConfig
@@ -14,8 +15,11 @@ def model_directory(config: RunConfig, run_dir: Path) -> str:
         assert config.model.path is not None
         return config.model.path
     directory = run_dir / "model"
-    if not (directory / "config.json").exists():
-        write_random_model(config.model.random, directory)
+    if not directory.exists():
+        partial = run_dir / "model.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        write_random_model(config.model.random, partial)
+        partial.rename(directory)
     return str(directory.absolute())
 
 

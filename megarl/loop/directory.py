@@ -1,33 +1,97 @@
-"""The directory that a run writes."""
+"""The directory that a run writes: one process at a time, and the same run from its first step to its last."""
 
 from __future__ import annotations
 
+import fcntl
+import shutil
 from pathlib import Path
+from typing import Any
 
+from megarl.checkpoint import BrokenCheckpointError, Checkpoint, Checkpoints
 from megarl.config import ConfigError, Problem, RunConfig, save
+from megarl.files import sync, write_durably
+from megarl.loop.resume import broken_promises, cut_lines
 
 _CONFIG = "config.yaml"
+_LOCK = ".lock"
+_ANOTHER = "choose another run.dir"
 
 
 class RunDirectory:
-    """Where everything of a run lies; made anew, with the resolved configuration in it.
+    """Where everything of a run lies; made anew, or brought to where its latest checkpoint was made.
+
+    Nothing else may write it: the object holds a lock until it is closed or its process ends. A run that goes on loses
+    what it had told of the steps after the checkpoint, and takes them again.
 
     Args:
         config: of the run.
 
     Raises:
-        ConfigError: the directory holds a run already, or cannot be written.
+        ConfigError: another process runs the run, its checkpoint is broken, it was started with another configuration,
+            or the directory cannot be written.
     """
 
     def __init__(self, config: RunConfig) -> None:
         self.path = Path(config.run.dir)
+        self.latest: Checkpoint | None = None
+        """What the run goes on from; None where it begins."""
+        self.checkpoints = Checkpoints(self.path / "checkpoints", keep=config.checkpoint.keep)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            if (self.path / _CONFIG).exists():
-                raise _refused(config, "holds no run yet", "choose another run.dir, or move the old run away")
-            save(config, self.path / _CONFIG)
+            self._lock = _locked(self.path / _LOCK, config)
+            if self._config.exists():
+                self._reopen(config)
+            if not self.finished:
+                save(config, self._config)
         except OSError as error:
-            raise _refused(config, f"can be written ({error.strerror})", "choose another run.dir") from None
+            raise _refused(config, f"can be written ({error.strerror})", _ANOTHER) from None
+
+    def _reopen(self, config: RunConfig) -> None:
+        self.checkpoints.clean()
+        try:
+            self.latest = self.checkpoints.latest()
+        except BrokenCheckpointError as error:
+            fix = f"restore its files, or remove {error.directory} to go on from what was before"
+            raise _refused(config, f"{error}", fix) from None
+        step = 0 if self.latest is None else self.latest.step
+        old = self._config.read_text(encoding="utf-8")
+        problems, changed = broken_promises(old, config, self.latest)
+        if problems:
+            raise ConfigError(problems)
+        if self.finished and step == config.run.steps:
+            return
+        if changed:
+            write_durably(self.path / f"config.until-step-{step}.yaml", old)
+        self.summary.unlink(missing_ok=True)
+        if self.export.exists():
+            shutil.rmtree(self.export)
+        for path in self._lines:
+            cut_lines(path, step if self.latest is not None else -1)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has told its end: there is nothing left to do."""
+        return self.summary.exists()
+
+    def sync(self) -> None:
+        """Makes durable what the run has told so far: a checkpoint must not know of steps that the files have lost."""
+        for path in self._lines:
+            if path.exists():
+                sync(path)
+
+    def close(self) -> None:
+        """Removes an unfinished checkpoint, and lets another process have the directory."""
+        self.checkpoints.clean()
+        self._lock.close()
+
+    @property
+    def _config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / _CONFIG
+
+    @property
+    def _lines(self) -> tuple[Path, ...]:
+        return self.metrics, self.updates, self.evaluations, self.samples
 
     @property
     def metrics(self) -> Path:
@@ -56,13 +120,8 @@ class RunDirectory:
 
     @property
     def summary(self) -> Path:
-        """What a finished run was, as JSON."""
+        """What a finished run was, as JSON: the last thing that a run writes."""
         return self.path / "summary.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Where a run goes on from, a directory per checkpoint."""
-        return self.path / "checkpoints"
 
     @property
     def export(self) -> Path:
@@ -73,6 +132,19 @@ class RunDirectory:
     def logs(self) -> Path:
         """What each process prints, a file per process."""
         return self.path / "logs"
+
+
+def _locked(path: Path, config: RunConfig) -> Any:
+    """The lock file, open; the lock goes when it is closed, at the latest by the end of the process."""
+    lock = path.open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise _refused(
+            config, "is run by one process at a time", f"wait for the other process, or {_ANOTHER}"
+        ) from None
+    return lock
 
 
 def _refused(config: RunConfig, rule: str, fix: str) -> ConfigError:

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from megarl.config import RunConfig
+from megarl.files import write_durably
 from megarl.loop.directory import RunDirectory
 from megarl.loop.stage import EvaluationResult, Metrics, StepResult
 from megarl.obs.metrics import JsonlSink, Sink
@@ -62,6 +63,17 @@ class Summary:
     last_step: Metrics
     evaluation: Metrics
     export: Metrics
+
+
+def read_summary(directory: RunDirectory) -> Summary:
+    """The summary of a run that is finished; says how to go on all the same."""
+    summary = Summary(**json.loads(directory.summary.read_text(encoding="utf-8")))
+    print(
+        f"{directory.path} is finished: it has taken its {summary.steps} steps. "
+        "Raise run.steps to go on with it, or choose another run.dir for a new run.",
+        flush=True,
+    )
+    return summary
 
 
 class Reporter:
@@ -166,6 +178,6 @@ class Reporter:
             evaluation=self._evaluation,
             export=export,
         )
-        self._directory.summary.write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
+        write_durably(self._directory.summary, json.dumps(asdict(summary), indent=2) + "\n")
         print(f"{summary.steps} steps in {seconds:.0f} s; the model is in {self._directory.export}", flush=True)
         return summary

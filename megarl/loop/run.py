@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any, Final
 
-from megarl.checkpoint import Checkpoint, Checkpoints
+from megarl.checkpoint import Checkpoint
 from megarl.cluster.group import Role
 from megarl.cluster.session import Session
 from megarl.config import RunConfig
 from megarl.loop.directory import RunDirectory
 from megarl.loop.ppo import PPO
 from megarl.loop.preflight import check
-from megarl.loop.report import Reporter, Summary
+from megarl.loop.report import Reporter, Summary, read_summary
 from megarl.loop.reward_model import RewardModel
 from megarl.loop.sft import SFT
 from megarl.loop.stage import Stage
@@ -24,6 +25,8 @@ STAGES: Final[Mapping[str, Any]] = {"sft": SFT, "reward_model": RewardModel, "pp
 def train(config: RunConfig) -> Summary:
     """Runs a stage, or goes on with it where run.dir has a checkpoint; leaves nothing behind but run.dir.
 
+    A run that is finished stays as it is, and says so.
+
     Raises:
         ConfigError: the model, the data or run.dir cannot be used.
         WorkerError: a process failed; the message names it and the cause.
@@ -31,16 +34,15 @@ def train(config: RunConfig) -> Summary:
     start = time.perf_counter()
     data = check(config)
     directory = RunDirectory(config)
-    checkpoints = Checkpoints(directory.checkpoints, keep=config.checkpoint.keep)
-    checkpoints.clean()
-    latest = checkpoints.latest()
-    taken = 0 if latest is None else latest.step
+    if directory.finished:
+        return read_summary(directory)
+    taken = 0 if directory.latest is None else directory.latest.step
     session = Session(config.cluster, directory.logs, config.cluster.address)
-    with Reporter(config, directory, taken) as reporter, session:
+    with closing(directory), Reporter(config, directory, taken) as reporter, session:
         stage: Stage = STAGES[config.stage](config, session, directory, data)
         stage.start()
-        if latest is not None:
-            _restore(stage, config, latest)
+        if directory.latest is not None:
+            _restore(stage, config, directory.latest)
         ready = stage.begin(taken)
         reporter.started(time.perf_counter() - start, ready)
         if taken == 0:
@@ -50,7 +52,7 @@ def train(config: RunConfig) -> Summary:
             if _due(step, stage.evaluate_every, config.run.steps):
                 reporter.evaluated(stage.evaluate(step))
             if _due(step, config.checkpoint.every, config.run.steps):
-                _save(stage, config, checkpoints, step)
+                _save(stage, config, directory, step)
         export = stage.finish(directory.export)
         stage.close()
         return reporter.finished(export, time.perf_counter() - start)
@@ -61,11 +63,12 @@ def _due(step: int, every: int | None, last: int) -> bool:
     return step == last or (every is not None and step % every == 0)
 
 
-def _save(stage: Stage, config: RunConfig, checkpoints: Checkpoints, step: int) -> None:
+def _save(stage: Stage, config: RunConfig, directory: RunDirectory, step: int) -> None:
     """Every trained role writes its part; one rename makes it a checkpoint."""
-    directory = checkpoints.stage(step)
-    calls = {role.name: role.save(directory) for role in _trained(stage, config)}
-    checkpoints.commit(step, {name: call.wait() for name, call in calls.items()}, stage.state())
+    staged = directory.checkpoints.stage(step)
+    calls = {role.name: role.save(staged) for role in _trained(stage, config)}
+    directory.sync()
+    directory.checkpoints.commit(step, {name: call.wait() for name, call in calls.items()}, stage.state())
 
 
 def _restore(stage: Stage, config: RunConfig, checkpoint: Checkpoint) -> None:

@@ -43,18 +43,6 @@ def test_a_given_model_is_used_where_it_lies(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_directory_that_holds_a_run_is_refused(tmp_path: Path) -> None:
-    config = load(DEBUG, [f"run.dir={tmp_path / 'run'}"])
-    RunDirectory(config)
-    assert load(tmp_path / "run" / "config.yaml") == config
-    with pytest.raises(ConfigError) as refusal:
-        RunDirectory(config)
-    text = str(refusal.value)
-    assert "run.dir" in text
-    assert "holds no run yet" in text
-    assert "choose another run.dir" in text
-
-
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="can be written"):

@@ -1,0 +1,115 @@
+"""What going on with a run demands: a configuration that fits its checkpoint, and files that end where it does."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, cast
+
+import yaml
+
+from megarl.checkpoint import Checkpoint
+from megarl.config import Problem, RunConfig
+from megarl.config.problems import shown
+from megarl.files import sync
+
+_WEIGHTS = "the checkpoints have its weights"
+_STREAM = "the checkpoints have its place in this data"
+_HEAD = "its scores would mean something else from here on"
+
+FIXED: Final[Mapping[str, str]] = {
+    "stage": "a run is of one stage",
+    "model": _WEIGHTS,
+    "run.seed": "the order of the data and the seeds of the samples follow from it",
+    "data.prompts": _STREAM,
+    "data.random": _STREAM,
+    "data.train": _STREAM,
+    "data.chat_template": _STREAM,
+    "data.max_tokens": _STREAM,
+    "data.too_long": _STREAM,
+    "critic.path": _WEIGHTS,
+    "critic.head_std": _WEIGHTS,
+    "critic.head_seed": _WEIGHTS,
+    "reward.path": _HEAD,
+    "reward.head_std": _HEAD,
+    "reward.head_seed": _HEAD,
+    "algo.kl": "the checkpoints have the state of its controller",
+}
+"""Fields, sections with all of theirs included, that a run keeps, and why; the others hold from the next step on."""
+
+
+def broken_promises(old: str, config: RunConfig, latest: Checkpoint | None) -> tuple[list[Problem], bool]:
+    """Compares a configuration with the one that a run was started with.
+
+    Args:
+        old: text of the run's config.yaml.
+        config: to go on with.
+        latest: checkpoint of the run, if it has one.
+
+    Returns:
+        What keeps the run from going on, and whether anything differs at all.
+    """
+    before, now = yaml.safe_load(old), yaml.safe_load(yaml.safe_dump(config.model_dump(mode="json", by_alias=True)))
+    fields_before, fields_now = dict(_leaves(before)), dict(_leaves(now))
+    fix = "put it back, or start a new run in another run.dir"
+    problems = [
+        Problem(
+            field=field,
+            value=shown(fields_now.get(field, "(missing)")),
+            rule=f"stays {shown(fields_before.get(field, '(missing)'))} when a run goes on: {why}",
+            fix=fix,
+        )
+        for name, why in FIXED.items()
+        for field in sorted(fields_before.keys() | fields_now.keys())
+        if (field == name or field.startswith(f"{name}.")) and fields_before.get(field) != fields_now.get(field)
+    ]
+    if latest is not None:
+        problems += _unfit(config, latest)
+    return problems, before != now
+
+
+def _unfit(config: RunConfig, latest: Checkpoint) -> Iterator[Problem]:
+    """How a configuration contradicts a checkpoint."""
+    trained = sorted(role for role in config.trained if config.has_role(role))
+    if trained != sorted(latest.roles):
+        rule = f"trains {', '.join(sorted(latest.roles))}, as its latest checkpoint has"
+        fix = "place the same roles, or start a new run in another run.dir"
+        yield Problem(field="groups", value=", ".join(trained), rule=rule, fix=fix)
+    if config.run.steps < latest.step:
+        rule = f"at least the {latest.step} steps that the run has taken"
+        yield Problem(field="run.steps", value=str(config.run.steps), rule=rule, fix="raise it")
+
+
+def _leaves(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a nested dict by dotted path; an empty one is a value."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(cast(Mapping[str, Any], value), f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def cut_lines(path: Path, last: int) -> None:
+    """Shortens a file of JSON lines, in rising order of their ``step``, to the steps until ``last``.
+
+    A line that is not whole is what a killed process was writing: it goes, with everything after it.
+    """
+    if not path.exists():
+        return
+    kept = 0
+    with path.open("rb") as lines:
+        for line in lines:
+            if not line.endswith(b"\n") or _step(line) > last:
+                break
+            kept += len(line)
+    os.truncate(path, kept)
+    sync(path)
+
+
+def _step(line: bytes) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return float("inf")

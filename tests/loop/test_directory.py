@@ -1,0 +1,236 @@
+"""A run directory goes on from its latest checkpoint, and only with a configuration that fits it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import ConfigError, RunConfig, load
+from megarl.loop.directory import RunDirectory
+from tests.checkpoint.staging import content, write_roles
+
+DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "ppo.yaml"
+FILES = ("metrics.jsonl", "updates.jsonl", "evaluations.jsonl", "samples.jsonl")
+
+
+def debug(run: Path, *overrides: str) -> RunConfig:
+    return load(DEBUG, [f"run.dir={run}", "run.steps=10", *overrides])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run that was killed after its seventh step; its checkpoints are of the third and the sixth."""
+    path = tmp_path / "run"
+    with closing(RunDirectory(debug(path))) as directory:
+        assert (directory.latest, directory.finished) == (None, False)
+        for step in range(8):
+            tell(directory, step)
+            if step in (3, 6):
+                save(directory, step)
+        directory.checkpoints.stage(9)  # close removes it
+    (path / "checkpoints" / ".step-8.staged").mkdir()
+    return path
+
+
+def save(directory: RunDirectory, step: int) -> None:
+    checkpoints = directory.checkpoints
+    checkpoints.commit(step, write_roles(checkpoints.stage(step)), {"version": step})
+
+
+def tell(directory: RunDirectory, step: int) -> None:
+    """Two lines of each step; evaluations begin before the first."""
+    for path in (directory.metrics, directory.updates, directory.evaluations, directory.samples):
+        with path.open("a") as lines:
+            if step > 0 or path == directory.evaluations:
+                lines.write(json.dumps({"step": step, "x": "ä"}) + "\n" + json.dumps({"step": step, "x": 2}) + "\n")
+
+
+def steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def problems(config: RunConfig) -> list[str]:
+    """The fields that keep a run from going on; its directory is as it was."""
+    path = Path(config.run.dir)
+    before = content(path)
+    with pytest.raises(ConfigError) as refusal:
+        RunDirectory(config)
+    assert {name: data for name, data in content(path).items() if "checkpoints/." not in name} == before
+    return [problem.field for problem in refusal.value.problems]
+
+
+def test_a_new_directory_has_the_configuration(tmp_path: Path) -> None:
+    config = debug(tmp_path / "some" / "run")
+    with closing(RunDirectory(config)) as directory:
+        assert (directory.latest, directory.finished) == (None, False)
+        assert load(directory.path / "config.yaml") == config
+
+
+def test_a_run_goes_on_where_its_latest_checkpoint_was_made(run: Path) -> None:
+    with closing(RunDirectory(debug(run))) as directory:
+        assert directory.latest is not None
+        assert (directory.latest.step, directory.latest.state, directory.finished) == (6, {"version": 6}, False)
+        assert steps(directory.evaluations) == [step for step in range(7) for _ in range(2)]
+        for path in (directory.metrics, directory.updates, directory.samples):
+            assert steps(path) == [step for step in range(1, 7) for _ in range(2)]
+        assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-3", "step-6"]
+        assert not list(run.glob("config.until-*"))
+
+
+@pytest.mark.parametrize("rest", ['{"step": 4', '{"step": 4}', "\0\0\0\n", '{"st\n{"step": 4}\n'])
+def test_a_line_that_a_kill_cut_off_goes(run: Path, rest: str) -> None:
+    (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n' + rest)
+    with closing(RunDirectory(debug(run))) as directory:
+        assert steps(directory.metrics) == [1, 2]
+
+
+def test_without_a_checkpoint_a_run_begins_again(tmp_path: Path) -> None:
+    config = debug(tmp_path)
+    with closing(RunDirectory(config)) as directory:
+        tell(directory, 0)
+        tell(directory, 1)
+    with closing(RunDirectory(config)) as directory:
+        assert directory.latest is None
+        assert [(tmp_path / name).read_text() for name in FILES] == [""] * 4
+
+
+MAY_CHANGE = [
+    "run.steps=11",
+    "checkpoint.keep=1",
+    "checkpoint.every=2",
+    "tracking.samples=0",
+    "groups.train.roles.actor.tp=1",
+    "groups.train.roles.critic.tokens_per_micro_batch=100",
+    "cluster.time_limits.sync=17",
+    "actor.optimizer.lr=1e-7",
+    "algo.clip=0.3",
+    "rollout.temperature=0.5",
+]
+
+
+def test_what_a_checkpoint_does_not_hold_may_change(run: Path) -> None:
+    old = (run / "config.yaml").read_text()
+    config = debug(run, *MAY_CHANGE)
+    with closing(RunDirectory(config)) as directory:
+        assert directory.latest is not None
+    assert load(run / "config.yaml") == config
+    assert (run / "config.until-step-6.yaml").read_text() == old
+
+
+REFUSED: dict[str, list[str]] = {
+    "run.seed=5": ["run.seed"],
+    "model.random.seed=5": ["model.random.seed"],
+    "model.random.config.num_hidden_layers=8": ["model.random.config.num_hidden_layers"],
+    "data.random.count=99": ["data.random.count"],
+    "critic.head_std=0.1": ["critic.head_std"],
+    "algo.kl.coef=0.5": ["algo.kl.coef"],
+    "run.steps=5": ["run.steps"],
+}
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_what_a_checkpoint_holds_may_not_change(run: Path, override: str) -> None:
+    assert problems(debug(run, override)) == REFUSED[override]
+
+
+def test_all_that_may_not_change_is_told_at_once_with_both_values(run: Path) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        RunDirectory(debug(run, *REFUSED))
+    assert [problem.field for problem in refusal.value.problems] == [
+        field
+        for override in ("model.random.config.num_hidden_layers=8", "model.random.seed=5", "run.seed=5")
+        for field in REFUSED[override]
+    ] + ["data.random.count", "critic.head_std", "algo.kl.coef", "run.steps"]
+    seed = next(problem for problem in refusal.value.problems if problem.field == "run.seed")
+    assert (seed.value, seed.rule.split(":")[0]) == ("5", "stays 1 when a run goes on")
+    assert "another run.dir" in seed.fix
+
+
+def test_another_source_of_data_is_refused_whole(run: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"token_ids": [1]}\n')
+    found = problems(debug(run, "data.random=null", f"data.prompts={prompts}"))
+    assert {field.split(".")[1] for field in found} == {"prompts", "random"}
+
+
+def test_roles_that_the_checkpoint_lacks_are_refused(run: Path) -> None:
+    with closing(RunDirectory(debug(run))) as directory:
+        directory.checkpoints.commit(8, write_roles(directory.checkpoints.stage(8), ["actor"]), {})
+    assert problems(debug(run)) == ["groups"]
+
+
+def test_a_finished_run_stays_as_it_is(run: Path) -> None:
+    finish(run)
+    before = content(run)
+    with closing(RunDirectory(debug(run, "algo.clip=0.3"))) as directory:
+        assert directory.finished
+    assert content(run) == before
+
+
+def test_a_finished_run_goes_on_when_it_gets_more_steps(run: Path) -> None:
+    finish(run)
+    with closing(RunDirectory(debug(run, "run.steps=12"))) as directory:
+        assert directory.latest is not None
+        assert (directory.latest.step, directory.finished) == (10, False)
+    assert not (run / "export").exists()
+    assert not (run / "summary.json").exists()
+
+
+def test_a_run_that_was_killed_while_it_ended_ends_again(run: Path) -> None:
+    finish(run)
+    (run / "summary.json").unlink()
+    with closing(RunDirectory(debug(run))) as directory:
+        assert directory.latest is not None
+        assert (directory.latest.step, directory.finished) == (10, False)
+    assert not (run / "export").exists()
+
+
+def finish(run: Path) -> None:
+    with closing(RunDirectory(debug(run))) as directory:
+        for step in (7, 8, 9, 10):
+            tell(directory, step)
+        save(directory, 10)
+        directory.export.mkdir()
+        (directory.export / "config.json").write_text("{}")
+        directory.summary.write_text("{}")
+
+
+def test_a_broken_checkpoint_is_told_with_what_to_do(run: Path) -> None:
+    (run / "checkpoints/step-6/actor/0-0.bin").write_bytes(b"")
+    with pytest.raises(ConfigError) as refusal:
+        RunDirectory(debug(run))
+    (problem,) = refusal.value.problems
+    assert problem.field == "run.dir"
+    assert "actor/0-0.bin of actor rank 0 has 0 bytes, not 1000" in problem.rule
+    assert f"remove {run}/checkpoints/step-6" in problem.fix
+
+
+def _hold(path: Path, pipe: Any) -> None:
+    directory = RunDirectory(debug(path))
+    pipe.send("held")
+    pipe.recv()
+    del directory
+
+
+def test_one_process_at_a_time(run: Path) -> None:
+    """The second one does not touch what the first is writing; when the first is killed, the lock is gone."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_hold, args=(run, theirs))
+    process.start()
+    assert ours.recv() == "held"
+    staged = run / "checkpoints" / ".step-7.staged"
+    staged.mkdir()
+    with pytest.raises(ConfigError, match="is run by one process at a time"):
+        RunDirectory(debug(run))
+    assert staged.exists()
+    process.kill()
+    process.join()
+    with closing(RunDirectory(debug(run))) as directory:
+        assert directory.latest is not None
+    assert not staged.exists()
