@@ -63,10 +63,8 @@ def step_schedule(
     for members in units.values():
         if len(members) != rows_per_unit:
             raise ValueError(f"sample {members[0].sample_id} is not one of {rows_per_unit} neighbours of its chunk")
-    by_name = sorted(units.values(), key=lambda members: members[0].sample_id)
-    return _schedule(
-        spread([_unit(*members) for members in by_name], layout.dp, cost=_tokens), layout, tokens_per_micro_batch
-    )
+    shares = spread([_unit(*members) for members in units.values()], layout.dp, cost=_tokens)
+    return _schedule(shares, layout, tokens_per_micro_batch)
 
 
 def update_schedules(

@@ -25,6 +25,7 @@ LLAMA = (
     "{% for message in messages %}"
     "{% if loop.index0 % 2 != (message['role'] == 'assistant') | int %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if message['name'] is defined %}{{ message['name'] + ': ' }}{% endif %}"
     "{% if message['role'] == 'user' %}{{ '[INST]' + message['content'] + '[/INST]' }}"
     "{% else %}{{ message['content'] + eos_token }}{% endif %}"
     "{% endfor %}"
