@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ from tests.rollout.models import MAX_LEN, USED_VOCAB, VOCAB, llama, qwen2, rando
 NEW_TOKENS = 12
 
 
-def rollout_config(tp: int = 1) -> Rollout:
-    """Every transformation of the distribution is on."""
+def rollout_config(tp: int = 1, **changes: Any) -> Rollout:
+    """Temperature, top-p and top-k are on; the changes are of other fields."""
     return Rollout(
         devices="0",
         tp=tp,
@@ -29,6 +30,7 @@ def rollout_config(tp: int = 1) -> Rollout:
         max_new_tokens=NEW_TOKENS,
         max_model_len=MAX_LEN,
         kv_cache_mib=16,
+        **changes,
     )
 
 
@@ -59,13 +61,23 @@ def ask(process: EngineProcess) -> Answers:
     return Answers(chunk=chunk, raw=process.call("logprobs", sequences()))
 
 
-def start(process: EngineProcess, model_dir: Path, *, tp: int = 1, weights: str = "sync") -> None:
+def start(
+    process: EngineProcess,
+    model_dir: Path,
+    *,
+    tp: int = 1,
+    weights: str = "sync",
+    tokenizer: Path | None = None,
+    **changes: Any,
+) -> None:
+    """Starts an engine; the changes are of its rollout settings."""
     process.start(
         model_dir=model_dir,
-        rollout=rollout_config(tp),
+        rollout=rollout_config(tp, **changes),
         engine_id=3,
         vocab_size=USED_VOCAB,
         device="cpu",
+        tokenizer=None if tokenizer is None else str(tokenizer),
         weights=weights,
     )
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
 
 VOCAB = 104  # ids of the model; vLLM pads them to 128
 USED_VOCAB = 100  # ids that mean something; the engine must not sample the rest
@@ -46,6 +51,20 @@ def random_model(config: Qwen2Config | LlamaConfig, seed: int) -> PreTrainedMode
             if parameter.dim() == 1:
                 parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
     return model.eval()
+
+
+def text_of(ids: Iterable[int]) -> str:
+    """What the tokenizer of ``save_tokenizer`` makes of ids: a letter of each."""
+    return "".join(chr(0x4E00 + i) for i in ids)
+
+
+def save_tokenizer(directory: Path) -> Path:
+    """Writes a tokenizer with a letter per id."""
+    letters = Tokenizer(WordLevel({text_of([i]): i for i in range(VOCAB)}, unk_token=text_of([2])))
+    letters.pre_tokenizer = Split(Regex("."), "isolated")
+    letters.decoder = Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=letters, eos_token=text_of([END])).save_pretrained(directory)
+    return directory
 
 
 def save(model: PreTrainedModel, directory: Path) -> Path:

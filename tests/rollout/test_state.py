@@ -1,0 +1,95 @@
+"""The order of sleeping, waking and syncing, against every order of a few actions."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from megarl.rollout.state import EngineState
+
+ACTIONS = ("answer", "sleep", "wake_weights", "sync", "wake_cache")
+ORDER = ("wake_weights", "sync", "wake_cache", "answer", "sleep")
+
+
+def take(state: EngineState, action: str) -> None:
+    if action == "answer":
+        state.usable_version()
+    elif action == "sync":
+        state.begin_sync()
+        state.commit(3)
+    else:
+        getattr(state, action)()
+
+
+def allowed(actions: tuple[str, ...]) -> bool:
+    """By words: where the engine is in the circle, and whether it has been synced since it slept."""
+    place, synced = 0, False
+    for action in actions:
+        if action == "sync" and place == 1:
+            synced = True
+        elif action == "answer" and place == 2:
+            pass
+        elif (action, place) in (("wake_weights", 0), ("sleep", 2)) or (
+            action == "wake_cache" and place == 1 and synced
+        ):
+            place, synced = (place + 1) % 3, synced and action != "sleep"
+        else:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 6])
+def test_an_engine_that_sleeps_goes_round_in_one_order(length: int) -> None:
+    found = set()
+    for actions in itertools.product(ACTIONS, repeat=length):
+        state = EngineState(0, sleeps=True, drops=True, version=None)
+        try:
+            for action in actions:
+                take(state, action)
+        except RuntimeError:
+            continue
+        found.add(actions)
+    assert found == {actions for actions in itertools.product(ACTIONS, repeat=length) if allowed(actions)}
+    assert (ORDER + ORDER)[:length] in found
+
+
+def after(*actions: str, **options: object) -> EngineState:
+    state = EngineState(3, **{"sleeps": True, "drops": True, "version": None, **options})
+    for action in actions:
+        take(state, action)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("state", "action", "message"),
+    [
+        (after(), "answer", "engine 3 cannot answer while it is asleep, only while it is awake: the order is sleep, "),
+        (after(), "sync", "engine 3 cannot sync while it is asleep, only while it is awake but for its cache"),
+        (after("wake_weights"), "wake_cache", "engine 3 has no weights yet"),
+        (after(*ORDER, "wake_weights"), "wake_cache", "engine 3 dropped its weights when it went to sleep"),
+        (after(*ORDER[:3]), "sync", "engine 3 cannot sync while it is awake, only while"),
+        (after(sleeps=False), "answer", "engine 3 has no weights yet"),
+        (after("sync", sleeps=False), "sleep", "engine 3 cannot sleep: rollout.sleep is false"),
+    ],
+)
+def test_a_refusal_says_what_is_wrong(state: EngineState, action: str, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        take(state, action)
+
+
+def test_half_a_sync_needs_a_whole_one() -> None:
+    state = after("wake_weights", "sync")
+    state.begin_sync()
+    state.mix()
+    with pytest.raises(RuntimeError, match="a weight sync failed half-way"):
+        state.wake_cache()
+    take(state, "sync")
+    state.wake_cache()
+    assert state.usable_version() == 3
+
+
+def test_weights_from_files_outlive_a_sleep() -> None:
+    assert (
+        after("wake_weights", "wake_cache", "sleep", "wake_weights", "wake_cache", drops=False, version=0).version == 0
+    )
