@@ -1,4 +1,4 @@
-"""A warm pool of rank processes: torch and megatron-core are imported once, and every test gets a fresh Gloo world."""
+"""A warm pool of rank processes: torch and megatron-core are imported once, and every test gets a fresh world."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ class RankPool:
     """Up to ``size`` processes that run functions as ranks of a ``torch.distributed`` world.
 
     A failure on one rank leaves the others in a collective that never ends, so the processes are replaced after it.
+
+    Args:
+        size: of the largest world.
+        device: "cpu", or "cuda" for a pool of one.
     """
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, size: int, device: str = "cpu") -> None:
+        self._size, self._device = size, device
         self._context = multiprocessing.get_context("spawn")
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -81,7 +85,7 @@ class RankPool:
             return
         for rank in range(self._size):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process = self._context.Process(target=_serve, args=(rank, self._device, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -105,14 +109,14 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _serve(rank: int, pipe: Connection) -> None:
+def _serve(rank: int, device: str, pipe: Connection) -> None:
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TORCH_COMPILE_DISABLE="1")
     import torch
 
     torch.set_num_threads(1)
     from megarl.megatron.platform import start_platform
 
-    platform = start_platform("cpu")
+    platform = start_platform(device)
     while True:
         try:
             job: Job = pipe.recv()

@@ -1,0 +1,92 @@
+"""Packed attention against one sequence at a time by the definition, in float64, with gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.pool import RankPool
+
+HEADS, KV_HEADS, DIM = 4, 2, 16
+LENGTHS = [
+    [7],
+    [1, 1, 1],
+    [16, 17, 16, 1, 33, 32],
+    [90, 3, 3, 64, 5, 64, 64, 2],
+    [2, 30] * 20,
+]
+
+
+def attention_errors(rank: int, device: str, dtype: torch.dtype, lengths: list[int]) -> dict[str, float]:
+    """Largest difference of the output and of the gradients of its inputs, relative to the largest element or 1."""
+    import numpy as np
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megarl.data.packing import PackShape
+    from megarl.megatron.attention import PackedAttention, PackParams
+
+    del rank
+    config = TransformerConfig(num_layers=1, hidden_size=HEADS * DIM, num_attention_heads=HEADS, kv_channels=DIM)
+    shape = PackShape(cu_seqlens=np.cumsum([0, *lengths]).astype(np.int32), max_seqlen=max(lengths))
+    generator = torch.Generator().manual_seed(0)
+    exact = [
+        torch.randn(sum(lengths), heads, DIM, generator=generator, dtype=torch.float64).to(dtype).double()
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    grad = torch.randn(sum(lengths), HEADS * DIM, generator=generator, dtype=torch.float64).to(dtype).double()
+    inputs = [tensor.to(device, dtype).requires_grad_() for tensor in exact]
+    output = PackedAttention(config=config)(*inputs, None, packed_seq_params=PackParams.of(shape, torch.device(device)))
+    output.backward(grad.to(device, dtype))
+
+    for tensor in exact:
+        tensor.requires_grad_()
+    expected = torch.cat([_definition(*parts) for parts in zip(*(x.split(lengths) for x in exact), strict=True)])
+    expected.backward(grad)
+    pairs = {"output": (output, expected)} | {
+        name: (found.grad, want.grad) for name, found, want in zip("qkv", inputs, exact, strict=True)
+    }
+    return {
+        name: ((found.detach().cpu().double() - want).abs().max() / want.abs().max().clamp(min=1.0)).item()
+        for name, (found, want) in pairs.items()
+        if found is not None and want is not None
+    }
+
+
+def _definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """softmax(q k / sqrt(dim)) v under a causal mask; [L, heads, dim] each."""
+    heads = []
+    for head in range(HEADS):
+        own = head // (HEADS // KV_HEADS)
+        scores = q[:, head] @ k[:, own].T / DIM**0.5
+        future = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        heads.append(torch.softmax(scores.masked_fill(future, -torch.inf), -1) @ v[:, own])
+    return torch.cat(heads, -1)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)}-sequences")
+def test_equals_the_definition(pool: RankPool, lengths: list[int]) -> None:
+    (errors,) = pool.run(attention_errors, "cpu", torch.float32, lengths, world_size=1)
+    assert errors.keys() == {"output", "q", "k", "v"}
+    assert max(errors.values()) < 1e-5, errors
+
+
+def _arrangement(rank: int, lengths: list[int]) -> tuple[tuple[tuple[int, int], ...], list[int], list[int]]:
+    import numpy as np
+
+    from megarl.data.packing import PackShape
+    from megarl.megatron.attention import arrange
+
+    del rank
+    shape = PackShape(cu_seqlens=np.cumsum([0, *lengths]).astype(np.int32), max_seqlen=max(lengths))
+    found = arrange(shape, torch.device("cpu"))
+    return found.rectangles, found.position_of.tolist(), found.place_of.tolist()
+
+
+@pytest.mark.dist
+def test_an_arrangement_by_hand(pool: RankPool) -> None:
+    """Sequences of 2, 18, 3 and 17 tokens: 0 to 1, 2 to 19, 20 to 22 and 23 to 39; 40 is padding."""
+    ((rectangles, position_of, place_of),) = pool.run(_arrangement, [2, 18, 3, 17], world_size=1)
+    assert rectangles == ((2, 3), (2, 18))
+    assert position_of == [0, 1, 40, 20, 21, 22, *range(2, 20), *range(23, 40), 40]
+    assert place_of == [0, 1, *range(6, 24), 3, 4, 5, *range(24, 41)]
