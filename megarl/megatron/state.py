@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_planned
 
 from megarl.files import FileRecord, sync
+from megarl.megatron.offload import require_memory
 from megarl.megatron.role import Role
 from megarl.types import RankCoords
 from megarl.weights.regions import Box, Piece, row_major_boxes
@@ -180,9 +181,10 @@ def _set_adam_steps(role: Role, steps: int) -> None:
 
 def _tensors(role: Role) -> dict[str, ShardedTensor]:
     """Everything of the role that this rank holds."""
+    parameters = role.model.parameters()
+    require_memory(*parameters.values())
     boxes = _Boxes(role)
     tensors: list[ShardedTensor] = []
-    parameters = role.model.parameters()
     for name, parameter in parameters.items():
         tensors += boxes.sharded("weight", name, parameter.detach().view(-1), range(parameter.numel()), over_dp=True)
     for shard in _shards(role):

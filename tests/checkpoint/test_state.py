@@ -164,6 +164,29 @@ def test_a_role_that_has_not_stepped_is_saved_too(pool: RankPool, tmp_path: Path
         assert torch.equal(found[key], values), key
 
 
+def _offloaded(rank: int, model: Path, out: Path) -> bool:
+    """Saves a role that came back from host memory; one that has not is refused."""
+    role = make_roles(rank, {"actor": model}, {"actor": Layout()}, torch.float32)["actor"]
+    train(role, 0, 1)
+    role.offload()
+    with pytest.raises(RuntimeError, match="the role is offloaded"):
+        save(role, out / "released")
+    role.onload()
+    save(role, out / "actor")
+    before = snapshot(role)
+    train(role, 1, 1)
+    restore(role, out / "actor")
+    role.offload()
+    role.onload()
+    assert_same(before, snapshot(role))
+    return True
+
+
+def test_a_role_in_host_memory_is_not_saved(pool: RankPool, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    assert pool.run(_offloaded, model, tmp_path, world_size=1) == [True]
+
+
 def _refused(rank: int, *args: Any) -> str:
     with pytest.raises(RuntimeError, match="actor cannot be restored from") as caught:
         _restored(rank, *args)

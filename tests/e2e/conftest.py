@@ -12,7 +12,7 @@ from tests.e2e.runs import Finished, train
 
 @dataclass(frozen=True, kw_only=True)
 class DebugRun:
-    """The default debug run, its directory, and the rollouts that it recorded."""
+    """The debug run with a checkpoint after its second step too, its directory, and the rollouts that it recorded."""
 
     finished: Finished
     directory: Path
@@ -23,4 +23,5 @@ class DebugRun:
 def debug_run(tmp_path_factory: pytest.TempPathFactory) -> DebugRun:
     base = tmp_path_factory.mktemp("debug")
     directory, recorded = base / "run", base / "recorded"
-    return DebugRun(finished=train(directory, f"rollout.record={recorded}"), directory=directory, recorded=recorded)
+    finished = train(directory, f"rollout.record={recorded}", "checkpoint.every=2")
+    return DebugRun(finished=finished, directory=directory, recorded=recorded)

@@ -77,7 +77,7 @@ def test_its_directory_says_what_ran(debug_run: DebugRun) -> None:
     folders = {"logs", "model", "checkpoints", "export", "tensorboard"}
     assert {path.name for path in debug_run.directory.iterdir()} == files | folders | {"config.yaml", ".lock"}
     resolved = load(debug_run.directory / "config.yaml")
-    overrides = [f"run.dir={debug_run.directory}", f"rollout.record={debug_run.recorded}"]
+    overrides = [f"run.dir={debug_run.directory}", f"rollout.record={debug_run.recorded}", "checkpoint.every=2"]
     assert resolved == load(Path(DEBUG), overrides)
 
 

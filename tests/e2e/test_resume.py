@@ -1,0 +1,62 @@
+"""A run that was killed goes on as if nothing had happened; a run that is finished says so."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import DebugRun
+from tests.e2e.runs import lines, train
+
+pytestmark = pytest.mark.e2e
+
+
+def numbers(file: Path) -> list[dict[str, Any]]:
+    """The lines of a file of metrics, without what depends on the clock."""
+    timed = ("time/", "perf/", "sync/")
+    return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines(file)]
+
+
+@pytest.fixture(scope="module")
+def resumed(debug_run: DebugRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The debug run gone on with, as if it had been killed in its third step, after the checkpoint of its second."""
+    assert debug_run.finished.status == 0, debug_run.finished.errors
+    directory = tmp_path_factory.mktemp("resumed") / "run"
+    shutil.copytree(debug_run.directory, directory)
+    shutil.rmtree(directory / "checkpoints" / "step-3")
+    shutil.rmtree(directory / "export")
+    (directory / "summary.json").unlink()
+    (directory / "checkpoints" / ".step-3.staged").mkdir()
+    with (directory / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 3, "obj')
+    finished = train(directory, "checkpoint.every=2")
+    assert finished.status == 0, finished.errors
+    assert "going on after step 2" in finished.output
+    finished.assert_clean()
+    return directory
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "updates.jsonl", "evaluations.jsonl", "samples.jsonl"])
+def test_a_resumed_run_tells_the_same(debug_run: DebugRun, resumed: Path, file: str) -> None:
+    assert numbers(resumed / file) == numbers(debug_run.directory / file)
+
+
+def test_a_resumed_run_trains_the_same_model(debug_run: DebugRun, resumed: Path) -> None:
+    straight = debug_run.directory / "export" / "model.safetensors"
+    assert (resumed / "export" / "model.safetensors").read_bytes() == straight.read_bytes()
+
+
+def test_a_resumed_run_keeps_the_checkpoints(debug_run: DebugRun, resumed: Path) -> None:
+    for directory in (debug_run.directory, resumed):
+        assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["step-2", "step-3"]
+
+
+def test_a_finished_run_says_so(debug_run: DebugRun) -> None:
+    before = {path: path.stat().st_mtime_ns for path in debug_run.directory.rglob("*")}
+    finished = train(debug_run.directory, "checkpoint.every=2")
+    assert finished.status == 0, finished.errors
+    assert "is finished: it has taken its 3 steps" in finished.output
+    assert {path: path.stat().st_mtime_ns for path in debug_run.directory.rglob("*")} == before
