@@ -62,9 +62,10 @@ class Evaluator:
         schedule = plan.inference("reward") if self._scorer.model is not None else None
         scores = self._scorer.submit(rollouts, self._prompts, schedule, self._functions).wait()
         total = scores.get(REWARD_MODEL, next(iter(scores.values())))
+        named = {"score" if name == REWARD_MODEL else name: values for name, values in scores.items()}
         lengths = np.array([sample.response_tokens for sample in rollouts.samples], dtype=np.float32)
         finished = np.array([sample.finished for sample in rollouts.samples], dtype=np.float32)
-        columns = {**scores, "response_tokens": lengths, "finished": finished}
+        columns = {**named, "response_tokens": lengths, "finished": finished}
         return EvaluationResult(
             step=step,
             metrics={"eval/samples": len(rollouts.samples), **means_with_intervals(columns)},

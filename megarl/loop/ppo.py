@@ -6,7 +6,7 @@ different groups at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -44,10 +44,18 @@ class PPO:
         session: where everything runs.
         directory: of the run.
         data: the prompts, and the tokenizer.
+        phase: is told what the run does.
     """
 
-    def __init__(self, config: PPOConfig, session: Session, directory: RunDirectory, data: PromptSets) -> None:
-        self._config, self._data = config, data
+    def __init__(
+        self,
+        config: PPOConfig,
+        session: Session,
+        directory: RunDirectory,
+        data: PromptSets,
+        phase: Callable[[str], None],
+    ) -> None:
+        self._config, self._data, self._phase = config, data, phase
         self._model_dir = model_directory(config, directory.path)
         self.trainers = launch_trainers(config, session)
         self._engines = launch_engines(config, config.rollout, session, self._model_dir, weights="sync")
@@ -86,7 +94,7 @@ class PPO:
 
     def step(self, step: int) -> StepResult:
         """One iteration: rollouts under version ``step - 1``, an update, and version ``step`` in the engines."""
-        timers, config = Timers(), self._config
+        timers, config = Timers(self._phase), self._config
         actor, critic, reference = self._roles["actor"], self._roles.get("critic"), self._roles.get("reference")
         with timers("step"):
             with timers("rollout"):
@@ -112,7 +120,9 @@ class PPO:
                 sources = scoring.wait()
                 seed = permutation_seed(config.run.seed, step)
                 scores = total_scores(sources, rollouts.samples, config.reward, config.algo, seed=seed)
-                outcomes = group_outcomes(scores, rollouts.samples) if config.algo.advantage == "grpo" else None
+                outcomes, of_groups = None, {}
+                if config.algo.advantage == "grpo":
+                    outcomes, of_groups = group_outcomes(scores, rollouts.samples)
                 columns = ExperienceColumns(
                     old_logprobs=old,
                     ref_logprobs=ref,
@@ -136,6 +146,7 @@ class PPO:
         metrics = {
             "version": step,
             **objective,
+            **of_groups,
             **{f"scores/{name}": float(values.mean()) for name, values in sources.items()},
             **sample_metrics(rollouts.samples),
             **transfer.metrics(),
@@ -154,6 +165,7 @@ class PPO:
         """Answers and scores the held-out prompts; the engines keep the weights that they have."""
         if self._evaluator is None:
             return None
+        self._phase("evaluation")
         result = self._evaluator.evaluate(step, self._turns.to_trainers)
         if self._config.rollout.sleep:
             self._turns.to_engines(step)
@@ -170,6 +182,7 @@ class PPO:
 
     def finish(self, export: Path) -> Metrics:
         """Writes the actor."""
+        self._phase("export")
         self._roles["actor"].export(export, template_directory(self._config, self._model_dir)).wait()
         return {}
 

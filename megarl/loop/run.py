@@ -39,7 +39,7 @@ def train(config: RunConfig) -> Summary:
     taken = 0 if directory.latest is None else directory.latest.step
     session = Session(config.cluster, directory.logs, config.cluster.address)
     with closing(directory), Reporter(config, directory, taken) as reporter, session:
-        stage: Stage = STAGES[config.stage](config, session, directory, data)
+        stage: Stage = STAGES[config.stage](config, session, directory, data, reporter.phase)
         stage.start()
         if directory.latest is not None:
             _restore(stage, config, directory.latest)
@@ -52,6 +52,7 @@ def train(config: RunConfig) -> Summary:
             if _due(step, stage.evaluate_every, config.run.steps):
                 reporter.evaluated(stage.evaluate(step))
             if _due(step, config.checkpoint.every, config.run.steps):
+                reporter.phase("checkpoint")
                 _save(stage, config, directory, step)
         export = stage.finish(directory.export)
         stage.close()

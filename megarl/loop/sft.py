@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megarl.cluster.session import Session
 from megarl.config import SFTConfig
 from megarl.loop.datasets import TextSets
@@ -17,13 +19,22 @@ class SFT(Supervised):
         session: where everything runs.
         directory: of the run.
         data: the demonstrations.
+        phase: is told what the run does.
     """
 
-    def __init__(self, config: SFTConfig, session: Session, directory: RunDirectory, data: TextSets) -> None:
+    def __init__(
+        self,
+        config: SFTConfig,
+        session: Session,
+        directory: RunDirectory,
+        data: TextSets,
+        phase: Callable[[str], None],
+    ) -> None:
         super().__init__(
             config,
             session,
             directory,
+            phase,
             role="actor",
             train=data.train,
             held_out=data.held_out,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ class Supervised:
         config: of the run.
         session: where everything runs.
         directory: of the run.
+        phase: is told what the run does.
         role: that is trained.
         train: rows to learn from.
         held_out: rows to look at; None without any.
@@ -42,6 +43,7 @@ class Supervised:
         config: SFTConfig | RewardModelConfig,
         session: Session,
         directory: RunDirectory,
+        phase: Callable[[str], None],
         *,
         role: RoleName,
         train: Sequence[Demonstration] | Sequence[Pair],
@@ -49,7 +51,7 @@ class Supervised:
         per_step: int,
         sequences_per_row: int,
     ) -> None:
-        self._config, self._session = config, session
+        self._config, self._session, self._phase = config, session, phase
         self._model_dir = model_directory(config, directory.path)
         self.trainers = launch_trainers(config, session)
         self._role = self.trainers.roles[role]
@@ -70,6 +72,7 @@ class Supervised:
     def step(self, step: int) -> StepResult:
         """One optimizer step."""
         timers = Timers()
+        self._phase("update")
         with timers("step"):
             samples, chunks, schedule = self._batch(self._rows.next(self._per_step))
             updates = reported(self._role.update((schedule,), chunks))
@@ -82,6 +85,7 @@ class Supervised:
         """The loss and its metrics on the held-out rows."""
         if self._held_out is None:
             return None
+        self._phase("evaluation")
         _, chunks, schedule = self._batch(self._held_out)
         metrics = reported(self._role.evaluate(schedule, chunks))
         return EvaluationResult(step=step, metrics={"eval/samples": len(self._held_out), **metrics})
@@ -101,6 +105,7 @@ class Supervised:
 
     def finish(self, export: Path) -> Metrics:
         """Writes the trained role."""
+        self._phase("export")
         self._role.export(export, template_directory(self._config, self._model_dir)).wait()
         return {}
 
