@@ -23,7 +23,7 @@ def _head() -> torch.Tensor:
     return torch.randn(1, 32, generator=torch.Generator().manual_seed(5))
 
 
-def _infer(rank: int, directory: Path, layout: Layout, budget: int) -> dict[str, object]:
+def infer(rank: int, directory: Path, layout: Layout, budget: int) -> dict[str, object]:
     from megarl.data.schedule import inference_schedule
     from megarl.megatron.groups import GroupCache
 
@@ -40,7 +40,7 @@ def _infer(rank: int, directory: Path, layout: Layout, budget: int) -> dict[str,
     }
 
 
-def _expected(directory: Path) -> dict[str, dict[tuple[int, int], torch.Tensor]]:
+def expectations(directory: Path) -> dict[str, dict[tuple[int, int], torch.Tensor]]:
     """One sequence at a time through Hugging Face's model."""
     from transformers import AutoModelForCausalLM
 
@@ -58,6 +58,18 @@ def _expected(directory: Path) -> dict[str, dict[tuple[int, int], torch.Tensor]]
             found["values"][index, row] = values[len(prompt) - 1 : -1]
             found["scores"][index, row] = values[-1]
     return found
+
+
+def worst_differences(
+    results: list[dict[str, object]], expected: dict[str, dict[tuple[int, int], torch.Tensor]]
+) -> dict[str, float]:
+    """The largest difference of each column, from what the reporting ranks returned."""
+    worst = {}
+    for what, rows in expected.items():
+        merged = {chunk: column for result in results for chunk, column in (result[what] or {}).items()}
+        assert sorted(merged) == list(range(4))
+        worst[what] = max(abs(torch.as_tensor(merged[c][r]) - want).max().item() for (c, r), want in rows.items())
+    return worst
 
 
 LAYOUTS = [
@@ -88,7 +100,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> dict[str, dict[tuple[int, int], torch.Tensor]]:
-    return _expected(model)
+    return expectations(model)
 
 
 @pytest.mark.dist
@@ -96,16 +108,14 @@ def expected(model: Path) -> dict[str, dict[tuple[int, int], torch.Tensor]]:
 def test_equals_hugging_face(
     pool: RankPool, model: Path, expected: dict[str, dict[tuple[int, int], torch.Tensor]], layout: Layout
 ) -> None:
-    results = pool.run(_infer, model, layout, 40, world_size=layout.world_size)
+    results = pool.run(infer, model, layout, 40, world_size=layout.world_size)
     reports = [r for r in range(layout.world_size) if layout.coords(r).tp == 0 and layout.coords(r).pp == layout.pp - 1]
     for rank, result in enumerate(results):
         assert (result["logprobs"] is not None) == (rank in reports)
-    for what, rows in expected.items():
-        merged = {chunk: column for rank in reports for chunk, column in results[rank][what].items()}
-        assert sorted(merged) == list(range(4))
-        worst = max(abs(torch.as_tensor(merged[c][r]) - want).max().item() for (c, r), want in rows.items())
+    for what, worst in worst_differences(results, expected).items():
+        largest = max(want.abs().max().item() for want in expected[what].values())
         # Over TP, float32 sums are taken in another order: the error grows with the numbers that are summed.
-        bar = 1e-5 if layout.tp == 1 else 1e-5 * max(1.0, *(want.abs().max().item() for want in rows.values()))
+        bar = 1e-5 if layout.tp == 1 else 1e-5 * max(1.0, largest)
         assert worst <= bar, f"{what} differ from Hugging Face by {worst:.2e}, more than {bar:.2e}"
 
 

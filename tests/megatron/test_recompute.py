@@ -1,4 +1,4 @@
-"""Activations that are computed again: the same numbers to the bit, and the right ones twice."""
+"""Activations that are computed again: the same numbers to the bit, and the right ones twice. Updates in bfloat16."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from tests.megatron.tiny import load_role, save_model
 from tests.pool import RankPool
 
 
-def _updates(rank: int, directory: Path, layout: Layout, recompute: str) -> dict[str, Any]:
-    """Two optimizer steps, and how often the parts of a layer ran forwards."""
+def counted_updates(
+    rank: int, directory: Path, layout: Layout, recompute: str, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
+    """Two optimizer steps, how often the parts of a layer ran forwards, and in what gradients and state are kept."""
     from megarl.data.schedule import update_schedules
     from megarl.megatron.groups import GroupCache
     from megarl.megatron.heads import response_logprobs
 
     rollouts, infos = random_chunks()
-    role = load_role(directory, "actor", layout, rank, GroupCache(), trainable=True, head=None, recompute=recompute)
+    role = load_role(
+        directory, "actor", layout, rank, GroupCache(), trainable=True, head=None, dtype=dtype, recompute=recompute
+    )
     role.start_training(Optimizer(lr=1e-3), total_steps=2)
     calls = {"attention": 0, "mlp": 0}
 
@@ -48,11 +52,17 @@ def _updates(rank: int, directory: Path, layout: Layout, recompute: str) -> dict
     plan = update_schedules(infos, layout, 40, mini_batches=2, epochs=1, seed=0, step=0)
     own = [schedule.ranks[role.coords.dp] for schedule in plan]
     steps = role.update(own, rollouts, loss_of)
-    weights = {name: parameter.detach().clone() for name, parameter in role.model.parameters().items()}
+    weights = {name: parameter.detach().cpu().clone() for name, parameter in role.model.parameters().items()}
     passes = (
         sum(len(schedule.packs) for schedule in own) * len(role.model.chunks) * len(role.model.chunks[0].decoder.layers)
     )
-    return {"steps": steps, "weights": weights, "times": {name: number / passes for name, number in calls.items()}}
+    return {
+        "steps": steps,
+        "weights": weights,
+        "times": {name: number / passes for name, number in calls.items()},
+        "gradients": {parameter.main_grad.dtype for parameter in role.model.parameters().values()},
+        "state": {tensor.dtype for tensor in role.trainer.state()},
+    }
 
 
 @pytest.mark.dist
@@ -64,9 +74,30 @@ def _updates(rank: int, directory: Path, layout: Layout, recompute: str) -> dict
 def test_recomputation_changes_no_number(pool: RankPool, tmp_path: Path, layout: Layout) -> None:
     directory = save_model(tmp_path / "model")
     twice = {"none": (1, 1), "selective": (2, 1), "full": (2, 2)}
-    found = {kind: pool.run(_updates, directory, layout, kind, world_size=layout.world_size) for kind in twice}
+    found = {kind: pool.run(counted_updates, directory, layout, kind, world_size=layout.world_size) for kind in twice}
     for kind, (attention, mlp) in twice.items():
         for rank, result in enumerate(found[kind]):
-            assert result.pop("times") == {"attention": attention, "mlp": mlp}
+            assert result["times"] == {"attention": attention, "mlp": mlp}
             if kind != "none":
-                torch.testing.assert_close(result, found["none"][rank], rtol=0, atol=0)
+                for what in ("steps", "weights"):
+                    torch.testing.assert_close(result[what], found["none"][rank][what], rtol=0, atol=0)
+
+
+@pytest.mark.dist
+def test_bfloat16_reduces_gradients_and_keeps_state_in_float32(pool: RankPool, tmp_path: Path) -> None:
+    directory = save_model(tmp_path / "model")
+    half, full = (
+        pool.run(counted_updates, directory, Layout(dp=2), "none", dtype, world_size=2)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    for one, other in zip(half, full, strict=True):
+        assert {tensor.dtype for tensor in one["weights"].values()} == {torch.bfloat16}
+        assert one["gradients"] == one["state"] == {torch.float32}
+        check_half_precision(one["steps"], other["steps"])
+
+
+def check_half_precision(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    """Against the same steps in float32: bfloat16 has eight bits, and the errors of some tens of tokens cancel."""
+    for got, want in zip(found, expected, strict=True):
+        assert got["loss"] == pytest.approx(want["loss"], rel=1e-2)
+        assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=5e-2)

@@ -1,0 +1,26 @@
+"""A rank on the GPU, for the same jobs that the CPU's ranks run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def cuda() -> str:
+    """The device; skips where there is none."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    return "cuda"
+
+
+@pytest.fixture(scope="session")
+def gpu(cuda: str) -> Iterator[RankPool]:
+    """One warm rank process on the first GPU, in a world of NCCL."""
+    ranks = RankPool(1, device=cuda)
+    yield ranks
+    ranks.close()

@@ -1,0 +1,83 @@
+"""The Megatron engine on CUDA: against Hugging Face, against attention's definition, and against the CPU's ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config.schema import Optimizer
+from megarl.types import Layout
+from tests.megatron.samples import random_chunks
+from tests.megatron.test_attention import LENGTHS, attention_errors
+from tests.megatron.test_parity import expectations, infer, worst_differences
+from tests.megatron.test_recompute import check_half_precision, counted_updates
+from tests.megatron.test_variants import hugging_face_logprobs, in_order, variant_logprobs
+from tests.megatron.tiny import load_role, save_model
+from tests.pool import RankPool
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_equals_hugging_face(gpu: RankPool, tmp_path: Path, kind: str) -> None:
+    directory = save_model(tmp_path / "model", kind)
+    results = gpu.run(infer, directory, Layout(), 40, world_size=1)
+    # Log-probabilities of about 10 nats in float32, whose sums a GPU takes in another order than a CPU.
+    assert max(worst_differences(results, expectations(directory)).values()) <= 1e-4
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_bfloat16_is_no_further_from_the_truth_than_hugging_face(gpu: RankPool, tmp_path: Path, tied: bool) -> None:
+    directory = save_model(tmp_path / "model", dtype="bfloat16", tie_word_embeddings=tied)
+    chunks, _ = random_chunks()
+    found = in_order(gpu.run(variant_logprobs, directory, Layout(), chunks, world_size=1))
+    expected, theirs = (hugging_face_logprobs(directory, chunks, dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert (found - expected).abs().mean() <= 1.5 * (theirs - expected).abs().mean()
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)}-sequences")
+@pytest.mark.parametrize(("dtype", "bar"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
+def test_packed_attention_equals_the_definition(
+    gpu: RankPool, dtype: torch.dtype, bar: float, lengths: list[int]
+) -> None:
+    (errors,) = gpu.run(attention_errors, "cuda", dtype, lengths, world_size=1)
+    assert max(errors.values()) < bar, errors
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_updates_equal_those_of_the_cpu(gpu: RankPool, pool: RankPool, tmp_path: Path, recompute: str) -> None:
+    directory = save_model(tmp_path / "model")
+    (expected,) = pool.run(counted_updates, directory, Layout(), "none", world_size=1)
+    (full,) = gpu.run(counted_updates, directory, Layout(), recompute, world_size=1)
+    (half,) = gpu.run(counted_updates, directory, Layout(), recompute, torch.bfloat16, world_size=1)
+    for got, want in zip(full["steps"], expected["steps"], strict=True):
+        assert got == pytest.approx(want, rel=1e-4)
+    assert half["gradients"] == {torch.float32}
+    assert torch.float32 in half["state"]
+    assert torch.bfloat16 not in half["state"]
+    check_half_precision(half["steps"], expected["steps"])
+
+
+def _offloaded(rank: int, directory: Path) -> dict[str, int]:
+    """What the allocator says of a role's way to host memory and back."""
+    from megarl.megatron.groups import GroupCache
+
+    role = load_role(directory, "actor", Layout(), rank, GroupCache(), trainable=True, head=None)
+    role.start_training(Optimizer(lr=1e-3), total_steps=1)
+    before = {name: parameter.detach().cpu().clone() for name, parameter in role.model.parameters().items()}
+    on_device = torch.cuda.memory_allocated()
+    released = role.offload()
+    away = torch.cuda.memory_allocated()
+    role.onload()
+    after: dict[str, Any] = role.model.parameters()
+    assert all(torch.equal(after[name].cpu(), tensor) for name, tensor in before.items())
+    return {"released": released, "freed": on_device - away, "back": torch.cuda.memory_allocated() - on_device}
+
+
+def test_offloading_frees_memory_of_the_device(gpu: RankPool, tmp_path: Path) -> None:
+    (found,) = gpu.run(_offloaded, save_model(tmp_path / "model"), world_size=1)
+    assert found["freed"] >= found["released"] > 0
+    assert found["back"] == 0
