@@ -1,0 +1,36 @@
+"""Two engines that sleep between the rollouts, against the debug run's one that does not: the same run, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.e2e.conftest import DebugRun
+from tests.e2e.runs import lines, train
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+TIMES = ("time/", "sync/", "perf/")
+
+
+def test_samples_and_updates_do_not_depend_on_the_engines(debug_run: DebugRun, tmp_path: Path) -> None:
+    recorded, directory = tmp_path / "recorded", tmp_path / "run"
+    finished = train(directory, f"rollout.record={recorded}", "rollout.devices=0-1", "rollout.sleep=true")
+    assert finished.status == 0, finished.errors
+    finished.assert_clean()
+
+    names = {path.name for path in debug_run.recorded.iterdir()}
+    assert {path.name for path in recorded.iterdir()} == names
+    writers = set()
+    for name in names:
+        one, two = np.load(debug_run.recorded / name), np.load(recorded / name)
+        for column in ("prompt_ids", "response_ids", "rollout_logprobs", "finished"):
+            np.testing.assert_array_equal(one[column], two[column], f"{name}: {column}")
+        writers |= {int(engine) for _, _, _, engine in two["versions"]}
+    assert writers == {0, 1}
+
+    for mine, theirs in zip(*(lines(run / "metrics.jsonl") for run in (directory, debug_run.directory)), strict=True):
+        kept = [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in (mine, theirs)]
+        assert kept[0] == kept[1]
