@@ -29,8 +29,7 @@ def rollout_config(tp: int = 1, **changes: Any) -> Rollout:
         top_k=20,
         max_new_tokens=NEW_TOKENS,
         max_model_len=MAX_LEN,
-        kv_cache_mib=16,
-        **changes,
+        **{"kv_cache_mib": 16, **changes},
     )
 
 
@@ -67,6 +66,7 @@ def start(
     *,
     tp: int = 1,
     weights: str = "sync",
+    device: str = "cpu",
     tokenizer: Path | None = None,
     **changes: Any,
 ) -> None:
@@ -76,7 +76,7 @@ def start(
         rollout=rollout_config(tp, **changes),
         engine_id=3,
         vocab_size=USED_VOCAB,
-        device="cpu",
+        device=device,
         tokenizer=None if tokenizer is None else str(tokenizer),
         weights=weights,
     )

@@ -60,6 +60,13 @@ def version(engine: RolloutEngine) -> int | None:
     return engine.version
 
 
+def free_bytes(_engine: RolloutEngine) -> int:
+    """Of the GPU's memory."""
+    import torch
+
+    return torch.cuda.mem_get_info()[0]
+
+
 def loaded_modules(_engine: RolloutEngine, package: str) -> list[str]:
     """The modules of a package that the engine's process has imported."""
     return [name for name in sys.modules if name.split(".")[0] == package]
