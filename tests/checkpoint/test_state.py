@@ -71,7 +71,8 @@ def test_resumed_roles_go_on_bit_for_bit(
         models[name] = save_model(tmp_path / f"{name}-model", seed=seed, tie_word_embeddings=tied)
         others[name] = save_model(tmp_path / f"{name}-other", seed=seed + 10, tie_word_embeddings=tied)
     world = next(iter(layouts.values())).world_size
-    for result in pool.run(_interrupted, models, others, layouts, dtype, tmp_path, world_size=world):
+    results = pool.run(_interrupted, models, others, layouts, dtype, tmp_path, world_size=world, timeout=240)
+    for result in results:
         for name in layouts:
             straight_metrics, resumed_metrics, straight, resumed = result[name]
             assert straight_metrics == resumed_metrics
