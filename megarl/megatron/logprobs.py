@@ -85,12 +85,12 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             part = slice(begin, begin + chunk_tokens)
             logits = _logits(hidden[part], weight, shard, temperature)
             top = logits.max(-1).values if shard.size else torch.full_like(log_z[part], -torch.inf)
-            dist.all_reduce(top, dist.ReduceOp.MAX, group=shard.group)
+            _over_shards(top, shard, dist.ReduceOp.MAX)
             exp = (logits - top.unsqueeze(-1)).exp_()
             local, here = _local_labels(labels[part], shard)
             target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1) * here if shard.size else torch.zeros_like(top)
             sums = torch.stack([exp.sum(-1), (exp * logits).sum(-1), target])
-            dist.all_reduce(sums, group=shard.group)
+            _over_shards(sums, shard)
             log_z[part] = top + sums[0].log()
             logprobs[part] = sums[2] - log_z[part]
             entropy[part] = log_z[part] - sums[1] / sums[0]
@@ -119,8 +119,14 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             grad = (grad / ctx.temperature).to(weight.dtype)
             grad_hidden[part] = grad @ rows
             grad_weight[: shard.size] += grad.T @ hidden[part]
-        dist.all_reduce(grad_hidden, group=shard.group)
+        _over_shards(grad_hidden, shard)
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+
+
+def _over_shards(tensor: torch.Tensor, shard: VocabShard, op: Any = dist.ReduceOp.SUM) -> None:
+    """Reduces in place; a rank alone need not wait for the communication thread."""
+    if shard.group.size() > 1:
+        dist.all_reduce(tensor, op, group=shard.group)
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, shard: VocabShard, temperature: float) -> torch.Tensor:
