@@ -26,6 +26,7 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]
 def train(config_path: ConfigPath, overrides: Overrides = None) -> None:
     """Run what CONFIG describes: SFT, a reward model, or PPO; go on where run.dir has a checkpoint."""
     config = _load(config_path, overrides)
+    from megarl.checkpoint import BrokenCheckpointError
     from megarl.cluster.calls import WorkerError
     from megarl.config import ConfigError
     from megarl.loop import run
@@ -35,7 +36,7 @@ def train(config_path: ConfigPath, overrides: Overrides = None) -> None:
         run.train(config)
     except ConfigError as error:
         _stop(error, exit_code=2)
-    except (WorkerError, DisagreementError) as error:
+    except (WorkerError, DisagreementError, BrokenCheckpointError) as error:
         _stop(error, exit_code=1)
 
 

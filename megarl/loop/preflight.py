@@ -20,6 +20,7 @@ from megarl.loop.datasets import (
 )
 from megarl.loop.models import check_models, stated_vocab_size, vocab_size
 from megarl.rewards import check_fields, check_functions
+from megarl.rollout.stop_tokens import stop_token_ids
 
 Sets = PromptSets | TextSets | PairSets
 
@@ -73,11 +74,12 @@ def _data(config: RunConfig, vocab: int) -> tuple[Sets | None, list[Problem]]:
         return None, [Problem(field=field, value=value, rule=str(error), fix=fix)]
     chat_template, too_long = config.data.chat_template, config.data.too_long
     reader = DataReader(tokenizer, vocab, chat_template=chat_template, too_long=too_long)
+    ends = list(_ends(config, tokenizer))
     if isinstance(config, PPOConfig):
         sets = read_prompt_sets(config, reader, vocab)
-        return sets, [*reader.problems, *_functions(config, sets)]
+        return sets, [*ends, *reader.problems, *_functions(config, sets)]
     sets = read_text_sets(config, reader) if isinstance(config, SFTConfig) else read_pair_sets(config, reader)
-    return sets, reader.problems
+    return sets, [*ends, *reader.problems]
 
 
 def _tokenizer(config: SFTConfig | RewardModelConfig | PPOConfig, vocab: int) -> Tokenizer | None:
@@ -95,6 +97,22 @@ def _tokenizer(config: SFTConfig | RewardModelConfig | PPOConfig, vocab: int) ->
         if needed:
             raise ValueError(f"{name} needs a tokenizer, and the model's directory has none")
     return None
+
+
+def _ends(config: SFTConfig | RewardModelConfig | PPOConfig, tokenizer: Tokenizer | None) -> Iterator[Problem]:
+    """Where responses are generated, the engines stop at the token with which the tokenizer ends a response."""
+    rollout = None if isinstance(config, SFTConfig) else config.rollout
+    if rollout is None or tokenizer is None or config.model.path is None:
+        return
+    stops = {*stop_token_ids(config.model.path), *rollout.stop_token_ids}
+    if tokenizer.end_token_id not in stops:
+        yield Problem(
+            field="rollout.stop_token_ids",
+            value=shown(list(rollout.stop_token_ids)),
+            rule=f"the engines stop at {sorted(stops) or 'no token'}, not at the tokenizer's end token, "
+            f"{tokenizer.end_token_id}, with which demonstrations and preferred responses end",
+            fix=f"add {tokenizer.end_token_id}, or correct eos_token_id in the model's generation_config.json",
+        )
 
 
 def _functions(config: PPOConfig, sets: PromptSets) -> Iterator[Problem]:

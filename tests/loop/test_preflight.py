@@ -47,7 +47,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     random = load(DEBUG).model.random
     assert random is not None
     write_random_model(random, directory)
-    return chatml_tokenizer(directory)
+    chatml_tokenizer(directory)
+    end = load_tokenizer(directory).end_token_id
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, end]}))
+    return directory
 
 
 def test_the_debug_runs_can_start() -> None:
@@ -110,6 +113,17 @@ def test_a_tokenizer_fits_the_model(whole: Path, tmp_path: Path) -> None:
     asked = ["data.random=null", f"data.prompts={rows.path}", "data.chat_template=true"]
     assert isinstance(check(load(DEBUG, [*asked, f"model.tokenizer={whole}"])), PromptSets)
     assert "has no chat template" in refusal(*asked, f"model.tokenizer={bare}")
+
+
+def test_engines_stop_where_the_tokenizer_ends_a_response(whole: Path, tmp_path: Path) -> None:
+    end = load_tokenizer(whole).end_token_id
+    other = shutil.copytree(whole, tmp_path / "other")
+    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
+    text = refusal("model.random=null", f"model.path={other}")
+    assert f"the engines stop at [0], not at the tokenizer's end token, {end}" in text
+    assert f"add {end}" in text
+    given = ["model.random=null", f"model.path={other}", f"rollout.stop_token_ids=[{end}]"]
+    assert isinstance(check(load(DEBUG, given)), PromptSets)
 
 
 def test_texts_that_stop_need_the_tokenizer_that_the_directory_lacks(whole: Path, tmp_path: Path) -> None:
