@@ -63,11 +63,17 @@ def random_token() -> Iterator[None]:
 
 @contextmanager
 def interrupts_raise() -> Iterator[None]:
-    """Lets SIGTERM raise SystemExit, as SIGINT raises KeyboardInterrupt, so that the main thread cleans up."""
+    """Lets SIGTERM raise SystemExit, as SIGINT raises KeyboardInterrupt, so that the main thread cleans up.
+
+    While Ray starts it has handlers of its own, and while it waits it makes the status 1 of any (ray 2.60,
+    ``raise_sys_exit_with_custom_error_message``): a SystemExit of the block gets that of SIGTERM.
+    """
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     raise_on_sigterm()
     try:
         yield
+    except SystemExit:
+        raise SystemExit(128 + signal.SIGTERM) from None
     finally:
         if _in_main_thread():
             for number, handler in before.items():

@@ -74,6 +74,7 @@ class Session:
                 self._start(ending)
             else:
                 ending.callback(ray.shutdown)
+                ending.callback(ignore_interrupts)
                 ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
             raise_on_sigterm()  # again: ray.init installs a handler of its own
             self.placement = Placement(
@@ -85,8 +86,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        ignore_interrupts()
-        self._ending.close()
+        self._ending.__exit__(kind, error, trace)
 
     def launch(self, name: str, devices: Sequence[int], target: str, *args: Any, **kwargs: Any) -> Process:
         """Starts a process and returns at once; it makes its object at the first call, where mistakes show.
@@ -153,6 +153,7 @@ class Session:
         ending.callback(remains.remove, _END_GRACE_S)
         ending.callback(ray.shutdown)
         ending.callback(remains.note)
+        ending.callback(ignore_interrupts)
         ray.init(
             num_cpus=0,
             resources={DEVICE: self._cluster.nodes * self._cluster.devices_per_node},

@@ -18,7 +18,9 @@ from tests.leftovers import Trace
 ROOT = Path(__file__).parents[2]
 DEBUG = "configs/debug/ppo.yaml"
 LIMIT_S = 280
-_MEGARL = [sys.executable, "-c", "from megarl.cli import main; main()"]
+# A shell starts its background jobs with SIGINT ignored, and the tests may run in one.
+_INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+_MEGARL = [sys.executable, "-c", f"{_INTERRUPTIBLE}; from megarl.cli import main; main()"]
 
 
 @dataclass(frozen=True, kw_only=True)

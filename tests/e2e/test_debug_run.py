@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +10,7 @@ import pytest
 
 from megarl.config import load
 from tests.e2e.conftest import DebugRun
-from tests.e2e.runs import DEBUG, finish, lines, started, train
+from tests.e2e.runs import DEBUG, lines, train
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -94,36 +91,3 @@ def test_a_broken_configuration_is_refused_at_once(tmp_path: Path) -> None:
     assert "algo.clip" in refused.errors
     assert "groups.train.roles.actor.tp" in refused.errors
     assert not (tmp_path / "run").exists()
-
-
-def test_a_worker_that_is_killed_ends_the_run_with_its_name(tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    with started(["train", DEBUG, f"run.dir={directory}", "run.steps=1000"]) as run:
-        program, _, _ = run
-        wait_for_a_step(directory, program)
-        os.kill(process_that_prints_to(directory / "logs" / "train-rank-2.log"), signal.SIGKILL)
-        killed = time.monotonic()
-        finished = finish(*run)
-    assert time.monotonic() - killed < 30
-    assert finished.status == 1
-    assert "train rank 2 died in " in finished.errors.splitlines()[0]
-    finished.assert_clean()
-
-
-def wait_for_a_step(directory: Path, program: object) -> None:
-    """Returns when a line of metrics is there."""
-    deadline = time.monotonic() + 120
-    while not ((directory / "metrics.jsonl").exists() and lines(directory / "metrics.jsonl")):
-        assert time.monotonic() < deadline, program
-        time.sleep(0.2)
-
-
-def process_that_prints_to(log_file: Path) -> int:
-    """The process whose standard output is this file."""
-    for directory in Path("/proc").iterdir():
-        try:
-            if directory.name.isdigit() and (directory / "fd" / "1").readlink() == log_file:
-                return int(directory.name)
-        except OSError:
-            continue
-    raise AssertionError(f"nobody prints to {log_file}")

@@ -1,0 +1,153 @@
+"""A program that takes runs with light workers into a phase, in which they end in a given way.
+
+It goes through one case after another, each in a session of its own. A case is ``ending:phase``; a line of JSON on
+standard error says what the driver saw and what was left afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.cluster.group import Role, WorkerGroup
+from megarl.cluster.resharder import Resharder
+from megarl.cluster.rollouts import RolloutGroup
+from megarl.cluster.session import Session
+from megarl.config import PPOConfig, load
+from megarl.data.prompts import random_prompts, sample_requests
+from megarl.types import PackRow, RankSchedule, Schedule
+from megarl.weights.specs import model_spec
+from tests.cluster.ending_workers import CASE, DRIVER, SIGNALS
+from tests.leftovers import Trace
+
+RAY = "ray"
+"""Before the phases: Ray itself is starting. Nobody but the user can end that."""
+LIMIT_S = 1.0
+_IN_RAY_S = 1.0
+
+
+class Run:
+    """The parts that the phases need, of the classes of a real run."""
+
+    def __init__(self, config: PPOConfig, session: Session, directory: Path) -> None:
+        self._config, self._session, self._directory = config, session, directory
+        self._schedule = Schedule(ranks=(_one_row(0), _one_row(1)))
+
+    def start(self) -> None:
+        """Two trainers start and load."""
+        self._trainers().start("nowhere").wait()
+
+    def rollout(self) -> None:
+        """An engine generates."""
+        prompts = random_prompts(count=2, min_tokens=2, max_tokens=4, vocab_size=90, seed=0)
+        self._engines().generate(sample_requests(prompts, 1, seed=0, step=1), 2)
+
+    def inference(self) -> None:
+        """Trainers compute log-probabilities, which an update waits for."""
+        actor = self._actor()
+        old = actor.logprobs(self._schedule, self._session.share([0, 1]), temperature=1.0)
+        actor.update([self._schedule], old).wait()
+
+    def update(self) -> None:
+        """Trainers take an optimizer step."""
+        self._actor().update([self._schedule], self._session.share([0, 1])).wait()
+
+    def sync(self) -> None:
+        """Trainers send weights to an engine."""
+        spec = model_spec(self._config.model.hf_config())
+        resharder = Resharder(self._session, self._config, self._actor(), self._engines(), spec)
+        resharder.connect().wait()
+        resharder.sync(version=1)
+
+    def checkpoint(self) -> None:
+        """Trainers save, and all end by themselves."""
+        actor = self._actor()
+        actor.save(self._directory).wait()
+        actor.group.close().wait()
+
+    def _actor(self) -> Role:
+        return Role(self._trainers(), "actor", self._config.layout("actor"))
+
+    def _trainers(self) -> WorkerGroup:
+        return WorkerGroup(self._session, self._config, "train", "tests.cluster.ending_workers:Trainer")
+
+    def _engines(self) -> RolloutGroup:
+        target = "tests.cluster.ending_workers:Engine"
+        return RolloutGroup(self._session, self._config.rollout, "nowhere", vocab_size=96, device="cpu", target=target)
+
+
+PHASES: Mapping[str, Callable[[Run], None]] = {
+    "start": Run.start,
+    "rollout": Run.rollout,
+    "inference": Run.inference,
+    "update": Run.update,
+    "sync": Run.sync,
+    "checkpoint": Run.checkpoint,
+}
+
+
+def _one_row(chunk: int) -> RankSchedule:
+    row = PackRow(chunk=chunk, row=0, prompt_tokens=1, response_tokens=1)
+    return RankSchedule(packs=((row,),), pack_tokens=2, total_rows=2, total_response_tokens=2)
+
+
+def configuration(case: str) -> PPOConfig:
+    """Two ranks and an engine; where one is to hang, the phase may take a second."""
+    ending, _, phase = case.partition(":")
+    limits = f"{{{phase}: {LIMIT_S}}}" if ending == "hang" else "{}"
+    config = load(
+        "configs/debug/ppo.yaml",
+        [
+            f"cluster={{devices_per_node: 2, object_store_mib: 80, time_limits: {limits}}}",
+            "groups.train={devices: 0-1, roles: {actor: {tp: 1, pp: 1}}}",
+            "groups.train.roles={critic: null, reference: null, reward: null}",
+            "algo={advantage: grpo, kl: {coef: 0.0}}",
+            "critic=null",
+            "reward.functions=[{name: soft_overlong}]",
+        ],
+    )
+    assert isinstance(config, PPOConfig)
+    return config
+
+
+def go_through(case: str, logs: Path) -> dict[str, Any]:
+    """Takes a run to its end; returns the driver's error and what was left."""
+    trace, config = Trace(), configuration(case)
+    ending, _, phase = case.partition(":")
+    os.environ.update({**trace.environment(), CASE: case, DRIVER: str(os.getpid())})
+    error = ""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        tempfile.tempdir = directory
+        try:
+            if phase == RAY:
+                threading.Timer(_IN_RAY_S, os.kill, (os.getpid(), SIGNALS[ending])).start()
+            with Session(config.cluster, logs) as session:
+                PHASES[phase](Run(config, session, logs))
+        except (Exception, SystemExit, KeyboardInterrupt) as caught:
+            error = f"{type(caught).__name__}: {caught}"
+        return {
+            "case": case,
+            "error": error,
+            "processes": trace.processes(),
+            "shared_memory": sorted(trace.shared_memory()),
+            "temporary": os.listdir(directory),
+        }
+
+
+def main(cases: list[str]) -> None:
+    # A shell starts its background jobs with SIGINT ignored, and the tests may run in one.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for case in cases:
+        with tempfile.TemporaryDirectory(dir="/tmp") as logs:
+            print(json.dumps(go_through(case, Path(logs))), file=sys.stderr, flush=True)  # Ray prints to the other
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,95 @@
+"""Light workers and engines that bring a run to its end, in the way and the phase that their environment says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from multiprocessing import shared_memory
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.types import Ragged
+
+CASE, DRIVER = "MEGARL_TEST_CASE", "MEGARL_TEST_DRIVER"
+SIGNALS = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM}
+_BUSY_S = 600.0
+
+
+def act(phase: str, *, culprit: bool) -> None:
+    """Ends as the case says where this is its phase: one process is the cause, the others are busy."""
+    ending, _, where = os.environ[CASE].partition(":")
+    if where != phase or ending == "normal":
+        return
+    if culprit and ending in SIGNALS:
+        os.kill(int(os.environ[DRIVER]), SIGNALS[ending])
+    elif culprit and ending == "exception":
+        raise ArithmeticError("the loss is a teapot")
+    elif culprit and ending == "SIGKILL":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(_BUSY_S)
+
+
+class Trainer:
+    """A rank of the actor, with shared memory and a temporary file of its own; rank 1 is the cause."""
+
+    def __init__(self, config: object, group: str, rank: int) -> None:
+        self.culprit = rank == 1
+        self.memory = shared_memory.SharedMemory(create=True, size=1024)
+        (Path(tempfile.gettempdir()) / f"scratch-{rank}").write_text("of a rank")
+
+    def start(self, address: str) -> None:
+        act("start", culprit=self.culprit)
+
+    def load(self, model_dir: str) -> None:
+        pass
+
+    def logprobs(self, name: str, own: Any, rollouts: object, temperature: float) -> dict[int, Ragged]:
+        act("inference", culprit=self.culprit)
+        return {chunk: Ragged.from_rows([[0.0]], np.float32) for chunk in own.chunks}
+
+    def update(self, name: str, schedules: object, chunks: object, kl_coef: float) -> list[dict[str, float]]:
+        act("update", culprit=self.culprit)
+        return [{"policy/loss": 0.0}]
+
+    def connect(self, spec: object, rank: int) -> None:
+        pass
+
+    def send_weights(self, version: int) -> None:
+        act("sync", culprit=self.culprit)
+
+    def save(self, name: str, directory: str) -> None:
+        act("checkpoint", culprit=self.culprit)
+
+    def close(self) -> None:
+        self.memory.close()
+        self.memory.unlink()
+
+
+class Engine:
+    """An engine that answers nothing."""
+
+    def __init__(self, model_dir: str, rollout: object, **options: object) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+    def connect(self, spec: object, ranks: object) -> None:
+        pass
+
+    def generate(self, work: Iterable[object], at_once: int) -> Iterator[tuple[Any, Any]]:
+        act("rollout", culprit=True)
+        yield from ()
+
+    def receive_weights(self, version: int) -> list[Any]:
+        from megarl.resharding import SyncStats
+
+        return [SyncStats(version=version)]
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,94 @@
+"""However a run ends, in whatever phase, the user sees the first real error, and nothing of the run is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.ending import LIMIT_S, PHASES, RAY
+from tests.cluster.ending_workers import SIGNALS
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(1800)]
+
+ROOT = Path(__file__).parents[2]
+ENDINGS = (*SIGNALS, "exception", "SIGKILL", "hang")
+CASES = [
+    "normal:checkpoint",
+    *(f"{name}:{RAY}" for name in SIGNALS),
+    *(f"{how}:{phase}" for phase in PHASES for how in ENDINGS),
+]
+PROGRAMS = 3
+
+CALLS = {
+    "start": "train rank 1 {} in train.start",
+    "rollout": "rollout engine 0 {} in rollout.generate",
+    "inference": "train rank 1 {} in actor.logprobs",
+    "update": "train rank 1 {} in actor.update",
+    "sync": "train rank 1 {} in actor.send_weights",
+    "checkpoint": "train rank 1 {} in actor.save",
+}
+"""By phase, who fails in which call."""
+
+Results = Mapping[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    """What became of every case; some programs go through them side by side."""
+    with ThreadPoolExecutor(PROGRAMS) as executor:
+        outputs = list(executor.map(_program, (CASES[index::PROGRAMS] for index in range(PROGRAMS))))
+    lines = [json.loads(line) for output in outputs for line in output.splitlines() if line.startswith("{")]
+    return {line["case"]: line for line in lines}
+
+
+def _program(cases: list[str]) -> str:
+    command = [sys.executable, "-m", "tests.cluster.ending", *cases]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1700, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_left(results: Results, case: str) -> None:
+    left = results[case]
+    assert (left["processes"], left["shared_memory"], left["temporary"]) == ([], [], [])
+
+
+def test_the_normal_end_has_no_error(results: Results) -> None:
+    assert results["normal:checkpoint"]["error"] == ""
+
+
+@pytest.mark.parametrize("phase", [RAY, *PHASES])
+def test_a_signal_ends_the_run_as_it_says(results: Results, phase: str) -> None:
+    assert results[f"SIGINT:{phase}"]["error"] == "KeyboardInterrupt: "
+    assert results[f"SIGTERM:{phase}"]["error"] == "SystemExit: 143"
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_failing_rank_is_named_with_its_error(results: Results, phase: str) -> None:
+    expected = f"WorkerError: {CALLS[phase].format('failed')}: ArithmeticError('the loss is a teapot')"
+    assert results[f"exception:{phase}"]["error"].splitlines()[0] == expected
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_killed_rank_is_named(results: Results, phase: str) -> None:
+    assert results[f"SIGKILL:{phase}"]["error"].splitlines()[0] == f"WorkerError: {CALLS[phase].format('died')}."
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_rank_that_hangs_is_named_with_its_limit(results: Results, phase: str) -> None:
+    first, second, *_ = results[f"hang:{phase}"]["error"].splitlines()
+    assert first.startswith(f"WorkerError: No answer within {LIMIT_S:g} s from ")
+    assert second == f"Raise cluster.time_limits.{phase} if it may take longer."
+    if phase != "start":  # which takes longer than the limit in any case
+        process, _, call = CALLS[phase].partition(" {}")
+        assert first.endswith(f"{process}{call}.")

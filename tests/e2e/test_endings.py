@@ -1,0 +1,88 @@
+"""However a real run ends, with its ranks and its engine at work: the user reads why, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import DEBUG, finish, lines, started
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+ROLES = "groups.train.roles"
+SMALL = [
+    "run.steps=100000",
+    "cluster.devices_per_node=2",
+    "groups.train.devices=0-1",
+    f"{ROLES}.actor={{tp: 2, pp: 1}}",
+    f"{ROLES}.critic={{pp: 1}}",
+]
+"""Two ranks and an engine, until something ends them."""
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "after"),
+    [(signal.SIGINT, 130, "metrics.jsonl"), (signal.SIGTERM, 128 + signal.SIGTERM, "logs/train-rank-1.log")],
+    ids=["interrupt while it trains", "termination while it starts"],
+)
+def test_a_signal_ends_it(tmp_path: Path, number: int, status: int, after: str) -> None:
+    directory = tmp_path / "run"
+    with started(["train", DEBUG, f"run.dir={directory}", *SMALL]) as run:
+        wait_for(directory / after)
+        run[0].send_signal(number)
+        finished = finish(*run)
+    assert finished.status == status, finished.errors
+    assert "Traceback" not in finished.errors
+    finished.assert_clean()
+
+
+def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with started(["train", DEBUG, f"run.dir={directory}", *SMALL]) as run:
+        wait_for(directory / "metrics.jsonl")
+        os.kill(process_that_prints_to(directory / "logs" / "train-rank-1.log"), signal.SIGKILL)
+        killed = time.monotonic()
+        finished = finish(*run)
+    assert time.monotonic() - killed < 30
+    assert finished.status == 1
+    assert "train rank 1 died in " in finished.errors.splitlines()[0]
+    finished.assert_clean()
+
+
+def test_a_rank_that_stands_still_is_named_with_its_limit(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    seconds = 10
+    limits = [f"cluster.time_limits.{phase}={seconds}.0" for phase in ("rollout", "inference", "update", "sync")]
+    with started(["train", DEBUG, f"run.dir={directory}", *SMALL, *limits]) as run:
+        wait_for(directory / "metrics.jsonl")
+        os.kill(process_that_prints_to(directory / "logs" / "train-rank-1.log"), signal.SIGSTOP)
+        finished = finish(*run)
+    assert finished.status == 1
+    first, second, *_ = finished.errors.splitlines()
+    assert first.startswith(f"No answer within {seconds} s from ")
+    assert "train rank 1" in first
+    assert second.startswith("Raise cluster.time_limits.")
+    finished.assert_clean()
+
+
+def wait_for(file: Path) -> None:
+    """Returns when a file has a line."""
+    deadline = time.monotonic() + 200
+    while not (file.exists() and (file.suffix != ".jsonl" or lines(file))):
+        assert time.monotonic() < deadline, f"{file} did not appear"
+        time.sleep(0.2)
+
+
+def process_that_prints_to(log_file: Path) -> int:
+    """The process whose standard output is this file."""
+    for directory in Path("/proc").iterdir():
+        try:
+            if directory.name.isdigit() and (directory / "fd" / "1").readlink() == log_file:
+                return int(directory.name)
+        except OSError:
+            continue
+    raise AssertionError(f"nobody prints to {log_file}")
