@@ -32,10 +32,10 @@ def draw_curves(directory: Path, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 8), layout="constrained")
-    first, *others = figure.subplots(2, 3).flat
-    _true_score(first, evaluations(directory / "ppo"))
-    for axes, (stage, metric, title) in zip(others, _PANELS, strict=True):
+    *places, last = figure.subplots(2, 3).flat
+    for axes, (stage, metric, title) in zip(places, _PANELS, strict=True):
         _metric(axes, read_lines(directory / stage / "metrics.jsonl"), metric, title)
+    _true_score(last, evaluations(directory / "ppo"))
     figure.savefig(path)
 
 
