@@ -68,7 +68,7 @@ def run_demo(seed: int, settings: Sequence[str], console: Console) -> None:
     results = {"seed": seed, **summary(DIRECTORY), "seconds": seconds, "peak_memory_gb": peak_memory_gb}
     (DIRECTORY / "summary.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     draw_curves(DIRECTORY, DIRECTORY / "curves.png")
-    console.rule("[bold]results", align="left")
+    console.print("\nresults", style="bold")
     show(DIRECTORY / "ppo", "PPO against the reward model", console)
     print_costs(seconds, peak_memory_gb, DIRECTORY, console)
 
@@ -87,7 +87,7 @@ def run_control(settings: Sequence[str], console: Console) -> None:
 
 def make_inputs(seed: int, console: Console) -> float:
     """Writes the model and the data; returns the seconds that it took."""
-    console.rule("[bold]model and data", align="left")
+    console.print("making the model and the data", style="bold")
     start = time.perf_counter()
     write_checkpoint(DIRECTORY / "model", seed)
     write_data(DIRECTORY / "data", seed)

@@ -45,7 +45,7 @@ def train(stage: str, overrides: Sequence[str], environment: Mapping[str, str], 
         StageError: it failed.
     """
     arguments = ["train", str(CONFIGS / f"{stage}.yaml"), *overrides]
-    console.rule(f"[bold]megarl {' '.join(arguments)}", align="left")
+    console.print(f"\nmegarl {' '.join(arguments)}", style="bold", markup=False, soft_wrap=True)
     start = time.perf_counter()
     process = subprocess.Popen([sys.executable, "-m", "megarl", *arguments], env=dict(environment))
     try:

@@ -8,6 +8,7 @@ import stat
 import sys
 import threading
 import time
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from megarl.demo.stages import StageError, train
 
 @pytest.fixture
 def console() -> Console:
-    return Console(quiet=True)
+    return Console(file=StringIO())
 
 
 def program(path: Path, body: str) -> str:
@@ -34,6 +35,8 @@ def test_a_stage_is_the_ordinary_command(tmp_path: Path, monkeypatch: pytest.Mon
     seconds = train("sft", ["run.seed=3"], {**os.environ, "A": "marked"}, console)
     assert told.read_text() == "marked -m megarl train configs/demo/sft.yaml run.seed=3\n"
     assert 0.1 <= seconds < 10
+    assert isinstance(console.file, StringIO)
+    assert console.file.getvalue() == "\nmegarl train configs/demo/sft.yaml run.seed=3\n"
 
 
 def test_a_failed_stage_gives_its_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
