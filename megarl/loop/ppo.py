@@ -7,16 +7,19 @@ different groups at the same time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from megarl.algos.controllers import kl_controller
 from megarl.cluster.group import ExperienceColumns, reported
 from megarl.cluster.resharder import Resharder
+from megarl.cluster.rollouts import Rollouts
 from megarl.cluster.session import Session
+from megarl.cluster.shell import ChunkRefs
 from megarl.config import PPOConfig
 from megarl.data.prompts import sample_requests
 from megarl.data.streams import Stream, StreamState
@@ -32,8 +35,25 @@ from megarl.loop.setup import launch_engines, launch_rules, launch_trainers
 from megarl.loop.stage import EvaluationResult, Metrics, StepResult
 from megarl.loop.turns import Turns
 from megarl.obs.timers import Timers
-from megarl.types import SampleInfo
+from megarl.types import ExperienceChunk, Prompt, SampleInfo
 from megarl.weights.specs import model_spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experience:
+    """What came of a step's rollouts.
+
+    Args:
+        chunks: what updates read, by reference.
+        sources: [N] scores by source, of the samples in their order.
+        scores: [N], what the algorithm learns from.
+        metrics: of all of it.
+    """
+
+    chunks: ChunkRefs[ExperienceChunk]
+    sources: Mapping[str, npt.NDArray[np.float32]]
+    scores: npt.NDArray[np.float32]
+    metrics: Mapping[str, float]
 
 
 class PPO:
@@ -94,72 +114,85 @@ class PPO:
 
     def step(self, step: int) -> StepResult:
         """One iteration: rollouts under version ``step - 1``, an update, and version ``step`` in the engines."""
-        timers, config = Timers(self._phase), self._config
-        actor, critic, reference = self._roles["actor"], self._roles.get("critic"), self._roles.get("reference")
+        timers = Timers(self._phase)
         with timers("step"):
             with timers("rollout"):
-                prompts = self._prompts.next(config.data.prompts_per_step)
-                requests = sample_requests(prompts, config.data.samples_per_prompt, seed=config.run.seed, step=step)
-                rollouts = self._engines.generate(requests, self.trainers.chunks)
+                prompts = self._prompts.next(self._config.data.prompts_per_step)
+                rollouts = self._generate(prompts, step)
                 self._turns.to_trainers()
-            plan = StepPlan(config, rollouts.samples, step)
+            plan = StepPlan(self._config, rollouts.samples, step)
             with timers("experience"):
-                scoring = self._scorer.submit(
-                    rollouts,
-                    {prompt.prompt_id: prompt for prompt in prompts},
-                    plan.inference("reward") if self._scorer.model else None,
-                    config.reward.functions,
-                )
-                old = actor.logprobs(plan.inference("actor"), rollouts.chunks, temperature=config.rollout.temperature)
-                ref = None
-                if reference is not None:
-                    ref = reference.logprobs(
-                        plan.inference("reference"), rollouts.chunks, temperature=config.rollout.temperature
-                    )
-                values = None if critic is None else critic.values(plan.inference("critic"), rollouts.chunks)
-                sources = scoring.wait()
-                seed = permutation_seed(config.run.seed, step)
-                scores = total_scores(sources, rollouts.samples, config.reward, config.algo, seed=seed)
-                outcomes, of_groups = None, {}
-                if config.algo.advantage == "grpo":
-                    outcomes, of_groups = group_outcomes(scores, rollouts.samples)
-                columns = ExperienceColumns(
-                    old_logprobs=old,
-                    ref_logprobs=ref,
-                    values=values,
-                    scores=columns_of(scores, rollouts.samples),
-                    outcomes=None if outcomes is None else columns_of(outcomes, rollouts.samples),
-                )
-                kl_coef = self._kl.coef
-                building = actor.build_experience(plan.inference("actor"), rollouts.chunks, columns, kl_coef=kl_coef)
-                objective = reported(building)
+                experience = self._experience(prompts, rollouts, plan)
             with timers("update"):
-                actor_update = actor.update(plan.update("actor"), building.chunks, kl_coef=kl_coef)
-                critic_update = None
-                if critic is not None:
-                    critic_update = critic.update(plan.update("critic"), building.chunks)
-                updates = reported(actor_update)
-                if critic_update is not None:
-                    updates = [{**a, **c} for a, c in zip(updates, reported(critic_update), strict=True)]
+                updates = self._update(experience, plan)
             with timers("sync"):
                 transfer = self._turns.to_engines(step)
-        metrics = {
-            "version": step,
-            **objective,
-            **of_groups,
-            **{f"scores/{name}": float(values.mean()) for name, values in sources.items()},
-            **sample_metrics(rollouts.samples),
-            **transfer.metrics(),
-        }
-        self._kl.update(objective["objective/kl"], len(rollouts.samples))
+        self._kl.update(experience.metrics["objective/kl"], len(rollouts.samples))
         seconds = timers.take()
         tokens = sum(sample.tokens for sample in rollouts.samples)
-        return StepResult(
-            step=step,
-            metrics={**metrics, **seconds, "perf/tokens_per_second": tokens / seconds["time/step"]},
-            updates=updates,
-            samples=shown_samples(rollouts, scores, sources, self._data.tokenizer, config.tracking.samples),
+        metrics = {
+            "version": step,
+            **experience.metrics,
+            **sample_metrics(rollouts.samples),
+            **transfer.metrics(),
+            **seconds,
+            "perf/tokens_per_second": tokens / seconds["time/step"],
+        }
+        shown = shown_samples(
+            rollouts, experience.scores, experience.sources, self._data.tokenizer, self._config.tracking.samples
         )
+        return StepResult(step=step, metrics=metrics, updates=updates, samples=shown)
+
+    def _generate(self, prompts: Sequence[Prompt], step: int) -> Rollouts:
+        """The engines answer the prompts."""
+        requests = sample_requests(prompts, self._config.data.samples_per_prompt, seed=self._config.run.seed, step=step)
+        return self._engines.generate(requests, self.trainers.chunks)
+
+    def _experience(self, prompts: Sequence[Prompt], rollouts: Rollouts, plan: StepPlan) -> Experience:
+        """The roles and the rules look at the rollouts, all at once; then the actor's ranks build what updates read."""
+        config, temperature = self._config, self._config.rollout.temperature
+        actor, critic, reference = self._roles["actor"], self._roles.get("critic"), self._roles.get("reference")
+        scoring = self._scorer.submit(
+            rollouts,
+            {prompt.prompt_id: prompt for prompt in prompts},
+            plan.inference("reward") if self._scorer.model is not None else None,
+            config.reward.functions,
+        )
+        old = actor.logprobs(plan.inference("actor"), rollouts.chunks, temperature=temperature)
+        ref = values = None
+        if reference is not None:
+            ref = reference.logprobs(plan.inference("reference"), rollouts.chunks, temperature=temperature)
+        if critic is not None:
+            values = critic.values(plan.inference("critic"), rollouts.chunks)
+        sources = scoring.wait()
+        seed = permutation_seed(config.run.seed, plan.step)
+        scores = total_scores(sources, rollouts.samples, config.reward, config.algo, seed=seed)
+        outcomes, of_groups = None, {}
+        if config.algo.advantage == "grpo":
+            outcomes, of_groups = group_outcomes(scores, rollouts.samples)
+        columns = ExperienceColumns(
+            old_logprobs=old,
+            ref_logprobs=ref,
+            values=values,
+            scores=columns_of(scores, rollouts.samples),
+            outcomes=None if outcomes is None else columns_of(outcomes, rollouts.samples),
+        )
+        building = actor.build_experience(plan.inference("actor"), rollouts.chunks, columns, kl_coef=self._kl.coef)
+        of_sources = {f"scores/{name}": float(values.mean()) for name, values in sources.items()}
+        metrics = {**reported(building), **of_groups, **of_sources}
+        return Experience(chunks=building.chunks, sources=sources, scores=scores, metrics=metrics)
+
+    def _update(self, experience: Experience, plan: StepPlan) -> list[dict[str, float]]:
+        """Actor and critic take their optimizer steps; what they tell of each."""
+        critic = self._roles.get("critic")
+        calls = [self._roles["actor"].update(plan.update("actor"), experience.chunks, kl_coef=self._kl.coef)]
+        if critic is not None:
+            calls.append(critic.update(plan.update("critic"), experience.chunks))
+        told = [reported(call) for call in calls]
+        return [
+            {name: value for of_role in of_step for name, value in of_role.items()}
+            for of_step in zip(*told, strict=True)
+        ]
 
     def evaluate(self, step: int) -> EvaluationResult | None:
         """Answers and scores the held-out prompts; the engines keep the weights that they have."""

@@ -21,7 +21,7 @@ class StepPlan:
     def __init__(self, config: PPOConfig, samples: Sequence[SampleInfo], step: int) -> None:
         self._config = config
         self._samples = samples
-        self._step = step
+        self.step = step
 
     def inference(self, role: RoleName) -> Schedule:
         """A forward pass over all samples."""
@@ -38,5 +38,5 @@ class StepPlan:
             mini_batches=self._config.algo.mini_batches,
             epochs=self._config.algo.ppo_epochs,
             seed=self._config.run.seed,
-            step=self._step,
+            step=self.step,
         )
