@@ -45,7 +45,7 @@ def main(overrides: list[str]) -> None:
 def report(seconds: float, steps: list[dict[str, float]], memory: Counter[str]) -> None:
     in_steps = sum(step["time/step"] for step in steps)
     print(f"whole run        {seconds:7.1f} s, of which {in_steps:.1f} s in {len(steps)} steps")
-    for stage in ("generate", "evaluate", "update", "sync"):
+    for stage in ("rollout", "experience", "update", "sync"):
         times = ", ".join(f"{step[f'time/{stage}']:.3f}" for step in steps)
         print(f"  {stage:14} {times} s")
     print(f"largest memory   {memory.total():7.0f} MiB")

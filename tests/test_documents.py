@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 import pytest
 
+from megarl.config import load
 from tests.config.debug import REPOSITORY, debug
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -26,6 +29,16 @@ def test_contributing_names_files_that_exist() -> None:
 @pytest.mark.parametrize("overrides", re.findall(r"^\|[^|]+\| `([^`]+=[^`]+)` \|$", README, flags=re.MULTILINE))
 def test_the_overrides_of_the_readme_load(overrides: str) -> None:
     assert debug(*shlex.split(overrides)) != debug()
+
+
+def test_the_configuration_of_the_readme_is_whole(tmp_path: Path) -> None:
+    (block,) = re.findall(r"^    stage: ppo\n(?:    .*\n)+", README, flags=re.MULTILINE)
+    path = tmp_path / "mine.yaml"
+    path.write_text(textwrap.dedent(block), encoding="utf-8")
+    model = {**debug().model.hf_config(), "max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(model), encoding="utf-8")
+    (tmp_path / "prompts.jsonl").touch()
+    load(path, [f"model.path={tmp_path}", f"data.prompts={tmp_path}/prompts.jsonl"])
 
 
 def test_make_targets_exist() -> None:

@@ -65,13 +65,7 @@ def _spec(problems: list[Problem], field: str, read: Callable[[], object]) -> Mo
 
 
 def _model(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
-    if spec.dtype == "float16":
-        yield Problem(
-            field="model",
-            value="dtype float16",
-            rule="training in float16 would need a loss scale, which is not supported",
-            fix="set dtype to bfloat16 or float32 in the model's config.json",
-        )
+    yield from _trainable("model", spec)
     if spec.head != "lm":
         fix = "choose a language model's checkpoint"
         yield Problem(field="model.path", value=shown(config.model.path), rule="a model with an LM head", fix=fix)
@@ -84,10 +78,22 @@ def _model(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
         )
 
 
+def _trainable(field: str, spec: ModelSpec) -> Iterator[Problem]:
+    if spec.dtype == "float16":
+        yield Problem(
+            field=field,
+            value="dtype float16",
+            rule="training in float16 would need a loss scale, which is not supported",
+            fix="set dtype to bfloat16 or float32 in the model's config.json",
+        )
+
+
 def _checkpoint(role: RoleName, path: str, spec: ModelSpec | None) -> Iterator[Problem]:
     """A reward model has its score head; a critic starts from any model's body."""
     if spec is None:
         return
+    if role == "critic":
+        yield from _trainable(f"{role}.path", spec)
     head: HeadName = "score" if role == "reward" else "value"
     if head == "score" and spec.head != head:
         fix = "choose a reward model's checkpoint, or set it to null for a random head on the model"

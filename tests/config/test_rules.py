@@ -57,6 +57,10 @@ BROKEN: Cases = {
     placement.sequence_parallel_needs_tp: [
         ([f"{ACTOR}.tp=1", f"{ACTOR}.sequence_parallel=true"], f"{ACTOR}.sequence_parallel", "with tp above 1 alone")
     ],
+    placement.recomputation_is_for_a_backward_pass: [
+        (["groups.train.roles.reference.recompute=full"], "groups.train.roles.reference.recompute", "actor, critic"),
+        (["groups.train.roles.reward.recompute=selective"], "groups.train.roles.reward.recompute", "actor, critic"),
+    ],
     placement.offloading_frees_devices: [
         (
             [
@@ -177,6 +181,7 @@ BROKEN: Cases = {
         ([*GRPO, "algo.kl.target=6.0"], "algo.kl.target", "no effect with algo.kl.coef = 0"),
         (["algo.kl.horizon=100.0"], "algo.kl.horizon", "no effect without algo.kl.target"),
     ],
+    algorithm.penalty_in_the_loss_pulls: [(["algo.kl.in=loss"], "algo.kl.estimator", "k2 or k3")],
     algorithm.scores_have_a_source: [(without("train", ["reward"]), "reward", "reward.functions has a rule")],
     algorithm.reward_settings_have_their_model: [
         ([*without("train", ["reward"]), FUNCTIONS, "reward.path=x"], "reward.path", "no effect without the role"),
@@ -190,6 +195,13 @@ BROKEN: Cases = {
             [*without("train", ["reward"]), FUNCTIONS, "evaluation={prompts: a/b}"],
             "evaluation.functions",
             "the role reward",
+        )
+    ],
+    algorithm.evaluations_weigh_nothing: [
+        (
+            ["evaluation={prompts: a/b, functions: [{name: length}, {name: regex, weight: 2.0}]}"],
+            "evaluation.functions.1.weight",
+            "reports each function by itself",
         )
     ],
     training.actor_rate_falls: [
@@ -216,6 +228,7 @@ BROKEN_SFT: Cases = {
     data.micro_batches_hold_a_sample: [
         (["data.max_tokens=129"], f"{ACTOR}.tokens_per_micro_batch", "data.max_tokens = 129")
     ],
+    generation.nothing_to_show: [(["tracking.samples=8"], "tracking.samples", "stage ppo alone")],
     data.evaluations_have_rows: [
         (["data.evaluation=null", "data.evaluate_every=1"], "data.evaluate_every", "data.evaluation alone")
     ],
@@ -233,6 +246,7 @@ BROKEN_REWARD_MODEL: Cases = {
     ],
     generation.engine_devices_exist: [(["rollout.devices=7"], "rollout.devices", "= 4")],
     generation.nothing_to_record: [(["rollout.record=x"], "rollout.record", "stage ppo alone")],
+    generation.nothing_to_show: [(["tracking.samples=0"], "tracking.samples", "stage ppo alone")],
     model.layouts_split_the_model: [(["model.random.config.num_attention_heads=5"], f"{REWARD}.tp", "= 5")],
     data.files_exist: [(["normalisation.prompts=/nowhere.jsonl"], "normalisation.prompts", "a file that exists")],
     data.lengths_fit: [(["rollout.max_model_len=32"], "rollout.max_model_len", "a prompt (1 tokens)")],
@@ -274,6 +288,7 @@ def test_a_broken_rule_is_reported(stage: str, overrides: list[str], field: str,
         [*without("train", ["reference"]), "algo.kl.coef=0"],
         [*without("train", ["reward"]), FUNCTIONS, "reward.processes=2"],
         [*without("train", ["critic"]), "critic=null", "algo.advantage=grpo", "algo.kl={in: loss, estimator: k3}"],
+        ["algo.kl={in: loss, estimator: k2}", f"{ACTOR}.recompute=full"],
         ["algo.kl={target: 6.0, horizon: 100.0}"],
         ["actor.optimizer={schedule: cosine, final_lr: 1e-5, warmup: 0.1}"],
         [f"{ACTOR}.offload=true", "rollout.sleep=true"],
@@ -300,11 +315,12 @@ def test_a_checkpoint_is_checked_like_a_random_model(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_a_role_is_checked_against_its_own_sizes_and_the_vocabulary(tmp_path: Path) -> None:
-    other = checkpoint(tmp_path / "other", num_attention_heads=3, vocab_size=101)
+    other = checkpoint(tmp_path / "other", num_attention_heads=3, vocab_size=101, max_position_embeddings=63)
     for role in ("reward", "critic"):
         rules = refused(f"{role}.path={other}", f"groups.train.roles.{role}={{tp: 2, pp: 1}}")
         assert "num_attention_heads = 3" in rules[f"groups.train.roles.{role}.tp"]
         assert "101 tokens for 100" in rules[f"{role}.path"]
+        assert f"{role}.path's max_position_embeddings = 63" in rules["rollout.max_model_len"]
 
 
 def raw() -> dict[str, Any]:

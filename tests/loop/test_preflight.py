@@ -237,6 +237,12 @@ def test_a_broken_rule_does_not_trip_what_looks_further(overrides: list[str]) ->
         load(DEBUG, overrides, problems)
 
 
+def test_a_critic_is_not_trained_in_float16(tmp_path: Path) -> None:
+    told = refusal(f"critic.path={checkpoint(tmp_path / 'half', dtype='float16')}")
+    assert "critic.path" in told
+    assert "training in float16" in told
+
+
 def test_tracking_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.loop.preflight.find_spec", lambda name: None)
     assert "needs the package wandb" in refusal("tracking.wandb_project=mine")

@@ -15,11 +15,12 @@ Rule = Callable[..., Iterator[Problem]]
 _ALL = (*placement.RULES, *model.RULES, *data.RULES)
 
 RULES: Mapping[str, tuple[Rule, ...]] = {
-    "sft": (*_ALL, data.evaluations_have_rows, training.actor_rate_falls),
+    "sft": (*_ALL, generation.nothing_to_show, data.evaluations_have_rows, training.actor_rate_falls),
     "reward_model": (
         *_ALL,
         *generation.RULES,
         generation.nothing_to_record,
+        generation.nothing_to_show,
         data.lengths_fit,
         data.evaluations_have_rows,
         data.reference_samples_have_engines,

@@ -71,6 +71,15 @@ def penalty_is_one(algo: Algo) -> Iterator[Problem]:
         yield from _unused("algo.kl", algo.kl, ("horizon",), "without algo.kl.target", "or set a target")
 
 
+def penalty_in_the_loss_pulls(algo: Algo) -> Iterator[Problem]:
+    """The gradient of k1 has mean 0 over the policy's own tokens: as a loss it adds noise and no penalty."""
+    kl = algo.kl
+    if kl.coef > 0 and kl.placement == "loss" and kl.estimator == "k1":
+        rule = "k2 or k3 with algo.kl.in = loss, where the gradient of k1 is 0 on average"
+        fix = "set it to k3, or set algo.kl.in to reward"
+        yield Problem(field="algo.kl.estimator", value=kl.estimator, rule=rule, fix=fix)
+
+
 def scores_have_a_source(groups: Groups, reward: Reward) -> Iterator[Problem]:
     """Something scores the responses."""
     if not placed(groups, "reward") and not reward.functions:
@@ -110,6 +119,13 @@ def evaluations_report_something(groups: Groups, evaluation: Evaluation | None) 
         yield Problem(field="evaluation.functions", value="[]", rule=rule, fix=fix)
 
 
+def evaluations_weigh_nothing(evaluation: Evaluation | None) -> Iterator[Problem]:
+    """Every rule of an evaluation is reported by itself."""
+    for index, function in enumerate(() if evaluation is None else evaluation.functions):
+        where = "in an evaluation, which reports each function by itself"
+        yield from _unused(f"evaluation.functions.{index}", function, ("weight",), where, "or name it in reward")
+
+
 def _unused(field: str, section: Section, names: tuple[str, ...], where: str, otherwise: str) -> Iterator[Problem]:
     """The fields that were changed, and mean nothing as things are."""
     for name in names:
@@ -126,9 +142,11 @@ RULES = (
     grpo_is_of_outcomes,
     penalty_has_a_reference,
     penalty_is_one,
+    penalty_in_the_loss_pulls,
     scores_have_a_source,
     reward_settings_have_their_model,
     processes_have_functions,
     head_seed_draws_a_head,
     evaluations_report_something,
+    evaluations_weigh_nothing,
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 from megarl.config.devices import parse_devices
 from megarl.config.problems import Problem, shown
 from megarl.config.rules.placement import beyond_the_cluster
-from megarl.config.schema import Cluster, Group, Model, Rollout
+from megarl.config.schema import Cluster, Group, Model, Rollout, Tracking
 
 Groups = Mapping[str, Group]
 
@@ -99,6 +99,13 @@ def nothing_to_record(rollout: Rollout | None) -> Iterator[Problem]:
         if path is not None:
             rule = "has an effect in stage ppo alone"
             yield Problem(field=f"rollout.{name}", value=path, rule=rule, fix="remove it")
+
+
+def nothing_to_show(tracking: Tracking) -> Iterator[Problem]:
+    """Only PPO has samples to read."""
+    if tracking.samples != type(tracking).model_fields["samples"].default:
+        rule = "has an effect in stage ppo alone"
+        yield Problem(field="tracking.samples", value=str(tracking.samples), rule=rule, fix="remove it")
 
 
 RULES = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -132,19 +133,25 @@ def engines_have_an_attention_kernel(model: Model, cluster: Cluster, rollout: Ro
 
 
 def positions_cover_lengths(
-    model: Model, rollout: Rollout | None, data: TextData | PairData | PromptData
+    model: Model,
+    rollout: Rollout | None,
+    data: TextData | PairData | PromptData,
+    reward: Reward | RewardTraining | None,
+    critic: Critic | None,
 ) -> Iterator[Problem]:
-    """The model knows the positions of the longest sequence."""
-    hf = _known(model)
-    positions = hf.get("max_position_embeddings") if hf is not None else None
+    """The models know the positions of the longest sequence."""
+    configs = {"the model": _known(model)}
+    for field, path in (("reward.path", _path(reward)), ("critic.path", _path(critic))):
+        configs[field] = None if path is None else _read(path)
     lengths: dict[str, int] = {}
     if rollout is not None:
         lengths["rollout.max_model_len"] = rollout.max_model_len
     if isinstance(data, TextData | PairData):
         lengths["data.max_tokens"] = data.max_tokens
-    for field, length in lengths.items():
+    for (whose, hf), (field, length) in itertools.product(configs.items(), lengths.items()):
+        positions = None if hf is None else hf.get("max_position_embeddings")
         if isinstance(positions, int) and length > positions:
-            rule = f"at most the model's max_position_embeddings = {positions}"
+            rule = f"at most {whose}'s max_position_embeddings = {positions}"
             yield Problem(field=field, value=str(length), rule=rule, fix=f"set it to {positions} or less")
 
 

@@ -7,7 +7,7 @@ from typing import get_args
 
 from megarl.config.devices import parse_devices
 from megarl.config.problems import Problem
-from megarl.config.schema import Cluster, Group, RoleConfig, Rollout
+from megarl.config.schema import STAGES, Cluster, Group, RoleConfig, Rollout
 from megarl.types import RoleName
 
 Groups = Mapping[str, Group]
@@ -134,6 +134,15 @@ def sequence_parallel_needs_tp(groups: Groups) -> Iterator[Problem]:
             )
 
 
+def recomputation_is_for_a_backward_pass(stage: str, groups: Groups) -> Iterator[Problem]:
+    """A role that is not trained keeps no activations."""
+    trained = STAGES[stage].trained
+    for field, _, name, role in roles_of(groups):
+        if role.recompute != "none" and name not in trained:
+            rule = f"has an effect on roles in training alone ({', '.join(trained)})"
+            yield Problem(field=f"{field}.recompute", value=role.recompute, rule=rule, fix="set it to none")
+
+
 def offloading_frees_devices(groups: Groups, rollout: Rollout | None) -> Iterator[Problem]:
     """A role makes room for another one of its group, or for an engine."""
     engines = set(parse_devices(rollout.devices)) if rollout is not None else set[int]()
@@ -168,5 +177,6 @@ RULES = (
     layouts_fill_groups,
     interleaving_needs_stages,
     sequence_parallel_needs_tp,
+    recomputation_is_for_a_backward_pass,
     offloading_frees_devices,
 )

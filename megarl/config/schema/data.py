@@ -105,6 +105,6 @@ class RewardFunction(Section):
     name: str
     """A built-in rule, or package.module:function of your own."""
     weight: float = 1.0
-    """What its score is multiplied with."""
+    """What its score is multiplied with in the sum; evaluations report each function by itself, without one."""
     args: Mapping[str, Any] = {}
     """Keyword arguments for the function."""

@@ -69,7 +69,7 @@ class RoleConfig(Section):
     tokens_per_micro_batch: Count = 8192
     """Tokens (prompt and response) that one packed micro-batch may hold."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that the backward pass computes again: none, those of attention, or those of whole layers."""
+    """Activations that training computes again on the way back: none, those of attention, or those of whole layers."""
     offload: bool = False
     """Keep the role in host memory while it is not at work: its devices are free for the others."""
 

@@ -21,7 +21,7 @@ class KL(Section):
     placement: Literal["reward", "loss"] = Field(default="reward", alias="in")
     """Where the penalty acts: reward subtracts it from the reward of each token, loss adds it to the policy loss."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Per-token estimate, nats: k1 the difference of the log-probabilities, k2 half its square, k3 never negative."""
+    """Estimate per token, nats: k1 log p(actor) - log p(reference), in rewards alone; k2 half its square; k3 above 0."""
     coef: NotNegative = 0.0
     """Weight of the penalty, reward or loss per nat; 0 is none, and needs no reference."""
     target: Positive | None = None

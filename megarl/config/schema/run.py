@@ -69,7 +69,7 @@ class Tracking(Section):
     wandb_project: str | None = None
     """Project of Weights & Biases to log to; null does not. Needs the package wandb."""
     samples: Natural = 4
-    """Samples of each PPO step, and of each evaluation, that samples.jsonl gets, with their texts and scores."""
+    """Samples of each step and each evaluation of PPO that samples.jsonl gets, with their texts and scores."""
 
 
 class RunConfig(Section):
