@@ -33,6 +33,8 @@ _LOCAL_ENV = {
     "GLOO_SOCKET_IFNAME": "lo",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the shell sets CUDA_VISIBLE_DEVICES itself
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray would kill the children of a process with it, those too that remove its shared memory.
+    "RAY_kill_child_processes_on_worker_exit": "false",
 }
 _CPU_ENV = {"OMP_NUM_THREADS": "1"}
 _END_GRACE_S = 5.0

@@ -18,6 +18,8 @@ from megarl.types import Ragged
 CASE, DRIVER = "MEGARL_TEST_CASE", "MEGARL_TEST_DRIVER"
 SIGNALS = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM}
 _BUSY_S = 600.0
+_SETTLING_S = 0.5
+"""For the answers to earlier calls to arrive, and for the process that watches over shared memory to start."""
 
 
 def act(phase: str, *, culprit: bool) -> None:
@@ -25,6 +27,7 @@ def act(phase: str, *, culprit: bool) -> None:
     ending, _, where = os.environ[CASE].partition(":")
     if where != phase or ending == "normal":
         return
+    time.sleep(_SETTLING_S)
     if culprit and ending in SIGNALS:
         os.kill(int(os.environ[DRIVER]), SIGNALS[ending])
     elif culprit and ending == "exception":
