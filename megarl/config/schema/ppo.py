@@ -21,7 +21,7 @@ class KL(Section):
     placement: Literal["reward", "loss"] = Field(default="reward", alias="in")
     """Where the penalty acts: reward subtracts it from the reward of each token, loss adds it to the policy loss."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Estimate per token, nats: k1 log p(actor) - log p(reference), in rewards alone; k2 half its square; k3 above 0."""
+    """Per token, nats: k1 log p(actor) - log p(reference), in rewards alone; k2 half its square; k3 positive."""
     coef: NotNegative = 0.0
     """Weight of the penalty, reward or loss per nat; 0 is none, and needs no reference."""
     target: Positive | None = None
