@@ -52,16 +52,27 @@ class GateReport:
         return {"sync/logprob_mean_abs_diff": self.mean_abs_diff, "sync/logprob_max_abs_diff": self.max_abs_diff}
 
 
-def check_agreement(config: PPOConfig, actor: Role, engines: RolloutGroup) -> GateReport:
-    """Has the actor and every engine score the same random sequences, and compares their raw log-probabilities.
+@dataclass(frozen=True, kw_only=True)
+class ScoredProbe:
+    """Random sequences, and what the trainer says of them.
+
+    Args:
+        sequences: token ids.
+        logprobs: a row of T - 1 float32 nats per sequence of T ids, raw: of its second token to its last.
+        limit: of an engine's mean absolute difference, nats per token.
+    """
+
+    sequences: Sequence[npt.NDArray[np.int32]]
+    logprobs: Ragged
+    limit: float
+
+
+def scored_probe(config: PPOConfig, actor: Role) -> ScoredProbe:
+    """Has the actor score random sequences; waits for it.
 
     Args:
         config: of the run, with a gate.
-        actor: whose weights the engines have.
-        engines: awake.
-
-    Raises:
-        DisagreementError: an engine's mean absolute difference is above the gate's, or not a number.
+        actor: with the weights that the engines get.
     """
     gate = config.resharding.gate
     assert gate is not None
@@ -72,10 +83,24 @@ def check_agreement(config: PPOConfig, actor: Role, engines: RolloutGroup) -> Ga
     samples, chunks = text_batch(rows, actor.layout.dp)
     budget = config.role("actor").tokens_per_micro_batch
     scoring = actor.probe(inference_schedule(samples, actor.layout, budget), chunks)
-    found = engines.logprobs([ids.tolist() for ids in sequences])
     by_chunk: dict[int, Ragged] = merged(scoring)
-    expected = Ragged.from_rows((by_chunk[sample.chunk][sample.row] for sample in samples), np.float32)
-    return compare(expected, found, gate.max_mean_abs_diff or TOLERANCES[spec.dtype])
+    logprobs = Ragged.from_rows((by_chunk[sample.chunk][sample.row] for sample in samples), np.float32)
+    limit = gate.max_mean_abs_diff or TOLERANCES[spec.dtype]
+    return ScoredProbe(sequences=sequences, logprobs=logprobs, limit=limit)
+
+
+def check_agreement(scored: ScoredProbe, engines: RolloutGroup) -> GateReport:
+    """Has every engine score the probe too, and compares.
+
+    Args:
+        scored: by the actor whose weights the engines have.
+        engines: awake.
+
+    Raises:
+        DisagreementError: an engine's mean absolute difference is above the limit, or not a number.
+    """
+    found = engines.logprobs([ids.tolist() for ids in scored.sequences])
+    return compare(scored.logprobs, found, scored.limit)
 
 
 def probe(gate: LogprobGate, *, vocab: int, longest: int, seed: int) -> list[npt.NDArray[np.int32]]:

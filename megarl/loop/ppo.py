@@ -27,7 +27,7 @@ from megarl.loop.assets import model_directory, template_directory
 from megarl.loop.datasets import PromptSets
 from megarl.loop.directory import RunDirectory
 from megarl.loop.evaluate import Evaluator
-from megarl.loop.gate import check_agreement
+from megarl.loop.gate import check_agreement, scored_probe
 from megarl.loop.samples import shown_samples
 from megarl.loop.schedules import StepPlan
 from megarl.loop.scoring import Scale, Scorer, columns_of, group_outcomes, permutation_seed, total_scores
@@ -98,6 +98,8 @@ class PPO:
         """Starts every process, loads every model, and connects the actor with the engines, still without weights."""
         engines = self._engines.start()
         rules = None if self._rules is None else self._rules.start()
+        if self._config.rollout.sleep:
+            engines.wait()  # asleep: starting both at once, the devices would have to hold both
         self.trainers.start(self._model_dir)
         engines.wait()
         if rules is not None:
@@ -105,17 +107,19 @@ class PPO:
         self._resharder.connect().wait()
 
     def begin(self, step: int) -> Metrics:
-        """Brings the actor's weights into the engines, and looks whether both compute the same."""
+        """Brings the actor's weights into the engines, and looks whether both compute the same, each in its turn."""
+        gate = self._config.resharding.gate
+        scored = None if gate is None else scored_probe(self._config, self._roles["actor"])
         transfer = self._turns.to_engines(step)
-        if self._config.resharding.gate is None:
-            return transfer.metrics()
-        report = check_agreement(self._config, self._roles["actor"], self._engines)
-        return {**transfer.metrics(), **report.metrics()}
+        agreement = {} if scored is None else check_agreement(scored, self._engines).metrics()
+        return {**transfer.metrics(), **agreement}
 
     def step(self, step: int) -> StepResult:
         """One iteration: rollouts under version ``step - 1``, an update, and version ``step`` in the engines."""
         timers = Timers(self._phase)
         with timers("step"):
+            with timers("sync"):
+                self._turns.back_to_engines(step - 1)  # after an evaluation or a checkpoint
             with timers("rollout"):
                 prompts = self._prompts.next(self._config.data.prompts_per_step)
                 rollouts = self._generate(prompts, step)
@@ -195,14 +199,16 @@ class PPO:
         ]
 
     def evaluate(self, step: int) -> EvaluationResult | None:
-        """Answers and scores the held-out prompts; the engines keep the weights that they have."""
+        """Answers and scores the held-out prompts, with the weights of the last sync."""
         if self._evaluator is None:
             return None
         self._phase("evaluation")
-        result = self._evaluator.evaluate(step, self._turns.to_trainers)
-        if self._config.rollout.sleep:
-            self._turns.to_engines(step)
-        return result
+        self._turns.back_to_engines(step)
+        return self._evaluator.evaluate(step, self._turns.to_trainers)
+
+    def make_room(self) -> None:
+        """Lets engines sleep that share the devices."""
+        self._turns.to_trainers()
 
     def state(self) -> dict[str, Any]:
         """Where the prompts and the penalty stand."""
@@ -216,6 +222,7 @@ class PPO:
     def finish(self, export: Path) -> Metrics:
         """Writes the actor."""
         self._phase("export")
+        self.make_room()
         self._roles["actor"].export(export, template_directory(self._config, self._model_dir)).wait()
         return {}
 

@@ -56,12 +56,15 @@ class RewardModel(Supervised):
         )
         self._normalisation, self._reference_prompts = config.normalisation, data.reference
         self._engines: RolloutGroup | None = None
+        self._engines_sleep = config.rollout is not None and config.rollout.sleep
         if config.rollout is not None:
             self._engines = launch_engines(config, config.rollout, session, self._model_dir, weights="files")
 
     def start(self) -> None:
         """Starts the trainers, and the engines with the model as it is."""
         engines = self._engines and self._engines.start()
+        if engines is not None and self._engines_sleep:
+            engines.wait()  # asleep: starting both at once, the devices would have to hold both
         super().start()
         if engines is not None:
             engines.wait()

@@ -66,6 +66,7 @@ def _due(step: int, every: int | None, last: int) -> bool:
 
 def _save(stage: Stage, config: RunConfig, directory: RunDirectory, step: int) -> None:
     """Every trained role writes its part; one rename makes it a checkpoint."""
+    stage.make_room()
     staged = directory.checkpoints.stage(step)
     calls = {role.name: role.save(staged) for role in _trained(stage, config)}
     directory.sync()

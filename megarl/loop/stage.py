@@ -91,6 +91,10 @@ class Stage(Protocol):
         """Looks at held-out data; None where there is none."""
         ...
 
+    def make_room(self) -> None:
+        """Gives the trained roles their devices, which engines may have, before they are saved."""
+        ...
+
     def state(self) -> dict[str, Any]:
         """What the driver must know to go on from here, as JSON."""
         ...

@@ -95,6 +95,9 @@ class Supervised:
         schedule = step_schedule(samples, self._layout, self._budget, rows_per_unit=self._sequences_per_row)
         return samples, self._session.share(chunks), schedule
 
+    def make_room(self) -> None:
+        """Nothing is to be done: whoever trains has the devices all the time."""
+
     def state(self) -> dict[str, Any]:
         """Where the rows stand."""
         return {"rows": asdict(self._rows.state())}

@@ -10,9 +10,9 @@ from megarl.loop.setup import Trainers
 class Turns:
     """Hands the devices from the engines to the trainers and back, in the only order that fits into their memory.
 
-    Engines that sleep start asleep, and drop their weights and their cache whenever they fall asleep again. They wake
-    to weights of a new sync, and get their cache when the trainers have offloaded what they may. The engines' own state
-    refuses any other order.
+    The trainers have the first turn. Engines that sleep start asleep, and drop their weights and their cache whenever
+    they fall asleep again. They wake to the weights of a sync, and get their cache when the trainers have offloaded
+    what they may. The engines' own state refuses any other order.
 
     Args:
         trainers: with the actor.
@@ -23,13 +23,13 @@ class Turns:
 
     def __init__(self, trainers: Trainers, engines: RolloutGroup, resharder: Resharder, *, sleep: bool) -> None:
         self._trainers, self._engines, self._resharder = trainers, engines, resharder
-        self._sleep, self._asleep = sleep, sleep
+        self._sleep, self._of_trainers = sleep, True
 
     def to_trainers(self) -> None:
-        """Ends the engines' turn; returns when their memory is free."""
-        if self._sleep and not self._asleep:
+        """Ends the engines' turn, if it is theirs; returns when their memory is free."""
+        if self._sleep and not self._of_trainers:
             self._engines.sleep()
-            self._asleep = True
+        self._of_trainers = True
 
     def to_engines(self, version: int) -> SyncReport:
         """Ends the trainers' turn; returns when the engines have the actor's weights.
@@ -37,11 +37,26 @@ class Turns:
         Args:
             version: of the weights; not below the last one.
         """
-        if self._asleep:
+        assert self._of_trainers, "it is the engines' turn already"
+        if self._sleep:
             self._engines.wake_weights()
         report = self._resharder.sync(version)
         self._trainers.rest()
-        if self._asleep:
+        if self._sleep:
             self._engines.wake_cache()
-            self._asleep = False
+        self._of_trainers = False
         return report
+
+    def back_to_engines(self, version: int) -> None:
+        """Ends the trainers' turn, if it is theirs, in which the actor's weights have not changed.
+
+        Engines that slept get them again; others have kept them.
+
+        Args:
+            version: of the weights: that of the last sync.
+        """
+        if self._of_trainers and self._sleep:
+            self.to_engines(version)
+        elif self._of_trainers:
+            self._trainers.rest()
+            self._of_trainers = False

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 _MIB = 2**20
 _BLOCK_TOKENS = 32
+_START_MEMORY = 0.01
+"""Of the device's memory, the part that must be free: vLLM (0.32) looks even where the cache's size is given, and by
+default would not start beside a trainer."""
 
 
 class RolloutEngine:
@@ -113,6 +116,7 @@ class RolloutEngine:
             max_model_len=self._rollout.max_model_len + 1,  # vLLM generates a token when it scores a full sequence
             block_size=_BLOCK_TOKENS,  # the CPU kernels' smallest; short prompts share prefixes
             kv_cache_memory_bytes=self._rollout.kv_cache_mib * _MIB,
+            gpu_memory_utilization=_START_MEMORY,
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
             generation_config="vllm",
