@@ -15,9 +15,12 @@ from megarl.rollout.chunks import Response, into_chunk
 from megarl.rollout.engine import RolloutEngine
 from megarl.types import RolloutChunk, SampleInfo, SampleRequest, VersionSpan, WorkItem
 
+_EVALUATION = "0"
+"""What the ids of an evaluation's samples have for a step. They come again and again, each time of other weights."""
+
 
 class RecordingEngine(RolloutEngine):
-    """Writes every response that it generates to ``rollout.record``."""
+    """Writes every response that it generates in a step to ``rollout.record``; those of evaluations it does not."""
 
     def __init__(self, model_dir: str, rollout: Rollout, **options: Any) -> None:
         super().__init__(model_dir, rollout, **options)
@@ -28,7 +31,8 @@ class RecordingEngine(RolloutEngine):
         self._directory.mkdir(parents=True, exist_ok=True)
         for infos, chunk in super().generate(work, at_once):
             for info in infos:
-                write_sample(self._directory, chunk, info.row)
+                if _step(info.sample_id) != _EVALUATION:
+                    write_sample(self._directory, chunk, info.row)
             yield infos, chunk
 
 
@@ -60,7 +64,7 @@ class ReplayingEngine(RolloutEngine):
 
 def recorded_steps(directory: Path) -> set[str]:
     """The steps of which a directory has samples."""
-    return {_step(unquote(file.stem)) for file in directory.glob("*.npz")}
+    return {_step(unquote(file.stem)) for file in directory.glob("*.npz")} - {_EVALUATION}
 
 
 def write_sample(directory: Path, chunk: RolloutChunk, row: int) -> None:

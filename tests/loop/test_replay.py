@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megarl.loop.replay import read_response, recorded_steps, write_sample
-from megarl.types import Prompt, Ragged, RolloutChunk, SampleRequest, VersionSpan
+from megarl.loop.replay import RecordingEngine, read_response, recorded_steps, write_sample
+from megarl.rollout.engine import RolloutEngine
+from megarl.types import Prompt, Ragged, RolloutChunk, SampleInfo, SampleRequest, VersionSpan
 
 CHUNK = RolloutChunk(
     sample_ids=("1/a b/0", "1/../x/1"),
@@ -48,6 +51,33 @@ def test_a_directory_tells_its_steps(tmp_path: Path) -> None:
     write_sample(tmp_path, CHUNK, 0)
     write_sample(tmp_path, CHUNK, 1)
     assert recorded_steps(tmp_path) == {"1"}
+
+
+def test_evaluations_are_no_step(tmp_path: Path) -> None:
+    """Their samples have the same ids after every step: played back, they would hide that the weights have changed."""
+    write_sample(tmp_path, CHUNK, 0)
+    write_sample(tmp_path, replace(CHUNK, sample_ids=("0/a/0", "0/b/0")), 0)
+    assert recorded_steps(tmp_path) == {"1"}
+
+
+def test_an_engine_records_what_steps_generate_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = [replace(CHUNK, sample_ids=(f"{step}/a/0", f"{step}/b/0")) for step in (0, 1)]
+
+    def generate(*_: object) -> Iterator[tuple[list[SampleInfo], RolloutChunk]]:
+        for chunk in answered:
+            infos = [
+                SampleInfo(
+                    sample_id=name, prompt_id="p", chunk=0, row=row, prompt_tokens=1, response_tokens=1, finished=True
+                )
+                for row, name in enumerate(chunk.sample_ids)
+            ]
+            yield infos, chunk
+
+    monkeypatch.setattr(RolloutEngine, "generate", generate)
+    engine = object.__new__(RecordingEngine)
+    engine._directory = tmp_path
+    assert [chunk for _, chunk in engine.generate([], 1)] == answered
+    assert {path.name for path in tmp_path.iterdir()} == {"1%2Fa%2F0.npz", "1%2Fb%2F0.npz"}
 
 
 def test_another_prompt_is_refused(tmp_path: Path) -> None:
