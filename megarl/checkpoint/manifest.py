@@ -90,7 +90,7 @@ class Manifest:
                 for role, ranks in fields["roles"].items()
             }
             return cls(step=fields["step"], roles=roles, state=FileRecord(**fields["state"]))
-        except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
             raise BrokenCheckpointError(directory, [f"{NAME} cannot be read: {error}"]) from None
 
 

@@ -60,6 +60,10 @@ class RunDirectory:
             raise ConfigError(problems)
         if self.finished and step == config.run.steps:
             return
+        if self.finished and self.latest is None:  # to begin again would remove its export
+            raise _refused(
+                config, "has a checkpoint: the run is finished, and there is nothing to go on from", _ANOTHER
+            )
         if changed:
             write_durably(self.path / f"config.until-step-{step}.yaml", old)
         self.summary.unlink(missing_ok=True)

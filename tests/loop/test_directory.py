@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import shutil
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,14 @@ def test_a_finished_run_goes_on_when_it_gets_more_steps(run: Path) -> None:
         assert (directory.latest.step, directory.finished) == (10, False)
     assert not (run / "export").exists()
     assert not (run / "summary.json").exists()
+
+
+@pytest.mark.parametrize("steps", [10, 12])
+def test_a_finished_run_without_checkpoints_keeps_what_it_has_made(run: Path, steps: int) -> None:
+    finish(run)
+    shutil.rmtree(run / "checkpoints")
+    assert problems(debug(run, f"run.steps={steps}")) == ["run.dir"]
+    assert (run / "export" / "config.json").exists()
 
 
 def test_a_run_that_was_killed_while_it_ended_ends_again(run: Path) -> None:
