@@ -32,6 +32,7 @@ class Board:
         self._store = store
         self._rank = rank
         self._size = size
+        self._agreed: dict[str, list[str]] = {}
 
     def meet(self, place: str) -> None:
         """Waits until every rank is at this place.
@@ -59,9 +60,17 @@ class Board:
 
     def agree(self, place: str, what: str, value: str) -> None:
         """Aborts unless all ranks that meet at a place post the same value."""
+        self._agreed.setdefault(place, []).append(what)
         first = self._store.compare_set(f"{place}/{what}", "", value).decode()
         if first != value:
             self.abort(place, f"{what} {value} differs from another rank's, {first}")
+
+    def forget(self, place: str) -> None:
+        """Removes what was posted at a place that all ranks have left: the store would grow with every sync."""
+        agreed = self._agreed.pop(place, ())
+        shared = ("count", "verdict", *agreed) if self._rank == 0 else ()
+        for key in (str(self._rank), *shared):
+            self._store.delete_key(f"{place}/{key}")
 
     def abort(self, place: str, reason: str) -> NoReturn:
         """Decides that the ranks do not go on from a place. The first reason counts, and is what all of them raise.

@@ -55,6 +55,8 @@ class Session:
             board.agree(ready, "version", str(version))
             board.agree(ready, "verify", str(self._verify))
             board.meet(ready)
+            for place in ("ready", "done"):  # all have left the round before
+                board.forget(f"{self._round - 1}/{place}")
         try:
             yield stats
             with stats.stage("commit"):
