@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from megarl.config import PPOConfig, Problem, RewardModelConfig, RunConfig
 from megarl.config.problems import shown
@@ -39,6 +41,7 @@ def check_models(config: RunConfig) -> tuple[ModelSpec | None, list[Problem]]:
     for role, path in _own_checkpoints(config).items():
         roles[role] = _spec(problems, f"{role}.path", lambda path=path: read_config(path))
         problems += _checkpoint(role, path, roles[role])
+        problems += _tokenizers(config, role, path)
     problems += _layouts(config, spec, roles)
     return spec, problems
 
@@ -52,6 +55,24 @@ def _own_checkpoints(config: RunConfig) -> dict[RoleName, str]:
         "critic": None if config.critic is None else config.critic.path,
     }
     return {role: path for role, path in paths.items() if path is not None and config.has_role(role)}
+
+
+def _tokenizers(config: RunConfig, role: RoleName, path: str) -> Iterator[Problem]:
+    """Where both directories have a tokenizer, a token id is the same text in both."""
+    own = config.model.tokenizer or config.model.path
+    vocabularies = [] if own is None else [_vocabulary(Path(own)), _vocabulary(Path(path))]
+    if vocabularies and None not in vocabularies and vocabularies[0] != vocabularies[1]:
+        fix = "choose a checkpoint that was made with the model's tokenizer"
+        yield Problem(field=f"{role}.path", value=path, rule=f"its tokenizer is the one of {own}", fix=fix)
+
+
+def _vocabulary(directory: Path) -> Mapping[str, int] | None:
+    """The ids of a tokenizer's tokens; None where the directory has no tokenizer that says so."""
+    file = directory / "tokenizer.json"
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"]
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def _spec(problems: list[Problem], field: str, read: Callable[[], object]) -> ModelSpec | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 from megarl.config import ConfigError, PPOConfig, Problem, RewardModelConfig, RunConfig, SFTConfig
@@ -19,10 +18,17 @@ from megarl.loop.datasets import (
     read_text_sets,
 )
 from megarl.loop.models import check_models, stated_vocab_size, vocab_size
-from megarl.rewards import check_fields, check_functions
+from megarl.obs.wandb import has_wandb
+from megarl.rewards import check_fields, check_functions, labels
 from megarl.rollout.stop_tokens import stop_token_ids
 
 Sets = PromptSets | TextSets | PairSets
+
+_TAKEN = {
+    "reward.functions": ("reward_model",),
+    "evaluation.functions": ("reward_model", "score", "response_tokens", "finished", "samples"),
+}
+"""What functions cannot be called: the reward model among the sources of a score, and what evaluations report too."""
 
 
 def check(config: RunConfig) -> Sets:
@@ -56,9 +62,9 @@ def _examine(config: RunConfig) -> tuple[Sets | None, list[Problem]]:
         found += of_data
     if isinstance(config, PPOConfig):
         found += _replay(config)
-    if config.tracking.wandb_project is not None and find_spec("wandb") is None:
+    if config.tracking.wandb_project is not None and not has_wandb():
         field, value = "tracking.wandb_project", config.tracking.wandb_project
-        fix = "pip install wandb, or set it to null"
+        fix = "install it with pip install 'megarl[wandb]', or set it to null"
         found.append(Problem(field=field, value=value, rule="needs the package wandb", fix=fix))
     return sets, found
 
@@ -121,6 +127,10 @@ def _functions(config: PPOConfig, sets: PromptSets) -> Iterator[Problem]:
     if config.evaluation is not None:
         named.append(("evaluation.functions", config.evaluation.functions, sets.held_out))
     for where, functions, prompts in named:
+        for index, label in enumerate(labels(functions)):
+            if label in _TAKEN[where]:
+                rule = f"not named {label}: metrics and scores have another of that name"
+                yield Problem(field=f"{where}.{index}.name", value=functions[index].name, rule=rule, fix="rename it")
         wrong = check_functions(functions, where=where, tokenizer=sets.tokenizer is not None)
         yield from wrong or check_fields(functions, prompts, where=where)
 

@@ -23,7 +23,7 @@ def learning_rate(settings: Optimizer, step: int, total_steps: int) -> float:
         step: optimizer steps taken before this one.
         total_steps: of the whole run; later steps, if any, have the last rate.
     """
-    warmup = min(round(settings.warmup * total_steps), total_steps - 1)
+    warmup = min(math.ceil(settings.warmup * total_steps), total_steps - 1)
     if step < warmup:
         return settings.lr * (step + 1) / (warmup + 1)
     progress = min(1.0, (step - warmup) / (total_steps - warmup))

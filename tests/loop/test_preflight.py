@@ -115,6 +115,18 @@ def test_a_tokenizer_fits_the_model(whole: Path, tmp_path: Path) -> None:
     assert "has no chat template" in refusal(*asked, f"model.tokenizer={bare}")
 
 
+def test_roles_read_the_same_tokens(whole: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(whole, tmp_path / "other")
+    text = (other / "tokenizer.json").read_text(encoding="utf-8")
+    tokens = json.loads(text)["model"]["vocab"]
+    one, two = list(tokens)[:2]
+    swapped = {**tokens, one: tokens[two], two: tokens[one]}
+    (other / "tokenizer.json").write_text(json.dumps({**json.loads(text), "model": {"vocab": swapped}}))
+    given = ["model.random=null", f"model.path={whole}"]
+    assert isinstance(check(load(DEBUG, [*given, f"critic.path={whole}"])), PromptSets)
+    assert f"its tokenizer is the one of {whole}" in refusal(*given, f"critic.path={other}")
+
+
 def test_engines_stop_where_the_tokenizer_ends_a_response(whole: Path, tmp_path: Path) -> None:
     end = load_tokenizer(whole).end_token_id
     other = shutil.copytree(whole, tmp_path / "other")
@@ -189,6 +201,19 @@ def test_reward_functions_are_there_and_find_their_fields(tmp_path: Path) -> Non
     assert "needs a tokenizer" in text
 
 
+@pytest.mark.parametrize(("where", "taken"), [("reward", "reward_model"), ("evaluation", "score")])
+def test_a_function_does_not_hide_the_reward_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, taken: str
+) -> None:
+    (tmp_path / "mine.py").write_text("def reward_model(answer): return 0.0\nscore = reward_model\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    source = jsonl(tmp_path, [{"prompt_ids": [1]}])
+    prompts = f"prompts: {source.path}, " if where == "evaluation" else ""
+    text = refusal(f"{where}={{{prompts}functions: [{{name: 'mine:{taken}'}}]}}")
+    assert f"{where}.functions.0.name = mine:{taken}" in text
+    assert f"not named {taken}" in text
+
+
 def test_everything_is_said_at_once(tmp_path: Path) -> None:
     """Of a model, its data, its rewards: what is wrong with one does not hide the others."""
     source = jsonl(tmp_path, [{"prompt_ids": [1]}, "{"])
@@ -244,7 +269,7 @@ def test_a_critic_is_not_trained_in_float16(tmp_path: Path) -> None:
 
 
 def test_tracking_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.loop.preflight.find_spec", lambda name: None)
+    monkeypatch.setattr("megarl.loop.preflight.has_wandb", lambda: False)
     assert "needs the package wandb" in refusal("tracking.wandb_project=mine")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megarl.config.devices import parse_devices
 from megarl.config.problems import Problem, shown
+from megarl.config.rules.model import known
 from megarl.config.rules.placement import beyond_the_cluster
 from megarl.config.schema import Cluster, Group, Model, Rollout, Tracking
 
@@ -74,9 +75,11 @@ def stops_can_be_met(model: Model, rollout: Rollout | None) -> Iterator[Problem]
     if "" in rollout.stop:
         fix = "remove it"
         yield Problem(field="rollout.stop", value=shown(rollout.stop), rule="an empty text is everywhere", fix=fix)
-    beyond = [token for token in rollout.stop_token_ids if model.vocab_size is not None and token >= model.vocab_size]
+    hf = known(model) or {}
+    used = model.vocab_size or hf.get("vocab_size")
+    beyond = [token for token in rollout.stop_token_ids if isinstance(used, int) and token >= used]
     if beyond:
-        rule = f"below model.vocab_size = {model.vocab_size}: others are never sampled"
+        rule = f"below {used}, the number of ids in use: others are never sampled"
         yield Problem(field="rollout.stop_token_ids", value=shown(beyond), rule=rule, fix="remove them")
 
 

@@ -66,7 +66,7 @@ def checkpoints_are_readable(
 
 def architecture_is_known(model: Model) -> Iterator[Problem]:
     """The model's configuration is complete and of a kind that can be trained."""
-    hf = _known(model)
+    hf = known(model)
     if hf is None:
         return
     where = "model.random.config" if model.random is not None else "model.path"
@@ -89,7 +89,7 @@ def layouts_split_the_model(
     paths = {"reward": _path(reward), "critic": _path(critic)}
     for field, _, name, role in roles_of(groups):
         path = paths.get(name)
-        hf = _known(model) if path is None else _read(path)
+        hf = known(model) if path is None else _read(path)
         if hf is None:
             continue
         for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
@@ -102,7 +102,7 @@ def layouts_split_the_model(
 
 def engines_split_the_model(model: Model, rollout: Rollout | None) -> Iterator[Problem]:
     """vLLM splits attention heads evenly and repeats key-value heads where there are fewer than ranks."""
-    hf = _known(model)
+    hf = known(model)
     if hf is None or rollout is None:
         return
     for key in ("num_attention_heads", "intermediate_size"):
@@ -116,18 +116,18 @@ def engines_split_the_model(model: Model, rollout: Rollout | None) -> Iterator[P
 
 def engines_have_an_attention_kernel(model: Model, cluster: Cluster, rollout: Rollout | None) -> Iterator[Problem]:
     """vLLM on a CPU has kernels for some head sizes; with another one, the first generation would fail."""
-    hf = _known(model)
+    hf = known(model)
     if hf is None or rollout is None or cluster.device != "cpu":
         return
     heads, hidden = hf.get("num_attention_heads"), hf.get("hidden_size")
     if not isinstance(heads, int) or not isinstance(hidden, int) or heads < 1:
         return
-    size, known = hf.get("head_dim") or hidden // heads, ", ".join(map(str, CPU_HEAD_SIZES))
+    size, sizes = hf.get("head_dim") or hidden // heads, ", ".join(map(str, CPU_HEAD_SIZES))
     if size not in CPU_HEAD_SIZES:
         yield Problem(
             field="cluster.device",
             value="cpu",
-            rule=f"vLLM on a CPU takes attention heads of {known}; the model's have {size}",
+            rule=f"vLLM on a CPU takes attention heads of {sizes}; the model's have {size}",
             fix="choose a model with such heads, or device cuda",
         )
 
@@ -140,7 +140,7 @@ def positions_cover_lengths(
     critic: Critic | None,
 ) -> Iterator[Problem]:
     """The models know the positions of the longest sequence."""
-    configs = {"the model": _known(model)}
+    configs = {"the model": known(model)}
     for field, path in (("reward.path", _path(reward)), ("critic.path", _path(critic))):
         configs[field] = None if path is None else _read(path)
     lengths: dict[str, int] = {}
@@ -156,17 +156,20 @@ def positions_cover_lengths(
 
 
 def checkpoints_share_the_tokens(model: Model, reward: Reward, critic: Critic | None) -> Iterator[Problem]:
-    """The reward model and the critic are given the actor's token ids."""
-    own = _known(model)
+    """The reward model and the critic know every token id that the actor may give them."""
+    own = known(model)
+    used = None if own is None else model.vocab_size or own.get("vocab_size")
     for field, path in (("reward.path", _path(reward)), ("critic.path", _path(critic))):
         other = None if path is None else _read(path)
-        if own is None or other is None or own.get("vocab_size") == other.get("vocab_size"):
+        size = None if other is None else other.get("vocab_size")
+        if not isinstance(used, int) or not isinstance(size, int) or size >= used:
             continue
         yield Problem(
             field=field,
             value=shown(path),
-            rule=f"has the model's vocabulary ({other.get('vocab_size')} tokens for {own.get('vocab_size')})",
-            fix="choose a checkpoint with the tokenizer of the model",
+            rule=f"knows the {used} token ids in use; it has {size}",
+            fix=f"choose a checkpoint with the model's tokenizer, or set model.vocab_size to {size} if ids from there "
+            "on stand for nothing",
         )
 
 
@@ -175,7 +178,7 @@ def _path(section: Reward | RewardTraining | Critic | None) -> str | None:
     return section.path if isinstance(section, Reward | Critic) else None
 
 
-def _known(model: Model) -> Mapping[str, Any] | None:
+def known(model: Model) -> Mapping[str, Any] | None:
     if model.random is not None:
         return model.random.config if model.path is None else None
     return None if model.path is None else _read(model.path)
