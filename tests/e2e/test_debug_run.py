@@ -78,10 +78,18 @@ def test_its_directory_says_what_ran(debug_run: DebugRun) -> None:
     assert resolved == load(Path(DEBUG), overrides)
 
 
-def test_a_directory_that_holds_a_run_is_refused_at_once(debug_run: DebugRun) -> None:
-    refused = train(debug_run.directory)
+def test_a_finished_run_says_so_and_stays_as_it_is(debug_run: DebugRun) -> None:
+    told = {path: path.read_bytes() for path in debug_run.directory.glob("*.json*")}
+    again = train(debug_run.directory, f"rollout.record={debug_run.recorded}")
+    assert again.status == 0, again.errors
+    assert "is finished: it has taken its 3 steps" in again.output
+    assert told == {path: path.read_bytes() for path in debug_run.directory.glob("*.json*")}
+
+
+def test_a_run_is_not_gone_on_with_as_another(debug_run: DebugRun) -> None:
+    refused = train(debug_run.directory, "run.seed=2")
     assert refused.status == 2
-    assert "holds no run yet" in refused.errors
+    assert "run.seed = 2" in refused.errors
     assert "Traceback" not in refused.errors
 
 
