@@ -26,17 +26,15 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]
 def train(config_path: ConfigPath, overrides: Overrides = None) -> None:
     """Run what CONFIG describes: SFT, a reward model, or PPO; go on where run.dir has a checkpoint."""
     config = _load(config_path, overrides)
-    from megarl.checkpoint import BrokenCheckpointError
-    from megarl.cluster.calls import WorkerError
     from megarl.config import ConfigError
+    from megarl.errors import RunError
     from megarl.loop import run
-    from megarl.loop.gate import DisagreementError
 
     try:
         run.train(config)
     except ConfigError as error:
         _stop(error, exit_code=2)
-    except (WorkerError, DisagreementError, BrokenCheckpointError) as error:
+    except RunError as error:
         _stop(error, exit_code=1)
 
 

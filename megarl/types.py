@@ -115,6 +115,11 @@ class Prompt:
         """What tells it from the other items of its data set."""
         return self.prompt_id
 
+    @property
+    def content(self) -> bytes:
+        """Its tokens."""
+        return np.array(self.token_ids, dtype=np.int32).tobytes()
+
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest:

@@ -15,7 +15,7 @@ PACKAGE = REPOSITORY / "megarl"
 
 # A part may import the parts of the lines above it, and itself.
 LAYERS = (
-    {"files", "types"},
+    {"errors", "files", "types"},
     {"config", "obs"},
     {"algos"},
     {"data", "rewards", "weights"},

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.errors import RunError
 from megarl.files import FileRecord
 
 NAME = "manifest.json"
@@ -21,7 +22,7 @@ _READERS = 8
 """Files that are read at the same time."""
 
 
-class BrokenCheckpointError(ValueError):
+class BrokenCheckpointError(RunError):
     """A checkpoint is not what its manifest says; the text lists every problem.
 
     Args:

@@ -18,6 +18,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megarl.cluster.shell import ChunkRefs
 from megarl.config.schema import TimeLimits
+from megarl.errors import RunError
 
 Phase = Literal["start", "rollout", "scoring", "inference", "update", "sync", "checkpoint"]
 """What a call is part of: a field of the configuration's time limits."""
@@ -26,7 +27,7 @@ _GRACE_S = 2.0
 _LOG_TAIL_BYTES = 4000
 
 
-class WorkerError(RuntimeError):
+class WorkerError(RunError):
     """A process of the run failed, died or did not answer in time; the message names it, the call and the cause."""
 
 
@@ -185,6 +186,8 @@ class Watch:
             ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=self._time_left())
             if not ready:
                 raise WorkerError(self._overdue())
+            # All that is there at once: each look goes through every call in progress.
+            ready, _ = ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
             failures = self._collect(ready)
             if failures:
                 self._fail(failures)

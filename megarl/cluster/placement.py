@@ -10,6 +10,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megarl.errors import RunError
+
 DEVICE = "device"
 _WAIT_S = 60
 
@@ -43,7 +45,7 @@ class Placement:
         virtual: all nodes are on this machine.
 
     Raises:
-        RuntimeError: the cluster has too few devices, or spreads them unevenly.
+        RunError: the cluster has too few devices, or spreads them unevenly.
     """
 
     def __init__(self, nodes: int, devices_per_node: int, *, virtual: bool) -> None:
@@ -51,7 +53,7 @@ class Placement:
         self._group: PlacementGroup = placement_group([{DEVICE: 1}] * count, strategy="PACK")
         if not self._group.wait(_WAIT_S):
             offered = int(ray.cluster_resources().get(DEVICE, 0))
-            raise RuntimeError(
+            raise RunError(
                 f"the run needs {count} devices and the cluster offers {offered}: start every node with "
                 f"ray start --resources '{{\"{DEVICE}\": {devices_per_node}}}'"
             )

@@ -12,9 +12,13 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
+from megarl.errors import RunError
+
 MARK = "MEGARL_SESSION"
 SHARED_MEMORY = Path("/dev/shm")
 _PROC = Path("/proc")
+_STUCK_S = 60.0
+"""After the grace, for processes that were killed to go."""
 
 
 def marked_processes(mark: str) -> list[int]:
@@ -61,6 +65,8 @@ class Remains:
         deadline = time.monotonic() + grace_s
         self.note()
         while left := marked_processes(self._mark):
+            if time.monotonic() > deadline + _STUCK_S:
+                raise RunError(f"processes {left} of the run do not end even when killed: a driver may be stuck")
             if time.monotonic() > deadline:
                 for pid in left:
                     _kill(pid)

@@ -25,6 +25,7 @@ from megarl.cluster.placement import DEVICE, Placement
 from megarl.cluster.processes import MARK, Remains
 from megarl.cluster.shell import ChunkRefs, Shell
 from megarl.config.schema import Cluster
+from megarl.errors import RunError
 
 T = TypeVar("T")
 
@@ -67,7 +68,7 @@ class Session:
         """Starts or joins Ray and reserves the devices.
 
         Raises:
-            RuntimeError: the cluster lacks the devices.
+            RunError: there is no cluster at the address, or it lacks the devices.
         """
         self._log_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as ending:
@@ -77,7 +78,7 @@ class Session:
             else:
                 ending.callback(ray.shutdown)
                 ending.callback(ignore_interrupts)
-                ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
+                self._join()
             raise_on_sigterm()  # again: ray.init installs a handler of its own
             self.placement = Placement(
                 self._cluster.nodes, self._cluster.devices_per_node, virtual=self._address is None
@@ -144,6 +145,16 @@ class Session:
         done = [process.actor.free_address.remote(_LOOPBACK if self._address is None else None)]
         call = Call(label="free_address", phase="start", processes=[process], done=done, watch=self.watch)
         return self.watch.follow(call).wait()[0]
+
+    def _join(self) -> None:
+        """Joins a Ray that runs already."""
+        try:
+            ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError) as error:
+            raise RunError(
+                f"cluster.address = {self._address}: no Ray can be joined there ({error}); "
+                "start it with ray start --head, or set cluster.address to null"
+            ) from error
 
     def _start(self, ending: ExitStack) -> None:
         """Starts Ray on this machine; the ending undoes it in reverse."""

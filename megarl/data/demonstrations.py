@@ -30,6 +30,11 @@ class Demonstration:
     prompt_ids: npt.NDArray[np.int32]
     response_ids: npt.NDArray[np.int32]
 
+    @property
+    def content(self) -> bytes:
+        """Its tokens, and where the response begins."""
+        return b"|".join(ids.tobytes() for ids in (self.prompt_ids, self.response_ids))
+
 
 def load_demonstrations(
     source: SourceFields,

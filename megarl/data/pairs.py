@@ -29,6 +29,11 @@ class Pair:
     chosen_ids: npt.NDArray[np.int32]
     rejected_ids: npt.NDArray[np.int32]
 
+    @property
+    def content(self) -> bytes:
+        """Its tokens, and where the responses begin."""
+        return b"|".join(ids.tobytes() for ids in (self.prompt_ids, self.chosen_ids, self.rejected_ids))
+
 
 def load_pairs(
     source: SourceFields,

@@ -15,13 +15,18 @@ class Keyed(Protocol):
     @property
     def key(self) -> str: ...
 
+    @property
+    def content(self) -> bytes:
+        """What training reads of it: a stream tells by it whether it has the same data as before."""
+        ...
+
 
 T = TypeVar("T", bound=Keyed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamState:
-    """Where a stream stands: the next item is number ``position`` of ``epoch``; ``digest`` tells its items and seed."""
+    """Where a stream stands: the next item is number ``position`` of ``epoch``; ``digest`` tells its data and seed."""
 
     epoch: int
     position: int
@@ -47,7 +52,7 @@ class Stream(Generic[T]):
         self._items = {item.key: item for item in items}
         if len(self._items) != len(items):
             raise ValueError("the keys of a stream's items must be unique")
-        self._digest = stable_hash(seed, *sorted(self._items))
+        self._digest = stable_hash(seed, *(f"{key}:{self._items[key].content.hex()}" for key in sorted(self._items)))
         self._seed = seed
         self._start(epoch=0, position=0)
 

@@ -37,7 +37,10 @@ class MemoryWatch:
 
     def _watch(self) -> None:
         while not self._ended.wait(_INTERVAL_S):
-            self.peak_bytes = max(self.peak_bytes, self.now())
+            self._look()
+
+    def _look(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.now())
 
     def _marked(self) -> Iterator[Path]:
         for directory in _PROC.iterdir():
@@ -53,6 +56,7 @@ class MemoryWatch:
     ) -> None:
         self._ended.set()
         self._thread.join()
+        self._look()
 
 
 def _pss(process: Path) -> int:

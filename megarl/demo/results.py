@@ -21,7 +21,7 @@ class Estimate:
     half_width: float
 
     def __sub__(self, other: Estimate) -> Estimate:
-        """The difference of two independent estimates."""
+        """The difference of two estimates, taken as independent: as they share prompts and seeds, they are closer."""
         return Estimate(mean=self.mean - other.mean, half_width=math.hypot(self.half_width, other.half_width))
 
 

@@ -16,6 +16,7 @@ from megarl.config.schema import LogprobGate
 from megarl.data.batches import text_batch
 from megarl.data.demonstrations import Demonstration
 from megarl.data.schedule import inference_schedule
+from megarl.errors import RunError
 from megarl.loop.models import vocab_size
 from megarl.types import Ragged
 from megarl.weights.specs import model_spec
@@ -31,7 +32,7 @@ _ADVICE = (
 )
 
 
-class DisagreementError(RuntimeError):
+class DisagreementError(RunError):
     """Trainer and engines give other probabilities to the same tokens: the rollouts are not the policy's."""
 
 

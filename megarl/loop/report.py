@@ -13,7 +13,7 @@ from megarl.config import RunConfig
 from megarl.files import write_durably
 from megarl.loop.directory import RunDirectory
 from megarl.loop.stage import EvaluationResult, Metrics, StepResult
-from megarl.obs.metrics import JsonlSink, Sink
+from megarl.obs.metrics import JsonlSink, Sink, as_json
 from megarl.obs.progress import Display, open_display
 from megarl.obs.samples import SampleWriter
 from megarl.obs.tensorboard import TensorBoardSink
@@ -105,7 +105,9 @@ class Reporter:
             opened.callback(self._samples.close)
             self._trackers: list[Sink] = []
             if config.tracking.tensorboard:
-                self._trackers.append(TensorBoardSink(directory.tensorboard, first_step=self._taken + 1))
+                self._trackers.append(
+                    TensorBoardSink(directory.tensorboard, first_step=self._taken + 1 if self._taken else 0)
+                )
             if config.tracking.wandb_project is not None:
                 plain = config.model_dump(mode="json", by_alias=True)
                 self._trackers.append(WandbSink(config.tracking.wandb_project, directory.path, config=plain))
@@ -178,6 +180,6 @@ class Reporter:
             evaluation=self._evaluation,
             export=export,
         )
-        write_durably(self._directory.summary, json.dumps(asdict(summary), indent=2) + "\n")
+        write_durably(self._directory.summary, json.dumps(as_json(asdict(summary)), indent=2) + "\n")
         print(f"{summary.steps} steps in {seconds:.0f} s; the model is in {self._directory.export}", flush=True)
         return summary

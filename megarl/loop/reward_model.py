@@ -16,6 +16,7 @@ from megarl.config import RewardModelConfig
 from megarl.data.prompts import sample_requests
 from megarl.data.schedule import inference_schedule
 from megarl.data.streams import Stream
+from megarl.errors import RunError
 from megarl.loop.datasets import PairSets
 from megarl.loop.directory import RunDirectory
 from megarl.loop.scoring import Scale, in_order
@@ -71,8 +72,8 @@ class RewardModel(Supervised):
 
     def finish(self, export: Path) -> Metrics:
         """Writes the reward model, with the scale of its scores."""
-        scale = self._reference_scale()
         super().finish(export)
+        scale = self._reference_scale()
         if scale is None:
             return {}
         scale.write(export)
@@ -92,7 +93,10 @@ class RewardModel(Supervised):
         self._engines.sleep()
         schedule = inference_schedule(rollouts.samples, self._layout, self._budget)
         scores = in_order(merged(self._role.scores(schedule, rollouts.chunks)), rollouts.samples)
-        return Scale.of(scores)
+        try:
+            return Scale.of(scores)
+        except ValueError as error:
+            raise RunError(f"normalisation: {error}") from error
 
     def close(self) -> None:
         """Lets every process end by itself."""

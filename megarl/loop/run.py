@@ -10,7 +10,7 @@ from typing import Any, Final
 from megarl.checkpoint import Checkpoint
 from megarl.cluster.group import Role
 from megarl.cluster.session import Session
-from megarl.config import RunConfig
+from megarl.config import ConfigError, Problem, RunConfig
 from megarl.loop.directory import RunDirectory
 from megarl.loop.ppo import PPO
 from megarl.loop.preflight import check
@@ -29,7 +29,7 @@ def train(config: RunConfig) -> Summary:
 
     Raises:
         ConfigError: the model, the data or run.dir cannot be used.
-        WorkerError: a process failed; the message names it and the cause.
+        RunError: the run cannot go on, for the reason that the message gives.
     """
     start = time.perf_counter()
     data = check(config)
@@ -40,6 +40,8 @@ def train(config: RunConfig) -> Summary:
     session = Session(config.cluster, directory.logs, config.cluster.address)
     with closing(directory), Reporter(config, directory, taken) as reporter, session:
         stage: Stage = STAGES[config.stage](config, session, directory, data, reporter.phase)
+        if directory.latest is not None:
+            _load(stage, directory.latest)
         stage.start()
         if directory.latest is not None:
             _restore(stage, config, directory.latest)
@@ -73,11 +75,23 @@ def _save(stage: Stage, config: RunConfig, directory: RunDirectory, step: int) -
     directory.checkpoints.commit(step, {name: call.wait() for name, call in calls.items()}, stage.state())
 
 
+def _load(stage: Stage, checkpoint: Checkpoint) -> None:
+    """Brings the driver's part of the stage to where the checkpoint was made.
+
+    Raises:
+        ConfigError: the data is not what it was.
+    """
+    try:
+        stage.load(checkpoint.state)
+    except ValueError as error:
+        fix = "restore the files that the run began with, or choose another run.dir"
+        raise ConfigError([Problem(field="data", value="changed", rule=str(error), fix=fix)]) from error
+
+
 def _restore(stage: Stage, config: RunConfig, checkpoint: Checkpoint) -> None:
-    """Brings the stage to where the checkpoint was made."""
+    """Brings the trained roles to where the checkpoint was made."""
     for call in [role.restore(checkpoint.path) for role in _trained(stage, config)]:
         call.wait()
-    stage.load(checkpoint.state)
 
 
 def _trained(stage: Stage, config: RunConfig) -> list[Role]:

@@ -42,7 +42,7 @@ class JsonLines:
 
     def write(self, entries: Mapping[str, Any]) -> None:
         """Appends an object."""
-        self._file.write(json.dumps(_json(entries), allow_nan=False, ensure_ascii=False) + "\n")
+        self._file.write(json.dumps(as_json(entries), allow_nan=False, ensure_ascii=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -122,14 +122,14 @@ class ConsoleSink:
         self._console.print(line, style=style, markup=False, soft_wrap=True)
 
 
-def _json(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """As JSON has it: numbers of numpy as plain ones, and null for those that are not finite."""
     if isinstance(value, Mapping):
-        return {str(name): _json(entry) for name, entry in value.items()}
+        return {str(name): as_json(entry) for name, entry in value.items()}
     if isinstance(value, bool | str) or value is None:
         return value
     if isinstance(value, Sequence):
-        return [_json(entry) for entry in value]
+        return [as_json(entry) for entry in value]
     if isinstance(value, Integral):
         return int(value)
     return float(value) if math.isfinite(value) else None

@@ -18,7 +18,7 @@ class ShownSample:
         sample_id, prompt_id: of the sample.
         prompt, response: as text; their token ids where the run has no tokenizer.
         finished: True where the model ended the response itself, False where the length limit did.
-        score: that training saw.
+        score: that training saw; of an evaluation the reward model's, or without one the first rule's.
         scores: that each source gave, unweighted, by its name: the reward model's and each function's.
     """
 

@@ -18,6 +18,7 @@ from megarl.types import Prompt
 @dataclass(frozen=True)
 class Item:
     key: str
+    content: bytes = b""
 
 
 def items_of(count: int) -> list[Item]:
@@ -53,7 +54,8 @@ def test_a_resumed_stream_goes_on(count: int, before: int, after: int) -> None:
 
 def test_a_stream_refuses_the_state_of_another() -> None:
     stream = Stream(items_of(3), 0)
-    for other in (Stream(items_of(4), 0), Stream(items_of(3), 1)):
+    edited = [*items_of(2), Item("p2", b"other")]
+    for other in (Stream(items_of(4), 0), Stream(items_of(3), 1), Stream(edited, 0)):
         with pytest.raises(ValueError, match="not those of the saved stream"):
             other.load(stream.state())
     with pytest.raises(ValueError, match="must be unique"):

@@ -161,7 +161,7 @@ class Reader:
         self.require("attention_dropout", 0, "trainer and engine must agree without randomness")
         self.require("is_causal", True, "only causal decoders")
         self.require("partial_rotary_factor", 1.0, "only full rotary embeddings")
-        rope = self.config.get("rope_parameters") or {}
+        rope: Mapping[str, Any] = self.config.get("rope_parameters") or {}
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
             self.problems.append("rope_parameters.partial_rotary_factor: only full rotary embeddings are supported")
         if self.config.get("quantization_config") is not None:
