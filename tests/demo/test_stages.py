@@ -53,6 +53,8 @@ def test_an_interrupt_ends_the_stage_and_waits_for_it(
     body = f"trap 'sleep 0.2; touch {cleaned}; exit 143' TERM; touch {started}; while true; do sleep 0.02; done"
     monkeypatch.setattr(sys, "executable", program(tmp_path / "python", body))
 
+    # A shell starts its background jobs with SIGINT ignored, and the tests may run in one.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     main_thread = threading.get_ident()
 
     def interrupt() -> None:
@@ -61,6 +63,9 @@ def test_an_interrupt_ends_the_stage_and_waits_for_it(
         signal.pthread_kill(main_thread, signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        train("sft", [], os.environ, console)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train("sft", [], os.environ, console)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert cleaned.exists()
