@@ -15,6 +15,7 @@ from megarl.config.problems import ConfigError, Problem, shown
 
 INHERIT_KEY = "defaults"
 
+_MAPPING = "the file must hold keys and values"
 _KEY_PATH = re.compile(r"[\w-]+(\.[\w-]+)*")
 
 
@@ -76,11 +77,13 @@ def _read(path: Path, inheritors: tuple[Path, ...], problems: list[Problem]) -> 
     try:
         own = OmegaConf.load(here)
     except OSError as error:
+        if error.strerror is None:  # OmegaConf's own: the file is read, and holds a single value
+            return wrong(_MAPPING, "write key: value lines")
         return wrong(f"the file must be readable ({error.strerror})", "correct the path")
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         return wrong(f"the file must be YAML: {' '.join(str(error).split())}", "correct the file")
     if not isinstance(own, DictConfig):
-        return wrong("the file must hold keys and values", "write key: value lines")
+        return wrong(_MAPPING, "write key: value lines")
     inherited: Any = own.pop(INHERIT_KEY, None)
     if inherited is not None and not isinstance(inherited, ListConfig):
         return wrong(f"{INHERIT_KEY} must be a list of file names", f"write {INHERIT_KEY}: [base.yaml]")

@@ -44,5 +44,5 @@ class ConfigError(ValueError):
 
 def shown(value: object) -> str:
     """A value as text, short enough for a line."""
-    text = value if isinstance(value, str) else repr(value)
+    text = "null" if value is None else value if isinstance(value, str) else repr(value)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."

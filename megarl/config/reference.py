@@ -18,8 +18,9 @@ _INTRODUCTION = """\
 
 A run is described by a YAML file. `defaults:` lists files that it inherits, relative to it; later ones win over
 earlier ones, and the file itself over all. `key.path=value` on the command line wins over the files. `null` removes an
-inherited group or role. `${key.path}` refers to another field. Unknown keys are errors, and every problem is reported
-at once; `megarl plan CONFIG` checks without running.
+inherited group or role. `${key.path}` refers to another field. Paths of models, data and runs are relative to the
+directory that `megarl` is run in. Unknown keys are errors, and every problem is reported at once; `megarl plan CONFIG`
+checks without running.
 
 The stages come first, with their sections; then every section, once. This page is made from the schema by `make docs`.
 """

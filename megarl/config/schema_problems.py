@@ -12,6 +12,14 @@ from megarl.config.problems import Problem, shown
 from megarl.config.schema import RunConfig
 from megarl.config.schema.walk import entries, fields, plain, section
 
+_TYPES = {
+    "dict_type": "should be keys with values",
+    "model_type": "should be keys with values",
+    "string_type": "should be text",
+    "tuple_type": "should be a list",
+}
+"""What pydantic says in Python's words, in those of YAML."""
+
 
 def schema_problems(error: ValidationError, schema: type[RunConfig]) -> list[Problem]:
     """One problem for each error of a validation of a stage's schema."""
@@ -34,7 +42,7 @@ def _problem(schema: type[RunConfig], kind: str, loc: Sequence[int | str], messa
     description = _description(schema, path)
     if kind == "missing":
         return Problem(field=field, value="(missing)", rule="required", fix=f"add it: {description}")
-    rule = message.removeprefix("Value error, ").removeprefix("Input ")
+    rule = _TYPES.get(kind) or message.removeprefix("Value error, ").removeprefix("Input ")
     return Problem(field=field, value=shown(value), rule=rule, fix=f"correct it: {description}")
 
 

@@ -100,7 +100,7 @@ class DataReader:
         try:
             rows, dropped = load(source, self.tokenizer, max_tokens=max_tokens, **self._options)
         except (OSError, ValueError) as error:
-            fix = "correct the rows, or name others; of rows that are too long, see data.too_long"
+            fix = "correct the path or the rows (docs/data.md); of rows that are too long, see data.too_long"
             self.problems.append(Problem(field=field, value=source.path, rule=str(error), fix=fix))
             return []
         self.dropped += dropped

@@ -157,4 +157,4 @@ def _fits(field: str, check_layout: Callable[[], None]) -> Iterator[Problem]:
 
 def _one_line(error: Exception) -> str:
     """A message of several lines in one."""
-    return "; ".join(line.strip() for line in str(error).splitlines())
+    return "; ".join(line.strip() for line in str(error).splitlines()).replace(":; ", ": ")

@@ -59,6 +59,7 @@ def test_a_circle_of_files_is_refused(tmp_path: Path) -> None:
         ("run: [", "must be YAML"),
         ("run: {seed: 1}\nrun: {seed: 2}", "must be YAML"),
         ("- run", "keys and values"),
+        ("5", "keys and values"),
         ("defaults: base.yaml", "list of file names"),
         (f"defaults: [{DEBUG}]\nrun: [1]", "must be a list, or hold keys, in all files alike"),
         ("defaults: [nowhere.yaml]", "must be readable"),
