@@ -33,7 +33,7 @@ def train(config_path: ConfigPath, overrides: Overrides = None) -> None:
     try:
         run.train(config)
     except ConfigError as error:
-        _stop(error, exit_code=2)
+        _stop(ConfigError(error.problems, str(config_path)), exit_code=2)
     except RunError as error:
         _stop(error, exit_code=1)
 
@@ -49,7 +49,7 @@ def plan(config_path: ConfigPath, overrides: Overrides = None) -> None:
     try:
         check(config)
     except ConfigError as error:
-        _stop(error, exit_code=2)
+        _stop(ConfigError(error.problems, str(config_path)), exit_code=2)
     print_plan(config)
 
 

@@ -64,8 +64,8 @@ def _ppo(config: PPOConfig) -> Iterator[tuple[str, str]]:
     yield "advantages", f"{algo.advantage}; {_penalty(config)}"
     yield (
         "update",
-        f"{algo.ppo_epochs} epochs x {algo.mini_batches} mini-batches of {samples // algo.mini_batches} samples "
-        f"= {algo.ppo_epochs * algo.mini_batches} optimizer steps",
+        f"{_counted(algo.ppo_epochs, 'epoch')} x {algo.mini_batches} mini-batches of {samples // algo.mini_batches} "
+        f"samples = {algo.ppo_epochs * algo.mini_batches} optimizer steps",
     )
     if config.evaluation is not None:
         yield "evaluation", f"{config.evaluation.prompts.path}, {_when(config.evaluation.every)}"
@@ -118,3 +118,7 @@ def _course(optimizer: Optimizer, steps: int) -> str:
 
 def _when(every: int | None) -> str:
     return "before the first step and after the last" if every is None else f"every {every} steps"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

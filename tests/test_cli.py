@@ -78,7 +78,7 @@ def raising(error: Exception) -> Callable[[RunConfig], None]:
 def test_train_ends_with_the_message_of_what_stopped_it(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(field="run.dir", value="here", rule="holds no run yet", fix="choose another")
     refused = train_with(monkeypatch, raising(ConfigError([problem])))
-    assert (refused.exit_code, refused.stderr) == (2, f"configuration: 1 problem\n{problem}\n")
+    assert (refused.exit_code, refused.stderr) == (2, f"{DEBUG}: 1 problem\n{problem}\n")
     failed = train_with(monkeypatch, raising(WorkerError("train rank 3 died")))
     assert (failed.exit_code, failed.stderr) == (1, "train rank 3 died\n")
 

@@ -47,7 +47,7 @@ def _true_score(axes: Axes, measured: Sequence[Evaluation]) -> None:
         marker="o",
         capsize=3,
     )
-    axes.set(title="PPO: true score on held-out prompts, 95%", xlabel="step", ylim=(0, 1))
+    axes.set(title="PPO: true score on held-out prompts, 95% intervals", xlabel="step", ylim=(0, 1))
     axes.grid(alpha=0.3)
 
 

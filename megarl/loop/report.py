@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Final, Self
 
-from megarl.config import RunConfig
+from megarl.config import PPOConfig, RunConfig
 from megarl.files import write_durably
 from megarl.loop.directory import RunDirectory
 from megarl.loop.stage import EvaluationResult, Metrics, StepResult
@@ -101,8 +101,10 @@ class Reporter:
             self._evaluations = JsonlSink(directory.evaluations)
             for lines in (self._metrics, self._updates, self._evaluations):
                 opened.callback(lines.close)
-            self._samples = SampleWriter(directory.samples)
-            opened.callback(self._samples.close)
+            self._samples: SampleWriter | None = None
+            if isinstance(config, PPOConfig):
+                self._samples = SampleWriter(directory.samples)
+                opened.callback(self._samples.close)
             self._trackers: list[Sink] = []
             if config.tracking.tensorboard:
                 self._trackers.append(
@@ -147,7 +149,8 @@ class Reporter:
         first = (result.step - 1) * self._updates_per_step + 1
         for number, update in enumerate(result.updates, start=first):
             self._updates.write(result.step, {"update": number, **update})
-        self._samples.write(result.step, "train", result.samples)
+        if self._samples is not None:
+            self._samples.write(result.step, "train", result.samples)
         for sink in (self._metrics, *self._trackers, self._display):
             sink.write(result.step, metrics)
         self._last_step = metrics
@@ -157,7 +160,8 @@ class Reporter:
         if result is None:
             return
         self._evaluations.write(result.step, result.metrics)
-        self._samples.write(result.step, "evaluation", result.samples)
+        if self._samples is not None:
+            self._samples.write(result.step, "evaluation", result.samples)
         for sink in self._trackers:
             sink.write(result.step, result.metrics)
         shown = (f"{name} {value:.4g}" for name, value in result.metrics.items() if not name.endswith("_ci95"))

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from contextlib import closing
 from typing import Any, Final
 
+import torch
+
 from megarl.checkpoint import Checkpoint
 from megarl.cluster.group import Role
 from megarl.cluster.session import Session
@@ -33,6 +35,7 @@ def train(config: RunConfig) -> Summary:
     """
     start = time.perf_counter()
     data = check(config)
+    _check_gpus(config)
     directory = RunDirectory(config)
     if directory.finished:
         return read_summary(directory)
@@ -59,6 +62,23 @@ def train(config: RunConfig) -> Summary:
         export = stage.finish(directory.export)
         stage.close()
         return reporter.finished(export, time.perf_counter() - start)
+
+
+def _check_gpus(config: RunConfig) -> None:
+    """Whether this machine has the GPUs, where the run starts a Ray of its own.
+
+    Raises:
+        ConfigError: it has fewer.
+    """
+    cluster = config.cluster
+    if cluster.device == "cpu" or cluster.address is not None:
+        return
+    found = torch.cuda.device_count()
+    if found < cluster.devices_per_node:
+        rule = f"at most the GPUs of this machine, {found}"
+        fix = "lower it, join a cluster with cluster.address, or set cluster.device=cpu"
+        value = str(cluster.devices_per_node)
+        raise ConfigError([Problem(field="cluster.devices_per_node", value=value, rule=rule, fix=fix)])
 
 
 def _due(step: int, every: int | None, last: int) -> bool:

@@ -136,6 +136,7 @@ BROKEN: Cases = {
     model.checkpoints_share_the_tokens: [],  # in a test of its own: it needs a checkpoint
     data.files_exist: [
         (["data.random=null", "data.prompts=/nowhere.jsonl"], "data.prompts", "a file that exists"),
+        (["data.random=null", "data.prompts=data.csv"], "data.prompts", "ends in .jsonl or .parquet"),
         (["data.random=null", "data.prompts={path: p.parquet, split: train}"], "data.prompts.split", "this is a file"),
         (["evaluation={prompts: /nowhere.jsonl}"], "evaluation.prompts", "a file that exists"),
     ],

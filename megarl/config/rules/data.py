@@ -23,6 +23,7 @@ from megarl.config.schema import (
 Groups = Mapping[str, Group]
 
 _FILES = (".jsonl", ".parquet")
+_OTHER_FILES = (".arrow", ".csv", ".gz", ".json", ".tsv", ".txt", ".zip", ".zst")
 
 
 def files_exist(
@@ -31,6 +32,9 @@ def files_exist(
     """Every file of data is there; a file is all there is of it."""
     for field, source in named_sources(data, evaluation, normalisation):
         if not source.path.endswith(_FILES):
+            if Path(source.path).suffix in _OTHER_FILES:
+                rule = f"a file that ends in {' or '.join(_FILES)}, or the name of a Hugging Face data set"
+                yield Problem(field=field, value=source.path, rule=rule, fix="convert the file")
             continue
         if not Path(source.path).is_file():
             yield Problem(field=field, value=source.path, rule="a file that exists", fix="correct the path")
