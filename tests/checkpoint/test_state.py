@@ -211,11 +211,13 @@ def _traces(rank: int, model: Path, out: Path) -> tuple[list[int], set[str], boo
 
     role = make_roles(rank, {"actor": model}, {"actor": Layout(dp=2)}, torch.float32)["actor"]
     train(role, 0, 1)
+    save(role, out.with_suffix(".first"))  # torch's own threads start with the first work that they are for
+    restore(role, out.with_suffix(".first"))
     shared, threads = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/task"))
     save(role, out)
     restore(role, out)
     children = [int(pid) for task in os.listdir("/proc/self/task") for pid in _children(task)]
-    assert len(os.listdir("/proc/self/task")) == threads
+    assert len(os.listdir("/proc/self/task")) <= threads
     return children, set(os.listdir("/dev/shm")) - shared, parallel_state.is_initialized()
 
 
