@@ -61,40 +61,37 @@ class PromptData(Section):
     """Answers to each prompt."""
 
 
-class TextData(Section):
+class FixedRows(Section):
+    """What every stage that trains on fixed rows says of them."""
+
+    evaluation: Source | None = None
+    """Held-out rows of the same form."""
+    evaluate_every: Count | None = None
+    """Steps between evaluations; null: before the first step and after the last."""
+    chat_template: bool = False
+    """Text prompts are what a user says: put them into the tokenizer's chat template. Chats always are."""
+    too_long: Literal["refuse", "drop"] = "refuse"
+    """What becomes of longer rows: an error, or left out and counted."""
+
+
+class TextData(FixedRows):
     """Demonstrations, and how many make a step."""
 
     train: Source
     """Rows with a prompt and its response, or with a chat whose last message is the response."""
-    evaluation: Source | None = None
-    """Held-out rows of the same form."""
-    evaluate_every: Count | None = None
-    """Steps between evaluations; null: before the first step and after the last."""
-    chat_template: bool = False
-    """Text prompts are what a user says: put them into the tokenizer's chat template. Chats always are."""
     max_tokens: Count
     """Tokens of a prompt and its response together, at most."""
-    too_long: Literal["refuse", "drop"] = "refuse"
-    """What becomes of longer rows: an error, or left out and counted."""
     sequences_per_step: Count
     """Rows that make an optimizer step."""
 
 
-class PairData(Section):
+class PairData(FixedRows):
     """Preference pairs, and how many make a step."""
 
     train: Source
     """Rows with a prompt, a chosen and a rejected response."""
-    evaluation: Source | None = None
-    """Held-out rows of the same form."""
-    evaluate_every: Count | None = None
-    """Steps between evaluations; null: before the first step and after the last."""
-    chat_template: bool = False
-    """Text prompts are what a user says: put them into the tokenizer's chat template. Chats always are."""
     max_tokens: Count
     """Tokens of a prompt and one of its responses together, at most."""
-    too_long: Literal["refuse", "drop"] = "refuse"
-    """What becomes of longer rows: an error, or left out and counted."""
     pairs_per_step: Count
     """Pairs that make an optimizer step."""
 
