@@ -31,21 +31,30 @@ class Layout:
     """How a role is split over the ranks of its group.
 
     Ranks are numbered TP fastest, then DP, then PP (Megatron's default order), so that a TP group is
-    on neighbouring devices.
+    on neighbouring devices. Neighbouring replicas share the experts of a layer: each holds a part of them.
 
     Args:
         tp: ranks that share each matrix.
         pp: pipeline stages.
         dp: replicas.
         vpp: model chunks per pipeline stage (1: no interleaving).
+        ep: replicas that share a layer's experts; it divides dp.
         sequence_parallel: activations between the TP regions are split along the sequence.
+
+    Raises:
+        ValueError: ep does not divide dp.
     """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     vpp: int = 1
+    ep: int = 1
     sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dp % self.ep:
+            raise ValueError(f"ep {self.ep} does not divide dp {self.dp}; replicas share the experts")
 
     @property
     def world_size(self) -> int:
@@ -58,6 +67,10 @@ class Layout:
     def rank(self, coords: RankCoords) -> int:
         """The rank in the group that has these coordinates."""
         return coords.tp + self.tp * (coords.dp + self.dp * coords.pp)
+
+    def expert_rank(self, coords: RankCoords) -> int:
+        """Which part of each layer's experts a rank has, of ``ep`` equal ones in order."""
+        return coords.dp % self.ep
 
 
 @dataclass(frozen=True, kw_only=True)
