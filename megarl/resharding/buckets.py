@@ -61,8 +61,7 @@ def bucket_buffer_bytes(bucket: Bucket, infos: Mapping[str, TensorInfo]) -> int:
 def pack(copies: Iterable[Copy], params: Mapping[str, torch.Tensor], frame: torch.Tensor) -> None:
     """Writes the copies' elements, cast to the destination's dtype, one after the other into a frame."""
     for copy, target in zip_payload(copies, frame):
-        source = params[copy.source].detach()[copy.source_box.slices]
-        target.copy_(source.permute(*reversed(range(source.ndim))) if copy.transposed else source)
+        target.copy_(copy.arranged(params[copy.source].detach()[copy.source_box.slices]))
 
 
 def unpack(copies: Iterable[Copy], frame: torch.Tensor, params: Mapping[str, torch.Tensor]) -> None:

@@ -206,9 +206,7 @@ def _bytes(copy: Copy, params: Mapping[str, torch.Tensor]) -> npt.NDArray[np.uin
     """The bytes of a copy's elements, in the destination's order and dtype; the last axis counts bytes."""
     import torch
 
-    values = params[copy.source].detach()[copy.source_box.slices]
-    if copy.transposed:
-        values = values.permute(*reversed(range(values.ndim)))
+    values = copy.arranged(params[copy.source].detach()[copy.source_box.slices])
     # A fresh tensor: contiguous() keeps odd strides of axes with one element, which a view as bytes refuses.
     fresh = torch.empty(values.shape, dtype=getattr(torch, copy.dtype)).copy_(values)
     return fresh.view(torch.uint8).numpy()

@@ -137,8 +137,7 @@ def _restrict(shard: ShardMap, manifest: Manifest) -> ShardMap:
 
 def _read(reader: Any, copy: Copy) -> torch.Tensor:
     """A box of a tensor of an open file."""
-    values = reader.get_slice(copy.source)[copy.source_box.slices]
-    return values.permute(*reversed(range(values.ndim))) if copy.transposed else values
+    return copy.arranged(reader.get_slice(copy.source)[copy.source_box.slices])
 
 
 def _open(file: Path) -> Any:

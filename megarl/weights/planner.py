@@ -220,8 +220,7 @@ def _append(copies: list[Copy], new: Copy) -> None:
     last = copies[-1] if copies else None
     if last and (last.source, last.target, last.transposed) == (new.source, new.target, new.transposed):
         here, there = adjacent_axis(last.source_box, new.source_box), adjacent_axis(last.target_box, new.target_box)
-        mirrored = len(new.source_box.start) - 1 - here if new.transposed and here is not None else here
-        if here is not None and mirrored == there:
+        if here is not None and there is not None and _target_axis(new, here) == there:
             copies[-1] = Copy(
                 source=new.source,
                 source_box=Box(last.source_box.start, new.source_box.stop),
@@ -232,6 +231,13 @@ def _append(copies: list[Copy], new: Copy) -> None:
             )
             return
     copies.append(new)
+
+
+def _target_axis(copy: Copy, axis: int) -> int:
+    """The axis of a copy's target box that corresponds to one of its source box."""
+    last = axis - len(copy.source_box.start)  # the axes correspond from the last one on
+    exchanged = {-1: -2, -2: -1}.get(last, last) if copy.transposed else last
+    return exchanged + len(copy.target_box.start)
 
 
 def _route(owners: tuple[int, ...], per_owner: list[list[Copy]]) -> _Route:

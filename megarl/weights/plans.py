@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol, Self, TypeVar
 
 from megarl.weights.regions import ITEM_BYTES, Box, TensorInfo
+
+
+class Array(Protocol):
+    """What torch's tensors and numpy's arrays have in common here."""
+
+    def swapaxes(self, axis0: int, axis1: int, /) -> Self: ...
+
+    def reshape(self, shape: tuple[int, ...], /) -> Self: ...
+
+
+A = TypeVar("A", bound=Array)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,9 +26,10 @@ class Copy:
 
     Args:
         source, source_box: where they are read.
-        target, target_box: where they are written; the same extents, in reverse order where transposed.
+        target, target_box: where they are written; the same extents, the last two exchanged where transposed, but for
+            leading ones of 1, of which the two sides may have different numbers.
         dtype: the destination's: the sender casts, so that the wire carries no more than the destination stores.
-        transposed: exactly one of the two sides stores the tensor with its axes reversed.
+        transposed: exactly one of the two sides stores the transpose of a matrix.
     """
 
     source: str
@@ -30,6 +43,10 @@ class Copy:
     def nbytes(self) -> int:
         """Bytes on the wire."""
         return self.target_box.size * ITEM_BYTES[self.dtype]
+
+    def arranged(self, values: A) -> A:
+        """A view of the source box's elements with the axes of the target box."""
+        return (values.swapaxes(-2, -1) if self.transposed else values).reshape(self.target_box.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,12 +133,14 @@ class TensorInfo:
 class Piece:
     """A box of a local parameter and the canonical elements that it holds.
 
+    A parameter may stack canonical tensors along leading axes (experts, layers), in each of which the box has extent 1.
+
     Args:
         param: name of the local parameter.
         box: the box in it.
         name: name of the canonical tensor.
-        region: the box in that; its extents are those of ``box``, in reverse order where transposed.
-        transposed: the parameter stores the tensor with its axes reversed.
+        region: the box in that; its extents are the last ones of ``box``, exchanged where transposed.
+        transposed: the tensor is a matrix, and the parameter stores its transpose.
     """
 
     param: str
@@ -149,15 +151,24 @@ class Piece:
 
     def local(self, region: Box) -> Box:
         """Where in the parameter a part of this piece's region lies."""
-        return _moved(region, self.region.start, self.box.start, self.transposed)
+        leading = self._leading
+        inner = _moved(region, self.region.start, self.box.start[leading:], self.transposed)
+        return Box(self.box.start[:leading] + inner.start, self.box.stop[:leading] + inner.stop)
 
     def within(self, box: Box) -> Piece | None:
         """The part of this piece that lies in a box of its parameter, or None."""
         inside = self.box.intersect(box)
         if inside is None:
             return None
-        region = _moved(inside, self.box.start, self.region.start, self.transposed)
+        leading = self._leading
+        inner = Box(inside.start[leading:], inside.stop[leading:])
+        region = _moved(inner, self.box.start[leading:], self.region.start, self.transposed)
         return Piece(param=self.param, box=inside, name=self.name, region=region, transposed=self.transposed)
+
+    @property
+    def _leading(self) -> int:
+        """The number of leading axes."""
+        return len(self.box.start) - len(self.region.start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +255,10 @@ def _moved(box: Box, origin: Shape, base: Shape, reverse: bool) -> Box:
 
 def _check_extents(piece: Piece) -> None:
     extents = piece.region.shape[::-1] if piece.transposed else piece.region.shape
-    if piece.box.shape != extents:
+    if piece.transposed and len(extents) != 2:
+        raise ValueError(f"shard map: {piece.name}{piece.region} is not a matrix, which {piece.param} could transpose")
+    leading = len(piece.box.start) - len(extents)
+    if leading < 0 or piece.box.shape != (1,) * leading + extents:
         raise ValueError(
             f"shard map: {piece.param}{piece.box} and its region {piece.name}{piece.region} differ in extents"
         )

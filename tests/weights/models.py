@@ -69,7 +69,8 @@ def held(shard: ShardMap, canonical: Arrays) -> Arrays:
     arrays = {name: np.zeros(info.shape, np.int64) for name, info in shard.params.items()}
     for piece in shard.pieces:
         values = canonical[piece.name][piece.region.slices]
-        arrays[piece.param][piece.box.slices] = values.T if piece.transposed else values
+        values = values.T if piece.transposed else values
+        arrays[piece.param][piece.box.slices] = values.reshape(piece.box.shape)
     return arrays
 
 
@@ -84,6 +85,6 @@ def execute(plan: TransferPlan, sources: Mapping[int, Arrays]) -> dict[int, tupl
             values, writes = results[message.receiver]
             for copy in message.copies:
                 data = sources[message.sender][copy.source][copy.source_box.slices]
-                values[copy.target][copy.target_box.slices] = data.T if copy.transposed else data
+                values[copy.target][copy.target_box.slices] = copy.arranged(data)
                 writes[copy.target][copy.target_box.slices] += 1
     return results

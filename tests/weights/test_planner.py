@@ -34,17 +34,18 @@ def tilings(draw: st.DrawFn, box: Box) -> list[Box]:
 
 @st.composite
 def shard_maps(draw: st.DrawFn, regions: list[tuple[str, Box]]) -> ShardMap:
-    """Stores each region in a parameter of its own, maybe transposed, cut into pieces and followed by a hole."""
+    """Stores each region in a parameter, maybe transposed and below leading axes, cut into pieces and before a hole."""
     params, pieces, holes = {}, [], []
     for i, (name, region) in enumerate(regions):
-        transposed, padding = draw(st.booleans()), draw(st.integers(0, 2))
+        transposed, padding = len(region.start) == 2 and draw(st.booleans()), draw(st.integers(0, 2))
+        leading = (1,) * draw(st.integers(0, 2))
         for part in draw(tilings(region)):
             start = [a - b for a, b in zip(part.start, region.start, strict=True)]
             stop = [a - b for a, b in zip(part.stop, region.start, strict=True)]
             step = -1 if transposed else 1
-            box = Box(tuple(start[::step]), tuple(stop[::step]))
+            box = Box((*(0 for _ in leading), *start[::step]), (*leading, *stop[::step]))
             pieces.append(Piece(param=f"p{i}", box=box, name=name, region=part, transposed=transposed))
-        shape = region.shape[::-1] if transposed else region.shape
+        shape = (*leading, *(region.shape[::-1] if transposed else region.shape))
         params[f"p{i}"] = TensorInfo((shape[0] + padding, *shape[1:]), draw(st.sampled_from(["float32", "float16"])))
         if padding:
             box = Box((shape[0], *(0 for _ in shape[1:])), params[f"p{i}"].shape)
@@ -241,6 +242,26 @@ def test_neighbouring_boxes_become_one_copy(transposed: bool) -> None:
     (message,) = sender.messages
     assert [copy.source_box for copy in message.copies] == [Box((0, 0), (8, 3))]
     assert [copy.target_box.shape for copy in message.copies] == [(3, 8) if transposed else (8, 3)]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_neighbours_along_leading_axes_become_one_copy(transposed: bool) -> None:
+    def experts(*leading: int, transposed: bool = False) -> ShardMap:
+        region, extents = Box.whole((2, 3)), (3, 2) if transposed else (2, 3)
+        pieces = []
+        for i in range(4):
+            at = (*(0 for _ in leading), i)
+            box = Box((*at, 0, 0), (*(a + 1 for a in at), *extents))
+            pieces.append(Piece(param="p", box=box, name=f"W{i}", region=region, transposed=transposed))
+        return ShardMap(params={"p": TensorInfo((*leading, 4, *extents), "float32")}, pieces=tuple(pieces))
+
+    source, destination = experts(1), experts(transposed=transposed)
+    (sender,) = plan([Holder(rank=0, map=source)], [Holder(rank=1, map=destination)], 1 << 20).senders.values()
+    (copy,) = (copy for message in sender.messages for copy in message.copies)
+    assert copy.source_box.shape == (1, 4, 2, 3)
+    values = np.arange(24).reshape(1, 4, 2, 3)
+    for i, matrix in enumerate(copy.arranged(values)):
+        np.testing.assert_array_equal(matrix, values[0, i].T if transposed else values[0, i])
 
 
 def test_a_plan_is_the_same_every_time() -> None:

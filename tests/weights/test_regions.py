@@ -56,23 +56,27 @@ def test_parts_of_a_box_follow_in_row_major_order(box: Box, size: int) -> None:
 
 
 @settings(deadline=None)
-@given(boxes(), boxes(), st.booleans())
-def test_a_piece_within_a_box_is_the_piece_there(outer: Box, other: Box, transposed: bool) -> None:
-    at = (10, 20, 30)
-    shape = outer.shape[::-1] if transposed else outer.shape
+@given(boxes(), boxes(), st.integers(0, 2), st.booleans())
+def test_a_piece_within_a_box_is_the_piece_there(outer: Box, other: Box, leading: int, transposed: bool) -> None:
+    transposed = transposed and leading == 1
+    outer = Box(outer.start, (*(a + 1 for a in outer.start[:leading]), *outer.stop[leading:]))
+    at = (10, 20, 30)[leading:]
+    shape = outer.shape[:0:-1] if transposed else outer.shape[leading:]
     region = Box(at, tuple(a + n for a, n in zip(at, shape, strict=True)))
-    part = Piece(param="w", box=outer, name="W", region=region, transposed=transposed).within(other)
-    ids = np.zeros(SHAPE, int)
-    canonical = np.arange(60**3).reshape(60, 60, 60)
-    held = canonical[region.slices]
-    ids[outer.slices] = held.T if transposed else held
-    expected = ids * mask(other)
+    piece = Piece(param="w", box=outer, name="W", region=region, transposed=transposed)
+    part = piece.within(other)
+    canonical = np.arange(60 ** len(at)).reshape((60,) * len(at)) + 1
+
+    def stored(piece: Piece) -> np.ndarray:
+        cells, values = np.zeros(SHAPE, int), canonical[piece.region.slices]
+        cells[piece.box.slices] = values.T if transposed else values
+        return cells
+
+    expected = stored(piece) * mask(other)
     assert (part is not None) == bool(expected.any())
     if part:
-        actual = np.zeros(SHAPE, int)
-        values = canonical[part.region.slices]
-        actual[part.box.slices] = values.T if transposed else values
-        np.testing.assert_array_equal(actual, expected)
+        np.testing.assert_array_equal(stored(part), expected)
+        assert piece.local(part.region) == part.box
 
 
 def piece(start: int, stop: int, *, param: str = "w", region: Box | None = None) -> Piece:
@@ -88,6 +92,8 @@ def piece(start: int, stop: int, *, param: str = "w", region: Box | None = None)
         ([piece(0, 3), piece(3, 5)], [], "outside"),
         ([piece(0, 4), piece(0, 4, param="v")], [], "v is not among"),
         ([piece(0, 4, region=Box((0, 0), (2, 4)))], [], "differ in extents"),
+        ([piece(0, 4, region=Box((0,), (2,)))], [], "differ in extents"),
+        ([piece(0, 4, region=Box((0, 0, 0), (1, 4, 2)))], [], "differ in extents"),
         ([piece(0, 3)], [Hole(param="w", box=Box((2, 0), (4, 2)))], "overlap"),
     ],
 )
