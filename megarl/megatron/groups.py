@@ -14,6 +14,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megarl.types import Layout
 
+_PARTS = {"dp": ("ep", "expt_dp")}
+
 
 class GroupCache:
     """Makes process groups of one world, each set of ranks once.
@@ -47,35 +49,41 @@ def partition(layout: Layout, *together: str) -> list[tuple[int, ...]]:
     """Splits the ranks into sets whose members differ only in the named coordinates.
 
     Args:
-        together: of "tp", "dp", "pp"; none gives sets of one rank, all three the whole world.
+        together: of "tp", "pp", "ep" (which part of the experts) and "expt_dp" (which replica of that part), which
+            together are "dp"; none gives sets of one rank, all the whole world.
     """
+    apart = {"tp", "pp", "ep", "expt_dp"} - {name for names in together for name in _PARTS.get(names, (names,))}
     sets: dict[tuple[int, ...], list[int]] = {}
     for rank in range(layout.world_size):
         coords = layout.coords(rank)
-        key = tuple(getattr(coords, name) for name in ("tp", "dp", "pp") if name not in together)
-        sets.setdefault(key, []).append(rank)
+        place = {
+            "tp": coords.tp,
+            "pp": coords.pp,
+            "ep": layout.expert_rank(coords),
+            "expt_dp": coords.dp // layout.ep,
+        }
+        sets.setdefault(tuple(place[name] for name in sorted(apart)), []).append(rank)
     return [tuple(ranks) for ranks in sets.values()]
 
 
 def build_groups(layout: Layout, rank: int, cache: GroupCache) -> ProcessGroupCollection:
     """The process groups of one rank under a layout; collective over the world.
 
-    Context and expert parallel groups hold the rank alone. ``embd`` joins the first and the last stage, and is None on
-    the stages between, as finalize_model_grads expects.
+    TP splits the experts as it splits everything else. The context parallel group holds the rank alone. ``embd`` joins
+    the first and the last stage, and is None on the stages between, as finalize_model_grads expects.
     """
 
     def group(*together: str) -> dist.ProcessGroup:
         return cache.mine(partition(layout, *together), rank)
 
-    alone, everyone = group(), group("tp", "dp", "pp")
     groups = ProcessGroupCollection(
-        tp=group("tp"), pp=group("pp"), dp=group("dp"), mp=group("tp", "pp"), cp=alone, ep=alone, expt_tp=group("tp")
+        tp=group("tp"), pp=group("pp"), dp=group("dp"), mp=group("tp", "pp"), cp=group(), ep=group("ep")
     )
-    groups.tp_cp, groups.dp_cp, groups.tp_ep = groups.tp, groups.dp, groups.tp
-    groups.tp_ep_pp, groups.expt_dp = groups.mp, groups.dp
-    groups.tp_dp_cp = group("tp", "dp")
-    groups.intra_dp_cp, groups.intra_expt_dp = groups.dp, groups.dp
-    groups.intra_dist_opt = everyone
+    groups.tp_cp, groups.dp_cp, groups.tp_dp_cp = groups.tp, groups.dp, group("tp", "dp")
+    groups.expt_tp, groups.expt_dp = groups.tp, group("expt_dp")
+    groups.tp_ep, groups.tp_ep_pp = group("tp", "ep"), group("tp", "ep", "pp")
+    groups.intra_dp_cp, groups.intra_expt_dp = groups.dp, groups.expt_dp
+    groups.intra_dist_opt = group("tp", "dp", "pp")
     groups.embd = _embedding_group(layout, rank, cache)
     groups.pos_embd = None
     return groups

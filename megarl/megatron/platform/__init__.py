@@ -35,11 +35,21 @@ def start_platform(kind: str) -> Platform:
         from megarl.megatron.platform import cpu
 
         cpu.install()
+        _define_absent_kernels()
         return Platform(device=torch.device("cpu"), backend="gloo")
     if not torch.cuda.is_available():
         raise RuntimeError("cluster.device is cuda, but torch sees no CUDA device; set cluster.device=cpu")
     torch.cuda.set_device(0)
+    _define_absent_kernels()
     return Platform(device=torch.device("cuda", 0), backend="nccl")
+
+
+def _define_absent_kernels() -> None:
+    """Without Transformer Engine, Megatron's router asks for a name that nobody defines (moe/moe_utils.py, 0.16.1)."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 def start_world(
