@@ -6,7 +6,6 @@ Nothing is gathered and nothing is sent. The ranks share a file system: one mach
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from megarl.files import sync
 from megarl.weights.files import DTYPES, FILES_RANK, INDEX_FILE, SINGLE_FILE
 from megarl.weights.planner import Holder, plan
 from megarl.weights.plans import Copy, SenderPlan, TransferPlan
@@ -43,7 +43,7 @@ _HEADER_ALIGNMENT = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class _File:
+class SafetensorsFile:
     """A safetensors file to be: its name, tensors, header, and each tensor's first byte in the file."""
 
     name: str
@@ -152,38 +152,52 @@ class Export:
 
     def finish(self, config: Mapping[str, Any], template: str | Path | None) -> None:
         """Adds what is not weights, makes everything durable and gives the directory its name."""
-        files = self._files()
-        if len(files) > 1:
-            total = sum(info.nbytes for info in self.tensors.values())
-            weight_map = {name: file.name for file in files for name in file.tensors}
-            _write_json(self.partial / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        _write_json(self.partial / "config.json", config)
-        for name in SIDE_FILES if template is not None else ():
-            source = Path(template or "") / name
-            if source.is_file():
-                shutil.copyfile(source, self.partial / name)
+        write_index(self.partial, self._files())
+        write_json(self.partial / "config.json", config)
+        if template is not None:
+            copy_side_files(Path(template), self.partial)
         for path in (*self.partial.iterdir(), self.partial):
-            _sync(path)
+            sync(path)
         self.partial.rename(self.directory)
-        _sync(self.directory.parent)
+        sync(self.directory.parent)
 
-    def _files(self) -> list[_File]:
+    def _files(self) -> list[SafetensorsFile]:
         """The files, the same on every rank."""
-        groups: list[dict[str, TensorInfo]] = [{}]
-        filled = 0
-        for name, info in self.tensors.items():
-            if groups[-1] and filled + info.nbytes > self.max_file_bytes:
-                groups.append({})
-                filled = 0
-            groups[-1][name] = info
-            filled += info.nbytes
-        if len(groups) == 1:
-            return [_layout(SINGLE_FILE, groups[0])]
-        names = (f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1))
-        return [_layout(name, group) for name, group in zip(names, groups, strict=True)]
+        return lay_out(self.tensors, self.max_file_bytes)
 
 
-def _layout(name: str, tensors: Mapping[str, TensorInfo]) -> _File:
+def lay_out(tensors: Mapping[str, TensorInfo], max_file_bytes: int = MAX_FILE_BYTES) -> list[SafetensorsFile]:
+    """The files of a directory: tensors in their order, a next file where one would grow beyond ``max_file_bytes``."""
+    groups: list[dict[str, TensorInfo]] = [{}]
+    filled = 0
+    for name, info in tensors.items():
+        if groups[-1] and filled + info.nbytes > max_file_bytes:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = info
+        filled += info.nbytes
+    if len(groups) == 1:
+        return [_layout(SINGLE_FILE, groups[0])]
+    names = (f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1))
+    return [_layout(name, group) for name, group in zip(names, groups, strict=True)]
+
+
+def write_index(directory: Path, files: Sequence[SafetensorsFile]) -> None:
+    """Says which tensor is in which file, where there are several."""
+    if len(files) > 1:
+        total = sum(info.nbytes for file in files for info in file.tensors.values())
+        weight_map = {name: file.name for file in files for name in file.tensors}
+        write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def copy_side_files(source: Path, target: Path) -> None:
+    """Copies the tokenizer and generation files that a checkpoint's directory has."""
+    for name in SIDE_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def _layout(name: str, tensors: Mapping[str, TensorInfo]) -> SafetensorsFile:
     """A file in the safetensors format: header length (8 bytes, little endian), JSON header, data."""
     codes = {dtype: code for code, dtype in DTYPES.items()}
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -199,7 +213,7 @@ def _layout(name: str, tensors: Mapping[str, TensorInfo]) -> _File:
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
     start = {tensor: len(header) + offset for tensor, offset in offsets.items()}
-    return _File(name=name, tensors=tensors, header=header, offsets=start, nbytes=len(header) + end)
+    return SafetensorsFile(name=name, tensors=tensors, header=header, offsets=start, nbytes=len(header) + end)
 
 
 def _bytes(copy: Copy, params: Mapping[str, torch.Tensor]) -> npt.NDArray[np.uint8]:
@@ -212,14 +226,6 @@ def _bytes(copy: Copy, params: Mapping[str, torch.Tensor]) -> npt.NDArray[np.uin
     return fresh.view(torch.uint8).numpy()
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
-
-
-def _sync(path: Path) -> None:
-    """Makes a file's or directory's content durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a file as Hugging Face's libraries do: readable, in this order."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -85,15 +85,21 @@ class HFDirectory:
         Raises:
             CheckpointError: tensors are missing, unknown or of another shape; all of them are listed.
         """
-        needed = manifest.tensors
-        problems = [f"missing: {name} {list(info.shape)}" for name, info in needed.items() if name not in self.tensors]
-        for name, info in self.tensors.items():
-            if name in needed and needed[name].shape != info.shape:
-                problems.append(f"misshapen: {name} is {list(info.shape)}, not {list(needed[name].shape)}")
-            if name not in needed and not any(fnmatch(name, pattern) for pattern in manifest.ignored):
-                problems.append(f"unknown: {name} {list(info.shape)}")
+        problems = misfits(self.tensors, manifest)
         if problems:
             raise CheckpointError(f"{self.path} does not fit the model:\n  " + "\n  ".join(problems))
+
+
+def misfits(tensors: Mapping[str, TensorInfo], manifest: Manifest) -> list[str]:
+    """Every tensor that a checkpoint lacks, has in another shape, or has without need."""
+    needed = manifest.tensors
+    problems = [f"missing: {name} {list(info.shape)}" for name, info in needed.items() if name not in tensors]
+    for name, info in tensors.items():
+        if name in needed and needed[name].shape != info.shape:
+            problems.append(f"misshapen: {name} is {list(info.shape)}, not {list(needed[name].shape)}")
+        if name not in needed and not any(fnmatch(name, pattern) for pattern in manifest.ignored):
+            problems.append(f"unknown: {name} {list(info.shape)}")
+    return problems
 
 
 def load_shard(shard: ShardMap, directory: str | Path, manifest: Manifest) -> dict[str, torch.Tensor]:
