@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from operator import sub
 from pathlib import Path
 from typing import Any
@@ -207,12 +208,11 @@ class _Boxes:
         for piece in role.shard_map.pieces:
             self._pieces[piece.param].append(piece)
         layout = role.layout
-        self._holders: dict[tuple[str, Box], list[tuple[int, int]]] = {}
-        for pp in range(layout.pp):
-            for tp in range(layout.tp):
-                rank = layout.rank(RankCoords(tp=tp, dp=0, pp=pp))
-                for piece in role.spec.megatron_map(layout, rank, role.head).pieces:
-                    self._holders.setdefault((piece.name, piece.region), []).append((pp, tp))
+        self._holders: dict[tuple[str, Box], list[RankCoords]] = {}
+        for pp, dp, tp in product(range(layout.pp), range(layout.ep), range(layout.tp)):
+            coords = RankCoords(tp=tp, dp=dp, pp=pp)  # of the first replicas, which hold all experts between them
+            for piece in role.spec.megatron_map(layout, layout.rank(coords), role.head).pieces:
+                self._holders.setdefault((piece.name, piece.region), []).append(coords)
 
     def sharded(
         self, kind: str, param: str, values: torch.Tensor, span: range, *, over_dp: bool
@@ -230,9 +230,8 @@ class _Boxes:
                 part = piece.within(box)
                 if part is None:
                     continue
-                assert not part.transposed, "Megatron stores linear weights as Hugging Face does"
                 inside = Box(*(tuple(map(sub, edge, box.start)) for edge in (part.box.start, part.box.stop)))
-                data = block[inside.slices]
+                data = _canonical(part, block[inside.slices])
                 yield ShardedTensor(
                     key=f"{kind}.{part.name}",
                     data=data,
@@ -246,9 +245,17 @@ class _Boxes:
 
     def _replica(self, piece: Piece, over_dp: bool) -> int:
         """0 on the rank that writes: replicas over DP take turns, so that they share the writing."""
-        coords, dp = self._role.coords, self._role.layout.dp
+        coords, layout = self._role.coords, self._role.layout
+        own = RankCoords(tp=coords.tp, dp=layout.expert_rank(coords), pp=coords.pp)
         holders = self._holders[piece.name, piece.region]
-        index = holders.index((coords.pp, coords.tp))
         if not over_dp:
-            return index
-        return (index * dp + coords.dp + self._order[piece.name]) % (len(holders) * dp)
+            places = list(dict.fromkeys((holder.pp, holder.tp) for holder in holders))
+            return places.index((own.pp, own.tp))
+        index, replicas = holders.index(own), layout.dp // layout.ep
+        turn = index * replicas + coords.dp // layout.ep
+        return (turn + self._order[piece.name]) % (len(holders) * replicas)
+
+
+def _canonical(piece: Piece, values: torch.Tensor) -> torch.Tensor:
+    """A view of a piece's elements with the axes of its canonical tensor."""
+    return (values.mT if piece.transposed else values).view(piece.region.shape)
