@@ -16,7 +16,7 @@ _KEY_WIDTH = 14
 def print_plan(config: RunConfig, console: Console | None = None) -> None:
     """Prints who runs where, and what the run does."""
     out = console or Console(highlight=False)
-    table = Table("role", "group", "devices", "TP", "PP", "VPP", "DP", "SP", "tokens/micro-batch", box=None)
+    table = Table("role", "group", "devices", "TP", "PP", "VPP", "DP", "EP", "SP", "tokens/micro-batch", box=None)
     for row in placement_rows(config):
         table.add_row(*row)
     out.print(table)
@@ -29,12 +29,12 @@ def placement_rows(config: RunConfig) -> Iterator[tuple[str, ...]]:
     for name, group in config.groups.items():
         for role, settings in group.roles.items():
             layout = config.layout(role)
-            sizes = (str(size) for size in (layout.tp, layout.pp, layout.vpp, layout.dp))
+            sizes = (str(size) for size in (layout.tp, layout.pp, layout.vpp, layout.dp, layout.ep))
             sequence = "yes" if layout.sequence_parallel else "no"
             yield (role, name, group.devices, *sizes, sequence, str(settings.tokens_per_micro_batch))
     rollout = config.rollout if isinstance(config, PPOConfig | RewardModelConfig) else None
     if rollout is not None:
-        yield ("rollout", "", rollout.devices, str(rollout.tp), "", "", str(rollout.engines), "", "")
+        yield ("rollout", "", rollout.devices, str(rollout.tp), "", "", str(rollout.engines), "", "", "")
 
 
 def plan_lines(config: RunConfig) -> Iterator[tuple[str, str]]:

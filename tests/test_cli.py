@@ -91,8 +91,8 @@ def test_train_does_not_hide_its_own_errors(monkeypatch: pytest.MonkeyPatch) -> 
 def test_plan_prints_placement_and_batches() -> None:
     result = CliRunner().invoke(app, ["plan", str(DEBUG), "algo.mini_batches=4"], env={"COLUMNS": "120"})
     rows = [line.split() for line in result.stdout.splitlines()]
-    assert ["actor", "train", "0-3", "2", "2", "1", "1", "no", "128"] in rows
-    assert ["reward", "train", "0-3", "1", "1", "1", "4", "no", "128"] in rows
+    assert ["actor", "train", "0-3", "2", "2", "1", "1", "1", "no", "128"] in rows
+    assert ["reward", "train", "0-3", "1", "1", "1", "4", "1", "no", "128"] in rows
     assert "2 epochs x 4 mini-batches of 4 samples = 8 optimizer steps" in result.stdout
     assert "KL (k1) in the reward, coefficient 0.05" in result.stdout
 

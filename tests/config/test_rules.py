@@ -23,6 +23,12 @@ SPARE = ["groups.spare.devices=3-4", "cluster.devices_per_node=8"]
 GRPO = [*without("train", ["critic", "reference"]), "critic=null", "algo.kl.coef=0", "algo.advantage=grpo"]
 FUNCTIONS = "reward.functions=[{name: length}]"
 
+MIXTURE = [
+    "model.random.config={model_type: mixtral, num_local_experts: 6, num_experts_per_tok: 2}",
+    f"{ACTOR}.sequence_parallel=true",
+    "groups.train.roles.reference.sequence_parallel=true",
+]
+
 Cases = dict[Any, list[tuple[list[str], str, str]]]
 
 # rule -> (overrides of the debug run, the field that is named, a part of the rule's text)
@@ -52,6 +58,10 @@ BROKEN: Cases = {
     placement.layouts_fill_groups: [
         ([f"{ACTOR}.tp=4"], ACTOR, "tp * pp = 8 divides the group's 4 devices"),
         (["groups.train.devices=0-2"], ACTOR, "tp * pp = 4 divides the group's 3 devices"),
+    ],
+    placement.experts_divide_replicas: [
+        ([*MIXTURE, f"{ACTOR}={{tp: 1, pp: 1, ep: 3}}"], f"{ACTOR}.ep", "the role's 4 replicas"),
+        ([*MIXTURE, f"{ACTOR}.ep=2"], f"{ACTOR}.ep", "the role's 1 replicas"),
     ],
     placement.interleaving_needs_stages: [([f"{ACTOR}.pp=1", f"{ACTOR}.vpp=2"], f"{ACTOR}.vpp", "needs pp of 2")],
     placement.sequence_parallel_needs_tp: [
@@ -117,6 +127,13 @@ BROKEN: Cases = {
         (["model.random.config.intermediate_size=127"], f"{ACTOR}.tp", "intermediate_size = 127"),
         (["model.random.config.num_hidden_layers=3"], f"{ACTOR}.pp", "pp * vpp = 2 divides"),
         ([f"{ACTOR}.vpp=4"], f"{ACTOR}.pp", "pp * vpp = 8 divides"),
+    ],
+    model.experts_are_split: [
+        ([f"{ACTOR}={{tp: 1, ep: 2}}"], f"{ACTOR}.ep", "needs a mixture of experts; the model is of kind qwen2"),
+        ([*MIXTURE, "groups.train.roles.reference={tp: 1, ep: 4}"], "groups.train.roles.reference.ep", "experts = 6"),
+    ],
+    model.experts_need_sequence_parallel: [
+        ([*MIXTURE, f"{ACTOR}.sequence_parallel=false"], f"{ACTOR}.sequence_parallel", "with tp above 1 needs")
     ],
     model.engines_split_the_model: [
         (["rollout.devices=0-2", "rollout.tp=3"], "rollout.tp", "num_attention_heads = 4"),

@@ -8,6 +8,7 @@ from typing import Any
 
 from megarl.config.problems import Problem, shown
 from megarl.config.rules.placement import roles_of
+from megarl.config.rules.sizes import Size, needed_fields, size_of
 from megarl.config.schema import (
     Cluster,
     Critic,
@@ -17,6 +18,7 @@ from megarl.config.schema import (
     PromptData,
     Reward,
     RewardTraining,
+    RoleConfig,
     Rollout,
     TextData,
     read_hf_config,
@@ -26,15 +28,6 @@ MODEL_TYPES = ("llama", "qwen2")
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's attention on a CPU takes (0.28 to 0.32: v1/attention/backends/cpu_attn.py)."""
-
-_NEEDED = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-)
 
 
 def one_model_source(model: Model) -> Iterator[Problem]:
@@ -70,7 +63,7 @@ def architecture_is_known(model: Model) -> Iterator[Problem]:
     if hf is None:
         return
     where = "model.random.config" if model.random is not None else "model.path"
-    for key in _NEEDED:
+    for key in needed_fields(hf):
         if hf.get(key) is None:
             yield Problem(
                 field=f"{where}.{key}", value="(missing)", rule="required", fix="add it to the model's config"
@@ -86,18 +79,37 @@ def layouts_split_the_model(
     model: Model, groups: Mapping[str, Group], reward: Reward | RewardTraining | None, critic: Critic | None
 ) -> Iterator[Problem]:
     """Tensor and pipeline parallel sizes divide what they split."""
-    paths = {"reward": _path(reward), "critic": _path(critic)}
-    for field, _, name, role in roles_of(groups):
-        path = paths.get(name)
-        hf = known(model) if path is None else _read(path)
-        if hf is None:
-            continue
-        for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-            if _not_divided(hf, key, role.tp):
-                yield _split(f"{field}.tp", role.tp, key, hf[key], "tp")
+    for field, role, hf in _models_of(model, groups, reward, critic):
+        for what in ("heads", "kv_heads", "ffn"):
+            yield from _split(f"{field}.tp", role.tp, "tp", size_of(hf, what), role.tp)
         stages = role.pp * role.vpp
-        if _not_divided(hf, "num_hidden_layers", stages):
-            yield _split(f"{field}.pp", role.pp, "num_hidden_layers", hf["num_hidden_layers"], f"pp * vpp = {stages}")
+        yield from _split(f"{field}.pp", role.pp, f"pp * vpp = {stages}", size_of(hf, "layers"), stages)
+
+
+def experts_are_split(
+    model: Model, groups: Mapping[str, Group], reward: Reward | RewardTraining | None, critic: Critic | None
+) -> Iterator[Problem]:
+    """Expert parallel sizes divide the experts, where there are any."""
+    for field, role, hf in _models_of(model, groups, reward, critic):
+        experts = size_of(hf, "experts")
+        if experts is None and role.ep > 1:
+            rule = f"ep above 1 needs a mixture of experts; the model is of kind {hf.get('model_type')}"
+            yield Problem(field=f"{field}.ep", value=str(role.ep), rule=rule, fix="set it to 1")
+        yield from _split(f"{field}.ep", role.ep, "ep", experts, role.ep)
+
+
+def experts_need_sequence_parallel(
+    model: Model, groups: Mapping[str, Group], reward: Reward | RewardTraining | None, critic: Critic | None
+) -> Iterator[Problem]:
+    """Every rank sends tokens of its own to the experts; without, those of a TP group would send the same ones."""
+    for field, role, hf in _models_of(model, groups, reward, critic):
+        if role.tp > 1 and not role.sequence_parallel and size_of(hf, "experts") is not None:
+            yield Problem(
+                field=f"{field}.sequence_parallel",
+                value="False",
+                rule="a mixture of experts with tp above 1 needs sequence_parallel",
+                fix="set it to true, or tp to 1",
+            )
 
 
 def engines_split_the_model(model: Model, rollout: Rollout | None) -> Iterator[Problem]:
@@ -105,12 +117,11 @@ def engines_split_the_model(model: Model, rollout: Rollout | None) -> Iterator[P
     hf = known(model)
     if hf is None or rollout is None:
         return
-    for key in ("num_attention_heads", "intermediate_size"):
-        if _not_divided(hf, key, rollout.tp):
-            yield _split("rollout.tp", rollout.tp, key, hf[key], "tp")
-    kv_heads = hf.get("num_key_value_heads", rollout.tp)
-    if isinstance(kv_heads, int) and kv_heads > 0 and kv_heads % rollout.tp and rollout.tp % kv_heads:
-        rule = f"divides, or is a multiple of, the model's num_key_value_heads = {kv_heads}"
+    for what in ("heads", "ffn"):
+        yield from _split("rollout.tp", rollout.tp, "tp", size_of(hf, what), rollout.tp)
+    kv_heads = size_of(hf, "kv_heads")
+    if kv_heads is not None and kv_heads.value % rollout.tp and rollout.tp % kv_heads.value:
+        rule = f"divides, or is a multiple of, the model's {kv_heads.field} = {kv_heads.value}"
         yield Problem(field="rollout.tp", value=str(rollout.tp), rule=rule, fix="choose another rollout.tp")
 
 
@@ -119,10 +130,10 @@ def engines_have_an_attention_kernel(model: Model, cluster: Cluster, rollout: Ro
     hf = known(model)
     if hf is None or rollout is None or cluster.device != "cpu":
         return
-    heads, hidden = hf.get("num_attention_heads"), hf.get("hidden_size")
-    if not isinstance(heads, int) or not isinstance(hidden, int) or heads < 1:
+    heads, hidden = size_of(hf, "heads"), size_of(hf, "hidden")
+    if heads is None or hidden is None:
         return
-    size, sizes = hf.get("head_dim") or hidden // heads, ", ".join(map(str, CPU_HEAD_SIZES))
+    size, sizes = hf.get("head_dim") or hidden.value // heads.value, ", ".join(map(str, CPU_HEAD_SIZES))
     if size not in CPU_HEAD_SIZES:
         yield Problem(
             field="cluster.device",
@@ -149,10 +160,10 @@ def positions_cover_lengths(
     if isinstance(data, TextData | PairData):
         lengths["data.max_tokens"] = data.max_tokens
     for (whose, hf), (field, length) in itertools.product(configs.items(), lengths.items()):
-        positions = None if hf is None else hf.get("max_position_embeddings")
-        if isinstance(positions, int) and length > positions:
-            rule = f"at most {whose}'s max_position_embeddings = {positions}"
-            yield Problem(field=field, value=str(length), rule=rule, fix=f"set it to {positions} or less")
+        positions = None if hf is None else size_of(hf, "positions")
+        if positions is not None and length > positions.value:
+            rule = f"at most {whose}'s {positions.field} = {positions.value}"
+            yield Problem(field=field, value=str(length), rule=rule, fix=f"set it to {positions.value} or less")
 
 
 def checkpoints_share_the_tokens(model: Model, reward: Reward, critic: Critic | None) -> Iterator[Problem]:
@@ -191,14 +202,23 @@ def _read(path: str) -> Mapping[str, Any] | None:
         return None  # reported by checkpoints_are_readable
 
 
-def _not_divided(hf: Mapping[str, Any], key: str, parts: int) -> bool:
-    whole = hf.get(key)
-    return isinstance(whole, int) and whole % parts != 0
+def _models_of(
+    model: Model, groups: Mapping[str, Group], reward: Reward | RewardTraining | None, critic: Critic | None
+) -> Iterator[tuple[str, RoleConfig, Mapping[str, Any]]]:
+    """Every placed role whose model's configuration can be read, as (its field's path, its settings, that)."""
+    paths = {"reward": _path(reward), "critic": _path(critic)}
+    for field, _, name, role in roles_of(groups):
+        path = paths.get(name)
+        hf = known(model) if path is None else _read(path)
+        if hf is not None:
+            yield field, role, hf
 
 
-def _split(field: str, value: int, key: str, whole: int, what: str) -> Problem:
-    rule = f"{what} divides the model's {key} = {whole}"
-    return Problem(field=field, value=str(value), rule=rule, fix=f"choose a divisor of {whole}")
+def _split(field: str, value: int, what: str, whole: Size | None, parts: int) -> Iterator[Problem]:
+    """A size of the model that its parts do not divide."""
+    if whole is not None and whole.value % parts:
+        rule = f"{what} divides the model's {whole.field} = {whole.value}"
+        yield Problem(field=field, value=str(value), rule=rule, fix=f"choose a divisor of {whole.value}")
 
 
 RULES = (
@@ -206,6 +226,8 @@ RULES = (
     checkpoints_are_readable,
     architecture_is_known,
     layouts_split_the_model,
+    experts_are_split,
+    experts_need_sequence_parallel,
     engines_split_the_model,
     engines_have_an_attention_kernel,
     positions_cover_lengths,

@@ -114,6 +114,19 @@ def layouts_fill_groups(groups: Groups) -> Iterator[Problem]:
             )
 
 
+def experts_divide_replicas(groups: Groups) -> Iterator[Problem]:
+    """Replicas share the experts in sets of equal size."""
+    for field, group, _, role in roles_of(groups):
+        replicas, rest = divmod(len(parse_devices(group.devices)), role.tp * role.pp)
+        if not rest and replicas % role.ep:
+            yield Problem(
+                field=f"{field}.ep",
+                value=str(role.ep),
+                rule=f"ep divides the role's {replicas} replicas (devices / (tp * pp))",
+                fix=f"choose a divisor of {replicas}, or change tp, pp or the group's devices",
+            )
+
+
 def interleaving_needs_stages(groups: Groups) -> Iterator[Problem]:
     """Several model chunks per stage make sense in a pipeline alone."""
     for field, _, _, role in roles_of(groups):
@@ -175,6 +188,7 @@ RULES = (
     roles_belong_to_the_stage,
     roles_placed_once,
     layouts_fill_groups,
+    experts_divide_replicas,
     interleaving_needs_stages,
     sequence_parallel_needs_tp,
     recomputation_is_for_a_backward_pass,

@@ -64,6 +64,8 @@ class RoleConfig(Section):
     """Pipeline parallel size: stages."""
     vpp: Count = 1
     """Model chunks per pipeline stage; 1 is no interleaving."""
+    ep: Count = 1
+    """Expert parallel size: neighbouring replicas that share the experts of each layer of a mixture of experts."""
     sequence_parallel: bool = False
     """Split the activations between the tensor-parallel regions along the sequence."""
     tokens_per_micro_batch: Count = 8192

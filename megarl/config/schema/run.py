@@ -134,5 +134,6 @@ class RunConfig(Section):
             pp=own.pp,
             dp=devices // (own.tp * own.pp),
             vpp=own.vpp,
+            ep=own.ep,
             sequence_parallel=own.sequence_parallel,
         )
