@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from megarl.config import ConfigError, build
 from megarl.config.loading import load
-from megarl.config.rules import RULES, algorithm, data, generation, model, placement, training
+from megarl.config.rules import RULES, algorithm, data, generation, model, placement, resharding, training
 from megarl.config.schema import KL, STAGES, Algo
 from tests.config.debug import DEBUG, debug, refused, without
 
@@ -104,6 +104,20 @@ BROKEN: Cases = {
         (["rollout.stop=[a, '']", "model.tokenizer=somewhere"], "rollout.stop", "empty text"),
         (["rollout.stop_token_ids=[3, 96]"], "rollout.stop_token_ids", "below 96"),
     ],
+    resharding.transports_are_for_the_cpu: [
+        (
+            ["resharding.transport=gloo", "cluster.device=cuda"],
+            "resharding.transport",
+            "auto where cluster.device is cuda",
+        )
+    ],
+    resharding.shared_memory_stays_within_a_node: [
+        (
+            ["resharding.transport=shared_memory", "cluster.nodes=2", "rollout.devices=0,4"],
+            "resharding.transport",
+            "actor and engines are on nodes 0, 1",
+        )
+    ],
     generation.record_or_replay: [
         (["rollout.replay=/nowhere"], "rollout.replay", "a directory that exists"),
         (["rollout.replay=.", "rollout.record=."], "rollout.record", "not together"),
@@ -123,10 +137,14 @@ BROKEN: Cases = {
     ],
     model.layouts_split_the_model: [
         (["model.random.config.num_attention_heads=5"], f"{ACTOR}.tp", "num_attention_heads = 5"),
-        (["model.random.config.num_key_value_heads=1"], f"{ACTOR}.tp", "num_key_value_heads = 1"),
+        (
+            ["model.random.config={num_attention_heads: 6, num_key_value_heads: 3}"],
+            f"{ACTOR}.tp",
+            "divides, or is a multiple of, the model's num_key_value_heads = 3",
+        ),
         (["model.random.config.intermediate_size=127"], f"{ACTOR}.tp", "intermediate_size = 127"),
-        (["model.random.config.num_hidden_layers=3"], f"{ACTOR}.pp", "pp * vpp = 2 divides"),
-        ([f"{ACTOR}.vpp=4"], f"{ACTOR}.pp", "pp * vpp = 8 divides"),
+        (["model.random.config.num_hidden_layers=1"], f"{ACTOR}.pp", "pp * vpp = 2 is at most"),
+        ([f"{ACTOR}.vpp=4"], f"{ACTOR}.pp", "pp * vpp = 8 is at most the model's num_hidden_layers = 4"),
     ],
     model.experts_are_split: [
         ([f"{ACTOR}={{tp: 1, ep: 2}}"], f"{ACTOR}.ep", "needs a mixture of experts; the model is of kind qwen2"),
@@ -311,6 +329,7 @@ def test_a_broken_rule_is_reported(stage: str, overrides: list[str], field: str,
         ["actor.optimizer={schedule: cosine, final_lr: 1e-5, warmup: 0.1}"],
         [f"{ACTOR}.offload=true", "rollout.sleep=true"],
         ["evaluation={prompts: a/b, every: 2}"],
+        ["model.random.config={num_key_value_heads: 1, num_hidden_layers: 3}"],
     ],
     ids=str,
 )
@@ -328,8 +347,8 @@ def checkpoint(directory: Path, **changes: object) -> Path:
 def test_a_checkpoint_is_checked_like_a_random_model(tmp_path: Path) -> None:
     good = checkpoint(tmp_path / "good")
     assert debug(f"model={{path: {good}, random: null}}").model.hf_config()["hidden_size"] == 128
-    odd = checkpoint(tmp_path / "odd", num_hidden_layers=3)
-    assert "num_hidden_layers = 3" in refused(f"model={{path: {odd}, random: null}}")[f"{ACTOR}.pp"]
+    odd = checkpoint(tmp_path / "odd", num_hidden_layers=1)
+    assert "num_hidden_layers = 1" in refused(f"model={{path: {odd}, random: null}}")[f"{ACTOR}.pp"]
 
 
 def test_a_checkpoint_of_a_role_is_checked_against_its_own_sizes_and_the_vocabulary(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megarl.config.problems import Problem
-from megarl.config.rules import algorithm, data, generation, model, placement, training
+from megarl.config.rules import algorithm, data, generation, model, placement, resharding, training
 from megarl.config.schema import STAGES
 
 Rule = Callable[..., Iterator[Problem]]
@@ -36,6 +36,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         data.mini_batches_are_equal,
         data.lengths_fit,
         *algorithm.RULES,
+        *resharding.RULES,
         training.actor_rate_falls,
         training.critic_rate_falls,
     ),

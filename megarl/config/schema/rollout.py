@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -66,5 +66,7 @@ class Resharding(Section):
     """Largest message, MiB. A process keeps two; an engine one and its largest parameter, where that is larger."""
     verify: bool = True
     """Send and check a checksum with every message."""
+    transport: Literal["auto", "gloo", "shared_memory"] = "auto"
+    """How messages travel; auto takes the fastest way between each two processes, the others are for device cpu."""
     gate: LogprobGate | None = LogprobGate()
     """Agreement that a run must show before it trains; null does not look."""
