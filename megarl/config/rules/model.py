@@ -24,7 +24,7 @@ from megarl.config.schema import (
     read_hf_config,
 )
 
-MODEL_TYPES = ("llama", "qwen2")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe")
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's attention on a CPU takes (0.28 to 0.32: v1/attention/backends/cpu_attn.py)."""
@@ -78,12 +78,13 @@ def architecture_is_known(model: Model) -> Iterator[Problem]:
 def layouts_split_the_model(
     model: Model, groups: Mapping[str, Group], reward: Reward | RewardTraining | None, critic: Critic | None
 ) -> Iterator[Problem]:
-    """Tensor and pipeline parallel sizes divide what they split."""
+    """Tensor parallel sizes divide what they split; every pipeline stage and chunk has a layer."""
     for field, role, hf in _models_of(model, groups, reward, critic):
-        for what in ("heads", "kv_heads", "ffn"):
-            yield from _split(f"{field}.tp", role.tp, "tp", size_of(hf, what), role.tp)
-        stages = role.pp * role.vpp
-        yield from _split(f"{field}.pp", role.pp, f"pp * vpp = {stages}", size_of(hf, "layers"), stages)
+        yield from _split_by_tp(f"{field}.tp", role.tp, hf)
+        stages, layers = role.pp * role.vpp, size_of(hf, "layers")
+        if layers is not None and stages > layers.value:
+            rule = f"pp * vpp = {stages} is at most the model's {layers.field} = {layers.value}"
+            yield Problem(field=f"{field}.pp", value=str(role.pp), rule=rule, fix="choose a smaller pp or vpp")
 
 
 def experts_are_split(
@@ -113,16 +114,10 @@ def experts_need_sequence_parallel(
 
 
 def engines_split_the_model(model: Model, rollout: Rollout | None) -> Iterator[Problem]:
-    """vLLM splits attention heads evenly and repeats key-value heads where there are fewer than ranks."""
+    """Tensor parallel sizes divide what the engines split."""
     hf = known(model)
-    if hf is None or rollout is None:
-        return
-    for what in ("heads", "ffn"):
-        yield from _split("rollout.tp", rollout.tp, "tp", size_of(hf, what), rollout.tp)
-    kv_heads = size_of(hf, "kv_heads")
-    if kv_heads is not None and kv_heads.value % rollout.tp and rollout.tp % kv_heads.value:
-        rule = f"divides, or is a multiple of, the model's {kv_heads.field} = {kv_heads.value}"
-        yield Problem(field="rollout.tp", value=str(rollout.tp), rule=rule, fix="choose another rollout.tp")
+    if hf is not None and rollout is not None:
+        yield from _split_by_tp("rollout.tp", rollout.tp, hf)
 
 
 def engines_have_an_attention_kernel(model: Model, cluster: Cluster, rollout: Rollout | None) -> Iterator[Problem]:
@@ -212,6 +207,16 @@ def _models_of(
         hf = known(model) if path is None else _read(path)
         if hf is not None:
             yield field, role, hf
+
+
+def _split_by_tp(field: str, tp: int, hf: Mapping[str, Any]) -> Iterator[Problem]:
+    """What TP does not split evenly; several ranks may share a key-value head."""
+    for what in ("heads", "ffn"):
+        yield from _split(field, tp, "tp", size_of(hf, what), tp)
+    kv_heads = size_of(hf, "kv_heads")
+    if kv_heads is not None and kv_heads.value % tp and tp % kv_heads.value:
+        rule = f"divides, or is a multiple of, the model's {kv_heads.field} = {kv_heads.value}"
+        yield Problem(field=field, value=str(tp), rule=rule, fix="choose another tp")
 
 
 def _split(field: str, value: int, what: str, whole: Size | None, parts: int) -> Iterator[Problem]:
