@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +12,8 @@ from megarl.cluster.rollouts import RolloutGroup
 from megarl.cluster.session import Session
 from megarl.config import PPOConfig, parse_devices
 from megarl.resharding import SyncSpec, SyncStats, serve_store
-from megarl.types import Layout, RankCoords
-from megarl.weights.planner import Holder, plan
-from megarl.weights.plans import TransferPlan
-from megarl.weights.regions import ShardMap
+from megarl.weights.holders import plan_sync
+from megarl.weights.places import Place
 from megarl.weights.specs import ModelSpec
 
 _MIB = 1 << 20
@@ -70,13 +67,13 @@ class Resharder:
         self._watch = session.watch
         self._senders, self._receivers = actor.group.processes, engines.processes
         self._first, self._tp = len(self._senders), config.rollout.tp
-        nodes = [slot.node for slot in session.placement.slots]
+        places = [Place(node=slot.node, device=slot.device) for slot in session.placement.slots]
         transfers = plan_sync(
             spec,
             actor.layout,
-            [nodes[device] for device in config.device_list(actor.group.name)],
+            [places[device] for device in config.device_list(actor.group.name)],
             self._tp,
-            [nodes[device] for device in parse_devices(config.rollout.devices)],
+            [places[device] for device in parse_devices(config.rollout.devices)],
             int(config.resharding.bucket_mib * _MIB),
         )
         self._store = serve_store(session.host)
@@ -132,41 +129,3 @@ def report(senders: Sequence[SyncStats], receivers: Sequence[SyncStats], seconds
         seconds=seconds,
         stages={stage: max(rank.seconds.get(stage, 0.0) for rank in ranks) for stage in stages},
     )
-
-
-def plan_sync(
-    spec: ModelSpec,
-    actor: Layout,
-    actor_nodes: Sequence[int],
-    tp: int,
-    engine_nodes: Sequence[int],
-    bucket_bytes: int,
-) -> TransferPlan:
-    """Who sends which part of the actor to whom; ranks are the actor's, then the engines'.
-
-    Args:
-        spec: of the model.
-        actor: layout of the sending role.
-        actor_nodes: the node of each of its ranks.
-        tp: ranks of an engine.
-        engine_nodes: the node of each engine rank, engine by engine.
-        bucket_bytes: no message is larger.
-    """
-
-    @functools.cache  # replicas share one map
-    def held_by(coords: RankCoords) -> ShardMap:
-        return spec.megatron_map(actor, actor.rank(coords))
-
-    shards = [spec.vllm_map(tp, rank) for rank in range(tp)]
-    first_replica = [
-        RankCoords(tp=coords.tp, dp=0, pp=coords.pp) for coords in map(actor.coords, range(actor.world_size))
-    ]
-    sources = [
-        Holder(rank=rank, map=held_by(coords), node=node)
-        for rank, (coords, node) in enumerate(zip(first_replica, actor_nodes, strict=True))
-    ]
-    destinations = [
-        Holder(rank=actor.world_size + index, map=shards[index % tp], node=node)
-        for index, node in enumerate(engine_nodes)
-    ]
-    return plan(sources, destinations, bucket_bytes)

@@ -1,24 +1,22 @@
 """The planner: who sends which elements to whom, for every way in which weights move.
 
-Holders with equal shard maps are replicas. Maps are intersected once per distinct destination map; what follows
-from that is stamped onto its replicas, for which only the choice of senders differs.
+Holders with equal shard maps are replicas. Maps are matched once per distinct destination map; what follows from that
+is stamped onto its replicas, for which only the senders and the order of the buckets differ.
 """
 
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 
+from megarl.weights.matching import Owners, Route, Sources
+from megarl.weights.places import Distance, Place
 from megarl.weights.plans import Bucket, Copy, Message, ReceiverPlan, SenderPlan, TransferPlan
-from megarl.weights.regions import ITEM_BYTES, Box, Piece, ShardMap, TensorInfo, adjacent_axis
-
-
-class PlanError(ValueError):
-    """The sources do not hold what a destination needs; the message names tensor and region."""
+from megarl.weights.regions import ITEM_BYTES, Box, ShardMap, TensorInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,58 +26,59 @@ class Holder:
     Args:
         rank: the process; a source and a destination of the same rank are the same process.
         map: what it holds. Replicas should share one object, which saves comparing.
-        node: the machine that it is on; senders on the receiver's own are preferred.
+        node: the machine that it is on.
+        device: the number of its device over all nodes; None where it is on none.
     """
 
     rank: int
     map: ShardMap
     node: int = 0
+    device: int | None = None
+
+    def distance(self, other: Holder) -> Distance:
+        """How far elements travel between this holder and another."""
+        theirs = set(other.surroundings())
+        return next(where[0] for where in self.surroundings() if where in theirs)
+
+    def surroundings(self) -> Iterator[tuple[Distance, int]]:
+        """What is around it, from near to far."""
+        yield Distance.RANK, self.rank
+        yield from Place(node=self.node, device=self.device).surroundings()
 
 
 @dataclass(frozen=True)
 class _Replicas:
-    """Holders with equal maps."""
+    """Holders with equal maps, by rank."""
 
     map: ShardMap
     holders: list[Holder]
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """A canonical box and the pieces that hold all of it: indices of source replicas, and the piece in their map."""
-
-    region: Box
-    owners: tuple[tuple[int, Piece], ...]
-
-
-@dataclass(frozen=True)
-class _Route:
-    """Copies for one bucket that the same source replicas can send.
-
-    Args:
-        owners: indices of the source replicas.
-        copies: for each of them, its copies.
-        nbytes: of all copies of one owner.
-    """
-
-    owners: tuple[int, ...]
-    copies: tuple[tuple[Copy, ...], ...]
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class _Template:
-    """What all replicas of a destination receive."""
+    """What all replicas of a destination receive: its buckets, and of each the routes, the largest first."""
 
+    map: ShardMap
     buckets: tuple[Bucket, ...]
-    routes: tuple[tuple[_Route, ...], ...]
+    routes: tuple[tuple[Route, ...], ...]
+
+    def first(self, replica: int, replicas: int) -> int:
+        """The bucket with which a replica begins: they are spread over those that begin with a parameter."""
+        first = replica * len(self.buckets) // replicas
+        while first and not self.buckets[first - 1].last:
+            first -= 1
+        return first
 
 
 def plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes: int) -> TransferPlan:
     """Plans that every element of every destination is written exactly once.
 
-    Among the holders of a region the nearest sends it (same rank, same node, other), then one that sends to the same
-    bucket anyway, then the one with the fewest bytes to send so far. The result depends on the arguments alone.
+    Among the holders of a region the nearest sends it (same rank, same device, same node, other), then one that sends
+    to the same bucket anyway, then the one with the fewest bytes to send so far at that distance. So what source
+    replicas send that are equally near to every destination differs by one message at most. Destination replicas
+    begin with different buckets, so that they do not all ask the same sources at the same time.
+
+    The result depends on the arguments alone, and not on the order of the holders.
 
     Args:
         sources: who has the weights; ranks differ.
@@ -92,15 +91,19 @@ def plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes
         ValueError: a rank occurs twice on one side, or a bucket would not hold one element.
     """
     source_replicas, destination_replicas = _replicas(sources), _replicas(destinations)
-    stored = _index(source_replicas)
-    templates = [_template(replicas.map, stored, bucket_bytes) for replicas in destination_replicas]
-    template_of = {
-        holder.rank: (i, holder) for i, replicas in enumerate(destination_replicas) for holder in replicas.holders
-    }
+    matched = Sources([replicas.map for replicas in source_replicas])
     stamper = _Stamper(source_replicas)
-    shards = {holder.rank: holder.map for holder in sources}
-    messages = {rank: stamper.messages(holder, i, templates[i]) for rank, (i, holder) in sorted(template_of.items())}
-    return _assemble(_fingerprint(sources, destinations, bucket_bytes), messages, shards, templates, template_of)
+    stamps: list[tuple[Holder, _Template, int]] = []
+    for replicas in destination_replicas:
+        template = _template(replicas.map, matched, bucket_bytes)
+        count = len(replicas.holders)
+        stamps += [(holder, template, template.first(i, count)) for i, holder in enumerate(replicas.holders)]
+    stamps.sort(key=lambda stamp: stamp[0].rank)
+    fingerprint = _fingerprint(sources, destinations, bucket_bytes)
+    receivers = {
+        holder.rank: stamper.receiver(holder, template, first, fingerprint) for holder, template, first in stamps
+    }
+    return _assemble(fingerprint, {holder.rank: holder.map for holder in sources}, receivers)
 
 
 def _replicas(holders: Sequence[Holder]) -> list[_Replicas]:
@@ -115,42 +118,10 @@ def _replicas(holders: Sequence[Holder]) -> list[_Replicas]:
     return list(groups.values())
 
 
-def _index(replicas: Sequence[_Replicas]) -> dict[str, list[_Stored]]:
-    """For every canonical tensor, the distinct boxes that are held, in order, each with its owners."""
-    owners: dict[tuple[str, Box], list[tuple[int, Piece]]] = defaultdict(list)
-    for i, group in enumerate(replicas):
-        for piece in group.map.pieces:
-            held = owners[piece.name, piece.region]
-            if not held or held[-1][0] != i:
-                held.append((i, piece))
-    index: dict[str, list[_Stored]] = defaultdict(list)
-    for (name, region), held in sorted(owners.items(), key=lambda item: item[0]):
-        index[name].append(_Stored(region, tuple(held)))
-    return index
-
-
-def _template(shard: ShardMap, stored: Mapping[str, list[_Stored]], bucket_bytes: int) -> _Template:
-    """Intersects one destination map with the sources."""
-    pieces: dict[str, list[Piece]] = {param: [] for param in shard.params}
-    for piece in shard.pieces:
-        pieces[piece.param].append(piece)
-    missing: dict[str, str] = {}
+def _template(shard: ShardMap, sources: Sources, bucket_bytes: int) -> _Template:
     buckets = tuple(_buckets(shard, bucket_bytes))
-    routes: list[tuple[_Route, ...]] = []
-    for bucket in buckets:
-        found: dict[tuple[int, ...], list[list[Copy]]] = {}
-        for param in bucket.params:
-            dtype = shard.params[param].dtype
-            for piece in _inside(pieces[param], bucket.box):
-                for region, source in _cover(piece, stored.get(piece.name, []), missing):
-                    key = tuple(i for i, _ in source.owners)
-                    per_owner = found.setdefault(key, [[] for _ in key])
-                    for copies, (_, held) in zip(per_owner, source.owners, strict=True):
-                        _append(copies, _copy(held, piece, region, dtype))
-        routes.append(tuple(_route(key, per_owner) for key, per_owner in found.items()))
-    if missing:
-        raise PlanError("no source holds " + "; ".join(missing.values()))
-    return _Template(buckets, tuple(routes))
+    routes = sources.routes(shard, buckets)
+    return _Template(shard, buckets, tuple(tuple(sorted(group, key=lambda route: -route.nbytes)) for group in routes))
 
 
 def _buckets(shard: ShardMap, bucket_bytes: int) -> Iterator[Bucket]:
@@ -180,165 +151,116 @@ def _parts(param: str, info: TensorInfo, bucket_bytes: int) -> Iterator[Bucket]:
     yield Bucket(params=(param,), nbytes=last.size * item, box=last)
 
 
-def _inside(pieces: Sequence[Piece], box: Box | None) -> Iterable[Piece]:
-    """The parts of a parameter's pieces in a box of it; all of them where it is None."""
-    return pieces if box is None else filter(None, (piece.within(box) for piece in pieces))
+class _Candidates:
+    """The ranks that can send a route.
+
+    Args:
+        ways: for each way in which the route's elements are stored, the holders that store them so.
+    """
+
+    def __init__(self, ways: Sequence[Sequence[Holder]]) -> None:
+        self.way = {holder.rank: way for way, holders in enumerate(ways) for holder in holders}
+        self._around: dict[tuple[Distance, int], list[int]] = defaultdict(list)
+        for holder in sorted((holder for holders in ways for holder in holders), key=attrgetter("rank")):
+            for where in holder.surroundings():
+                self._around[where].append(holder.rank)
+
+    def nearest(self, receiver: Holder) -> tuple[Distance, list[int]]:
+        """Those nearest to a receiver, by rank, and how far they are."""
+        where = next(where for where in receiver.surroundings() if where in self._around)
+        return where[0], self._around[where]
 
 
-def _cover(piece: Piece, stored: list[_Stored], missing: dict[str, str]) -> Iterator[tuple[Box, _Stored]]:
-    """Splits a destination piece's region into parts that one source box holds each."""
-    open_boxes = [piece.region]
-    stop = bisect_left(stored, piece.region.stop[0], key=lambda item: item.region.start[0])
-    for source in stored[:stop]:
-        still_open: list[Box] = []
-        for box in open_boxes:
-            part = box.intersect(source.region)
-            if part is None:
-                still_open.append(box)
-            else:
-                yield part, source
-                still_open += box.without(part)
-        open_boxes = still_open
-        if not open_boxes:
-            return
-    missing.setdefault(piece.name, f"{piece.name}{open_boxes[0]}, which {piece.param} needs")
-
-
-def _copy(held: Piece, needed: Piece, region: Box, dtype: str) -> Copy:
-    return Copy(
-        source=held.param,
-        source_box=held.local(region),
-        target=needed.param,
-        target_box=needed.local(region),
-        dtype=dtype,
-        transposed=held.transposed != needed.transposed,
-    )
-
-
-def _append(copies: list[Copy], new: Copy) -> None:
-    """Adds a copy, as a continuation of the last one where both of its sides continue that one's."""
-    last = copies[-1] if copies else None
-    if last and (last.source, last.target, last.transposed) == (new.source, new.target, new.transposed):
-        here, there = adjacent_axis(last.source_box, new.source_box), adjacent_axis(last.target_box, new.target_box)
-        if here is not None and there is not None and _target_axis(new, here) == there:
-            copies[-1] = Copy(
-                source=new.source,
-                source_box=Box(last.source_box.start, new.source_box.stop),
-                target=new.target,
-                target_box=Box(last.target_box.start, new.target_box.stop),
-                dtype=new.dtype,
-                transposed=new.transposed,
-            )
-            return
-    copies.append(new)
-
-
-def _target_axis(copy: Copy, axis: int) -> int:
-    """The axis of a copy's target box that corresponds to one of its source box."""
-    last = axis - len(copy.source_box.start)  # the axes correspond from the last one on
-    exchanged = {-1: -2, -2: -1}.get(last, last) if copy.transposed else last
-    return exchanged + len(copy.target_box.start)
-
-
-def _route(owners: tuple[int, ...], per_owner: list[list[Copy]]) -> _Route:
-    nbytes = sum(copy.nbytes for copy in per_owner[0])
-    return _Route(owners, tuple(tuple(copies) for copies in per_owner), nbytes)
-
-
-@dataclass
 class _Stamper:
     """Chooses the senders of each destination; keeps account of what every source sends.
 
     Args:
         sources: the source replicas.
-        load: bytes that each source rank sends so far.
-        payloads: the copies and bytes of messages with the same content, by destination template, bucket and routes.
     """
 
-    sources: Sequence[_Replicas]
-    load: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    payloads: dict[tuple[int, int, tuple[tuple[int, int], ...]], tuple[tuple[Copy, ...], int]] = field(
-        default_factory=dict
-    )
+    def __init__(self, sources: Sequence[_Replicas]) -> None:
+        self._sources = sources
+        self._candidates: dict[Owners, _Candidates] = {}
+        self._load: dict[Distance, dict[int, int]] = {
+            distance: {holder.rank: 0 for replicas in sources for holder in replicas.holders} for distance in Distance
+        }
+        self._payloads: dict[tuple[tuple[Route, int], ...], tuple[tuple[Copy, ...], int]] = {}
 
-    def messages(self, receiver: Holder, index: int, template: _Template) -> tuple[tuple[Message, ...], ...]:
+    def receiver(self, holder: Holder, template: _Template, first: int, fingerprint: str) -> ReceiverPlan:
+        """A destination's part; it begins with bucket ``first`` of the template."""
+        buckets = (*template.buckets[first:], *template.buckets[:first])
+        routes = (*template.routes[first:], *template.routes[:first])
+        order = [param for bucket in buckets if bucket.last for param in bucket.params]
+        return ReceiverPlan(
+            rank=holder.rank,
+            fingerprint=fingerprint,
+            params={param: holder.map.params[param] for param in order},
+            holed=frozenset(hole.param for hole in holder.map.holes),
+            buckets=buckets,
+            messages=self._messages(holder, routes),
+        )
+
+    def _messages(self, receiver: Holder, routes: Sequence[Sequence[Route]]) -> tuple[tuple[Message, ...], ...]:
         """The messages that a destination receives, per bucket, in order of their senders."""
-        return tuple(self._bucket(receiver, index, b, routes) for b, routes in enumerate(template.routes))
-
-    def _bucket(self, receiver: Holder, index: int, bucket: int, routes: Sequence[_Route]) -> tuple[Message, ...]:
-        chosen: dict[int, list[tuple[int, int]]] = {}
-        for r in sorted(range(len(routes)), key=lambda r: -routes[r].nbytes):
-            sender, owner = self._sender(receiver, routes[r], chosen)
-            chosen.setdefault(sender, []).append((r, owner))
-            self.load[sender] += routes[r].nbytes
-        messages: list[Message] = []
-        for sender, picks in sorted(chosen.items()):
-            key = (index, bucket, tuple(sorted(picks)))
-            if key not in self.payloads:
-                self.payloads[key] = _payload(routes, key[2])
-            copies, nbytes = self.payloads[key]
-            messages.append(Message(sender=sender, receiver=receiver.rank, bucket=bucket, copies=copies, nbytes=nbytes))
+        known: dict[Owners, tuple[_Candidates, dict[int, int], list[int]]] = {}
+        messages: list[tuple[Message, ...]] = []
+        for bucket, group in enumerate(routes):
+            chosen: dict[int, list[tuple[Route, int]]] = {}
+            for route in group:
+                if route.owners not in known:
+                    candidates = self._who(route.owners)
+                    distance, nearest = candidates.nearest(receiver)
+                    known[route.owners] = candidates, self._load[distance], nearest
+                candidates, load, nearest = known[route.owners]
+                sender = min([rank for rank in nearest if rank in chosen] or nearest, key=load.__getitem__)
+                chosen.setdefault(sender, []).append((route, candidates.way[sender]))
+                load[sender] += route.nbytes
+            messages.append(tuple(self._message(s, receiver.rank, bucket, chosen[s]) for s in sorted(chosen)))
         return tuple(messages)
 
-    def _sender(self, receiver: Holder, route: _Route, chosen: Mapping[int, object]) -> tuple[int, int]:
-        """The rank that sends a route, and the position of its replicas among the route's owners."""
-        best: tuple[int, bool, int, int] | None = None
-        position = 0
-        for i, owner in enumerate(route.owners):
-            for holder in self.sources[owner].holders:
-                distance = 0 if holder.rank == receiver.rank else 1 if holder.node == receiver.node else 2
-                key = (distance, holder.rank not in chosen, self.load[holder.rank], holder.rank)
-                if best is None or key < best:
-                    best, position = key, i
-        assert best is not None, "a route has owners"
-        return best[3], position
+    def _who(self, owners: Owners) -> _Candidates:
+        """The holders of some source maps."""
+        if owners not in self._candidates:
+            ways = [[holder for i in way for holder in self._sources[i].holders] for way in owners]
+            self._candidates[owners] = _Candidates(ways)
+        return self._candidates[owners]
+
+    def _message(self, sender: int, receiver: int, bucket: int, picks: list[tuple[Route, int]]) -> Message:
+        """A message with the copies of some routes, the larger dtypes first, so that each is aligned to its items."""
+        key = tuple(picks)
+        if key not in self._payloads:
+            copies = [copy for route, way in picks for copy in route.copies[way]]
+            copies.sort(key=lambda copy: -ITEM_BYTES[copy.dtype])
+            self._payloads[key] = tuple(copies), sum(route.nbytes for route, _ in picks)
+        copies, nbytes = self._payloads[key]
+        return Message(sender=sender, receiver=receiver, bucket=bucket, copies=copies, nbytes=nbytes)
 
 
-def _payload(routes: Sequence[_Route], picks: Sequence[tuple[int, int]]) -> tuple[tuple[Copy, ...], int]:
-    """The copies of one message: larger dtypes first, so that each starts at a multiple of its item size."""
-    copies = [copy for r, owner in picks for copy in routes[r].copies[owner]]
-    copies.sort(key=lambda copy: -ITEM_BYTES[copy.dtype])
-    return tuple(copies), sum(copy.nbytes for copy in copies)
-
-
-def _assemble(
-    fingerprint: str,
-    messages: Mapping[int, tuple[tuple[Message, ...], ...]],
-    shards: Mapping[int, ShardMap],
-    templates: Sequence[_Template],
-    template_of: Mapping[int, tuple[int, Holder]],
-) -> TransferPlan:
-    """Sorts the messages into one part per rank."""
-    staging = max((bucket.nbytes for template in templates for bucket in template.buckets), default=0)
+def _assemble(fingerprint: str, shards: Mapping[int, ShardMap], receivers: Mapping[int, ReceiverPlan]) -> TransferPlan:
+    """Gives every sender its messages, in order of bucket and receiver."""
     outgoing: dict[int, list[Message]] = defaultdict(list)
-    receivers: dict[int, ReceiverPlan] = {}
-    for rank, per_bucket in messages.items():
-        index, holder = template_of[rank]
-        receivers[rank] = ReceiverPlan(
-            rank=rank,
-            fingerprint=fingerprint,
-            params=holder.map.params,
-            holed=frozenset(hole.param for hole in holder.map.holes),
-            buckets=templates[index].buckets,
-            messages=per_bucket,
-        )
-        for bucket in per_bucket:
-            for message in bucket:
+    for receiver in receivers.values():
+        for messages in receiver.messages:
+            for message in messages:
                 outgoing[message.sender].append(message)
+    buckets = {id(bucket): bucket.nbytes for receiver in receivers.values() for bucket in receiver.buckets}
+    staging = max(buckets.values(), default=0)
     senders = {
         rank: SenderPlan(
             rank=rank,
             fingerprint=fingerprint,
             params=shards[rank].params,
-            messages=tuple(sorted(sent, key=lambda message: (message.bucket, message.receiver))),
+            messages=tuple(sorted(outgoing[rank], key=attrgetter("bucket"))),  # of each bucket, by receiver already
             staging_bytes=staging,
         )
-        for rank, sent in sorted(outgoing.items())
+        for rank in sorted(outgoing)
     }
     return TransferPlan(fingerprint=fingerprint, senders=senders, receivers=receivers, staging_bytes=staging)
 
 
 def _fingerprint(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes: int) -> str:
     """A digest of everything that the plan depends on."""
-    sides = [sorted((h.rank, h.node, h.map.fingerprint) for h in side) for side in (sources, destinations)]
+    sides = [
+        sorted((h.rank, h.node, str(h.device), h.map.fingerprint) for h in side) for side in (sources, destinations)
+    ]
     return hashlib.sha256(repr((sides, bucket_bytes)).encode()).hexdigest()

@@ -111,7 +111,7 @@ class ReceiverPlan:
 
     Args:
         fingerprint: of the plan that it is a part of.
-        params: the manifest: every local parameter, in load order.
+        params: the manifest: every local parameter, in load order, which may begin at any bucket.
         holed: the parameters of which some elements are holes, which are written as zero.
         buckets: in order of their arrival.
         messages: per bucket, one message from each of its senders.

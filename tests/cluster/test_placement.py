@@ -1,4 +1,4 @@
-"""Where devices are, which rank reports which chunk, and who sends to whom: decided without a cluster."""
+"""Where devices are, and which rank reports which chunk: decided without a cluster."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import pytest
 
 from megarl.cluster.group import chunks_by_rank
 from megarl.cluster.placement import bundles_by_node, visible_devices
-from megarl.cluster.resharder import plan_sync
 from megarl.cluster.session import Session
-from megarl.config import RunConfig
 from megarl.types import Layout, PackRow, RankSchedule, Schedule
-from megarl.weights.specs import model_spec
 
 
 def test_bundles_of_a_node_become_neighbouring_devices() -> None:
@@ -47,13 +44,3 @@ def test_the_last_stage_reports_the_chunks_of_its_replica() -> None:
     )
     layout = Layout(tp=2, dp=2, pp=2)  # ranks 4 and 5: replica 0's last stage; 6 and 7: replica 1's
     assert chunks_by_rank(schedule, layout) == [(), (), (), (), (0, 3), (), (2,), ()]
-
-
-def test_weights_come_from_the_replica_on_the_same_node(config: RunConfig) -> None:
-    spec = model_spec(config.model.hf_config())
-    transfers = plan_sync(spec, Layout(dp=2), [0, 1], 1, [1, 0], 1 << 20)
-    senders = {
-        rank: {message.sender for bucket in receiver.messages for message in bucket}
-        for rank, receiver in transfers.receivers.items()
-    }
-    assert senders == {2: {1}, 3: {0}}

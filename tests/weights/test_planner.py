@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.types import Layout
-from megarl.weights.planner import Holder, PlanError, plan
+from megarl.weights.matching import PlanError
+from megarl.weights.planner import Holder, plan
 from megarl.weights.plans import ReceiverPlan, TransferPlan
 from megarl.weights.regions import Box, Hole, Piece, ShardMap, TensorInfo
 from megarl.weights.specs import model_spec
@@ -84,7 +85,10 @@ def check(transfer: TransferPlan, sources: list[Holder], destinations: list[Hold
         receiver = transfer.receivers[holder.rank]
         item = {name: {"float32": 4, "float16": 2}[info.dtype] for name, info in holder.map.params.items()}
         assert receiver.nbytes == sum(int((a != 0).sum()) * item[n] for n, a in expected.items())
-        assert [name for bucket in receiver.buckets if bucket.last for name in bucket.params] == list(holder.map.params)
+        assert [name for bucket in receiver.buckets if bucket.last for name in bucket.params] == list(receiver.params)
+        params = list(holder.map.params.items())
+        first = params.index(next(iter(receiver.params.items())))
+        assert list(receiver.params.items()) == params[first:] + params[:first], "load order, begun anywhere"
     received = [m for r in transfer.receivers.values() for bucket in r.messages for m in bucket]
     sent = [m for s in transfer.senders.values() for m in s.messages]
     assert sorted(map(repr, sent)) == sorted(map(repr, received))
