@@ -236,10 +236,17 @@ class Manifest:
     Args:
         tensors: the canonical tensors that are read.
         ignored: patterns (as of fnmatch) of tensors that it may contain besides.
+        bare_prefix: what canonical names begin with that it may leave away.
     """
 
     tensors: Mapping[str, TensorInfo]
     ignored: tuple[str, ...] = ()
+    bare_prefix: str = ""
+
+    def canonical(self, stored: str) -> str:
+        """The canonical name of a tensor of the checkpoint."""
+        named = self.bare_prefix + stored
+        return named if stored not in self.tensors and named in self.tensors else stored
 
 
 def _moved(box: Box, origin: Shape, base: Shape, reverse: bool) -> Box:

@@ -195,8 +195,8 @@ def test_unsupported_models_are_refused_with_all_reasons() -> None:
         model_spec(config)
     for field in ("use_sliding_window", "hidden_act", "rope_type: yarn", "rope_theta", "vocab_size"):
         assert field in str(error.value)
-    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel is not supported; supported are LlamaForCausalLM"):
-        model_spec({"architectures": ["GPT2LMHeadModel"]})
+    with pytest.raises(UnsupportedModelError, match="OPTForCausalLM is not supported; supported are LlamaForCausalLM"):
+        model_spec({"architectures": ["OPTForCausalLM"]})
     with pytest.raises(UnsupportedModelError, match="attention_bias, mlp_bias"):
         model_spec(llama_config(attention_bias=True))
     with pytest.raises(UnsupportedModelError, match="contradicts"):
@@ -205,9 +205,9 @@ def test_unsupported_models_are_refused_with_all_reasons() -> None:
 
 def test_layouts_that_do_not_fit_are_refused_with_all_reasons() -> None:
     spec = model_spec(qwen2_config())
-    with pytest.raises(ValueError, match=r"tp 3 does not divide the 4 attention heads.*2 KV heads.*4 layers"):
-        spec.megatron_map(Layout(tp=3, pp=3), 0)
-    with pytest.raises(ValueError, match="KV heads, which Megatron does not replicate"):
-        spec.megatron_map(Layout(tp=4), 0)
+    with pytest.raises(
+        ValueError, match=r"tp 3 does not divide the 4 attention heads.*2 KV heads.*4 layers.*needs experts"
+    ):
+        spec.megatron_map(Layout(tp=3, pp=3, vpp=2, dp=2, ep=2), 0)
     with pytest.raises(ValueError, match="tp 3 does not divide"):
         spec.vllm_map(3, 0)

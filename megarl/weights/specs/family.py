@@ -1,18 +1,21 @@
-"""What a family's page states, and the reading of HF configs that the pages share."""
+"""What a family's page states."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from megarl.weights.regions import ITEM_BYTES
-from megarl.weights.specs.elements import Dims, Element, Names, VocabRows
+from megarl.weights.specs.elements import Element, Matrix, Names, VocabRows
+from megarl.weights.specs.reading import Reader
 
-HFConfig = Mapping[str, Any]
+Activation = Literal["silu", "gelu_tanh"]
 
-LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The parameters of llama3 rope scaling that Megatron does not take (RotaryEmbedding of megatron-core 0.16.1)."""
+HF_ACTIVATIONS: Mapping[Activation, tuple[str, ...]] = {
+    "silu": ("silu",),
+    "gelu_tanh": ("gelu_new", "gelu_pytorch_tanh"),
+}
+"""What HF's ``hidden_act`` calls the activations."""
 
 
 class UnsupportedModelError(ValueError):
@@ -25,30 +28,23 @@ class Table:
 
     Args:
         embedding: the input embedding.
+        positions: the learned embedding of positions, where there is one.
         layer_prefix: the prefix of a layer's names, with ``{}`` for its index (Megatron counts within a model chunk).
         layer: the elements of one layer, without that prefix.
         final: what follows the last layer: the final norm.
         output: the output layer of a language model.
-        score: the name of the [1, hidden] head that replaces it in value and reward models.
-        qkv_bias, linear_bias: whether the query, key and value projections, and whether all linear layers, have biases.
+        score: the [1, hidden] head that replaces it in value and reward models.
+        megatron: the fields of Megatron's ``TransformerConfig`` that are the family's own: norms, biases, the MLP.
     """
 
     embedding: VocabRows
+    positions: Matrix | None = None
     layer_prefix: Names
     layer: tuple[Element, ...]
     final: tuple[Element, ...]
     output: VocabRows
-    score: Names
-    qkv_bias: bool
-    linear_bias: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rope:
-    """Rotary embedding: its base, and the factor of Llama 3's scaling (None without)."""
-
-    base: float
-    llama3_factor: float | None
+    score: Matrix
+    megatron: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,115 +53,25 @@ class Family:
 
     Args:
         model_type: HF's ``model_type``.
-        prefix: of HF's class names, as in ``<prefix>ForCausalLM``.
-        table: makes the table for a config.
-        refusals: the family's own unsupported features that a config uses, each as "field: reason".
-        default_rope_base: where the config names none (None: it has to).
+        lm_class, score_class: HF's classes with a language-model head and with a score head.
+        describe: makes the table of a config, and notes what it does not support.
+        fields: the config's names of fields where they are not the usual ones; see ``Reader``.
+        defaults: what HF assumes of fields that a config lacks, by their usual names.
+        activation: of the MLP.
+        rotary: positions enter by rotary embeddings; otherwise they are learned.
+        mlp_ratio: of the MLP's channels to the hidden ones where a config does not say.
+        bare_prefix: what names begin with that checkpoints of the model without a head may leave away.
+        ignored: patterns (as of fnmatch) of tensors that checkpoints may contain besides.
     """
 
     model_type: str
-    prefix: str
-    table: Callable[[HFConfig], Table]
-    refusals: Callable[[HFConfig], list[str]]
-    default_rope_base: float | None = None
-
-    @property
-    def lm_class(self) -> str:
-        """HF's class with a language-model head."""
-        return f"{self.prefix}ForCausalLM"
-
-    @property
-    def score_class(self) -> str:
-        """HF's class with a score head."""
-        return f"{self.prefix}ForSequenceClassification"
-
-
-@dataclass
-class Reader:
-    """Reads fields of an HF config and collects what is wrong with them.
-
-    Args:
-        config: the fields of a ``config.json``.
-        problems: filled with one line per problem.
-    """
-
-    config: HFConfig
-    problems: list[str] = field(default_factory=list)
-
-    def positive(self, name: str, default: int | None = None) -> int:
-        """A positive integer; a null counts as absent."""
-        value = self.config.get(name)
-        value = default if value is None else value
-        if isinstance(value, int) and value > 0:
-            return value
-        self.problems.append(f"{name}: {value!r} is not a positive integer")
-        return 1
-
-    def dims(self) -> Dims:
-        """The decoder's sizes."""
-        hidden, heads = self.positive("hidden_size"), self.positive("num_attention_heads")
-        dims = Dims(
-            vocab=self.positive("vocab_size"),
-            hidden=hidden,
-            ffn=self.positive("intermediate_size"),
-            layers=self.positive("num_hidden_layers"),
-            heads=heads,
-            kv_heads=self.positive("num_key_value_heads", heads),
-            head_dim=self.positive("head_dim", hidden // heads),
-        )
-        if dims.heads % dims.kv_heads:
-            self.problems.append(f"num_key_value_heads: {dims.kv_heads} does not divide the {dims.heads} heads")
-        if dims.head_dim % 2:
-            self.problems.append(f"head_dim: {dims.head_dim} is odd, which rotary embeddings cannot split")
-        return dims
-
-    def dtype(self) -> str:
-        """The dtype of the stored weights; HF reads files that name none as float32."""
-        name = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32").removeprefix("torch.")
-        if name not in ITEM_BYTES:
-            self.problems.append(f"dtype: {name} is not supported; supported are {', '.join(ITEM_BYTES)}")
-        return name
-
-    def rope(self, default_base: float | None) -> Rope:
-        """The rotary embedding, from ``rope_parameters`` or the older ``rope_theta`` and ``rope_scaling``."""
-        settings: Mapping[str, Any] = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
-        base = settings.get("rope_theta") or self.config.get("rope_theta") or default_base
-        if base is None:
-            self.problems.append("rope_theta: missing, and engines differ in what they assume; state it")
-        kind = settings.get("rope_type") or settings.get("type") or "default"
-        if kind == "llama3":
-            return Rope(base=float(base or 1), llama3_factor=self._llama3_factor(settings))
-        if kind != "default":
-            self.problems.append(f"rope_type: {kind} is not supported; supported are default, llama3")
-        return Rope(base=float(base or 1), llama3_factor=None)
-
-    def _llama3_factor(self, settings: Mapping[str, Any]) -> float:
-        for name, value in LLAMA3_FIXED.items():
-            if settings.get(name) != value:
-                self.problems.append(f"{name}: {settings.get(name)!r}; Megatron's llama3 scaling has {value} fixed")
-        factor = settings.get("factor")
-        if not isinstance(factor, int | float) or factor < 1:
-            self.problems.append(f"factor: {factor!r} is not a number of at least 1")
-            return 1.0
-        return float(factor)
-
-    def require(self, name: str, value: Any, reason: str) -> None:
-        """Notes a problem unless the field is absent, null or ``value``."""
-        actual = self.config.get(name)
-        if actual is not None and actual != value:
-            self.problems.append(f"{name}: {actual!r} is not supported ({reason})")
-
-    def common_refusals(self) -> None:
-        """Notes the features that no family supports."""
-        self.require("hidden_act", "silu", "only silu")
-        self.require("attention_dropout", 0, "trainer and engine must agree without randomness")
-        self.require("is_causal", True, "only causal decoders")
-        self.require("partial_rotary_factor", 1.0, "only full rotary embeddings")
-        rope: Mapping[str, Any] = self.config.get("rope_parameters") or {}
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            self.problems.append("rope_parameters.partial_rotary_factor: only full rotary embeddings are supported")
-        if self.config.get("quantization_config") is not None:
-            self.problems.append("quantization_config: quantised weights are not supported")
-        kinds = set(self.config.get("layer_types") or ()) - {"full_attention"}
-        if kinds:
-            self.problems.append(f"layer_types: {', '.join(sorted(kinds))} is not supported (only full_attention)")
+    lm_class: str
+    score_class: str
+    describe: Callable[[Reader], Table]
+    fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    activation: Activation = "silu"
+    rotary: bool = True
+    mlp_ratio: int | None = None
+    bare_prefix: str = ""
+    ignored: tuple[str, ...] = ()

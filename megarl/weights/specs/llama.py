@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
-from megarl.weights.specs.elements import FusedGateUp, FusedQKV, Names, Replicated, RowParallel, VocabRows
-from megarl.weights.specs.family import Family, HFConfig, Table
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.weights.specs.blocks import FusedGateUp, FusedQKV
+from megarl.weights.specs.elements import Element, Matrix, Names, RowParallel, Vector, VocabRows
+from megarl.weights.specs.family import Family, Table
+from megarl.weights.specs.reading import Reader
 
 
-def llama_table(*, qkv_bias: bool = False, linear_bias: bool = False) -> Table:
+def gated_mlp(*, bias: bool = False) -> tuple[Element, ...]:
+    """Llama's MLP."""
+    return (
+        FusedGateUp(
+            gate="mlp.gate_proj", up="mlp.up_proj", megatron="mlp.linear_fc1", vllm="mlp.gate_up_proj", bias=bias
+        ),
+        RowParallel(
+            names=Names(hf="mlp.down_proj", megatron="mlp.linear_fc2", vllm="mlp.down_proj"), inputs="ffn", bias=bias
+        ),
+    )
+
+
+def llama_table(
+    read: Reader,
+    *,
+    qkv_bias: bool = False,
+    linear_bias: bool = False,
+    head_norms: tuple[Element, ...] = (),
+    mlp: tuple[Element, ...] | None = None,
+    megatron: Mapping[str, Any] | None = None,
+) -> Table:
     """Llama's tensors, which other families share.
 
     Args:
         qkv_bias: the query, key and value projections have biases.
         linear_bias: all linear layers have.
+        head_norms: norms of each head's query and key.
+        mlp: what is in the place of Llama's.
+        megatron: what Megatron has to know besides.
     """
     return Table(
         embedding=VocabRows(
@@ -19,7 +47,7 @@ def llama_table(*, qkv_bias: bool = False, linear_bias: bool = False) -> Table:
         ),
         layer_prefix=Names(hf="model.layers.{}.", megatron="decoder.layers.{}.", vllm="model.layers.{}."),
         layer=(
-            Replicated(names=Names(hf="input_layernorm", megatron="input_layernorm", vllm="input_layernorm")),
+            Vector(names=Names(hf="input_layernorm", megatron="input_layernorm", vllm="input_layernorm")),
             FusedQKV(
                 query="self_attn.q_proj",
                 key="self_attn.k_proj",
@@ -28,51 +56,49 @@ def llama_table(*, qkv_bias: bool = False, linear_bias: bool = False) -> Table:
                 vllm="self_attn.qkv_proj",
                 bias=qkv_bias or linear_bias,
             ),
+            *head_norms,
             RowParallel(
                 names=Names(hf="self_attn.o_proj", megatron="self_attention.linear_proj", vllm="self_attn.o_proj"),
                 inputs="attention",
                 bias=linear_bias,
             ),
-            Replicated(
+            Vector(
                 names=Names(
                     hf="post_attention_layernorm", megatron="pre_mlp_layernorm", vllm="post_attention_layernorm"
                 )
             ),
-            FusedGateUp(
-                gate="mlp.gate_proj",
-                up="mlp.up_proj",
-                megatron="mlp.linear_fc1",
-                vllm="mlp.gate_up_proj",
-                bias=linear_bias,
-            ),
-            RowParallel(
-                names=Names(hf="mlp.down_proj", megatron="mlp.linear_fc2", vllm="mlp.down_proj"),
-                inputs="ffn",
-                bias=linear_bias,
-            ),
+            *(gated_mlp(bias=linear_bias) if mlp is None else mlp),
         ),
-        final=(Replicated(names=Names(hf="model.norm", megatron="decoder.final_layernorm", vllm="model.norm")),),
+        final=(Vector(names=Names(hf="model.norm", megatron="decoder.final_layernorm", vllm="model.norm")),),
         output=VocabRows(names=Names(hf="lm_head", megatron="output_layer", vllm="lm_head")),
-        score=Names(hf="score", megatron="output_layer", vllm="score"),
-        qkv_bias=qkv_bias,
-        linear_bias=linear_bias,
+        score=Matrix(names=Names(hf="score", megatron="output_layer", vllm="score"), rows="one"),
+        megatron={
+            "normalization": "RMSNorm",
+            "layernorm_epsilon": read.number("rms_norm_eps"),
+            "gated_linear_unit": True,
+            "add_qkv_bias": qkv_bias,
+            "add_bias_linear": linear_bias,
+            **(megatron or {}),
+        },
     )
 
 
-def _table(config: HFConfig) -> Table:
-    return llama_table(linear_bias=bool(config.get("attention_bias")))
-
-
-def _refusals(config: HFConfig) -> list[str]:
-    problems: list[str] = []
-    if bool(config.get("attention_bias")) != bool(config.get("mlp_bias")):
-        problems.append(
+def _describe(read: Reader) -> Table:
+    biased = bool(read.get("attention_bias"))
+    if biased != bool(read.get("mlp_bias")):
+        read.problems.append(
             "attention_bias, mlp_bias: only both or neither is supported (Megatron has one switch for both)"
         )
-    for name in ("bias", "qkv_bias", "sliding_window"):
-        if config.get(name):
-            problems.append(f"{name}: {config[name]!r} is not supported")
-    return problems
+    for name in ("bias", "qkv_bias"):
+        read.require(name, False, only="attention_bias with mlp_bias")
+    read.require("sliding_window", only="full attention")
+    return llama_table(read, linear_bias=biased)
 
 
-LLAMA = Family(model_type="llama", prefix="Llama", table=_table, refusals=_refusals, default_rope_base=10000.0)
+LLAMA = Family(
+    model_type="llama",
+    lm_class="LlamaForCausalLM",
+    score_class="LlamaForSequenceClassification",
+    describe=_describe,
+    defaults={"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0},
+)

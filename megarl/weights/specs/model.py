@@ -1,32 +1,34 @@
-"""A model's spec: its canonical tensors, and its shard maps in Megatron and in vLLM for any layout."""
+"""A model's spec: its canonical tensors, and its shard maps in Megatron, its checkpoints and vLLM for any layout."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.types import HeadName, Layout
-from megarl.weights.regions import Box, Hole, Manifest, Piece, ShardMap, TensorInfo
-from megarl.weights.specs.elements import Dims, Element, Engine, ScoreHead, Shard, Stack, VocabRows
-from megarl.weights.specs.family import Family, HFConfig, Reader, Rope, Table, UnsupportedModelError
-from megarl.weights.specs.llama import LLAMA
-from megarl.weights.specs.qwen2 import QWEN2
-
-FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (LLAMA, QWEN2)}
+from megarl.weights.regions import Manifest, ShardMap, TensorInfo
+from megarl.weights.specs.elements import Dims, Element, Engine, Place, Shard, VocabRows
+from megarl.weights.specs.families import family_of
+from megarl.weights.specs.family import HF_ACTIVATIONS, Activation, Family, Table, UnsupportedModelError
+from megarl.weights.specs.maps import Prefixed, in_checkpoint, shard_map
+from megarl.weights.specs.reading import HFConfig, Reader, Rope
+from megarl.weights.specs.stages import chunk_layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronArgs:
-    """Plain keyword arguments for Megatron's model; the activation is ``torch.nn.functional.silu``.
+    """What Megatron's model is built from.
 
     Args:
-        transformer: for ``TransformerConfig``.
+        transformer: keyword arguments for ``TransformerConfig``.
         gpt: for ``GPTModel``.
+        activation: of the MLP: ``silu``, or ``gelu`` in its approximation by tanh.
     """
 
     transformer: Mapping[str, Any]
     gpt: Mapping[str, Any]
+    activation: Activation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,7 @@ class ModelSpec:
         family: the page that describes it.
         config: the fields of ``config.json``.
         dims: its sizes.
+        rope: its rotary embedding; None where positions are learned.
         dtype: of every parameter in the maps.
         tied: the output layer of the language model is the embedding.
         head: what the checkpoint has on top: "lm", or "score".
@@ -46,14 +49,14 @@ class ModelSpec:
     config: HFConfig
     dims: Dims
     table: Table
-    rope: Rope
+    rope: Rope | None
     dtype: str
     tied: bool
     head: HeadName
 
     def canonical(self, head: HeadName = "lm") -> dict[str, TensorInfo]:
         """The model's HF tensors with a given head; a tied output layer is not among them."""
-        named: list[tuple[str, Element]] = [("", self.table.embedding)]
+        named: list[tuple[str, Element]] = [("", element) for element in self._first()]
         prefix = self.table.layer_prefix.hf
         named += [(prefix.format(i), element) for i in range(self.dims.layers) for element in self.table.layer]
         named += [("", element) for element in (*self.table.final, *self._output(head))]
@@ -70,14 +73,15 @@ class ModelSpec:
             new_head: the value or score head is made anew, so that a checkpoint with any head will do.
         """
         tensors, output = self.canonical(head), self.table.output.names.hf
-        ignored = ["*.rotary_emb.inv_freq"]
+        ignored = ["*.rotary_emb.inv_freq", *self.family.ignored]
         if f"{output}.weight" not in tensors:
             ignored.append(f"{output}.weight")
         if new_head:
-            dropped = tensors.pop(f"{self.table.score.hf}.weight", None)
+            score = f"{self.table.score.names.hf}.weight"
+            dropped = tensors.pop(score, None)
             assert dropped, "only a value or score head can be new"
-            ignored.append(f"{self.table.score.hf}.weight")
-        return Manifest(tensors=tensors, ignored=tuple(ignored))
+            ignored.append(score)
+        return Manifest(tensors=tensors, ignored=tuple(ignored), bare_prefix=self.family.bare_prefix)
 
     def hf_config(self, head: HeadName = "lm") -> dict[str, Any]:
         """The ``config.json`` of a checkpoint of the model with this head."""
@@ -88,6 +92,10 @@ class ModelSpec:
             config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         return config
 
+    def layers(self, layout: Layout, pp: int, chunk: int) -> range:
+        """The layers that a model chunk of a pipeline rank holds."""
+        return chunk_layers(self.dims.layers, layout, pp, chunk)
+
     def megatron_map(self, layout: Layout, rank: int, head: HeadName = "lm") -> ShardMap:
         """What a rank of a Megatron role holds; its parameters are named ``{model chunk}:{name in GPTModel}``.
 
@@ -96,22 +104,55 @@ class ModelSpec:
         """
         self.check_megatron(layout)
         coords = layout.coords(rank)
-        shard = Shard(rank=coords.tp, size=layout.tp)
-        per_chunk = self.dims.layers // (layout.pp * layout.vpp)
-        stacks: list[tuple[str, str, Stack]] = []
+        place = Place(
+            tp=Shard(rank=coords.tp, size=layout.tp), ep=Shard(rank=layout.expert_rank(coords), size=layout.ep)
+        )
+        stacks: list[Prefixed] = []
         for chunk in range(layout.vpp):
-            first = (chunk * layout.pp + coords.pp) * per_chunk
             local = f"{chunk}:"
             if coords.pp == 0 and chunk == 0:
-                stacks += self._stacks((self.table.embedding,), "megatron", shard, local)
-            for i in range(per_chunk):
-                hf, megatron = self.table.layer_prefix.hf.format(first + i), self.table.layer_prefix.megatron.format(i)
-                stacks += self._stacks(self.table.layer, "megatron", shard, local + megatron, hf)
+                stacks += self._stacks(self._first(), "megatron", place, local)
+            for i, layer in enumerate(self.layers(layout, coords.pp, chunk)):
+                hf, megatron = self.table.layer_prefix.hf.format(layer), self.table.layer_prefix.megatron.format(i)
+                stacks += self._stacks(self.table.layer, "megatron", place, local + megatron, hf)
             if coords.pp == layout.pp - 1 and chunk == layout.vpp - 1:
                 copied = self.tied and head == "lm" and layout.pp > 1
                 output = (self._tied_output(),) if copied else self._output(head)
-                stacks += self._stacks((*self.table.final, *output), "megatron", shard, local)
-        return self._map(stacks)
+                stacks += self._stacks((*self.table.final, *output), "megatron", place, local)
+        return shard_map(stacks, self.dtype)
+
+    def checkpoint_map(
+        self, head: HeadName = "lm", *, vocab_rows: int | None = None, transformer_engine: bool = True
+    ) -> ShardMap:
+        """The global tensors of a distributed checkpoint of the model as Megatron-LM writes it, by their keys.
+
+        Args:
+            vocab_rows: of its embedding and output layer, padding included; without padding by default.
+            transformer_engine: whether it is of Megatron's modules for Transformer Engine; without, the norm before the
+                experts has another key.
+        """
+        place = Place(tp=Shard())
+        dense = self.dims.experts == 0
+        stacks: list[Prefixed] = []
+        for element in (*self._first(), *self.table.final, *self._output(head)):
+            if isinstance(element, VocabRows):
+                stacks.append(("", "", element.rows("megatron", self.dims, 0, vocab_rows or self.dims.vocab)))
+            else:
+                stacks += self._stacks((element,), "megatron", place)
+        local = self.table.layer_prefix.megatron.removesuffix("{}.")
+        for i in range(self.dims.layers):
+            for _, hf, stack in self._stacks(
+                self.table.layer, "megatron", place, hf=self.table.layer_prefix.hf.format(i)
+            ):
+                stored = in_checkpoint(
+                    stack,
+                    i,
+                    self.dims.layers,
+                    experts=self.dims.experts,
+                    norm_in_mlp=dense or not transformer_engine,
+                )
+                stacks.append((local, hf, stored))
+        return shard_map(stacks, self.dtype)
 
     def vllm_map(self, tp: int, rank: int) -> ShardMap:
         """What a TP rank of a vLLM engine holds of the language model, under vLLM's fused names.
@@ -120,13 +161,13 @@ class ModelSpec:
             ValueError: TP does not fit the model; every reason is listed.
         """
         self.check_vllm(tp)
-        shard = Shard(rank=rank, size=tp)
-        stacks = self._stacks((self.table.embedding,), "vllm", shard)
+        place = Place(tp=Shard(rank=rank, size=tp))
+        stacks = list(self._stacks(self._first(), "vllm", place))
         for i in range(self.dims.layers):
             hf, local = self.table.layer_prefix.hf.format(i), self.table.layer_prefix.vllm.format(i)
-            stacks += self._stacks(self.table.layer, "vllm", shard, local, hf)
-        stacks += self._stacks((*self.table.final, *self._output("lm")), "vllm", shard)
-        return self._map(stacks)
+            stacks += self._stacks(self.table.layer, "vllm", place, local, hf)
+        stacks += self._stacks((*self.table.final, *self._output("lm")), "vllm", place)
+        return shard_map(stacks, self.dtype)
 
     def padded_vocab(self, tp: int) -> int:
         """The vocabulary of Megatron's model at a TP, padding included."""
@@ -142,36 +183,33 @@ class ModelSpec:
                 "num_attention_heads": self.dims.heads,
                 "num_query_groups": self.dims.kv_heads,
                 "kv_channels": self.dims.head_dim,
-                "layernorm_epsilon": float(self.config.get("rms_norm_eps", 1e-6)),
-                "normalization": "RMSNorm",
-                "gated_linear_unit": True,
-                "add_qkv_bias": self.table.qkv_bias,
-                "add_bias_linear": self.table.linear_bias,
                 "hidden_dropout": 0.0,
                 "attention_dropout": 0.0,
+                **self.table.megatron,
             },
             gpt={
                 "vocab_size": self.padded_vocab(tp),
-                "max_sequence_length": self.config["max_position_embeddings"],
+                "max_sequence_length": self.dims.positions,
                 "share_embeddings_and_output_weights": self.tied and head == "lm",
-                "position_embedding_type": "rope",
-                "rotary_percent": 1.0,
-                "rotary_base": self.rope.base,
-                "rope_scaling": self.rope.llama3_factor is not None,
-                "rope_scaling_factor": self.rope.llama3_factor or 1.0,
+                **_positions(self.rope),
             },
+            activation=self.family.activation,
         )
 
     def check_megatron(self, layout: Layout) -> None:
         """Raises ValueError, listing every reason, if Megatron cannot hold the model in this layout."""
-        dims, tp, stages = self.dims, layout.tp, layout.pp * layout.vpp
-        problems = _indivisible(tp, {"attention heads": dims.heads, "MLP channels": dims.ffn})
-        if dims.kv_heads % tp:
-            problems.append(f"tp {tp} does not divide the {dims.kv_heads} KV heads, which Megatron does not replicate")
-        if dims.layers % stages:
-            problems.append(f"{layout.pp} stages x {layout.vpp} chunks do not divide the {dims.layers} layers evenly")
+        dims, tp, chunks = self.dims, layout.tp, layout.pp * layout.vpp
+        qkv = (dims.heads + 2 * dims.kv_heads) * dims.head_dim
+        sizes = {"attention heads": dims.heads, "MLP channels": dims.ffn, "rows of queries, keys and values": qkv}
+        problems = [*_indivisible(tp, sizes), *_unequal_kv(tp, dims)]
+        if dims.layers < chunks:
+            problems.append(f"{layout.pp} stages x {layout.vpp} chunks are more than the {dims.layers} layers")
         if layout.vpp > 1 and layout.pp == 1:
             problems.append(f"vpp {layout.vpp} needs pp > 1")
+        if layout.ep > 1 and dims.experts == 0:
+            problems.append(f"ep {layout.ep} needs experts, which the {self.family.model_type} model does not have")
+        elif dims.experts % layout.ep:
+            problems.append(f"ep {layout.ep} does not divide the {dims.experts} experts")
         _refuse("Megatron cannot hold the model in this layout", problems)
 
     def check_vllm(self, tp: int) -> None:
@@ -182,38 +220,30 @@ class ModelSpec:
             "MLP channels": dims.ffn,
             "padded vocabulary rows": dims.padded_vocab("vllm", tp),
         }
-        problems = _indivisible(tp, sizes)
-        if dims.kv_heads % tp and tp % dims.kv_heads:
-            problems.append(f"neither of tp {tp} and the {dims.kv_heads} KV heads divides the other")
+        problems = [*_indivisible(tp, sizes), *_unequal_kv(tp, dims)]
+        if 0 < dims.experts < tp:
+            problems.append(f"tp {tp} exceeds the {dims.experts} experts")
         _refuse("vLLM cannot hold the model", problems)
+
+    def _first(self) -> tuple[Element, ...]:
+        """What precedes the first layer."""
+        return (self.table.embedding, *((self.table.positions,) if self.table.positions else ()))
 
     def _output(self, head: HeadName) -> tuple[Element, ...]:
         """The output layer as tensors of its own: none where it is tied."""
         if head != "lm":
-            return (ScoreHead(names=self.table.score),)
+            return (self.table.score,)
         return () if self.tied else (self.table.output,)
 
     def _tied_output(self) -> VocabRows:
         """The last stage's copy of a tied embedding: the output layer's names for the embedding's tensor."""
-        output, embedding = self.table.output.names, self.table.embedding.names
-        return VocabRows(names=type(output)(hf=embedding.hf, megatron=output.megatron, vllm=output.vllm))
+        return VocabRows(names=replace(self.table.output.names, hf=self.table.embedding.names.hf))
 
     def _stacks(
-        self, elements: Iterable[Element], engine: Engine, shard: Shard, local: str = "", hf: str = ""
-    ) -> list[tuple[str, str, Stack]]:
+        self, elements: Iterable[Element], engine: Engine, place: Place, local: str = "", hf: str = ""
+    ) -> Iterator[Prefixed]:
         """The stacks of some elements, each with the prefixes of its local and canonical names."""
-        return [(local, hf, stack) for element in elements for stack in element.stacks(engine, self.dims, shard)]
-
-    def _map(self, stacks: Iterable[tuple[str, str, Stack]]) -> ShardMap:
-        params: dict[str, TensorInfo] = {}
-        pieces: list[Piece] = []
-        holes: list[Hole] = []
-        for local, hf, stack in stacks:
-            param = local + stack.param
-            params[param] = TensorInfo(stack.shape, self.dtype)
-            for part in _parts(param, hf, stack):
-                pieces.append(part) if isinstance(part, Piece) else holes.append(part)
-        return ShardMap(params=params, pieces=tuple(pieces), holes=tuple(holes))
+        return ((local, hf, stack) for element in elements for stack in element.stacks(engine, self.dims, place))
 
 
 def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
@@ -226,67 +256,52 @@ def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
     Raises:
         UnsupportedModelError: no spec describes it; every problem is listed.
     """
-    family, head = _family(config)
-    reader = Reader(dict(config) if dtype is None else {**config, "dtype": dtype})
-    dims, rope = reader.dims(), reader.rope(family.default_rope_base)
+    family, head = family_of(config)
+    stated = dict(config) if dtype is None else {**config, "dtype": dtype}
+    reader = Reader(stated, fields=family.fields, defaults=family.defaults)
+    dims = reader.dims(rotary=family.rotary, mlp_ratio=family.mlp_ratio)
+    rope = reader.rope() if family.rotary else None
     stored = reader.dtype()
-    reader.positive("max_position_embeddings")
-    reader.common_refusals()
-    problems = reader.problems + family.refusals(config)
-    if problems:
-        raise UnsupportedModelError(f"the {family.model_type} model is not supported:\n  " + "\n  ".join(problems))
+    activations = HF_ACTIVATIONS[family.activation]
+    reader.require("hidden_act", *activations, only=", ".join(activations))
+    reader.refuse_uncommon()
+    table = family.describe(reader)
+    if reader.problems:
+        problems = "\n  ".join(reader.problems)
+        raise UnsupportedModelError(f"the {family.model_type} model is not supported:\n  {problems}")
     return ModelSpec(
         family=family,
         config=config,
         dims=dims,
-        table=family.table(config),
+        table=table,
         rope=rope,
         dtype=stored,
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=bool(reader.get("tie_word_embeddings")),
         head=head,
     )
 
 
-def _family(config: HFConfig) -> tuple[Family, HeadName]:
-    """The family of a config and the head that its architecture has."""
-    architectures: list[str] = list(config.get("architectures") or [])
-    heads: dict[str, tuple[Family, HeadName]] = {}
-    for family in FAMILIES.values():
-        heads |= {family.lm_class: (family, "lm"), family.score_class: (family, "score")}
-    model_type: str | None = config.get("model_type")
-    if not architectures and model_type is not None and model_type in FAMILIES:
-        return FAMILIES[model_type], "lm"
-    if len(architectures) != 1 or architectures[0] not in heads:
-        named = ", ".join(architectures) or f"model_type {model_type!r}"
-        raise UnsupportedModelError(f"architecture {named} is not supported; supported are {', '.join(heads)}")
-    family, head = heads[architectures[0]]
-    if model_type not in (None, family.model_type):
-        raise UnsupportedModelError(f"model_type {model_type!r} contradicts the architecture {architectures[0]}")
-    return family, head
-
-
-def _parts(param: str, prefix: str, stack: Stack) -> Iterator[Piece | Hole]:
-    """The pieces and holes of a stacked parameter."""
-    offset = 0
-    for part in stack.parts:
-        extent = part.stop - part.start
-        box = _slab(stack, offset, offset + extent)
-        if part.tensor is None:
-            yield Hole(param=param, box=box)
-        else:
-            yield Piece(param=param, box=box, name=prefix + part.tensor, region=_slab(stack, part.start, part.stop))
-        offset += extent
-
-
-def _slab(stack: Stack, start: int, stop: int) -> Box:
-    """[start, stop) along the stacked axis, everything along the others."""
-    low, high = [0] * len(stack.shape), list(stack.shape)
-    low[stack.axis], high[stack.axis] = start, stop
-    return Box(tuple(low), tuple(high))
+def _positions(rope: Rope | None) -> dict[str, Any]:
+    """The arguments of ``GPTModel`` that say how positions enter."""
+    if rope is None:
+        return {"position_embedding_type": "learned_absolute"}
+    return {
+        "position_embedding_type": "rope",
+        "rotary_percent": 1.0,
+        "rotary_base": rope.base,
+        "rope_scaling": rope.llama3_factor is not None,
+        "rope_scaling_factor": rope.llama3_factor or 1.0,
+    }
 
 
 def _indivisible(tp: int, sizes: Mapping[str, int]) -> list[str]:
     return [f"tp {tp} does not divide the {size} {what}" for what, size in sizes.items() if size % tp]
+
+
+def _unequal_kv(tp: int, dims: Dims) -> list[str]:
+    if dims.kv_heads % tp and tp % dims.kv_heads:
+        return [f"neither of tp {tp} and the {dims.kv_heads} KV heads divides the other"]
+    return []
 
 
 def _refuse(what: str, problems: list[str]) -> None:
