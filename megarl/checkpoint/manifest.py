@@ -57,18 +57,22 @@ class Manifest:
                 for record in records:
                     yield f"{role} rank {rank}", dataclasses.replace(record, path=f"{role}/{record.path}")
 
-    def verify(self, directory: Path) -> None:
+    def verify(self, directory: Path, *, role: str | None = None) -> None:
         """Reads every file and compares.
+
+        Args:
+            role: whose files alone to look at; None is everything.
 
         Raises:
             BrokenCheckpointError: a file is missing, differs or is not listed.
         """
-        expected = list(self.files())
+        expected = [(who, record) for who, record in self.files() if _concerns(role, record.path)]
         with ThreadPoolExecutor(_READERS) as readers:
             problems = [found for found in readers.map(lambda pair: _problem(directory, *pair), expected) if found]
         listed = {record.path for _, record in expected} | {NAME}
         present = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()}
-        problems += [f"{path} is not in the manifest" for path in sorted(present - listed)]
+        unlisted = sorted(path for path in present - listed if _concerns(role, path))
+        problems += [f"{path} is not in the manifest" for path in unlisted]
         if problems:
             raise BrokenCheckpointError(directory, problems)
 
@@ -93,6 +97,11 @@ class Manifest:
             return cls(step=fields["step"], roles=roles, state=FileRecord(**fields["state"]))
         except (OSError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
             raise BrokenCheckpointError(directory, [f"{NAME} cannot be read: {error}"]) from None
+
+
+def _concerns(role: str | None, path: str) -> bool:
+    """Whether a file is a role's; all are everything's."""
+    return role is None or path.startswith(f"{role}/")
 
 
 def _problem(directory: Path, writer: str, record: FileRecord) -> str | None:
