@@ -3,8 +3,8 @@
 Our losses are weighted sums whose weights already contain the global denominator, so the gradient of an optimizer step
 must be the plain sum over micro-batches and DP ranks. What Megatron does to a loss depends on its version, on
 the number of values that the loss function returns, on ``calculate_per_token_loss`` and on the DDP settings. Instead of
-repeating its rules, a model of one parameter is sent through the same schedule and the same gradient reduction at
-start-up, and the factor is read off.
+repeating its rules, a model of two parameters is sent through the same schedule and the same gradient reductions at
+start-up, and the factor is read off: of what all replicas share, and of what only those with the same experts share.
 """
 
 from __future__ import annotations
@@ -43,13 +43,16 @@ class _Probe(MegatronModule):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
         self.model_type = ModelType.encoder_or_decoder  # the schedules ask for it
-        self.weight = torch.nn.Parameter(torch.zeros((), dtype=torch.float32, device=torch.cuda.current_device()))
+        device = torch.cuda.current_device()
+        self.shared = torch.nn.Parameter(torch.zeros((), dtype=torch.float32, device=device))
+        self.expert = torch.nn.Parameter(torch.zeros((), dtype=torch.float32, device=device))
+        self.expert.allreduce = False  # as Megatron marks the weights of experts under expert parallelism
 
     def set_input_tensor(self, input_tensor: list[torch.Tensor | None]) -> None:
         assert input_tensor == [None]
 
     def forward(self) -> torch.Tensor:
-        return self.weight * 1.0
+        return self.shared + self.expert
 
 
 def probe_loss_factor(
@@ -57,11 +60,11 @@ def probe_loss_factor(
 ) -> float:
     """The factor between a loss of 1.0 per micro-batch and the gradient that Megatron makes of it.
 
-    Two micro-batches on each of DP ranks, each with the loss ``1.0 * weight``, should give 2 * DP. Collective over the
-    ranks of the role.
+    Two micro-batches on each of N ranks that share a weight, each with the loss ``1.0 * weight``, should give 2 * N.
+    Collective over the ranks of the role.
 
     Raises:
-        RuntimeError: the factor is not a finite positive number.
+        RuntimeError: the factor is not a finite positive number, or another one for experts.
     """
     micro_batches = 2
     groups = copy.copy(groups)
@@ -84,10 +87,18 @@ def probe_loss_factor(
         micro_batch_size=1,
         pg_collection=groups,
     )
+    shared = _factor(probe.shared, groups.dp_cp, micro_batches)
+    expert = _factor(probe.expert, groups.expt_dp, micro_batches)
+    if not 0.0 < shared < float("inf") or shared != expert:
+        raise RuntimeError(
+            f"megatron-core scales a loss by {shared}, and by {expert} for experts; this version is not supported"
+        )
+    return shared
+
+
+def _factor(weight: Any, replicas: torch.distributed.ProcessGroup, micro_batches: int) -> float:
+    """A weight's gradient over what it should be."""
     # The distributed optimizer leaves the sum with the rank that owns the buffer, its own term with each other one.
-    gradient: torch.Tensor = probe.weight.main_grad.detach().clone()
-    torch.distributed.all_reduce(gradient, torch.distributed.ReduceOp.MAX, group=groups.dp_cp)
-    factor = gradient.item() / (micro_batches * groups.dp_cp.size())
-    if not 0.0 < factor < float("inf"):
-        raise RuntimeError(f"megatron-core scales a loss by {factor}; this version is not supported")
-    return factor
+    gradient: torch.Tensor = weight.main_grad.detach().clone()
+    torch.distributed.all_reduce(gradient, torch.distributed.ReduceOp.MAX, group=replicas)
+    return gradient.item() / (micro_batches * replicas.size())

@@ -87,25 +87,26 @@ def test_roles_read_no_global_parallel_state(pool: RankPool, tmp_path: Path) -> 
     assert {"is_initialized", "get_embedding_group"} <= asked <= ALLOWED
 
 
-def _loss_factors(rank: int, directory: Path) -> tuple[float, float]:
+def _loss_factors(rank: int, directory: Path, ep: int) -> tuple[float, float]:
     import dataclasses
 
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    from megarl.megatron.groups import GroupCache
+    from megarl.megatron.groups import GroupCache, build_groups
     from megarl.megatron.loss_scale import probe_loss_factor
 
-    layout = Layout(dp=2)
-    role = load_role(directory, "actor", layout, rank, GroupCache(), trainable=True, head=None)
-    ours, groups = role.model.config, role.model.groups
+    cache = GroupCache()
+    role = load_role(directory, "actor", Layout(dp=2), rank, cache, trainable=True, head=None)
+    ours, groups = role.model.config, build_groups(Layout(dp=2, ep=ep), rank, cache)
     averaging = dataclasses.replace(ours, calculate_per_token_loss=False)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     return probe_loss_factor(ours, ddp, groups), probe_loss_factor(averaging, ddp, groups)
 
 
 @pytest.mark.dist
-def test_the_factor_on_a_loss_is_measured(pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ep", [1, 2])
+def test_the_factor_on_a_loss_is_measured(pool: RankPool, tmp_path: Path, ep: int) -> None:
     """Where Megatron averages, over two micro-batches and two DP ranks here, the probe sees a quarter."""
-    for summed, averaged in pool.run(_loss_factors, save_model(tmp_path / "model"), world_size=2):
+    for summed, averaged in pool.run(_loss_factors, save_model(tmp_path / "model"), ep, world_size=2):
         assert summed == 1.0
         assert averaged == 0.25
