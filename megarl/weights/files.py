@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from megarl.weights.planner import Holder, plan
 from megarl.weights.plans import Copy
-from megarl.weights.regions import Manifest, ShardMap, TensorInfo
+from megarl.weights.regions import ITEM_BYTES, Box, Manifest, Piece, ShardMap, TensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -29,12 +29,26 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be read or lacks what is needed; the message lists every problem."""
 
 
-def read_config(directory: str | Path) -> dict[str, Any]:
-    """The fields of a directory's ``config.json``."""
-    path = Path(directory) / "config.json"
-    if not path.is_file():
-        raise CheckpointError(f"{path} does not exist")
-    return json.loads(path.read_text())
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The fields of a model's ``config.json``.
+
+    Args:
+        path: the file, or a directory that has it under this name.
+
+    Raises:
+        CheckpointError: it does not exist, or is not a JSON object.
+    """
+    path = Path(path)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config: object = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return cast("dict[str, Any]", config)
 
 
 class HFDirectory:
@@ -74,10 +88,12 @@ class HFDirectory:
             raise CheckpointError(f"{self.path} has neither {SINGLE_FILE} nor {INDEX_FILE} (pickle files are not read)")
         return {}
 
-    @property
-    def map(self) -> ShardMap:
-        """The directory's shard map: whole tensors."""
-        return ShardMap.identity(self.tensors)
+    def map(self, manifest: Manifest) -> ShardMap:
+        """The directory's shard map: the manifest's tensors, whole, under the names that they have here."""
+        held = {name: info for name, info in self.tensors.items() if manifest.canonical(name) in manifest.tensors}
+        whole = {name: Box.whole(info.shape) for name, info in held.items()}
+        pieces = [Piece(param=name, box=box, name=manifest.canonical(name), region=box) for name, box in whole.items()]
+        return ShardMap(params=held, pieces=tuple(pieces))
 
     def check(self, manifest: Manifest) -> None:
         """Compares with what is needed.
@@ -93,11 +109,18 @@ class HFDirectory:
 def misfits(tensors: Mapping[str, TensorInfo], manifest: Manifest) -> list[str]:
     """Every tensor that a checkpoint lacks, has in another shape, or has without need."""
     needed = manifest.tensors
-    problems = [f"missing: {name} {list(info.shape)}" for name, info in needed.items() if name not in tensors]
+    named = {manifest.canonical(name) for name in tensors}
+    problems = [f"missing: {name} {list(info.shape)}" for name, info in needed.items() if name not in named]
     for name, info in tensors.items():
-        if name in needed and needed[name].shape != info.shape:
-            problems.append(f"misshapen: {name} is {list(info.shape)}, not {list(needed[name].shape)}")
-        if name not in needed and not any(fnmatch(name, pattern) for pattern in manifest.ignored):
+        canonical = manifest.canonical(name)
+        wanted = needed.get(canonical)
+        if name != canonical and canonical in tensors:
+            problems.append(f"twice: {name} is {canonical}")
+        if wanted is not None and wanted.shape != info.shape:
+            problems.append(f"misshapen: {name} is {list(info.shape)}, not {list(wanted.shape)}")
+        if wanted is not None and info.dtype not in ITEM_BYTES:
+            problems.append(f"of another dtype: {name} is {info.dtype}; supported are {', '.join(ITEM_BYTES)}")
+        if wanted is None and not any(fnmatch(name, pattern) for pattern in manifest.ignored):
             problems.append(f"unknown: {name} {list(info.shape)}")
     return problems
 
@@ -118,7 +141,9 @@ def load_shard(shard: ShardMap, directory: str | Path, manifest: Manifest) -> di
     source = HFDirectory(directory)
     source.check(manifest)
     wanted = _restrict(shard, manifest)
-    transfer = plan([Holder(rank=FILES_RANK, map=source.map)], [Holder(rank=0, map=wanted)], bucket_bytes=1 << 30)
+    transfer = plan(
+        [Holder(rank=FILES_RANK, map=source.map(manifest))], [Holder(rank=0, map=wanted)], bucket_bytes=1 << 30
+    )
     tensors = {name: torch.zeros(info.shape, dtype=getattr(torch, info.dtype)) for name, info in wanted.params.items()}
     copies = [copy for sender in transfer.senders.values() for message in sender.messages for copy in message.copies]
     with ExitStack() as stack:
@@ -152,6 +177,12 @@ def _open(file: Path) -> Any:
     return cast("Callable[..., Any]", safe_open)(str(file), framework="pt")
 
 
+def _dtype(piece: Any) -> str:
+    """The dtype of a tensor; what safetensors calls it where weights cannot have it."""
+    code = str(piece.get_dtype())
+    return DTYPES.get(code, code)
+
+
 def _header(file: Path) -> dict[str, TensorInfo]:
     """The tensors that a file says it holds."""
     from safetensors import SafetensorError
@@ -159,11 +190,7 @@ def _header(file: Path) -> dict[str, TensorInfo]:
     try:
         with _open(file) as reader:
             slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118 (not a dict)
-            dtypes = {name: str(piece.get_dtype()) for name, piece in slices.items()}
-            unknown = sorted(set(dtypes.values()) - set(DTYPES))
-            if unknown:
-                raise CheckpointError(f"{file.name} has dtype {', '.join(unknown)}; supported are {', '.join(DTYPES)}")
-            return {n: TensorInfo(tuple(piece.get_shape()), DTYPES[dtypes[n]]) for n, piece in slices.items()}
+            return {name: TensorInfo(tuple(piece.get_shape()), _dtype(piece)) for name, piece in slices.items()}
     except FileNotFoundError as error:
         raise CheckpointError(f"{file.name} is missing") from error
     except SafetensorError as error:
