@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from megarl.config.schema import Rollout as RolloutConfig
     from megarl.resharding import SyncSpec, SyncStats
-    from megarl.rollout.worker import Outcome
+    from megarl.rollout.transfer import Outcome
 
 _MIB = 2**20
 _BLOCK_TOKENS = 32
@@ -99,7 +99,10 @@ class RolloutEngine:
         self._scratch = tempfile.TemporaryDirectory(prefix="megarl-engine-")
         set_vllm_environment(self._device, self._scratch.name)
         from vllm import EngineArgs, LLMEngine
+        from vllm.config import WeightTransferConfig
         from vllm.usage.usage_lib import UsageContext
+
+        from megarl.rollout.worker import BACKEND, WorkerExtension
 
         cpu, tp = self._device == "cpu", self._rollout.tp
         arguments = EngineArgs(
@@ -110,7 +113,8 @@ class RolloutEngine:
             load_format="auto" if self._weights == "files" else "dummy",
             tensor_parallel_size=tp,
             distributed_executor_backend="uni" if tp == 1 else "mp",
-            worker_extension_cls="megarl.rollout.worker.WorkerExtension",
+            worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
+            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
             enforce_eager=cpu,
             enable_sleep_mode=self._rollout.sleep and not cpu,  # a CPU's vLLM sleeps without it, and frees nothing
             max_model_len=self._rollout.max_model_len + 1,  # vLLM generates a token when it scores a full sequence
@@ -125,7 +129,7 @@ class RolloutEngine:
         )
         self._llm = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)  # the largest batches
         self._requests = Requests(self._llm)
-        self._on_workers("prepare", self.shard_maps(), self._vocab_size)
+        self._call("prepare", self.shard_maps(), self._vocab_size)
         if self._rollout.sleep:
             self._suspend()
 
@@ -140,7 +144,9 @@ class RolloutEngine:
             sync: with this engine's parts of the plan.
             ranks: this engine's ranks in the sync, by tensor-parallel rank.
         """
-        self._on_workers("connect", sync, tuple(ranks), -1 if self.version is None else self.version)
+        version = -1 if self.version is None else self.version
+        self._transfer("init_weight_transfer_engine", {"sync": sync, "ranks": tuple(ranks), "version": version})
+        self._values("connect", self._outcomes())
 
     def receive_weights(self, version: int) -> list[SyncStats]:
         """Takes part in a sync: every rank writes its shard as it arrives.
@@ -159,8 +165,11 @@ class RolloutEngine:
                 state to be written to.
         """
         self._state.begin_sync()
-        outcomes = self._outcomes("receive", version)
-        if any(outcome.error for outcome in outcomes) and not all(self._on_workers("consistent")):
+        self._transfer("start_weight_update")
+        self._transfer("update_weights", {"version": version})
+        self._transfer("finish_weight_update")
+        outcomes = self._outcomes()
+        if not all(outcome.consistent for outcome in outcomes):
             self._state.mix()
         stats = self._values("receive", outcomes)
         self._commit(version)
@@ -303,12 +312,17 @@ class RolloutEngine:
             versions=(VersionSpan(start=0, stop=length, version=version, engine_id=self._engine_id),),
         )
 
-    def _on_workers(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of every rank's WorkerWeights; the results by rank."""
-        return self._values(method, self._outcomes(method, *args))
+    def _transfer(self, method: str, *args: Any) -> None:
+        """Calls a method of every rank's worker that vLLM passes on to our weight-transfer engine."""
+        self._running.collective_rpc(method, args=args)
 
-    def _outcomes(self, method: str, *args: Any) -> list[Outcome]:
-        return self._running.collective_rpc("megarl_call", args=(method, args))
+    def _outcomes(self) -> list[Outcome]:
+        """What the last call of the transfer engines came to, by rank."""
+        return self._running.collective_rpc("megarl_outcome")
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of the transfer engines that vLLM does not know; the results by rank."""
+        return self._values(method, self._running.collective_rpc("megarl_call", args=(method, *args)))
 
     def _values(self, method: str, outcomes: Sequence[Outcome]) -> list[Any]:
         """What the ranks returned.

@@ -1,43 +1,66 @@
-"""The parameters of a running vLLM model, written in place."""
+"""The parameters of a running vLLM model, replaced by those that a sync brings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.config import ModelConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from megarl.weights.regions import TensorInfo
+from megarl.rollout.layers import Layer, running_layer
+from megarl.weights.regions import Box, TensorInfo
+
+
+@dataclass(kw_only=True)
+class _Parameter:
+    """One parameter; tied layers share it."""
+
+    info: TensorInfo
+    live: nn.Parameter | None
+    owners: list[tuple[Layer, str]] = field(default_factory=list)
 
 
 class LiveWeights:
     """A vLLM model's parameters under vLLM's own names, each with the full shape of this rank's shard.
 
-    On a CPU vLLM packs a matrix after loading and empties the parameter, so a write gives the layer its matrix back
-    and has it packed again, as the loading of a checkpoint does. On CUDA a parameter is overwritten in place, where
-    captured graphs look for it.
+    What runs as it is loaded is overwritten in place, where captured graphs look for it. What vLLM packs (matrices and
+    experts on a CPU) or quantizes is made anew when all parameters of the layer have arrived, straight from the memory
+    in which they arrive where a layer arrives at once.
 
     Args:
-        model: the model of a worker, after loading.
+        model: of a worker, after loading.
+        model_config: vLLM's.
 
     Raises:
-        ValueError: a layer is quantized: its parameters are not the weights.
+        ValueError: vLLM keeps a parameter in a form that cannot be written.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._owners: dict[str, list[tuple[nn.Module, str]]] = {}
-        self._infos: dict[str, TensorInfo] = {}
-        self._awaited: dict[nn.Module, set[str]] = {}
+    def __init__(self, model: nn.Module, model_config: ModelConfig) -> None:
+        self._parameters: dict[str, _Parameter] = {}
+        self._layers: list[Layer] = []
+        self._waiting: set[Layer] = set()
+        self._assembled: dict[str, torch.Tensor] = {}
         names: dict[int, str] = {}
         for path, module in model.named_modules():
-            _check_unquantized(path, module)
-            for attribute, parameter in module.named_parameters(recurse=False):
+            if next(module.parameters(recurse=False), None) is None:
+                continue
+            output = isinstance(module, ParallelLMHead) or module is getattr(model, "lm_head", None)
+            computes = output or not isinstance(module, VocabParallelEmbedding)
+            layer = running_layer(path, module, model_config, computes=computes)
+            self._layers.append(layer)
+            for attribute, info in layer.infos.items():
+                parameter = getattr(module, attribute)
                 name = names.setdefault(id(parameter), f"{path}.{attribute}")
-                self._owners.setdefault(name, []).append((module, attribute))
-                self._infos.setdefault(name, _full_info(module, attribute, parameter))
+                live = parameter if attribute in layer.in_place else None
+                self._parameters.setdefault(name, _Parameter(info=info, live=live)).owners.append((layer, attribute))
+
+    @property
+    def quantized(self) -> bool:
+        """Whether some layers are."""
+        return any(layer.quantized for layer in self._layers)
 
     def check(self, expected: Mapping[str, TensorInfo]) -> None:
         """Compares what a sync would bring with what the model has.
@@ -45,70 +68,73 @@ class LiveWeights:
         Raises:
             ValueError: they differ; it lists every difference.
         """
-        problems = [f"{name}: unknown to vLLM's model" for name in expected if name not in self._infos]
-        problems += [f"{name}: not in the shard map" for name in self._infos if name not in expected]
+        ours = {name: parameter.info for name, parameter in self._parameters.items()}
+        problems = [f"{name}: unknown to vLLM's model" for name in expected if name not in ours]
+        problems += [f"{name}: not in the shard map" for name in ours if name not in expected]
         problems += [
-            f"{name}: {self._infos[name]} in vLLM's model, {info} in the shard map"
+            f"{name}: {ours[name]} in vLLM's model, {info} in the shard map"
             for name, info in expected.items()
-            if name in self._infos and self._infos[name] != info
+            if name in ours and ours[name] != info
         ]
         if problems:
             raise ValueError("the shard map does not describe this vLLM model:\n  " + "\n  ".join(problems))
 
-    @torch.no_grad()
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Replaces one parameter; the tensor may be reused afterwards.
+    def begin(self) -> None:
+        """A sync begins, which brings every parameter once; what an earlier one has left unfinished is dropped."""
+        self._waiting.clear()
+        self._assembled.clear()
+        for layer in self._layers:
+            layer.begin()
 
-        A layer is packed when all its parameters have been written: packing may take in its bias, too (vLLM 0.28).
+    @torch.no_grad()
+    def write(self, params: Mapping[str, torch.Tensor], box: Box | None = None) -> None:
+        """Takes what has arrived; the tensors' memory may be reused afterwards.
 
         Args:
-            tensor: the parameter's full shape and dtype.
+            params: whole parameters with their shapes and dtypes; or, where there is a box, that part of one.
+            box: the part; those of a parameter come in row-major order.
         """
-        info = self._infos[name]
-        if tuple(tensor.shape) != info.shape or _dtype_name(tensor.dtype) != info.dtype:
-            raise ValueError(f"{name}: got {tuple(tensor.shape)} {tensor.dtype}, the model has {info}")
-        for module, attribute in self._owners[name]:
-            parameter = getattr(module, attribute)
-            if parameter.shape == tensor.shape:
-                parameter.data.copy_(tensor)
-            else:
-                setattr(module, attribute, nn.Parameter(tensor.to(parameter.device, copy=True), requires_grad=False))
-            awaited = self._awaited.setdefault(module, _parameter_names(module))
-            awaited.discard(attribute)
-            if not awaited:
-                del self._awaited[module]
-                _pack(module)
+        for name, tensor in params.items():
+            parameter = self._parameters[name]
+            self._check_tensor(name, parameter.info, tensor, box)
+            if parameter.live is not None:
+                where = Box.whole(parameter.info.shape) if box is None else box
+                parameter.live.data[where.slices].copy_(tensor)
+            if box is not None:
+                if parameter.live is None:
+                    tensor = self._assemble(name, tensor, box)
+                if box.stop != parameter.info.shape:
+                    continue
+                self._assembled.pop(name, None)
+            for layer, attribute in parameter.owners:
+                self._waiting.add(layer)
+                layer.arrive(attribute, None if parameter.live is not None else tensor, borrowed=box is None)
+        for layer in self._waiting:
+            layer.keep()
+        self._waiting = {layer for layer in self._waiting if not layer.loaded}
 
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Finishes the quantized layers of a sync that failed half-way: with zeros, until the next full one.
 
-def _parameter_names(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_parameters(recurse=False)}
+        Scales may be those of the whole matrix, for which the engine's ranks wait for each other, layer by layer: a
+        rank that goes no further would keep the others waiting.
+        """
+        self._assembled.clear()
+        for layer in self._layers:
+            if layer.quantized and not layer.loaded:
+                layer.fill()
 
+    def _assemble(self, name: str, tensor: torch.Tensor, box: Box) -> torch.Tensor:
+        """Puts a part to its place in the whole parameter; that."""
+        if name not in self._assembled:
+            self._assembled[name] = torch.empty(
+                self._parameters[name].info.shape, dtype=tensor.dtype, device=tensor.device
+            )
+        self._assembled[name][box.slices] = tensor
+        return self._assembled[name]
 
-def _pack(module: nn.Module) -> None:
-    """What vLLM's model loader does with a layer that has its weights."""
-    quant_method = getattr(module, "quant_method", None)
-    if quant_method is not None:
-        quant_method.process_weights_after_loading(module)
-
-
-def _check_unquantized(path: str, module: nn.Module) -> None:
-    method = getattr(module, "quant_method", None)
-    if method is not None and not isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
-        if next(module.parameters(recurse=False), None) is None:
-            return
-        raise ValueError(f"{path} is quantized ({type(method).__name__}): weights can be synced into plain layers only")
-
-
-def _full_info(module: Any, attribute: str, parameter: nn.Parameter) -> TensorInfo:
-    """The shape and dtype that the parameter was loaded with.
-
-    Packing empties a matrix, and may turn a half-precision bias into float32.
-    """
-    shape = tuple(parameter.shape)
-    if attribute == "weight" and not parameter.numel():
-        shape = (sum(module.output_partition_sizes), module.input_size_per_partition)
-    return TensorInfo(shape, _dtype_name(getattr(module, "params_dtype", parameter.dtype)))
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    def _check_tensor(self, name: str, info: TensorInfo, tensor: torch.Tensor, box: Box | None) -> None:
+        shape = info.shape if box is None else box.shape
+        if tuple(tensor.shape) != shape or tensor.dtype is not getattr(torch, info.dtype):
+            raise ValueError(f"{name}: got {tuple(tensor.shape)} {tensor.dtype}, the model has {shape} {info.dtype}")
