@@ -241,6 +241,8 @@ def _names(processes: Sequence[Process]) -> str:
 def _message(cause: _Failure, failures: Sequence[_Failure]) -> str:
     process = cause.call.processes[cause.index]
     where = f"{process.name} {{}} in {cause.call.label}"
+    if isinstance(cause.error, RayTaskError) and isinstance(cause.error.cause, RunError):
+        return f"{where.format('failed')}: {cause.error.cause}"  # all that there is to say; the others say the same
     if isinstance(cause.error, RayTaskError):
         lines = [f"{where.format('failed')}: {cause.error.cause!r}", "", str(cause.error).rstrip()]
     else:

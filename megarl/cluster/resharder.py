@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.cluster.calls import Call
 from megarl.cluster.group import Role
@@ -29,7 +29,8 @@ class SyncReport:
         messages: in which they came.
         staging_bytes: the most that buffers took in one rank.
         seconds: from the call to the committed version.
-        stages: seconds of the rank that spent the most in it, by stage; see ``SyncStats``.
+        stages: seconds of the rank that spent the most in it, by stage: those of ``SyncStats``; ``offload``, making
+            room on shared devices; and ``reset``, of the engines' prefix caches.
     """
 
     version: int
@@ -39,10 +40,15 @@ class SyncReport:
     seconds: float
     stages: Mapping[str, float]
 
+    def with_offload(self, seconds: float) -> SyncReport:
+        """The report of a sync before and after which others made room, too, for this long."""
+        return replace(self, stages={**self.stages, "offload": self.stages.get("offload", 0.0) + seconds})
+
     def metrics(self) -> dict[str, float]:
-        """``sync/*``: bytes, messages, and seconds in all and by stage."""
+        """``sync/*``: what was moved, how fast, and seconds in all and by stage."""
         return {
             "sync/bytes": self.nbytes,
+            "sync/gb_per_second": self.nbytes / 1e9 / self.seconds,
             "sync/messages": self.messages,
             "sync/staging_bytes": self.staging_bytes,
             "sync/seconds": self.seconds,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from time import perf_counter
+
 from megarl.cluster.resharder import Resharder, SyncReport
 from megarl.cluster.rollouts import RolloutGroup
 from megarl.loop.setup import Trainers
@@ -38,14 +40,17 @@ class Turns:
             version: of the weights; not below the last one.
         """
         assert self._of_trainers, "it is the engines' turn already"
+        start = perf_counter()
         if self._sleep:
             self._engines.wake_weights()
+        awake = perf_counter()
         report = self._resharder.sync(version)
+        synced = perf_counter()
         self._trainers.rest()
         if self._sleep:
             self._engines.wake_cache()
         self._of_trainers = False
-        return report
+        return report.with_offload(awake - start + perf_counter() - synced)
 
     def back_to_engines(self, version: int) -> None:
         """Ends the trainers' turn, if it is theirs, in which the actor's weights have not changed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -161,10 +162,17 @@ class MegatronWorker:
         self._sender = Sender(sync.sender(rank), weights, self._transport, verify=sync.verify, version=version)
 
     def send_weights(self, version: int) -> SyncStats:
-        """Sends this rank's part of the actor's weights; returns when all ranks have committed the version."""
+        """Sends this rank's part of the actor's weights; returns when all ranks have committed the version.
+
+        Until the actor has its memory on the device is the stage ``offload``.
+        """
         assert self._sender is not None, "connect comes first"
+        start = perf_counter()
         self._at_work("actor")
-        return self._sender.send(version)
+        offload = perf_counter() - start
+        stats = self._sender.send(version)
+        stats.seconds["offload"] = offload
+        return stats
 
     def save(self, role: RoleName, directory: str) -> list[FileRecord]:
         """Writes a role's part of a checkpoint; see ``state.save_role``."""

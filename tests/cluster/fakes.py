@@ -12,6 +12,7 @@ from multiprocessing import shared_memory
 
 import numpy as np
 
+from megarl.errors import RunError
 from megarl.rollout.chunks import Response, into_chunk
 from megarl.types import RolloutChunk, SampleInfo, VersionSpan, WorkItem
 
@@ -47,6 +48,9 @@ class FakeWorker:
         if self.rank == rank:
             raise ArithmeticError("the loss is a teapot")
         time.sleep(others_wait_s)
+
+    def give_up(self) -> None:
+        raise RunError("sync aborted: rank 1: lm_head.weight is missing")
 
     def die_on(self, rank: int) -> None:
         """The rank dies; the others notice a little before the driver does, as peers of a connection do."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import get_args
@@ -69,6 +70,13 @@ def test_one_failing_rank_ends_the_wait_for_the_others(make_group: Callable[[], 
     text = str(failure.value)
     assert text.startswith("train rank 2 failed in actor.update: ArithmeticError('the loss is a teapot')")
     assert 'raise ArithmeticError("the loss is a teapot")' in text, "the traceback of the process is missing"
+
+
+def test_ranks_that_say_all_the_same_make_one_message(group: WorkerGroup) -> None:
+    with pytest.raises(WorkerError) as failure:
+        group.call("actor.send_weights", "sync", "give_up").wait()
+    expected = r"train rank \d failed in actor.send_weights: sync aborted: rank 1: lm_head.weight is missing"
+    assert re.fullmatch(expected, str(failure.value)), failure.value
 
 
 def test_waiting_for_one_call_raises_the_failure_of_another(make_group: Callable[[], WorkerGroup]) -> None:

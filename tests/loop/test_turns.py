@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from megarl.cluster.resharder import SyncReport
 from megarl.loop.turns import Turns
+
+REPORT = SyncReport(version=0, nbytes=8, messages=1, staging_bytes=8, seconds=2.0, stages={"offload": 100.0})
 
 
 class Log:
@@ -16,9 +19,9 @@ class Log:
         self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        def call(*args: object) -> str:
+        def call(*args: object) -> SyncReport:
             self.calls.append(" ".join([name, *map(str, args)]))
-            return name
+            return REPORT
 
         return call
 
@@ -35,7 +38,7 @@ def turns(log: Any, *, sleep: bool) -> Turns:
 def test_engines_that_sleep_have_the_devices_to_themselves() -> None:
     log = Log()
     hand = turns(log, sleep=True)
-    assert hand.to_engines(0) == "sync"
+    hand.to_engines(0)
     assert log.since() == ["wake_weights", "sync 0", "rest", "wake_cache"]
     hand.back_to_engines(0)
     assert log.since() == []
@@ -63,3 +66,11 @@ def test_a_turn_that_has_begun_does_not_begin_again() -> None:
     hand.to_engines(0)
     with pytest.raises(AssertionError, match="the engines' turn already"):
         hand.to_engines(1)
+
+
+@pytest.mark.parametrize("sleep", [True, False])
+def test_making_room_is_a_stage_of_a_sync_and_not_of_its_seconds(sleep: bool) -> None:
+    report = turns(Log(), sleep=sleep).to_engines(0)
+    assert 100.0 < report.stages["offload"] < 101.0
+    assert report.seconds == 2.0
+    assert report.metrics()["sync/gb_per_second"] == 4e-9
