@@ -53,6 +53,78 @@ def llama_config(**changes: Any) -> dict[str, Any]:
     return config | changes
 
 
+def mistral_config(**changes: Any) -> dict[str, Any]:
+    """A Mistral with one KV head."""
+    config = {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "num_key_value_heads": 1,
+        "sliding_window": None,
+        "head_dim": None,
+    }
+    return llama_config() | config | changes
+
+
+def qwen3_config(**changes: Any) -> dict[str, Any]:
+    """A Qwen3 with three KV heads, and heads wider than hidden / heads."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 10,
+    }
+    return qwen2_config() | config | changes
+
+
+def gpt2_config(**changes: Any) -> dict[str, Any]:
+    """A GPT-2 whose heads have an odd width, and whose MLP has the default one."""
+    config = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": 61,
+        "n_embd": 20,
+        "n_inner": None,
+        "n_layer": 4,
+        "n_head": 4,
+        "n_positions": 48,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    return config | changes
+
+
+def mixtral_config(**changes: Any) -> dict[str, Any]:
+    """A Mixtral with three experts."""
+    config = {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_key_value_heads": 2,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    }
+    return llama_config() | config | changes
+
+
+def qwen3_moe_config(**changes: Any) -> dict[str, Any]:
+    """A Qwen3 with four experts; no layer has an MLP of ``intermediate_size``."""
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "moe_intermediate_size": 12,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    }
+    return qwen3_config() | config | changes
+
+
 def numbered(tensors: Mapping[str, TensorInfo]) -> Arrays:
     """Canonical tensors in which no two elements are equal."""
     arrays: Arrays = {}
