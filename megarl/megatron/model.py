@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import _MODEL_PARALLEL_RNG_TRACKER_NAME, get_cuda_rng_tracker
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.megatron.attention import PackedAttention, PackParams
-from megarl.megatron.norm import RMSNorm
+from megarl.megatron.attention import PackedAttention, PackParams, SharedHeadAttention
+from megarl.megatron.norm import LayerNorm, RMSNorm
 from megarl.megatron.offload import require_memory
 from megarl.types import HeadName, Layout
 from megarl.weights.specs import MegatronArgs, ModelSpec
@@ -28,6 +34,12 @@ _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+_NORMS: Mapping[str, Any] = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
+_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
 
 
@@ -61,12 +73,19 @@ class PackedModel(GPTModel):
         super().__init__(**kwargs)
         if self.post_process and head != "lm":
             self.output_layer = ScalarHead(self.config.hidden_size, self.config.params_dtype)
+        if self.pre_process and self.position_embedding_type == "learned_absolute":
+            # Megatron makes it in float32 on the CPU, and leaves it to its wrapper of half-precision models.
+            self.embedding.position_embeddings.to(torch.cuda.current_device(), self.config.params_dtype)
 
-    def _preprocess(self, *args: Any, packed_seq_params: PackParams, **kwargs: Any) -> tuple[Any, ...]:
-        """Gives every position of the pack its row of the rope table; see ``PackParams``."""
-        answer: Any = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+    def _preprocess(self, *, position_ids: None, packed_seq_params: PackParams, **kwargs: Any) -> tuple[Any, ...]:
+        """Gives every position of the pack its row of the table of positions, learned or rope's; see ``PackParams``."""
+        assert position_ids is None, "the pack says them"
+        rows = packed_seq_params.positions
+        # Sequences of padding may be longer than a table of learned positions.
+        learned = rows.clamp(max=self.max_sequence_length - 1).unsqueeze(0)
+        answer: Any = super()._preprocess(position_ids=learned, packed_seq_params=packed_seq_params, **kwargs)
         embedded, rope, *rest = answer
-        return embedded, rope[packed_seq_params.positions], *rest
+        return embedded, None if rope is None else rope[rows], *rest
 
     def _postprocess(self, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         return hidden_states
@@ -111,8 +130,32 @@ class RoleModel:
             require_memory(*chunk.parameters())
 
 
+class _Stages(PipelineParallelLayerLayout):
+    """The layers of each model chunk, for Megatron to number them. Its own table reads the global parallel state.
+
+    Args:
+        spec: divides the layers among the chunks.
+        layout: of the role.
+        stage: of this rank.
+    """
+
+    def __init__(self, spec: ModelSpec, layout: Layout, stage: int) -> None:
+        chunks = [(stage, chunk) for chunk in range(layout.vpp) for stage in range(layout.pp)]
+        rows = [["decoder"] * len(spec.layers(layout, stage, chunk)) for stage, chunk in chunks]
+        rows[0].insert(0, "embedding")
+        rows[-1].append("loss")
+        super().__init__(rows, layout.pp)
+        self._first = [spec.layers(layout, stage, chunk).start for chunk in range(layout.vpp)]
+
+    def get_layer_offset(
+        self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
+    ) -> int:
+        """The layers before those of a chunk of this rank."""
+        return self._first[vp_stage or 0]
+
+
 def _transformer_config(
-    arguments: MegatronArgs, layout: Layout, dtype: torch.dtype, recompute: Recompute
+    arguments: MegatronArgs, layout: Layout, stages: _Stages, dtype: torch.dtype, recompute: Recompute
 ) -> TransformerConfig:
     """Megatron's configuration of a role.
 
@@ -126,10 +169,11 @@ def _transformer_config(
     return TransformerConfig(
         **arguments.transformer,
         **_RECOMPUTE[recompute],
-        activation_func=torch.nn.functional.silu,
+        activation_func=_ACTIVATIONS[arguments.activation],
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if interleaved else None,
+        pipeline_model_parallel_layout=stages,
         sequence_parallel=layout.sequence_parallel,
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
@@ -175,16 +219,16 @@ def build_model(
     """
     _add_rng_state()
     arguments = spec.transformer(layout.tp, head)
-    config = _transformer_config(arguments, layout, dtype, recompute)
-    layers = spec.dims.layers // (layout.pp * layout.vpp)
+    stage = groups.pp.rank()
+    config = _transformer_config(arguments, layout, _Stages(spec, layout, stage), dtype, recompute)
     chunks = []
     for chunk in range(layout.vpp):
         model = PackedModel(
             head=head,
             config=config,
-            transformer_layer_spec=_block(layers),
-            pre_process=groups.pp.rank() == 0 and chunk == 0,
-            post_process=groups.pp.rank() == layout.pp - 1 and chunk == layout.vpp - 1,
+            transformer_layer_spec=_block(config, len(spec.layers(layout, stage, chunk))),
+            pre_process=stage == 0 and chunk == 0,
+            post_process=stage == layout.pp - 1 and chunk == layout.vpp - 1,
             pg_collection=groups,
             vp_stage=chunk if layout.vpp > 1 else None,
             **arguments.gpt,
@@ -202,12 +246,15 @@ def _add_rng_state() -> None:
         tracker.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, seed=0)
 
 
-def _block(layers: int) -> TransformerBlockSubmodules:
+def _block(config: TransformerConfig, layers: int) -> TransformerBlockSubmodules:
     """The stock layer with our norm and our attention in their slots."""
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    norm = _NORMS[config.normalization]
+    layer = get_gpt_layer_local_spec(normalization=config.normalization)
     assert isinstance(layer, ModuleSpec)
-    norm: Any = RMSNorm  # annotated as a module, built like any other slot
+    layer.submodules.input_layernorm = norm
+    layer.submodules.pre_mlp_layernorm = norm
+    attention = layer.submodules.self_attention
+    attention.module = SharedHeadAttention
+    attention.submodules.core_attention = PackedAttention
+    attention.submodules.q_layernorm = attention.submodules.k_layernorm = norm if config.qk_layernorm else IdentityOp
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)

@@ -67,19 +67,21 @@ def canonical(snapshots: Sequence[Snapshot]) -> dict[str, torch.Tensor]:
     whole: dict[str, torch.Tensor] = {}
     for held in snapshots:
         for piece in held.shard_map.pieces:
-            _put(whole, f"weight {piece.name}", piece.region, held.weights[piece.param][piece.box.slices])
+            _put(whole, f"weight {piece.name}", piece, held.weights[piece.param])
         for (kind, param), (start, values) in held.moments.items():
             flat = torch.full((held.weights[param].numel(),), torch.nan)
             flat[start : start + len(values)] = values
             spread = flat.view(held.weights[param].shape)
             for piece in held.shard_map.pieces:
                 if piece.param == param:
-                    _put(whole, f"{kind} {piece.name}", piece.region, spread[piece.box.slices])
+                    _put(whole, f"{kind} {piece.name}", piece, spread)
     return whole
 
 
-def _put(whole: dict[str, torch.Tensor], name: str, region: Any, values: torch.Tensor) -> None:
+def _put(whole: dict[str, torch.Tensor], name: str, piece: Any, param: torch.Tensor) -> None:
     """Adds what is a number; the tensor grows as needed, and what nobody has put is not a number."""
+    region, values = piece.region, param[piece.box.slices]
+    values = values.T if piece.transposed else values
     shape = (
         tuple(max(a, b) for a, b in zip(region.stop, whole[name].shape, strict=True)) if name in whole else region.stop
     )

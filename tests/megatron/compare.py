@@ -58,7 +58,10 @@ def everywhere(column: dict[int, Any] | None) -> dict[int, Any]:
 def trained(role: Any, steps: list[dict[str, float]]) -> dict[str, Any]:
     """What a rank returns of a role for the checks below: its steps, and its pieces of the weights by HF name."""
     parameters = {name: parameter.detach() for name, parameter in role.model.parameters().items()}
-    pieces = [(p.name, p.region.slices, parameters[p.param][p.box.slices].clone()) for p in role.shard_map.pieces]
+    pieces = []
+    for piece in role.shard_map.pieces:
+        held = parameters[piece.param][piece.box.slices].clone()
+        pieces.append((piece.name, piece.region.slices, held.T if piece.transposed else held))
     return {"name": role.name, "steps": steps, "reports": role.reports, "pieces": pieces}
 
 

@@ -16,10 +16,10 @@ from megarl.types import Layout, SampleInfo
 from tests.megatron.compare import adam_of, check, everywhere, samples_of, state_of, trained
 from tests.megatron.samples import random_chunks
 from tests.megatron.test_parity import layout_id
-from tests.megatron.tiny import load_role, save_model
+from tests.megatron.tiny import load_role, random_head, save_model
 from tests.pool import RankPool
 
-TEMPERATURE, SEED, STEP, HIDDEN = 0.9, 7, 2, 32
+TEMPERATURE, SEED, STEP = 0.9, 7, 2
 PPO = Algo(
     gamma=0.99,
     lam=0.95,
@@ -44,10 +44,6 @@ GRPO = Algo(
 # Adam divides by the gradient's own size: with a small eps, elements whose gradient is all rounding would move by lr.
 ACTOR = Optimizer(lr=1e-3, eps=1e-4, weight_decay=0.1, clip_grad=1.0)
 CRITIC = Optimizer(lr=3e-3, eps=1e-4, weight_decay=0.0, clip_grad=None)
-
-
-def _head() -> torch.Tensor:
-    return 0.2 * torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(5))
 
 
 def _scores() -> dict[int, np.ndarray]:
@@ -80,7 +76,7 @@ def _iteration(
             rank,
             cache,
             trainable=name != "reference",
-            head=_head() if name == "critic" else None,
+            head=random_head(directory) if name == "critic" else None,
         )
         for name, layout in layouts.items()
     }
@@ -148,7 +144,8 @@ def _oracle(directory: Path, reference: Path, algo: Algo) -> Any:
         for members in mini_batch_members(infos, algo.mini_batches, seed=SEED, step=STEP, epoch=epoch)
     ]
     with_critic = algo.advantage == "gae"
-    critic = ppo.headed_model({**config, "tie_word_embeddings": False}, {**body, "score.weight": _head()})
+    headed = {**body, "score.weight": random_head(directory)}
+    critic = ppo.headed_model({**config, "tie_word_embeddings": False}, headed)
     same = ("gamma", "lam", "clip", "value_clip", "entropy_coef", "score_clip", "missing_end_score")
     return ppo.ppo_iteration(
         ppo.causal_lm(config, state),
@@ -225,7 +222,7 @@ def test_equals_the_naive_iteration(
     layouts = {"actor": actor, "critic": critic, "reference": reference}
     results = pool.run(_iteration, directory, other, layouts, budget, PPO, world_size=actor.world_size)
     actors, critics = zip(*results, strict=True)
-    start = {**state_of(directory), "score.weight": _head()}
+    start = {**state_of(directory), "score.weight": random_head(directory)}
     check(actors, oracle.actor_steps, oracle.actor, start)
     check(critics, oracle.critic_steps, oracle.critic, start)
 

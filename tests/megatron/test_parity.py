@@ -9,7 +9,7 @@ import torch
 
 from megarl.types import Layout
 from tests.megatron.samples import random_chunks
-from tests.megatron.tiny import load_role, save_model
+from tests.megatron.tiny import load_role, random_head, save_model
 from tests.pool import RankPool
 
 TEMPERATURE = 0.8
@@ -17,10 +17,6 @@ TEMPERATURE = 0.8
 
 IN_USE = 90
 """Token ids in use, in the test of those that are not."""
-
-
-def _head() -> torch.Tensor:
-    return torch.randn(1, 32, generator=torch.Generator().manual_seed(5))
 
 
 def infer(rank: int, directory: Path, layout: Layout, budget: int) -> dict[str, object]:
@@ -31,8 +27,8 @@ def infer(rank: int, directory: Path, layout: Layout, budget: int) -> dict[str, 
     schedule = inference_schedule(infos, layout, budget).ranks[layout.coords(rank).dp]
     cache = GroupCache()
     actor = load_role(directory, "actor", layout, rank, cache, trainable=False, head=None)
-    critic = load_role(directory, "critic", layout, rank, cache, trainable=False, head=_head())
-    reward = load_role(directory, "reward", layout, rank, cache, trainable=False, head=_head())
+    critic = load_role(directory, "critic", layout, rank, cache, trainable=False, head=random_head(directory))
+    reward = load_role(directory, "reward", layout, rank, cache, trainable=False, head=random_head(directory))
     return {
         "logprobs": actor.logprobs(schedule, rollouts, temperature=TEMPERATURE),
         "values": critic.values(schedule, rollouts),
@@ -53,7 +49,7 @@ def expectations(directory: Path) -> dict[str, dict[tuple[int, int], torch.Tenso
             with torch.no_grad():
                 out = model(torch.cat([prompt, response])[None], output_hidden_states=True)
             log_p = torch.log_softmax(out.logits[0, len(prompt) - 1 : -1] / TEMPERATURE, -1)
-            values = (out.hidden_states[-1][0] @ _head().T)[:, 0]
+            values = (out.hidden_states[-1][0] @ random_head(directory).T)[:, 0]
             found["logprobs"][index, row] = log_p.gather(-1, response[:, None])[:, 0]
             found["values"][index, row] = values[len(prompt) - 1 : -1]
             found["scores"][index, row] = values[-1]

@@ -19,13 +19,26 @@ SIZES = {
     "max_position_embeddings": 128,
     "dtype": "float32",
 }
+GPT2_SIZES = {
+    "n_layer": 4,
+    "n_embd": 32,
+    "n_inner": 48,
+    "n_head": 8,
+    "vocab_size": 100,
+    "n_positions": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_first_dropout"), 0.0),
+    "dtype": "float32",
+}
 
 
 def hf_config(model_type: str, **fields: Any) -> dict[str, Any]:
     """Fields of a config.json."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(model_type, **{**SIZES, "rope_theta": 10000.0, **fields}).to_dict()
+    sizes = GPT2_SIZES if model_type == "gpt2" else {**SIZES, "rope_theta": 10000.0}
+    return AutoConfig.for_model(model_type, **{**sizes, **fields}).to_dict()
 
 
 def save_model(directory: Path, model_type: str = "qwen2", seed: int = 0, **fields: Any) -> Path:
@@ -33,13 +46,21 @@ def save_model(directory: Path, model_type: str = "qwen2", seed: int = 0, **fiel
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(model_type, **{**SIZES, "rope_theta": 10000.0, **fields})
-    )
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config(model_type, **fields)))
     for name, parameter in model.named_parameters():
-        parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.2)
+        scales = parameter.ndim == 1 and name.endswith("weight")  # of a norm
+        parameter.data.normal_(1.0 if scales else 0.0, 0.2)
     model.save_pretrained(directory)
     return directory
+
+
+def random_head(directory: Path) -> torch.Tensor:
+    """[1, hidden], a value or score head for a model; always the same."""
+    import json
+
+    config = json.loads((directory / "config.json").read_text())
+    hidden = config["n_embd" if config["model_type"] == "gpt2" else "hidden_size"]
+    return 0.2 * torch.randn(1, hidden, generator=torch.Generator().manual_seed(5))
 
 
 def load_role(
@@ -84,6 +105,7 @@ def load_role(
     )
     local = {param: torch.zeros(info.shape) for param, info in role.shard_map.params.items()}
     for piece in role.shard_map.pieces:
-        local[piece.param][piece.box.slices] = whole[piece.name][piece.region.slices]
+        values = whole[piece.name][piece.region.slices]
+        local[piece.param][piece.box.slices] = values.T if piece.transposed else values
     role.load(local)
     return role

@@ -181,13 +181,13 @@ def token_statistics(actor: nn.Module, sample: Sample, temperature: float) -> tu
 
 def token_values(critic: Any, sample: Sample) -> Tensor:
     """[R]: value of the state before each response token."""
-    hidden = critic.model(input_ids=_tokens(sample)).last_hidden_state[0]
+    hidden = critic.base_model(input_ids=_tokens(sample)).last_hidden_state[0]
     return critic.score(hidden[_source_positions(sample)])[:, 0]
 
 
 def sequence_score(reward: Any, sample: Sample) -> float:
     """The reward head's output at the last token."""
-    hidden = reward.model(input_ids=_tokens(sample)).last_hidden_state[0]
+    hidden = reward.base_model(input_ids=_tokens(sample)).last_hidden_state[0]
     return reward.score(hidden[-1]).item()
 
 

@@ -58,7 +58,7 @@ def train_reward(
 def score(reward: Any, sample: Sample) -> Tensor:
     """The reward head's output at the last token, a scalar."""
     ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]])
-    return reward.score(reward.model(input_ids=ids).last_hidden_state[0, -1])[0]
+    return reward.score(reward.base_model(input_ids=ids).last_hidden_state[0, -1])[0]
 
 
 def _train(

@@ -1,0 +1,101 @@
+"""Tiny models of every dense family, with sizes that are odd on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.megatron.tiny import save_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family's tiny model.
+
+    Args:
+        kind: HF's model type.
+        fields: of its config.
+        tp: a tensor parallel size that its heads allow.
+    """
+
+    kind: str
+    fields: Mapping[str, Any]
+    tp: int
+
+    def save(self, directory: Path, seed: int = 0, **fields: Any) -> Path:
+        """Writes it with random weights."""
+        return save_model(directory, self.kind, seed, **{**self.fields, **fields})
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e6,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+FAMILIES: Mapping[str, Family] = {
+    # KV heads: of each rank two, of two ranks one, of each rank one, and so on; layers: no multiple of 2 x 2 chunks.
+    "llama": Family(
+        kind="llama",
+        fields={
+            "num_hidden_layers": 5,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 6,
+            "intermediate_size": 44,
+            "vocab_size": 101,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": LLAMA3_ROPE,
+        },
+        tp=2,
+    ),
+    "mistral": Family(
+        kind="mistral",
+        fields={
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 10,
+            "intermediate_size": 50,
+            "vocab_size": 103,
+            "sliding_window": None,
+        },
+        tp=2,
+    ),
+    "qwen2": Family(
+        kind="qwen2",
+        fields={
+            "num_hidden_layers": 5,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "hidden_size": 36,
+            "intermediate_size": 45,
+            "vocab_size": 101,
+            "tie_word_embeddings": True,
+        },
+        tp=3,
+    ),
+    "qwen3": Family(
+        kind="qwen3",
+        fields={
+            "num_hidden_layers": 7,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 10,
+            "intermediate_size": 44,
+            "vocab_size": 107,
+        },
+        tp=4,
+    ),
+    "gpt2": Family(
+        kind="gpt2",
+        fields={"n_layer": 7, "n_head": 4, "n_inner": 52, "vocab_size": 101, "n_positions": 23},
+        tp=2,
+    ),
+}
