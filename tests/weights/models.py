@@ -58,6 +58,7 @@ def mistral_config(**changes: Any) -> dict[str, Any]:
     config = {
         "architectures": ["MistralForCausalLM"],
         "model_type": "mistral",
+        "hidden_size": 24,
         "num_key_value_heads": 1,
         "sliding_window": None,
         "head_dim": None,

@@ -1,173 +1,90 @@
-"""Specs against transformers' own models, and against fused weights built by hand."""
+"""What Megatron is told of each family; what is refused; how layers are spread over stages."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megarl.types import Layout
-from megarl.weights.regions import ShardMap
 from megarl.weights.specs import UnsupportedModelError, model_spec
-from tests.weights.models import Arrays, held, llama_config, numbered, qwen2_config
-
-CONFIGS = {
-    "qwen2": qwen2_config(),
-    "qwen2-tied": qwen2_config(tie_word_embeddings=True),
-    "llama": llama_config(),
-    "llama-biased": llama_config(attention_bias=True, mlp_bias=True),
-}
-
-
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_canonical_tensors_are_those_of_transformers(config: dict[str, Any]) -> None:
-    fields = {name: value for name, value in config.items() if name != "architectures"}
-    hf = AutoConfig.for_model(**fields, num_labels=1)
-    spec = model_spec(config)
-    with torch.device("meta"):
-        for head, model in {
-            "lm": AutoModelForCausalLM.from_config(hf),
-            "score": AutoModelForSequenceClassification.from_config(hf),
-        }.items():
-            expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
-            assert {name: info.shape for name, info in spec.canonical(head).items()} == expected
-
-
-def megatron_by_hand(config: dict[str, Any], hf: Arrays, tp: int, rank: int, layer: int) -> Arrays:
-    """Megatron's fused tensors of a layer on one TP rank, by reshaping and chunking whole tensors."""
-    groups, heads = config["num_key_value_heads"], config["num_attention_heads"]
-    prefix = f"model.layers.{layer}."
-
-    def chunk(array: np.ndarray, axis: int = 0) -> np.ndarray:
-        return np.split(array, tp, axis)[rank]
-
-    def fused_qkv(kind: str) -> np.ndarray:
-        q, k, v = (hf[f"{prefix}self_attn.{name}_proj.{kind}"] for name in "qkv")
-        head_dim = q.shape[0] // heads
-        grouped = [x.reshape(groups, -1, head_dim, *x.shape[1:]) for x in (q, k, v)]
-        return chunk(np.concatenate(grouped, axis=1).reshape(-1, *q.shape[1:]))
-
-    def gate_up(kind: str) -> np.ndarray:
-        return np.concatenate([chunk(hf[f"{prefix}mlp.{name}_proj.{kind}"]) for name in ("gate", "up")])
-
-    arrays = {
-        "input_layernorm.weight": hf[f"{prefix}input_layernorm.weight"],
-        "self_attention.linear_qkv.weight": fused_qkv("weight"),
-        "self_attention.linear_proj.weight": chunk(hf[f"{prefix}self_attn.o_proj.weight"], 1),
-        "pre_mlp_layernorm.weight": hf[f"{prefix}post_attention_layernorm.weight"],
-        "mlp.linear_fc1.weight": gate_up("weight"),
-        "mlp.linear_fc2.weight": chunk(hf[f"{prefix}mlp.down_proj.weight"], 1),
-    }
-    if config["model_type"] == "qwen2" or config.get("attention_bias"):
-        arrays["self_attention.linear_qkv.bias"] = fused_qkv("bias")
-    if config.get("attention_bias"):
-        arrays["self_attention.linear_proj.bias"] = hf[f"{prefix}self_attn.o_proj.bias"]
-        arrays["mlp.linear_fc1.bias"] = gate_up("bias")
-        arrays["mlp.linear_fc2.bias"] = hf[f"{prefix}mlp.down_proj.bias"]
-    return arrays
-
-
-def padded(array: np.ndarray, rows: int) -> np.ndarray:
-    return np.concatenate([array, np.zeros((rows - len(array), *array.shape[1:]), array.dtype)])
-
-
-def assert_holds(shard: ShardMap, hf: Arrays, expected: Arrays) -> None:
-    actual = held(shard, hf)
-    assert actual.keys() == expected.keys()
-    for name, array in expected.items():
-        np.testing.assert_array_equal(actual[name], array, err_msg=name)
-
-
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize(
-    "layout", [Layout(), Layout(tp=2, dp=2), Layout(tp=2, pp=2), Layout(pp=2, vpp=2)], ids=["1", "tp", "tp-pp", "vpp"]
+from megarl.weights.specs.stages import chunk_layers
+from tests.weights.models import (
+    gpt2_config,
+    llama_config,
+    mistral_config,
+    mixtral_config,
+    qwen2_config,
+    qwen3_config,
+    qwen3_moe_config,
 )
-@pytest.mark.parametrize("head", ["lm", "value"])
-def test_megatron_maps_are_megatrons_fused_weights(config: dict[str, Any], layout: Layout, head: str) -> None:
-    spec = model_spec(config)
-    hf = numbered(spec.canonical(head))
-    tied = config["tie_word_embeddings"] and head == "lm"
-    for rank in range(layout.world_size):
-        at = layout.coords(rank)
-        rows = spec.padded_vocab(layout.tp)
-        assert rows % (64 * layout.tp) == 0
-        assert 0 <= rows - config["vocab_size"] < 64 * layout.tp
 
-        def vocab(name: str, rows: int = rows, tp: int = at.tp) -> np.ndarray:
-            return np.split(padded(hf[name], rows), layout.tp)[tp]
-
-        expected: Arrays = {}
-        if at.pp == 0:
-            expected["0:embedding.word_embeddings.weight"] = vocab("model.embed_tokens.weight")
-        per_chunk = 4 // (layout.pp * layout.vpp)
-        for chunk in range(layout.vpp):
-            for i in range(per_chunk):
-                layer = (chunk * layout.pp + at.pp) * per_chunk + i
-                fused = megatron_by_hand(config, hf, layout.tp, at.tp, layer)
-                expected |= {f"{chunk}:decoder.layers.{i}.{name}": array for name, array in fused.items()}
-        if at.pp == layout.pp - 1:
-            last = layout.vpp - 1
-            expected[f"{last}:decoder.final_layernorm.weight"] = hf["model.norm.weight"]
-            output = f"{last}:output_layer.weight"
-            if head == "value":
-                expected[output] = hf["score.weight"]
-            elif not tied:
-                expected[output] = vocab("lm_head.weight")
-            elif layout.pp > 1:
-                expected[output] = vocab("model.embed_tokens.weight")
-        assert_holds(spec.megatron_map(layout, rank, head), hf, expected)
+RMS = {"normalization": "RMSNorm", "gated_linear_unit": True}
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_vllm_maps_are_vllms_fused_weights(config: dict[str, Any], tp: int) -> None:
-    spec = model_spec(config)
-    hf = numbered(spec.canonical())
-    kv_heads, rows = config["num_key_value_heads"], -(-config["vocab_size"] // 64) * 64
-    biases = [kind for kind in ("weight", "bias") if f"model.layers.0.self_attn.q_proj.{kind}" in hf]
-    for rank in range(tp):
-        expected = {"model.embed_tokens.weight": np.split(padded(hf["model.embed_tokens.weight"], rows), tp)[rank]}
-        for i in range(4):
-            prefix = f"model.layers.{i}."
-            for kind in biases:
-                q, k, v = (hf[f"{prefix}self_attn.{name}_proj.{kind}"] for name in "qkv")
-                kv = [np.split(x, min(tp, kv_heads))[rank * min(tp, kv_heads) // tp] for x in (k, v)]
-                expected[f"{prefix}self_attn.qkv_proj.{kind}"] = np.concatenate([np.split(q, tp)[rank], *kv])
-            for kind in ("weight", "bias"):
-                if f"{prefix}mlp.gate_proj.{kind}" in hf:
-                    parts = [np.split(hf[f"{prefix}mlp.{name}_proj.{kind}"], tp)[rank] for name in ("gate", "up")]
-                    expected[f"{prefix}mlp.gate_up_proj.{kind}"] = np.concatenate(parts)
-            for name in ("self_attn.o_proj", "mlp.down_proj"):
-                expected[f"{prefix}{name}.weight"] = np.split(hf[f"{prefix}{name}.weight"], tp, axis=1)[rank]
-                if f"{prefix}{name}.bias" in hf:
-                    expected[f"{prefix}{name}.bias"] = hf[f"{prefix}{name}.bias"]
-            for name in ("input_layernorm", "post_attention_layernorm"):
-                expected[f"{prefix}{name}.weight"] = hf[f"{prefix}{name}.weight"]
-        expected["model.norm.weight"] = hf["model.norm.weight"]
-        if "lm_head.weight" in hf:
-            expected["lm_head.weight"] = np.split(padded(hf["lm_head.weight"], rows), tp)[rank]
-        assert_holds(spec.vllm_map(tp, rank), hf, expected)
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (llama_config(), {**RMS, "layernorm_epsilon": 1e-5, "add_qkv_bias": False, "add_bias_linear": False}),
+        (llama_config(attention_bias=True, mlp_bias=True), {**RMS, "add_bias_linear": True}),
+        (mistral_config(), {**RMS, "num_query_groups": 1, "kv_channels": 6}),
+        (qwen2_config(), {**RMS, "num_query_groups": 2, "add_qkv_bias": True, "add_bias_linear": False}),
+        (qwen3_config(), {**RMS, "qk_layernorm": True, "add_qkv_bias": False, "kv_channels": 10}),
+        (
+            gpt2_config(),
+            {
+                "normalization": "LayerNorm",
+                "gated_linear_unit": False,
+                "add_bias_linear": True,
+                "ffn_hidden_size": 80,
+                "num_query_groups": 4,
+                "kv_channels": 5,
+            },
+        ),
+        (
+            mixtral_config(),
+            {
+                **RMS,
+                "num_moe_experts": 3,
+                "moe_ffn_hidden_size": 24,
+                "moe_router_topk": 2,
+                "moe_router_pre_softmax": False,
+            },
+        ),
+        (
+            qwen3_moe_config(),
+            {
+                **RMS,
+                "qk_layernorm": True,
+                "num_moe_experts": 4,
+                "moe_ffn_hidden_size": 12,
+                "moe_router_pre_softmax": False,
+            },
+        ),
+        (qwen3_moe_config(norm_topk_prob=False), {"moe_router_pre_softmax": True}),
+    ],
+    ids=lambda value: value.get("model_type", ""),
+)
+def test_what_megatron_is_told(config: dict[str, Any], expected: dict[str, Any]) -> None:
+    arguments = model_spec(config).transformer(2)
+    assert {name: arguments.transformer[name] for name in expected} == expected
+    assert arguments.gpt["vocab_size"] == 128 * -(-config["vocab_size"] // 128)
+    if config["model_type"] == "gpt2":
+        assert (arguments.activation, arguments.gpt["position_embedding_type"]) == ("gelu_tanh", "learned_absolute")
+        assert arguments.gpt["max_sequence_length"] == 48
+        assert arguments.gpt["share_embeddings_and_output_weights"]
+    else:
+        assert (arguments.activation, arguments.gpt["position_embedding_type"]) == ("silu", "rope")
+        assert not arguments.gpt["share_embeddings_and_output_weights"]
 
 
-def test_parameters_of_a_module_are_loaded_together() -> None:
-    shard = model_spec(CONFIGS["llama-biased"]).vllm_map(2, 0)
-    modules = [name.rpartition(".")[0] for name in shard.params]
-    starts = [module for i, module in enumerate(modules) if i == 0 or modules[i - 1] != module]
-    assert len(starts) == len(set(starts))
-
-
-def test_megatron_arguments() -> None:
-    arguments = model_spec(CONFIGS["qwen2-tied"]).transformer(2)
-    assert arguments.transformer["num_query_groups"] == 2
-    assert arguments.transformer["kv_channels"] == 6
-    assert arguments.transformer["add_qkv_bias"]
-    assert not arguments.transformer["add_bias_linear"]
-    assert arguments.gpt["vocab_size"] == 256
-    assert arguments.gpt["share_embeddings_and_output_weights"]
-    assert not model_spec(CONFIGS["qwen2-tied"]).transformer(2, "value").gpt["share_embeddings_and_output_weights"]
+def test_a_value_head_is_not_tied() -> None:
+    spec = model_spec(qwen2_config(tie_word_embeddings=True))
+    assert spec.transformer(1).gpt["share_embeddings_and_output_weights"]
+    assert not spec.transformer(1, "value").gpt["share_embeddings_and_output_weights"]
 
 
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
@@ -203,6 +120,43 @@ def test_unsupported_models_are_refused_with_all_reasons() -> None:
         model_spec(qwen2_config(model_type="llama"))
 
 
+@pytest.mark.parametrize(
+    ("config", "reasons"),
+    [
+        (mistral_config(sliding_window=4096), ["sliding_window: 4096 is not supported"]),
+        (
+            {name: value for name, value in mistral_config().items() if name != "sliding_window"},
+            ["sliding_window: 4096 is not supported"],  # what transformers assumes
+        ),
+        (
+            qwen3_config(attention_bias=True, layer_types=["full_attention", "sliding_attention"]),
+            ["attention_bias: True is not supported", "layer_types: sliding_attention"],
+        ),
+        (
+            gpt2_config(activation_function="relu", scale_attn_by_inverse_layer_idx=True, n_head=None),
+            [
+                "activation_function: 'relu' is not supported (only gelu_new, gelu_pytorch_tanh)",
+                "scale_attn_by_inverse_layer_idx: True",
+                "n_head: None is not a positive integer",
+            ],
+        ),
+        (mixtral_config(num_experts_per_tok=1), ["num_experts_per_tok: 1 is not supported"]),
+        (mixtral_config(num_experts_per_tok=4, router_jitter_noise=0.1), ["4 exceeds the 3", "router_jitter_noise"]),
+        (
+            qwen3_moe_config(mlp_only_layers=[0], decoder_sparse_step=2, shared_expert_intermediate_size=8),
+            ["mlp_only_layers: [0]", "decoder_sparse_step: 2", "shared_expert_intermediate_size: 8"],
+        ),
+        (llama_config(quantization_config={"bits": 4}, partial_rotary_factor=0.5), ["quantization", "partial_rotary"]),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_unsupported_features_are_refused_by_name(config: dict[str, Any], reasons: list[str]) -> None:
+    with pytest.raises(UnsupportedModelError) as error:
+        model_spec(config)
+    for reason in reasons:
+        assert reason in str(error.value)
+
+
 def test_layouts_that_do_not_fit_are_refused_with_all_reasons() -> None:
     spec = model_spec(qwen2_config())
     with pytest.raises(
@@ -211,3 +165,36 @@ def test_layouts_that_do_not_fit_are_refused_with_all_reasons() -> None:
         spec.megatron_map(Layout(tp=3, pp=3, vpp=2, dp=2, ep=2), 0)
     with pytest.raises(ValueError, match="tp 3 does not divide"):
         spec.vllm_map(3, 0)
+    with pytest.raises(ValueError, match="ep 3 does not divide the 4 experts"):
+        model_spec(qwen3_moe_config()).megatron_map(Layout(dp=3, ep=3), 0)
+    with pytest.raises(ValueError, match="neither of tp 4 and the 6 KV heads divides the other"):
+        model_spec(llama_config(num_attention_heads=12, num_key_value_heads=6)).megatron_map(Layout(tp=4), 0)
+    with pytest.raises(ValueError, match="tp 4 exceeds the 3 experts"):
+        model_spec(mixtral_config()).vllm_map(4, 0)
+
+
+def test_the_first_and_last_stages_are_the_shorter_ones() -> None:
+    def sizes(layers: int, **layout: int) -> list[list[int]]:
+        of = Layout(**layout)
+        return [[len(chunk_layers(layers, of, stage, chunk)) for stage in range(of.pp)] for chunk in range(of.vpp)]
+
+    assert sizes(126, pp=16) == [[7, *[8] * 14, 7]]
+    assert sizes(5, pp=3) == [[2, 2, 1]]
+    assert sizes(4, pp=3) == [[1, 2, 1]]
+    assert sizes(11, pp=3, vpp=2) == [[2, 2, 2], [2, 2, 1]]
+    assert sizes(8, pp=3, vpp=2) == [[1, 1, 1], [2, 2, 1]]
+
+
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 4))
+def test_stages_are_balanced(layers: int, pp: int, vpp: int) -> None:
+    layout = Layout(pp=pp, vpp=vpp)
+    chunks = {(chunk, stage): chunk_layers(layers, layout, stage, chunk) for chunk in range(vpp) for stage in range(pp)}
+    assert [layer for at in sorted(chunks) for layer in chunks[at]] == list(range(layers))
+    sizes = {at: len(chunk) for at, chunk in chunks.items()}
+    stages: Counter[int] = Counter()
+    for (_, stage), size in sizes.items():
+        stages[stage] += size
+    for spread in (sizes.values(), [stages[stage] for stage in range(pp)]):
+        assert max(spread) - min(spread) <= 1
+    assert sizes[vpp - 1, pp - 1] == min(sizes.values())
+    assert stages[pp - 1] == min(stages.values())

@@ -1,0 +1,99 @@
+"""Specs against the files that transformers writes for tiny models: names, shapes, values and config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from megarl.types import Layout
+from megarl.weights.files import CheckpointError, HFDirectory, load_shard, read_config
+from megarl.weights.specs import FAMILIES, model_spec
+from tests.weights.models import (
+    gpt2_config,
+    llama_config,
+    mistral_config,
+    mixtral_config,
+    qwen2_config,
+    qwen3_config,
+    qwen3_moe_config,
+)
+
+CONFIGS = {
+    "llama": llama_config(),
+    "llama-biased": llama_config(attention_bias=True, mlp_bias=True),
+    "mistral": mistral_config(),
+    "qwen2": qwen2_config(),
+    "qwen2-tied": qwen2_config(tie_word_embeddings=True),
+    "qwen3": qwen3_config(),
+    "qwen3-tied": qwen3_config(tie_word_embeddings=True),
+    "gpt2": gpt2_config(),
+    "gpt2-untied": gpt2_config(tie_word_embeddings=False, n_inner=36),
+    "mixtral": mixtral_config(),
+    "mixtral-tied": mixtral_config(tie_word_embeddings=True),
+    "qwen3_moe": qwen3_moe_config(),
+}
+
+
+def test_every_family_is_tested() -> None:
+    assert {config["model_type"] for config in CONFIGS.values()} == set(FAMILIES)
+
+
+def save(directory: Path, config: dict[str, Any], head: str = "lm") -> None:
+    fields = {name: value for name, value in config.items() if name != "architectures"}
+    make = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
+    torch.manual_seed(0)
+    make.from_config(AutoConfig.for_model(**fields, num_labels=1)).save_pretrained(directory)
+
+
+@pytest.mark.parametrize("head", ["lm", "score"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_canonical_tensors_are_those_that_transformers_writes(tmp_path: Path, name: str, head: str) -> None:
+    save(tmp_path, CONFIGS[name], head)
+    written = HFDirectory(tmp_path).tensors
+    spec = model_spec(read_config(tmp_path))  # as transformers writes it, defaults included
+    assert spec.head == head
+    assert spec.canonical(head) == written
+    stated = model_spec(CONFIGS[name])
+    assert (stated.canonical(head), stated.transformer(2), stated.rope) == (written, spec.transformer(2), spec.rope)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configs_that_are_written_again_are_read_alike(tmp_path: Path, name: str) -> None:
+    save(tmp_path, CONFIGS[name])
+    spec = model_spec(read_config(tmp_path))
+    for head in ("lm", "score"):
+        again = model_spec(spec.hf_config(head))
+        assert again.head == head
+        assert (again.dims, again.dtype, again.tied) == (spec.dims, spec.dtype, spec.tied)
+        AutoConfig.for_model(**spec.hf_config(head))
+
+
+def test_gpt2_files_without_a_prefix_and_with_masks_are_read(tmp_path: Path) -> None:
+    """As the first GPT-2 checkpoints are: the bare model's names, and its causal masks as tensors."""
+    save(tmp_path, gpt2_config())
+    spec = model_spec(read_config(tmp_path))
+    shard = spec.megatron_map(Layout(tp=2), 1)
+    expected = load_shard(shard, tmp_path, spec.manifest())
+
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in stored.items()}
+    for layer in range(4):
+        bare[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 48, 48, dtype=torch.bool).tril()
+        bare[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(bare, file)
+    actual = load_shard(shard, tmp_path, spec.manifest())
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(tensor, actual[name]) for name, tensor in expected.items())
+
+    save_file(bare | {"h.0.attn.c_attn.bias": torch.ones(60, dtype=torch.int32)}, file)
+    with pytest.raises(CheckpointError, match=r"of another dtype: h\.0\.attn\.c_attn\.bias is I32"):
+        HFDirectory(tmp_path).check(spec.manifest())
+    save_file(bare | {"transformer.wte.weight": stored["transformer.wte.weight"].clone()}, file)
+    with pytest.raises(CheckpointError, match=r"twice: wte\.weight is transformer\.wte\.weight"):
+        HFDirectory(tmp_path).check(spec.manifest())
