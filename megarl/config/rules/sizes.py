@@ -30,6 +30,9 @@ _OWN: Mapping[str, Mapping[What, str]] = {
 }
 """Where a kind of model differs from the usual, by its model_type. A model without a name for them has no experts."""
 
+_ALSO: Mapping[str, str] = {"num_experts": "num_local_experts"}
+"""What fields are called by transformers from 5 on."""
+
 _OPTIONAL: Mapping[str, tuple[What, ...]] = {"gpt2": ("ffn",)}
 """What a kind derives where its configuration is silent."""
 
@@ -45,7 +48,9 @@ class Size:
 def field_of(hf: Mapping[str, Any], what: What) -> str | None:
     """The field of a config.json that gives a size; None for experts of a model that has none."""
     own = _OWN.get(str(hf.get("model_type")), {})
-    return own.get(what) or _USUAL.get(what)
+    field = own.get(what) or _USUAL.get(what)
+    also = _ALSO.get(field or "")
+    return also if also in hf and field not in hf else field
 
 
 def size_of(hf: Mapping[str, Any], what: What) -> Size | None:
