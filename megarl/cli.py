@@ -1,4 +1,4 @@
-"""The command line: ``megarl train | plan | doctor``. A mistake of the user is one message and exit code 2."""
+"""The command line: ``megarl train | plan | convert | doctor``. A mistake of the user: one message, exit code 2."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+
+from megarl.convert.cli import app as convert
 
 if TYPE_CHECKING:
     from megarl.config import RunConfig
@@ -17,6 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(convert)
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Settings to override.")]

@@ -1,0 +1,177 @@
+"""``megarl convert import | export | verify | inspect``; the same as ``python -m tools.checkpoint_convert``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+
+import typer
+
+from megarl.types import RoleName
+
+if TYPE_CHECKING:
+    from megarl.convert.memory import Resources
+
+app = typer.Typer(
+    name="convert",
+    help="Convert checkpoints between Hugging Face's layout and Megatron-LM's; export, verify and inspect them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+DtypeName = Literal["float64", "float32", "float16", "bfloat16"]
+HF = Annotated[Path, typer.Option("--hf", help="Hugging Face directory: config.json and weights.")]
+Template = Annotated[
+    Path | None,
+    typer.Option("--hf", help="Directory with the model's config.json and tokenizer, where CHECKPOINT has none."),
+]
+From = Annotated[
+    Path,
+    typer.Option("--checkpoint", help="Megatron-LM's save directory, or the directory of a run; or one checkpoint."),
+]
+Out = Annotated[Path, typer.Option("--out", help="Directory to make; it appears when it is complete.")]
+Role = Annotated[RoleName | None, typer.Option("--role", help="Of a run; its actor by default.")]
+Step = Annotated[int | None, typer.Option("--step", min=0, help="Which checkpoint; the latest by default.")]
+Dtype = Annotated[DtypeName | None, typer.Option("--dtype", help="Cast the weights; they keep their own by default.")]
+Budget = Annotated[str, typer.Option("--memory-budget", help="Of all processes together, as 512MiB or 4GiB.")]
+Processes = Annotated[int, typer.Option("--processes", min=1, help="That read and write at the same time.")]
+AllowPickle = Annotated[
+    bool, typer.Option("--allow-pickle", help="Read pickle files, which could run code: trust them first.")
+]
+MaxFileSize = Annotated[str, typer.Option("--max-file-size", help="Of a safetensors file, as 5GB.")]
+Logits = Annotated[bool, typer.Option("--logits", help="Compare the logits of transformers and Megatron too.")]
+
+
+@app.command("import")
+def import_(
+    hf: HF,
+    out: Out,
+    dtype: Dtype = None,
+    memory_budget: Budget = "4GiB",
+    processes: Processes = 1,
+    allow_pickle: AllowPickle = False,
+) -> None:
+    """Make a Megatron checkpoint, which any layout loads, of a Hugging Face directory."""
+    with _told():
+        from megarl.convert.importing import import_checkpoint
+
+        resources = _resources(memory_budget, processes)
+        import_checkpoint(hf, out, resources=resources, dtype=dtype, allow_pickle=allow_pickle)
+    typer.echo(f"{out} is complete")
+
+
+@app.command("export")
+def export(
+    checkpoint: From,
+    out: Out,
+    hf: Template = None,
+    role: Role = None,
+    step: Step = None,
+    dtype: Dtype = None,
+    max_file_size: MaxFileSize = "5GB",
+    memory_budget: Budget = "4GiB",
+    processes: Processes = 1,
+) -> None:
+    """Make a Hugging Face directory of a checkpoint, Megatron-LM's or a run's."""
+    with _told():
+        from megarl.convert.exporting import export_checkpoint
+        from megarl.convert.memory import parse_bytes
+
+        export_checkpoint(
+            checkpoint,
+            out,
+            resources=_resources(memory_budget, processes),
+            template=hf,
+            role=role,
+            step=step,
+            dtype=dtype,
+            max_file_bytes=parse_bytes(max_file_size),
+        )
+    typer.echo(f"{out} is complete")
+
+
+@app.command("verify")
+def verify(
+    hf: HF,
+    checkpoint: From,
+    role: Role = None,
+    step: Step = None,
+    dtype: Dtype = None,
+    logits: Logits = False,
+    memory_budget: Budget = "4GiB",
+    processes: Processes = 1,
+    allow_pickle: AllowPickle = False,
+) -> None:
+    """Compare a checkpoint with a Hugging Face directory, bit for bit; exit with 1 and a list where they differ."""
+    with _told():
+        from megarl.convert.verifying import compare
+
+        count, different = compare(
+            hf,
+            checkpoint,
+            resources=_resources(memory_budget, processes),
+            role=role,
+            step=step,
+            dtype=dtype,
+            allow_pickle=allow_pickle,
+        )
+        if different:
+            _stop("\n  ".join([f"{len(different)} of {count} tensors differ:", *different]), exit_code=1)
+        typer.echo(f"{count} tensors are equal, bit for bit")
+        if logits:
+            from megarl.convert.logits import compare_logits
+
+            agreement = compare_logits(hf, checkpoint, role=role, step=step)
+            if not agreement.holds:
+                _stop(str(agreement), exit_code=1)
+            typer.echo(str(agreement))
+
+
+@app.command("inspect")
+def inspect(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="As of --checkpoint of export.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    role: Role = None,
+    step: Step = None,
+    allow_pickle: AllowPickle = False,
+) -> None:
+    """Say what a checkpoint holds: sizes, dtypes, the layout that wrote it, its version."""
+    with _told():
+        from megarl.convert import inspecting
+
+        held = inspecting.inspect(checkpoint, role=role, step=step, allow_pickle=allow_pickle)
+        typer.echo(json.dumps(held, indent=1) if as_json else inspecting.report(held))
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Ends the command with an error's own message: exit code 2 for the user's mistakes, 1 for broken files."""
+    from megarl.checkpoint import BrokenCheckpointError
+    from megarl.convert.errors import BrokenError, UsageError
+    from megarl.convert.running import WorkerError
+    from megarl.weights.files import CheckpointError
+    from megarl.weights.matching import PlanError
+
+    try:
+        yield
+    except UsageError as error:
+        _stop(str(error), exit_code=2)
+    except (BrokenError, BrokenCheckpointError, CheckpointError, PlanError, WorkerError) as error:
+        _stop(str(error), exit_code=1)
+    except OSError as error:
+        _stop(f"{error.filename or 'a file'}: {error.strerror}", exit_code=1)
+
+
+def _resources(memory_budget: str, processes: int) -> Resources:
+    from megarl.convert.memory import Resources, parse_bytes
+
+    return Resources(memory=parse_bytes(memory_budget), processes=processes)
+
+
+def _stop(message: str, *, exit_code: int) -> NoReturn:
+    typer.echo(message, err=True)
+    raise typer.Exit(exit_code) from None
