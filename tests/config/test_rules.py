@@ -132,7 +132,7 @@ BROKEN: Cases = {
         (["critic.path=/nowhere"], "critic.path", "readable config.json"),
     ],
     model.architecture_is_known: [
-        (["model.random.config.model_type=gpt2"], "model.random.config.model_type", "one of llama, qwen2"),
+        (["model.random.config.model_type=opt"], "model.random.config.model_type", "one of llama, mistral, qwen2"),
         (["model.random.config.vocab_size=null"], "model.random.config.vocab_size", "required"),
     ],
     model.layouts_split_the_model: [
