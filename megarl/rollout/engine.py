@@ -6,6 +6,7 @@ import gc
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
@@ -158,12 +159,14 @@ class RolloutEngine:
             version: of the policy; not below the one before.
 
         Returns:
-            What each rank received.
+            What each rank received; the stage ``reset`` is of the prefix cache.
 
         Raises:
-            RuntimeError: the sync was aborted, with the reason of the rank that failed first; or the engine is not in a
-                state to be written to.
+            SyncError: the sync was aborted, with the reason of the rank that failed first.
+            RuntimeError: the engine is not in a state to be written to.
         """
+        from megarl.resharding import SyncError
+
         self._state.begin_sync()
         self._transfer("start_weight_update")
         self._transfer("update_weights", {"version": version})
@@ -171,9 +174,15 @@ class RolloutEngine:
         outcomes = self._outcomes()
         if not all(outcome.consistent for outcome in outcomes):
             self._state.mix()
-        stats = self._values("receive", outcomes)
+        if aborted := next((outcome.aborted for outcome in outcomes if outcome.aborted), ""):
+            raise SyncError(aborted)
+        received: list[SyncStats] = self._values("receive", outcomes)
+        start = perf_counter()
         self._commit(version)
-        return stats
+        reset = perf_counter() - start
+        for stats in received:
+            stats.seconds["reset"] = reset
+        return received
 
     def sleep(self) -> None:
         """Gives up the memory of the weights and of the KV cache; on a CPU vLLM keeps it."""

@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
-from megarl.resharding import GlooTransport, Receiver, SyncSpec
+from megarl.resharding import GlooTransport, Receiver, SyncError, SyncSpec
 from megarl.rollout.live_weights import LiveWeights
 from megarl.weights.regions import ShardMap
 
@@ -34,11 +34,13 @@ class Outcome:
     Args:
         value: what it returned.
         error: the traceback; empty where it returned.
+        aborted: the reason of an aborted sync, the same on all its ranks; empty where it was not that.
         consistent: whether the weights are all of one version.
     """
 
     value: Any = None
     error: str = ""
+    aborted: str = ""
     consistent: bool = True
 
 
@@ -156,9 +158,10 @@ class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
         self.outcome = Outcome()
         try:
             yield
-        except Exception:
+        except Exception as error:
             consistent = self._receiver is None or self._receiver.consistent
-            self.outcome = Outcome(error=traceback.format_exc(), consistent=consistent)
+            aborted = str(error) if isinstance(error, SyncError) else ""
+            self.outcome = Outcome(error=traceback.format_exc(), aborted=aborted, consistent=consistent)
 
 
 def _unlink_shared_memory() -> None:
