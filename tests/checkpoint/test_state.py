@@ -16,12 +16,15 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megarl.files import FileRecord
 from megarl.types import Layout, RoleName
 from tests.checkpoint.training import Snapshot, canonical, make_roles, restore, save, snapshot, train
+from tests.megatron.families import FAMILIES
 from tests.megatron.tiny import save_model
 from tests.pool import RankPool
 
 pytestmark = pytest.mark.dist
 
 Roles = Mapping[RoleName, Layout]
+Model = tuple[str, dict[str, Any]]
+"""A kind of model, and fields of its config."""
 
 
 def _interrupted(
@@ -48,8 +51,10 @@ def _interrupted(
     return results
 
 
-TIED, UNTIED = True, False
-CASES: dict[str, tuple[Roles, bool, torch.dtype]] = {
+TIED: Model = "qwen2", {"tie_word_embeddings": True}
+UNTIED: Model = "qwen2", {}
+GPT2: Model = "gpt2", {"n_layer": 5}  # transposed, and in stages of unequal lengths
+CASES: dict[str, tuple[Roles, Model, torch.dtype]] = {
     "PP2 x TP2 and DP4": ({"actor": Layout(tp=2, pp=2), "critic": Layout(dp=4)}, TIED, torch.float32),
     "DP2 x TP2 with SP and PP4": (
         {"actor": Layout(tp=2, dp=2, sequence_parallel=True), "reward": Layout(pp=4)},
@@ -57,19 +62,20 @@ CASES: dict[str, tuple[Roles, bool, torch.dtype]] = {
         torch.bfloat16,
     ),
     "PP2 x DP2 and TP2 x DP2": ({"actor": Layout(pp=2, dp=2), "critic": Layout(tp=2, dp=2)}, TIED, torch.bfloat16),
-    "PP2 interleaved and PP2": ({"actor": Layout(pp=2, vpp=2), "reward": Layout(pp=2)}, TIED, torch.float32),
+    "PP2 interleaved and PP2": ({"actor": Layout(pp=2, vpp=2), "reward": Layout(pp=2)}, GPT2, torch.float32),
 }
 
 
-@pytest.mark.parametrize(("layouts", "tied", "dtype"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("layouts", "model", "dtype"), CASES.values(), ids=CASES)
 def test_resumed_roles_go_on_bit_for_bit(
-    pool: RankPool, tmp_path: Path, layouts: Roles, tied: bool, dtype: torch.dtype
+    pool: RankPool, tmp_path: Path, layouts: Roles, model: Model, dtype: torch.dtype
 ) -> None:
+    kind, fields = model
     models: dict[RoleName, Path] = {}
     others: dict[RoleName, Path] = {}
     for seed, name in enumerate(layouts):
-        models[name] = save_model(tmp_path / f"{name}-model", seed=seed, tie_word_embeddings=tied)
-        others[name] = save_model(tmp_path / f"{name}-other", seed=seed + 10, tie_word_embeddings=tied)
+        models[name] = save_model(tmp_path / f"{name}-model", kind, seed, **fields)
+        others[name] = save_model(tmp_path / f"{name}-other", kind, seed + 10, **fields)
     world = next(iter(layouts.values())).world_size
     results = pool.run(_interrupted, models, others, layouts, dtype, tmp_path, world_size=world, timeout=240)
     for result in results:
@@ -110,13 +116,20 @@ ELSEWHERE = [Layout(), Layout(tp=4), Layout(pp=4), Layout(dp=3), Layout(tp=2, dp
 
 
 @pytest.mark.parametrize("name", ["actor", "critic"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_any_layout_loads_what_any_other_saved(pool: RankPool, tmp_path: Path, name: RoleName, tied: bool) -> None:
-    """Weights and moments are exact, where vocabularies are padded differently, too."""
-    model = save_model(tmp_path / "model", tie_word_embeddings=tied)
-    other = save_model(tmp_path / "other", seed=1, tie_word_embeddings=tied)
-    dtype = torch.bfloat16 if tied else torch.float32
-    layout = Layout(tp=2, pp=2) if tied else Layout(tp=2, dp=2)
+@pytest.mark.parametrize(
+    ("family", "layout", "dtype"),
+    [("gpt2", Layout(tp=2, pp=2), torch.bfloat16), ("qwen3", Layout(tp=2, dp=2), torch.float32)],
+    ids=["gpt2", "qwen3"],
+)
+def test_any_layout_loads_what_any_other_saved(
+    pool: RankPool, tmp_path: Path, name: RoleName, family: str, layout: Layout, dtype: torch.dtype
+) -> None:
+    """Weights and moments are exact: transposed, tied, of heads that ranks share, and however vocabularies are padded.
+
+    The layers are seven, which no number of stages divides.
+    """
+    model = FAMILIES[family].save(tmp_path / "model")
+    other = FAMILIES[family].save(tmp_path / "other", seed=1)
     saved = pool.run(_saved, model, name, layout, dtype, 2, tmp_path / name, world_size=4)
     expected = canonical([held for held, _ in saved])
     assert all(values.isfinite().all() for values in expected.values())
