@@ -78,6 +78,18 @@ def qwen3_config(**changes: Any) -> dict[str, Any]:
     return qwen2_config() | config | changes
 
 
+def phi3_config(**changes: Any) -> dict[str, Any]:
+    """A Phi-3 with two KV heads, whose files have queries, keys and values in one tensor."""
+    config = {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "hidden_size": 24,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+    }
+    return llama_config() | config | changes
+
+
 def gpt2_config(**changes: Any) -> dict[str, Any]:
     """A GPT-2 whose heads have an odd width, and whose MLP has the default one."""
     config = {

@@ -24,6 +24,7 @@ from tests.weights.models import (
     mistral_config,
     mixtral_config,
     numbered,
+    phi3_config,
     qwen2_config,
     qwen3_config,
     qwen3_moe_config,
@@ -36,6 +37,7 @@ CONFIGS = {
         mistral_config,
         qwen2_config,
         qwen3_config,
+        phi3_config,
         gpt2_config,
         mixtral_config,
         qwen3_moe_config,
@@ -94,11 +96,12 @@ def assert_holds(shard: ShardMap, hf: Arrays, expected: Arrays) -> None:
         np.testing.assert_array_equal(actual[name], array, err_msg=name)
 
 
-def assert_tiled(maps: Iterable[ShardMap], spec: ModelSpec, head: str, replicas: int) -> None:
+def assert_tiled(maps: Iterable[ShardMap], spec: ModelSpec, head: str, replicas: int, *, even: bool = True) -> None:
     """Every element of a canonical tensor is held, and by as many of the holders as any other one of the tensor.
 
     Args:
         replicas: how many times all holders together have everything, at least.
+        even: false where some elements of a tensor have more holders than others.
     """
     holders: Counter[tuple[str, Box]] = Counter()
     for shard in maps:
@@ -107,7 +110,8 @@ def assert_tiled(maps: Iterable[ShardMap], spec: ModelSpec, head: str, replicas:
     for (name, region), count in holders.items():
         counts[name][region.slices] += count
     for name, count in counts.items():
-        assert count.min() == count.max() >= replicas, name
+        assert count.min() >= replicas, name
+        assert count.min() == count.max() or not even, name
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -141,7 +145,8 @@ def test_vllm_maps_are_vllms_fused_weights(family: str, data: st.DataObject) -> 
     maps = [spec.vllm_map(tp, rank) for rank in range(tp)]
     for rank, shard in enumerate(maps):
         assert_holds(shard, hf, naive.vllm(naive.Model(config, hf), tp, rank))
-    assert_tiled(maps, spec, "lm", replicas=1)
+    shared = family == "phi3"  # KV heads that several ranks hold are in one tensor with queries
+    assert_tiled(maps, spec, "lm", replicas=1, even=not shared)
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -10,13 +10,14 @@ from megarl.weights.specs.gpt2 import GPT2
 from megarl.weights.specs.llama import LLAMA
 from megarl.weights.specs.mistral import MISTRAL
 from megarl.weights.specs.mixtral import MIXTRAL
+from megarl.weights.specs.phi3 import PHI3
 from megarl.weights.specs.qwen2 import QWEN2
 from megarl.weights.specs.qwen3 import QWEN3
 from megarl.weights.specs.qwen3_moe import QWEN3_MOE
 from megarl.weights.specs.reading import HFConfig
 
 FAMILIES: Mapping[str, Family] = {
-    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, MIXTRAL, QWEN3_MOE)
+    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GPT2, MIXTRAL, QWEN3_MOE)
 }
 """By HF's ``model_type``."""
 

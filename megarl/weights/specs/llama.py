@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megarl.weights.specs.blocks import FusedGateUp, FusedQKV
@@ -10,35 +11,33 @@ from megarl.weights.specs.elements import Element, Matrix, Names, RowParallel, V
 from megarl.weights.specs.family import Family, Table
 from megarl.weights.specs.reading import Reader
 
-
-def gated_mlp(*, bias: bool = False) -> tuple[Element, ...]:
-    """Llama's MLP."""
-    return (
-        FusedGateUp(
-            gate="mlp.gate_proj", up="mlp.up_proj", megatron="mlp.linear_fc1", vllm="mlp.gate_up_proj", bias=bias
-        ),
-        RowParallel(
-            names=Names(hf="mlp.down_proj", megatron="mlp.linear_fc2", vllm="mlp.down_proj"), inputs="ffn", bias=bias
-        ),
-    )
+QKV = FusedQKV(
+    query="self_attn.q_proj",
+    key="self_attn.k_proj",
+    value="self_attn.v_proj",
+    megatron="self_attention.linear_qkv",
+    vllm="self_attn.qkv_proj",
+)
+MLP_IN = FusedGateUp(gate="mlp.gate_proj", up="mlp.up_proj", megatron="mlp.linear_fc1", vllm="mlp.gate_up_proj")
+MLP_DOWN = RowParallel(names=Names(hf="mlp.down_proj", megatron="mlp.linear_fc2", vllm="mlp.down_proj"), inputs="ffn")
 
 
 def llama_table(
     read: Reader,
     *,
-    qkv_bias: bool = False,
-    linear_bias: bool = False,
+    qkv: FusedQKV = QKV,
     head_norms: tuple[Element, ...] = (),
-    mlp: tuple[Element, ...] | None = None,
+    mlp: tuple[Element, ...] = (MLP_IN, MLP_DOWN),
+    output_bias: bool = False,
     megatron: Mapping[str, Any] | None = None,
 ) -> Table:
     """Llama's tensors, which other families share.
 
     Args:
-        qkv_bias: the query, key and value projections have biases.
-        linear_bias: all linear layers have.
+        qkv: the query, key and value projections.
         head_norms: norms of each head's query and key.
-        mlp: what is in the place of Llama's.
+        mlp: the MLP, or what is in its place.
+        output_bias: the attention's output projection has a bias.
         megatron: what Megatron has to know besides.
     """
     return Table(
@@ -48,26 +47,19 @@ def llama_table(
         layer_prefix=Names(hf="model.layers.{}.", megatron="decoder.layers.{}.", vllm="model.layers.{}."),
         layer=(
             Vector(names=Names(hf="input_layernorm", megatron="input_layernorm", vllm="input_layernorm")),
-            FusedQKV(
-                query="self_attn.q_proj",
-                key="self_attn.k_proj",
-                value="self_attn.v_proj",
-                megatron="self_attention.linear_qkv",
-                vllm="self_attn.qkv_proj",
-                bias=qkv_bias or linear_bias,
-            ),
+            qkv,
             *head_norms,
             RowParallel(
                 names=Names(hf="self_attn.o_proj", megatron="self_attention.linear_proj", vllm="self_attn.o_proj"),
                 inputs="attention",
-                bias=linear_bias,
+                bias=output_bias,
             ),
             Vector(
                 names=Names(
                     hf="post_attention_layernorm", megatron="pre_mlp_layernorm", vllm="post_attention_layernorm"
                 )
             ),
-            *(gated_mlp(bias=linear_bias) if mlp is None else mlp),
+            *mlp,
         ),
         final=(Vector(names=Names(hf="model.norm", megatron="decoder.final_layernorm", vllm="model.norm")),),
         output=VocabRows(names=Names(hf="lm_head", megatron="output_layer", vllm="lm_head")),
@@ -76,8 +68,8 @@ def llama_table(
             "normalization": "RMSNorm",
             "layernorm_epsilon": read.number("rms_norm_eps"),
             "gated_linear_unit": True,
-            "add_qkv_bias": qkv_bias,
-            "add_bias_linear": linear_bias,
+            "add_qkv_bias": qkv.bias,
+            "add_bias_linear": False,
             **(megatron or {}),
         },
     )
@@ -92,7 +84,13 @@ def _describe(read: Reader) -> Table:
     for name in ("bias", "qkv_bias"):
         read.require(name, False, only="attention_bias with mlp_bias")
     read.require("sliding_window", only="full attention")
-    return llama_table(read, linear_bias=biased)
+    return llama_table(
+        read,
+        qkv=replace(QKV, bias=biased),
+        mlp=(replace(MLP_IN, bias=biased), replace(MLP_DOWN, bias=biased)),
+        output_bias=biased,
+        megatron={"add_bias_linear": biased},
+    )
 
 
 LLAMA = Family(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megarl.weights.specs.family import Family, Table
-from megarl.weights.specs.llama import llama_table
+from megarl.weights.specs.llama import QKV, llama_table
 from megarl.weights.specs.reading import Reader
 
 
@@ -16,7 +18,7 @@ def _describe(read: Reader) -> Table:
         read.problems.append(
             f"head_dim: {head_dim} is not hidden_size / num_attention_heads, which vLLM's Qwen2 assumes"
         )
-    return llama_table(read, qkv_bias=True)
+    return llama_table(read, qkv=replace(QKV, bias=True))
 
 
 QWEN2 = Family(
