@@ -5,8 +5,8 @@
 Processes are real: four trainer ranks, and vLLM with two ranks of its own. The trainers hold synthetic parameters by
 the shard maps of the layout, and no Megatron. Every repetition does all of it, one after the other:
 
-- ours: shards by the plan, once into memory from which nothing is loaded, without and with checksums, and once as in
-  a run, into vLLM's layers;
+- ours: shards by the plan, once into memory from which nothing is loaded, without and with checksums, by shared memory
+  and by Gloo, and once as in a run, into vLLM's layers;
 - the baseline (``resharding/baseline.py``): every whole tensor on every rank, 512 MiB at a time, and ``load_weights``;
 - the floors: a memcpy of the bytes that are sent, by the ranks that send them; checksums of the same bytes by those who
   send and those who receive; and vLLM's own packing of the layers.
@@ -31,7 +31,7 @@ from resharding.model import ENGINE_TP, ENGINES, MIB, TRAINERS, Setup, full_buck
 from resharding.processes import Process, Span, call_all, elapsed
 from resharding.trainer import Trainer
 
-from megarl.resharding import SyncSpec, serve_store
+from megarl.resharding import Place, SyncSpec, serve_store
 
 Times = dict[str, float]
 
@@ -72,6 +72,7 @@ class Benchmark:
         times["packing"] = max(span.seconds["packing"] for span in self._engine.call("packing"))
         times["moved"] = self._without_load("moved")
         times["verified"] = self._without_load("verified")
+        times["verified, by Gloo"] = self._without_load("gloo")
         times |= self._ours() | self._baseline()
         return times
 
@@ -91,13 +92,14 @@ class Benchmark:
             name=name,
             host="127.0.0.1",
             port=self._store.port,
-            world_size=len(TRAINERS) + len(ENGINES),
+            places=[Place() for _ in (*TRAINERS, *ENGINES)],
+            transport="gloo" if name == "gloo" else "auto",
             verify=name != "moved",
         )
 
     def _connect(self) -> tuple[list[int], int]:
-        """Makes three connections; bytes that one and its first sync take per rank, and the most that a rank counts."""
-        for name in ("moved", "whole"):
+        """Makes all connections; bytes that one and its first sync take per rank, and the most that a rank counts."""
+        for name in ("moved", "gloo", "whole"):
             self._begin_connect(name)
             self._end_connect()
         watch = Watch(self._pids)
@@ -171,7 +173,7 @@ def report(setup: Setup, benchmark: Benchmark, repetitions: list[Times]) -> None
     print(f"{gb:.3f} GB of {setup.dtype}, buckets of {setup.bucket_mib:g} MiB, {len(repetitions)} repetitions: medians")
     for name in repetitions[0]:
         seconds = median(times[name] for times in repetitions)
-        print(f"  {name:32} {seconds:8.3f} s {gb / seconds if seconds else 0:8.2f} GB/s")
+        print(f"  {name:32} {seconds:8.3f} s" + ("" if ":" in name else f" {gb / seconds:8.2f} GB/s"))
     for name in ratios(repetitions[0]):
         values = sorted(ratios(times)[name] for times in repetitions)
         print(f"  {name:44} {median(values):6.2f}  ({values[0]:.2f} to {values[-1]:.2f})")

@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from megarl.config.schema import Rollout
-from megarl.resharding import GlooTransport, Receiver, SyncSpec
+from megarl.resharding import Receiver, SyncSpec, connect
 from megarl.rollout.engine import RolloutEngine
 from resharding.baseline import Load
 from resharding.model import ENGINE_TP, ENGINES, Setup
@@ -144,9 +144,7 @@ def _packing(worker: Any) -> float:
 
 
 def _connect_without_load(worker: Any, name: str, sync: SyncSpec) -> None:
-    rank = ENGINES[worker.rank]
-    transport = GlooTransport(sync, rank)
-    worker.bench.receivers[name] = Receiver(sync.receivers[rank], transport, lambda *_: None, verify=sync.verify)
+    worker.bench.receivers[name] = Receiver(connect(sync, ENGINES[worker.rank]), lambda *_: None)
 
 
 def _receive_without_load(worker: Any, name: str, version: int) -> Span:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 import xxhash
 
-from megarl.resharding import GlooTransport, Sender, SyncSpec
+from megarl.resharding import Sender, SyncSpec, connect
 from resharding.baseline import Gather
 from resharding.model import MIB, Setup
 from resharding.processes import Span, measure
@@ -40,9 +40,8 @@ class Trainer:
             self._params[name].copy_(values)
 
     def connect(self, name: str, sync: SyncSpec) -> None:
-        part = sync.sender(self._rank)
-        self._senders[name] = Sender(part, self._params, GlooTransport(sync, self._rank), verify=sync.verify)
-        self._nbytes = part.nbytes
+        self._senders[name] = Sender(connect(sync, self._rank), self._params)
+        self._nbytes = sync.sender(self._rank).nbytes
 
     def send(self, name: str, version: int) -> Span:
         span = measure(lambda: self._senders[name].send(version))

@@ -74,21 +74,19 @@ class Resharder:
         self._senders, self._receivers = actor.group.processes, engines.processes
         self._first, self._tp = len(self._senders), config.rollout.tp
         places = [Place(node=slot.node, device=slot.device) for slot in session.placement.slots]
-        transfers = plan_sync(
-            spec,
-            actor.layout,
-            [places[device] for device in config.device_list(actor.group.name)],
-            self._tp,
-            [places[device] for device in parse_devices(config.rollout.devices)],
-            int(config.resharding.bucket_mib * _MIB),
-        )
+        trainers = [places[device] for device in config.device_list(actor.group.name)]
+        engine_ranks = [places[device] for device in parse_devices(config.rollout.devices)]
+        bucket_bytes = int(config.resharding.bucket_mib * _MIB)
+        transfers = plan_sync(spec, actor.layout, trainers, self._tp, engine_ranks, bucket_bytes)
         self._store = serve_store(session.host)
         self._spec = SyncSpec.of(
             transfers,
             name="actor-to-engines",
             host=session.host,
             port=self._store.port,
-            world_size=self._first + len(self._receivers) * self._tp,
+            places=[*trainers, *engine_ranks],
+            device=config.cluster.device,
+            transport=config.resharding.transport,
             verify=config.resharding.verify,
             timeout_s=config.cluster.time_limits.patience,
         )

@@ -22,7 +22,7 @@ from megarl.megatron.role import Role
 from megarl.megatron.roles import load_role, loss_of, metric_prefix
 from megarl.megatron.state import restore_role, save_role
 from megarl.megatron.turns import Turns
-from megarl.resharding import GlooTransport, Sender, SyncSpec, SyncStats
+from megarl.resharding import Connection, Sender, SyncSpec, SyncStats, connect
 from megarl.types import ExperienceChunk, Ragged, RankSchedule, RoleName, RolloutChunk, TextChunk
 from megarl.weights.export import Export, export_plan
 
@@ -44,7 +44,7 @@ class MegatronWorker:
         self._roles: dict[RoleName, Role] = {}
         placed = config.groups[group].roles
         self._turns = Turns(self._roles, [name for name, role in placed.items() if role.offload])
-        self._transport: GlooTransport | None = None
+        self._connection: Connection | None = None
         self._sender: Sender | None = None
 
     def start(self, init_method: str) -> None:
@@ -155,11 +155,10 @@ class MegatronWorker:
             rank: in the connection.
         """
         version = -1 if self._sender is None else self._sender.version
-        if self._transport is not None:
-            self._transport.close()
-        self._transport = GlooTransport(sync, rank)
+        self._disconnect()
+        self._connection = connect(sync, rank, self._device)
         weights = LiveWeights(self._at_work("actor").model.parameters())
-        self._sender = Sender(sync.sender(rank), weights, self._transport, verify=sync.verify, version=version)
+        self._sender = Sender(self._connection, weights, version=version)
 
     def send_weights(self, version: int) -> SyncStats:
         """Sends this rank's part of the actor's weights; returns when all ranks have committed the version.
@@ -213,11 +212,14 @@ class MegatronWorker:
 
     def close(self) -> None:
         """Ends the connections and the world; the object is of no use afterwards."""
-        self._sender = None
-        if self._transport is not None:
-            self._transport.close()
+        self._disconnect()
         self._roles.clear()
         dist.destroy_process_group()
+
+    def _disconnect(self) -> None:
+        self._sender = None
+        if self._connection is not None:
+            self._connection.close()
 
     def _at_work(self, name: RoleName) -> Role:
         """The role, with its memory on the device."""

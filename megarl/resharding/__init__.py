@@ -1,17 +1,22 @@
 """Moves weights between running processes by a plan: plain tensors, neither Megatron nor vLLM."""
 
-from megarl.resharding.receiver import Receiver
-from megarl.resharding.records import SyncError, SyncSpec, SyncStats
+from megarl.resharding.board import serve_store
+from megarl.resharding.connection import Connection, connect
+from megarl.resharding.receiver import Load, Receiver
+from megarl.resharding.records import SyncError, SyncStats
 from megarl.resharding.sender import Sender
-from megarl.resharding.transport import GlooTransport, Transport, serve_store
+from megarl.resharding.spec import SyncSpec
+from megarl.weights.places import Place
 
 __all__ = [
-    "GlooTransport",
+    "Connection",
+    "Load",
+    "Place",
     "Receiver",
     "Sender",
     "SyncError",
     "SyncSpec",
     "SyncStats",
-    "Transport",
+    "connect",
     "serve_store",
 ]

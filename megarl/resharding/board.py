@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-import time
+import socket
+from collections.abc import Mapping
+from datetime import timedelta
 from typing import NoReturn
 
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  (public by its documentation)
+from torch.distributed import (
+    DistStoreError,
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]  (public by its documentation)
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 from megarl.resharding.records import SyncError
 
-_POLL_S = (0.001, 0.05)
-"""The first and the longest pause between two looks at the store."""
-
 _GO = "go"
+
+_STORE_TIMEOUT = timedelta(seconds=60)
+"""To reach the store, which is there before the ranks hear of it."""
 
 
 class Board:
     """One rank's access to a store that all ranks share.
 
     A place is a key prefix, where the ranks meet once. It gets one verdict, which the first to decide sets for all: the
-    last rank to arrive lets everybody go on; a rank that fails, or waits for too long, aborts.
+    last rank to arrive lets everybody go on; a rank that fails, or waits for too long, aborts. Nobody polls: the store
+    answers those who wait when the verdict is there.
 
     Args:
         store: keys are the board's own.
         rank, size: this rank of how many.
         timeout_s: how long to wait for the others.
+
+    Attributes:
+        ahead: the place where all meet next.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
@@ -32,45 +43,41 @@ class Board:
         self._store = store
         self._rank = rank
         self._size = size
-        self._agreed: dict[str, list[str]] = {}
+        self.ahead = ""
 
-    def meet(self, place: str) -> None:
+    def meet(self, place: str, facts: Mapping[str, str] | None = None) -> None:
         """Waits until every rank is at this place.
 
         Unblocked by the last rank's arrival, by another rank's abort, or by the timeout, which aborts.
 
+        Args:
+            facts: short texts by name, in which all ranks must agree.
+
         Raises:
             SyncError: somebody aborted.
         """
+        if facts:
+            self._agree(place, facts)
         self._store.set(f"{place}/{self._rank}", "here")
         if self._store.add(f"{place}/count", 1) == self._size:
             self._store.compare_set(_verdict(place), "", _GO)
-        pause, limit = _POLL_S
-        deadline = time.monotonic() + self.timeout_s
-        while not self._store.check([_verdict(place)]):
-            if time.monotonic() > deadline:
-                absent = [rank for rank in range(self._size) if not self._store.check([f"{place}/{rank}"])]
-                self._decide(place, f"ranks {absent} did not come within {self.timeout_s:g} s")
-            else:
-                time.sleep(pause)
-                pause = min(2 * pause, limit)
-        verdict = self._store.get(_verdict(place)).decode()
-        if verdict != _GO:
-            raise SyncError(verdict)
+        try:
+            self._store.wait([_verdict(place)], timedelta(seconds=self.timeout_s))
+        except DistStoreError:
+            absent = [rank for rank in range(self._size) if not self._store.check([f"{place}/{rank}"])]
+            self._decide(place, f"ranks {absent} did not come within {self.timeout_s:g} s")
+        self.look(place)
 
-    def agree(self, place: str, what: str, value: str) -> None:
-        """Aborts unless all ranks that meet at a place post the same value."""
-        self._agreed.setdefault(place, []).append(what)
-        first = self._store.compare_set(f"{place}/{what}", "", value).decode()
-        if first != value:
-            self.abort(place, f"{what} {value} differs from another rank's, {first}")
+    def look(self, place: str) -> None:
+        """Raises SyncError where somebody has aborted at a place; does not wait."""
+        if self._store.check([_verdict(place)]):
+            verdict = self._store.get(_verdict(place)).decode()
+            if verdict != _GO:
+                raise SyncError(verdict)
 
-    def forget(self, place: str) -> None:
-        """Removes what was posted at a place that all ranks have left: the store would grow with every sync."""
-        agreed = self._agreed.pop(place, ())
-        shared = ("count", "verdict", *agreed) if self._rank == 0 else ()
-        for key in (str(self._rank), *shared):
-            self._store.delete_key(f"{place}/{key}")
+    def look_ahead(self) -> None:
+        """``look`` at the place where all meet next."""
+        self.look(self.ahead)
 
     def abort(self, place: str, reason: str) -> NoReturn:
         """Decides that the ranks do not go on from a place. The first reason counts, and is what all of them raise.
@@ -80,6 +87,31 @@ class Board:
         """
         raise SyncError(self._decide(place, reason))
 
+    def forget(self, place: str) -> None:
+        """Removes what was posted at a place that all ranks have left: the store would grow with every sync."""
+        for key in (str(self._rank), *(("count", "facts", "verdict") if self._rank == 0 else ())):
+            self._store.delete_key(f"{place}/{key}")
+
+    def post(self, key: str, value: str) -> None:
+        """Leaves a text for others, in place of an earlier one."""
+        self._store.set(f"posted/{key}", value)
+
+    def read(self, key: str) -> str:
+        """What has been posted under a key."""
+        return self._store.get(f"posted/{key}").decode()
+
+    def _agree(self, place: str, facts: Mapping[str, str]) -> None:
+        """Aborts unless all ranks that meet at a place know the same facts."""
+        mine = "\n".join(facts.values())
+        first = self._store.compare_set(f"{place}/facts", "", mine).decode()
+        differing = [
+            f"{name} {value} differs from another rank's, {other}"
+            for (name, value), other in zip(facts.items(), first.split("\n"), strict=True)
+            if value != other
+        ]
+        if differing:
+            self.abort(place, "; ".join(differing))
+
     def _decide(self, place: str, reason: str) -> str:
         message = f"sync aborted: rank {self._rank}: {reason}"
         verdict = self._store.compare_set(_verdict(place), "", message).decode()
@@ -88,3 +120,22 @@ class Board:
 
 def _verdict(place: str) -> str:
     return f"{place}/verdict"
+
+
+def open_store(host: str, port: int, name: str) -> Store:
+    """The part of a served store that belongs to a connection."""
+    return PrefixStore(name, TCPStore(host, port, is_master=False, timeout=_STORE_TIMEOUT))
+
+
+def serve_store(host: str = "127.0.0.1", port: int = 0) -> TCPStore:
+    """The store at which the ranks of a sync meet; it lives as long as the object.
+
+    Args:
+        host: the address, of this machine, at which alone it listens; the store has no other protection.
+        port: 0 for any free one, found in ``.port``.
+    """
+    # A TCPStore that opens its port itself listens on all addresses, whichever host it is given (torch 2.13).
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(address[:2], family=family)
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -1,18 +1,22 @@
-"""Buffers of a sync: frames (the payload of a message and its checksum), and the parameters of a bucket."""
+"""The bytes of a sync: parameters of a bucket in landing memory, frames on the wire, copies and checksums of both."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
+import xxhash
 
+from megarl.resharding.records import SyncStats
+from megarl.resharding.spec import LandingPlan
 from megarl.weights.plans import Bucket, Copy, Message
-from megarl.weights.regions import TensorInfo
+from megarl.weights.regions import ITEM_BYTES, TensorInfo
 
-CHECKSUM_BYTES = 4
 _ALIGNMENT = 16
-"""Frames and parameters start at multiples of this in their buffer."""
+"""Frames and buckets start at multiples of this in their buffer."""
+
+_SLAB_BYTES = 1 << 20
+"""What is copied and then hashed at a time: no more than a core's cache holds."""
 
 
 def aligned(nbytes: int) -> int:
@@ -20,77 +24,160 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def frame_bytes(message: Message, *, verify: bool) -> int:
-    """Bytes of a message on the wire."""
-    return message.nbytes + (CHECKSUM_BYTES if verify else 0)
+def half_bytes(landing: LandingPlan) -> int:
+    """Memory for one bucket."""
+    return aligned(max((bucket.nbytes for bucket in landing.buckets), default=0))
 
 
-def frames_bytes(messages: Iterable[Message], *, verify: bool) -> int:
+def landing_bytes(landing: LandingPlan) -> int:
+    """Memory for all buckets that are there at once."""
+    return half_bytes(landing) * landing.depth
+
+
+def bucket_views(memory: torch.Tensor, landing: LandingPlan, index: int) -> dict[str, torch.Tensor]:
+    """The parameters of a bucket, or the part of one, in the flat uint8 memory where they land."""
+    start = half_bytes(landing) * (index % landing.depth)
+    bucket = landing.buckets[index]
+    return _views(memory[start : start + bucket.nbytes], bucket, landing.params)
+
+
+def _views(memory: torch.Tensor, bucket: Bucket, infos: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
+    """Larger dtypes lie first, so that nothing is lost to alignment; the names keep the bucket's order."""
+    views: dict[str, torch.Tensor] = dict.fromkeys(bucket.params, memory)
+    offset = 0
+    for name in sorted(bucket.params, key=lambda name: -ITEM_BYTES[infos[name].dtype]):
+        info = infos[name]
+        shape = info.shape if bucket.box is None else bucket.box.shape
+        nbytes = info.nbytes if bucket.box is None else bucket.nbytes
+        views[name] = memory[offset : offset + nbytes].view(_dtype(info.dtype)).view(shape)
+        offset += nbytes
+    return views
+
+
+def zero_holes(views: Mapping[str, torch.Tensor], holed: frozenset[str]) -> None:
+    """Clears what no message writes, with the rest of its parameters."""
+    for name in holed.intersection(views):
+        views[name].zero_()
+
+
+def landed(message: Message, bucket: Bucket, views: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Where the elements of a message's copies lie in a bucket's memory."""
+    return [views[copy.target][_within(copy, bucket)] for copy in message.copies]
+
+
+def _within(copy: Copy, bucket: Bucket) -> tuple[slice, ...]:
+    """A copy's box as an index of what a bucket has of its parameter."""
+    origin = (0,) * len(copy.target_box.start) if bucket.box is None else bucket.box.start
+    box = copy.target_box
+    return tuple(slice(a - o, b - o) for a, b, o in zip(box.start, box.stop, origin, strict=True))
+
+
+def frames_bytes(messages: Iterable[Message]) -> int:
     """Buffer space for some messages' frames."""
-    return sum(aligned(frame_bytes(message, verify=verify)) for message in messages)
+    return sum(aligned(message.nbytes) for message in messages)
 
 
-def split_frames(buffer: torch.Tensor, messages: Sequence[Message], *, verify: bool) -> list[torch.Tensor]:
+def split_frames(buffer: torch.Tensor, messages: Sequence[Message]) -> list[torch.Tensor]:
     """Views of a flat uint8 buffer, one per message."""
     frames: list[torch.Tensor] = []
     offset = 0
     for message in messages:
-        nbytes = frame_bytes(message, verify=verify)
-        frames.append(buffer[offset : offset + nbytes])
-        offset += aligned(nbytes)
+        frames.append(buffer[offset : offset + message.nbytes])
+        offset += aligned(message.nbytes)
     return frames
 
 
-def bucket_views(buffer: torch.Tensor, bucket: Bucket, infos: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
-    """Views of a flat uint8 buffer, one per whole parameter of a bucket, with its dtype and shape."""
-    views: dict[str, torch.Tensor] = {}
+def payload(message: Message, frame: torch.Tensor) -> list[torch.Tensor]:
+    """Each copy's part of a frame, in the destination's dtype and extents."""
+    parts: list[torch.Tensor] = []
     offset = 0
-    for name in bucket.params:
-        info = infos[name]
-        dtype: torch.dtype = getattr(torch, info.dtype)
-        views[name] = buffer[offset : offset + info.nbytes].view(dtype).view(info.shape)
-        offset += aligned(info.nbytes)
-    return views
-
-
-def bucket_buffer_bytes(bucket: Bucket, infos: Mapping[str, TensorInfo]) -> int:
-    """Buffer space for the whole parameters of a bucket."""
-    return sum(aligned(infos[name].nbytes) for name in bucket.params)
-
-
-def pack(copies: Iterable[Copy], params: Mapping[str, torch.Tensor], frame: torch.Tensor) -> None:
-    """Writes the copies' elements, cast to the destination's dtype, one after the other into a frame."""
-    for copy, target in zip_payload(copies, frame):
-        target.copy_(copy.arranged(params[copy.source].detach()[copy.source_box.slices]))
-
-
-def unpack(copies: Iterable[Copy], frame: torch.Tensor, params: Mapping[str, torch.Tensor]) -> None:
-    """Writes a frame's elements to where they belong in the destination's parameters."""
-    for copy, values in zip_payload(copies, frame):
-        params[copy.target][copy.target_box.slices] = values
-
-
-def zip_payload(copies: Iterable[Copy], frame: torch.Tensor) -> Iterable[tuple[Copy, torch.Tensor]]:
-    """Each copy with its part of the frame, in the destination's dtype and extents."""
-    offset = 0
-    for copy in copies:
-        dtype: torch.dtype = getattr(torch, copy.dtype)
-        yield copy, frame[offset : offset + copy.nbytes].view(dtype).view(copy.target_box.shape)
+    for copy in message.copies:
+        parts.append(frame[offset : offset + copy.nbytes].view(_dtype(copy.dtype)).view(copy.target_box.shape))
         offset += copy.nbytes
+    return parts
 
 
-def seal(frame: torch.Tensor, message: Message, version: int) -> None:
-    """Writes a checksum to the end of a packed frame: of the payload, and of whose it is in which version."""
-    checksum = _checksum(frame, message, version).to_bytes(CHECKSUM_BYTES, "little")
-    frame[-CHECKSUM_BYTES:] = torch.tensor(list(checksum), dtype=torch.uint8)
+class Checksum:
+    """xxh3 of a message: of its elements as its destination stores them, and of whose it is in which version.
+
+    Args:
+        message: whose elements follow, copy by copy, in row-major order.
+        stats: has the version, and gets the time.
+    """
+
+    def __init__(self, message: Message, stats: SyncStats) -> None:
+        identity = f"{stats.version} {message.sender} {message.receiver} {message.bucket}"
+        self._hash = xxhash.xxh3_64(identity.encode())
+        self._stats = stats
+
+    def add(self, values: torch.Tensor) -> None:
+        """Takes a slab."""
+        with self._stats.stage("verify"):
+            self._hash.update(values.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
+
+    @property
+    def value(self) -> int:
+        """The sum so far, as a signed number of 64 bits."""
+        return int.from_bytes(self._hash.digest(), "big", signed=True)
 
 
-def is_intact(frame: torch.Tensor, message: Message, version: int) -> bool:
-    """Whether a received frame is what was packed for this message in this version."""
-    stated = int.from_bytes(frame[-CHECKSUM_BYTES:].numpy().tobytes(), "little")
-    return _checksum(frame, message, version) == stated
+def pack(
+    message: Message, params: Mapping[str, torch.Tensor], targets: Sequence[torch.Tensor], checksum: Checksum | None
+) -> int:
+    """Writes the elements of a message, cast to the destination's dtype, and sums them up while the cache has them.
+
+    Args:
+        params: of the sender.
+        targets: by copy; in the receiver's memory, or in a frame.
+        checksum: to add to.
+
+    Returns:
+        Bytes written.
+    """
+    for copy, target in zip(message.copies, targets, strict=True):
+        source = copy.arranged(params[copy.source].detach()[copy.source_box.slices])
+        if checksum is None:
+            target.copy_(source)
+            continue
+        for part, values in zip(_slabs(target), _slabs(source, target.element_size()), strict=True):
+            part.copy_(values)
+            checksum.add(part)
+    return sum(target.nbytes for target in targets)
 
 
-def _checksum(frame: torch.Tensor, message: Message, version: int) -> int:
-    identity = f"{version} {message.sender} {message.receiver} {message.bucket}".encode()
-    return zlib.crc32(frame[:-CHECKSUM_BYTES].numpy().data, zlib.crc32(identity))
+def unpack(message: Message, frame: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+    """Writes a frame's elements to where they belong."""
+    for values, target in zip(payload(message, frame), targets, strict=True):
+        target.copy_(values)
+
+
+def sum_up(targets: Iterable[torch.Tensor], checksum: Checksum) -> None:
+    """Adds to a checksum what lies in memory."""
+    for target in targets:
+        for part in _slabs(target):
+            checksum.add(part)
+
+
+def _slabs(values: torch.Tensor, item_bytes: int = 0) -> Iterator[torch.Tensor]:
+    """Cuts a tensor, in row-major order, into parts of about the size that the cache holds."""
+    nbytes = values.numel() * (item_bytes or values.element_size())
+    axis = next((i for i, extent in enumerate(values.shape) if extent > 1), None)
+    if nbytes <= _SLAB_BYTES or axis is None:
+        yield values
+        return
+    rows = _SLAB_BYTES * values.shape[axis] // nbytes
+    for part in values.split(max(1, rows), dim=axis):
+        if rows:
+            yield part
+        else:
+            yield from _slabs(part, item_bytes)
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
+
+def named(message: Message) -> str:
+    """The parameters that a message is for."""
+    first, *more = dict.fromkeys(copy.target for copy in message.copies)
+    return f"{first} and {len(more)} more" if more else first

@@ -1,56 +1,48 @@
-"""The receiving side of a sync: assembles parameters from what arrives, and loads them while the next arrive."""
+"""The receiving side of a sync: checks what has landed, and loads it while the next bucket lands."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
-from megarl.resharding.buckets import (
-    bucket_buffer_bytes,
-    bucket_views,
-    frames_bytes,
-    is_intact,
-    split_frames,
-    unpack,
-)
+from megarl.resharding.buckets import Checksum, bucket_views, landed, landing_bytes, named, sum_up, zero_holes
+from megarl.resharding.connection import Connection
+from megarl.resharding.landing import Landing, make_landing
+from megarl.resharding.notices import Awaited, Notice, Outbox
+from megarl.resharding.port import Port
 from megarl.resharding.records import SyncStats
 from megarl.resharding.session import Session
-from megarl.resharding.transport import Transfer, Transport
-from megarl.weights.plans import Message, ReceiverPlan
+from megarl.weights.plans import Message
+from megarl.weights.regions import Box
 
-Load = Callable[[str, torch.Tensor], None]
+Load = Callable[[Mapping[str, torch.Tensor], Box | None], None]
+"""Takes a bucket, in the plan's order, by local name: whole parameters; or, with a box, that part of one that is larger
+than a bucket, of which the parts follow one another in row-major order. The tensors are valid during the call alone."""
 
 
 class CorruptMessageError(RuntimeError):
-    """A message does not have the checksum that it says."""
+    """A message does not have the checksum that its sender says."""
 
 
 class Receiver:
-    """Receives a rank's part of a plan.
-
-    Takes the memory of two buckets: one arrives, one is loaded. A parameter that is larger than a bucket is assembled
-    whole before it is loaded; where there is one, the second bucket's place is as large as the largest such parameter.
+    """Receives a rank's part of a plan, in the memory of two buckets at most.
 
     Args:
-        plan: the part.
-        transport: to the other ranks.
-        load: called once per local parameter, in the plan's order, with its name and the whole parameter; the tensor
-            is only valid during the call.
-        verify: messages carry checksums; the same on all ranks.
+        connection: to the other ranks.
+        load: called once per bucket.
         version: the last committed version.
     """
 
-    def __init__(
-        self, plan: ReceiverPlan, transport: Transport, load: Load, *, verify: bool = True, version: int = -1
-    ) -> None:
-        self._plan = plan
-        self._transport = transport
-        self._load = load
-        self._verify = verify
-        self._session = Session(transport, fingerprint=plan.fingerprint, verify=verify, version=version)
+    def __init__(self, connection: Connection, load: Load, *, version: int = -1) -> None:
+        rank = connection.rank
+        self._connection, self._load = connection, load
+        self._plan, self._plan_landing = connection.spec.receivers[rank], connection.spec.landings[rank]
+        self._session = Session(connection, version)
+        self._port = Port(connection, self._plan) if self._plan_landing.port == rank else None
+        self._landing: Landing | None = None
         self._consistent = True
 
     @property
@@ -71,74 +63,107 @@ class Receiver:
         Raises:
             SyncError: the sync was aborted. If ``consistent`` is false then, the weights must not be used.
         """
-        with self._session.sync(version, self._validate) as stats:
+        with self._session.sync(version, self._offer, self._join) as stats:
             self._receive(stats)
+            self._connection.mapped.rest()
         self._consistent = True
+        if self._connection.device.type != "cpu":
+            self.release()
         return stats
 
+    def release(self) -> None:
+        """Gives the landing memory back until the next sync; on a CPU it is kept from sync to sync otherwise."""
+        if self._landing is not None:
+            self._landing.release()
+        if self._port is not None:
+            self._port.release()
+
+    def _offer(self) -> None:
+        """Checks the plan, and offers memory to write to where it is this rank's.
+
+        Raises:
+            ValueError: the plan does not bring the manifest: each parameter once, in order and whole.
+        """
+        self._check_plan()
+        if self._port is None:
+            return
+        if self._landing is None:
+            self._landing = make_landing(landing_bytes(self._plan_landing), self._connection.device)
+        self._landing.prepare()
+        for bucket in range(min(self._plan_landing.depth, len(self._plan.buckets))):
+            self._clear(bucket)
+        if len(self._plan_landing.framed) < len(_senders(self._plan.messages)):
+            self._connection.board.post(f"landing/{self._plan.rank}", self._landing.handle)
+
+    def _join(self) -> None:
+        """Maps the memory that a trainer owns for this rank."""
+        if self._port is None:
+            rank = self._plan.rank
+            self._connection.mapped.open(rank, self._connection.board.read(f"landing/{rank}"))
+            for bucket in range(min(self._plan_landing.depth, len(self._plan.buckets))):
+                self._clear(bucket)
+            self._connection.settle()
+
     def _receive(self, stats: SyncStats) -> None:
-        """Unpacks a bucket's frames, which frees them for the next, and loads what is whole while that arrives."""
-        plan = self._plan
-        wire = torch.empty(
-            max((frames_bytes(messages, verify=self._verify) for messages in plan.messages), default=0),
-            dtype=torch.uint8,
-        )
-        assembled = torch.empty(
-            max((bucket_buffer_bytes(bucket, plan.params) for bucket in plan.buckets), default=0), dtype=torch.uint8
-        )
-        stats.peak_staging_bytes = wire.numel() + assembled.numel()
-        transfers = self._post(wire, plan.messages[0]) if plan.messages else []
-        views: dict[str, torch.Tensor] = {}
-        for i, bucket in enumerate(plan.buckets):
-            if not views:
-                views = bucket_views(assembled, bucket, plan.params)
-                for name in plan.holed.intersection(views):
-                    views[name].zero_()
-            frames = split_frames(wire, plan.messages[i], verify=self._verify)
-            for message, frame, transfer in zip(plan.messages[i], frames, transfers, strict=True):
-                self._take(message, frame, transfer, views, stats)
-            if i + 1 < len(plan.buckets):
-                transfers = self._post(wire, plan.messages[i + 1])
-            if bucket.last:
-                with stats.stage("write"):
-                    for name in bucket.params:
-                        self._consistent = False
-                        self._load(name, views[name])
-                views = {}
-
-    def _post(self, wire: torch.Tensor, messages: Sequence[Message]) -> list[Transfer]:
-        frames = split_frames(wire, messages, verify=self._verify)
-        return [
-            self._transport.receive(message.sender, message.bucket, frame)
-            for message, frame in zip(messages, frames, strict=True)
-        ]
-
-    def _take(
-        self,
-        message: Message,
-        frame: torch.Tensor,
-        transfer: Transfer,
-        views: dict[str, torch.Tensor],
-        stats: SyncStats,
-    ) -> None:
-        """Waits for one message and unpacks it."""
+        """Goes through the buckets; while one is loaded, others fill the other half of the memory, or the wire's."""
+        outbox = Outbox(self._connection)
+        if self._port is not None:
+            self._port.begin()
+            stats.peak_staging_bytes = self._memory.numel() + self._port.staging_bytes
+        for index, bucket in enumerate(self._plan.buckets):
+            views = bucket_views(self._memory, self._plan_landing, index)
+            for message, notice in self._arrivals(index, stats):
+                if self._connection.spec.verify:
+                    self._verify(message, notice, landed(message, bucket, views), stats)
+                stats.nbytes += notice.nbytes
+                stats.messages += 1
+            with stats.stage("load"):
+                self._consistent = False
+                self._load(views, bucket.box)
+            self._free(index, outbox)
         with stats.stage("transfer"):
-            transfer.wait()
-        if self._verify:
-            with stats.stage("verify"):
-                intact = is_intact(frame, message, stats.version)
-            if not intact:
-                raise CorruptMessageError(
-                    f"the message from rank {message.sender} for bucket {message.bucket} is corrupt: "
-                    + ", ".join(dict.fromkeys(copy.target for copy in message.copies))
-                )
-        with stats.stage("unpack"):
-            unpack(message.copies, frame, views)
-        stats.nbytes += message.nbytes
-        stats.messages += 1
+            outbox.drain()
 
-    def _validate(self) -> None:
-        """Raises ValueError unless the plan brings the manifest: each parameter once, in order and whole."""
+    def _arrivals(self, index: int, stats: SyncStats) -> list[tuple[Message, Notice]]:
+        """Waits until all messages of a bucket have landed."""
+        with stats.stage("transfer"):
+            came = [] if self._port is None else self._port.land(index, self._memory, stats)
+            known = {message.sender for message, _ in came}
+            others = [message for message in self._plan.messages[index] if message.sender not in known]
+            awaited = [(message, Awaited(self._connection, message, self._writer(message))) for message in others]
+            return [*came, *((message, notice.wait(stats.version)) for message, notice in awaited)]
+
+    def _free(self, index: int, outbox: Outbox) -> None:
+        """Lets others write the bucket that comes to where a loaded one was."""
+        following = index + self._plan_landing.depth
+        if following < len(self._plan.buckets):
+            self._clear(following)
+            for writer in sorted({self._writer(message) for message in self._plan.messages[following]}):
+                if writer != self._plan.rank:
+                    outbox.grant(writer, self._plan.rank, following)
+
+    def _verify(self, message: Message, notice: Notice, targets: list[torch.Tensor], stats: SyncStats) -> None:
+        checksum = Checksum(message, stats)
+        sum_up(targets, checksum)
+        if checksum.value != notice.checksum:
+            raise CorruptMessageError(
+                f"the message from rank {message.sender} for bucket {message.bucket} is corrupt: {named(message)}"
+            )
+
+    def _writer(self, message: Message) -> int:
+        """The rank that writes a message to the landing memory."""
+        return self._plan_landing.port if message.sender in self._plan_landing.framed else message.sender
+
+    def _clear(self, index: int) -> None:
+        """Makes a bucket's memory ready: nothing is written to holes."""
+        if self._plan.holed.intersection(self._plan.buckets[index].params):
+            zero_holes(bucket_views(self._memory, self._plan_landing, index), self._plan.holed)
+
+    @property
+    def _memory(self) -> torch.Tensor:
+        return self._connection.mapped[self._plan.rank] if self._landing is None else self._landing.memory
+
+    def _check_plan(self) -> None:
         plan = self._plan
         if [name for bucket in plan.buckets if bucket.last for name in bucket.params] != list(plan.params):
             raise ValueError("the buckets are not the manifest's parameters in their order")
@@ -152,3 +177,7 @@ class Receiver:
         ]
         if partial:
             raise ValueError(f"the messages do not bring all of {', '.join(partial)}")
+
+
+def _senders(messages: tuple[tuple[Message, ...], ...]) -> set[int]:
+    return {message.sender for bucket in messages for message in bucket}

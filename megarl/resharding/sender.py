@@ -1,45 +1,50 @@
-"""The sending side of a sync: packs boxes of local parameters into messages, two buckets of memory at most."""
+"""The sending side of a sync: boxes of local parameters, straight to where they land, or packed into frames."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 import torch
 
-from megarl.resharding.buckets import frames_bytes, pack, seal, split_frames
+from megarl.resharding.buckets import Checksum, bucket_views, landed, landing_bytes, pack
+from megarl.resharding.connection import Connection
+from megarl.resharding.frames import Frames
+from megarl.resharding.landing import Landing, make_landing
+from megarl.resharding.notices import Grants, Notice, Outbox
+from megarl.resharding.port import Port
 from megarl.resharding.records import SyncStats
 from megarl.resharding.session import Session
-from megarl.resharding.transport import Transfer, Transport
-from megarl.weights.plans import Message, SenderPlan
+from megarl.weights.plans import Message
 
 
 class Sender:
     """Sends a rank's part of a plan.
 
+    What another process can map of a receiver's memory is written there, without staging; the rest is packed into
+    frames. On CUDA the rank also owns the landing memory of the engine on its device, and is its port.
+
     Args:
-        plan: the part.
+        connection: to the other ranks.
         params: the local parameters, by the plan's names. The mapping is kept and its tensors are read in every sync:
             changes in place are sent, and whoever replaces a tensor puts the new one into this mapping, or makes a
             new Sender.
-        transport: to the other ranks.
-        verify: messages carry checksums; the same on all ranks.
         version: the last committed version.
     """
 
-    def __init__(
-        self,
-        plan: SenderPlan,
-        params: Mapping[str, torch.Tensor],
-        transport: Transport,
-        *,
-        verify: bool = True,
-        version: int = -1,
-    ) -> None:
-        self._plan = plan
-        self._params = params
-        self._transport = transport
-        self._verify = verify
-        self._session = Session(transport, fingerprint=plan.fingerprint, verify=verify, version=version)
+    def __init__(self, connection: Connection, params: Mapping[str, torch.Tensor], *, version: int = -1) -> None:
+        spec, rank = connection.spec, connection.rank
+        self._connection, self._params = connection, params
+        self._plan = spec.sender(rank)
+        self._session = Session(connection, version)
+        framed = [message for message in self._plan.messages if rank in spec.landings[message.receiver].framed]
+        self._frames = Frames(connection, framed, self._plan.staging_bytes, self._pack)
+        reached = [message for message in self._plan.messages if rank not in spec.landings[message.receiver].framed]
+        self._reached = {b: list(group) for b, group in groupby(reached, key=lambda message: message.bucket)}
+        self._receivers = sorted({message.receiver for message in reached})
+        hosted = [part for receiver, part in spec.receivers.items() if spec.landings[receiver].port == rank]
+        self._ports = {part.rank: Port(connection, part) for part in hosted}
+        self._landings: dict[int, Landing] = {}
 
     @property
     def version(self) -> int:
@@ -54,53 +59,27 @@ class Sender:
         Raises:
             SyncError: the sync was aborted.
         """
-        with self._session.sync(version, self._validate) as stats:
+        with self._session.sync(version, self._offer, self._join) as stats:
             self._send(stats)
+            self._connection.mapped.rest()
+        if self._connection.device.type != "cpu":
+            self.release()
         return stats
 
-    def _send(self, stats: SyncStats) -> None:
-        """Packs a batch into one half of the staging memory while the other half is on its way."""
-        batches = list(self._batches())
-        sizes = [frames_bytes(batch, verify=self._verify) for batch in batches]
-        halves = [torch.empty(max(sizes[i::2], default=0), dtype=torch.uint8) for i in range(2)]
-        stats.peak_staging_bytes = sum(half.numel() for half in halves)
-        under_way: list[list[Transfer]] = [[], []]
-        for i, batch in enumerate(batches):
-            self._wait(under_way[i % 2], stats)
-            for message, frame in zip(batch, split_frames(halves[i % 2], batch, verify=self._verify), strict=True):
-                with stats.stage("pack"):
-                    pack(message.copies, self._params, frame)
-                if self._verify:
-                    with stats.stage("verify"):
-                        seal(frame, message, stats.version)
-                under_way[i % 2].append(self._transport.send(message.receiver, message.bucket, frame))
-                stats.nbytes += message.nbytes
-                stats.messages += 1
-        for transfers in under_way:
-            self._wait(transfers, stats)
+    def release(self) -> None:
+        """Gives staging and landing memory back; on a CPU it is kept from sync to sync otherwise."""
+        self._frames.release()
+        for port in self._ports.values():
+            port.release()
+        for landing in self._landings.values():
+            landing.release()
 
-    def _wait(self, transfers: list[Transfer], stats: SyncStats) -> None:
-        with stats.stage("transfer"):
-            for transfer in transfers:
-                transfer.wait()
-            transfers.clear()
+    def _offer(self) -> None:
+        """Checks the parameters, and offers the memory of the engine on this device.
 
-    def _batches(self) -> Iterator[list[Message]]:
-        """Consecutive messages whose frames take no more than the largest bucket would, or one message."""
-        batch: list[Message] = []
-        nbytes = 0
-        for message in self._plan.messages:
-            size = frames_bytes([message], verify=self._verify)
-            if batch and nbytes + size > self._plan.staging_bytes:
-                yield batch
-                batch, nbytes = [], 0
-            batch.append(message)
-            nbytes += size
-        if batch:
-            yield batch
-
-    def _validate(self) -> None:
-        """Raises ValueError, listing all of them, for parameters that are not as planned."""
+        Raises:
+            ValueError: parameters are not as planned; all of them are listed.
+        """
         problems: list[str] = []
         for name, info in self._plan.params.items():
             if name not in self._params:
@@ -109,3 +88,77 @@ class Sender:
                 problems.append(f"{name} has shape {tuple(self._params[name].shape)}, planned was {info.shape}")
         if problems:
             raise ValueError("; ".join(problems))
+        connection = self._connection
+        for receiver in self._ports:
+            if receiver not in self._landings:
+                nbytes = landing_bytes(connection.spec.landings[receiver])
+                self._landings[receiver] = make_landing(nbytes, connection.device)
+            self._landings[receiver].prepare()
+            connection.board.post(f"landing/{receiver}", self._landings[receiver].handle)
+
+    def _join(self) -> None:
+        """Maps the memory of others to which this rank writes."""
+        for receiver in self._receivers:
+            if receiver not in self._landings:
+                self._connection.mapped.open(receiver, self._connection.board.read(f"landing/{receiver}"))
+
+    def _send(self, stats: SyncStats) -> None:
+        """Goes through the buckets: their frames first, which take time, then what is written in place.
+
+        In a bucket, a rank waits for what others do in earlier ones and for frames that are under way, so that some
+        rank can always go on.
+        """
+        outbox, grants = Outbox(self._connection), Grants(self._connection)
+        self._frames.begin()
+        for port in self._ports.values():
+            port.begin()
+        stats.peak_staging_bytes = (
+            self._frames.staging_bytes
+            + sum(port.staging_bytes for port in self._ports.values())
+            + sum(landing.memory.numel() for landing in self._landings.values())
+        )
+        for bucket in range(self._num_buckets()):
+            self._frames.send(bucket, outbox, stats)
+            for message in self._reached.get(bucket, ()):
+                with stats.stage("transfer"):
+                    grants.wait(message)
+                landing = self._connection.spec.landings[message.receiver]
+                views = bucket_views(self._memory(message.receiver), landing, bucket)
+                notice = self._pack(message, landed(message, landing.buckets[bucket], views), stats)
+                self._connection.put[message.receiver] += notice.nbytes
+                outbox.notify(message.receiver, message, notice)
+            for receiver, port in self._ports.items():
+                self._pass_on(receiver, port, bucket, grants, outbox, stats)
+        self._frames.drain(stats)
+        with stats.stage("transfer"):
+            outbox.drain()
+
+    def _pass_on(
+        self, receiver: int, port: Port, bucket: int, grants: Grants, outbox: Outbox, stats: SyncStats
+    ) -> None:
+        """Lands what others have sent for the engine on this device, and says so to it."""
+        if bucket >= len(port.messages):
+            return
+        with stats.stage("transfer"):
+            for message in port.messages[bucket]:
+                grants.wait(message)
+            for message, notice in port.land(bucket, self._memory(receiver), stats):
+                outbox.notify(receiver, message, notice)
+
+    def _pack(self, message: Message, targets: Sequence[torch.Tensor], stats: SyncStats) -> Notice:
+        """Writes a message; what there is to say of it."""
+        checksum = Checksum(message, stats) if self._connection.spec.verify else None
+        with stats.stage("pack"):
+            nbytes = pack(message, self._params, targets, checksum)
+        stats.nbytes += nbytes
+        stats.messages += 1
+        return Notice(stats.version, message.bucket, nbytes, checksum.value if checksum else 0)
+
+    def _memory(self, receiver: int) -> torch.Tensor:
+        """A receiver's landing memory."""
+        return self._landings[receiver].memory if receiver in self._landings else self._connection.mapped[receiver]
+
+    def _num_buckets(self) -> int:
+        """Of the receivers to which this rank sends, or whose port it is."""
+        ours = [message.bucket for message in self._plan.messages[-1:]]
+        return max([-1, *ours, *(len(port.messages) - 1 for port in self._ports.values())]) + 1

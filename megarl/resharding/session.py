@@ -4,69 +4,82 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import NoReturn
 
+from megarl.resharding.connection import Connection
 from megarl.resharding.records import SyncError, SyncStats
-from megarl.resharding.transport import Transport
 
 
 class Session:
     """One rank's part in the syncs over one connection.
 
     Args:
-        transport: the connection.
-        fingerprint: of the plan that this rank follows.
-        verify: whether it expects checksums.
+        connection: to the others.
         version: the last committed version; the next ones are not below it. It comes again where an engine has
             dropped its weights.
     """
 
-    def __init__(self, transport: Transport, *, fingerprint: str, verify: bool, version: int) -> None:
+    def __init__(self, connection: Connection, version: int) -> None:
         self.version = version
-        self._transport = transport
-        self._fingerprint = fingerprint
-        self._verify = verify
+        self._connection = connection
+        self._board = connection.board
         self._round = 0
 
     @contextmanager
-    def sync(self, version: int, validate: Callable[[], None]) -> Generator[SyncStats]:
+    def sync(self, version: int, offer: Callable[[], None], join: Callable[[], None]) -> Generator[SyncStats]:
         """Surrounds the transfers of one version.
 
-        Before the block every rank validates and waits for all others to agree on plan and version: until then nothing
-        has been sent or written. After it every rank waits for all others and then commits the version. An error on
-        any rank ends the sync on all; one inside the block breaks the connection.
+        Before the block every rank waits twice for all others: to agree on plan and version, and until all have what
+        they need of each other. Until then nothing has been sent or written. After it every rank waits for all others
+        and then commits the version. An error on any rank ends the sync on all; one inside the block breaks the
+        connection.
+
+        Args:
+            offer: checks what this rank has, and posts what others need of it.
+            join: takes what others have posted.
 
         Raises:
             SyncError: on every rank, with the first failing rank's reason.
         """
         stats = SyncStats(version=version)
-        board = self._transport.board
         self._round += 1
-        ready, done = f"{self._round}/ready", f"{self._round}/done"
+        agreed, ready, done = (f"{self._round}/{place}" for place in ("agreed", "ready", "done"))
         with stats.stage("agree"):
-            try:
-                if not self._transport.connected:
-                    raise ValueError("its connection was closed, or broken by an aborted sync; connect anew")
-                if version < self.version:
-                    raise ValueError(f"version {version} is below version {self.version}, which it has had")
-                validate()
-            except ValueError as error:
-                board.abort(ready, str(error))
-            board.agree(ready, "plan", self._fingerprint)
-            board.agree(ready, "version", str(version))
-            board.agree(ready, "verify", str(self._verify))
-            board.meet(ready)
-            for place in ("ready", "done"):  # all have left the round before
-                board.forget(f"{self._round - 1}/{place}")
+            self._check(agreed, lambda: self._check_version(version))
+            self._check(agreed, offer)
+            spec = self._connection.spec
+            self._board.meet(agreed, {"plan": spec.fingerprint, "version": f"{version}", "verify": f"{spec.verify}"})
+            self._check(ready, join)
+            self._board.meet(ready)
+            for place in ("agreed", "ready", "done"):  # all have left the round before
+                self._board.forget(f"{self._round - 1}/{place}")
+        self._board.ahead = done
         try:
             yield stats
             with stats.stage("commit"):
-                board.meet(done)
+                self._board.meet(done)
         except SyncError:
-            self._transport.abort()
+            self._connection.abort()
             raise
         except Exception as error:
-            try:
-                board.abort(done, f"{error}")
-            finally:
-                self._transport.abort()
+            self._break(done, error)
         self.version = version
+
+    def _check(self, place: str, step: Callable[[], None]) -> None:
+        """Aborts where a step fails."""
+        try:
+            step()
+        except Exception as error:  # whatever it is, the others must not wait for this rank
+            self._board.abort(place, f"{error}")
+
+    def _check_version(self, version: int) -> None:
+        if not self._connection.connected:
+            raise ValueError("its connection was closed, or broken by an aborted sync; connect anew")
+        if version < self.version:
+            raise ValueError(f"version {version} is below version {self.version}, which it has had")
+
+    def _break(self, place: str, error: Exception) -> NoReturn:
+        try:
+            self._board.abort(place, f"{error}")
+        finally:
+            self._connection.abort()

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import socket
+import os
+import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 from torch.distributed import (
-    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]  (public by its documentation)
     ProcessGroupGloo,
-    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+    Store,  # pyright: ignore[reportPrivateImportUsage]  (public by its documentation)
     Work,
 )
 
-from megarl.resharding.board import Board
-from megarl.resharding.records import SyncSpec
-
 _ABORT_TAG = 2**31 - 1
-
-_STORE_TIMEOUT = timedelta(seconds=60)
-"""To reach the store, which is there before the ranks hear of it."""
+_POLL_S = 0.0005
+_LOOK_S = 0.1
 
 
 class PeerError(RuntimeError):
@@ -38,17 +35,12 @@ class Transfer(Protocol):
 
 
 class Transport(Protocol):
-    """Carries buffers between the ranks of one connection.
+    """Carries buffers between ranks; those of one pair, direction and tag arrive in the order in which they were sent.
 
     Args:
-        rank, size: this rank of how many.
-        board: where they meet.
         sent, received: bytes of completed transfers, by peer.
     """
 
-    rank: int
-    size: int
-    board: Board
     sent: Counter[int]
     received: Counter[int]
 
@@ -58,11 +50,11 @@ class Transport(Protocol):
         ...
 
     def send(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
-        """Starts to send a flat uint8 buffer, which must not change until the transfer is complete."""
+        """Starts to send a contiguous buffer, which must not change until the transfer is complete."""
         ...
 
     def receive(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
-        """Starts to fill a flat uint8 buffer with what the peer sends under this tag."""
+        """Starts to fill a contiguous buffer with what the peer sends under this tag."""
         ...
 
     def abort(self) -> None:
@@ -77,49 +69,49 @@ class Transport(Protocol):
 class GlooTransport:
     """Gloo over TCP, by a process group of its own: it neither uses nor changes the default group.
 
-    Waits for all ranks of the connection. GLOO_SOCKET_IFNAME names the network interface where a host has several.
+    Two ranks connect when the first of them has something for the other. GLOO_SOCKET_IFNAME names the network
+    interfaces where a host has several.
 
     Args:
-        spec: names the store and the connection.
-        rank: this process's rank in it.
+        store: of this group alone.
+        members: the ranks in it, one of which is this process's, ``rank``.
+        timeout_s: how long a transfer may take.
 
     Raises:
-        SyncError: some rank did not come, or could not connect.
+        RuntimeError: the network cannot be used.
     """
 
-    def __init__(self, spec: SyncSpec, rank: int) -> None:
-        self.rank = rank
-        self.size = spec.world_size
+    def __init__(self, store: Store, members: Sequence[int], rank: int, timeout_s: float) -> None:
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()
-        timeout = timedelta(seconds=spec.timeout_s)
-        store = PrefixStore(spec.name, TCPStore(spec.host, spec.port, is_master=False, timeout=_STORE_TIMEOUT))
-        self.board = Board(store, rank, self.size, spec.timeout_s)
-        self.board.meet("connect/start")
-        try:
-            self._group: Any = ProcessGroupGloo(PrefixStore("gloo", store), rank, self.size, timeout)
-        except RuntimeError as error:
-            self.board.abort("connect/start", f"could not connect: {error}")
+        self._index = {member: i for i, member in enumerate(members)}
+        group: Any = ProcessGroupGloo
+        options = group._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        options._devices = [
+            group.create_device(interface=interface, lazy_init=True) for interface in interfaces.split(",") if interface
+        ] or [group.create_default_device(lazy_init=True)]
+        self._group: Any = group(store, self._index[rank], len(members), options)
 
     @property
     def connected(self) -> bool:
         return self._group is not None
 
     def send(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
-        return _GlooTransfer(self._group.send([buffer], peer, tag), peer, buffer, self.sent)
+        return _GlooTransfer(self._group.send([buffer], self._index[peer], tag), peer, buffer, self.sent)
 
     def receive(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
-        return _GlooTransfer(self._group.recv([buffer], peer, tag), peer, buffer, self.received)
+        return _GlooTransfer(self._group.recv([buffer], self._index[peer], tag), peer, buffer, self.received)
 
     def abort(self) -> None:
-        if self._group is None or self.size == 1:
+        if self._group is None:
             return
         # ProcessGroupGloo.abort does nothing (torch 2.13), and destruction waits for the last work object. A wait
         # that runs into its timeout makes Gloo close all connections of the group.
         with suppress(RuntimeError):
-            self._group.recv([torch.empty(1, dtype=torch.uint8)], (self.rank + 1) % self.size, _ABORT_TAG).wait(
-                timedelta(milliseconds=1)
-            )
+            nothing = [torch.empty(1, dtype=torch.uint8)]
+            self._group.recv_anysource(nothing, _ABORT_TAG).wait(timedelta(milliseconds=1))
         self._group = None
 
     def close(self) -> None:
@@ -138,18 +130,84 @@ class _GlooTransfer:
             self._work.wait()
         except RuntimeError as error:
             raise PeerError(f"the transfer with rank {self._peer} failed: {error}") from error
-        self._counter[self._peer] += self._buffer.numel()
+        self._counter[self._peer] += self._buffer.nbytes
 
 
-def serve_store(host: str = "127.0.0.1", port: int = 0) -> TCPStore:
-    """The store at which the ranks of a sync meet; it lives as long as the object.
+class NcclTransport:
+    """NCCL between GPUs, of which no two ranks may share one, by a communicator of its own for each pair that talks.
 
     Args:
-        host: the address, of this machine, at which alone it listens; the store has no other protection.
-        port: 0 for any free one, found in ``.port``.
+        store, members, rank, timeout_s: as of GlooTransport.
+        look: called from time to time by whoever waits; raises where the sync has been aborted. Unlike a TCP
+            connection, NCCL does not notice that a peer is gone.
     """
-    # A TCPStore that opens its port itself listens on all addresses, whichever host it is given (torch 2.13).
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.create_server(address[:2], family=family)
-    port = listener.getsockname()[1]
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+    def __init__(
+        self, store: Store, members: Sequence[int], rank: int, timeout_s: float, look: Callable[[], None]
+    ) -> None:
+        from torch.distributed import ProcessGroupNCCL
+
+        self.sent: Counter[int] = Counter()
+        self.received: Counter[int] = Counter()
+        self._index = {member: i for i, member in enumerate(members)}
+        self._timeout_s, self._look = timeout_s, look
+        options = ProcessGroupNCCL.Options()
+        # NCCL's watchdog ends the process; whoever waits here gives up before.
+        options._timeout = timedelta(seconds=4 * timeout_s)
+        self._group: Any = ProcessGroupNCCL(store, self._index[rank], len(members), options)
+
+    @property
+    def connected(self) -> bool:
+        return self._group is not None
+
+    def send(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
+        work = self._group.send([buffer], self._index[peer], 0)  # without tags: both sides keep to the buckets' order
+        return _NcclTransfer(work, peer, buffer, self.sent, self._timeout_s, self._look)
+
+    def receive(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
+        work = self._group.recv([buffer], self._index[peer], 0)
+        return _NcclTransfer(work, peer, buffer, self.received, self._timeout_s, self._look)
+
+    def abort(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+        self._group = None
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.shutdown()
+        self._group = None
+
+
+class _NcclTransfer:
+    def __init__(
+        self,
+        work: Work,
+        peer: int,
+        buffer: torch.Tensor,
+        counter: Counter[int],
+        timeout_s: float,
+        look: Callable[[], None],
+    ) -> None:
+        self._work = work
+        self._peer = peer
+        self._buffer = buffer
+        self._counter = counter
+        self._timeout_s = timeout_s
+        self._look = look
+
+    def wait(self) -> None:
+        start = looked = time.monotonic()
+        try:
+            while not self._work.is_completed():
+                now = time.monotonic()
+                if now - start > self._timeout_s:
+                    raise PeerError(f"the transfer with rank {self._peer} took more than {self._timeout_s:g} s")
+                if now - looked > _LOOK_S:
+                    self._look()
+                    looked = now
+                time.sleep(_POLL_S)
+            self._work.wait()  # the current stream sees the result
+        except torch.distributed.DistError as error:
+            raise PeerError(f"the transfer with rank {self._peer} failed: {error}") from error
+        self._counter[self._peer] += self._buffer.nbytes

@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
-from megarl.resharding import GlooTransport, Receiver, SyncError, SyncSpec
+from megarl.resharding import Connection, Receiver, SyncError, SyncSpec, connect
 from megarl.rollout.live_weights import LiveWeights
 from megarl.weights.regions import ShardMap
 
@@ -90,7 +90,7 @@ class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
         self.outcome = Outcome()
         self._tp_rank = get_tensor_model_parallel_rank()
         self._live: LiveWeights
-        self._transport: GlooTransport | None = None
+        self._connection: Connection | None = None
         self._receiver: Receiver | None = None
 
     def prepare(self, shard_maps: Sequence[ShardMap], vocab_size: int) -> None:
@@ -121,12 +121,9 @@ class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
         with self._report():
             self.shutdown()
             rank = init_info.ranks[self._tp_rank]
-            plan = init_info.sync.receivers[rank]
-            self._live.check(plan.params)
-            self._transport = GlooTransport(init_info.sync, rank)
-            self._receiver = Receiver(
-                plan, self._transport, self._load, verify=init_info.sync.verify, version=init_info.version
-            )
+            self._live.check(init_info.sync.receivers[rank].params)
+            self._connection = connect(init_info.sync, rank, self.device)
+            self._receiver = Receiver(self._connection, self._live.write, version=init_info.version)
 
     def start_weight_update(self) -> None:
         """A sync begins."""
@@ -145,12 +142,9 @@ class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
 
     def shutdown(self) -> None:
         """Ends the connection, where there is one."""
-        if self._transport is not None:
-            self._transport.close()
-        self._transport = self._receiver = None
-
-    def _load(self, name: str, tensor: torch.Tensor) -> None:
-        self._live.write({name: tensor})
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = self._receiver = None
 
     @contextmanager
     def _report(self) -> Generator[None]:

@@ -1,38 +1,88 @@
-"""What a sync copies out of a trainer's CUDA parameters and into an engine's, against the same copies on the CPU."""
+"""What a sync moves between CUDA parameters and memory, against the same on the CPU; memory of other processes."""
 
 from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
 
-from megarl.resharding.buckets import pack, unpack
-from tests.resharding.jobs import trainer_map, transfer_plan, weights
+from megarl.resharding.buckets import Checksum, bucket_views, landed, landing_bytes, pack, payload, unpack
+from megarl.resharding.landing import DeviceLanding, Mappings
+from megarl.resharding.records import SyncStats
+from tests.resharding import jobs
+from tests.resharding.ways import Connections
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_copies_are_bit_exact(cuda: str, dtype: str) -> None:
-    plan = transfer_plan(dtype=dtype)
+def test_copies_and_checksums_are_those_of_the_cpu(cuda: str, dtype: str) -> None:
+    plan = jobs.transfer_plan(dtype=dtype)
+    landings = Connections()(plan).landings
     messages = 0
     for rank, sender in plan.senders.items():
-        on_cpu = weights(trainer_map(rank))
+        on_cpu = jobs.weights(jobs.trainer_map(rank))
         on_gpu = {name: tensor.to(cuda) for name, tensor in on_cpu.items()}
         for message in sender.messages:
-            frames = [torch.zeros(message.nbytes, dtype=torch.uint8) for _ in range(2)]
-            for params, frame in zip((on_cpu, on_gpu), frames, strict=True):
-                pack(message.copies, params, frame)
-            assert torch.equal(*frames), f"sender {rank}, message {message.bucket} to {message.receiver}"
-            infos = plan.receivers[message.receiver].params
-            targets = [
-                {
-                    name: torch.zeros(info.shape, dtype=getattr(torch, info.dtype), device=device)
-                    for name, info in infos.items()
-                }
-                for device in ("cpu", cuda)
-            ]
-            for target in targets:
-                unpack(message.copies, frames[0], target)
-            assert all(torch.equal(targets[0][name], targets[1][name].cpu()) for name in infos)
+            landing = landings[message.receiver]
+            sums, memories = [], []
+            for params, device in ((on_cpu, "cpu"), (on_gpu, cuda)):
+                frame = torch.zeros(message.nbytes, dtype=torch.uint8, device=device)
+                memory = torch.zeros(landing_bytes(landing), dtype=torch.uint8, device=device)
+                targets = landed(
+                    message, landing.buckets[message.bucket], bucket_views(memory, landing, message.bucket)
+                )
+                for places in (payload(message, frame), targets):
+                    checksum = Checksum(message, SyncStats(version=1))
+                    pack(message, params, places, checksum)
+                    sums.append(checksum.value)
+                memories += [frame.cpu(), memory.cpu()]
+                memory.zero_()
+                unpack(message, frame, targets)
+                memories.append(memory.cpu())
+            assert len(set(sums)) == 1, f"sender {rank}, message {message.bucket} to {message.receiver}"
+            assert all(torch.equal(a, b) for a, b in zip(memories[:3], memories[3:], strict=True))
             messages += 1
     assert messages > 0
+
+
+def _double(handle: str, pipe: Connection) -> None:
+    """Another process on the device, as a trainer is to an engine."""
+    mappings = Mappings(torch.device("cuda"))
+    mappings.open(0, handle)
+    mappings[0].mul_(2)
+    torch.cuda.synchronize()
+    mappings.rest()
+    pipe.send("done")
+
+
+def test_another_process_writes_to_landing_memory(cuda: str) -> None:
+    landing = DeviceLanding(1 << 20, torch.device(cuda, 0))
+    landing.memory.fill_(21)
+    torch.cuda.synchronize()
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_double, args=(landing.handle, theirs))
+    process.start()
+    assert ours.poll(60), "the other process has not answered"
+    process.join()
+    assert bool((landing.memory == 42).all())
+    landing.release()
+    assert landing.memory.numel() == 0
+    landing.prepare()
+    assert landing.memory.numel() == 1 << 20
+    landing.release()
+
+
+def test_a_sync_of_one_trainer_and_one_engine_on_one_gpu(cuda: str) -> None:
+    """The trainer's process owns the landing memory, and the engine maps it."""
+    plan = jobs.single_plan()
+    spec = Connections().colocated(plan)
+    with multiprocessing.get_context("spawn").Pool(2) as processes:
+        results = processes.starmap(jobs.colocated, [(rank, spec, cuda) for rank in range(2)], chunksize=1)
+    (sent, _), (received, loaded) = results
+    assert sent.nbytes == received.nbytes == plan.receivers[1].nbytes
+    for name, tensor in jobs.weights(jobs.single_map()).items():
+        assert torch.equal(loaded[name], tensor), name

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,13 +14,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarl.resharding import GlooTransport, Receiver, Sender, SyncError, SyncSpec
-from megarl.resharding.board import Board
-from megarl.resharding.transport import Transfer
+from megarl.resharding import Connection, Receiver, Sender, SyncError, SyncSpec, SyncStats, connect
+from megarl.resharding.transport import Transfer, Transport
 from megarl.types import Layout
 from megarl.weights.planner import Holder, plan
 from megarl.weights.plans import TransferPlan
-from megarl.weights.regions import ShardMap
+from megarl.weights.regions import Box, ShardMap
 from megarl.weights.specs import ModelSpec, model_spec
 from tests.weights.models import held, numbered, qwen2_config
 
@@ -42,41 +44,44 @@ def transfer_plan(bucket_bytes: int = 4096, dtype: str = "float32") -> TransferP
     return plan(sources, engines, bucket_bytes)
 
 
+def single_map() -> ShardMap:
+    """All that an engine of one rank holds."""
+    return spec_of().vllm_map(1, 0)
+
+
+def single_plan() -> TransferPlan:
+    """From a trainer to an engine of the same shards: rank 0 to rank 1."""
+    return plan([Holder(rank=0, map=single_map())], [Holder(rank=1, map=single_map())], 4096)
+
+
 def weights(shard: ShardMap, scale: float = 1.0) -> dict[str, torch.Tensor]:
     """A holder's parameters; every canonical element has a value of its own (exact in float32)."""
     arrays = held(shard, numbered(spec_of().canonical()))
     return {name: torch.from_numpy((array * scale).astype(np.float32)) for name, array in arrays.items()}
 
 
-def note_storage(staging: dict[int, int], tensor: torch.Tensor) -> None:
-    storage = tensor.untyped_storage()
-    staging[storage.data_ptr()] = storage.nbytes()
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass
-class Faulty:
-    """A transport in front of another, with which things go wrong.
+class Spied:
+    """A transport in front of another: it notes what goes through, and lets something happen before a send.
 
     Args:
-        flip: after this many sends, a byte of a frame is changed on the way.
-        hang_up: after this many sends the rank breaks its connections and is gone.
-        staging: bytes of the memory that buffers to send or to fill lie in, by its address.
+        before: called with the number of the send, from 1, and the buffer.
+        staging: bytes of the memory that buffers lie in, by its address.
     """
 
-    inner: GlooTransport
-    flip: int = -1
-    hang_up: int = -1
+    inner: Transport
+    before: Callable[[int, torch.Tensor], None] = lambda *_: None
     sends: int = 0
     staging: dict[int, int] = field(default_factory=dict)
-    rank: int = field(init=False)
-    size: int = field(init=False)
-    board: Board = field(init=False)
     sent: Counter[int] = field(init=False)
     received: Counter[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        for name in ("rank", "size", "board", "sent", "received"):
-            setattr(self, name, getattr(self.inner, name))
+        self.sent, self.received = self.inner.sent, self.inner.received
 
     @property
     def connected(self) -> bool:
@@ -84,12 +89,8 @@ class Faulty:
 
     def send(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
         self.sends += 1
+        self.before(self.sends, buffer)
         note_storage(self.staging, buffer)
-        if self.sends == self.flip:
-            buffer[0] ^= 1
-        if self.sends == self.hang_up:
-            self.inner.abort()
-            raise SystemExit
         return self.inner.send(peer, tag, buffer)
 
     def receive(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
@@ -103,32 +104,44 @@ class Faulty:
         self.inner.close()
 
 
+def note_storage(staging: dict[int, int], tensor: torch.Tensor) -> None:
+    storage = tensor.untyped_storage()
+    staging[storage.data_ptr()] = storage.nbytes()
+
+
 class Rank:
     """One rank of a connection, a sender or a receiver, and what it has seen."""
 
-    def __init__(self, spec: SyncSpec, rank: int, **faults: int) -> None:
-        spec = spec.only([rank])
+    def __init__(self, spec: SyncSpec, rank: int) -> None:
         self.loaded: dict[str, torch.Tensor] = {}
         self.order: list[str] = []
+        self.staging: dict[int, int] = {}
         self.params: dict[str, torch.Tensor] = {}
-        self.fail_at: str | None = None
-        self.transport = GlooTransport(spec, rank)
-        transport = Faulty(self.transport, **faults)
-        self.staging = transport.staging
+        self.before_load: Callable[[int], None] = lambda _: None
+        self.connection: Connection = connect(spec.only([rank]), rank)
+        self.control = self.connection.control = Spied(self.connection.control)
+        if self.connection.wire is not None:
+            self.connection.wire = Spied(self.connection.wire, staging=self.staging)
         self.sender: Sender | None = None
         self.receiver: Receiver | None = None
         if rank < TRAINERS:
             self.params = weights(trainer_map(rank))
-            self.sender = Sender(spec.sender(rank), self.params, transport, verify=spec.verify)
+            self.sender = Sender(self.connection, self.params)
         else:
-            self.receiver = Receiver(spec.receivers[rank], transport, self.load, verify=spec.verify)
+            self.receiver = Receiver(self.connection, self.load)
 
-    def load(self, name: str, tensor: torch.Tensor) -> None:
-        if name == self.fail_at:
-            raise ValueError(f"{name}: no room")
-        note_storage(self.staging, tensor)
-        self.order.append(name)
-        self.loaded[name] = tensor.clone()
+    def load(self, params: Mapping[str, torch.Tensor], box: Box | None) -> None:
+        """Keeps a bucket; parts of a parameter are put together."""
+        self.before_load(len(self.order))
+        infos = self.connection.spec.landings[self.connection.rank].params
+        for name, tensor in params.items():
+            note_storage(self.staging, tensor)
+            if box is None:
+                self.loaded[name] = tensor.clone()
+            else:
+                self.loaded.setdefault(name, tensor.new_full(infos[name].shape, -1.0))[box.slices] = tensor
+            if box is None or box.stop == infos[name].shape:
+                self.order.append(name)
 
     def sync(self, version: int) -> Any:
         """The statistics, or the message of the error and the seconds that it took."""
@@ -145,20 +158,45 @@ class Rank:
             return self.sender.version, True, 0
         return self.receiver.version, self.receiver.consistent, len(self.order)
 
+    @property
+    def carried(self) -> tuple[Counter[int], Counter[int]]:
+        """Payload bytes by peer: written to others' memory, and sent or received as frames."""
+        wire = self.connection.wire
+        return self.connection.put, Counter() if wire is None else wire.sent + wire.received
+
 
 def two_syncs(rank: int, spec: SyncSpec) -> Any:
     me = Rank(spec, rank)
     first = me.sync(3)
-    once = dict(me.loaded)
+    once = {name: tensor.clone() for name, tensor in me.loaded.items()}
+    if me.receiver:
+        me.receiver.release()
     for tensor in me.params.values():
         tensor.mul_(2)
     second = me.sync(4)
     ones = torch.ones(1)
     dist.all_reduce(ones)
     assert ones.item() == dist.get_world_size() == RANKS, "the default group is not affected"
-    sent, received = dict(me.transport.sent), dict(me.transport.received)
-    me.transport.close()
-    return [first, second], once, me.loaded, me.order, (sent, received), me.state
+    carried = me.carried
+    me.connection.close()
+    return [first, second], once, me.loaded, me.order, carried, me.state
+
+
+def colocated(rank: int, spec: SyncSpec, device: str) -> tuple[SyncStats, dict[str, torch.Tensor]]:
+    """The trainer and the engine of ``single_plan`` on one device: statistics, and what has been loaded."""
+    connection = connect(spec.only([rank]), rank, device)
+    if rank == 0:
+        params = {name: tensor.to(device) for name, tensor in weights(single_map()).items()}
+        stats = Sender(connection, params).send(0)
+        return stats, {}
+    loaded = {name: torch.zeros(info.shape) for name, info in single_map().params.items()}
+
+    def load(params: Mapping[str, torch.Tensor], box: Box | None) -> None:
+        for name, tensor in params.items():
+            assert tensor.device.type == device
+            loaded[name][(box or Box.whole(loaded[name].shape)).slices] = tensor.cpu()
+
+    return Receiver(connection, load).receive(0), loaded
 
 
 def staging(rank: int, spec: SyncSpec) -> tuple[int, int]:
@@ -167,19 +205,57 @@ def staging(rank: int, spec: SyncSpec) -> tuple[int, int]:
     return me.sync(0).peak_staging_bytes, sum(me.staging.values())
 
 
-def faulty(rank: int, spec: SyncSpec, faults: dict[int, dict[str, int]], fail_at: dict[int, str]) -> Any:
-    me = Rank(spec, rank, **faults.get(rank, {}))
-    me.fail_at = fail_at.get(rank)
-    try:
-        first = me.sync(1)
-    except SystemExit:
-        return None
-    return first, me.state, me.sync(2)
+def failing_load(rank: int, spec: SyncSpec, fail: int, at: int) -> Any:
+    """One rank's load raises, once it has loaded some parameters."""
+    me = Rank(spec, rank)
+
+    def before_load(count: int) -> None:
+        if rank == fail and count >= at:
+            raise ValueError("the layer has no room")
+
+    me.before_load = before_load
+    first, state = me.sync(1), me.state
+    return first, state, me.sync(2)
+
+
+def corrupted(rank: int, spec: SyncSpec, odd: int, at: int) -> Any:
+    """A byte is changed after it was summed up: in a frame, or where it has landed."""
+    me = Rank(spec, rank)
+
+    def flip(count: int, _buffer: torch.Tensor) -> None:
+        if rank == odd and count == at:
+            for memory in (_buffer, *(me.connection.mapped[r] for r in spec.receivers if r in mapped)):
+                if memory.dtype is torch.uint8:
+                    memory.bitwise_xor_(1)
+
+    framed = me.connection.wire is not None
+    mapped = [] if framed else list(spec.receivers)
+    transport = me.connection.wire if framed else me.connection.control
+    assert isinstance(transport, Spied)
+    transport.before = flip
+    first, state = me.sync(1), me.state
+    return first, state, me.sync(2)
+
+
+def killed(rank: int, spec: SyncSpec, odd: int, when: str) -> Any:
+    """A process is killed: before a sync, between two messages, in a load, or when it would commit."""
+    me = Rank(spec, rank)
+    if rank == odd:
+        if when == "before":
+            die()
+        if when == "sending":
+            me.control.before = lambda count, _: die() if count == 3 else None
+        if when == "loading":
+            me.before_load = lambda count: die() if count >= 2 else None
+        if when == "commit":
+            meet = me.connection.board.meet
+            me.connection.board.meet = lambda place, *facts: die() if place.endswith("done") else meet(place, *facts)
+    return me.sync(1), me.state
 
 
 def late(rank: int, spec: SyncSpec, missing: int, patience: float) -> Any:
     me = Rank(spec, rank)
-    me.transport.board.timeout_s = patience
+    me.connection.board.timeout_s = patience
     if rank == missing:
         time.sleep(patience + 0.5)
     first, state = me.sync(1), me.state

@@ -5,53 +5,55 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
-from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from megarl.resharding.board import Board
-from megarl.resharding.session import Session
-from megarl.resharding.transport import Transport, serve_store
+from megarl.resharding import SyncError
+from megarl.resharding.board import Board, open_store, serve_store
 
 
-class Connection(Transport):
-    """A rank that meets the others and moves nothing."""
-
-    def __init__(self, board: Board) -> None:
-        self.board = board
-
-    @property
-    def connected(self) -> bool:
-        return True
-
-    def abort(self) -> None:
-        raise AssertionError("nothing fails")
-
-    def close(self) -> None:
-        raise AssertionError("nothing ends")
-
-    def send(self, peer: int, tag: int, buffer: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise AssertionError("nothing is sent")
-
-    receive = send  # pyright: ignore[reportAssignmentType]
+def boards_at(served: TCPStore, size: int, timeout_s: float = 10.0) -> list[Board]:
+    """Those of several ranks, as in processes of their own."""
+    return [Board(open_store("127.0.0.1", served.port, "sync"), rank, size, timeout_s) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_store_does_not_grow_with_the_syncs(size: int) -> None:
     served = serve_store()
-    store = PrefixStore("sync", served)
-    sessions = [
-        Session(Connection(Board(store, rank, size, 10.0)), fingerprint="f", verify=True, version=-1)
-        for rank in range(size)
-    ]
-
-    def sync(session: Session, version: int) -> None:
-        with session.sync(version, lambda: None):
-            pass
-
+    boards = boards_at(served, size)
     keys: list[int] = []
+
+    def meet(board: Board, count: int) -> None:
+        board.post("landing", f"{count}")
+        board.meet(f"{count}", {"plan": "p", "version": f"{count}"})
+        board.forget(f"{count - 1}")
+
     with ThreadPoolExecutor(size) as ranks:
-        for version in range(4):
-            list(ranks.map(sync, sessions, [version] * size))
+        for count in range(4):
+            list(ranks.map(meet, boards, [count] * size))
             keys.append(served.num_keys())
     assert keys == [keys[0]] * 4
-    assert [session.version for session in sessions] == [3] * size
+
+
+def test_ranks_that_know_different_things_say_which() -> None:
+    store = serve_store()
+    one, other = boards_at(store, 2)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(one.meet, "here", {"plan": "p", "version": "1"})
+        while not store.check(["sync/here/0"]):
+            pass
+        expected = "sync aborted: rank 1: version 2 differs from another rank's, 1"
+        with pytest.raises(SyncError, match=expected):
+            other.meet("here", {"plan": "p", "version": "2"})
+        with pytest.raises(SyncError, match=expected):
+            waiting.result()
+
+
+def test_the_first_to_decide_decides_for_all() -> None:
+    store = serve_store()
+    one, other = boards_at(store, 2, timeout_s=0.1)
+    with pytest.raises(SyncError, match=r"rank 0: ranks \[1\] did not come within 0.1 s"):
+        one.meet("here")
+    for late in (lambda: other.meet("here"), lambda: other.abort("here", "no"), lambda: other.look("here")):
+        with pytest.raises(SyncError, match="rank 0: ranks"):
+            late()
+    other.look("there")

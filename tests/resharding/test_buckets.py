@@ -1,4 +1,4 @@
-"""Packing against numpy; checksums."""
+"""Packing against numpy; where parameters of a bucket lie; checksums."""
 
 from __future__ import annotations
 
@@ -7,75 +7,132 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.resharding.buckets import CHECKSUM_BYTES, is_intact, pack, seal, split_frames, unpack
-from megarl.weights.plans import Copy, Message
-from megarl.weights.regions import Box
+from megarl.resharding import buckets
+from megarl.resharding.buckets import Checksum, bucket_views, landed, landing_bytes, pack, payload, sum_up, unpack
+from megarl.resharding.records import SyncStats
+from megarl.resharding.spec import LandingPlan
+from megarl.weights.plans import Bucket, Copy, Message
+from megarl.weights.regions import Box, TensorInfo
+
+
+@pytest.fixture(autouse=True)
+def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "_SLAB_BYTES", 16)
 
 
 @st.composite
-def copies(draw: st.DrawFn) -> list[Copy]:
-    made = []
+def messages(draw: st.DrawFn) -> Message:
+    copies = []
     for dtype in sorted(draw(st.lists(st.sampled_from(["float32", "bfloat16"]), min_size=1, max_size=5)), reverse=True):
         rows, columns = draw(st.integers(1, 3)), draw(st.integers(1, 4))
         at, transposed = draw(st.integers(0, 2)), draw(st.booleans())
         box, flipped = Box((at, 1), (at + rows, 1 + columns)), Box((1, at), (1 + columns, at + rows))
         target = flipped if transposed else box
-        made.append(
+        copies.append(
             Copy(source="s", source_box=box, target=dtype, target_box=target, dtype=dtype, transposed=transposed)
         )
-    return made
+    nbytes = sum(copy.nbytes for copy in copies)
+    return Message(sender=0, receiver=1, bucket=0, copies=tuple(copies), nbytes=nbytes)
 
 
-def as_bytes(source: torch.Tensor, copy: Copy) -> bytes:
-    rows = source[copy.source_box.slices].tolist()
+SOURCE = torch.arange(30, dtype=torch.float32).view(5, 6)
+INFOS = {dtype: TensorInfo((6, 6), dtype) for dtype in ("bfloat16", "float32")}
+LANDING = LandingPlan(
+    port=1,
+    framed=frozenset(),
+    depth=2,
+    params=INFOS,
+    buckets=(Bucket(params=("bfloat16", "float32"), nbytes=36 * 6),) * 2,
+)
+
+
+def as_bytes(copy: Copy) -> bytes:
+    rows = SOURCE[copy.source_box.slices].tolist()
     rows = list(map(list, zip(*rows, strict=True))) if copy.transposed else rows
     return torch.tensor(rows, dtype=getattr(torch, copy.dtype)).view(torch.uint8).numpy().tobytes()
 
 
-@settings(deadline=None)
-@given(copies(), st.booleans())
-def test_packing_moves_boxes(made: list[Copy], verify: bool) -> None:
-    source = torch.arange(30, dtype=torch.float32).view(5, 6)
-    nbytes = sum(copy.nbytes for copy in made)
-    message = Message(sender=0, receiver=1, bucket=0, copies=tuple(made), nbytes=nbytes)
-    buffer = torch.full((4096,), 255, dtype=torch.uint8)
-    frame, after = split_frames(buffer, [message, message], verify=verify)
-    assert frame.numel() == nbytes + (CHECKSUM_BYTES if verify else 0)
-
-    pack(made, {"s": source}, frame)
-    assert bool((after == 255).all())
-    expected = b"".join(as_bytes(source, copy) for copy in made)
-    assert frame[:nbytes].numpy().tobytes() == expected
-
-    targets = {d: torch.zeros(6, 6, dtype=getattr(torch, d)) for d in ("float32", "bfloat16")}
-    unpack(made, frame, targets)
-    oracle = {name: np.zeros((6, 6), np.float32) for name in targets}
-    for copy in made:
-        values = source[copy.source_box.slices].numpy()
+def check(message: Message, views: dict[str, torch.Tensor]) -> None:
+    oracle = {name: np.zeros((6, 6), np.float32) for name in views}
+    for copy in message.copies:
+        values = SOURCE[copy.source_box.slices].numpy()
         oracle[copy.target][copy.target_box.slices] = values.T if copy.transposed else values
-    for name, tensor in targets.items():
+    for name, tensor in views.items():
         np.testing.assert_array_equal(tensor.float().numpy(), oracle[name])
 
 
-@settings(deadline=None)
+@given(messages(), st.booleans())
+def test_frames_carry_boxes(message: Message, verify: bool) -> None:
+    frame = torch.zeros(message.nbytes, dtype=torch.uint8)
+    checksum = Checksum(message, SyncStats(version=1)) if verify else None
+    assert pack(message, {"s": SOURCE}, payload(message, frame), checksum) == message.nbytes
+    assert frame.numpy().tobytes() == b"".join(map(as_bytes, message.copies))
+    views = bucket_views(torch.zeros(landing_bytes(LANDING), dtype=torch.uint8), LANDING, 0)
+    unpack(message, frame, landed(message, LANDING.buckets[0], views))
+    check(message, views)
+
+
+@given(messages(), st.integers(0, 1))
+def test_boxes_land_in_their_half_with_the_checksum_of_a_frame(message: Message, index: int) -> None:
+    memory = torch.full((landing_bytes(LANDING),), 7, dtype=torch.uint8)
+    halves = memory.split(landing_bytes(LANDING) // 2)
+    halves[index].zero_()
+    views = bucket_views(memory, LANDING, index)
+    assert list(views) == ["bfloat16", "float32"]
+    targets = landed(message, LANDING.buckets[index], views)
+    stats = SyncStats(version=1)
+    there, again, framed = (Checksum(message, stats) for _ in range(3))
+    assert pack(message, {"s": SOURCE}, targets, there) == message.nbytes
+    check(message, views)
+    assert bool((halves[1 - index] == 7).all())
+    if _disjoint(message):
+        sum_up(targets, again)
+        frame = torch.zeros(message.nbytes, dtype=torch.uint8)
+        pack(message, {"s": SOURCE}, payload(message, frame), framed)
+        assert there.value == again.value == framed.value
+
+
+def _disjoint(message: Message) -> bool:
+    boxes = [(copy.target, copy.target_box) for copy in message.copies]
+    return not any(a[0] == b[0] and a[1].intersect(b[1]) for i, a in enumerate(boxes) for b in boxes[i + 1 :])
+
+
+def test_a_part_of_a_parameter_lies_alone() -> None:
+    part = Bucket(params=("w",), nbytes=2 * 3 * 4, box=Box((4, 0), (6, 3)), last=True)
+    landing = LandingPlan(
+        port=0, framed=frozenset({1}), depth=1, params={"w": TensorInfo((6, 3), "float32")}, buckets=(part,)
+    )
+    copy = Copy(source="s", source_box=Box((0, 0), (1, 3)), target="w", target_box=Box((5, 0), (6, 3)), dtype="float32")
+    message = Message(sender=1, receiver=0, bucket=0, copies=(copy,), nbytes=12)
+    views = bucket_views(torch.zeros(landing_bytes(landing), dtype=torch.uint8), landing, 0)
+    pack(message, {"s": SOURCE}, landed(message, part, views), None)
+    assert views["w"].tolist() == [[0, 0, 0], [0, 1, 2]]
+
+
+def checksum_of(message: Message, values: torch.Tensor, version: int = 7) -> int:
+    checksum = Checksum(message, SyncStats(version=version))
+    sum_up([values], checksum)
+    return checksum.value
+
+
+MESSAGE = Message(sender=0, receiver=1, bucket=2, copies=(), nbytes=0)
+
+
 @given(st.binary(min_size=1, max_size=40), st.data())
-def test_a_checksum_notices_a_changed_byte(payload: bytes, data: st.DataObject) -> None:
-    frame = torch.tensor([*payload, 0, 0, 0, 0], dtype=torch.uint8)
-    message = Message(sender=0, receiver=1, bucket=2, copies=(), nbytes=len(payload))
-    seal(frame, message, 7)
-    assert is_intact(frame, message, 7)
-    frame[data.draw(st.integers(0, len(frame) - 1))] ^= data.draw(st.integers(1, 255))
-    assert not is_intact(frame, message, 7)
+def test_a_checksum_notices_a_changed_byte(content: bytes, data: st.DataObject) -> None:
+    values = torch.tensor(list(content), dtype=torch.uint8)
+    before = checksum_of(MESSAGE, values)
+    assert checksum_of(MESSAGE, values.clone()) == before
+    values[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+    assert checksum_of(MESSAGE, values) != before
 
 
 @pytest.mark.parametrize("other", [{"sender": 3}, {"receiver": 3}, {"bucket": 3}, {"version": 3}], ids=str)
 def test_a_checksum_notices_a_message_that_is_not_the_one(other: dict[str, int]) -> None:
-    frame = torch.tensor([5, 6, 7, 0, 0, 0, 0], dtype=torch.uint8)
-    message = Message(sender=0, receiver=1, bucket=2, copies=(), nbytes=3)
-    seal(frame, message, 7)
+    values = torch.tensor([5, 6, 7], dtype=torch.uint8)
     wrong = dict(other)
     version = wrong.pop("version", 7)
-    assert not is_intact(frame, replace(message, **wrong), version)
+    assert checksum_of(replace(MESSAGE, **wrong), values, version) != checksum_of(MESSAGE, values)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.resharding import GlooTransport, Sender, SyncError, SyncSpec, SyncStats, serve_store
+from megarl.resharding import Place, Sender, SyncError, SyncSpec, SyncStats, connect, serve_store
 from megarl.resharding.transport import Transfer
 from megarl.weights.files import HFDirectory
 from megarl.weights.planner import Holder, plan
@@ -42,12 +42,18 @@ class Trainer:
         self._store = serve_store()
         ranks = range(1, 1 + len(shards))
         spec = SyncSpec.of(
-            self.plan, name="test", host="localhost", port=self._store.port, world_size=len(ranks) + 1, timeout_s=20
+            self.plan,
+            name="test",
+            host="localhost",
+            port=self._store.port,
+            places=[Place() for _ in (0, *ranks)],
+            timeout_s=20,
         )
         process.begin_call("connect", spec.only(ranks), ranks)
-        self._transport = _FaultyTransport(spec, 0)
+        connection = connect(spec, 0)
         process.end()
-        self._sender = Sender(self.plan.senders[0], load_file(model_dir / "model.safetensors"), self._transport)
+        self._control = connection.control
+        self._sender = Sender(connection, load_file(model_dir / "model.safetensors"))
 
     def sync(self, version: int) -> Report:
         """Sends the weights; both sides commit the version."""
@@ -59,23 +65,22 @@ class Trainer:
         """Does the same, expecting that both sides abort for this reason.
 
         Args:
-            corrupt_bucket: a byte of this bucket is changed on its way.
+            corrupt_bucket: the checksum that the sender says of it is not that of what has landed.
         """
-        self._transport.corrupt_bucket = corrupt_bucket
+        send = self._control.send
+
+        def corrupt(peer: int, tag: int, numbers: torch.Tensor) -> Transfer:
+            _version, bucket, _nbytes, checksum = numbers
+            if bucket == corrupt_bucket:
+                checksum ^= 1
+            return send(peer, tag, numbers)
+
+        self._control.send = corrupt
         self._process.begin_call("receive_weights", version)
         with pytest.raises(SyncError, match=reason):
             self._sender.send(version)
         with pytest.raises(RemoteError, match=reason):
             self._process.end()
-
-
-class _FaultyTransport(GlooTransport):
-    corrupt_bucket: int | None = None
-
-    def send(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
-        if tag == self.corrupt_bucket:
-            buffer[0] ^= 1
-        return super().send(peer, tag, buffer)
 
 
 def sync(process: EngineProcess, model_dir: Path, version: int) -> Report:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.resharding import SyncSpec
+from megarl.resharding import Place, SyncSpec
 from megarl.types import Prompt, SampleRequest, VersionSpan
 from megarl.weights.files import HFDirectory, read_config
 from megarl.weights.planner import Holder, plan
@@ -111,7 +111,7 @@ def test_a_plan_for_another_model_is_refused_before_connecting(
 ) -> None:
     shard = model_spec(read_config(models["llama"])).vllm_map(1, 0)
     transfers = plan([Holder(rank=0, map=HFDirectory(models["llama"]).map)], [Holder(rank=1, map=shard)], 1 << 20)
-    nobody = SyncSpec.of(transfers, name="test", host="localhost", port=1, world_size=2)
+    nobody = SyncSpec.of(transfers, name="test", host="localhost", port=1, places=[Place(), Place()])
     with pytest.raises(RemoteError, match=r"(?s)qkv_proj.bias: not in the shard map.*lm_head.weight: not in"):
         engine.call("connect", nobody, [1])
 

@@ -1,0 +1,183 @@
+"""What a rank needs to take part in a sync: its parts of the plan, and the way that each message takes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megarl.weights.places import Place
+from megarl.weights.plans import Bucket, ReceiverPlan, SenderPlan, TransferPlan
+from megarl.weights.regions import TensorInfo
+
+Device = Literal["cpu", "cuda"]
+Transport = Literal["auto", "gloo", "shared_memory"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LandingPlan:
+    """How the messages for one receiver arrive: in landing memory, laid out as the parameters of a bucket.
+
+    Args:
+        port: the rank that owns the memory: the receiver itself, or the trainer on its device.
+        framed: senders that cannot write to the memory; theirs come to the port as frames, which it unpacks.
+        depth: buckets that the memory holds. Where frames come it is one, for they wait in a buffer of their own.
+        params, buckets: of the receiver's plan.
+    """
+
+    port: int
+    framed: frozenset[int]
+    depth: int
+    params: Mapping[str, TensorInfo]
+    buckets: tuple[Bucket, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncSpec:
+    """What the ranks need to take part in a sync; made by ``of``.
+
+    Args:
+        name: of this connection; never used twice with one store.
+        host, port: of the store.
+        world_size: ranks that take part: the trainers', then the engines'.
+        fingerprint: of the plan.
+        staging_bytes: of the plan's largest bucket.
+        senders, receivers: the plan's parts, by rank.
+        landings: by receiver.
+        wire: the ranks that send frames or are sent them.
+        verify: every message carries a checksum.
+        timeout_s: how long a rank waits for others before it aborts the sync.
+    """
+
+    name: str
+    host: str
+    port: int
+    world_size: int
+    fingerprint: str
+    staging_bytes: int
+    senders: Mapping[int, SenderPlan]
+    receivers: Mapping[int, ReceiverPlan]
+    landings: Mapping[int, LandingPlan]
+    wire: tuple[int, ...]
+    verify: bool = True
+    timeout_s: float = 300.0
+
+    @classmethod
+    def of(
+        cls,
+        plan: TransferPlan,
+        *,
+        name: str,
+        host: str,
+        port: int,
+        places: Sequence[Place],
+        device: Device = "cpu",
+        transport: Transport = "auto",
+        verify: bool = True,
+        timeout_s: float = 300.0,
+    ) -> SyncSpec:
+        """The spec with all parts of a plan.
+
+        Args:
+            places: of the ranks, the trainers', then the engines'.
+            device: of all of them.
+            transport: on a CPU, how messages go within a node: through memory that both map, or Gloo. Others go by
+                Gloo, which ``shared_memory`` refuses; ``auto`` takes the memory where it can. CUDA knows ``auto`` only.
+
+        Raises:
+            ValueError: the transport does not reach, or the places cannot be; all problems are listed.
+        """
+        landings = plan_landings(plan, places, device=device, transport=transport)
+        return cls(
+            name=name,
+            host=host,
+            port=port,
+            world_size=len(places),
+            fingerprint=plan.fingerprint,
+            staging_bytes=plan.staging_bytes,
+            senders=plan.senders,
+            receivers=plan.receivers,
+            landings=landings,
+            wire=wire_ranks(landings),
+            verify=verify,
+            timeout_s=timeout_s,
+        )
+
+    def only(self, ranks: Collection[int]) -> SyncSpec:
+        """The spec with nothing but these ranks' parts: what is sent to their process."""
+        senders = {rank: part for rank, part in self.senders.items() if rank in ranks}
+        reached = {message.receiver for part in senders.values() for message in part.messages}
+        receivers = {r: part for r, part in self.receivers.items() if r in ranks or self.landings[r].port in ranks}
+        landings = {r: landing for r, landing in self.landings.items() if r in reached or r in receivers}
+        return replace(self, senders=senders, receivers=receivers, landings=landings)
+
+    def sender(self, rank: int) -> SenderPlan:
+        """A rank's part in sending; an empty one where the plan has another replica send."""
+        idle = SenderPlan(
+            rank=rank, fingerprint=self.fingerprint, params={}, messages=(), staging_bytes=self.staging_bytes
+        )
+        return self.senders.get(rank, idle)
+
+
+def wire_ranks(landings: Mapping[int, LandingPlan]) -> tuple[int, ...]:
+    """The ranks between which frames go."""
+    framed = [landing for landing in landings.values() if landing.framed]
+    return tuple(sorted({rank for landing in framed for rank in (landing.port, *landing.framed)}))
+
+
+def plan_landings(
+    plan: TransferPlan, places: Sequence[Place], *, device: Device, transport: Transport
+) -> dict[int, LandingPlan]:
+    """Decides the way of every message; see ``SyncSpec.of``."""
+    problems = _problems(plan, places, device, transport)
+    if problems:
+        raise ValueError("; ".join(problems))
+    trainers = {place.device: rank for rank, place in enumerate(places) if rank not in plan.receivers}
+    landings: dict[int, LandingPlan] = {}
+    for rank, part in plan.receivers.items():
+        port = trainers.get(places[rank].device, rank) if device == "cuda" else rank
+        shared = device == "cpu" and transport != "gloo"
+        framed = frozenset(
+            sender for sender in _senders(part) if sender != port and not (shared and _near(places, sender, rank))
+        )
+        landings[rank] = LandingPlan(
+            port=port, framed=framed, depth=1 if framed else 2, params=part.params, buckets=part.buckets
+        )
+    return landings
+
+
+def _problems(plan: TransferPlan, places: Sequence[Place], kind_of_device: Device, transport: Transport) -> list[str]:
+    """What keeps messages from their ways."""
+    problems: list[str] = []
+    if kind_of_device == "cuda" and transport != "auto":
+        problems.append(f"transport {transport} is for CPUs; on CUDA it must be auto")
+    if kind_of_device == "cuda":
+        for kind, ranks in (("trainers", set(range(len(places))) - set(plan.receivers)), ("engines", plan.receivers)):
+            on_device: dict[int | None, list[int]] = {}
+            for rank in sorted(ranks):
+                on_device.setdefault(places[rank].device, []).append(rank)
+            problems += [
+                f"ranks {at} of the {kind} are all on device {device}; one is possible"
+                for device, at in on_device.items()
+                if len(at) > 1 and device is not None
+            ]
+        unplaced = [rank for rank, place in enumerate(places) if place.device is None]
+        if unplaced:
+            problems.append(f"ranks {unplaced} have no device, which CUDA needs")
+    if transport == "shared_memory":
+        problems += [
+            f"transport shared_memory does not reach from rank {sender} on node {places[sender].node} to rank {rank} "
+            f"on node {places[rank].node}; set it to auto or gloo"
+            for rank, part in plan.receivers.items()
+            for sender in _senders(part)
+            if not _near(places, sender, rank)
+        ]
+    return problems
+
+
+def _near(places: Sequence[Place], one: int, other: int) -> bool:
+    return places[one].node == places[other].node
+
+
+def _senders(part: ReceiverPlan) -> list[int]:
+    return sorted({message.sender for bucket in part.messages for message in bucket})

@@ -1,0 +1,65 @@
+"""The ways that messages may take between the four ranks of the sync tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megarl.resharding import Place, SyncSpec, serve_store
+from megarl.resharding.spec import wire_ranks
+from megarl.weights.plans import TransferPlan
+from tests.resharding import jobs
+
+WAYS = ("shared", "gloo", "mixed", "two hops")
+
+
+class Connections:
+    """Makes specs that name one store."""
+
+    def __init__(self) -> None:
+        self.store = serve_store()
+        self.count = 0
+
+    def __call__(
+        self, plan: TransferPlan, way: str = "shared", *, timeout_s: float = 20.0, verify: bool = True
+    ) -> SyncSpec:
+        """A spec.
+
+        Args:
+            way: ``mixed`` has a trainer and an engine rank on either node, so that engines get both kinds; in ``two
+                hops`` each trainer is the port of an engine rank, as where they share a GPU.
+        """
+        self.count += 1
+        spec = SyncSpec.of(
+            plan,
+            name=f"sync{self.count}",
+            host="127.0.0.1",
+            port=self.store.port,
+            places=[Place(node=rank % 2 if way == "mixed" else 0) for rank in range(jobs.RANKS)],
+            transport="gloo" if way == "gloo" else "auto",
+            timeout_s=timeout_s,
+            verify=verify,
+        )
+        return in_two_hops(spec) if way == "two hops" else spec
+
+    def colocated(self, plan: TransferPlan) -> SyncSpec:
+        """Of rank 0, a trainer, and rank 1, an engine on its device: that trainer's is the memory."""
+        self.count += 1
+        spec = SyncSpec.of(
+            plan,
+            name=f"sync{self.count}",
+            host="127.0.0.1",
+            port=self.store.port,
+            places=[Place(device=0)] * 2,
+            device="cuda",
+        )
+        assert spec.landings[1].port == 0
+        return spec
+
+
+def in_two_hops(spec: SyncSpec) -> SyncSpec:
+    """Makes each trainer the port of an engine rank."""
+    landings = {
+        receiver: replace(landing, port=port, framed=frozenset({1 - port}), depth=1)
+        for port, (receiver, landing) in enumerate(sorted(spec.landings.items()))
+    }
+    return replace(spec, landings=landings, wire=wire_ranks(landings))
