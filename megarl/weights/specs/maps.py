@@ -3,31 +3,59 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from megarl.weights.regions import Box, Hole, Piece, Shape, ShardMap, TensorInfo
 from megarl.weights.specs.blocks import MEGATRON_EXPERTS
 from megarl.weights.specs.elements import Stack
-
-Prefixed = tuple[str, str, Stack]
-"""A stack with the prefixes of its local and its canonical names."""
 
 _EXPERT = re.compile(re.escape(MEGATRON_EXPERTS).replace(r"\{\}", r"(\d+)"))
 _INPUT_NORM = ("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
 _MLP_NORM = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
 
 
-def shard_map(stacks: Iterable[Prefixed], dtype: str) -> ShardMap:
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """A stack with its boxes worked out, which many layers may share.
+
+    Args:
+        param: its parameter.
+        shape: of that.
+        parts: of each part, the box in the parameter, the canonical tensor (None: a hole), and the box in that.
+        transposed: as in ``Stack``.
+    """
+
+    param: str
+    shape: Shape
+    parts: tuple[tuple[Box, str | None, Box], ...]
+    transposed: bool
+
+    @classmethod
+    def of(cls, stack: Stack) -> Laid:
+        parts = tuple(_parts(stack))
+        return cls(param=stack.param, shape=stack.of + stack.shape, parts=parts, transposed=stack.transposed)
+
+
+Prefixed = tuple[str, str, Sequence[Laid]]
+"""Stacks with the prefixes of their local and their canonical names."""
+
+
+def shard_map(groups: Iterable[Prefixed], dtype: str) -> ShardMap:
     """The map of a holder that has these stacks."""
     params: dict[str, TensorInfo] = {}
     pieces: list[Piece] = []
     holes: list[Hole] = []
-    for local, hf, stack in stacks:
-        param = local + stack.param
-        params[param] = TensorInfo(stack.of + stack.shape, dtype)
-        for part in _parts(param, hf, stack):
-            pieces.append(part) if isinstance(part, Piece) else holes.append(part)
+    for local, hf, stacks in groups:
+        for stack in stacks:
+            param = local + stack.param
+            params[param] = TensorInfo(stack.shape, dtype)
+            for box, tensor, region in stack.parts:
+                if tensor is None:
+                    holes.append(Hole(param=param, box=box))
+                else:
+                    named = Piece(param=param, box=box, name=hf + tensor, region=region, transposed=stack.transposed)
+                    pieces.append(named)
     return ShardMap(params=params, pieces=tuple(pieces), holes=tuple(holes))
 
 
@@ -53,22 +81,16 @@ def in_checkpoint(stack: Stack, layer: int, layers: int, *, experts: int, norm_i
     return replace(stack, param=param, at=at, of=of)
 
 
-def _parts(param: str, prefix: str, stack: Stack) -> Iterator[Piece | Hole]:
-    """The pieces and holes of a stack."""
+def _parts(stack: Stack) -> Iterator[tuple[Box, str | None, Box]]:
+    """The parts of a stack as ``Laid`` has them."""
     offset = 0
     above = tuple(i + 1 for i in stack.at)
     for part in stack.parts:
         extent = part.stop - part.start
         slab = _slab(stack.shape, stack.axis, offset, offset + extent)
-        box = Box(stack.at + slab.start, above + slab.stop) if stack.at else slab
-        if part.tensor is None:
-            yield Hole(param=param, box=box)
-        else:
-            region = _slab(stack.shape, stack.axis, part.start, part.stop)
-            if stack.transposed:
-                region = Box(region.start[::-1], region.stop[::-1])
-            name = prefix + part.tensor
-            yield Piece(param=param, box=box, name=name, region=region, transposed=stack.transposed)
+        box = Box(stack.at + slab.start, above + slab.stop)
+        region = _slab(stack.shape, stack.axis, part.start, part.stop)
+        yield box, part.tensor, Box(region.start[::-1], region.stop[::-1]) if stack.transposed else region
         offset += extent
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from megarl.weights.regions import Manifest, ShardMap, TensorInfo
 from megarl.weights.specs.elements import Dims, Element, Engine, Place, Shard, VocabRows
 from megarl.weights.specs.families import family_of
 from megarl.weights.specs.family import HF_ACTIVATIONS, Activation, Family, Table, UnsupportedModelError
-from megarl.weights.specs.maps import Prefixed, in_checkpoint, shard_map
+from megarl.weights.specs.maps import Laid, Prefixed, in_checkpoint, shard_map
 from megarl.weights.specs.reading import HFConfig, Reader, Rope
 from megarl.weights.specs.stages import chunk_layers
 
@@ -107,19 +107,20 @@ class ModelSpec:
         place = Place(
             tp=Shard(rank=coords.tp, size=layout.tp), ep=Shard(rank=layout.expert_rank(coords), size=layout.ep)
         )
-        stacks: list[Prefixed] = []
+        laid = self._laid(self.table.layer, "megatron", place)
+        groups: list[Prefixed] = []
         for chunk in range(layout.vpp):
             local = f"{chunk}:"
             if coords.pp == 0 and chunk == 0:
-                stacks += self._stacks(self._first(), "megatron", place, local)
+                groups.append((local, "", self._laid(self._first(), "megatron", place)))
             for i, layer in enumerate(self.layers(layout, coords.pp, chunk)):
                 hf, megatron = self.table.layer_prefix.hf.format(layer), self.table.layer_prefix.megatron.format(i)
-                stacks += self._stacks(self.table.layer, "megatron", place, local + megatron, hf)
+                groups.append((local + megatron, hf, laid))
             if coords.pp == layout.pp - 1 and chunk == layout.vpp - 1:
                 copied = self.tied and head == "lm" and layout.pp > 1
                 output = (self._tied_output(),) if copied else self._output(head)
-                stacks += self._stacks((*self.table.final, *output), "megatron", place, local)
-        return shard_map(stacks, self.dtype)
+                groups.append((local, "", self._laid((*self.table.final, *output), "megatron", place)))
+        return shard_map(groups, self.dtype)
 
     def checkpoint_map(
         self, head: HeadName = "lm", *, vocab_rows: int | None = None, transformer_engine: bool = True
@@ -133,26 +134,28 @@ class ModelSpec:
         """
         place = Place(tp=Shard())
         dense = self.dims.experts == 0
-        stacks: list[Prefixed] = []
+        groups: list[Prefixed] = []
         for element in (*self._first(), *self.table.final, *self._output(head)):
             if isinstance(element, VocabRows):
-                stacks.append(("", "", element.rows("megatron", self.dims, 0, vocab_rows or self.dims.vocab)))
+                whole = element.rows("megatron", self.dims, 0, vocab_rows or self.dims.vocab)
+                groups.append(("", "", [Laid.of(whole)]))
             else:
-                stacks += self._stacks((element,), "megatron", place)
+                groups.append(("", "", self._laid((element,), "megatron", place)))
         local = self.table.layer_prefix.megatron.removesuffix("{}.")
+        stacks = [stack for element in self.table.layer for stack in element.stacks("megatron", self.dims, place)]
         for i in range(self.dims.layers):
-            for _, hf, stack in self._stacks(
-                self.table.layer, "megatron", place, hf=self.table.layer_prefix.hf.format(i)
-            ):
-                stored = in_checkpoint(
+            stored = (
+                in_checkpoint(
                     stack,
                     i,
                     self.dims.layers,
                     experts=self.dims.experts,
                     norm_in_mlp=dense or not transformer_engine,
                 )
-                stacks.append((local, hf, stored))
-        return shard_map(stacks, self.dtype)
+                for stack in stacks
+            )
+            groups.append((local, self.table.layer_prefix.hf.format(i), [Laid.of(stack) for stack in stored]))
+        return shard_map(groups, self.dtype)
 
     def vllm_map(self, tp: int, rank: int) -> ShardMap:
         """What a TP rank of a vLLM engine holds of the language model, under vLLM's fused names.
@@ -162,12 +165,11 @@ class ModelSpec:
         """
         self.check_vllm(tp)
         place = Place(tp=Shard(rank=rank, size=tp))
-        stacks = list(self._stacks(self._first(), "vllm", place))
-        for i in range(self.dims.layers):
-            hf, local = self.table.layer_prefix.hf.format(i), self.table.layer_prefix.vllm.format(i)
-            stacks += self._stacks(self.table.layer, "vllm", place, local, hf)
-        stacks += self._stacks((*self.table.final, *self._output("lm")), "vllm", place)
-        return shard_map(stacks, self.dtype)
+        prefix, laid = self.table.layer_prefix, self._laid(self.table.layer, "vllm", place)
+        groups: list[Prefixed] = [("", "", self._laid(self._first(), "vllm", place))]
+        groups += [(prefix.vllm.format(i), prefix.hf.format(i), laid) for i in range(self.dims.layers)]
+        groups.append(("", "", self._laid((*self.table.final, *self._output("lm")), "vllm", place)))
+        return shard_map(groups, self.dtype)
 
     def padded_vocab(self, tp: int) -> int:
         """The vocabulary of Megatron's model at a TP, padding included."""
@@ -239,11 +241,9 @@ class ModelSpec:
         """The last stage's copy of a tied embedding: the output layer's names for the embedding's tensor."""
         return VocabRows(names=replace(self.table.output.names, hf=self.table.embedding.names.hf))
 
-    def _stacks(
-        self, elements: Iterable[Element], engine: Engine, place: Place, local: str = "", hf: str = ""
-    ) -> Iterator[Prefixed]:
-        """The stacks of some elements, each with the prefixes of its local and canonical names."""
-        return ((local, hf, stack) for element in elements for stack in element.stacks(engine, self.dims, place))
+    def _laid(self, elements: Iterable[Element], engine: Engine, place: Place) -> list[Laid]:
+        """The stacks of some elements."""
+        return [Laid.of(stack) for element in elements for stack in element.stacks(engine, self.dims, place)]
 
 
 def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
