@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import load
+from megarl.weights.specs import FAMILIES
 from tests.config.debug import REPOSITORY, debug
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -45,6 +46,19 @@ def test_make_targets_exist() -> None:
     named = set(re.findall(r"`make (\w+)", README + CONTRIBUTING))
     assert {"setup", "demo", "test", "lint", "bench", "clean"} <= named
     assert named <= set(re.findall(r"^(\w+):", MAKEFILE, flags=re.MULTILINE))
+
+
+def test_every_family_is_documented() -> None:
+    text = (REPOSITORY / "docs" / "weights.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE) == ["model_type", *FAMILIES]
+
+
+def test_the_document_on_weights_names_files_that_exist() -> None:
+    text = (REPOSITORY / "docs" / "weights.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:\w+/)+\w+\.py)`", text))
+    assert len(named) > 10
+    bases = (REPOSITORY / "megarl", REPOSITORY, REPOSITORY / "tests" / "weights")
+    assert not [name for name in named if "NAME" not in name and not any((base / name).exists() for base in bases)]
 
 
 def test_links_lead_to_files() -> None:

@@ -85,7 +85,7 @@ def phi3_config(**changes: Any) -> dict[str, Any]:
         "model_type": "phi3",
         "hidden_size": 24,
         "num_key_value_heads": 2,
-        "pad_token_id": 0,
+        "pad_token_id": None,
     }
     return llama_config() | config | changes
 
