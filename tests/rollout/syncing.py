@@ -1,18 +1,25 @@
-"""A trainer of one rank, in the tests' process, that holds a whole model and syncs it into an engine."""
+"""Trainer ranks, in threads of the tests' process, that hold a model in a Megatron layout and sync it into an engine."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.resharding import Place, Sender, SyncError, SyncSpec, SyncStats, connect, serve_store
-from megarl.resharding.transport import Transfer
-from megarl.weights.files import HFDirectory
-from megarl.weights.planner import Holder, plan
+from megarl.resharding import Connection, Sender, SyncError, SyncSpec, SyncStats, connect, serve_store
+from megarl.resharding.buckets import bucket_views
+from megarl.resharding.transport import Transfer, Transport
+from megarl.types import Layout
+from megarl.weights.files import read_config
+from megarl.weights.holders import plan_sync
+from megarl.weights.places import Place
+from megarl.weights.regions import ShardMap
+from megarl.weights.specs import model_spec
 from tests.rollout.engine_process import EngineProcess, RemoteError
 
 BUCKET_BYTES = 1 << 17  # the tiny models arrive in several buckets
@@ -23,7 +30,7 @@ class Report:
     """What the ranks of the engine and the trainer counted."""
 
     received: list[SyncStats]
-    sent: SyncStats
+    sent: list[SyncStats]
 
 
 class Trainer:
@@ -32,57 +39,102 @@ class Trainer:
     Args:
         process: hosts the engine.
         model_dir: whose tensors are sent.
+        layout: in which they are held.
+        device: cpu; or cuda, which the one trainer and the one engine rank share.
     """
 
-    def __init__(self, process: EngineProcess, model_dir: Path) -> None:
-        self._process = process
-        shards = process.call("shard_maps")
-        engines = [Holder(rank=1 + rank, map=shard) for rank, shard in enumerate(shards)]
-        self.plan = plan([Holder(rank=0, map=HFDirectory(model_dir).map)], engines, BUCKET_BYTES)
+    def __init__(
+        self, process: EngineProcess, model_dir: Path, layout: Layout = Layout(), *, device: str = "cpu"
+    ) -> None:
+        spec, first = model_spec(read_config(model_dir)), layout.world_size
+        tp = len(process.call("shard_maps"))
+        self._process, self._device = process, device
+        place = Place(device=0 if device == "cuda" else None)
+        self.plan = plan_sync(spec, layout, [place] * first, tp, [place] * tp, BUCKET_BYTES)
         self._store = serve_store()
-        ranks = range(1, 1 + len(shards))
-        spec = SyncSpec.of(
+        self._sync = SyncSpec.of(
             self.plan,
             name="test",
             host="localhost",
             port=self._store.port,
-            places=[Place() for _ in (0, *ranks)],
-            timeout_s=20,
+            places=[place] * (first + tp),
+            device=device,
+            timeout_s=120,
         )
-        process.begin_call("connect", spec.only(ranks), ranks)
-        connection = connect(spec, 0)
+        ranks = range(first, first + tp)
+        process.begin_call("connect", self._sync.only(ranks), ranks)
+        self._threads = ThreadPoolExecutor(first)
+        self._connections = list(self._threads.map(self._connect, range(first)))
         process.end()
-        self._control = connection.control
-        self._sender = Sender(connection, load_file(model_dir / "model.safetensors"))
+        tensors = load_file(model_dir / "model.safetensors", device=device)
+        self._senders = [
+            Sender(connection, megatron_shard(tensors, spec.megatron_map(layout, rank)))
+            for rank, connection in enumerate(self._connections)
+        ]
 
     def sync(self, version: int) -> Report:
         """Sends the weights; both sides commit the version."""
         self._process.begin_call("receive_weights", version)
-        sent = self._sender.send(version)
-        return Report(received=self._process.end(), sent=sent)
+        sending = [self._threads.submit(sender.send, version) for sender in self._senders]
+        return Report(received=self._process.end(), sent=[rank.result() for rank in sending])
 
-    def fail_to_sync(self, version: int, *, corrupt_bucket: int | None = None, reason: str) -> None:
+    def fail_to_sync(self, version: int, *, corrupt: tuple[int, int] | None = None, reason: str) -> None:
         """Does the same, expecting that both sides abort for this reason.
 
         Args:
-            corrupt_bucket: the checksum that the sender says of it is not that of what has landed.
+            corrupt: a tensor-parallel rank of the engine and a bucket; a byte that rank 0 has written for it changes.
         """
-        send = self._control.send
-
-        def corrupt(peer: int, tag: int, numbers: torch.Tensor) -> Transfer:
-            _version, bucket, _nbytes, checksum = numbers
-            if bucket == corrupt_bucket:
-                checksum ^= 1
-            return send(peer, tag, numbers)
-
-        self._control.send = corrupt
+        if corrupt is not None:
+            receiver, bucket = len(self._senders) + corrupt[0], corrupt[1]
+            connection = self._connections[0]
+            connection.control = _Corrupting(connection.control, connection, receiver, bucket)
         self._process.begin_call("receive_weights", version)
-        with pytest.raises(SyncError, match=reason):
-            self._sender.send(version)
+        for sending in [self._threads.submit(sender.send, version) for sender in self._senders]:
+            with pytest.raises(SyncError, match=reason):
+                sending.result()
         with pytest.raises(RemoteError, match=reason):
             self._process.end()
 
+    def _connect(self, rank: int) -> Connection:
+        return connect(self._sync.only([rank]), rank, self._device)
 
-def sync(process: EngineProcess, model_dir: Path, version: int) -> Report:
-    """Connects a trainer with the directory's weights and syncs once."""
-    return Trainer(process, model_dir).sync(version)
+
+@dataclass
+class _Corrupting:
+    """The transport of rank 0's notices: before that of one bucket is sent, what it speaks of is changed."""
+
+    inner: Transport
+    connection: Connection
+    receiver: int
+    bucket: int
+    notices: int = field(default=0)
+
+    def send(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
+        if peer == self.receiver:
+            if self.notices == self.bucket:
+                landing = self.connection.spec.landings[self.receiver]
+                views = bucket_views(self.connection.mapped[self.receiver], landing, self.bucket)
+                next(iter(views.values())).view(torch.uint8).view(-1)[0] ^= 1
+            self.notices += 1
+        return self.inner.send(peer, tag, buffer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def megatron_shard(tensors: dict[str, torch.Tensor], shard: ShardMap) -> dict[str, torch.Tensor]:
+    """A Megatron rank's parameters, piece by piece out of a model's own tensors."""
+    device = next(iter(tensors.values())).device
+    params = {
+        name: torch.zeros(info.shape, dtype=getattr(torch, info.dtype), device=device)
+        for name, info in shard.params.items()
+    }
+    for piece in shard.pieces:
+        values = tensors[piece.name][piece.region.slices]
+        params[piece.param][piece.box.slices] = (values.T if piece.transposed else values).reshape(piece.box.shape)
+    return params
+
+
+def sync(process: EngineProcess, model_dir: Path, version: int, layout: Layout = Layout()) -> Report:
+    """Connects trainers with the directory's weights and syncs once."""
+    return Trainer(process, model_dir, layout).sync(version)

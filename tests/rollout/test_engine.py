@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from megarl.resharding import Place, SyncSpec
 from megarl.types import Prompt, SampleRequest, VersionSpan
 from megarl.weights.files import HFDirectory, read_config
+from megarl.weights.places import Place
 from megarl.weights.planner import Holder, plan
 from megarl.weights.specs import model_spec
 from tests.rollout import in_process
@@ -76,8 +77,8 @@ def test_an_engine_receives_its_shard_once(engine: EngineProcess, models: Mappin
     report = trainer.sync(engine.apply(in_process.version) + 1)
     (received,) = report.received
     tensors = load_file(models["qwen2"] / "model.safetensors").values()
-    assert received.nbytes == report.sent.nbytes == sum(tensor.nbytes for tensor in tensors)
-    assert received.messages == len(trainer.plan.receivers[1].buckets) > 5
+    assert received.nbytes == report.sent[0].nbytes == sum(tensor.nbytes for tensor in tensors)
+    assert received.messages == len({message.bucket for message in trainer.plan.senders[0].messages}) > 5
     again = trainer.sync(received.version + 1)
     assert again.received[0].version == engine.apply(in_process.version) == received.version + 1
 
@@ -98,7 +99,7 @@ def test_after_half_a_sync_the_engine_refuses_until_a_whole_one(
     resync(engine, models["qwen2"])
     version = engine.apply(in_process.version)
     trainer = Trainer(engine, models["qwen2_later"])
-    trainer.fail_to_sync(version + 1, corrupt_bucket=3, reason="for bucket 3 is corrupt")
+    trainer.fail_to_sync(version + 1, corrupt=(0, 3), reason="for bucket 3 is corrupt")
     for use in (lambda: ask(engine), lambda: engine.call("logprobs", sequences())):
         with pytest.raises(RemoteError, match="RuntimeError: engine 3 has the weights of two versions"):
             use()
@@ -109,8 +110,9 @@ def test_after_half_a_sync_the_engine_refuses_until_a_whole_one(
 def test_a_plan_for_another_model_is_refused_before_connecting(
     engine: EngineProcess, models: Mapping[str, Path]
 ) -> None:
-    shard = model_spec(read_config(models["llama"])).vllm_map(1, 0)
-    transfers = plan([Holder(rank=0, map=HFDirectory(models["llama"]).map)], [Holder(rank=1, map=shard)], 1 << 20)
+    spec = model_spec(read_config(models["llama"]))
+    held = HFDirectory(models["llama"]).map(spec.manifest())
+    transfers = plan([Holder(rank=0, map=held)], [Holder(rank=1, map=spec.vllm_map(1, 0))], 1 << 20)
     nobody = SyncSpec.of(transfers, name="test", host="localhost", port=1, places=[Place(), Place()])
     with pytest.raises(RemoteError, match=r"(?s)qkv_proj.bias: not in the shard map.*lm_head.weight: not in"):
         engine.call("connect", nobody, [1])
