@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megarl.cluster.calls import Call
+from megarl.cluster.calls import Call, WorkerError
 from megarl.cluster.group import Role
 from megarl.cluster.rollouts import RolloutGroup
 from megarl.cluster.session import Session
@@ -103,6 +103,9 @@ class Resharder:
 
         Args:
             version: not below the last one.
+
+        Raises:
+            WorkerError: the sync was aborted, or a process has failed otherwise.
         """
         start = time.perf_counter()
         sent = self._watch.submit(
@@ -111,8 +114,14 @@ class Resharder:
         received = self._watch.submit(
             "rollout.receive_weights", "sync", "receive_weights", self._receivers, [(version,)] * len(self._receivers)
         )
-        senders: list[SyncStats] = sent.wait()
-        receivers: list[SyncStats] = [rank for engine in received.wait() for rank in engine]
+        try:
+            senders: list[SyncStats] = sent.wait()
+            receivers: list[SyncStats] = [rank for engine in received.wait() for rank in engine]
+        except WorkerError as error:
+            raise WorkerError(
+                f"{error}\nThe ranks of a sync are those of the actor's group, 0 to {self._first - 1}, and from "
+                f"{self._first} on those of the engines, {self._tp} of each."
+            ) from None
         assert {rank.version for rank in (*senders, *receivers)} == {version}, "a rank has not committed the version"
         return report(senders, receivers, time.perf_counter() - start)
 

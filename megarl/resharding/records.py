@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
+from megarl.errors import RunError
 
-class SyncError(RuntimeError):
+
+class SyncError(RunError):
     """A sync was aborted, on all ranks with the same message: who, which tensor, why."""
 
 

@@ -1,0 +1,103 @@
+"""What the driver asks of the ranks of a sync, and what it makes of their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.cluster.calls import WorkerError
+from megarl.cluster.placement import Slot
+from megarl.cluster.resharder import Resharder, SyncReport
+from megarl.config import PPOConfig, load
+from megarl.resharding import SyncSpec, SyncStats
+from megarl.types import Layout
+from megarl.weights.specs import model_spec
+
+ACTOR = Layout(tp=2, pp=2)
+TP2_ENGINES = ["rollout.devices=0-3", "rollout.tp=2", "cluster.nodes=2", "cluster.devices_per_node=2"]
+
+
+@dataclass
+class Calls:
+    """Stands in for a session's watch: keeps what was asked, and answers with what the test says."""
+
+    answers: Iterator[Any] = field(default_factory=lambda: iter(()))
+    asked: list[tuple[str, Sequence[Any]]] = field(default_factory=list)
+
+    def submit(self, label: str, phase: str, method: str, processes: Sequence[str], args: Sequence[Any]) -> Any:
+        assert len(processes) == len(args)
+        self.asked.append((method, args))
+        return SimpleNamespace(wait=self._answer)
+
+    def _answer(self) -> Any:
+        answer = next(self.answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def resharder(calls: Calls, *overrides: str) -> Resharder:
+    """From four trainers to two engines of two ranks, on two nodes."""
+    config = load("configs/debug/ppo.yaml", [*TP2_ENGINES, *overrides])
+    assert isinstance(config, PPOConfig)
+    slots = [Slot(device=device, node=device // 2, local=device % 2, bundle=device) for device in range(4)]
+    session: Any = SimpleNamespace(watch=calls, placement=SimpleNamespace(slots=slots), host="127.0.0.1")
+    actor: Any = SimpleNamespace(layout=ACTOR, group=SimpleNamespace(name="train", processes=["trainer"] * 4))
+    engines: Any = SimpleNamespace(processes=["engine"] * 2)
+    return Resharder(session, config, actor, engines, model_spec(config.model.hf_config()))
+
+
+def specs(calls: Calls, *overrides: str) -> list[tuple[SyncSpec, Any]]:
+    """What every process is told when it is to connect, the trainers first."""
+    resharder(calls, *overrides).connect()
+    (trainers, told), (engines, others) = calls.asked
+    assert (trainers, engines) == ("connect", "connect")
+    return [*told, *others]
+
+
+def test_every_process_gets_its_own_part_of_the_plan() -> None:
+    told = specs(Calls())
+    assert [ranks for _, ranks in told] == [0, 1, 2, 3, range(4, 6), range(6, 8)]
+    for spec, ranks in told:
+        own = {ranks} if isinstance(ranks, int) else set(ranks)
+        assert set(spec.senders) | set(spec.receivers) == own
+        assert (spec.world_size, spec.verify) == (8, True)
+    assert len({spec.fingerprint for spec, _ in told}) == 1
+
+
+@pytest.mark.parametrize(("transport", "framed"), [("auto", ({2, 3}, {0, 1})), ("gloo", ({0, 1, 2, 3},) * 2)])
+def test_nodes_and_the_configured_transport_decide_the_way(transport: str, framed: Sequence[set[int]]) -> None:
+    """TP2 x PP2 has each half of the layers on one of the nodes; each engine is on one, too."""
+    told = specs(Calls(), f"resharding.transport={transport}", "resharding.verify=false")
+    for (spec, ranks), far in zip(told[4:], framed, strict=True):
+        assert {sender for rank in ranks for sender in spec.landings[rank].framed} == far
+        assert not spec.verify
+
+
+def stats(nbytes: int, **seconds: float) -> SyncStats:
+    return SyncStats(version=3, nbytes=nbytes, messages=2, peak_staging_bytes=nbytes, seconds=seconds)
+
+
+def test_a_report_adds_up_what_arrived_and_has_the_slowest_rank_of_each_stage() -> None:
+    sent = [stats(6, pack=1.0, commit=0.5), stats(2, pack=3.0)]
+    received = [[stats(4, load=2.0)], [stats(4, load=1.0, commit=0.7)]]
+    report = resharder(Calls(iter([sent, received]))).sync(3)
+    assert isinstance(report, SyncReport)
+    assert (report.version, report.nbytes, report.messages, report.staging_bytes) == (3, 8, 4, 6)
+    assert report.stages == {"pack": 3.0, "commit": 0.7, "load": 2.0}
+    metrics = report.metrics()
+    assert metrics["sync/load_seconds"] == 2.0
+    assert metrics["sync/gb_per_second"] == pytest.approx(8e-9 / metrics["sync/seconds"])
+
+
+def test_an_aborted_sync_says_whose_the_ranks_are() -> None:
+    aborted = WorkerError("train rank 0 failed in actor.send_weights: sync aborted: rank 7: no room")
+    with pytest.raises(WorkerError) as failure:
+        resharder(Calls(iter([aborted]))).sync(3)
+    first, second = str(failure.value).splitlines()
+    assert first == str(aborted)
+    assert "the actor's group, 0 to 3, and from 4 on those of the engines, 2 of each" in second
