@@ -112,6 +112,7 @@ class RolloutEngine:
             skip_tokenizer_init=not self._rollout.stop,
             dtype=cast(Any, self._spec.dtype),  # by name: vLLM's "auto" serves float32 models in half precision
             load_format="auto" if self._weights == "files" else "dummy",
+            quantization=self._rollout.quantization,
             tensor_parallel_size=tp,
             distributed_executor_backend="uni" if tp == 1 else "mp",
             worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
@@ -185,8 +186,12 @@ class RolloutEngine:
         return received
 
     def sleep(self) -> None:
-        """Gives up the memory of the weights and of the KV cache; on a CPU vLLM keeps it."""
+        """Gives up the memory in which weights arrive, of the weights and of the KV cache.
+
+        On a CPU vLLM keeps the latter two.
+        """
         self._state.sleep()
+        self._call("release")
         self._suspend()
 
     def wake_weights(self) -> None:

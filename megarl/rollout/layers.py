@@ -34,6 +34,7 @@ class Layer:
         quantized: what runs is made of the weights with a loss.
 
     Attributes:
+        arrived: what waits for the rest.
         loaded: whether it has taken all of them since ``begin``.
     """
 
@@ -57,7 +58,7 @@ class Layer:
         """Forgets what has arrived."""
         self.loaded = False
         self._awaited = set(self.infos)
-        self._arrived: dict[str, torch.Tensor] = {}
+        self.arrived: dict[str, torch.Tensor] = {}
         self._borrowed: set[str] = set()
 
     def arrive(self, name: str, tensor: torch.Tensor | None = None, *, borrowed: bool = True) -> None:
@@ -69,18 +70,18 @@ class Layer:
         """
         self._awaited.discard(name)
         if tensor is not None:
-            self._arrived[name] = tensor
+            self.arrived[name] = tensor
             if borrowed:
                 self._borrowed.add(name)
         if not self._awaited:
-            self._take(self._arrived)
+            self._take(self.arrived)
             self.begin()
             self.loaded = True
 
     def keep(self) -> None:
         """Copies what has arrived and has to wait for the rest of the layer."""
         for name in self._borrowed:
-            self._arrived[name] = self._arrived[name].clone()
+            self.arrived[name] = self.arrived[name].clone()
         self._borrowed.clear()
 
     def fill(self) -> None:

@@ -34,6 +34,10 @@ class LiveWeights:
         model: of a worker, after loading.
         model_config: vLLM's.
 
+    Attributes:
+        settled: whether ``settle`` has replaced weights since ``begin``.
+        peak_bytes: the most that was held back since ``begin``, until the rest of a layer or of a parameter came.
+
     Raises:
         ValueError: vLLM keeps a parameter in a form that cannot be written.
     """
@@ -41,8 +45,6 @@ class LiveWeights:
     def __init__(self, model: nn.Module, model_config: ModelConfig) -> None:
         self._parameters: dict[str, _Parameter] = {}
         self._layers: list[Layer] = []
-        self._waiting: set[Layer] = set()
-        self._assembled: dict[str, torch.Tensor] = {}
         names: dict[int, str] = {}
         for path, module in model.named_modules():
             if next(module.parameters(recurse=False), None) is None:
@@ -56,11 +58,7 @@ class LiveWeights:
                 name = names.setdefault(id(parameter), f"{path}.{attribute}")
                 live = parameter if attribute in layer.in_place else None
                 self._parameters.setdefault(name, _Parameter(info=info, live=live)).owners.append((layer, attribute))
-
-    @property
-    def quantized(self) -> bool:
-        """Whether some layers are."""
-        return any(layer.quantized for layer in self._layers)
+        self.begin()
 
     def check(self, expected: Mapping[str, TensorInfo]) -> None:
         """Compares what a sync would bring with what the model has.
@@ -81,8 +79,10 @@ class LiveWeights:
 
     def begin(self) -> None:
         """A sync begins, which brings every parameter once; what an earlier one has left unfinished is dropped."""
-        self._waiting.clear()
-        self._assembled.clear()
+        self.settled = False
+        self.peak_bytes = 0
+        self._waiting: set[Layer] = set()
+        self._assembled: dict[str, torch.Tensor] = {}
         for layer in self._layers:
             layer.begin()
 
@@ -109,21 +109,23 @@ class LiveWeights:
             for layer, attribute in parameter.owners:
                 self._waiting.add(layer)
                 layer.arrive(attribute, None if parameter.live is not None else tensor, borrowed=box is None)
+        self._waiting = {layer for layer in self._waiting if not layer.loaded}
         for layer in self._waiting:
             layer.keep()
-        self._waiting = {layer for layer in self._waiting if not layer.loaded}
+        held = [*self._assembled.values(), *(tensor for layer in self._waiting for tensor in layer.arrived.values())]
+        self.peak_bytes = max(self.peak_bytes, sum(tensor.nbytes for tensor in held))
 
     @torch.no_grad()
     def settle(self) -> None:
         """Finishes the quantized layers of a sync that failed half-way: with zeros, until the next full one.
 
-        Scales may be those of the whole matrix, for which the engine's ranks wait for each other, layer by layer: a
+        Its scales may be those of the whole matrix, for which the engine's ranks wait for each other, layer by layer: a
         rank that goes no further would keep the others waiting.
         """
-        self._assembled.clear()
         for layer in self._layers:
             if layer.quantized and not layer.loaded:
                 layer.fill()
+                self.settled = True
 
     def _assemble(self, name: str, tensor: torch.Tensor, box: Box) -> torch.Tensor:
         """Puts a part to its place in the whole parameter; that."""

@@ -132,17 +132,31 @@ class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
     def receive_weights(self, update_info: SyncInfo) -> None:
         """Writes this rank's shard as it arrives; returns when all ranks of the sync have committed the version."""
         with self._report():
-            if self._receiver is None:
+            if self._connection is None or self._receiver is None:
                 raise ValueError("the engine is not connected to the trainer: connect before receiving weights")
-            stats = self._receiver.receive(update_info.version)
+            try:
+                stats = self._receiver.receive(update_info.version)
+            except SyncError:
+                if not self._connection.connected and self.parallel_config.tensor_parallel_size > 1:
+                    self._live.settle()  # other ranks may have begun to write
+                raise
+            stats.peak_staging_bytes += self._live.peak_bytes
             self.outcome = Outcome(value=stats)
 
     def finish_weight_update(self) -> None:
         """The sync has ended, for better or worse."""
+        self._live.begin()
+
+    def release(self) -> None:
+        """Gives back the memory in which weights arrive, until the next sync."""
+        with self._report():
+            if self._receiver is not None:
+                self._receiver.release()
 
     def shutdown(self) -> None:
         """Ends the connection, where there is one."""
-        if self._connection is not None:
+        if self._connection is not None and self._receiver is not None:
+            self._receiver.release()
             self._connection.close()
         self._connection = self._receiver = None
 
@@ -153,7 +167,7 @@ class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
         try:
             yield
         except Exception as error:
-            consistent = self._receiver is None or self._receiver.consistent
+            consistent = self._receiver is None or (self._receiver.consistent and not self._live.settled)
             aborted = str(error) if isinstance(error, SyncError) else ""
             self.outcome = Outcome(error=traceback.format_exc(), aborted=aborted, consistent=consistent)
 

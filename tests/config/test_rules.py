@@ -104,6 +104,14 @@ BROKEN: Cases = {
         (["rollout.stop=[a, '']", "model.tokenizer=somewhere"], "rollout.stop", "empty text"),
         (["rollout.stop_token_ids=[3, 96]"], "rollout.stop_token_ids", "below 96"),
     ],
+    generation.quantized_models: [
+        (["rollout.quantization=fp8_per_channel"], "rollout.quantization", "bfloat16 or float16; it is of float32"),
+        (
+            [*MIXTURE, "model.random.config.dtype=bfloat16", "rollout.quantization=fp8_per_channel"],
+            "rollout.quantization",
+            "experts on a CPU",
+        ),
+    ],
     resharding.transports_are_for_the_cpu: [
         (
             ["resharding.transport=gloo", "cluster.device=cuda"],

@@ -30,7 +30,7 @@ def test_sleep_gives_memory_back_and_a_sync_restores_the_answers(cuda: str, tmp_
     directory = save(random_model(qwen2(), 1), tmp_path / "model")
     process = EngineProcess(tmp_path)
     start(process, directory, device=cuda, sleep=True, kv_cache_mib=CACHE_MIB)
-    trainer = Trainer(process, directory)
+    trainer = Trainer(process, directory, device=cuda)
     before = wake(process, trainer)
     awake = process.apply(in_process.free_bytes)
     process.call("sleep")

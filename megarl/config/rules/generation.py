@@ -83,6 +83,21 @@ def stops_can_be_met(model: Model, rollout: Rollout | None) -> Iterator[Problem]
         yield Problem(field="rollout.stop_token_ids", value=shown(beyond), rule=rule, fix="remove them")
 
 
+def quantized_models(cluster: Cluster, model: Model, rollout: Rollout | None) -> Iterator[Problem]:
+    """vLLM quantizes 16-bit weights as they arrive; its experts have no such kernel on a CPU (0.28 to 0.32)."""
+    hf = known(model)
+    if rollout is None or rollout.quantization is None or hf is None:
+        return
+    dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32")
+    if dtype not in ("bfloat16", "float16"):
+        rule = f"the model is of bfloat16 or float16; it is of {dtype}"
+        yield Problem(field="rollout.quantization", value=rollout.quantization, rule=rule, fix="set it to null")
+    experts = hf.get("num_experts") or hf.get("num_local_experts")
+    if experts and cluster.device == "cpu":
+        rule = "vLLM cannot quantize experts on a CPU"
+        yield Problem(field="rollout.quantization", value=rollout.quantization, rule=rule, fix="set it to null")
+
+
 def record_or_replay(rollout: Rollout) -> Iterator[Problem]:
     """Rollouts that are read back are not written again, and must exist."""
     if rollout.replay is None:
@@ -117,5 +132,6 @@ RULES = (
     sleeping_frees_devices,
     new_tokens_in_order,
     stops_can_be_met,
+    quantized_models,
 )
 """Of every stage with engines."""

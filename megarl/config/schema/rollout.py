@@ -33,6 +33,8 @@ class Rollout(Section):
     """Token ids that end a response, besides the model's end tokens."""
     max_model_len: Count
     """Tokens of prompt and response together, at most."""
+    quantization: Literal["fp8_per_channel"] | None = None
+    """Compute the engines' linear layers in float8: a scale per output channel and per token; null does not."""
     kv_cache_mib: Count = 4096
     """Memory of the key-value cache of each engine rank, MiB."""
     sleep: bool = False
@@ -63,7 +65,8 @@ class Resharding(Section):
     """The transfer of the actor's weights into the engines after each step."""
 
     bucket_mib: Positive = 256.0
-    """Largest message, MiB. A process keeps two; an engine one and its largest parameter, where that is larger."""
+    """Memory of a bucket, MiB. A rank of an engine receives into two, and a trainer's sends from two where it cannot
+    write there. Larger parameters come in parts."""
     verify: bool = True
     """Send and check a checksum with every message."""
     transport: Literal["auto", "gloo", "shared_memory"] = "auto"
