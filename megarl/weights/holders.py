@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megarl.types import HeadName, Layout
 from megarl.weights.places import Place
-from megarl.weights.planner import Holder, plan
+from megarl.weights.planner import Holder, collector_paused, plan
 from megarl.weights.plans import TransferPlan
 from megarl.weights.regions import ShardMap
 from megarl.weights.specs import ModelSpec
@@ -57,6 +57,7 @@ def engine_holders(spec: ModelSpec, tp: int, places: Sequence[Place], *, first: 
     ]
 
 
+@collector_paused()
 def plan_sync(
     spec: ModelSpec, layout: Layout, trainers: Sequence[Place], tp: int, engines: Sequence[Place], bucket_bytes: int
 ) -> TransferPlan:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megarl.weights.plans import Bucket, Copy
-from megarl.weights.regions import Box, Piece, ShardMap, adjacent_axis
+from megarl.weights.regions import ITEM_BYTES, Box, Piece, ShardMap, adjacent_axis
 
 _NAMED = 10
 """Tensors that a refusal names."""
@@ -24,26 +24,33 @@ Owners = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A canonical box, the different ways in which it is stored, and the maps that store it so."""
+    """What the sources hold of a tensor: distinct boxes in order, and for each the ways in which it is stored."""
 
-    region: Box
-    pieces: tuple[Piece, ...]
-    owners: Owners
+    regions: tuple[Box, ...]
+    ways: list[tuple[tuple[Piece, ...], Owners]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
+class _Cover:
+    """A region in parts, each with its size and the number of a box that holds it, and a part that none holds."""
+
+    parts: tuple[tuple[Box, int, int], ...]
+    missing: Box | None
+
+
+@dataclass(slots=True, eq=False)
 class Route:
-    """Copies for one bucket that the same source maps can send.
+    """Copies for one bucket that the same source maps can send; equal to no other.
 
     Args:
         owners: the maps, by the way in which they store what is copied.
         copies: for each way, the copies from there.
-        nbytes: of all copies from one owner.
+        nbytes: of the copies from one owner.
     """
 
     owners: Owners
-    copies: tuple[tuple[Copy, ...], ...]
-    nbytes: int
+    copies: list[list[Copy]]
+    nbytes: int = 0
 
 
 class Sources:
@@ -57,17 +64,21 @@ class Sources:
         found: dict[str, dict[Box, dict[tuple[str, Box, bool], tuple[Piece, list[int]]]]] = defaultdict(dict)
         for index, shard in enumerate(maps):
             for piece in shard.pieces:
-                ways = found[piece.name].setdefault(piece.region, {})
-                _, owners = ways.setdefault((piece.param, piece.box, piece.transposed), (piece, []))
+                alike = found[piece.name].setdefault(piece.region, {})
+                _, owners = alike.setdefault((piece.param, piece.box, piece.transposed), (piece, []))
                 owners.append(index)
         known: dict[Owners, Owners] = {}
-        self._stored: dict[str, list[_Stored]] = defaultdict(list)
+        self._stored: dict[str, _Stored] = {}
         for name, regions in found.items():
-            for region in sorted(regions):
-                ways = list(regions[region].values())
-                owners = tuple(tuple(maps) for _, maps in ways)
-                pieces = tuple(piece for piece, _ in ways)
-                self._stored[name].append(_Stored(region, pieces, known.setdefault(owners, owners)))
+            ordered = tuple(sorted(regions))
+            ways: list[tuple[tuple[Piece, ...], Owners]] = []
+            for held in (list(regions[region].values()) for region in ordered):
+                owners = tuple(tuple(indices) for _, indices in held)
+                ways.append((tuple(piece for piece, _ in held), known.setdefault(owners, owners)))
+            self._stored[name] = _Stored(ordered, ways)
+        # Layers and experts differ in their names alone: what concerns only their boxes is worked out once.
+        self._covers: dict[tuple[Box, tuple[Box, ...]], _Cover] = {}
+        self._local: dict[tuple[Box, Box, bool, Box], Box] = {}
 
     def routes(self, shard: ShardMap, buckets: Sequence[Bucket]) -> list[tuple[Route, ...]]:
         """The copies that fill a destination's parameters, per bucket.
@@ -85,57 +96,82 @@ class Sources:
         missing: dict[str, str] = {}
         routes: list[tuple[Route, ...]] = []
         for bucket in buckets:
-            found: dict[Owners, list[list[Copy]]] = {}
+            found: dict[Owners, Route] = {}
             for param in bucket.params:
-                dtype = shard.params[param].dtype
                 for piece in _inside(pieces[param], bucket.box):
-                    for region, source in self._cover(piece, missing):
-                        ways = found.get(source.owners)
-                        if ways is None:
-                            ways = found[source.owners] = [[] for _ in source.owners]
-                        for copies, held in zip(ways, source.pieces, strict=True):
-                            _append(copies, _copy(held, piece, region, dtype))
-            routes.append(tuple(_route(owners, ways) for owners, ways in found.items()))
+                    self._add(piece, shard.params[param].dtype, found, missing)
+            routes.append(tuple(found.values()))
         if missing:
             named = "; ".join(list(missing.values())[:_NAMED])
             more = f"; and {len(missing) - _NAMED} more tensors" if len(missing) > _NAMED else ""
             raise PlanError(f"no source holds {named}{more}")
         return routes
 
-    def _cover(self, piece: Piece, missing: dict[str, str]) -> Iterator[tuple[Box, _Stored]]:
-        """Splits a destination piece's region into parts that one source box holds each."""
-        stored = self._stored.get(piece.name, [])
-        open_boxes = [piece.region]
-        stop = bisect_left(stored, piece.region.stop[0], key=lambda item: item.region.start[0])
-        for source in stored[:stop]:
-            still_open: list[Box] = []
-            for box in open_boxes:
-                part = box.intersect(source.region)
-                if part is None:
-                    still_open.append(box)
-                else:
-                    yield part, source
-                    still_open += box.without(part)
-            open_boxes = still_open
-            if not open_boxes:
-                return
-        missing.setdefault(piece.name, f"{piece.name}{open_boxes[0]}, which {piece.param} needs")
+    def _add(self, piece: Piece, dtype: str, routes: dict[Owners, Route], missing: dict[str, str]) -> None:
+        """Adds the copies that bring a piece."""
+        stored = self._stored.get(piece.name, _NOTHING)
+        key = piece.region, stored.regions
+        cover = self._covers.get(key)
+        if cover is None:
+            cover = self._covers[key] = _cover(*key)
+        for region, size, i in cover.parts:
+            held, owners = stored.ways[i]
+            route = routes.get(owners)
+            if route is None:
+                route = routes[owners] = Route(owners, [[] for _ in owners])
+            route.nbytes += size * ITEM_BYTES[dtype]
+            target = self._where(piece, region)
+            for copies, source in zip(route.copies, held, strict=True):
+                new = Copy(
+                    source=source.param,
+                    source_box=self._where(source, region),
+                    target=piece.param,
+                    target_box=target,
+                    dtype=dtype,
+                    transposed=source.transposed != piece.transposed,
+                )
+                _append(copies, new)
+        if cover.missing is not None:
+            missing.setdefault(piece.name, f"{piece.name}{cover.missing}, which {piece.param} needs")
+
+    def _where(self, piece: Piece, region: Box) -> Box:
+        """``piece.local(region)``."""
+        key = piece.box, piece.region, piece.transposed, region
+        box = self._local.get(key)
+        if box is None:
+            box = self._local[key] = piece.local(region)
+        return box
+
+
+_NOTHING = _Stored((), [])
+
+
+def _cover(region: Box, stored: tuple[Box, ...]) -> _Cover:
+    """Splits a region into parts that one of some ordered boxes holds each."""
+    parts: list[tuple[Box, int, int]] = []
+    open_boxes = [region]
+    stop = bisect_left(stored, region.stop[0], key=lambda box: box.start[0])
+    for i, source in enumerate(stored[:stop]):
+        still_open: list[Box] = []
+        for box in open_boxes:
+            part = box.intersect(source)
+            if part is None:
+                still_open.append(box)
+            else:
+                parts.append((part, part.size, i))
+                still_open += box.without(part)
+        open_boxes = still_open
+        if not open_boxes:
+            break
+    return _Cover(tuple(parts), open_boxes[0] if open_boxes else None)
 
 
 def _inside(pieces: Sequence[Piece], box: Box | None) -> Iterable[Piece]:
     """The parts of a parameter's pieces in a box of it; all of them where it is None."""
-    return pieces if box is None else filter(None, (piece.within(box) for piece in pieces))
-
-
-def _copy(held: Piece, needed: Piece, region: Box, dtype: str) -> Copy:
-    return Copy(
-        source=held.param,
-        source_box=held.local(region),
-        target=needed.param,
-        target_box=needed.local(region),
-        dtype=dtype,
-        transposed=held.transposed != needed.transposed,
-    )
+    if box is None:
+        return pieces
+    near = (p for p in pieces if p.box.start[0] < box.stop[0] and box.start[0] < p.box.stop[0])
+    return filter(None, (piece.within(box) for piece in near))
 
 
 def _append(copies: list[Copy], new: Copy) -> None:
@@ -165,7 +201,3 @@ def _target_axis(copy: Copy, axis: int) -> int:
     last = axis - len(copy.source_box.start)  # the axes correspond from the last one on
     exchanged = {-1: -2, -2: -1}.get(last, last) if copy.transposed else last
     return exchanged + len(copy.target_box.start)
-
-
-def _route(owners: Owners, ways: list[list[Copy]]) -> Route:
-    return Route(owners, tuple(map(tuple, ways)), sum(copy.nbytes for copy in ways[0]))

@@ -6,9 +6,11 @@ is stamped onto its replicas, for which only the senders and the order of the bu
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
@@ -70,6 +72,19 @@ class _Template:
         return first
 
 
+@contextmanager
+def collector_paused() -> Generator[None]:
+    """Pauses the garbage collector, which would go through the many objects of a plan again and again, in vain."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@collector_paused()
 def plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes: int) -> TransferPlan:
     """Plans that every element of every destination is written exactly once.
 
@@ -207,12 +222,13 @@ class _Stamper:
         for bucket, group in enumerate(routes):
             chosen: dict[int, list[tuple[Route, int]]] = {}
             for route in group:
-                if route.owners not in known:
+                found = known.get(route.owners)
+                if found is None:
                     candidates = self._who(route.owners)
                     distance, nearest = candidates.nearest(receiver)
-                    known[route.owners] = candidates, self._load[distance], nearest
-                candidates, load, nearest = known[route.owners]
-                sender = min([rank for rank in nearest if rank in chosen] or nearest, key=load.__getitem__)
+                    found = known[route.owners] = candidates, self._load[distance], nearest
+                candidates, load, nearest = found
+                sender = min((chosen and [rank for rank in nearest if rank in chosen]) or nearest, key=load.__getitem__)
                 chosen.setdefault(sender, []).append((route, candidates.way[sender]))
                 load[sender] += route.nbytes
             messages.append(tuple(self._message(s, receiver.rank, bucket, chosen[s]) for s in sorted(chosen)))

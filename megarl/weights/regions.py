@@ -164,6 +164,8 @@ class Piece:
         inside = self.box.intersect(box)
         if inside is None:
             return None
+        if inside == self.box:
+            return self
         leading = self._leading
         inner = Box(inside.start[leading:], inside.stop[leading:])
         region = _moved(inner, self.box.start[leading:], self.region.start, self.transposed)
