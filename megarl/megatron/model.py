@@ -13,7 +13,11 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import _MODEL_PARALLEL_RNG_TRACKER_NAME, get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import (
+    _MODEL_PARALLEL_RNG_TRACKER_NAME,
+    get_cuda_rng_tracker,
+    get_expert_parallel_rng_tracker_name,
+)
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -22,6 +26,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.megatron.attention import PackedAttention, PackParams, SharedHeadAttention
+from megarl.megatron.moe import expert_arguments, expert_layer
 from megarl.megatron.norm import LayerNorm, RMSNorm
 from megarl.megatron.offload import require_memory
 from megarl.types import HeadName, Layout
@@ -169,6 +174,7 @@ def _transformer_config(
     return TransformerConfig(
         **arguments.transformer,
         **_RECOMPUTE[recompute],
+        **(expert_arguments(layout) if "num_moe_experts" in arguments.transformer else {}),
         activation_func=_ACTIVATIONS[arguments.activation],
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -217,7 +223,7 @@ def build_model(
         trainable: whether parameters get gradients.
         recompute: what a backward pass computes again; of a trainable model.
     """
-    _add_rng_state()
+    _add_rng_states()
     arguments = spec.transformer(layout.tp, head)
     stage = groups.pp.rank()
     config = _transformer_config(arguments, layout, _Stages(spec, layout, stage), dtype, recompute)
@@ -239,18 +245,21 @@ def build_model(
     return RoleModel(chunks=chunks, config=config, groups=groups)
 
 
-def _add_rng_state() -> None:
-    """Sequence parallelism enters the tensor-parallel random state around dropout, even at rate 0."""
+def _add_rng_states() -> None:
+    """Sequence parallelism enters a random state around dropout, even at rate 0, and experts enter one to be made."""
     tracker: Any = get_cuda_rng_tracker()
-    if _MODEL_PARALLEL_RNG_TRACKER_NAME not in tracker.get_states():
-        tracker.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, seed=0)
+    for seed, name in enumerate((_MODEL_PARALLEL_RNG_TRACKER_NAME, get_expert_parallel_rng_tracker_name())):
+        if name not in tracker.get_states():
+            tracker.add(name, seed=seed)
 
 
 def _block(config: TransformerConfig, layers: int) -> TransformerBlockSubmodules:
-    """The stock layer with our norm and our attention in their slots."""
+    """The stock layer with our norm, our attention and our experts in their slots."""
     norm = _NORMS[config.normalization]
     layer = get_gpt_layer_local_spec(normalization=config.normalization)
     assert isinstance(layer, ModuleSpec)
+    if config.num_moe_experts is not None:
+        layer.submodules.mlp = expert_layer(config.num_moe_experts)
     layer.submodules.input_layernorm = norm
     layer.submodules.pre_mlp_layernorm = norm
     attention = layer.submodules.self_attention

@@ -25,7 +25,7 @@ class Trainer:
 
     Args:
         chunks: the model's chunks in Megatron's DDP wrapper.
-        optimizer: over all chunks, sharded over DP.
+        optimizer: over all chunks, sharded over DP, and over the replicas with the same experts where there are such.
         settings: of the optimizer.
         total_steps: optimizer steps of the whole run.
         loss_factor: what Megatron multiplies a loss with, measured.
@@ -87,7 +87,7 @@ class Trainer:
         norm = float(self.optimizer.get_grad_norm())
         if not math.isfinite(norm):
             return norm, False
-        parameters: Any = self.optimizer.get_parameters()
+        parameters: Any = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         if self.settings.clip_grad is not None and parameters:
             clip_grad_by_total_norm_fp32(parameters, max_norm=self.settings.clip_grad, total_norm=norm)
         for group in self.optimizer.param_groups:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from megarl.megatron.platform import gloo
+
 _FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "tensor", "zeros")
 _CPU = torch.device("cpu")
 
@@ -26,7 +28,7 @@ def install() -> None:
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     _replace_methods()
-    torch.distributed.all_to_all_single = _with_lists_of_sizes(torch.distributed.all_to_all_single)
+    gloo.install()
     for name, answer in _cuda_functions().items():
         setattr(torch.cuda, name, answer)
     torch.cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
@@ -70,19 +72,6 @@ def _replace_methods() -> None:
     torch.Tensor.to = to
     torch.Tensor.cuda = lambda self, *_, **__: self
     torch.nn.Module.cuda = lambda self, *_, **__: self
-
-
-def _with_lists_of_sizes(all_to_all_single: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron leaves split sizes that are on the CPU already in tensors (moe/token_dispatcher.py, 0.16)."""
-
-    @functools.wraps(all_to_all_single)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        for name in ("output_split_sizes", "input_split_sizes"):
-            if isinstance(kwargs.get(name), torch.Tensor):
-                kwargs[name] = kwargs[name].tolist()
-        return all_to_all_single(*args, **kwargs)
-
-    return call
 
 
 class _Stream:
