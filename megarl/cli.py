@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from megarl.convert.cli import app as convert
+from megarl.plan.cli import app as plans
 
 if TYPE_CHECKING:
     from megarl.config import RunConfig
@@ -20,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(convert)
+app.add_typer(plans)
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Settings to override.")]
@@ -41,7 +43,7 @@ def train(config_path: ConfigPath, overrides: Overrides = None) -> None:
         _stop(error, exit_code=1)
 
 
-@app.command()
+@plans.command("config")
 def plan(config_path: ConfigPath, overrides: Overrides = None) -> None:
     """Check CONFIG and print what it would run where, without starting anything."""
     config = _load(config_path, overrides)

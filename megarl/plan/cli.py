@@ -1,0 +1,83 @@
+"""``megarl plan``: of a run's configuration, and of a transfer of weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+
+class PlanGroup(TyperGroup):
+    """What is not the name of a command is the path of a configuration."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            args = ["config", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    name="plan",
+    cls=PlanGroup,
+    help="Check a run, or plan a transfer of weights, without starting anything: `megarl plan CONFIG` "
+    "(short for `megarl plan config CONFIG`), or `megarl plan weights OPTIONS`.",
+    subcommand_metavar="CONFIG|COMMAND [ARGS]...",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+
+
+@app.command()
+def weights(
+    hf: Annotated[str, typer.Option(metavar="DIR|FILE", help="The model's HF directory, or its config.json.")],
+    train: Annotated[
+        str,
+        typer.Option(
+            metavar="tp=8,pp=16,dp=4,...", help="The trainer's layout: tp, pp, dp, vpp, ep; 1 where left away."
+        ),
+    ],
+    rollout: Annotated[str, typer.Option(metavar="tp=8,replicas=64", help="The engines: tp of each, and how many.")],
+    devices_per_node: Annotated[int, typer.Option(help="Consecutive devices on one node.")] = 8,
+    colocated: Annotated[
+        bool, typer.Option("--colocated", help="The engines are on the trainer's devices, not on the next ones.")
+    ] = False,
+    bucket_mib: Annotated[float, typer.Option(help="The largest message, as resharding.bucket_mib of a run.")] = 256.0,
+    link: Annotated[
+        str,
+        typer.Option(
+            metavar="device=2000,node=400,network=50",
+            help="GB/s of one rank, each way: to its device's other process, to its node, to other nodes.",
+        ),
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
+) -> None:
+    """Plan how a trainer's weights get into engines: bytes, messages, memory, and an estimate of the time.
+
+    Needs neither weights nor devices. Ranks are on devices in order: the trainer's, TP fastest, then DP, then PP; then
+    the engines', one engine after the other.
+    """
+    from megarl.config import ConfigError
+    from megarl.plan.weights import plan_weights, request
+    from megarl.plan.weights_table import print_weights
+
+    try:
+        asked = request(
+            hf=hf,
+            train=train,
+            rollout=rollout,
+            devices_per_node=devices_per_node,
+            colocated=colocated,
+            bucket_mib=bucket_mib,
+            link=link,
+        )
+    except ConfigError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    report = plan_weights(asked)
+    if as_json:
+        typer.echo(json.dumps(asdict(report), indent=2))
+    else:
+        print_weights(asked, report)

@@ -1,0 +1,148 @@
+"""`megarl plan weights`: its numbers against hand counts, and its answers to bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from megarl.cli import app
+from tests.weights.models import qwen2_config
+
+HIDDEN, FFN, LAYERS, VOCAB, HEAD = 24, 40, 4, 128, 6
+ATTENTION = (HIDDEN + 1) * (4 + 2 * 2) * HEAD + HIDDEN * HIDDEN
+LAYER = ATTENTION + 3 * HIDDEN * FFN + 2 * HIDDEN
+MATRICES = LAYERS * (ATTENTION + 3 * HIDDEN * FFN) + 2 * VOCAB * HIDDEN
+NORMS = (2 * LAYERS + 1) * HIDDEN
+ITEM = 4
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A directory with nothing but the config of a small Qwen2."""
+    (tmp_path / "config.json").write_text(json.dumps(qwen2_config(vocab_size=VOCAB)))
+    return tmp_path
+
+
+def invoke(model: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(app, ["plan", "weights", "--hf", str(model), *arguments], env={"COLUMNS": "120"})
+
+
+def report(model: Path, *arguments: str) -> dict[str, Any]:
+    result = invoke(model, *arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_the_bytes_are_those_of_the_shards(model: Path) -> None:
+    found = report(model, "--train", "tp=2,pp=2,dp=2", "--rollout", "tp=2,replicas=3", "--devices-per-node", "4")
+    shard = (MATRICES // 2 + NORMS) * ITEM
+    assert found["parameters"] == MATRICES + NORMS
+    assert found["needed_bytes"] == found["nbytes"] == 6 * shard
+    assert found["redundancy"] == 1.0
+    assert found["received"] == {"median": shard, "maximum": shard}
+    assert found["links"]["network"]["nbytes"] == 6 * shard, "the trainer fills two nodes"
+    assert found["links"]["network"]["messages"] == found["messages"]
+    assert 8 * found["sent"]["median"] < 1.5 * 6 * shard
+    assert found["staging_bytes"] == 2 * found["bucket_bytes"]
+
+
+def test_colocated_engines_take_what_is_near(model: Path) -> None:
+    arguments = ("--train", "tp=2,pp=2", "--rollout", "tp=2,replicas=2", "--devices-per-node", "2", "--colocated")
+    links = report(model, *arguments)["links"]
+    # Each stage is on a node, as is each engine; TP shards lie alike but for the norms, which either rank has.
+    stage = [(2 * (LAYER - 2 * HIDDEN) + VOCAB * HIDDEN) // 2 + norms * HIDDEN for norms in (4, 5)]
+    assert links["device"]["nbytes"] == 2 * sum(stage) * ITEM
+    assert links["node"]["nbytes"] == 0
+    assert links["network"]["nbytes"] == 2 * sum(stage) * ITEM
+    assert links["network"]["received"] == max(stage) * ITEM
+
+
+def test_the_estimate_is_the_slowest_ranks_bytes_over_its_links_speed(model: Path) -> None:
+    arguments = ("--train", "dp=2", "--rollout", "replicas=2", "--devices-per-node", "2", "--link", "network=0.001")
+    found = report(model, *arguments)
+    whole = (MATRICES + NORMS) * ITEM
+    assert found["links"]["network"]["bytes_per_second"] == 1e6
+    assert found["links"]["node"]["bytes_per_second"] == 4e11
+    assert found["slowest_rank_seconds"] == pytest.approx(whole / 1e6)
+    assert found["links"]["network"]["seconds"] == pytest.approx(whole / 1e6)
+
+
+def test_in_step_each_bucket_waits_for_its_slowest_rank(model: Path) -> None:
+    arguments = ("--train", "pp=2", "--rollout", "replicas=1", "--devices-per-node", "1", "--link", "network=0.001")
+    found = report(model, *arguments, "--bucket-mib", "0.01")
+    whole = (MATRICES + NORMS) * ITEM
+    assert found["slowest_rank_seconds"] == pytest.approx(whole / 1e6), "the engine receives everything"
+    assert found["in_step_seconds"] == pytest.approx(whole / 1e6), "in every bucket"
+    assert found["bucket_bytes"] <= 0.01 * 2**20
+
+
+def test_the_table_says_what_was_asked_and_found(model: Path) -> None:
+    result = invoke(model / "config.json", "--train", "tp=2,pp=2,vpp=2,dp=2", "--rollout", "tp=2,replicas=3")
+    assert result.exit_code == 0, result.stderr
+    for text in ("TP 2 x PP 2 x DP 2, VPP 2", "3 x TP 2, on devices of their own", "redundancy    1.0000"):
+        assert text in result.stdout
+    assert ["same", "device", "0", "0", "B", "2000", "0.000"] in [line.split() for line in result.stdout.splitlines()]
+
+
+def test_every_mistake_is_reported_at_once(model: Path) -> None:
+    result = invoke(
+        model,
+        *("--train", "tp=3,pq=2,tp=1", "--rollout", "replicas=0", "--link", "node=fast,wire=1"),
+        *("--bucket-mib", "0", "--devices-per-node", "0"),
+    )
+    assert (result.exit_code, result.stdout) == (2, "")
+    for text in (
+        "megarl plan weights: 5 problems",
+        "'pq' is not one of tp, pp, dp, vpp, ep; tp is given twice",
+        "replicas must be a whole number, 1 or more, not '0'",
+        "node must be a number above 0 (GB/s), not 'fast'; 'wire' is not one of device, node, network",
+        "--bucket-mib = 0.0",
+        "--devices-per-node = 0",
+    ):
+        assert text in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("train", "rollout", "said"),
+    [
+        ("tp=5", "tp=3", ["tp 5 does not divide the 4 attention heads", "tp 3 does not divide the 4 attention heads"]),
+        ("dp=3,ep=2", "tp=1", ["ep 2 does not divide dp 3"]),
+        ("dp=2,ep=2", "tp=1", ["ep 2 needs experts"]),
+        ("pp=2,vpp=4", "tp=1", ["2 stages x 4 chunks are more than the 4 layers"]),
+        ("tp=2", "tp=2,replicas=2 --colocated", ["its 4 ranks exceed the trainer's 2 devices"]),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused(model: Path, train: str, rollout: str, said: list[str]) -> None:
+    result = invoke(model, "--train", train, "--rollout", *rollout.split())
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert all(text in result.stderr for text in said), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "does not exist"),
+        ("{", "is not JSON"),
+        ("[]", "is not a JSON object"),
+        ('{"architectures": ["BertModel"]}', "BertModel is not supported"),
+    ],
+)
+def test_a_model_that_cannot_be_planned_is_refused(tmp_path: Path, content: str | None, said: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    result = invoke(tmp_path, "--train", "tp=2", "--rollout", "tp=2")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "megarl plan weights: 1 problem\n" in result.stderr
+    assert said in result.stderr
+
+
+def test_help_names_both_commands() -> None:
+    result = CliRunner().invoke(app, ["plan", "--help"], env={"COLUMNS": "120"})
+    assert result.exit_code == 0
+    assert "megarl plan CONFIG" in result.stdout
+    assert "megarl plan weights" in result.stdout
