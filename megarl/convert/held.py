@@ -21,9 +21,9 @@ WEIGHT = "weight."
 _TRAINING = ("optimizer.*", "chained_*", "opt_param_scheduler*", "rng_state*", "rerun_state*", "exp_avg*", "master.*")
 """Keys of what a checkpoint has besides weights."""
 
-_LAYER = re.compile(r"decoder\\.layers\\.(\\d+)\\.(.+)")
-_EXPERT = re.compile(r"(.+\\.mlp\\.experts\\.experts)\\.(\\d+)\\.(.+)")
-_HALF = re.compile(r"(.+\\.linear_fc1\\.(?:weight|bias))_([wv])")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"(.+\.mlp\.experts\.experts)\.(\d+)\.(.+)")
+_HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias))_([wv])")
 
 
 @dataclass(frozen=True, kw_only=True)

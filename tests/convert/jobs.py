@@ -1,0 +1,102 @@
+"""What ranks do in the tests of this folder: Megatron's own loading and saving of its own modules."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from megarl.types import Layout
+from tests.convert.directories import read_directory
+
+
+def load(rank: int, config: dict[str, Any], layout: Layout, directory: str, hf: str) -> int:
+    """Loads a checkpoint into Megatron's model, by Megatron's sharded state, and compares it with the tensors of HF.
+
+    Returns:
+        The number of parameters that were compared.
+    """
+    from megatron.core import dist_checkpointing
+
+    spec, model, sharded = _model(rank, config, layout)
+    loaded: Any = dist_checkpointing.load(sharded, directory)
+    for name, chunk in _chunks(model).items():
+        chunk.load_state_dict(loaded[name], strict=True)
+    tensors, parameters = read_directory(Path(hf)), model.parameters()
+    expected = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+    for piece in spec.megatron_map(layout, rank, spec.head).pieces:
+        values = tensors[piece.name][piece.region.slices]
+        values = values.T if piece.transposed else values
+        expected[piece.param][piece.box.slices] = values.reshape(piece.box.shape)
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter, expected[name]), name
+    return len(parameters)
+
+
+def save(
+    rank: int,
+    config: dict[str, Any],
+    layout: Layout,
+    directory: str,
+    hf: str,
+    metadata: dict[str, Any],
+    forking: bool = False,
+) -> None:
+    """Saves Megatron's model with the tensors of HF, by Megatron's sharded state.
+
+    Args:
+        metadata: what Megatron's modules are asked for in their sharded state.
+        forking: let Megatron's own strategy fork its writers; otherwise each rank writes itself, which is quicker.
+    """
+    from megatron.core import dist_checkpointing
+
+    from megarl.megatron.state import _SaveInProcess
+
+    spec, model, _ = _model(rank, config, layout)
+    tensors, parameters = read_directory(Path(hf)), model.parameters()
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.fill_(float("nan"))  # what padding holds must not matter
+        for piece in spec.megatron_map(layout, rank, spec.head).pieces:
+            values = tensors[piece.name][piece.region.slices]
+            values = values.T if piece.transposed else values
+            parameters[piece.param][piece.box.slices] = values.reshape(piece.box.shape)
+    if rank == 0:
+        Path(directory).mkdir(parents=True)
+    torch.distributed.barrier()
+    state = {**_sharded(model, metadata), "checkpoint_version": 3.0, "iteration": 7}
+    with patch.dict(multiprocessing.current_process()._config, daemon=False):  # which may not fork
+        strategy = ("torch_dist", 1) if forking else _SaveInProcess("torch_dist", 1)
+        dist_checkpointing.save(state, directory, strategy)
+
+
+def _model(rank: int, config: dict[str, Any], layout: Layout) -> tuple[Any, Any, Any]:
+    """The spec, this rank's chunks, and Megatron's description of what they hold."""
+    from megarl.megatron.groups import GroupCache, build_groups
+    from megarl.megatron.model import build_model
+    from megarl.weights.specs import model_spec
+
+    spec = model_spec(config)
+    groups = build_groups(layout, rank, GroupCache())
+    dtype = getattr(torch, spec.dtype)
+    model = build_model(spec, layout, groups, head=spec.head, dtype=dtype, trainable=False)
+    return spec, model, _sharded(model, {})
+
+
+def _chunks(model: Any) -> dict[str, Any]:
+    """By the names that Megatron-LM gives them."""
+    if len(model.chunks) == 1:
+        return {"model": model.chunks[0]}
+    return {f"model{i}": chunk for i, chunk in enumerate(model.chunks)}
+
+
+def _sharded(model: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+    """Megatron's sharded state; of tied embeddings it reads the global group, which Megatron-LM's programs have set."""
+    from megatron.core import parallel_state
+
+    metadata = {**metadata, "dp_cp_group": model.groups.dp_cp}
+    with patch.object(parallel_state, "_DATA_PARALLEL_GROUP_WITH_CP", model.groups.dp_cp):
+        return {name: chunk.sharded_state_dict(metadata=dict(metadata)) for name, chunk in _chunks(model).items()}

@@ -1,0 +1,87 @@
+"""Import and export against Megatron's own modules: their sharded state loads the one and makes the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.convert.exporting import export_checkpoint
+from megarl.convert.importing import import_checkpoint
+from megarl.convert.memory import Resources
+from megarl.types import Layout
+from tests.convert import jobs
+from tests.convert.directories import Tensors, assert_equal, make_directory, read_directory
+from tests.pool import RankPool
+from tests.weights import models
+
+pytestmark = pytest.mark.dist
+
+RESOURCES = Resources(memory=4 << 30, processes=1)
+ALONE = Layout()
+
+# Vocabularies are prime, KV heads 1, 2, 3 and 4, layers uneven over the stages.
+CASES = {
+    "llama": (models.llama_config(), [ALONE, Layout(tp=2, pp=2)]),
+    "qwen2": (models.qwen2_config(dtype="bfloat16", num_hidden_layers=5), [Layout(pp=2, vpp=2), Layout(tp=4)]),
+    "mistral": (models.mistral_config(tie_word_embeddings=True, num_hidden_layers=3), [Layout(tp=2, pp=2)]),
+    "qwen3": (models.qwen3_config(tie_word_embeddings=True, intermediate_size=48), [Layout(tp=3), Layout(pp=4)]),
+    "gpt2": (models.gpt2_config(num_hidden_layers=3, n_layer=3), [Layout(tp=2, dp=2), Layout(pp=3)]),
+    "mixtral": (models.mixtral_config(), [Layout(tp=1, pp=1, dp=3, ep=3), Layout(tp=2, sequence_parallel=True)]),
+    "qwen3_moe": (
+        models.qwen3_moe_config(num_hidden_layers=3),
+        [Layout(pp=2, dp=2, ep=2), Layout(tp=2, dp=2, ep=2, sequence_parallel=True)],
+    ),
+}
+EACH = [
+    pytest.param(name, layout, id=f"{name}-{i}")
+    for name, (_, layouts) in CASES.items()
+    for i, layout in enumerate(layouts)
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), EACH)
+def test_megatron_loads_an_import(family: str, layout: Layout, tmp_path: Path, pool: RankPool) -> None:
+    config: dict[str, Any] = CASES[family][0]
+    make_directory(tmp_path / "hf", config)
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
+    loaded = pool.run(
+        jobs.load, config, layout, str(tmp_path / "ckpt/release"), str(tmp_path / "hf"), world_size=layout.world_size
+    )
+    assert min(loaded) > 0
+
+
+@pytest.mark.parametrize(("family", "layout"), EACH)
+def test_an_export_of_what_megatron_saves(family: str, layout: Layout, tmp_path: Path, pool: RankPool) -> None:
+    config: dict[str, Any] = CASES[family][0]
+    tensors = make_directory(tmp_path / "hf", config)
+    _save(pool, config, layout, tmp_path, {})
+    _export(tmp_path, tensors)
+
+
+def test_an_export_of_what_megatrons_own_writers_save(tmp_path: Path, pool: RankPool) -> None:
+    config = models.llama_config()
+    tensors = make_directory(tmp_path / "hf", config)
+    _save(pool, config, Layout(tp=2), tmp_path, {}, True)
+    _export(tmp_path, tensors)
+
+
+@pytest.mark.parametrize("metadata", [{"non_homogeneous_layers": True}, {"singleton_local_shards": True}], ids=str)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_an_export_of_a_tensor_per_layer(family: str, metadata: dict[str, Any], tmp_path: Path, pool: RankPool) -> None:
+    config: dict[str, Any] = CASES[family][0]
+    tensors = make_directory(tmp_path / "hf", config)
+    _save(pool, config, Layout(tp=2, sequence_parallel=True), tmp_path, metadata)
+    _export(tmp_path, tensors)
+
+
+def _save(pool: RankPool, config: dict[str, Any], layout: Layout, tmp_path: Path, *how: Any) -> None:
+    directory = tmp_path / "ckpt/iter_0000007"
+    pool.run(jobs.save, config, layout, str(directory), str(tmp_path / "hf"), *how, world_size=layout.world_size)
+    (tmp_path / "ckpt/latest_checkpointed_iteration.txt").write_text("7")
+
+
+def _export(tmp_path: Path, tensors: Tensors) -> None:
+    export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=RESOURCES, template=tmp_path / "hf")
+    assert_equal(read_directory(tmp_path / "out"), tensors)

@@ -1,0 +1,137 @@
+"""From Hugging Face to a Megatron checkpoint and back, without Megatron: bit for bit, whatever the files are like."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.convert.errors import BrokenError, UsageError
+from megarl.convert.exporting import export_checkpoint
+from megarl.convert.importing import import_checkpoint
+from megarl.convert.memory import Resources, resident_bytes
+from megarl.convert.verifying import compare
+from megarl.weights.specs import model_spec
+from tests.convert.directories import assert_equal, make_directory, random_tensors, read_directory
+from tests.weights import models
+
+RESOURCES = Resources(memory=4 << 30, processes=1)
+CONFIGS = {
+    "llama": models.llama_config(tie_word_embeddings=True),
+    "qwen2": models.qwen2_config(dtype="bfloat16"),
+    "mistral": models.mistral_config(dtype="float16"),
+    "qwen3": models.qwen3_config(),
+    "gpt2": models.gpt2_config(),
+    "mixtral": models.mixtral_config(dtype="bfloat16"),
+    "qwen3_moe": models.qwen3_moe_config(tie_word_embeddings=True),
+    "reward": models.llama_config(architectures=["LlamaForSequenceClassification"], num_labels=1),
+}
+
+
+@pytest.mark.parametrize("files", [1, 3])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_family(family: str, files: int, tmp_path: Path) -> None:
+    tensors = make_directory(tmp_path / "hf", CONFIGS[family], files=files)
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
+    assert compare(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES) == (len(tensors), [])
+    export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=RESOURCES, max_file_bytes=10_000 * files)
+    assert_equal(read_directory(tmp_path / "out"), tensors)
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors.keys()
+    assert (tmp_path / "out/tokenizer.json").is_file()
+    assert json.loads((tmp_path / "out/generation_config.json").read_text()) == {"eos_token_id": 7}
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["architectures"] == CONFIGS[family]["architectures"]
+    assert config["dtype"] == CONFIGS[family].get("dtype", "float32")
+
+
+def test_small_blocks_and_parts_and_several_processes(tmp_path: Path) -> None:
+    """Tensors are cut by rows, and read back from those cuts into others; two processes share the work."""
+    tensors = make_directory(tmp_path / "hf", models.gpt2_config(vocab_size=70_001, n_embd=64, n_layer=2))
+    tight = Resources(memory=resident_bytes() * 3 + (9 << 20), processes=2)
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=tight, part_size=1 << 20)
+    assert len(list((tmp_path / "ckpt/release").glob("*.distcp"))) > 10
+    export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=RESOURCES, part_size=3 << 20)
+    assert_equal(read_directory(tmp_path / "out"), tensors)
+
+
+def test_casts(tmp_path: Path) -> None:
+    tensors = make_directory(tmp_path / "hf", models.qwen3_config())
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, dtype="bfloat16")
+    export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=RESOURCES, dtype="float32")
+    assert_equal(read_directory(tmp_path / "out"), {name: t.bfloat16().float() for name, t in tensors.items()})
+    count, different = compare(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
+    assert different[0] == "model.embed_tokens.weight: bfloat16, not float32"
+    assert len(different) > count
+    assert compare(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, dtype="bfloat16") == (count, [])
+
+
+def test_dtypes_that_differ_within_a_model_are_kept(tmp_path: Path) -> None:
+    config = models.qwen3_moe_config(dtype="bfloat16")
+    tensors = random_tensors(model_spec(config), mlp_gate_weight="float32", norm_weight="float32")
+    make_directory(tmp_path / "hf", config, tensors=tensors)
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
+    export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=RESOURCES)
+    assert_equal(read_directory(tmp_path / "out"), tensors)
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_dtypes_that_differ_within_a_parameter_need_a_choice(tmp_path: Path) -> None:
+    config = models.qwen3_config()
+    make_directory(tmp_path / "hf", config, tensors=random_tensors(model_spec(config), up_proj_weight="bfloat16"))
+    with pytest.raises(UsageError, match=r"--dtype:\n  decoder.layers.mlp.linear_fc1.weight: bfloat16 and float32"):
+        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
+
+
+def test_a_value_that_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
+    config = models.qwen3_config()
+    tensors = random_tensors(model_spec(config))
+    tensors["model.norm.weight"][3] = 70_000.0
+    make_directory(tmp_path / "hf", config, tensors=tensors)
+    with pytest.raises(UsageError, match="values that float16 cannot hold; choose --dtype bfloat16"):
+        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, dtype="float16")
+
+
+def test_special_values_keep_their_bits(tmp_path: Path) -> None:
+    config = models.qwen3_config()
+    tensors = random_tensors(model_spec(config))
+    odd = torch.tensor([0x7FC00001, -0x80000000, 0x7F800000, 1], dtype=torch.int32).view(torch.float32)
+    tensors["model.norm.weight"][:4] = odd
+    make_directory(tmp_path / "hf", config, tensors=tensors)
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
+    assert compare(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)[1] == []
+
+
+def test_differences_are_all_listed(tmp_path: Path) -> None:
+    config = models.llama_config()
+    tensors = make_directory(tmp_path / "hf", config)
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
+    changed = {name: tensor.clone() for name, tensor in tensors.items()}
+    changed["model.norm.weight"][2] += 0.5
+    changed["model.layers.3.self_attn.k_proj.weight"][1:3] -= 2.0
+    make_directory(tmp_path / "other", config, tensors=changed)
+    _, different = compare(tmp_path / "other", tmp_path / "ckpt", resources=RESOURCES)
+    assert different == [
+        "model.layers.3.self_attn.k_proj.weight: 40 of 480 elements differ, by 2 at most",
+        "model.norm.weight: 1 of 20 elements differ, by 0.5 at most",
+    ]
+
+
+def test_what_does_not_fit_is_all_listed(tmp_path: Path) -> None:
+    config = models.llama_config()
+    tensors: dict[str, Any] = random_tensors(model_spec(config))
+    del tensors["model.norm.weight"]
+    tensors["lm_head.weight"] = torch.zeros(3, 20)
+    tensors["extra"] = torch.zeros(1)
+    make_directory(tmp_path / "hf", config, tensors=tensors)
+    with pytest.raises(BrokenError) as caught:
+        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
+    assert str(caught.value).splitlines()[1:] == [
+        "  missing: model.norm.weight [20]",
+        "  misshapen: lm_head.weight is [3, 20], not [67, 20]",
+        "  unknown: extra [1]",
+    ]
+    assert not (tmp_path / "ckpt").exists()
