@@ -11,7 +11,15 @@ from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
 VOCAB = 104  # ids of the model; vLLM pads them to 128
 USED_VOCAB = 100  # ids that mean something; the engine must not sample the rest
@@ -42,15 +50,43 @@ def llama() -> LlamaConfig:
     return LlamaConfig(**_SIZES, num_key_value_heads=2, tie_word_embeddings=True)
 
 
-def random_model(config: Qwen2Config | LlamaConfig, seed: int) -> PreTrainedModel:
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True},
+    "mistral": {"num_key_value_heads": 1, "sliding_window": None},
+    "qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "qwen3": {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 32},
+    "gpt2": {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": MAX_LEN + 1},  # vLLM asks for one more
+    "mixtral": {"num_key_value_heads": 1, "num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen3_moe": {
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "moe_intermediate_size": 48,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
+    "phi3": {"num_key_value_heads": 2, "pad_token_id": None},
+}
+"""By HF's model type, what differs from the common sizes. vLLM's experts on a CPU have channels in multiples of 32."""
+
+
+def family(kind: str, *, dtype: str = "float32") -> PreTrainedConfig:
+    """A family's config: a prime vocabulary, layers that two stages divide unevenly."""
+    common = {name: _SIZES[name] for name in ("initializer_range", "bos_token_id", "eos_token_id")}
+    sizes = common if kind == "gpt2" else {**_SIZES, "num_hidden_layers": 3}
+    return AutoConfig.for_model(kind, **{**sizes, "vocab_size": 103, **FAMILIES[kind], "dtype": dtype})
+
+
+def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     """A model whose every parameter is random, the biases and norms too."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
-    return model.eval()
+                scale = name.endswith("weight")  # of a norm
+                parameter.normal_(1.0 if scale else 0.0, 0.1)
+    return model.to(config.dtype).eval()
 
 
 def text_of(ids: Iterable[int]) -> str:

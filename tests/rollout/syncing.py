@@ -1,4 +1,4 @@
-"""Trainer ranks, in threads of the tests' process, that hold a model in a Megatron layout and sync it into an engine."""
+"""Trainer ranks, as threads of the tests' process, that hold a model in a Megatron layout and sync it into engines."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from megarl.weights.regions import ShardMap
 from megarl.weights.specs import model_spec
 from tests.rollout.engine_process import EngineProcess, RemoteError
 
+ONE_RANK = Layout()
 BUCKET_BYTES = 1 << 17  # the tiny models arrive in several buckets
 
 
@@ -44,7 +45,7 @@ class Trainer:
     """
 
     def __init__(
-        self, process: EngineProcess, model_dir: Path, layout: Layout = Layout(), *, device: str = "cpu"
+        self, process: EngineProcess, model_dir: Path, layout: Layout = ONE_RANK, *, device: str = "cpu"
     ) -> None:
         spec, first = model_spec(read_config(model_dir)), layout.world_size
         tp = len(process.call("shard_maps"))
@@ -135,6 +136,6 @@ def megatron_shard(tensors: dict[str, torch.Tensor], shard: ShardMap) -> dict[st
     return params
 
 
-def sync(process: EngineProcess, model_dir: Path, version: int, layout: Layout = Layout()) -> Report:
+def sync(process: EngineProcess, model_dir: Path, version: int, layout: Layout = ONE_RANK) -> Report:
     """Connects trainers with the directory's weights and syncs once."""
     return Trainer(process, model_dir, layout).sync(version)

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from megarl.resharding import Place, SyncSpec
 from megarl.types import Prompt, SampleRequest, VersionSpan
 from megarl.weights.files import HFDirectory, read_config
-from megarl.weights.places import Place
 from megarl.weights.planner import Holder, plan
 from megarl.weights.specs import model_spec
 from tests.rollout import in_process
