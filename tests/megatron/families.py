@@ -17,12 +17,12 @@ class Family:
     Args:
         kind: HF's model type.
         fields: of its config.
-        tp: a tensor parallel size that its heads allow.
+        tp: tensor parallel sizes that its heads allow.
     """
 
     kind: str
     fields: Mapping[str, Any]
-    tp: int
+    tp: tuple[int, ...]
 
     def save(self, directory: Path, seed: int = 0, **fields: Any) -> Path:
         """Writes it with random weights."""
@@ -53,7 +53,7 @@ FAMILIES: Mapping[str, Family] = {
             "mlp_bias": True,
             "rope_parameters": LLAMA3_ROPE,
         },
-        tp=2,
+        tp=(2, 4),
     ),
     "mistral": Family(
         kind="mistral",
@@ -62,11 +62,11 @@ FAMILIES: Mapping[str, Family] = {
             "num_attention_heads": 4,
             "num_key_value_heads": 1,
             "head_dim": 10,
-            "intermediate_size": 50,
+            "intermediate_size": 52,
             "vocab_size": 103,
             "sliding_window": None,
         },
-        tp=2,
+        tp=(2, 4),
     ),
     "qwen2": Family(
         kind="qwen2",
@@ -79,7 +79,7 @@ FAMILIES: Mapping[str, Family] = {
             "vocab_size": 101,
             "tie_word_embeddings": True,
         },
-        tp=3,
+        tp=(3,),
     ),
     "qwen3": Family(
         kind="qwen3",
@@ -91,11 +91,23 @@ FAMILIES: Mapping[str, Family] = {
             "intermediate_size": 44,
             "vocab_size": 107,
         },
-        tp=4,
+        tp=(4, 2),
+    ),
+    "phi3": Family(
+        kind="phi3",
+        fields={
+            "num_hidden_layers": 5,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 52,
+            "vocab_size": 101,
+            "pad_token_id": None,
+        },
+        tp=(4, 2),
     ),
     "gpt2": Family(
         kind="gpt2",
         fields={"n_layer": 7, "n_head": 4, "n_inner": 52, "vocab_size": 101, "n_positions": 23},
-        tp=2,
+        tp=(2, 4),
     ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _layouts(*wanted: Layout) -> list[Any]:
-    """Every family in some layouts; where they have TP, in one that its heads allow."""
-    return [
-        pytest.param(name, layout, id=f"{name}-{layout_id(layout)}")
-        for name, family in FAMILIES.items()
-        for layout in (replace(layout, tp=family.tp) if layout.tp > 1 else layout for layout in wanted)
-        if layout.world_size <= 4
-    ]
+    """Every family in some layouts; where they have TP, in the first of its own that the pool has ranks for."""
+    cases = []
+    for (name, family), layout in itertools.product(FAMILIES.items(), wanted):
+        own = (replace(layout, tp=tp) for tp in (family.tp if layout.tp > 1 else (1,)))
+        fitting = next((layout for layout in own if layout.world_size <= 4), None)
+        if fitting is not None:
+            cases.append(pytest.param(name, fitting, id=f"{name}-{layout_id(fitting)}"))
+    return cases
 
 
 TP, SP = Layout(tp=2), Layout(tp=2, sequence_parallel=True)

@@ -166,11 +166,12 @@ def _oracle(directory: Path, reference: Path, algo: Algo) -> Any:
     )
 
 
-@pytest.fixture(scope="module", params=["untied", "tied"])
+@pytest.fixture(scope="module", params=["qwen2", "gpt2"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any]:
-    tied = request.param == "tied"
-    directory = save_model(tmp_path_factory.mktemp("policy"), tie_word_embeddings=tied)
-    reference = save_model(tmp_path_factory.mktemp("reference"), seed=1, tie_word_embeddings=tied)
+    """An untied model, and a tied one whose layers no number of stages divides."""
+    kind, fields = request.param, {"n_layer": 5} if request.param == "gpt2" else {}
+    directory = save_model(tmp_path_factory.mktemp("policy"), kind, **fields)
+    reference = save_model(tmp_path_factory.mktemp("reference"), kind, seed=1, **fields)
     return directory, reference, _oracle(directory, reference, PPO)
 
 

@@ -1,0 +1,124 @@
+"""A model that real ranks read from Hugging Face files and write to new ones is the same, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.types import Layout, RoleName
+from tests.megatron.compare import state_of
+from tests.megatron.families import FAMILIES
+from tests.megatron.test_parity import layout_id
+from tests.pool import RankPool
+
+pytestmark = pytest.mark.dist
+
+Numbers = dict[str, list[int]]
+"""Megatron's numbers of layers, from 1, by family."""
+
+
+def _rewritten(rank: int, models: Mapping[str, Path], name: RoleName, layout: Layout, out: Path) -> Numbers:
+    """Each model in a role of its own, which reads and writes as in a run."""
+    import torch.distributed as dist
+
+    from megarl.megatron.groups import GroupCache
+    from megarl.megatron.role import Role
+    from megarl.weights.export import Export, export_plan
+    from megarl.weights.files import load_shard, read_config
+    from megarl.weights.specs import model_spec
+
+    cache, numbers = GroupCache(), {}
+    for family, directory in models.items():
+        spec = model_spec(read_config(directory))
+        dtype = getattr(torch, spec.dtype)
+        role = Role(name, spec, layout, rank, cache, vocab_size=spec.dims.vocab, dtype=dtype, trainable=False)
+        role.load(load_shard(role.shard_map, directory, spec.manifest(role.head)))
+        maps = [spec.megatron_map(layout, other, role.head) for other in range(layout.world_size)]
+        tensors = spec.canonical(role.head)
+        Export(out / family, tensors, max_file_bytes=10_000).run(
+            export_plan(maps, tensors).senders.get(rank),
+            role.model.parameters(),
+            config=spec.hf_config(role.head),
+            template=None,
+            lead=rank == 0,
+            barrier=dist.barrier,
+        )
+        numbers[family] = [layer.layer_number for chunk in role.model.chunks for layer in chunk.decoder.layers]
+    return numbers
+
+
+LAYOUTS = [
+    Layout(tp=4),
+    Layout(pp=4),
+    Layout(tp=2, pp=2, sequence_parallel=True),
+    Layout(tp=2, pp=2, vpp=2),
+    Layout(pp=2, vpp=2, dp=2),
+    Layout(tp=3),
+    Layout(pp=3),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        name: family.save(tmp_path_factory.mktemp(name), dtype="bfloat16" if name == "gpt2" else "float32")
+        for name, family in FAMILIES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def reward_models(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same bodies with a score head, written by transformers."""
+    from transformers import AutoModelForSequenceClassification
+
+    made = {}
+    for name, directory in models.items():
+        torch.manual_seed(1)
+        made[name] = tmp_path_factory.mktemp(name)
+        AutoModelForSequenceClassification.from_pretrained(directory, num_labels=1).save_pretrained(made[name])
+    return made
+
+
+def _fit(models: dict[str, Path], layout: Layout) -> dict[str, Path]:
+    """Those that TP can split."""
+    return {name: path for name, path in models.items() if layout.tp in (1, *FAMILIES[name].tp)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)
+def test_every_family_is_written_as_it_was_read(
+    pool: RankPool, models: dict[str, Path], tmp_path: Path, layout: Layout
+) -> None:
+    fitting = _fit(models, layout)
+    ranks = pool.run(_rewritten, fitting, "actor", layout, tmp_path, world_size=layout.world_size)
+    _check(fitting, tmp_path)
+    for name in fitting:
+        stages = [ranks[rank][name] for rank in range(0, layout.world_size, layout.tp * layout.dp)]
+        interleaved = sorted(number for numbers in stages for number in numbers)
+        assert interleaved == list(range(1, len(interleaved) + 1)), f"{name}: Megatron numbers its layers {stages}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[2:5], ids=layout_id)
+def test_every_reward_model_is_written_as_it_was_read(
+    pool: RankPool, reward_models: dict[str, Path], tmp_path: Path, layout: Layout
+) -> None:
+    fitting = _fit(reward_models, layout)
+    pool.run(_rewritten, fitting, "reward", layout, tmp_path, world_size=layout.world_size)
+    _check(fitting, tmp_path)
+
+
+def _check(models: dict[str, Path], out: Path) -> None:
+    """The files are many, and transformers reads the same tensors from them."""
+    from safetensors.torch import load_file
+
+    for name, directory in models.items():
+        files = list((out / name).glob("*.safetensors"))
+        assert len(files) > 1
+        found = {tensor: values for file in files for tensor, values in load_file(file).items()}
+        want = state_of(directory)
+        assert found.keys() == want.keys(), name
+        for tensor, values in want.items():
+            assert found[tensor].dtype == values.dtype
+            assert torch.equal(found[tensor], values), f"{name} {tensor}"
