@@ -1,0 +1,186 @@
+"""The command: what it says and how it ends, for what people do and for files that are not what they should be."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from megarl.cli import app
+from tests.convert.directories import assert_equal, make_directory, read_directory
+from tests.weights import models
+
+CONFIG = models.qwen3_config()
+
+
+def convert(*arguments: object) -> tuple[int, str]:
+    """The exit code, and everything that is printed."""
+    result = CliRunner().invoke(app, ["convert", *map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def hf(tmp_path: Path) -> Path:
+    make_directory(tmp_path / "hf", CONFIG)
+    return tmp_path / "hf"
+
+
+@pytest.fixture
+def ckpt(hf: Path, tmp_path: Path) -> Path:
+    assert convert("import", "--hf", hf, "--out", tmp_path / "ckpt")[0] == 0
+    return tmp_path / "ckpt"
+
+
+def test_there_and_back(hf: Path, ckpt: Path, tmp_path: Path) -> None:
+    assert (ckpt / "latest_checkpointed_iteration.txt").read_text() == "release"
+    code, said = convert("verify", "--hf", hf, "--checkpoint", ckpt)
+    assert (code, "47 tensors are equal, bit for bit" in said) == (0, True)
+    code, said = convert("export", "--checkpoint", ckpt, "--out", tmp_path / "out", "--max-file-size", "20KB")
+    assert (code, f"{tmp_path / 'out'} is complete" in said) == (0, True)
+    assert_equal(read_directory(tmp_path / "out"), read_directory(hf))
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 3
+
+
+def test_a_verification_that_fails(hf: Path, ckpt: Path, tmp_path: Path) -> None:
+    tensors = {name: tensor + (name == "model.norm.weight") for name, tensor in read_directory(hf).items()}
+    make_directory(tmp_path / "other", CONFIG, tensors=tensors)
+    code, said = convert("verify", "--hf", tmp_path / "other", "--checkpoint", ckpt)
+    assert code == 1
+    assert "1 of 47 tensors differ:\n  model.norm.weight: 24 of 24 elements differ, by 1 at most" in said
+
+
+def test_what_a_checkpoint_holds(hf: Path, ckpt: Path) -> None:
+    code, said = convert("inspect", ckpt, "--json")
+    held = json.loads(said)
+    assert code == 0
+    nbytes = sum(tensor.nbytes for tensor in read_directory(hf).values())
+    assert (held["kind"], held["step"], held["version"], held["nbytes"]) == ("megatron", None, 3.0, nbytes)
+    assert held["tensors"]["decoder.layers.mlp.linear_fc1.weight"] == {
+        "shape": [4, 80, 24],
+        "dtype": "float32",
+        "nbytes": 4 * 80 * 24 * 4,
+        "grid": [4, 1, 1],
+    }
+    code, said = convert("inspect", ckpt)
+    assert (code, "in 4 x 1 x 1 chunks" in said) == (0, True)
+
+
+def test_foreign_objects_are_loaded_on_demand_alone(ckpt: Path) -> None:
+    arguments = Namespace(tensor_model_parallel_size=2, pipeline_model_parallel_size=4, params_dtype=torch.bfloat16)
+    torch.save({"args": arguments, "checkpoint_version": 3.0}, ckpt / "release/common.pt")
+    assert json.loads(convert("inspect", ckpt, "--json")[1])["layout"] == {"tp": 2, "pp": 4}
+    arguments.dataset = Path("/data")
+    torch.save({"args": arguments, "checkpoint_version": 3.0}, ckpt / "release/common.pt")
+    assert "--allow-pickle loads it" in json.loads(convert("inspect", ckpt, "--json")[1])["layout"]
+    assert json.loads(convert("inspect", ckpt, "--json", "--allow-pickle")[1])["layout"] == {"tp": 2, "pp": 4}
+
+
+def test_pickled_weights_need_trust(hf: Path, tmp_path: Path) -> None:
+    tensors = read_directory(hf)
+    (hf / "model.safetensors").unlink()
+    torch.save(tensors, hf / "pytorch_model.bin")
+    code, said = convert("import", "--hf", hf, "--out", tmp_path / "ckpt")
+    assert (code, "trust them with --allow-pickle" in said) == (2, True)
+    assert convert("import", "--hf", hf, "--out", tmp_path / "ckpt", "--allow-pickle")[0] == 0
+    assert convert("export", "--checkpoint", tmp_path / "ckpt", "--out", tmp_path / "out")[0] == 0
+    assert_equal(read_directory(tmp_path / "out"), tensors)
+
+
+USER_ERRORS: dict[str, tuple[list[str], str]] = {
+    "no weights": (["import", "--hf", "{tmp}", "--out", "{tmp}/x"], "config.json does not exist"),
+    "no model": (["import", "--hf", "{tmp}/odd", "--out", "{tmp}/x"], "architecture OddForCausalLM is not supported"),
+    "a size": (
+        ["import", "--hf", "{tmp}/hf", "--out", "{tmp}/x", "--memory-budget", "4 gigs"],
+        "'4 gigs' is not a size; write one like 512MiB",
+    ),
+    "too little memory": (
+        ["import", "--hf", "{tmp}/hf", "--out", "{tmp}/x", "--memory-budget", "20MiB"],
+        "--memory-budget 20.0 MiB is too little: Python, torch and the plan alone take",
+    ),
+    "a dtype": (
+        ["import", "--hf", "{tmp}/hf", "--out", "{tmp}/x", "--dtype", "int8"],
+        "'int8' is not one of",
+    ),
+    "no checkpoint": (["export", "--checkpoint", "{tmp}", "--out", "{tmp}/x"], "has no checkpoint: neither"),
+    "a role": (["export", "--checkpoint", "{tmp}/ckpt", "--out", "{tmp}/x", "--role", "actor"], "roles are of a run"),
+    "no index": (["inspect", "{tmp}/other"], "release is not a checkpoint of Megatron's torch_dist format"),
+    "a step": (["inspect", "{tmp}/ckpt", "--step", "3"], "iter_0000003 is not a checkpoint"),
+    "an output": (["export", "--checkpoint", "{tmp}/ckpt", "--out", "{tmp}/hf"], "exists; choose another --out"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), USER_ERRORS.values(), ids=USER_ERRORS)
+@pytest.mark.usefixtures("ckpt")
+def test_mistakes_of_the_user(tmp_path: Path, arguments: list[str], message: str) -> None:
+    (tmp_path / "odd").mkdir()
+    shutil.copytree(tmp_path / "ckpt", tmp_path / "other")
+    (tmp_path / "other/release/.metadata").unlink()
+    (tmp_path / "odd/config.json").write_text('{"architectures": ["OddForCausalLM"]}')
+    code, said = convert(*(argument.format(tmp=tmp_path) for argument in arguments))
+    assert (code, message in said) == (2, True), said
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_checkpoint_without_its_configuration_needs_a_template(ckpt: Path, hf: Path, tmp_path: Path) -> None:
+    shutil.rmtree(ckpt / "hf")
+    code, said = convert("export", "--checkpoint", ckpt, "--out", tmp_path / "out")
+    assert (code, "does not say which model it is of; name a directory" in said) == (2, True)
+    assert convert("export", "--checkpoint", ckpt, "--out", tmp_path / "out", "--hf", hf)[0] == 0
+    assert_equal(read_directory(tmp_path / "out"), read_directory(hf))
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return Path.touch, (Path("/tmp/evil"),)  # type: ignore[return-value]
+
+
+def _cut(path: Path, nbytes: int = 100) -> None:
+    path.write_bytes(path.read_bytes()[:-nbytes])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda at: (at / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+    "truncated": (lambda at: _cut(at / "__0_0.distcp"), "__0_0.distcp is truncated: it has "),
+    "overwritten": (
+        lambda at: (at / "__0_0.distcp").write_bytes(bytes((at / "__0_0.distcp").stat().st_size)),
+        "__0_0.distcp is corrupted",
+    ),
+    "half an index": (lambda at: _cut(at / ".metadata"), ".metadata is corrupted"),
+    "an index that runs code": (
+        lambda at: (at / ".metadata").write_bytes(pickle.dumps(Evil())),
+        ".metadata is refused",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
+def test_damaged_checkpoints(ckpt: Path, tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
+    damage(ckpt / "release")
+    code, said = convert("export", "--checkpoint", ckpt, "--out", tmp_path / "out")
+    assert (code, message in said) == (1, True), said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "code", "message"),
+    [
+        (lambda path: _cut(path), 1, "model.safetensors is corrupted"),
+        (lambda path: path.write_bytes(b"\xff" * 8 + path.read_bytes()), 1, "model.safetensors is corrupted"),
+        (lambda path: path.unlink(), 2, "has no weights: neither model.safetensors nor"),
+    ],
+)
+def test_damaged_directories(
+    hf: Path, tmp_path: Path, damage: Callable[[Path], object], code: int, message: str
+) -> None:
+    damage(hf / "model.safetensors")
+    found, said = convert("import", "--hf", hf, "--out", tmp_path / "out")
+    assert (found, message in said) == (code, True), said
+    assert not (tmp_path / "out").exists()
