@@ -1,18 +1,28 @@
-"""Planning time and memory for a 405B Llama on 512 training ranks and 512 rollout ranks; no weights, no devices."""
+"""Planning the weights of a dense 405B model and of a 235B mixture of experts into 512 engine ranks, on one core.
+
+    python benchmarks/plan.py
+
+Each is planned with ``megarl plan weights`` in a process of its own: its time from start to end and its largest memory.
+The aim is 10 s and 4 GiB each.
+"""
 
 from __future__ import annotations
 
-import functools
-import resource
-from statistics import median
-from time import perf_counter
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from megarl.types import Layout, RankCoords
-from megarl.weights.planner import Holder, plan
-from megarl.weights.regions import ShardMap
-from megarl.weights.specs import model_spec
+GIB = 1 << 30
+ROLLOUT = "tp=8,replicas=64"
 
-LLAMA_405B = {
+LLAMA_405B: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "dtype": "bfloat16",
@@ -23,46 +33,82 @@ LLAMA_405B = {
     "num_attention_heads": 128,
     "num_key_value_heads": 8,
     "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
 }
-TRAINER = Layout(tp=8, pp=14, dp=4)
-"""448 ranks: the largest part of 512 over which 126 layers divide evenly at TP 8."""
-ENGINE_TP, ENGINES = 8, 64
-DEVICES_PER_NODE = 8
-GIB = 1 << 30
+QWEN3_235B_A22B: Mapping[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "dtype": "bfloat16",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+}
+CASES = (
+    ("Llama 405B", LLAMA_405B, "tp=8,pp=16,dp=4"),
+    ("Qwen3-235B-A22B", QWEN3_235B_A22B, "tp=4,pp=8,dp=16,ep=8"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a process took: seconds by the clock and of processors, and its largest memory (bytes)."""
+
+    wall: float
+    cpu: float
+    memory: int
 
 
 def main() -> None:
-    spec = model_spec(LLAMA_405B)
-    start = perf_counter()
+    columns = ("process", "of CPU", "planning", "memory", "messages", "bytes", "redundancy")
+    print(f"{'':42}" + "".join(f"{column:>12}" for column in columns))
+    for name, config, train in CASES:
+        report, cost = measured(config, train)
+        cells = (
+            f"{cost.wall:.1f} s",
+            f"{cost.cpu:.1f} s",
+            f"{report['plan_seconds']:.1f} s",
+            f"{cost.memory / GIB:.2f} GiB",
+            f"{report['messages']:,}",
+            f"{report['nbytes'] / GIB:,.0f} GiB",
+            f"{report['redundancy']:.4f}",
+        )
+        print(f"{f'{name}, {train}':42}" + "".join(f"{cell:>12}" for cell in cells))
+    print(f"into {ROLLOUT}; buckets of 256 MiB; aim: below 10 s and 4 GiB")
 
-    @functools.cache
-    def held_by(tp: int, pp: int) -> ShardMap:
-        return spec.megatron_map(TRAINER, TRAINER.rank(RankCoords(tp=tp, dp=0, pp=pp)))
 
-    coords = [TRAINER.coords(rank) for rank in range(TRAINER.world_size)]
-    sources = [
-        Holder(rank=rank, map=held_by(at.tp, at.pp), node=rank // DEVICES_PER_NODE) for rank, at in enumerate(coords)
-    ]
-    shards = [spec.vllm_map(ENGINE_TP, rank) for rank in range(ENGINE_TP)]
-    ranks = range(len(sources), len(sources) + ENGINE_TP * ENGINES)
-    engines = [Holder(rank=r, map=shards[r % ENGINE_TP], node=r // DEVICES_PER_NODE) for r in ranks]
-    mapped = perf_counter()
-    transfer = plan(sources, engines, GIB)
-    planned = perf_counter()
-
-    sent = [sender.nbytes for sender in transfer.senders.values()]
-    needed = sum(shard.nbytes for shard in shards) * ENGINES
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(
-        f"{len(sources)} trainer ranks, {len(engines)} engine ranks, buckets of {transfer.staging_bytes / GIB:.2f} GiB"
-    )
-    print(f"maps {mapped - start:.2f} s, plan {planned - mapped:.2f} s, process {peak:.2f} GiB at most")
-    print(
-        f"{transfer.nbytes / GIB:.0f} GiB in {transfer.num_messages} messages, {transfer.nbytes / needed:.4f} of need"
-    )
-    print(f"sent per trainer rank: median {median(sent) / GIB:.1f} GiB, largest {max(sent) / GIB:.1f} GiB")
-    print(f"received per engine rank: {max(r.nbytes for r in transfer.receivers.values()) / GIB:.1f} GiB")
+def measured(config: Mapping[str, Any], train: str) -> tuple[dict[str, Any], Cost]:
+    """What ``megarl plan weights`` says in a fresh process that is kept on one core, and what that took."""
+    core = {min(os.sched_getaffinity(0))}
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "config.json"
+        path.write_text(json.dumps(config))
+        command = [sys.executable, "-m", "megarl", "plan", "weights", "--hf", str(path)]
+        command += ["--train", train, "--rollout", ROLLOUT, "--json"]
+        start = time.perf_counter()
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=lambda: os.sched_setaffinity(0, core))
+        assert process.stdout is not None
+        output = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        wall = time.perf_counter() - start
+    if status:
+        sys.exit(f"megarl plan weights ended with status {status}")
+    cost = Cost(wall=wall, cpu=usage.ru_utime + usage.ru_stime, memory=usage.ru_maxrss << 10)
+    return json.loads(output), cost
 
 
 if __name__ == "__main__":

@@ -24,10 +24,10 @@ Owners = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """What the sources hold of a tensor: distinct boxes in order, and for each the ways in which it is stored."""
+    """What the sources hold of a tensor: distinct boxes in order, and for each how it is stored, and by whom."""
 
     regions: tuple[Box, ...]
-    ways: list[tuple[tuple[Piece, ...], Owners]]
+    ways: list[tuple[tuple[Piece, ...], int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class Route:
     """Copies for one bucket that the same source maps can send; equal to no other.
 
     Args:
-        owners: the maps, by the way in which they store what is copied.
+        owners: who those are: an index of ``Sources.owners``.
         copies: for each way, the copies from there.
         nbytes: of the copies from one owner.
     """
 
-    owners: Owners
+    owners: int
     copies: list[list[Copy]]
     nbytes: int = 0
 
@@ -57,7 +57,10 @@ class Sources:
     """What some shard maps hold together.
 
     Args:
-        maps: different ones; owners are indices of them.
+        maps: different ones.
+
+    Attributes:
+        owners: the different sets of maps that store a region, by the way in which they store it.
     """
 
     def __init__(self, maps: Sequence[ShardMap]) -> None:
@@ -67,14 +70,18 @@ class Sources:
                 alike = found[piece.name].setdefault(piece.region, {})
                 _, owners = alike.setdefault((piece.param, piece.box, piece.transposed), (piece, []))
                 owners.append(index)
-        known: dict[Owners, Owners] = {}
+        self.owners: list[Owners] = []
+        known: dict[Owners, int] = {}
         self._stored: dict[str, _Stored] = {}
         for name, regions in found.items():
             ordered = tuple(sorted(regions))
-            ways: list[tuple[tuple[Piece, ...], Owners]] = []
-            for held in (list(regions[region].values()) for region in ordered):
+            ways: list[tuple[tuple[Piece, ...], int]] = []
+            for held in (regions[region].values() for region in ordered):
                 owners = tuple(tuple(indices) for _, indices in held)
-                ways.append((tuple(piece for piece, _ in held), known.setdefault(owners, owners)))
+                if owners not in known:
+                    known[owners] = len(self.owners)
+                    self.owners.append(owners)
+                ways.append((tuple(piece for piece, _ in held), known[owners]))
             self._stored[name] = _Stored(ordered, ways)
         # Layers and experts differ in their names alone: what concerns only their boxes is worked out once.
         self._covers: dict[tuple[Box, tuple[Box, ...]], _Cover] = {}
@@ -96,7 +103,7 @@ class Sources:
         missing: dict[str, str] = {}
         routes: list[tuple[Route, ...]] = []
         for bucket in buckets:
-            found: dict[Owners, Route] = {}
+            found: dict[int, Route] = {}
             for param in bucket.params:
                 for piece in _inside(pieces[param], bucket.box):
                     self._add(piece, shard.params[param].dtype, found, missing)
@@ -107,7 +114,7 @@ class Sources:
             raise PlanError(f"no source holds {named}{more}")
         return routes
 
-    def _add(self, piece: Piece, dtype: str, routes: dict[Owners, Route], missing: dict[str, str]) -> None:
+    def _add(self, piece: Piece, dtype: str, routes: dict[int, Route], missing: dict[str, str]) -> None:
         """Adds the copies that bring a piece."""
         stored = self._stored.get(piece.name, _NOTHING)
         key = piece.region, stored.regions
@@ -118,7 +125,7 @@ class Sources:
             held, owners = stored.ways[i]
             route = routes.get(owners)
             if route is None:
-                route = routes[owners] = Route(owners, [[] for _ in owners])
+                route = routes[owners] = Route(owners, [[] for _ in held])
             route.nbytes += size * ITEM_BYTES[dtype]
             target = self._where(piece, region)
             for copies, source in zip(route.copies, held, strict=True):

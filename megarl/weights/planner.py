@@ -107,7 +107,7 @@ def plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes
     """
     source_replicas, destination_replicas = _replicas(sources), _replicas(destinations)
     matched = Sources([replicas.map for replicas in source_replicas])
-    stamper = _Stamper(source_replicas)
+    stamper = _Stamper(source_replicas, matched.owners)
     stamps: list[tuple[Holder, _Template, int]] = []
     for replicas in destination_replicas:
         template = _template(replicas.map, matched, bucket_bytes)
@@ -191,11 +191,12 @@ class _Stamper:
 
     Args:
         sources: the source replicas.
+        owners: those that can send a route, as in ``Sources``.
     """
 
-    def __init__(self, sources: Sequence[_Replicas]) -> None:
-        self._sources = sources
-        self._candidates: dict[Owners, _Candidates] = {}
+    def __init__(self, sources: Sequence[_Replicas], owners: Sequence[Owners]) -> None:
+        ways = ([[holder for i in way for holder in sources[i].holders] for way in group] for group in owners)
+        self._candidates = [_Candidates(way) for way in ways]
         self._load: dict[Distance, dict[int, int]] = {
             distance: {holder.rank: 0 for replicas in sources for holder in replicas.holders} for distance in Distance
         }
@@ -217,29 +218,22 @@ class _Stamper:
 
     def _messages(self, receiver: Holder, routes: Sequence[Sequence[Route]]) -> tuple[tuple[Message, ...], ...]:
         """The messages that a destination receives, per bucket, in order of their senders."""
-        known: dict[Owners, tuple[_Candidates, dict[int, int], list[int]]] = {}
+        known: dict[int, tuple[Mapping[int, int], dict[int, int], list[int]]] = {}
         messages: list[tuple[Message, ...]] = []
         for bucket, group in enumerate(routes):
             chosen: dict[int, list[tuple[Route, int]]] = {}
             for route in group:
                 found = known.get(route.owners)
                 if found is None:
-                    candidates = self._who(route.owners)
+                    candidates = self._candidates[route.owners]
                     distance, nearest = candidates.nearest(receiver)
-                    found = known[route.owners] = candidates, self._load[distance], nearest
-                candidates, load, nearest = found
+                    found = known[route.owners] = candidates.way, self._load[distance], nearest
+                way, load, nearest = found
                 sender = min((chosen and [rank for rank in nearest if rank in chosen]) or nearest, key=load.__getitem__)
-                chosen.setdefault(sender, []).append((route, candidates.way[sender]))
+                chosen.setdefault(sender, []).append((route, way[sender]))
                 load[sender] += route.nbytes
             messages.append(tuple(self._message(s, receiver.rank, bucket, chosen[s]) for s in sorted(chosen)))
         return tuple(messages)
-
-    def _who(self, owners: Owners) -> _Candidates:
-        """The holders of some source maps."""
-        if owners not in self._candidates:
-            ways = [[holder for i in way for holder in self._sources[i].holders] for way in owners]
-            self._candidates[owners] = _Candidates(ways)
-        return self._candidates[owners]
 
     def _message(self, sender: int, receiver: int, bucket: int, picks: list[tuple[Route, int]]) -> Message:
         """A message with the copies of some routes, the larger dtypes first, so that each is aligned to its items."""

@@ -39,17 +39,22 @@ class Traffic:
     @classmethod
     def of(cls, plan: TransferPlan, sources: Iterable[Holder], destinations: Iterable[Holder]) -> Traffic:
         """The traffic of a plan that was made for these holders."""
-        senders, receivers = ({holder.rank: holder for holder in side} for side in (sources, destinations))
+        holders = [{holder.rank: holder for holder in side} for side in (sources, destinations)]
         messages = [message for part in plan.senders.values() for message in part.messages]
-        pairs = dict.fromkeys((message.sender, message.receiver) for message in messages)
-        apart = {(a, b): senders[a].distance(receivers[b]) for a, b in pairs}
-        ranks = np.unique(np.array([rank for pair in pairs for rank in pair], dtype=np.int64))
+        ends = np.array([(message.sender, message.receiver) for message in messages], dtype=np.int64).reshape(-1, 2)
+        ranks, numbers = np.unique(ends, return_inverse=True)
+        sender, receiver = numbers.reshape(-1, 2).T
+        pairs, pair = np.unique(sender * len(ranks) + receiver, return_inverse=True)
+        apart = [
+            holders[0][int(ranks[a])].distance(holders[1][int(ranks[b])])
+            for a, b in zip(*np.divmod(pairs, max(1, len(ranks))), strict=True)
+        ]
         return cls(
             ranks=ranks,
-            sender=np.searchsorted(ranks, np.array([message.sender for message in messages], dtype=np.int64)),
-            receiver=np.searchsorted(ranks, np.array([message.receiver for message in messages], dtype=np.int64)),
+            sender=sender,
+            receiver=receiver,
             bucket=np.array([message.bucket for message in messages], dtype=np.int64),
-            distance=np.array([apart[message.sender, message.receiver] for message in messages], dtype=np.int64),
+            distance=np.array(apart, dtype=np.int64)[pair],
             nbytes=np.array([message.nbytes for message in messages], dtype=np.int64),
         )
 
