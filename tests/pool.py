@@ -8,9 +8,11 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection
 from typing import Any
+
+DIED = (False, "its process died")
 
 Job = tuple[Callable[..., Any], int, str | None, tuple[Any, ...]]
 
@@ -38,6 +40,7 @@ class RankPool:
         world_size: int,
         connected: bool = True,
         timeout: float = 120.0,
+        dying: Collection[int] = (),
     ) -> list[Any]:
         """Calls ``function(rank, *args)`` on ranks 0 to ``world_size - 1`` of a new world.
 
@@ -45,9 +48,10 @@ class RankPool:
             function: at the top of a module, so that it can be pickled.
             connected: False leaves it to the function to make its world.
             timeout: seconds for all ranks.
+            dying: ranks whose processes are to die.
 
         Returns:
-            What each rank returned.
+            What each rank returned; None of one that died.
 
         Raises:
             AssertionError: a rank failed (its traceback is the message) or did not finish in time.
@@ -68,17 +72,22 @@ class RankPool:
                 raise AssertionError(f"ranks {sorted(waiting)} of {world_size} did not finish within {timeout:.0f} s")
             for rank in [r for r in waiting if self._pipes[r] in ready]:
                 ok, results[rank] = self._receive(rank)
-                if not ok:
+                if rank in dying:
+                    assert (ok, results[rank]) == DIED, f"rank {rank} lives: {results[rank]}"
+                    results[rank] = None
+                elif not ok:
                     self.close()
                     raise AssertionError(f"rank {rank} of {world_size} failed:\n{results[rank]}")
                 waiting.remove(rank)
+        if dying:
+            self.close()
         return results
 
     def _receive(self, rank: int) -> tuple[bool, Any]:
         try:
             return self._pipes[rank].recv()
         except EOFError:
-            return False, "its process died"
+            return DIED
 
     def _start(self) -> None:
         if self._processes:

@@ -12,6 +12,11 @@ from megarl.config import load
 from tests.e2e.conftest import DebugRun
 from tests.e2e.runs import DEBUG, lines, train
 
+STAGES = ("offload", "agree", "pack", "transfer", "verify", "load", "commit", "reset")
+SYNC = {f"sync/{stage}_seconds" for stage in STAGES} | {
+    f"sync/{name}" for name in ("bytes", "messages", "staging_bytes", "seconds", "gb_per_second")
+}
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
@@ -32,7 +37,8 @@ def test_it_writes_a_line_per_step(debug_run: DebugRun) -> None:
         assert line["policy/grad_norm"] > 0
         assert line["value/grad_norm"] > 0
         assert line["policy/skipped"] == line["value/skipped"] == 0
-        assert line["sync/seconds"] > 0
+        assert {name for name in line if name.startswith("sync/")} == SYNC
+        assert all(line[name] > 0 for name in SYNC)
         assert line["rollout/logprob_gap"] < 1e-4, "trainer and engine disagree about the tokens that it sampled"
         stages = sum(line[f"time/{stage}"] for stage in ("rollout", "experience", "update", "sync"))
         assert stages == pytest.approx(line["time/step"], rel=0.05, abs=0.01)

@@ -1,4 +1,7 @@
-"""Two engines that sleep between the rollouts, against the debug run's one that does not: the same run, bit for bit."""
+"""Two engines that sleep between the rollouts, against the debug run's one that does not: the same run, bit for bit.
+
+There are two nodes, with half of the actor and an engine on each: weights go through shared memory and over Gloo.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,13 @@ from tests.e2e.runs import lines, train
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
+TWO_NODES = ("cluster.nodes=2", "cluster.devices_per_node=2", "rollout.devices=0,2")
 TIMES = ("time/", "sync/", "perf/")
 
 
 def test_samples_and_updates_do_not_depend_on_the_engines(debug_run: DebugRun, tmp_path: Path) -> None:
     recorded, directory = tmp_path / "recorded", tmp_path / "run"
-    finished = train(directory, f"rollout.record={recorded}", "rollout.devices=0-1", "rollout.sleep=true")
+    finished = train(directory, f"rollout.record={recorded}", "rollout.sleep=true", *TWO_NODES)
     assert finished.status == 0, finished.errors
     finished.assert_clean()
 
