@@ -66,7 +66,7 @@ class Resharding(Section):
 
     bucket_mib: Positive = 256.0
     """Memory of a bucket, MiB. A rank of an engine receives into two, and a trainer's sends from two where it cannot
-    write there. Larger parameters come in parts."""
+    write there. Larger parameters come in parts, which an engine puts together first where vLLM packs them."""
     verify: bool = True
     """Send and check a checksum with every message."""
     transport: Literal["auto", "gloo", "shared_memory"] = "auto"
