@@ -106,8 +106,8 @@ def _check_weights(name: str, ranks: list[Any], want: dict[str, torch.Tensor], s
             expected = want[tensor][region]
             moved = (expected - start[tensor][region]).abs().max().item()
             worst = (value - expected).abs().max().item()
-            # A gradient is the same to 1e-5; in the worst element, where it is small, Adam's quotient magnifies that. The
-            # bias of keys, which a softmax does not see, has rounding for a gradient.
+            # A gradient is the same to 1e-5; in the worst element, where it is small, Adam's quotient magnifies that.
+            # The bias of keys, which a softmax does not see, has rounding for a gradient.
             assert worst <= 1e-3 * moved + 2e-6, (
                 f"{name} {tensor}{region} is off by {worst:.2e}; it moved by {moved:.2e}"
             )
