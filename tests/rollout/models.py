@@ -79,14 +79,14 @@ def family(kind: str, *, dtype: str = "float32") -> PreTrainedConfig:
 
 def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     """A model whose every parameter is random, the biases and norms too."""
+    dtype: torch.dtype = getattr(torch, str(config.dtype).removeprefix("torch."))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                scale = name.endswith("weight")  # of a norm
-                parameter.normal_(1.0 if scale else 0.0, 0.1)
-    return model.to(config.dtype).eval()
+                parameter.normal_(1.0 if name.endswith("weight") else 0.0, 0.1)  # a norm's, or a bias
+    return model.to(dtype).eval()
 
 
 def text_of(ids: Iterable[int]) -> str:

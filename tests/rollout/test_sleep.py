@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rollout import in_process
 from tests.rollout.conftest import Answers, ask, start
 from tests.rollout.engine_process import EngineProcess, RemoteError
 from tests.rollout.oracles import assert_same
@@ -29,7 +30,9 @@ def test_it_wakes_to_new_weights(
         trainer.sync(version)
         process.call("wake_cache")
         assert_same(ask(process), fresh[name])
+        assert process.apply(in_process.landing_bytes) > 0, "syncs would touch every page anew"
         process.call("sleep")
+        assert process.apply(in_process.landing_bytes) == 0
 
 
 def test_weights_from_files_are_there_again(
