@@ -73,25 +73,25 @@ def connect(spec: SyncSpec, rank: int, device: torch.device | str = "cpu") -> Co
         device: of this process.
 
     Raises:
-        SyncError: some rank did not come, or could not use the network.
+        SyncError: some rank did not come, follows another plan, or could not use the network.
     """
     device = torch.device(device)
     store = open_store(spec.host, spec.port, spec.name)
     board = Board(store, rank, spec.world_size, spec.timeout_s)
-    place = "connect"
+    board.meet("connect/start", {"plan": spec.fingerprint, "verify": f"{spec.verify}"})
     wire: Transport | None = None
     try:
-        members = range(spec.world_size)
-        control = GlooTransport(PrefixStore("control", store), members, rank, spec.timeout_s)
+        members, peers = range(spec.world_size), spec.peers(rank)
+        control = GlooTransport(PrefixStore("control", store), members, rank, peers, spec.timeout_s)
         if rank in spec.wire:
-            frames = PrefixStore("wire", store)
+            frames, peers = PrefixStore("wire", store), spec.wire_peers(rank)
             if device.type == "cpu":
-                wire = GlooTransport(frames, spec.wire, rank, spec.timeout_s)
+                wire = GlooTransport(frames, spec.wire, rank, peers, spec.timeout_s)
             else:
                 wire = NcclTransport(frames, spec.wire, rank, spec.timeout_s, board.look_ahead)
     except RuntimeError as error:
-        board.abort(place, f"could not connect: {error}")
-    board.meet(place)
+        board.abort("connect/done", f"could not connect: {error}")
+    board.meet("connect/done")
     return Connection(
         spec=spec,
         rank=rank,

@@ -7,11 +7,11 @@ from itertools import groupby
 
 import torch
 
-from megarl.resharding.buckets import frames_bytes, payload, split_frames
+from megarl.resharding.buckets import frames_bytes, named, payload, split_frames
 from megarl.resharding.connection import Connection
 from megarl.resharding.notices import Notice, Outbox
 from megarl.resharding.records import SyncStats
-from megarl.resharding.transport import Transfer
+from megarl.resharding.transport import PeerError, Transfer
 from megarl.weights.plans import Message
 
 Pack = Callable[[Message, Sequence[torch.Tensor], SyncStats], Notice]
@@ -37,7 +37,7 @@ class Frames:
         sizes = [frames_bytes(batch) for batches in self._batches.values() for batch in batches]
         self._sizes = [max(sizes[i::2], default=0) for i in range(2)]
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._under_way: list[list[Transfer]] = [[], []]
+        self._under_way: list[list[tuple[Message, Transfer]]] = [[], []]
         self._count = 0
 
     @property
@@ -65,11 +65,16 @@ class Frames:
                 notice = self._pack(message, payload(message, frame), stats)
                 port = self._connection.spec.landings[message.receiver].port
                 assert self._connection.wire is not None, "frames go over the wire"
-                self._under_way[which].append(self._connection.wire.send(port, message.receiver, frame))
+                transfer = self._connection.wire.send(port, message.receiver, frame)
+                self._under_way[which].append((message, transfer))
                 outbox.notify(port, message, notice)
 
     def drain(self, stats: SyncStats) -> None:
-        """Waits until all have arrived."""
+        """Waits until all have arrived.
+
+        Raises:
+            PeerError: a peer is gone.
+        """
         for which in range(2):
             self._wait(which, stats)
 
@@ -79,8 +84,11 @@ class Frames:
 
     def _wait(self, which: int, stats: SyncStats) -> None:
         with stats.stage("transfer"):
-            for transfer in self._under_way[which]:
-                transfer.wait()
+            for message, transfer in self._under_way[which]:
+                try:
+                    transfer.wait()
+                except PeerError as error:
+                    raise PeerError(f"rank {message.receiver} does not get {named(message)}: {error}") from error
         self._under_way[which].clear()
 
 

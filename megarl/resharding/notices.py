@@ -73,26 +73,33 @@ class Outbox:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._under_way: list[Transfer] = []
+        self._under_way: list[tuple[Transfer, str]] = []
 
     def notify(self, peer: int, message: Message, notice: Notice) -> None:
         """Tells a rank that a message has landed, when what was started on the device is done."""
         self._connection.settle()
-        self._send(peer, message.sender, torch.tensor(astuple(notice)))
+        self._send(peer, message.sender, torch.tensor(astuple(notice)), named(message))
 
     def grant(self, writer: int, receiver: int, bucket: int) -> None:
         """Lets a rank write a bucket, when what was started on the device is done."""
         self._connection.settle()
-        self._send(writer, receiver, torch.tensor([bucket]))
+        self._send(writer, receiver, torch.tensor([bucket]), f"the memory of bucket {bucket}")
 
     def drain(self) -> None:
-        """Waits until all have arrived."""
-        for transfer in self._under_way:
-            transfer.wait()
+        """Waits until all have arrived.
+
+        Raises:
+            PeerError: a peer is gone.
+        """
+        for transfer, what in self._under_way:
+            try:
+                transfer.wait()
+            except PeerError as error:
+                raise PeerError(f"no notice was taken of {what}: {error}") from error
         self._under_way.clear()
 
-    def _send(self, peer: int, tag: int, numbers: torch.Tensor) -> None:
-        self._under_way.append(self._connection.control.send(peer, tag, numbers))
+    def _send(self, peer: int, tag: int, numbers: torch.Tensor, what: str) -> None:
+        self._under_way.append((self._connection.control.send(peer, tag, numbers), what))
 
 
 class Grants:

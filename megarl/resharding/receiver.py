@@ -15,6 +15,7 @@ from megarl.resharding.notices import Awaited, Notice, Outbox
 from megarl.resharding.port import Port
 from megarl.resharding.records import SyncStats
 from megarl.resharding.session import Session
+from megarl.resharding.spec import senders_of
 from megarl.weights.plans import Message
 from megarl.weights.regions import Box
 
@@ -92,7 +93,7 @@ class Receiver:
         self._landing.prepare()
         for bucket in range(min(self._plan_landing.depth, len(self._plan.buckets))):
             self._clear(bucket)
-        if len(self._plan_landing.framed) < len(_senders(self._plan.messages)):
+        if len(self._plan_landing.framed) < len(senders_of(self._plan)):
             self._connection.board.post(f"landing/{self._plan.rank}", self._landing.handle)
 
     def _join(self) -> None:
@@ -177,7 +178,3 @@ class Receiver:
         ]
         if partial:
             raise ValueError(f"the messages do not bring all of {', '.join(partial)}")
-
-
-def _senders(messages: tuple[tuple[Message, ...], ...]) -> set[int]:
-    return {message.sender for bucket in messages for message in bucket}

@@ -29,7 +29,7 @@ class Session:
     def sync(self, version: int, offer: Callable[[], None], join: Callable[[], None]) -> Generator[SyncStats]:
         """Surrounds the transfers of one version.
 
-        Before the block every rank waits twice for all others: to agree on plan and version, and until all have what
+        Before the block every rank waits twice for all others: to agree on the version, and until all have what
         they need of each other. Until then nothing has been sent or written. After it every rank waits for all others
         and then commits the version. An error on any rank ends the sync on all; one inside the block breaks the
         connection.
@@ -47,8 +47,7 @@ class Session:
         with stats.stage("agree"):
             self._check(agreed, lambda: self._check_version(version))
             self._check(agreed, offer)
-            spec = self._connection.spec
-            self._board.meet(agreed, {"plan": spec.fingerprint, "version": f"{version}", "verify": f"{spec.verify}"})
+            self._board.meet(agreed, {"version": f"{version}"})
             self._check(ready, join)
             self._board.meet(ready)
             for place in ("agreed", "ready", "done"):  # all have left the round before

@@ -111,6 +111,33 @@ class SyncSpec:
         landings = {r: landing for r, landing in self.landings.items() if r in reached or r in receivers}
         return replace(self, senders=senders, receivers=receivers, landings=landings)
 
+    def wire_peers(self, rank: int) -> list[int]:
+        """The ranks with which a rank, whose parts these are, exchanges frames."""
+        return sorted({*self._framed_to(rank), *self._framed_from(rank)})
+
+    def peers(self, rank: int) -> list[int]:
+        """The ranks with which a rank, whose parts these are, exchanges small messages."""
+        peers = {*self._framed_to(rank), *self._framed_from(rank)}
+        for message in self.sender(rank).messages:
+            if rank not in self.landings[message.receiver].framed:
+                peers.add(message.receiver)
+        for receiver, part in self.receivers.items():
+            landing = self.landings[receiver]
+            if receiver == rank:
+                peers.update(landing.port if s in landing.framed else s for s in senders_of(part))
+            elif landing.port == rank and landing.framed:
+                peers.add(receiver)
+        return sorted(peers - {rank})
+
+    def _framed_to(self, rank: int) -> set[int]:
+        """The ports of those to which a rank sends frames."""
+        landings = [self.landings[message.receiver] for message in self.sender(rank).messages]
+        return {landing.port for landing in landings if rank in landing.framed}
+
+    def _framed_from(self, rank: int) -> set[int]:
+        """The ranks that send frames to a port."""
+        return {sender for landing in self.landings.values() if landing.port == rank for sender in landing.framed}
+
     def sender(self, rank: int) -> SenderPlan:
         """A rank's part in sending; an empty one where the plan has another replica send."""
         idle = SenderPlan(
@@ -138,7 +165,7 @@ def plan_landings(
         port = trainers.get(places[rank].device, rank) if device == "cuda" else rank
         shared = device == "cpu" and transport != "gloo"
         framed = frozenset(
-            sender for sender in _senders(part) if sender != port and not (shared and _near(places, sender, rank))
+            sender for sender in senders_of(part) if sender != port and not (shared and _near(places, sender, rank))
         )
         landings[rank] = LandingPlan(
             port=port, framed=framed, depth=1 if framed else 2, params=part.params, buckets=part.buckets
@@ -169,7 +196,7 @@ def _problems(plan: TransferPlan, places: Sequence[Place], kind_of_device: Devic
             f"transport shared_memory does not reach from rank {sender} on node {places[sender].node} to rank {rank} "
             f"on node {places[rank].node}; set it to auto or gloo"
             for rank, part in plan.receivers.items()
-            for sender in _senders(part)
+            for sender in senders_of(part)
             if not _near(places, sender, rank)
         ]
     return problems
@@ -179,5 +206,6 @@ def _near(places: Sequence[Place], one: int, other: int) -> bool:
     return places[one].node == places[other].node
 
 
-def _senders(part: ReceiverPlan) -> list[int]:
+def senders_of(part: ReceiverPlan) -> list[int]:
+    """The ranks that send to a receiver."""
     return sorted({message.sender for bucket in part.messages for message in bucket})

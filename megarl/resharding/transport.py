@@ -6,7 +6,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -69,19 +68,20 @@ class Transport(Protocol):
 class GlooTransport:
     """Gloo over TCP, by a process group of its own: it neither uses nor changes the default group.
 
-    Two ranks connect when the first of them has something for the other. GLOO_SOCKET_IFNAME names the network
-    interfaces where a host has several.
+    Connects with its peers alone, and waits for them. GLOO_SOCKET_IFNAME names the network interfaces where a host has
+    several.
 
     Args:
         store: of this group alone.
         members: the ranks in it, one of which is this process's, ``rank``.
+        peers: those with which this one exchanges anything; the same is true of them.
         timeout_s: how long a transfer may take.
 
     Raises:
-        RuntimeError: the network cannot be used.
+        RuntimeError: the network cannot be used, or a peer is gone.
     """
 
-    def __init__(self, store: Store, members: Sequence[int], rank: int, timeout_s: float) -> None:
+    def __init__(self, store: Store, members: Sequence[int], rank: int, peers: Sequence[int], timeout_s: float) -> None:
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()
         self._index = {member: i for i, member in enumerate(members)}
@@ -93,6 +93,12 @@ class GlooTransport:
             group.create_device(interface=interface, lazy_init=True) for interface in interfaces.split(",") if interface
         ] or [group.create_default_device(lazy_init=True)]
         self._group: Any = group(store, self._index[rank], len(members), options)
+        self._peers = peers
+        # Now, and not with the first transfer: when a peer is gone by then, Gloo may end this process (torch 2.13).
+        hello, answer = torch.zeros(1, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8)
+        greetings = [self._group.send([hello], self._index[peer], 0) for peer in peers]
+        for work in (*(self._group.recv([answer], self._index[peer], 0) for peer in peers), *greetings):
+            work.wait()
 
     @property
     def connected(self) -> bool:
@@ -107,11 +113,15 @@ class GlooTransport:
     def abort(self) -> None:
         if self._group is None:
             return
-        # ProcessGroupGloo.abort does nothing (torch 2.13), and destruction waits for the last work object. A wait
-        # that runs into its timeout makes Gloo close all connections of the group.
-        with suppress(RuntimeError):
-            nothing = [torch.empty(1, dtype=torch.uint8)]
-            self._group.recv_anysource(nothing, _ABORT_TAG).wait(timedelta(milliseconds=1))
+        # ProcessGroupGloo.abort does nothing (torch 2.13), and destruction waits for the last work object. A wait that
+        # runs into its timeout makes Gloo close all connections of the group; there is none for a peer that is gone.
+        for peer in self._peers:
+            try:
+                nothing = [torch.empty(1, dtype=torch.uint8)]
+                self._group.recv(nothing, self._index[peer], _ABORT_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if "Timed out" in str(error):
+                    break
         self._group = None
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.resharding import Connection, Receiver, Sender, SyncError, SyncSpec, SyncStats, connect
+from megarl.resharding.buckets import bucket_views, landed
 from megarl.resharding.transport import Transfer, Transport
 from megarl.types import Layout
 from megarl.weights.planner import Holder, plan
@@ -69,12 +70,12 @@ class Spied:
     """A transport in front of another: it notes what goes through, and lets something happen before a send.
 
     Args:
-        before: called with the number of the send, from 1, and the buffer.
+        before: called with the number of the send, from 1, the peer and the buffer.
         staging: bytes of the memory that buffers lie in, by its address.
     """
 
     inner: Transport
-    before: Callable[[int, torch.Tensor], None] = lambda *_: None
+    before: Callable[[int, int, torch.Tensor], None] = lambda *_: None
     sends: int = 0
     staging: dict[int, int] = field(default_factory=dict)
     sent: Counter[int] = field(init=False)
@@ -89,7 +90,7 @@ class Spied:
 
     def send(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
         self.sends += 1
-        self.before(self.sends, buffer)
+        self.before(self.sends, peer, buffer)
         note_storage(self.staging, buffer)
         return self.inner.send(peer, tag, buffer)
 
@@ -115,6 +116,7 @@ class Rank:
     def __init__(self, spec: SyncSpec, rank: int) -> None:
         self.loaded: dict[str, torch.Tensor] = {}
         self.order: list[str] = []
+        self.loads = 0
         self.staging: dict[int, int] = {}
         self.params: dict[str, torch.Tensor] = {}
         self.before_load: Callable[[int], None] = lambda _: None
@@ -132,7 +134,8 @@ class Rank:
 
     def load(self, params: Mapping[str, torch.Tensor], box: Box | None) -> None:
         """Keeps a bucket; parts of a parameter are put together."""
-        self.before_load(len(self.order))
+        self.before_load(self.loads)
+        self.loads += 1
         infos = self.connection.spec.landings[self.connection.rank].params
         for name, tensor in params.items():
             note_storage(self.staging, tensor)
@@ -153,10 +156,10 @@ class Rank:
 
     @property
     def state(self) -> tuple[int, bool, int]:
-        """Version, consistency, parameters loaded so far."""
+        """Version, consistency, buckets loaded so far."""
         if self.sender:
             return self.sender.version, True, 0
-        return self.receiver.version, self.receiver.consistent, len(self.order)
+        return self.receiver.version, self.receiver.consistent, self.loads
 
     @property
     def carried(self) -> tuple[Counter[int], Counter[int]]:
@@ -206,7 +209,7 @@ def staging(rank: int, spec: SyncSpec) -> tuple[int, int]:
 
 
 def failing_load(rank: int, spec: SyncSpec, fail: int, at: int) -> Any:
-    """One rank's load raises, once it has loaded some parameters."""
+    """One rank's load raises, once it has loaded some buckets."""
     me = Rank(spec, rank)
 
     def before_load(count: int) -> None:
@@ -219,20 +222,25 @@ def failing_load(rank: int, spec: SyncSpec, fail: int, at: int) -> Any:
 
 
 def corrupted(rank: int, spec: SyncSpec, odd: int, at: int) -> Any:
-    """A byte is changed after it was summed up: in a frame, or where it has landed."""
+    """An element is changed after it was summed up: in a frame on its way, or where it has landed."""
     me = Rank(spec, rank)
 
-    def flip(count: int, _buffer: torch.Tensor) -> None:
-        if rank == odd and count == at:
-            for memory in (_buffer, *(me.connection.mapped[r] for r in spec.receivers if r in mapped)):
-                if memory.dtype is torch.uint8:
-                    memory.bitwise_xor_(1)
+    def change_frame(count: int, _peer: int, frame: torch.Tensor) -> None:
+        if count == at:
+            frame[0] ^= 1
 
-    framed = me.connection.wire is not None
-    mapped = [] if framed else list(spec.receivers)
-    transport = me.connection.wire if framed else me.connection.control
-    assert isinstance(transport, Spied)
-    transport.before = flip
+    def change_landed(count: int, peer: int, numbers: torch.Tensor) -> None:
+        if count == at:
+            (message,) = (m for m in spec.senders[rank].messages if (m.receiver, m.bucket) == (peer, int(numbers[1])))
+            landing = spec.landings[peer]
+            views = bucket_views(me.connection.mapped[peer], landing, message.bucket)
+            element = landed(message, landing.buckets[message.bucket], views)[0]
+            element[(0,) * element.ndim] += 1
+
+    if rank == odd and me.connection.wire is not None:
+        me.connection.wire.before = change_frame
+    elif rank == odd:
+        me.control.before = change_landed
     first, state = me.sync(1), me.state
     return first, state, me.sync(2)
 
@@ -244,10 +252,10 @@ def killed(rank: int, spec: SyncSpec, odd: int, when: str) -> Any:
         if when == "before":
             die()
         if when == "sending":
-            me.control.before = lambda count, _: die() if count == 3 else None
+            me.control.before = lambda count, *_: die() if count == 3 else None
         if when == "loading":
             me.before_load = lambda count: die() if count >= 2 else None
-        if when == "commit":
+        if when == "committing":
             meet = me.connection.board.meet
             me.connection.board.meet = lambda place, *facts: die() if place.endswith("done") else meet(place, *facts)
     return me.sync(1), me.state
@@ -263,10 +271,13 @@ def late(rank: int, spec: SyncSpec, missing: int, patience: float) -> Any:
     return first, state, me.sync(2), me.state
 
 
-def misled(rank: int, spec: SyncSpec, other: SyncSpec, odd: int) -> Any:
+def misled(rank: int, spec: SyncSpec, other: SyncSpec, odd: int) -> str:
     """One rank follows another plan, under the same name."""
-    me = Rank(replace(other, name=spec.name) if rank == odd else spec, rank)
-    return me.sync(1), me.state
+    try:
+        Rank(replace(other, name=spec.name) if rank == odd else spec, rank)
+    except SyncError as error:
+        return str(error)
+    return "connected"
 
 
 def versions(rank: int, spec: SyncSpec, asked: dict[int, list[int]]) -> Any:
@@ -276,10 +287,10 @@ def versions(rank: int, spec: SyncSpec, asked: dict[int, list[int]]) -> Any:
 
 def incomplete(rank: int, spec: SyncSpec, odd: int) -> Any:
     """A receiver whose part of the plan has lost a message."""
+    me = Rank(spec, rank)
     if rank == odd:
         part = spec.receivers[rank]
-        spec = replace(spec, receivers={rank: replace(part, messages=(part.messages[0][1:], *part.messages[1:]))})
-    me = Rank(spec, rank)
+        me.receiver._plan = replace(part, messages=(part.messages[0][1:], *part.messages[1:]))
     return me.sync(1), me.state
 
 

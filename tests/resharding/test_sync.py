@@ -111,14 +111,12 @@ def test_a_missing_sender_is_named_and_nothing_is_written(pool: RankPool, connec
     assert [state[0] for *_, state in results] == [2] * jobs.RANKS
 
 
-def test_ranks_with_different_plans_do_not_start(pool: RankPool, connect: Connections) -> None:
+def test_ranks_with_different_plans_do_not_connect(pool: RankPool, connect: Connections) -> None:
     plan, other = jobs.transfer_plan(4096), jobs.transfer_plan(8192)
-    results = pool.run(jobs.misled, connect(plan), connect(other), 2, world_size=jobs.RANKS)
-    message = one_message([first for first, _ in results])
+    (message,) = set(pool.run(jobs.misled, connect(plan), connect(other), 2, world_size=jobs.RANKS))
     assert "differs from another rank's" in message
     assert plan.fingerprint in message
     assert other.fingerprint in message
-    assert {state for _, state in results} == {(-1, True, 0)}
 
 
 def test_versions_never_go_backwards(pool: RankPool, connect: Connections) -> None:

@@ -1,0 +1,153 @@
+"""Random small plans between ranks in threads: exact contents by every way, against numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.resharding import Place, Receiver, Sender, SyncSpec, connect, serve_store
+from megarl.resharding.spec import wire_ranks
+from megarl.weights.planner import Holder, plan
+from megarl.weights.regions import Box, Hole, Piece, ShardMap, TensorInfo
+from tests.weights.models import Arrays, held, numbered
+
+STORE = serve_store()
+NAMES = iter(range(10**9))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Who holds what, and how it is moved."""
+
+    tensors: Mapping[str, TensorInfo]
+    sources: list[ShardMap]
+    destinations: list[ShardMap]
+    bucket_bytes: int
+    nodes: list[int]
+    transport: str
+    ported: bool
+    verify: bool
+
+
+@st.composite
+def shards(draw: st.DrawFn, tensors: Mapping[str, TensorInfo], count: int, *, holes: bool) -> list[ShardMap]:
+    """Maps of holders that divide each tensor among them by rows or columns, or all hold the whole."""
+    params: list[dict[str, TensorInfo]] = [{} for _ in range(count)]
+    pieces: list[list[Piece]] = [[] for _ in range(count)]
+    padding: list[list[Hole]] = [[] for _ in range(count)]
+    for name, info in tensors.items():
+        axis = draw(st.integers(0, len(info.shape) - 1))
+        split = draw(st.booleans()) and info.shape[axis] >= count
+        dtype = draw(st.sampled_from(["float32", "bfloat16"])) if holes else "float32"
+        cuts = [info.shape[axis] * i // count for i in range(count + 1)]
+        for i in range(count):
+            start, stop = [0] * len(info.shape), list(info.shape)
+            if split:
+                start[axis], stop[axis] = cuts[i], cuts[i + 1]
+            region = Box(tuple(start), tuple(stop))
+            flip = len(info.shape) == 2 and draw(st.booleans())
+            shape = region.shape[::-1] if flip else region.shape
+            extra = draw(st.integers(0, 2)) if holes else 0
+            local = f"local.{name}"
+            params[i][local] = TensorInfo((shape[0] + extra, *shape[1:]), dtype)
+            pieces[i].append(Piece(param=local, box=Box.whole(shape), name=name, region=region, transposed=flip))
+            if extra:
+                box = Box((shape[0], *(0 for _ in shape[1:])), (shape[0] + extra, *shape[1:]))
+                padding[i].append(Hole(param=local, box=box))
+    return [ShardMap(params=params[i], pieces=tuple(pieces[i]), holes=tuple(padding[i])) for i in range(count)]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    shapes = draw(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=2), min_size=1, max_size=6))
+    tensors = {f"t{i}": TensorInfo(tuple(shape), "float32") for i, shape in enumerate(shapes)}
+    sources = draw(shards(tensors, draw(st.integers(1, 3)), holes=False))
+    destinations = draw(shards(tensors, draw(st.integers(1, 3)), holes=True))
+    return Case(
+        tensors=tensors,
+        sources=sources * draw(st.integers(1, 2)),
+        destinations=destinations,
+        bucket_bytes=draw(st.sampled_from([4, 24, 60, 10_000])),
+        nodes=draw(st.lists(st.integers(0, 1), min_size=9, max_size=9)),
+        transport=draw(st.sampled_from(["auto", "gloo"])),
+        ported=draw(st.booleans()),
+        verify=draw(st.booleans()),
+    )
+
+
+def spec_of(case: Case) -> SyncSpec:
+    first = len(case.sources)
+    sources = [Holder(rank=i, map=shard, node=case.nodes[i]) for i, shard in enumerate(case.sources)]
+    destinations = [Holder(rank=first + i, map=shard, node=0) for i, shard in enumerate(case.destinations)]
+    transfers = plan(sources, destinations, case.bucket_bytes)
+    spec = SyncSpec.of(
+        transfers,
+        name=f"random{next(NAMES)}",
+        host="127.0.0.1",
+        port=STORE.port,
+        places=[Place(node=holder.node) for holder in (*sources, *destinations)],
+        transport=case.transport,
+        verify=case.verify,
+        timeout_s=30.0,
+    )
+    if not case.ported:
+        return spec
+    landings = {}
+    for i, (receiver, landing) in enumerate(spec.landings.items()):
+        port = i % first
+        senders = {message.sender for bucket in transfers.receivers[receiver].messages for message in bucket}
+        framed = frozenset(senders - {port})
+        landings[receiver] = replace(landing, port=port, framed=framed, depth=1 if framed else 2)
+    return replace(spec, landings=landings, wire=wire_ranks(landings))
+
+
+def values(shard: ShardMap, canonical: Arrays) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.from_numpy(array.astype(np.float32)).to(getattr(torch, shard.params[name].dtype))
+        for name, array in held(shard, canonical).items()
+    }
+
+
+def run(rank: int, case: Case, spec: SyncSpec) -> dict[str, torch.Tensor]:
+    """Two syncs of a rank; the second brings twice the values. What has been loaded."""
+    connection = connect(spec.only([rank]), rank)
+    try:
+        if rank < len(case.sources):
+            params = values(case.sources[rank], numbered(case.tensors))
+            sender = Sender(connection, params)
+            sender.send(0)
+            for tensor in params.values():
+                tensor.mul_(2)
+            sender.send(1)
+            return {}
+        infos = case.destinations[rank - len(case.sources)].params
+        loaded = {name: torch.full(info.shape, -1.0, dtype=getattr(torch, info.dtype)) for name, info in infos.items()}
+
+        def load(params: Mapping[str, torch.Tensor], box: Box | None) -> None:
+            for name, tensor in params.items():
+                loaded[name][(box or Box.whole(infos[name].shape)).slices] = tensor
+
+        receiver = Receiver(connection, load)
+        for version in range(2):
+            stats = receiver.receive(version)
+            assert stats.peak_staging_bytes <= 2 * (case.bucket_bytes + 16 * (1 + len(case.sources)))
+        return loaded
+    finally:
+        connection.close()
+
+
+@settings(max_examples=25)
+@given(cases())
+def test_every_element_arrives(case: Case) -> None:
+    spec = spec_of(case)
+    with ThreadPoolExecutor(spec.world_size) as ranks:
+        loaded = list(ranks.map(lambda rank: run(rank, case, spec), range(spec.world_size)))
+    for shard, got in zip(case.destinations, loaded[len(case.sources) :], strict=True):
+        for name, expected in values(shard, numbered(case.tensors)).items():
+            torch.testing.assert_close(got[name], expected * 2, rtol=0, atol=0)

@@ -1,0 +1,85 @@
+"""Which way every message takes: by hand, for CPUs and for CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from megarl.resharding import Place, SyncSpec
+from megarl.weights.planner import Holder, plan
+from megarl.weights.regions import Box, Piece, ShardMap, TensorInfo
+
+HALVES = [
+    ShardMap(
+        params={"w": TensorInfo((2, 3), "float32")},
+        pieces=(Piece(param="w", box=Box.whole((2, 3)), name="w", region=Box((2 * i, 0), (2 * i + 2, 3))),),
+    )
+    for i in range(2)
+]
+WHOLE = ShardMap.identity({"w": TensorInfo((4, 3), "float32")})
+PLAN = plan([Holder(rank=i, map=HALVES[i]) for i in range(2)], [Holder(rank=i, map=WHOLE) for i in (2, 3)], 1 << 20)
+"""Two trainers with half a matrix each, two engines with the whole one."""
+
+
+def spec_of(places: Sequence[Place], **options: Any) -> SyncSpec:
+    return SyncSpec.of(PLAN, name="test", host="localhost", port=1, places=places, **options)
+
+
+def on(*nodes: int) -> list[Place]:
+    """Devices numbered over all nodes."""
+    return [Place(node=node, device=device) for device, node in enumerate(nodes)]
+
+
+def ways(spec: SyncSpec) -> dict[int, tuple[int, set[int], int]]:
+    """By receiver: the owner of its memory, who sends frames, and how many buckets there are at once."""
+    return {rank: (way.port, set(way.framed), way.depth) for rank, way in spec.landings.items()}
+
+
+def test_on_one_node_everybody_writes_in_place() -> None:
+    spec = spec_of(on(0, 0, 0, 0))
+    assert ways(spec) == {2: (2, set(), 2), 3: (3, set(), 2)}
+    assert spec.wire == ()
+    assert [spec.only([rank]).peers(rank) for rank in range(4)] == [[2, 3], [2, 3], [0, 1], [0, 1]]
+    assert ways(spec_of(on(0, 0, 0, 0), transport="shared_memory")) == ways(spec)
+
+
+def test_other_nodes_get_frames() -> None:
+    spec = spec_of(on(0, 1, 0, 1))
+    assert ways(spec) == {2: (2, {1}, 1), 3: (3, {0}, 1)}
+    assert spec.wire == (0, 1, 2, 3)
+    assert [spec.only([rank]).wire_peers(rank) for rank in range(4)] == [[3], [2], [1], [0]]
+    assert ways(spec_of(on(0, 0, 0, 0), transport="gloo")) == {2: (2, {0, 1}, 1), 3: (3, {0, 1}, 1)}
+
+
+def test_gpus_of_their_own_are_on_the_wire_with_the_trainers() -> None:
+    spec = spec_of(on(0, 0, 0, 0), device="cuda")
+    assert ways(spec) == {2: (2, {0, 1}, 1), 3: (3, {0, 1}, 1)}
+    assert spec.wire == (0, 1, 2, 3)
+
+
+def test_no_two_ranks_of_the_wire_share_a_gpu() -> None:
+    spec = spec_of([*on(0, 0), *on(0, 0)], device="cuda")
+    assert ways(spec) == {2: (0, {1}, 1), 3: (1, {0}, 1)}
+    assert spec.wire == (0, 1)
+    assert [spec.only([rank]).peers(rank) for rank in range(4)] == [[1, 2], [0, 3], [0], [1]]
+    assert [spec.only([rank]).wire_peers(rank) for rank in range(4)] == [[1], [0], [], []]
+
+
+def test_a_rank_is_told_its_own_parts_and_the_memory_that_it_writes_to() -> None:
+    own = spec_of([*on(0, 0), *on(0, 0)], device="cuda").only([1])
+    assert (set(own.senders), set(own.receivers), set(own.landings)) == ({1}, {3}, {2, 3})
+
+
+def test_shared_memory_does_not_reach_other_nodes() -> None:
+    with pytest.raises(ValueError, match=r"from rank 1 on node 1 to rank 2 on node 0.*from rank 0 on node 0 to rank 3"):
+        spec_of(on(0, 1, 0, 1), transport="shared_memory")
+
+
+def test_what_cuda_does_not_know_is_listed_at_once() -> None:
+    places = [Place(device=0), Place(device=0), Place(device=1), Place()]
+    trainers, engines = r"ranks \[0, 1\] of the trainers are all on device 0", r"ranks \[3\] have no device"
+    problems = "transport gloo is for CPUs", trainers, engines
+    with pytest.raises(ValueError, match=".*".join(problems)):
+        spec_of(places, device="cuda", transport="gloo")
