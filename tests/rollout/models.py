@@ -51,7 +51,7 @@ def llama() -> LlamaConfig:
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True},
+    "llama": {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     "mistral": {"num_key_value_heads": 1, "sliding_window": None},
     "qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
     "qwen3": {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 32},
