@@ -10,8 +10,11 @@ from megarl.convert.errors import UsageError
 
 _BLOCK_BYTES = 64 << 20
 _LEAST_BLOCK_BYTES = 1 << 20
-_BUFFERS = 3
-"""Blocks' worth of memory that a process takes: the block, what is read of it at a time, and the file's buffers."""
+_BUFFERS = 5
+"""Blocks' worth of memory that a process takes: the block, what is read of it at a time, the copy that ``torch.save``
+writes from, and as much again that the allocator keeps."""
+_LATER_BYTES = 8 << 20
+"""What a process takes for code that is loaded when it runs."""
 _PLAN_BYTES = 24 << 10
 """Per tensor, of the plan in the first process: which box goes where, measured on models with 40 thousand tensors."""
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -61,7 +64,7 @@ class Resources:
             UsageError: there is too little memory for anything.
         """
         others = self.processes if self.processes > 1 else 0
-        fixed = resident_bytes() * (1 + others) + tensors * _PLAN_BYTES
+        fixed = (resident_bytes() + _LATER_BYTES) * (1 + others) + tensors * _PLAN_BYTES
         share = (self.memory - fixed) // (self.processes * _BUFFERS)
         if share < _LEAST_BLOCK_BYTES:
             least = fixed + self.processes * _BUFFERS * _LEAST_BLOCK_BYTES

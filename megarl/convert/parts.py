@@ -57,6 +57,7 @@ class Part:
                 values = block.read(self.sources, reader)
                 torch.save(values, archive) if self.archived else stream.write(as_bytes(values))
                 ends.append(stream.nbytes)
+                del values  # before the next block has memory
             file.flush()
             os.fsync(file.fileno())
         return Record(part=self.name, file=self.file, start=self.start, ends=tuple(ends), digest=stream.digest)

@@ -1,0 +1,49 @@
+"""Memory stays within the budget for models that are much larger."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.convert.errors import UsageError
+from megarl.convert.memory import Resources, parse_bytes, resident_bytes
+from tests.convert.directories import assert_equal, make_directory, read_directory
+from tests.convert.remembering import BUDGET_BYTES
+from tests.weights import models
+
+
+def test_a_model_larger_than_the_budget(tmp_path: Path) -> None:
+    tensors = make_directory(tmp_path / "hf", models.llama_config(vocab_size=150_001, hidden_size=100))
+    assert sum(tensor.nbytes for tensor in tensors.values()) > 4 * BUDGET_BYTES
+    for kind, source, out in (("import", "hf", "ckpt"), ("export", "ckpt", "out")):
+        command = [sys.executable, "-m", "tests.convert.remembering", kind, str(tmp_path / source), str(tmp_path / out)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240)
+        budget, peak = json.loads(done.stdout)
+        assert peak <= budget, f"{kind}: {(peak - budget) / 2**20:.1f} MiB too much"
+    assert_equal(read_directory(tmp_path / "out"), tensors)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("512MiB", 512 << 20), ("4GiB", 4 << 30), ("5GB", 5 * 10**9), ("1.5 KiB", 1536), ("77", 77)]
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "4 gigs", "1e9", "3XB"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(UsageError, match="is not a size; write one like"):
+        parse_bytes(text)
+
+
+def test_processes_share_the_budget() -> None:
+    alone = Resources(memory=resident_bytes() + (58 << 20), processes=1).block_bytes(1)
+    shared = Resources(memory=5 * resident_bytes() + (90 << 20), processes=4).block_bytes(1)
+    assert 9 << 20 <= alone <= 10 << 20
+    assert 2 << 20 <= shared <= 3 << 20
+    with pytest.raises(UsageError, match=r"give at least .*iB, or fewer --processes"):
+        Resources(memory=resident_bytes() + (58 << 20), processes=4).block_bytes(1)
