@@ -21,7 +21,7 @@ help:
 	@echo 'demo   train a small model in three stages on virtual CPU devices, about 12 minutes; SEED=1 is another one'
 	@echo 'demo-control  the PPO stage of the last demo again, with shuffled rewards'
 	@echo 'test   lint, types and all tests that need no GPU'
-	@echo 'matrix one recorded batch under every layout of the debug run, about 10 minutes'
+	@echo 'matrix every layout of the debug run on one recorded batch, and every family in live engines, about 15 minutes'
 	@echo 'lint   lint, format check and types'
 	@echo 'bench  run the benchmarks'
 	@echo 'docs   write the page of all configuration fields'
@@ -60,7 +60,7 @@ test: lint
 	$(BIN)/python -m pytest -m 'not gpu and not matrix'
 
 matrix: setup
-	$(BIN)/python -m pytest tests/e2e/test_layouts.py
+	$(BIN)/python -m pytest tests/e2e/test_layouts.py tests/rollout/test_families.py
 
 bench: setup
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
