@@ -163,12 +163,18 @@ def headed_model(
 def _model(factory: Any, config: Mapping[str, Any], state: Mapping[str, Tensor], dtype: torch.dtype) -> nn.Module:
     fields = {name: value for name, value in config.items() if name not in ("model_type", "architectures", "dtype")}
     settings = AutoConfig.for_model(config["model_type"], **fields)
-    model = factory.from_config(settings, attn_implementation="eager", dtype=dtype).eval()
-    missing, unexpected = model.load_state_dict(dict(state), strict=False)
+    model, found = type(factory.from_config(settings)).from_pretrained(
+        None,
+        config=settings,
+        state_dict={name: tensor.clone() for name, tensor in state.items()},  # the model would keep the tensors
+        attn_implementation="eager",
+        dtype=dtype,
+        output_loading_info=True,
+    )
     tied = {"lm_head.weight"} if settings.tie_word_embeddings else set()
-    assert set(missing) <= tied, f"parameters without a value: {missing}"
-    assert set(unexpected) <= tied, f"values without a parameter: {unexpected}"
-    return model
+    assert found["missing_keys"] <= tied, f"parameters without a value: {found['missing_keys']}"
+    assert found["unexpected_keys"] <= tied, f"values without a parameter: {found['unexpected_keys']}"
+    return model.eval()
 
 
 def token_statistics(actor: nn.Module, sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
