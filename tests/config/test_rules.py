@@ -338,6 +338,8 @@ def test_a_broken_rule_is_reported(stage: str, overrides: list[str], field: str,
         [f"{ACTOR}.offload=true", "rollout.sleep=true"],
         ["evaluation={prompts: a/b, every: 2}"],
         ["model.random.config={num_key_value_heads: 1, num_hidden_layers: 3}"],
+        MIXTURE,
+        [*MIXTURE, f"{ACTOR}={{pp: 1, ep: 2}}", "groups.train.roles.reference.ep=2"],
     ],
     ids=str,
 )

@@ -1,0 +1,31 @@
+"""Which ranks are in which group, against Megatron's own generator of ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.types import Layout
+
+ORDER = "tp-cp-ep-dp-pp"
+DENSE = {("tp",): "tp", ("dp",): "dp", ("pp",): "pp", ("tp", "pp"): "tp-pp", ("tp", "dp"): "tp-dp"}
+EXPERT = {("ep",): "ep", ("expt_dp",): "dp", ("tp", "ep"): "tp-ep", ("tp", "ep", "pp"): "tp-ep-pp"}
+"""By the coordinates in which the ranks of a group differ, as Megatron writes them."""
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, dp=4, pp=3, ep=2), Layout(tp=3, dp=4, ep=4), Layout(dp=2, pp=2)])
+def test_groups_are_megatrons(layout: Layout) -> None:
+    from megatron.core.parallel_state import RankGenerator
+
+    from megarl.megatron.groups import partition
+
+    dense = RankGenerator(tp=layout.tp, ep=1, dp=layout.dp, pp=layout.pp, cp=1, order=ORDER)
+    expert = RankGenerator(tp=layout.tp, ep=layout.ep, dp=layout.dp // layout.ep, pp=layout.pp, cp=1, order=ORDER)
+    for ours, theirs in DENSE.items():
+        assert sorted(partition(layout, *ours)) == sorted(map(tuple, dense.get_ranks(theirs))), ours
+    for ours, theirs in EXPERT.items():
+        assert sorted(partition(layout, *ours)) == sorted(map(tuple, expert.get_ranks(theirs))), ours
+
+
+def test_experts_are_dealt_in_whole_sets() -> None:
+    with pytest.raises(ValueError, match="ep 2 does not divide dp 3"):
+        Layout(dp=3, ep=2)
