@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from megarl.types import Layout
@@ -12,18 +14,21 @@ EXPERT = {("ep",): "ep", ("expt_dp",): "dp", ("tp", "ep"): "tp-ep", ("tp", "ep",
 """By the coordinates in which the ranks of a group differ, as Megatron writes them."""
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, dp=4, pp=3, ep=2), Layout(tp=3, dp=4, ep=4), Layout(dp=2, pp=2)])
-def test_groups_are_megatrons(layout: Layout) -> None:
+def _megatrons(tp: int, ep: int, dp: int, pp: int) -> Any:
     from megatron.core.parallel_state import RankGenerator
 
+    return RankGenerator(tp=tp, ep=ep, dp=dp, pp=pp, cp=1, order=ORDER)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, dp=4, pp=3, ep=2), Layout(tp=3, dp=4, ep=4), Layout(dp=2, pp=2)])
+def test_groups_are_megatrons(layout: Layout) -> None:
     from megarl.megatron.groups import partition
 
-    dense = RankGenerator(tp=layout.tp, ep=1, dp=layout.dp, pp=layout.pp, cp=1, order=ORDER)
-    expert = RankGenerator(tp=layout.tp, ep=layout.ep, dp=layout.dp // layout.ep, pp=layout.pp, cp=1, order=ORDER)
-    for ours, theirs in DENSE.items():
-        assert sorted(partition(layout, *ours)) == sorted(map(tuple, dense.get_ranks(theirs))), ours
-    for ours, theirs in EXPERT.items():
-        assert sorted(partition(layout, *ours)) == sorted(map(tuple, expert.get_ranks(theirs))), ours
+    dense = _megatrons(layout.tp, 1, layout.dp, layout.pp)
+    expert = _megatrons(layout.tp, layout.ep, layout.dp // layout.ep, layout.pp)
+    for generator, names in ((dense, DENSE), (expert, EXPERT)):
+        for ours, theirs in names.items():
+            assert sorted(partition(layout, *ours)) == sorted(map(tuple, generator.get_ranks(theirs))), ours
 
 
 def test_experts_are_dealt_in_whole_sets() -> None:
