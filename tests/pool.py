@@ -14,6 +14,9 @@ from typing import Any
 
 DIED = (False, "its process died")
 
+_IMPORTS_S = 600.0
+"""How long processes may take to import torch and megatron-core, which does not count for any test."""
+
 Job = tuple[Callable[..., Any], int, str | None, tuple[Any, ...]]
 
 
@@ -57,7 +60,8 @@ class RankPool:
             AssertionError: a rank failed (its traceback is the message) or did not finish in time.
         """
         assert world_size <= self._size
-        self._start()
+        if not self._processes:
+            self._start()
         init_method = f"tcp://127.0.0.1:{free_port()}" if connected else None
         for pipe in self._pipes[:world_size]:
             pipe.send((function, world_size, init_method, args))
@@ -90,8 +94,6 @@ class RankPool:
             return DIED
 
     def _start(self) -> None:
-        if self._processes:
-            return
         for rank in range(self._size):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(rank, self._device, theirs), daemon=True)
@@ -99,6 +101,10 @@ class RankPool:
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(_IMPORTS_S) or self._receive(rank) == DIED:
+                self.close()
+                raise AssertionError(f"rank {rank} of the pool did not start")
 
     def close(self) -> None:
         """Ends the processes."""
@@ -126,6 +132,7 @@ def _serve(rank: int, device: str, pipe: Connection) -> None:
     from megarl.megatron.platform import start_platform
 
     platform = start_platform(device)
+    pipe.send("started")
     while True:
         try:
             job: Job = pipe.recv()
