@@ -11,17 +11,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 
 import torch
 
-from megarl.convert.memory import Resources, resident_bytes
+from megarl.convert.memory import Resources
 from megarl.convert.stored import as_bytes
 from megarl.weights.export import lay_out, write_index
 from megarl.weights.specs import model_spec
@@ -102,26 +103,27 @@ WORK: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
-def _measured(name: str, source: Path, target: Path) -> tuple[float, float]:
-    """Seconds, and the peak of resident GB, of some work in a process of its own."""
+def _measured(name: str, source: Path, target: Path) -> tuple[float, float, float]:
+    """Seconds, CPU seconds, and the peak of resident GB, of some work in a process of its own."""
     command = [sys.executable, __file__, "--work", name, str(source), str(target)]
     *_, last = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-    seconds, peak = json.loads(last)
-    return seconds, peak / GB
+    seconds, cpu, peak = json.loads(last)
+    return seconds, cpu, peak / GB
 
 
 def _work(name: str, source: Path, target: Path) -> None:
-    """Does it, in this process."""
+    """Does it, in this process, and prints what it took; of several processes, the sum of their peaks."""
     for path in source.rglob("*"):
         if path.is_file():
             with path.open("rb") as stream:
                 os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    before, start = resident_bytes(), perf_counter()
+    start, cpu = perf_counter(), process_time()
     WORK[name](source, target)
-    seconds = perf_counter() - start
-    with open("/proc/self/status") as status:
-        peak = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
-    print(json.dumps([seconds, max(peak, before)]))
+    seconds, cpu = perf_counter() - start, process_time() - cpu
+    own, others = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    processes = 2 if "2 processes" in name else 0
+    peak = (own.ru_maxrss + processes * others.ru_maxrss) << 10
+    print(json.dumps([seconds, cpu + others.ru_utime + others.ru_stime, peak]))
 
 
 def main() -> None:
@@ -129,7 +131,7 @@ def main() -> None:
         root = Path(name)
         write_random(root / "hf")
         nbytes = sum(path.stat().st_size for path in (root / "hf").glob("*.safetensors"))
-        rows: list[tuple[str, float, float]] = []
+        rows: list[tuple[str, float, float, float]] = []
 
         def measure(work: str, source: str, target: str, *, keep: bool = False) -> None:
             rows.append((work, *_measured(work, root / source, root / target)))
@@ -143,11 +145,11 @@ def main() -> None:
         measure("export, 2 processes", "ckpt", "out")
         measure("transformers", "hf", "saved")
         measure("copy", "hf", "copied")
-        copied = sum(seconds for work, seconds, _ in rows if work == "copy") / 2
+        copied = sum(seconds for work, seconds, *_ in rows if work == "copy") / 2
         print(f"{nbytes / GB:.2f} GB of bfloat16, cold reads, fsync of every file; budget 4 GiB")
-        print(f"{'':22}{'seconds':>9}{'MB/s':>8}{'of copy':>9}{'peak GB':>9}")
-        for work, seconds, peak in rows:
-            print(f"{work:22}{seconds:9.1f}{nbytes / 1e6 / seconds:8.0f}{seconds / copied:9.2f}{peak:9.2f}")
+        print(f"{'':22}{'seconds':>9}{'MB/s':>8}{'of copy':>9}{'CPU s':>8}{'peak GB':>9}")
+        for work, seconds, cpu, peak in rows:
+            print(f"{work:22}{seconds:9.1f}{nbytes / 1e6 / seconds:8.0f}{seconds / copied:9.2f}{cpu:8.1f}{peak:9.2f}")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ CASES = {
     "qwen2": (models.qwen2_config(dtype="bfloat16", num_hidden_layers=5), [Layout(pp=2, vpp=2), Layout(tp=4)]),
     "mistral": (models.mistral_config(tie_word_embeddings=True, num_hidden_layers=3), [Layout(tp=2, pp=2)]),
     "qwen3": (models.qwen3_config(tie_word_embeddings=True, intermediate_size=48), [Layout(tp=3), Layout(pp=4)]),
+    "phi3": (models.phi3_config(), [Layout(tp=2, pp=2)]),
     "gpt2": (models.gpt2_config(num_hidden_layers=3, n_layer=3), [Layout(tp=2, dp=2), Layout(pp=3)]),
     "mixtral": (models.mixtral_config(), [Layout(tp=1, pp=1, dp=3, ep=3), Layout(tp=2, sequence_parallel=True)]),
     "qwen3_moe": (

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megarl.checkpoint import BrokenCheckpointError, Checkpoints
+from megarl.config import load
 from megarl.config import save as save_config
 from megarl.convert.errors import UsageError
 from megarl.convert.exporting import export_checkpoint
@@ -19,7 +20,7 @@ from megarl.convert.memory import Resources
 from megarl.convert.verifying import compare
 from megarl.types import Layout, RoleName
 from tests.checkpoint.training import make_roles, save
-from tests.config.debug import debug
+from tests.config.debug import DEBUG
 from tests.convert.directories import assert_equal, read_directory
 from tests.megatron.tiny import save_model
 from tests.pool import RankPool
@@ -43,7 +44,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, pool: RankPool) -> Path:
     checkpoints = Checkpoints(directory / "checkpoints", keep=2)
     ranks = pool.run(_saved, dict.fromkeys(LAYOUTS, model), checkpoints.stage(4), world_size=4)
     checkpoints.commit(4, {name: [rank[name] for rank in ranks] for name in LAYOUTS}, state={})
-    save_config(debug("model.random=null", f"model.path={model}"), directory / "config.yaml")
+    config = load(DEBUG.with_stem("sft"), ["model.random=null", f"model.path={model}"])
+    save_config(config, directory / "config.yaml")
     return directory
 
 
