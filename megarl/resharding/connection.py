@@ -84,11 +84,20 @@ def connect(spec: SyncSpec, rank: int, device: torch.device | str = "cpu") -> Co
         members, peers = range(spec.world_size), spec.peers(rank)
         control = GlooTransport(PrefixStore("control", store), members, rank, peers, spec.timeout_s)
         if rank in spec.wire:
-            frames, peers = PrefixStore("wire", store), spec.wire_peers(rank)
+            frames = PrefixStore("wire", store)
             if device.type == "cpu":
-                wire = GlooTransport(frames, spec.wire, rank, peers, spec.timeout_s)
+                wire = GlooTransport(frames, spec.wire, rank, spec.wire_peers(rank), spec.timeout_s)
             else:
-                wire = NcclTransport(frames, spec.wire, rank, spec.timeout_s, board.look_ahead)
+                wire = NcclTransport(
+                    frames,
+                    spec.wire,
+                    rank,
+                    to=spec.framed_to(rank),
+                    from_=spec.framed_from(rank),
+                    device=device,
+                    timeout_s=spec.timeout_s,
+                    look=board.look_ahead,
+                )
     except RuntimeError as error:
         board.abort("connect/done", f"could not connect: {error}")
     board.meet("connect/done")

@@ -113,11 +113,11 @@ class SyncSpec:
 
     def wire_peers(self, rank: int) -> list[int]:
         """The ranks with which a rank, whose parts these are, exchanges frames."""
-        return sorted({*self._framed_to(rank), *self._framed_from(rank)})
+        return sorted({*self.framed_to(rank), *self.framed_from(rank)})
 
     def peers(self, rank: int) -> list[int]:
         """The ranks with which a rank, whose parts these are, exchanges small messages."""
-        peers = {*self._framed_to(rank), *self._framed_from(rank)}
+        peers = {*self.framed_to(rank), *self.framed_from(rank)}
         for message in self.sender(rank).messages:
             if rank not in self.landings[message.receiver].framed:
                 peers.add(message.receiver)
@@ -129,12 +129,12 @@ class SyncSpec:
                 peers.add(receiver)
         return sorted(peers - {rank})
 
-    def _framed_to(self, rank: int) -> set[int]:
+    def framed_to(self, rank: int) -> set[int]:
         """The ports of those to which a rank sends frames."""
         landings = [self.landings[message.receiver] for message in self.sender(rank).messages]
         return {landing.port for landing in landings if rank in landing.framed}
 
-    def _framed_from(self, rank: int) -> set[int]:
+    def framed_from(self, rank: int) -> set[int]:
         """The ranks that send frames to a port."""
         return {sender for landing in self.landings.values() if landing.port == rank for sender in landing.framed}
 

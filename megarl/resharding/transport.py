@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 from torch.distributed import (
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]  (public by its documentation)
     ProcessGroupGloo,
-    Store,  # pyright: ignore[reportPrivateImportUsage]  (public by its documentation)
+    Store,  # pyright: ignore[reportPrivateImportUsage]
     Work,
 )
 
@@ -144,49 +145,80 @@ class _GlooTransfer:
 
 
 class NcclTransport:
-    """NCCL between GPUs, of which no two ranks may share one, by a communicator of its own for each pair that talks.
+    """NCCL between GPUs, of which no two ranks may share one.
+
+    Each pair has a communicator for either direction: the transfers of one queue up on a stream, so that two ranks
+    which both receive before they send would wait for each other. It connects the pairs at once, and waits for them:
+    every rank in the order of its peers, so that some pair can always go on.
 
     Args:
         store, members, rank, timeout_s: as of GlooTransport.
+        to, from_: the peers to which this rank sends, and those from which it receives.
+        device: of this process.
         look: called from time to time by whoever waits; raises where the sync has been aborted. Unlike a TCP
             connection, NCCL does not notice that a peer is gone.
+
+    Raises:
+        RuntimeError: NCCL cannot connect.
     """
 
     def __init__(
-        self, store: Store, members: Sequence[int], rank: int, timeout_s: float, look: Callable[[], None]
+        self,
+        store: Store,
+        members: Sequence[int],
+        rank: int,
+        *,
+        to: Collection[int],
+        from_: Collection[int],
+        device: torch.device,
+        timeout_s: float,
+        look: Callable[[], None],
     ) -> None:
         from torch.distributed import ProcessGroupNCCL
 
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()
         self._index = {member: i for i, member in enumerate(members)}
-        self._timeout_s, self._look = timeout_s, look
+        self._rank, self._timeout_s, self._look = rank, timeout_s, look
         options = ProcessGroupNCCL.Options()
         # NCCL's watchdog ends the process; whoever waits here gives up before.
         options._timeout = timedelta(seconds=4 * timeout_s)
-        self._group: Any = ProcessGroupNCCL(store, self._index[rank], len(members), options)
+        self._groups: dict[bool, Any] = {
+            upwards: ProcessGroupNCCL(PrefixStore(name, store), self._index[rank], len(members), options)
+            for upwards, name in ((True, "up"), (False, "down"))
+        }
+        hello = torch.zeros(1, dtype=torch.uint8, device=device)
+        for peer in sorted({*to, *from_}):
+            for upwards in (True, False):
+                if upwards == (rank < peer):
+                    if peer in to:
+                        self.send(peer, 0, hello).wait()
+                elif peer in from_:
+                    self.receive(peer, 0, hello).wait()
+        self.sent.clear()
+        self.received.clear()
 
     @property
     def connected(self) -> bool:
-        return self._group is not None
+        return bool(self._groups)
 
     def send(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
-        work = self._group.send([buffer], self._index[peer], 0)  # without tags: both sides keep to the buckets' order
+        work = self._groups[self._rank < peer].send([buffer], self._index[peer], 0)  # no tags: both keep to one order
         return _NcclTransfer(work, peer, buffer, self.sent, self._timeout_s, self._look)
 
     def receive(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
-        work = self._group.recv([buffer], self._index[peer], 0)
+        work = self._groups[peer < self._rank].recv([buffer], self._index[peer], 0)
         return _NcclTransfer(work, peer, buffer, self.received, self._timeout_s, self._look)
 
     def abort(self) -> None:
-        if self._group is not None:
-            self._group.abort()
-        self._group = None
+        for group in self._groups.values():
+            group.abort()
+        self._groups.clear()
 
     def close(self) -> None:
-        if self._group is not None:
-            self._group.shutdown()
-        self._group = None
+        for group in self._groups.values():
+            group.shutdown()
+        self._groups.clear()
 
 
 class _NcclTransfer:
