@@ -78,7 +78,7 @@ def _role_map(spec: ModelSpec, head: HeadName) -> ShardMap:
     named = ShardMap.identity(spec.canonical(head))
     return ShardMap(
         params={WEIGHT + name: info for name, info in named.params.items()},
-        pieces=tuple(replace(piece, param=WEIGHT + piece.param) for piece in named.pieces),
+        pieces=tuple(piece._replace(param=WEIGHT + piece.param) for piece in named.pieces),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megarl.weights.plans import Bucket, Copy
 from megarl.weights.regions import ITEM_BYTES, Box, Piece, ShardMap, adjacent_axis
@@ -196,8 +196,7 @@ def _joined(a: Copy, b: Copy) -> Copy | None:
     here, there = adjacent_axis(a.source_box, b.source_box), adjacent_axis(a.target_box, b.target_box)
     if here is None or there is None or _target_axis(b, here) != there:
         return None
-    return replace(
-        a,
+    return a._replace(
         source_box=Box(a.source_box.start, b.source_box.stop),
         target_box=Box(a.target_box.start, b.target_box.stop),
     )

@@ -1,10 +1,13 @@
-"""What the planner decides: copies, messages and buckets; plain data that travels to the ranks."""
+"""What the planner decides: copies, messages and buckets; plain data that travels to the ranks.
+
+Copies and messages are named tuples: a large plan has a million of them, and frozen dataclasses are slow to make.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, Self, TypeVar
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 from megarl.weights.regions import ITEM_BYTES, Box, TensorInfo
 
@@ -20,8 +23,7 @@ class Array(Protocol):
 A = TypeVar("A", bound=Array)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
+class Copy(NamedTuple):
     """Elements that go from a box of a source parameter to a box of a destination parameter.
 
     Args:
@@ -49,8 +51,7 @@ class Copy:
         return (values.swapaxes(-2, -1) if self.transposed else values).reshape(self.target_box.shape)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class Message(NamedTuple):
     """What one rank sends to another for one bucket: the copies' elements one after the other, without padding.
 
     Args:

@@ -133,8 +133,7 @@ class TensorInfo:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(NamedTuple):
     """A box of a local parameter and the canonical elements that it holds.
 
     A parameter may stack canonical tensors along leading axes (experts, layers), in each of which the box has extent 1.
@@ -233,9 +232,17 @@ class ShardMap:
     def fingerprint(self) -> str:
         """A digest of the contents; equal maps have equal ones in every process."""
         params = [(param, info.shape, info.dtype) for param, info in self.params.items()]
-        pieces = [(piece.param, *piece.box, piece.name, *piece.region, piece.transposed) for piece in self.pieces]
+        geometries: dict[tuple[Box, Box, bool], int] = {}
+        pieces = [
+            (
+                piece.param,
+                piece.name,
+                geometries.setdefault((piece.box, piece.region, piece.transposed), len(geometries)),
+            )
+            for piece in self.pieces
+        ]
         holes = [(hole.param, *hole.box) for hole in self.holes]
-        return hashlib.sha256(repr((params, pieces, holes)).encode()).hexdigest()
+        return hashlib.sha256(repr((params, pieces, list(geometries), holes)).encode()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,9 +41,9 @@ class Traffic:
         """The traffic of a plan that was made for these holders."""
         holders = [{holder.rank: holder for holder in side} for side in (sources, destinations)]
         messages = [message for part in plan.senders.values() for message in part.messages]
-        ends = np.array([(message.sender, message.receiver) for message in messages], dtype=np.int64).reshape(-1, 2)
-        ranks, numbers = np.unique(ends, return_inverse=True)
-        sender, receiver = numbers.reshape(-1, 2).T
+        senders, receivers, bucket, _, nbytes = zip(*messages, strict=True) if messages else ((),) * 5
+        ranks, numbers = np.unique(np.array((senders, receivers), dtype=np.int64), return_inverse=True)
+        sender, receiver = numbers.reshape(2, -1)
         pairs, pair = np.unique(sender * len(ranks) + receiver, return_inverse=True)
         apart = [
             holders[0][int(ranks[a])].distance(holders[1][int(ranks[b])])
@@ -53,9 +53,9 @@ class Traffic:
             ranks=ranks,
             sender=sender,
             receiver=receiver,
-            bucket=np.array([message.bucket for message in messages], dtype=np.int64),
+            bucket=np.array(bucket, dtype=np.int64),
             distance=np.array(apart, dtype=np.int64)[pair],
-            nbytes=np.array([message.nbytes for message in messages], dtype=np.int64),
+            nbytes=np.array(nbytes, dtype=np.int64),
         )
 
     @cached_property

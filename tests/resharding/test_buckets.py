@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -135,4 +133,4 @@ def test_a_checksum_notices_a_message_that_is_not_the_one(other: dict[str, int])
     values = torch.tensor([5, 6, 7], dtype=torch.uint8)
     wrong = dict(other)
     version = wrong.pop("version", 7)
-    assert checksum_of(replace(MESSAGE, **wrong), values, version) != checksum_of(MESSAGE, values)
+    assert checksum_of(MESSAGE._replace(**wrong), values, version) != checksum_of(MESSAGE, values)
