@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.convert.errors import BrokenError
 from megarl.convert.parts import Part, Record
 from megarl.convert.progress import Meter
 from megarl.convert.running import run
@@ -52,12 +53,12 @@ def write_parts(
         The records by the names of the parts.
 
     Raises:
-        BrokenError, UsageError: a source cannot be read, or its values do not fit.
+        BrokenError, UsageError: a source cannot be read or has changed meanwhile, or its values do not fit.
         WorkerError: a worker was killed; what is written is kept.
     """
-    continued = staging.begin(_job(parts, inputs))
-    if not continued:
-        prepare(staging.output)
+    files = sorted(set(inputs))
+    job = _job(parts, files)
+    staging.begin(job, prepare)
     named = {part.name: part for part in parts}
     written = {
         record.part: record for record in staging.records() if record.part in named and record.holds(staging.output)
@@ -69,13 +70,15 @@ def write_parts(
             staging.record(record)
             written[part.name] = record
             meter.advance(part.nbytes)
+    if _job(parts, files) != job:
+        raise BrokenError(f"{title} cannot be completed", ["files that it reads have changed meanwhile; run it again"])
     return written
 
 
-def _job(parts: Sequence[Part], inputs: Iterable[Path]) -> str:
+def _job(parts: Sequence[Part], inputs: Sequence[Path]) -> str:
     """A digest of everything that an output follows from."""
     digest = hashlib.sha256(f"{_FORMAT}".encode())
-    for path in sorted(set(inputs)):
+    for path in inputs:
         stat = path.stat()
         digest.update(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     for part in parts:
