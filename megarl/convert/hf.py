@@ -11,7 +11,7 @@ from typing import Any
 from megarl.convert.errors import BrokenError, UsageError
 from megarl.convert.stored import StoredTensor
 from megarl.convert.torch_file import read_index
-from megarl.weights.files import INDEX_FILE, SINGLE_FILE, HFDirectory, misfits, read_config
+from megarl.weights.files import INDEX_FILE, SINGLE_FILE, HFDirectory, misfits, read_config, read_weight_map
 from megarl.weights.regions import Manifest, TensorInfo
 from megarl.weights.specs import ModelSpec, model_spec
 
@@ -46,10 +46,10 @@ class HFSource:
         Raises:
             BrokenError: tensors are missing, unknown or of another shape; all of them are listed.
         """
-        stored = {manifest.canonical(name): tensor for name, tensor in self.stored.items()}
-        problems = misfits({name: tensor.info for name, tensor in stored.items()}, manifest)
+        problems = misfits(self.tensors, manifest)
         if problems:
             raise BrokenError(f"{self.path} does not fit its config.json", problems)
+        stored = {manifest.canonical(name): tensor for name, tensor in self.stored.items()}
         return HFSource(path=self.path, stored={name: stored[name] for name in manifest.tensors})
 
 
@@ -105,7 +105,7 @@ def _pickled(directory: Path) -> dict[str, StoredTensor]:
     single, index = (directory / name for name in _PICKLED)
     weight_map: dict[str, str] = {}
     if index.is_file():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_weight_map(index)
     stored: dict[str, StoredTensor] = {}
     problems: list[str] = []
     for file in [directory / name for name in sorted(set(weight_map.values()))] or [single]:
@@ -113,6 +113,9 @@ def _pickled(directory: Path) -> dict[str, StoredTensor]:
             held = read_index(file)
         except BrokenError as error:
             problems.append(str(error))
+            continue
+        if not isinstance(held, dict):
+            problems.append(f"{file.name} holds a {type(held).__name__}, not tensors by their names")
             continue
         stored |= {name: tensor for name, tensor in held.items() if isinstance(tensor, StoredTensor)}
         lacking = [name for name, of in weight_map.items() if of == file.name and name not in stored]

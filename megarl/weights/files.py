@@ -51,6 +51,22 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return cast("dict[str, Any]", config)
 
 
+def read_weight_map(path: Path) -> dict[str, str]:
+    """The file of each tensor, by an index such as ``model.safetensors.index.json``.
+
+    Raises:
+        CheckpointError: it is not such an index, or names files of other directories.
+    """
+    try:
+        held: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        foreign = sorted({file for file in held.values() if Path(file).name != file})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path} is corrupted: no index of tensors ({error!r})") from None
+    if foreign:
+        raise CheckpointError(f"{path} names files of other directories: {', '.join(foreign)}")
+    return held
+
+
 class HFDirectory:
     """The tensors of a directory with ``model.safetensors``, or with an index and several files.
 
@@ -73,6 +89,7 @@ class HFDirectory:
             except CheckpointError as error:
                 problems.append(str(error))
                 continue
+            problems += [f"{n} is in {self.file_of[n].name} and in {file.name}" for n in held if n in self.file_of]
             self.tensors |= held
             self.file_of |= dict.fromkeys(held, file)
             problems += [f"{file.name} lacks {n}" for n, f in index.items() if f == file and n not in held]
@@ -83,7 +100,7 @@ class HFDirectory:
         """The file of each tensor; empty where there is a single file without an index."""
         path = self.path / INDEX_FILE
         if path.is_file():
-            return {name: self.path / file for name, file in json.loads(path.read_text())["weight_map"].items()}
+            return {name: self.path / file for name, file in read_weight_map(path).items()}
         if not (self.path / SINGLE_FILE).is_file():
             raise CheckpointError(f"{self.path} has neither {SINGLE_FILE} nor {INDEX_FILE} (pickle files are not read)")
         return {}
@@ -107,11 +124,11 @@ class HFDirectory:
 
 
 def misfits(tensors: Mapping[str, TensorInfo], manifest: Manifest) -> list[str]:
-    """Every tensor that a checkpoint lacks, has in another shape, or has without need."""
+    """Every tensor that a checkpoint lacks, has in another shape, or has without need; in this order."""
     needed = manifest.tensors
     named = {manifest.canonical(name) for name in tensors}
     problems = [f"missing: {name} {list(info.shape)}" for name, info in needed.items() if name not in named]
-    for name, info in tensors.items():
+    for name, info in sorted(tensors.items(), key=lambda item: (manifest.canonical(item[0]) not in needed, item[0])):
         canonical = manifest.canonical(name)
         wanted = needed.get(canonical)
         if name != canonical and canonical in tensors:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from megarl.convert.hf import open_hf
 from megarl.convert.importing import import_checkpoint
 from megarl.convert.memory import Resources
 from megarl.convert.torch_file import read_index
-from megarl.convert.verifying import compare
 from megarl.weights.files import CheckpointError
 from tests.convert.directories import assert_equal, make_directory, read_directory
 from tests.weights import models

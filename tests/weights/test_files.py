@@ -123,8 +123,8 @@ def test_everything_that_does_not_fit_is_listed(tmp_path: Path) -> None:
         load_shard(spec.megatron_map(Layout(), 0), tmp_path / "in", spec.manifest())
     assert [line.strip() for line in str(error.value).splitlines()[1:]] == [
         "missing: model.layers.1.mlp.up_proj.weight [40, 24]",
-        "unknown: model.layers.0.self_attn.q_norm.weight [6]",
         "misshapen: model.norm.weight is [3], not [24]",
+        "unknown: model.layers.0.self_attn.q_norm.weight [6]",
     ]
 
 
