@@ -63,7 +63,8 @@ def _summary(schema: type[BaseModel]) -> str:
 
 def _row(key: str, info: FieldInfo) -> str:
     default = "required" if info.is_required() else _default(info.default)
-    return f"| `{key}` | {_type(info.annotation)} | {default} | {info.description} |"
+    meaning = " ".join((info.description or "").split())
+    return f"| `{key}` | {_type(info.annotation)} | {default} | {meaning} |"
 
 
 def _default(value: object) -> str:

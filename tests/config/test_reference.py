@@ -18,6 +18,13 @@ def test_the_page_has_the_nested_fields() -> None:
     assert "| `stop` | list of text | `[]` |" in page
 
 
+def test_rows_are_lines() -> None:
+    rows = [line for line in markdown().splitlines() if line.startswith("|")]
+    assert len(rows) > 100
+    assert [row for row in rows if not row.endswith(" |")] == []
+    assert "an engine receives into two, and a trainer's sends from two where it cannot write there." in markdown()
+
+
 def test_every_section_of_every_stage_is_there_once() -> None:
     page = markdown()
     assert [page.count(f"## Stage `{stage}`") for stage in ("sft", "reward_model", "ppo")] == [1, 1, 1]
