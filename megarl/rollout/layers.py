@@ -75,8 +75,16 @@ class Layer:
                 self._borrowed.add(name)
         if not self._awaited:
             self._take(self.arrived)
+            self._own()
             self.begin()
             self.loaded = True
+
+    def _own(self) -> None:
+        """Copies what would run where it has arrived: there are kernels that vLLM packs nothing for."""
+        borrowed = {self.arrived[name].untyped_storage().data_ptr() for name in self._borrowed}
+        for parameter in self._module.parameters(recurse=False):
+            if parameter.untyped_storage().data_ptr() in borrowed:
+                parameter.data = parameter.data.clone()
 
     def keep(self) -> None:
         """Copies what has arrived and has to wait for the rest of the layer."""
