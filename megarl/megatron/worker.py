@@ -217,6 +217,8 @@ class MegatronWorker:
         dist.destroy_process_group()
 
     def _disconnect(self) -> None:
+        if self._sender is not None:
+            self._sender.release()  # an aborted sync has left it its memory
         self._sender = None
         if self._connection is not None:
             self._connection.close()

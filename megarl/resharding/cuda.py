@@ -66,9 +66,17 @@ class Allocation:
         self._runtime, self._device = _Runtime(), device
         self._pointer = ctypes.c_void_p()
         handle = _Handle()
+        torch.cuda.empty_cache()  # what torch's allocator keeps for later is lost to this one
         with torch.cuda.device(device):
-            self._runtime.call("cudaMalloc", ctypes.byref(self._pointer), ctypes.c_size_t(nbytes))
-            self._runtime.call("cudaIpcGetMemHandle", ctypes.byref(handle), self._pointer)
+            try:
+                self._runtime.call("cudaMalloc", ctypes.byref(self._pointer), ctypes.c_size_t(nbytes))
+            except ValueError as error:
+                raise ValueError(f"no {nbytes} bytes of landing memory: {error}") from error
+            try:
+                self._runtime.call("cudaIpcGetMemHandle", ctypes.byref(handle), self._pointer)
+            except ValueError:
+                self._runtime.call("cudaFree", self._pointer)
+                raise
         self.memory = _tensor(self._pointer, nbytes, device)
         self.handle = f"{bytes(handle).hex()} {nbytes}"
 
@@ -108,4 +116,6 @@ class Mapping:
 
 def _tensor(pointer: ctypes.c_void_p, nbytes: int, device: torch.device) -> torch.Tensor:
     assert pointer.value is not None
-    return torch.as_tensor(_Bytes(pointer.value, nbytes), device=device)
+    tensor = torch.as_tensor(_Bytes(pointer.value, nbytes), device=device)
+    assert tensor.data_ptr() == pointer.value, f"torch has copied memory that is not on {device}"
+    return tensor
