@@ -114,6 +114,7 @@ def test_every_mistake_is_reported_at_once(model: Path) -> None:
         ("dp=3,ep=2", "tp=1", ["ep 2 does not divide dp 3"]),
         ("dp=2,ep=2", "tp=1", ["ep 2 needs experts"]),
         ("pp=2,vpp=4", "tp=1", ["2 stages x 4 chunks are more than the 4 layers"]),
+        ("tp=2", "tp=2 --bucket-mib 1e-6", ["must be at least 8 bytes, an element of any dtype"]),
         ("tp=2", "tp=2,replicas=2 --colocated", ["its 4 ranks exceed the trainer's 2 devices"]),
     ],
 )

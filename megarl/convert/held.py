@@ -13,7 +13,7 @@ from megarl.convert.locating import Checkpoint
 from megarl.convert.stored import Stored
 from megarl.types import HeadName
 from megarl.weights.files import misfits
-from megarl.weights.regions import ITEM_BYTES, Box, Manifest, ShardMap, TensorInfo
+from megarl.weights.regions import Box, Manifest, ShardMap, TensorInfo
 from megarl.weights.specs import ModelSpec
 
 WEIGHT = "weight."
@@ -53,11 +53,6 @@ def open_held(checkpoint: Checkpoint, spec: ModelSpec, head: HeadName) -> Held:
     whole = min(maps, key=lambda known: sum(key not in index.tensors for key in known.params))
     ignored = (*_TRAINING, *(key for known in maps for key in known.params))
     problems = misfits(index.tensors, Manifest(tensors=whole.params, ignored=ignored))
-    problems += [
-        f"dtype: {key} is {info.dtype}; supported are {', '.join(ITEM_BYTES)}"
-        for key, info in index.tensors.items()
-        if key in whole.params and info.dtype not in ITEM_BYTES
-    ]
     if problems:
         raise BrokenError(f"{checkpoint.directory} does not fit the {spec.family.model_type} model", problems)
     chunks = {f"{chunk.key}{chunk.box}": chunk for chunk in index.chunks if chunk.key in whole.params}
@@ -94,6 +89,9 @@ def _stacked(index: Index) -> Index:
 
     Some models write them so themselves; others a tensor for each (``non_homogeneous_layers`` and
     ``singleton_local_shards`` of TransformerBlock, SequentialMLP and MLP, megatron-core 0.16.1).
+
+    Raises:
+        BrokenError: tensors that belong together differ in shape or dtype; all of them are listed.
     """
     places = {key: _stack(key) for key in index.tensors}
     counts: dict[tuple[str, int], int] = {}
@@ -101,10 +99,15 @@ def _stacked(index: Index) -> Index:
         for axis, at in enumerate(stack.at):
             counts[stack.key, axis] = max(counts.get((stack.key, axis), 0), at + 1)
     tensors: dict[str, TensorInfo] = {}
+    problems: list[str] = []
     for key, stack in places.items():
         info, leading = index.tensors[key], tuple(counts[stack.key, axis] for axis in range(len(stack.at)))
         rows, *inner = info.shape or (1,)
-        tensors[stack.key] = TensorInfo((*leading, rows * stack.halves, *inner), info.dtype)
+        together = TensorInfo((*leading, rows * stack.halves, *inner), info.dtype)
+        if tensors.setdefault(stack.key, together) != together:
+            problems.append(f"{key} is {list(info.shape)} of {info.dtype}, unlike others of {stack.key}")
+    if problems:
+        raise BrokenError("tensors that belong together differ", problems)
     return Index(tensors=tensors, chunks=[*_moved(index, places)], objects=index.objects)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -70,6 +71,7 @@ def find(path: Path, *, role: RoleName | None = None, step: int | None = None) -
         UsageError: there is none, or role or step have no meaning there.
         BrokenCheckpointError: the manifest of a run's checkpoint cannot be read.
     """
+    path = Path(os.path.abspath(path))  # its name and parent tell what it is; links stay where they are
     if (path / METADATA).is_file() and (path.parent / MANIFEST).is_file():
         _refuse(path, role=role, step=step)
         return _of_run(path.parent, path.name)

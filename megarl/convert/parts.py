@@ -48,7 +48,18 @@ class Part:
         return sum(block.nbytes for block in self.blocks)
 
     def write(self, output: Path, scratch_bytes: int) -> Record:
-        """Writes it durably. A file with several parts must exist."""
+        """Writes it durably. A file with several parts must exist.
+
+        Raises:
+            BrokenError, UsageError: as of ``Block.read``.
+            OSError: it cannot be written; the file is named.
+        """
+        try:
+            return self._write(output, scratch_bytes)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(error.filename or output / self.file)) from None
+
+    def _write(self, output: Path, scratch_bytes: int) -> Record:
         with BoxReader(scratch_bytes) as reader, open(output / self.file, "wb" if self.archived else "r+b") as file:
             file.seek(self.start)
             stream, ends = _Digesting(file), [0]

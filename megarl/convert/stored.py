@@ -98,14 +98,19 @@ class BoxReader:
             self._fill(stored.path, offset, raw)
             if not direct:
                 into.copy_(raw.as_strided(part.shape, strides))
-            if dtype != torch.float16 == into.dtype and into.isinf().any() and raw.isfinite().all():
-                raise UsageError(f"{stored.path.name} has values that float16 cannot hold; choose --dtype bfloat16")
+                if _overflows(raw.as_strided(part.shape, strides), into):
+                    wider = "bfloat16" if into.dtype == torch.float16 else stored.info.dtype
+                    held = f"{into.dtype}".removeprefix("torch.")
+                    raise UsageError(f"{stored.path.name} has values that {held} cannot hold; choose --dtype {wider}")
 
     def _fill(self, path: Path, offset: int, tensor: torch.Tensor) -> None:
         """Reads bytes into a contiguous tensor."""
         left = as_bytes(tensor)
         while left:
-            count = os.preadv(self._file(path), [left], offset)
+            try:
+                count = os.preadv(self._file(path), [left], offset)
+            except OSError as error:
+                raise BrokenError(f"{path.name} cannot be read", [f"{error.strerror}: {path}"]) from None
             if count == 0:
                 raise BrokenError(f"{path.name} cannot be read", [f"it ends {len(left)} bytes before a tensor does"])
             left, offset = left[count:], offset + count
@@ -118,6 +123,13 @@ class BoxReader:
                 raise BrokenError(f"{path.name} cannot be read", [f"{error.strerror}: {path}"]) from None
             self._stack.callback(os.close, self._files[path])
         return self._files[path]
+
+
+def _overflows(values: torch.Tensor, cast: torch.Tensor) -> bool:
+    """Whether finite values have become infinite."""
+    if torch.finfo(cast.dtype).max >= torch.finfo(values.dtype).max or not cast.isinf().any():
+        return False
+    return bool((cast.isinf() & values.isfinite()).any())
 
 
 def _arranged_back(copy: Copy, target: torch.Tensor) -> torch.Tensor:

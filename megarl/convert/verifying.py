@@ -20,6 +20,9 @@ from megarl.convert.stored import BoxReader, Stored, StoredTensor
 from megarl.types import RoleName
 from megarl.weights.regions import ShardMap
 
+_STRIP = 1 << 16
+"""Elements whose differences are in memory at a time."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
@@ -138,10 +141,11 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def _difference(block: Block, held: torch.Tensor, expected: torch.Tensor) -> Difference:
-    differing = _bits(held) != _bits(expected)
-    size = (held[differing].double() - expected[differing].double()).abs().nan_to_num(0.0, 0.0)
-    count = int(differing.sum())
-    return Difference(tensor=block.target, elements=count, of=held.numel(), largest=float(size.max()))
+    count, largest = 0, 0.0
+    for own, other in zip(held.flatten().split(_STRIP), expected.flatten().split(_STRIP), strict=True):
+        count += int((_bits(own) != _bits(other)).sum())
+        largest = max(largest, float((own.double() - other.double()).abs().nan_to_num(0.0, 0.0).max()))
+    return Difference(tensor=block.target, elements=count, of=held.numel(), largest=largest)
 
 
 def _together(a: Difference, b: Difference) -> Difference:

@@ -17,10 +17,12 @@ from megarl.weights.holders import engine_holders, trainer_holders
 from megarl.weights.places import Distance, Place
 from megarl.weights.planner import collector_paused, plan
 from megarl.weights.plans import TransferPlan
+from megarl.weights.regions import ITEM_BYTES
 from megarl.weights.specs import ModelSpec, model_spec
 from megarl.weights.traffic import Traffic, content_bytes
 
 MIB = 1 << 20
+_LEAST_BUCKET_BYTES = max(ITEM_BYTES.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +140,9 @@ def request(
     problems: list[Problem] = []
     layout, engines = train_layout(train, problems), rollout_layout(rollout, problems)
     speeds = link_speeds(link, problems)
-    if not 0 < bucket_mib < math.inf:
-        problems.append(_problem("--bucket-mib", bucket_mib, "must be above 0", "256 is the default of a run"))
+    if not _LEAST_BUCKET_BYTES <= bucket_mib * MIB < math.inf:
+        rule = f"must be at least {_LEAST_BUCKET_BYTES} bytes, an element of any dtype"
+        problems.append(_problem("--bucket-mib", bucket_mib, rule, "256 is the default of a run"))
     if devices_per_node < 1:
         problems.append(_problem("--devices-per-node", devices_per_node, "must be 1 or more", "give the devices"))
     spec: ModelSpec | None = None

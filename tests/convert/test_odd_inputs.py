@@ -10,13 +10,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.convert.errors import BrokenError
+from megarl.convert.chunks import Block
+from megarl.convert.dcp import Chunk, Index, Place
+from megarl.convert.dcp import read_index as read_dcp
+from megarl.convert.errors import BrokenError, UsageError
 from megarl.convert.exporting import export_checkpoint
+from megarl.convert.held import _stacked
 from megarl.convert.hf import open_hf
 from megarl.convert.importing import import_checkpoint
 from megarl.convert.memory import Resources
+from megarl.convert.parts import Part
+from megarl.convert.stored import BoxReader, StoredTensor
 from megarl.convert.torch_file import read_index
+from megarl.convert.verifying import compare
 from megarl.weights.files import CheckpointError
+from megarl.weights.plans import Copy
+from megarl.weights.regions import Box, TensorInfo
 from tests.convert.directories import assert_equal, make_directory, read_directory
 from tests.weights import models
 
@@ -71,6 +80,77 @@ def test_a_pickle_of_something_else_is_named(tmp_path: Path) -> None:
     torch.save([torch.zeros(2)], tmp_path / "pytorch_model.bin")
     with pytest.raises(BrokenError, match=r"pytorch_model.bin holds a list, not tensors by their names"):
         open_hf(tmp_path, allow_pickle=True)
+
+
+def test_paths_are_what_they_lead_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name and the parents of a directory say what it is, wherever one stands."""
+    tensors = make_directory(tmp_path / "hf", models.llama_config())
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
+    monkeypatch.chdir(tmp_path / "ckpt/release")
+    export_checkpoint(Path("."), Path("../../out"), resources=RESOURCES)
+    assert_equal(read_directory(tmp_path / "out"), tensors)
+    (tmp_path / "ckpt/release").rename(tmp_path / "elsewhere")
+    (tmp_path / "ckpt/release").symlink_to(tmp_path / "elsewhere")
+    assert compare(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES) == (len(tensors), [])
+    export_checkpoint(tmp_path / "ckpt/release", tmp_path / "linked", resources=RESOURCES)
+
+
+def test_layers_that_differ_in_shape_or_dtype_are_listed() -> None:
+    shapes = {"0": ((6, 4), "float32"), "1": ((8, 4), "float32"), "2": ((6, 4), "bfloat16")}
+    tensors = {f"decoder.layers.{i}.mlp.linear_fc2.weight": TensorInfo(*known) for i, known in shapes.items()}
+    chunks = [
+        Chunk(key=key, box=Box.whole(tensors[key].shape), place=Place(file="x", offset=0, nbytes=1)) for key in tensors
+    ]
+    with pytest.raises(BrokenError) as caught:
+        _stacked(Index(tensors=tensors, chunks=chunks, objects={}))
+    assert str(caught.value).splitlines()[1:] == [
+        "  decoder.layers.1.mlp.linear_fc2.weight is [8, 4] of float32, unlike others of "
+        "decoder.layers.mlp.linear_fc2.weight",
+        "  decoder.layers.2.mlp.linear_fc2.weight is [6, 4] of bfloat16, unlike others of "
+        "decoder.layers.mlp.linear_fc2.weight",
+    ]
+
+
+def test_dtypes_that_weights_cannot_have_are_listed_once(tmp_path: Path) -> None:
+    make_directory(tmp_path / "hf", models.llama_config())
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
+    index = read_dcp(tmp_path / "ckpt/release")
+    key = "decoder.final_layernorm.weight"
+    tensors = {**index.tensors, key: TensorInfo((20,), "float8_e4m3fn")}
+    Index(tensors=tensors, chunks=index.chunks, objects=index.objects).write(tmp_path / "ckpt/release/.metadata")
+    with pytest.raises(BrokenError) as caught:
+        export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=RESOURCES)
+    assert [line for line in str(caught.value).splitlines() if key in line] == [
+        f"  of another dtype: {key} is float8_e4m3fn; supported are float64, float32, float16, bfloat16"
+    ]
+
+
+@pytest.mark.parametrize(("dtype", "wider"), [("float16", "bfloat16"), ("bfloat16", "float64")])
+def test_values_that_a_cast_would_lose_beside_infinite_ones(dtype: str, wider: str, tmp_path: Path) -> None:
+    values = torch.tensor([torch.inf, 1e300, 1.0], dtype=torch.float64)
+    (tmp_path / "values").write_bytes(values.numpy().tobytes())
+    stored = StoredTensor(path=tmp_path / "values", offset=0, info=TensorInfo((3,), "float64"))
+    target = torch.zeros(3, dtype=getattr(torch, dtype))
+    with BoxReader(1 << 10) as reader:
+        with pytest.raises(UsageError, match=f"values that {dtype} cannot hold; choose --dtype {wider}"):
+            reader.read(stored, Box.whole((3,)), target)
+        reader.read(stored, Box((2,), (3,)), target[2:])
+        reader.read(stored, Box((0,), (1,)), target[:1])
+    assert target.tolist()[::2] == [torch.inf, 1.0]
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/file").symlink_to("/dev/full")
+    (tmp_path / "in").write_bytes(bytes(1 << 20))
+    info = TensorInfo((1 << 18,), "float32")
+    box = Box.whole(info.shape)
+    copy = Copy(source="a", source_box=box, target="b", target_box=box, dtype="float32")
+    block = Block(target="b", box=box, dtype="float32", copies=(copy,))
+    source = StoredTensor(path=tmp_path / "in", offset=0, info=info)
+    part = Part(file="file", start=0, archived=True, blocks=(block,), sources={"a": source})
+    with pytest.raises(OSError, match=r"No space left on device: .*out/file"):
+        part.write(tmp_path / "out", 1 << 20)
 
 
 def test_bytes_that_are_wrong_are_never_anything_but_damage(tmp_path: Path) -> None:
