@@ -89,7 +89,7 @@ def export(
             role=role,
             step=step,
             dtype=dtype,
-            max_file_bytes=parse_bytes(max_file_size),
+            max_file_bytes=parse_bytes("--max-file-size", max_file_size),
         )
     typer.echo(f"{out} is complete")
 
@@ -169,7 +169,7 @@ def _told() -> Iterator[None]:
 def _resources(memory_budget: str, processes: int) -> Resources:
     from megarl.convert.memory import Resources, parse_bytes
 
-    return Resources(memory=parse_bytes(memory_budget), processes=processes)
+    return Resources(memory=parse_bytes("--memory-budget", memory_budget), processes=processes)
 
 
 def _stop(message: str, *, exit_code: int) -> NoReturn:

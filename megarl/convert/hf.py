@@ -11,7 +11,15 @@ from typing import Any
 from megarl.convert.errors import BrokenError, UsageError
 from megarl.convert.stored import StoredTensor
 from megarl.convert.torch_file import read_index
-from megarl.weights.files import INDEX_FILE, SINGLE_FILE, HFDirectory, misfits, read_config, read_weight_map
+from megarl.weights.files import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    CheckpointError,
+    HFDirectory,
+    misfits,
+    read_config,
+    read_weight_map,
+)
 from megarl.weights.regions import Manifest, TensorInfo
 from megarl.weights.specs import ModelSpec, model_spec
 
@@ -61,6 +69,8 @@ def read_spec(directory: Path) -> ModelSpec:
     """
     try:
         return model_spec(read_config(directory))
+    except CheckpointError as error:  # which names the file
+        raise UsageError(f"{error}; name a model's directory with --hf") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{directory}: {error}") from None
 

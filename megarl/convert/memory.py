@@ -21,15 +21,18 @@ _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(option: str, text: str) -> int:
     """A size such as ``512MiB``, ``4GiB`` or ``5GB``.
+
+    Args:
+        option: that the text is given for.
 
     Raises:
         UsageError: it is none.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", text.strip())
     if match is None or match[2] not in _UNITS or float(match[1]) == 0:
-        raise UsageError(f"{text!r} is not a size; write one like 512MiB, 4GiB or 5GB")
+        raise UsageError(f"{option} {text!r} is not a size; write one like 512MiB, 4GiB or 5GB")
     return int(float(match[1]) * _UNITS[match[2]])
 
 

@@ -56,8 +56,9 @@ def weights(
 ) -> None:
     """Plan how a trainer's weights get into engines: bytes, messages, memory, and an estimate of the time.
 
-    Needs neither weights nor devices. Ranks are on devices in order: the trainer's, TP fastest, then DP, then PP; then
-    the engines', one engine after the other.
+    Needs neither weights nor devices.
+
+    Ranks are on devices in order: the trainer's, TP fastest, then DP, then PP; then the engines', one after the other.
     """
     from megarl.config import ConfigError
     from megarl.plan.weights import plan_weights, request

@@ -95,7 +95,7 @@ def test_pickled_weights_need_trust(hf: Path, tmp_path: Path) -> None:
 
 
 USER_ERRORS: dict[str, tuple[list[str], str]] = {
-    "no weights": (["import", "--hf", "{tmp}", "--out", "{tmp}/x"], "config.json does not exist"),
+    "no weights": (["import", "--hf", "{tmp}", "--out", "{tmp}/x"], "config.json does not exist; name a"),
     "no model": (["import", "--hf", "{tmp}/odd", "--out", "{tmp}/x"], "architecture OddForCausalLM is not supported"),
     "a size": (
         ["import", "--hf", "{tmp}/hf", "--out", "{tmp}/x", "--memory-budget", "4 gigs"],

@@ -31,13 +31,13 @@ def test_a_model_larger_than_the_budget(tmp_path: Path) -> None:
     ("text", "nbytes"), [("512MiB", 512 << 20), ("4GiB", 4 << 30), ("5GB", 5 * 10**9), ("1.5 KiB", 1536), ("77", 77)]
 )
 def test_sizes(text: str, nbytes: int) -> None:
-    assert parse_bytes(text) == nbytes
+    assert parse_bytes("--max-file-size", text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "4 gigs", "1e9", "3XB"])
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(UsageError, match="is not a size; write one like"):
-        parse_bytes(text)
+    with pytest.raises(UsageError, match=r"--memory-budget '.*' is not a size; write one like"):
+        parse_bytes("--memory-budget", text)
 
 
 def test_processes_share_the_budget() -> None:
