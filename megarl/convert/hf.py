@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megarl.convert.errors import BrokenError, UsageError
-from megarl.convert.stored import StoredTensor
+from megarl.convert.stored import BoxReader, StoredTensor
 from megarl.convert.torch_file import read_index
 from megarl.weights.files import (
     INDEX_FILE,
@@ -19,8 +21,9 @@ from megarl.weights.files import (
     misfits,
     read_config,
     read_weight_map,
+    untied,
 )
-from megarl.weights.regions import Manifest, TensorInfo
+from megarl.weights.regions import Box, Manifest, TensorInfo
 from megarl.weights.specs import ModelSpec, model_spec
 
 _SAFETENSORS = (SINGLE_FILE, INDEX_FILE)
@@ -54,11 +57,17 @@ class HFSource:
         Raises:
             BrokenError: tensors are missing, unknown or of another shape; all of them are listed.
         """
-        problems = misfits(self.tensors, manifest)
+        problems = misfits(self.tensors, manifest) or untied(self.tensors, manifest, self._read)
         if problems:
             raise BrokenError(f"{self.path} does not fit its config.json", problems)
         stored = {manifest.canonical(name): tensor for name, tensor in self.stored.items()}
         return HFSource(path=self.path, stored={name: stored[name] for name in manifest.tensors})
+
+    def _read(self, name: str, box: Box) -> torch.Tensor:
+        values = torch.empty(box.shape, dtype=getattr(torch, self.stored[name].info.dtype))
+        with BoxReader(values.nbytes) as reader:
+            reader.read(self.stored[name], box, values)
+        return values
 
 
 def read_spec(directory: Path) -> ModelSpec:

@@ -21,6 +21,9 @@ INDEX_FILE = "model.safetensors.index.json"
 DTYPES: Mapping[str, str] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """The dtypes of safetensors headers, by their names there."""
 
+_COMPARED = 1 << 20
+"""Elements that are compared at a time."""
+
 FILES_RANK = -1
 """The rank of files in a plan: no process's."""
 
@@ -118,9 +121,13 @@ class HFDirectory:
         Raises:
             CheckpointError: tensors are missing, unknown or of another shape; all of them are listed.
         """
-        problems = misfits(self.tensors, manifest)
+        problems = misfits(self.tensors, manifest) or untied(self.tensors, manifest, self._read)
         if problems:
             raise CheckpointError(f"{self.path} does not fit the model:\n  " + "\n  ".join(problems))
+
+    def _read(self, name: str, box: Box) -> torch.Tensor:
+        with _open(self.file_of[name]) as reader:
+            return reader.get_slice(name)[box.slices]
 
 
 def misfits(tensors: Mapping[str, TensorInfo], manifest: Manifest) -> list[str]:
@@ -139,6 +146,32 @@ def misfits(tensors: Mapping[str, TensorInfo], manifest: Manifest) -> list[str]:
             problems.append(f"of another dtype: {name} is {info.dtype}; supported are {', '.join(ITEM_BYTES)}")
         if wanted is None and not any(fnmatch(name, pattern) for pattern in manifest.ignored):
             problems.append(f"unknown: {name} {list(info.shape)}")
+    return problems
+
+
+def untied(
+    tensors: Mapping[str, TensorInfo], manifest: Manifest, read: Callable[[str, Box], torch.Tensor]
+) -> list[str]:
+    """The tensors of a checkpoint that should be equal to others and are not.
+
+    Programs differ in what they make of such a checkpoint: transformers leaves them untied, vLLM ignores them.
+
+    Args:
+        tensors: those of the checkpoint, which fit the manifest.
+        read: the elements of a box of one of them.
+    """
+    import torch
+
+    stored = {manifest.canonical(name): name for name in tensors}
+    problems: list[str] = []
+    for name, canonical in manifest.tied.items():
+        info, other = tensors.get(name), stored[canonical]
+        if info is None or (
+            info == tensors[other]
+            and all(torch.equal(read(name, box), read(other, box)) for box in Box.whole(info.shape).split(_COMPARED))
+        ):
+            continue
+        problems.append(f"untied: {name} differs from {other}, against tie_word_embeddings; set that to false")
     return problems
 
 

@@ -253,11 +253,13 @@ class Manifest:
         tensors: the canonical tensors that are read.
         ignored: patterns (as of fnmatch) of tensors that it may contain besides.
         bare_prefix: what canonical names begin with that it may leave away.
+        tied: tensors that it may contain besides if they are equal to canonical ones: the names of those.
     """
 
     tensors: Mapping[str, TensorInfo]
     ignored: tuple[str, ...] = ()
     bare_prefix: str = ""
+    tied: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def canonical(self, stored: str) -> str:
         """The canonical name of a tensor of the checkpoint."""

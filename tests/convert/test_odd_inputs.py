@@ -23,10 +23,12 @@ from megarl.convert.parts import Part
 from megarl.convert.stored import BoxReader, StoredTensor
 from megarl.convert.torch_file import read_index
 from megarl.convert.verifying import compare
-from megarl.weights.files import CheckpointError
+from megarl.types import Layout
+from megarl.weights.files import CheckpointError, load_shard
 from megarl.weights.plans import Copy
 from megarl.weights.regions import Box, TensorInfo
-from tests.convert.directories import assert_equal, make_directory, read_directory
+from megarl.weights.specs import model_spec
+from tests.convert.directories import Tensors, assert_equal, make_directory, read_directory
 from tests.weights import models
 
 RESOURCES = Resources(memory=4 << 30, processes=1)
@@ -49,6 +51,35 @@ def test_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
     save_file(twice, tmp_path / "hf/model.safetensors")
     with pytest.raises(BrokenError, match=f"twice: h.1.ln_1.weight is {name}"):
         import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_an_output_layer_beside_a_tied_embedding_must_be_the_same(pickled: bool, tmp_path: Path) -> None:
+    config = models.gpt2_config(tie_word_embeddings=True)
+    tensors = make_directory(tmp_path / "hf", config)
+    head = tensors["transformer.wte.weight"].clone()
+    store = _pickle if pickled else _safetensors
+    store(tmp_path / "hf", {**tensors, "lm_head.weight": head})
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, allow_pickle=True)
+    assert compare(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, allow_pickle=True)[1] == []
+    head[-1, -1] += 1
+    store(tmp_path / "hf", {**tensors, "lm_head.weight": head})
+    said = "untied: lm_head.weight differs from transformer.wte.weight, against tie_word_embeddings"
+    with pytest.raises(BrokenError, match=said):
+        import_checkpoint(tmp_path / "hf", tmp_path / "again", resources=RESOURCES, allow_pickle=True)
+    if not pickled:
+        spec = model_spec(config)
+        with pytest.raises(CheckpointError, match=said):
+            load_shard(spec.megatron_map(Layout(), 0), tmp_path / "hf", spec.manifest())
+
+
+def _safetensors(directory: Path, tensors: Tensors) -> None:
+    save_file(tensors, directory / "model.safetensors")
+
+
+def _pickle(directory: Path, tensors: Tensors) -> None:
+    (directory / "model.safetensors").unlink(missing_ok=True)
+    torch.save(tensors, directory / "pytorch_model.bin")
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:

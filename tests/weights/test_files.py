@@ -165,3 +165,17 @@ def test_no_rank_of_an_export_overwrites_or_waits_for_one_that_does_not(tmp_path
     assert not barrier.broken
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out" / "config.json").read_text() == "precious"
+
+
+def test_an_output_layer_beside_a_tied_embedding_must_be_the_same(tmp_path: Path) -> None:
+    config = llama_config(tie_word_embeddings=True)
+    spec = model_spec(config)
+    tensors = {name: torch.randn(info.shape) for name, info in spec.canonical().items()}
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file({**tensors, "lm_head.weight": head}, tmp_path / "model.safetensors")
+    load_shard(spec.megatron_map(Layout(), 0), tmp_path, spec.manifest())
+    head[-1, -1] += 1
+    save_file({**tensors, "lm_head.weight": head}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"untied: lm_head.weight differs from model.embed_tokens.weight"):
+        load_shard(spec.megatron_map(Layout(), 0), tmp_path, spec.manifest())
+    load_shard(spec.megatron_map(Layout(), 0, "value"), tmp_path, spec.manifest("value", new_head=True))

@@ -81,7 +81,8 @@ class ModelSpec:
             dropped = tensors.pop(score, None)
             assert dropped, "only a value or score head can be new"
             ignored.append(score)
-        return Manifest(tensors=tensors, ignored=tuple(ignored), bare_prefix=self.family.bare_prefix)
+        tied = {f"{output}.weight": f"{self.table.embedding.names.hf}.weight"} if self.tied and head == "lm" else {}
+        return Manifest(tensors=tensors, ignored=tuple(ignored), bare_prefix=self.family.bare_prefix, tied=tied)
 
     def hf_config(self, head: HeadName = "lm") -> dict[str, Any]:
         """The ``config.json`` of a checkpoint of the model with this head."""
