@@ -79,6 +79,7 @@ def connect(spec: SyncSpec, rank: int, device: torch.device | str = "cpu") -> Co
     store = open_store(spec.host, spec.port, spec.name)
     board = Board(store, rank, spec.world_size, spec.timeout_s)
     board.meet("connect/start", {"plan": spec.fingerprint, "verify": f"{spec.verify}"})
+    board.ahead = "connect/done"
     wire: Transport | None = None
     try:
         members, peers = range(spec.world_size), spec.peers(rank)
