@@ -42,6 +42,8 @@ def test_the_bytes_are_those_of_the_shards(model: Path) -> None:
     found = report(model, "--train", "tp=2,pp=2,dp=2", "--rollout", "tp=2,replicas=3", "--devices-per-node", "4")
     shard = (MATRICES // 2 + NORMS) * ITEM
     assert found["parameters"] == MATRICES + NORMS
+    shown = invoke(model, "--train", "tp=2", "--rollout", "tp=2").stdout
+    assert f"qwen2, {MATRICES + NORMS:,} parameters, " in shown
     assert found["needed_bytes"] == found["nbytes"] == 6 * shard
     assert found["redundancy"] == 1.0
     assert found["received"] == {"median": shard, "maximum": shard}

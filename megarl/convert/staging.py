@@ -37,11 +37,11 @@ class Staging:
     """
 
     def __init__(self, target: Path) -> None:
+        if os.path.lexists(target):  # a link to nothing too, which no directory can replace
+            raise UsageError(f"{target} exists; choose another --out, or remove it")
         self.target = target
         self.root = target.with_name(f".{target.name}.partial")
         self.output, self._records = self.root / "output", self.root / "records"
-        if os.path.lexists(target):  # a link to nothing too, which no directory can replace
-            raise UsageError(f"{target} exists; choose another --out, or remove it")
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.root / "lock", "w")  # noqa: SIM115 (held until close)

@@ -144,7 +144,7 @@ def request(
         rule = f"must be at least {_LEAST_BUCKET_BYTES} bytes, an element of any dtype"
         problems.append(_problem("--bucket-mib", bucket_mib, rule, "256 is the default of a run"))
     if devices_per_node < 1:
-        problems.append(_problem("--devices-per-node", devices_per_node, "must be 1 or more", "give the devices"))
+        problems.append(_problem("--devices-per-node", devices_per_node, "must be 1 or more", "8 is the default"))
     spec: ModelSpec | None = None
     try:
         spec = model_spec(read_config(hf))

@@ -23,7 +23,7 @@ def print_weights(request: Request, report: WeightsReport, console: Console | No
     for key, text in _lines(request, report):
         out.print(f"{key:{_KEY_WIDTH}}{text}", soft_wrap=True, markup=False)
     out.print()
-    columns = ("distance", "messages", "bytes", "sent by a rank", "received by a rank", "GB/s", "seconds")
+    columns = ("distance", "messages", "bytes", "most sent", "most received", "GB/s", "seconds")
     table = Table(*columns, box=None)
     for name, link in report.links.items():
         most = (shown(link.sent), shown(link.received)) if link.messages else ("", "")
@@ -52,7 +52,7 @@ def _lines(request: Request, report: WeightsReport) -> list[tuple[str, str]]:
     where = "the trainer's devices" if request.colocated else "devices of their own"
     model_bytes = f"{shown(report.model_bytes)} in {request.spec.dtype}"
     return [
-        ("model", f"{report.model}, {report.parameters / 1e9:.2f} billion parameters, {model_bytes}"),
+        ("model", f"{report.model}, {_count(report.parameters)} parameters, {model_bytes}"),
         ("trainer", f"{report.trainer_ranks} ranks: {degrees}; {request.devices_per_node} devices per node"),
         ("engines", f"{report.engine_ranks} ranks: {rollout.replicas} x TP {rollout.tp}, on {where}"),
         ("bytes", f"{shown(report.nbytes)} in {report.messages} messages"),
@@ -63,6 +63,14 @@ def _lines(request: Request, report: WeightsReport) -> list[tuple[str, str]]:
         ("staging", f"per rank: {shown(report.staging_bytes)}, two of the largest bucket"),
         ("planned in", f"{report.plan_seconds:.2f} s, shard maps included"),
     ]
+
+
+def _count(number: int) -> str:
+    """A number of parameters for people."""
+    for name, size in (("billion", 10**9), ("million", 10**6)):
+        if number >= size:
+            return f"{number / size:.2f} {name}"
+    return f"{number:,}"
 
 
 def _spread(spread: Spread) -> str:

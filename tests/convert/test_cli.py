@@ -113,6 +113,7 @@ USER_ERRORS: dict[str, tuple[list[str], str]] = {
     "a role": (["export", "--checkpoint", "{tmp}/ckpt", "--out", "{tmp}/x", "--role", "actor"], "roles are of a run"),
     "no index": (["inspect", "{tmp}/other"], "release is not a checkpoint of Megatron's torch_dist format"),
     "a step": (["inspect", "{tmp}/ckpt", "--step", "3"], "iter_0000003 is not a checkpoint"),
+    "no name": (["import", "--hf", "{tmp}/hf", "--out", "."], ". exists; choose another --out"),
     "an output": (["export", "--checkpoint", "{tmp}/ckpt", "--out", "{tmp}/hf"], "exists; choose another --out"),
 }
 
