@@ -56,7 +56,7 @@ def export_checkpoint(
         held = open_held(found, model.spec, model.head)
         tensors = {name: replace(info, dtype=dtype or info.dtype) for name, info in held.tensors.items()}
         files = lay_out(tensors, max_file_bytes)
-        block_bytes = resources.block_bytes(len(tensors))
+        block_bytes = resources.block_bytes(len(tensors), sum(info.nbytes for info in tensors.values()))
         write_parts(
             f"export {checkpoint.name}",
             staging,

@@ -64,7 +64,7 @@ def import_checkpoint(
     with Staging(out) as staging:
         source = open_hf(hf, allow_pickle=allow_pickle).fitted(spec.manifest(spec.head))
         whole = _stored_as(_global_map(spec), source.tensors, dtype)
-        block_bytes = resources.block_bytes(len(source.tensors))
+        block_bytes = resources.block_bytes(len(source.tensors), whole.nbytes)
         slabs = {f"{slab.param}{slab.box}": slab for slab in _slabs(whole, block_bytes)}
         target = chunk_map(whole, slabs)
         groups = grouped(

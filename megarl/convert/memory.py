@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ _LATER_BYTES = 8 << 20
 """What a process takes for code that is loaded when it runs."""
 _PLAN_BYTES = 24 << 10
 """Per tensor, of the plan in the first process: which box goes where, measured on models with 40 thousand tensors."""
+_BLOCK_PLAN_BYTES = 5 << 10
+"""Per block, of the same plan."""
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -57,20 +60,25 @@ class Resources:
     memory: int
     processes: int
 
-    def block_bytes(self, tensors: int) -> int:
-        """The largest block that keeps the memory.
+    def block_bytes(self, tensors: int, nbytes: int) -> int:
+        """The largest block that keeps the memory; smaller ones take less themselves, and more for the plan of them.
 
         Args:
             tensors: number of tensors to convert.
+            nbytes: of them.
 
         Raises:
             UsageError: there is too little memory for anything.
         """
         others = self.processes if self.processes > 1 else 0
         fixed = (resident_bytes() + _LATER_BYTES) * (1 + others) + tensors * _PLAN_BYTES
-        share = (self.memory - fixed) // (self.processes * _BUFFERS)
+        left, buffers, plans = self.memory - fixed, self.processes * _BUFFERS, nbytes * _BLOCK_PLAN_BYTES
+        # buffers * share + plans / share = left, solved for the larger share
+        square = left**2 - 4 * buffers * plans
+        share = 0 if left < 0 or square < 0 else (left + math.isqrt(square)) // (2 * buffers)
         if share < _LEAST_BLOCK_BYTES:
-            least = fixed + self.processes * _BUFFERS * _LEAST_BLOCK_BYTES
+            thrifty = max(_LEAST_BLOCK_BYTES, math.isqrt(plans // buffers))
+            least = fixed + buffers * thrifty + plans // thrifty
             raise UsageError(
                 f"--memory-budget {shown_bytes(self.memory)} is too little: Python, torch and the plan alone take "
                 f"{shown_bytes(fixed)} in {self.processes} process{'es' if others else ''}; "

@@ -79,10 +79,9 @@ def compare(
     other = {} if dtype else {name: info for name, info in held.tensors.items() if info.dtype != own[name].dtype}
     problems = [f"{name}: {info.dtype}, not {own[name].dtype}" for name, info in other.items()]
     tensors = {name: replace(info, dtype=dtype or info.dtype) for name, info in own.items()}
-    block_bytes = resources.block_bytes(len(tensors)) // 2
-    groups = grouped(
-        blocks(held.map, ShardMap.identity(tensors), block_bytes), part_bytes(sum(t.nbytes for t in tensors.values()))
-    )
+    target = ShardMap.identity(tensors)
+    block_bytes = resources.block_bytes(len(tensors), 2 * target.nbytes) // 2  # of either side
+    groups = grouped(blocks(held.map, target, block_bytes), part_bytes(target.nbytes))
     parts = [
         _Comparison(
             blocks=group,

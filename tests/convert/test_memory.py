@@ -41,9 +41,23 @@ def test_what_is_no_size(text: str) -> None:
 
 
 def test_processes_share_the_budget() -> None:
-    alone = Resources(memory=resident_bytes() + (58 << 20), processes=1).block_bytes(1)
-    shared = Resources(memory=5 * resident_bytes() + (90 << 20), processes=4).block_bytes(1)
+    alone = Resources(memory=resident_bytes() + (58 << 20), processes=1).block_bytes(1, 1 << 20)
+    shared = Resources(memory=5 * resident_bytes() + (90 << 20), processes=4).block_bytes(1, 1 << 20)
     assert 9 << 20 <= alone <= 10 << 20
     assert 2 << 20 <= shared <= 3 << 20
     with pytest.raises(UsageError, match=r"give at least .*iB, or fewer --processes"):
-        Resources(memory=resident_bytes() + (58 << 20), processes=4).block_bytes(1)
+        Resources(memory=resident_bytes() + (58 << 20), processes=4).block_bytes(1, 1 << 20)
+
+
+def test_the_plan_of_many_blocks_counts() -> None:
+    """Measured: 17 thousand blocks took 25 MiB, a thousand 5 MiB; each may take 5 KiB."""
+    small, large = (
+        Resources(memory=resident_bytes() + (308 << 20), processes=1).block_bytes(100, nbytes)
+        for nbytes in (1 << 30, 800 << 30)
+    )
+    assert 59 << 20 <= small <= 60 << 20
+    count = (800 << 30) / large
+    assert 290 << 20 <= 5 * large + count * (5 << 10) <= 300 << 20
+    with pytest.raises(UsageError, match=r"give at least (\d+\.\d) MiB") as caught:
+        Resources(memory=resident_bytes() + (200 << 20), processes=1).block_bytes(100, 800 << 30)
+    assert 280 << 20 <= parse_bytes("", str(caught.value).split("give at least ")[1]) - resident_bytes() <= 300 << 20
