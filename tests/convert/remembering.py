@@ -12,6 +12,7 @@ from pathlib import Path
 from megarl.convert.exporting import export_checkpoint
 from megarl.convert.importing import import_checkpoint
 from megarl.convert.memory import Resources, resident_bytes
+from megarl.convert.verifying import compare
 
 BUDGET_BYTES = 28 << 20
 
@@ -19,8 +20,8 @@ BUDGET_BYTES = 28 << 20
 def main(kind: str, source: str, out: str) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     budget = resident_bytes() + BUDGET_BYTES
-    convert = import_checkpoint if kind == "import" else export_checkpoint
-    convert(Path(source), Path(out), resources=Resources(memory=budget, processes=1))
+    work = {"import": import_checkpoint, "export": export_checkpoint, "verify": compare}[kind]
+    work(Path(source), Path(out), resources=Resources(memory=budget, processes=1))
     (peak,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     print(json.dumps([budget, int(peak.split()[1]) << 10]))
 
