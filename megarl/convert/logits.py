@@ -77,7 +77,9 @@ def compare_logits(hf: Path, checkpoint: Path, *, role: RoleName | None = None, 
 def _transformers_logits(hf: Path, tokens: torch.Tensor) -> torch.Tensor:
     """[sequences, tokens, vocabulary] float32."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)(tokens).logits
 
 

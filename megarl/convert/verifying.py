@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from megarl.convert.chunks import Block, blocks
+from megarl.convert.errors import UsageError
 from megarl.convert.held import open_held
 from megarl.convert.hf import open_hf, read_spec
 from megarl.convert.locating import find
@@ -72,6 +73,9 @@ def compare(
     """
     found, spec = find(checkpoint, role=role, step=step), read_spec(hf)
     head = found.head(spec.head)
+    if (head == "lm") != (spec.head == "lm"):
+        kinds = ("a language model", "a model with scores")[:: 1 if spec.head == "lm" else -1]
+        raise UsageError(f"{hf} is {kinds[0]}, the {found.role} {kinds[1]}; choose another --role")
     source = open_hf(hf, allow_pickle=allow_pickle).fitted(spec.manifest(head))
     found.check()
     held = open_held(found, spec, head)

@@ -65,6 +65,8 @@ def test_a_critic_has_its_head(run: Path, tmp_path: Path) -> None:
     expected["score.weight"] = torch.linspace(-1, 1, 32).view(1, 32).bfloat16()
     assert_equal(found, expected)
     assert json.loads((tmp_path / "out/config.json").read_text())["architectures"] == ["Qwen2ForSequenceClassification"]
+    with pytest.raises(UsageError, match="a model with scores, the actor a language model; choose another --role"):
+        compare(tmp_path / "out", run, resources=RESOURCES)
 
 
 def test_what_a_run_has_is_described(run: Path) -> None:
