@@ -170,16 +170,16 @@ def request(
     )
 
 
+@collector_paused()
 def plan_weights(request: Request) -> WeightsReport:
     """Plans the transfer and sums it up."""
     start = perf_counter()
     spec, (trainers, engines) = request.spec, request.places()
-    with collector_paused():
-        sources = trainer_holders(spec, request.layout, trainers)
-        destinations = engine_holders(spec, request.rollout.tp, engines, first=len(sources))
-        transfer = plan(sources, destinations, request.bucket_bytes)
-        plan_seconds = perf_counter() - start
-        traffic = Traffic.of(transfer, sources, destinations)
+    sources = trainer_holders(spec, request.layout, trainers)
+    destinations = engine_holders(spec, request.rollout.tp, engines, first=len(sources))
+    transfer = plan(sources, destinations, request.bucket_bytes)
+    plan_seconds = perf_counter() - start
+    traffic = Traffic.of(transfer, sources, destinations)
     content = {id(holder.map): content_bytes(holder.map) for holder in destinations[: request.rollout.tp]}
     needed = sum(content[id(holder.map)] for holder in destinations)
     tensors = spec.canonical()
