@@ -71,6 +71,17 @@ def save(
     with patch.dict(multiprocessing.current_process()._config, daemon=False):  # which may not fork
         strategy = ("torch_dist", 1) if forking else _SaveInProcess("torch_dist", 1)
         dist_checkpointing.save(state, directory, strategy)
+    if forking:
+        _end_manager()
+
+
+def _end_manager() -> None:
+    """Ends the process that keeps the queue of Megatron's writers: it would outlive this one."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    queue: Any = filesystem_async._results_queue
+    queue._manager.shutdown()
+    filesystem_async._results_queue = None
 
 
 def _model(rank: int, config: dict[str, Any], layout: Layout) -> tuple[Any, Any, Any]:
