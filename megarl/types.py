@@ -16,6 +16,9 @@ import numpy.typing as npt
 RoleName = Literal["actor", "critic", "reference", "reward"]
 HeadName = Literal["lm", "value", "score"]
 
+HEADS: Mapping[RoleName, HeadName] = {"actor": "lm", "reference": "lm", "critic": "value", "reward": "score"}
+"""What each role's model has on top."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankCoords:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -13,7 +12,7 @@ from megarl.checkpoint import Checkpoints, Manifest
 from megarl.checkpoint.manifest import NAME as MANIFEST
 from megarl.convert.dcp import METADATA
 from megarl.convert.errors import UsageError
-from megarl.types import HeadName, RoleName
+from megarl.types import HEADS, HeadName, RoleName
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -23,7 +22,6 @@ HF_FILES = "hf"
 CHECKPOINTS = "checkpoints"
 
 _ITERATION = re.compile(r"iter_(\d{7,})")
-_HEADS: Mapping[RoleName, HeadName] = {"actor": "lm", "critic": "value", "reference": "lm", "reward": "score"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +44,7 @@ class Checkpoint:
 
     def head(self, own: HeadName) -> HeadName:
         """What the model has on top; Megatron's has what its configuration says."""
-        return own if self.role is None else _HEADS[self.role]
+        return own if self.role is None else HEADS[self.role]
 
     def check(self) -> None:
         """Compares the files of a role with its checkpoint's manifest; Megatron's have none.

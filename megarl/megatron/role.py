@@ -19,7 +19,7 @@ from megarl.megatron.model import Recompute, build_model
 from megarl.megatron.offload import HostCopy, release
 from megarl.megatron.optimizer import Trainer, build_trainer
 from megarl.megatron.pipeline import MicroBatch, micro_batches, run_forward, run_forward_backward
-from megarl.types import HeadName, Layout, PackRow, Ragged, RankSchedule, RoleName
+from megarl.types import HEADS, HeadName, Layout, PackRow, Ragged, RankSchedule, RoleName
 from megarl.weights.regions import ShardMap
 from megarl.weights.specs import ModelSpec
 
@@ -29,8 +29,6 @@ Loss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, dict[str, torch.
 
 MAX_SKIPPED = 3
 """Optimizer steps in a row that end the run when each was skipped for a gradient that is not finite."""
-
-HEADS: dict[RoleName, HeadName] = {"actor": "lm", "reference": "lm", "critic": "value", "reward": "score"}
 
 
 class Role:
