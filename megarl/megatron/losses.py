@@ -1,11 +1,11 @@
-"""The losses of all stages on a micro-batch: from hidden states to weighted sums.
+"""The losses of the actor and the critic in PPO on a micro-batch: from hidden states to weighted sums.
 
 Each is a function of a step's schedule, whose totals are the denominators in the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from torch import Tensor
 from megarl.algos.aggregation import token_mean, weighted_sum
 from megarl.algos.losses import (
     LossTerms,
-    bradley_terry_loss,
     clipped_value_loss,
     with_entropy_bonus,
     with_kl_penalty,
@@ -22,13 +21,10 @@ from megarl.algos.registry import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, ch
 from megarl.config.schema import Algo
 from megarl.data.alignment import align, response_mask
 from megarl.data.packing import Chunks, gather
-from megarl.megatron.heads import response_logprobs, response_values, row_scores
+from megarl.megatron.heads import response_logprobs, response_values
 from megarl.megatron.pipeline import MicroBatch
-from megarl.megatron.role import Loss, Role
-from megarl.types import ExperienceChunk, PackRow, Ragged, RankSchedule
-
-StepLoss = Callable[[RankSchedule], Loss]
-"""The loss of an optimizer step, from its schedule."""
+from megarl.megatron.role import Loss, Role, StepLoss
+from megarl.types import ExperienceChunk, Ragged, RankSchedule
 
 
 class Column:
@@ -75,58 +71,6 @@ def value_loss(role: Role, algo: Algo, experience: Chunks[ExperienceChunk]) -> S
         return clipped_value_loss(values, column("old_values"), column("returns"), clip=algo.value_clip)
 
     return _aggregated(algo, of_tokens)
-
-
-def sft_loss(role: Role) -> StepLoss:
-    """The negative log-likelihood of demonstrations: the mean over the response tokens of the step, nats.
-
-    The metric ``entropy`` is that of the model's distribution.
-    """
-
-    def of_step(schedule: RankSchedule) -> Loss:
-        weight = 1 / max(schedule.total_response_tokens, 1)
-
-        def loss(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            logprobs, entropy = response_logprobs(
-                role.model, batch, hidden, vocab_size=role.vocab_size, temperature=1.0
-            )
-            return -logprobs.sum() * weight, {"entropy": entropy.detach().sum() * weight}
-
-        return loss
-
-    return of_step
-
-
-def preference_loss(role: Role, centering: float) -> StepLoss:
-    """The reward model's loss on preference pairs: the mean over the pairs of the step; see algos.losses.
-
-    Rows 2i and 2i + 1 of a chunk are the chosen and the rejected response of a pair, and neighbours in a pack.
-
-    Args:
-        centering: weight of the squared sum of a pair's scores.
-    """
-
-    def of_step(schedule: RankSchedule) -> Loss:
-        weight = 2 / max(schedule.total_rows, 1)
-
-        def loss(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            assert _are_pairs(batch.rows), "a pack holds pairs, the chosen response first"
-            scores = row_scores(role.model, batch, hidden)
-            pairs = bradley_terry_loss(scores[0::2], scores[1::2], centering=centering)
-            metrics = {name: values.sum() * weight for name, values in pairs.metrics.items()}
-            return pairs.values.sum() * weight, metrics
-
-        return loss
-
-    return of_step
-
-
-def _are_pairs(rows: Sequence[PackRow]) -> bool:
-    """Whether the rows are pairs, one after the other."""
-    halves = zip(rows[0::2], rows[1::2], strict=False)
-    return len(rows) % 2 == 0 and all(
-        one.chunk == other.chunk and one.row % 2 == 0 and other.row == one.row + 1 for one, other in halves
-    )
 
 
 def _columns(batch: MicroBatch, experience: Chunks[ExperienceChunk], mask: Tensor) -> Callable[[str], Tensor]:

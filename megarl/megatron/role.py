@@ -27,6 +27,9 @@ Chunk = TypeVar("Chunk", bound=TokenChunk)
 Loss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """From a micro-batch and its hidden states to a weighted sum and metric sums over its tokens, scalars all."""
 
+StepLoss = Callable[[RankSchedule], Loss]
+"""The loss of an optimizer step, from its schedule."""
+
 MAX_SKIPPED = 3
 """Optimizer steps in a row that end the run when each was skipped for a gradient that is not finite."""
 
@@ -175,7 +178,7 @@ class Role:
         return torch.cat(results).cpu().numpy() if self.reports else None
 
     def update(
-        self, schedules: Sequence[RankSchedule], chunks: Chunks[Chunk], loss_of: Callable[[RankSchedule], Loss]
+        self, schedules: Sequence[RankSchedule], chunks: Chunks[Chunk], loss_of: StepLoss
     ) -> list[dict[str, float]]:
         """Takes one optimizer step per schedule.
 
@@ -194,9 +197,7 @@ class Role:
         with self.trainer.gradients():
             return [self._step(self.trainer, schedule, chunks, loss_of(schedule)) for schedule in schedules]
 
-    def evaluate(
-        self, schedule: RankSchedule, chunks: Chunks[Chunk], loss_of: Callable[[RankSchedule], Loss]
-    ) -> dict[str, float]:
+    def evaluate(self, schedule: RankSchedule, chunks: Chunks[Chunk], loss_of: StepLoss) -> dict[str, float]:
         """``loss`` and the loss's own metrics, as ``update`` tells them, without a step; of a role in training or not.
 
         Returns:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,9 +10,10 @@ import torch
 from megarl.config import PPOConfig, RewardModelConfig, RunConfig
 from megarl.data.packing import Chunks
 from megarl.megatron.groups import GroupCache
-from megarl.megatron.losses import policy_loss, preference_loss, sft_loss, value_loss
-from megarl.megatron.role import Loss, Role
-from megarl.types import RankSchedule, RoleName
+from megarl.megatron.losses import policy_loss, value_loss
+from megarl.megatron.role import Role, StepLoss
+from megarl.megatron.supervised_losses import preference_loss, sft_loss
+from megarl.types import RoleName
 from megarl.weights.files import load_shard, read_config
 from megarl.weights.specs import ModelSpec, model_spec
 
@@ -52,7 +52,7 @@ def load_role(config: RunConfig, name: RoleName, rank: int, cache: GroupCache, m
     return role
 
 
-def loss_of(config: RunConfig, role: Role, chunks: Chunks[Any], *, kl_coef: float) -> Callable[[RankSchedule], Loss]:
+def loss_of(config: RunConfig, role: Role, chunks: Chunks[Any], *, kl_coef: float) -> StepLoss:
     """What the stage trains a role with.
 
     Args:

@@ -31,13 +31,13 @@ def _batches() -> tuple[list[Any], list[list[SampleInfo]]]:
 
 
 def sft(role: Any) -> Any:
-    from megarl.megatron.losses import sft_loss
+    from megarl.megatron.supervised_losses import sft_loss
 
     return sft_loss(role)
 
 
 def preferences(role: Any) -> Any:
-    from megarl.megatron.losses import preference_loss
+    from megarl.megatron.supervised_losses import preference_loss
 
     return preference_loss(role, CENTERING)
 
