@@ -139,11 +139,19 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest:
-    """One answer to generate: which prompt, which of its samples, with which seed (64 bit)."""
+    """One answer to generate.
+
+    Args:
+        sample_id: which of the prompt's samples of the step it is.
+        prompt: to answer.
+        seed: of its sampling, 64 bit.
+        temperature: of its sampling; 0 takes the likeliest token each time, None is the rollouts' own.
+    """
 
     sample_id: str
     prompt: Prompt
     seed: int
+    temperature: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

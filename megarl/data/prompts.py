@@ -83,10 +83,15 @@ def random_prompts(*, count: int, min_tokens: int, max_tokens: int, vocab_size: 
     return prompts
 
 
-def sample_requests(prompts: Sequence[Prompt], samples_per_prompt: int, *, seed: int, step: int) -> list[SampleRequest]:
+def sample_requests(
+    prompts: Sequence[Prompt], samples_per_prompt: int, *, seed: int, step: int, temperature: float | None = None
+) -> list[SampleRequest]:
     """The samples to draw of a step's prompts, each with a seed from (seed, step, prompt id, sample index) alone.
 
     A sample's id is ``step/prompt id/sample index``. A prompt that comes twice in a step gets twice the samples.
+
+    Args:
+        temperature: of the samples; None is the rollouts' own.
     """
     drawn: Counter[str] = Counter()
     requests: list[SampleRequest] = []
@@ -99,6 +104,16 @@ def sample_requests(prompts: Sequence[Prompt], samples_per_prompt: int, *, seed:
                     sample_id=f"{step}/{prompt.prompt_id}/{index}",
                     prompt=prompt,
                     seed=stable_hash(seed, step, prompt.prompt_id, index),
+                    temperature=temperature,
                 )
             )
     return requests
+
+
+def greedy_requests(prompts: Sequence[Prompt], *, step: int) -> list[SampleRequest]:
+    """The likeliest response, token by token, to each different prompt; its id is ``step/prompt id/greedy``."""
+    different = {prompt.prompt_id: prompt for prompt in prompts}
+    return [
+        SampleRequest(sample_id=f"{step}/{prompt_id}/greedy", prompt=prompt, seed=0, temperature=0.0)
+        for prompt_id, prompt in different.items()
+    ]

@@ -299,7 +299,7 @@ class RolloutEngine:
         """Submits a request for a sample; its number."""
         prompt = request.prompt
         self._check_tokens(f"prompt {prompt.prompt_id!r}", prompt.token_ids, self._rollout.max_new_tokens)
-        params = generation_params(self._rollout, request.seed, self._stop_token_ids)
+        params = generation_params(self._rollout, request, self._stop_token_ids)
         return requests.add(prompt.token_ids, params)
 
     def _check_tokens(self, what: str, ids: Sequence[int], new_tokens: int) -> None:

@@ -9,19 +9,21 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
 
     from megarl.config.schema import Rollout as RolloutConfig
+    from megarl.types import SampleRequest
 
 _SEED_MASK = 2**63 - 1
 
 
-def generation_params(rollout: RolloutConfig, seed: int, stop_token_ids: Sequence[int]) -> SamplingParams:
+def generation_params(rollout: RolloutConfig, request: SampleRequest, stop_token_ids: Sequence[int]) -> SamplingParams:
     """Samples one response and returns the log-probability of each of its tokens.
 
     They are of the distribution that was sampled from: after temperature, top-p, top-k and the mask that keeps end
     tokens out of the first ``min_new_tokens``, renormalised. Trainers divide by the temperature alone (the full
-    softmax, as for the ratios of PPO): where one of the others is on, the two differ by what it cuts off.
+    softmax, as for the ratios of PPO): where one of the others is on, the two differ by what it cuts off. Those of a
+    greedy response are at temperature 1, and vLLM lets top-p and top-k rest.
 
     Args:
-        seed: up to 64 bits; vLLM draws from its lower 63, since it keeps seeds as signed numbers and reads -1 as
+        request: of its seed vLLM draws from the lower 63 bits, since it keeps seeds as signed numbers and reads -1 as
             no seed.
         stop_token_ids: ids that end a response; the response includes the one that it ended with.
     """
@@ -29,10 +31,10 @@ def generation_params(rollout: RolloutConfig, seed: int, stop_token_ids: Sequenc
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        temperature=rollout.temperature,
+        temperature=rollout.temperature if request.temperature is None else request.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k or 0,
-        seed=seed & _SEED_MASK,
+        seed=request.seed & _SEED_MASK,
         min_tokens=rollout.min_new_tokens,
         max_tokens=rollout.max_new_tokens,
         stop=list(rollout.stop),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megarl.config.schema import SourceFields
-from megarl.data.prompts import load_prompts, random_prompts, sample_requests
+from megarl.data.prompts import greedy_requests, load_prompts, random_prompts, sample_requests
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.types import Prompt
 from tests.data.rows import jsonl, transformers_own
@@ -133,6 +133,16 @@ def test_sample_seeds_belong_to_the_sample() -> None:
     assert {r.seed for r in sample_requests(prompts, 3, seed=0, step=6)}.isdisjoint(r.seed for r in requests)
     twice = sample_requests([prompts[0], prompts[0]], 2, seed=0, step=5)
     assert [r.sample_id for r in twice] == [f"5/p0/{i}" for i in range(4)]
+
+
+def test_every_different_prompt_has_one_greedy_response() -> None:
+    first, second = prompts_of(2)
+    requests = greedy_requests([first, second, first], step=3)
+    assert [(r.sample_id, r.prompt, r.temperature) for r in requests] == [
+        ("3/p0/greedy", first, 0.0),
+        ("3/p1/greedy", second, 0.0),
+    ]
+    assert {r.temperature for r in sample_requests([first], 2, seed=0, step=3)} == {None}
 
 
 def test_seeds_are_the_same_in_another_process() -> None:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.types import Ragged
 from tests.rollout.conftest import Answers
-from tests.rollout.models import USED_VOCAB
+from tests.rollout.models import USED_VOCAB, VOCAB
 
 
 def assert_same(got: Answers, expected: Answers, *, atol: float = 0.0) -> None:
@@ -41,6 +41,22 @@ def hf_raw_logprobs(model_dir: Path, sequences: Sequence[Sequence[int]]) -> Ragg
         logprobs = logits[:-1, :USED_VOCAB].log_softmax(-1)
         rows.append(logprobs.gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1).numpy())
     return Ragged.from_rows(rows, np.float32)
+
+
+def hf_greedy(model_dir: Path, prompt: Sequence[int], new_tokens: int) -> list[int]:
+    """The likeliest response, token by token, its end token included, by transformers' ``generate``."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    unused = list(range(USED_VOCAB, VOCAB))
+    ids = torch.tensor([list(prompt)])
+    whole = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=new_tokens,
+        suppress_tokens=unused,
+        pad_token_id=0,
+    )
+    return whole[0, len(prompt) :].tolist()
 
 
 def truncated_logprobs(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megarl.data.prompts import greedy_requests
 from megarl.resharding import Place, SyncSpec
 from megarl.types import Prompt, SampleRequest, VersionSpan
 from megarl.weights.files import HFDirectory, read_config
@@ -19,7 +20,7 @@ from tests.rollout import in_process
 from tests.rollout.conftest import NEW_TOKENS, Answers, ask, requests, rollout_config, sequences, start
 from tests.rollout.engine_process import EngineProcess, RemoteError
 from tests.rollout.models import END, MAX_LEN, USED_VOCAB, VOCAB
-from tests.rollout.oracles import assert_close, assert_same, hf_logits, hf_raw_logprobs, truncated_logprobs
+from tests.rollout.oracles import assert_close, assert_same, hf_greedy, hf_logits, hf_raw_logprobs, truncated_logprobs
 from tests.rollout.syncing import Trainer, sync
 
 pytestmark = pytest.mark.e2e
@@ -200,6 +201,22 @@ def test_every_64_bit_seed_is_a_seed(engine: EngineProcess, models: Mapping[str,
     asked = [SampleRequest(sample_id=str(seed), prompt=prompt, seed=seed) for seed in (0, 2**63 - 1, 2**64 - 1)]
     first, second = (engine.apply(in_process.generate, asked, [3])[1][0] for _ in range(2))
     np.testing.assert_array_equal(first.response_ids.values, second.response_ids.values)
+
+
+def test_a_greedy_request_gets_what_transformers_takes_and_leaves_the_others_alone(
+    engine: EngineProcess, models: Mapping[str, Path]
+) -> None:
+    resync(engine, models["qwen2"])
+    sampled = requests(6)
+    _, (alone,) = engine.apply(in_process.generate, sampled, [6])
+    prompts = [request.prompt for request in sampled[::2]]
+    mixed = [r for pair in zip(sampled[::2], greedy_requests(prompts, step=1), strict=True) for r in pair]
+    _, (together,) = engine.apply(in_process.generate, mixed, [6])
+    for index, prompt in enumerate(prompts):
+        expected = hf_greedy(models["qwen2"], prompt.token_ids, NEW_TOKENS)
+        assert together.response_ids[2 * index + 1].tolist() == expected
+        np.testing.assert_array_equal(together.response_ids[2 * index], alone.response_ids[2 * index])
+        np.testing.assert_array_equal(together.rollout_logprobs[2 * index], alone.rollout_logprobs[2 * index])
 
 
 def test_ids_that_mean_nothing_are_never_sampled(engine: EngineProcess, models: Mapping[str, Path]) -> None:
