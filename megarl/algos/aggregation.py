@@ -1,8 +1,15 @@
 """Token weights that turn values per token into a number: loss = sum over all tokens of weight * value.
 
 The weights contain the denominator of a whole optimizer step, over its micro-batches and ranks, so that the sum does
-not depend on how the step is split. An aggregation is a function of (response_mask, total_tokens, total_sequences,
-dtype) like those below.
+not depend on how the step is split. It is that of the original masks: tokens that a correction drops stay in it. An
+aggregation is a function like those below:
+
+    response_mask: [B, R] bool, of some rows of the step.
+    total_tokens: counting tokens of the step, over all micro-batches and ranks.
+    total_sequences: rows of the step with a counting token, over all micro-batches and ranks.
+    dtype: of the weights.
+
+It returns [B, R], 0 off the mask.
 """
 
 from __future__ import annotations
@@ -14,35 +21,80 @@ from torch import Tensor
 def token_mean(
     response_mask: Tensor, *, total_tokens: int, total_sequences: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Every counting token weighs 1 / total_tokens: the mean over the tokens of the optimizer step.
+    """The mean over the tokens of the optimizer step.
+
+    Every counting token weighs 1 / total_tokens. Source: OpenRLHF, verl and DAPO (Yu et al., 2025).
 
     Args:
-        response_mask: [B, R] bool, of some rows of the step.
-        total_tokens: counting tokens of the step, over all micro-batches and ranks.
-        total_sequences: rows of the step, over all micro-batches and ranks; not used. See sequence_mean.
-        dtype: of the weights.
-
-    Returns:
-        [B, R], 0 off the mask.
+        response_mask, total_tokens, total_sequences, dtype: see the module.
     """
     del total_sequences
     return response_mask.to(dtype) / max(total_tokens, 1)
 
 
+def token_sum(
+    response_mask: Tensor, *, total_tokens: int, total_sequences: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The sum over the tokens of the optimizer step.
+
+    Every counting token weighs 1: the learning rate is in proportion to the tokens of a step. Source: verl.
+
+    Args:
+        response_mask, total_tokens, total_sequences, dtype: see the module.
+    """
+    del total_tokens, total_sequences
+    return response_mask.to(dtype)
+
+
 def sequence_mean(
     response_mask: Tensor, *, total_tokens: int, total_sequences: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """A token of a row with n counting tokens weighs 1 / (n * total_sequences): the mean over rows of their means.
+    """The mean over sequences of the means over their tokens.
 
-    A row without a counting token adds 0 to the sum. Callers pass the number of all rows of the step (a schedule's
-    ``total_rows``), so that such a row is averaged over as one of mean 0; with the number of rows that have a counting
-    token it would be left out.
+    A token of a row with n counting tokens weighs 1 / (n * total_sequences); a row without one is not averaged over.
+    Source: GRPO (Shao et al., 2024) and GSPO (Zheng et al., 2025).
 
-    Args: as for token_mean; here it is ``total_tokens`` that is not used.
+    Args:
+        response_mask, total_tokens, total_sequences, dtype: see the module.
     """
     del total_tokens
     lengths = response_mask.sum(-1, keepdim=True).clamp(min=1)
     return response_mask.to(dtype) / (lengths * max(total_sequences, 1))
+
+
+def sequence_sum(
+    response_mask: Tensor, *, total_tokens: int, total_sequences: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The mean over sequences of the sums over their tokens.
+
+    Every counting token weighs 1 / total_sequences. Source: verl's seq-mean-token-sum.
+
+    Args:
+        response_mask, total_tokens, total_sequences, dtype: see the module.
+    """
+    del total_tokens
+    return response_mask.to(dtype) / max(total_sequences, 1)
+
+
+def sequence_sum_norm(
+    response_mask: Tensor,
+    *,
+    total_tokens: int,
+    total_sequences: int,
+    dtype: torch.dtype = torch.float32,
+    tokens: float,
+) -> Tensor:
+    """The mean over sequences of the sums over their tokens, in units of a constant length.
+
+    Every counting token weighs 1 / (total_sequences * tokens). Source: Dr. GRPO, Liu et al., "Understanding
+    R1-Zero-like training" (2025), with the longest response as the constant.
+
+    Args:
+        response_mask, total_tokens, total_sequences, dtype: see the module.
+        tokens: the constant, the same in all steps.
+    """
+    del total_tokens
+    return response_mask.to(dtype) / (max(total_sequences, 1) * tokens)
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:

@@ -11,15 +11,24 @@ from torch import Tensor
 from megarl.algos.advantages import gae, grpo
 from megarl.algos.aggregation import sequence_mean, token_mean
 from megarl.algos.kl import k1, k2, k3
-from megarl.algos.losses import LossTerms, clipped_policy_loss
+from megarl.algos.policy import ppo
+from megarl.algos.terms import LossTerms
 
 T = TypeVar("T")
 
 
 class PolicyLoss(Protocol):
-    """See losses.clipped_policy_loss."""
+    """See policy.ppo."""
 
-    def __call__(self, new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip: float) -> LossTerms: ...
+    def __call__(
+        self,
+        new_logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        *,
+        clip: float,
+    ) -> LossTerms: ...
 
 
 class Aggregation(Protocol):
@@ -47,7 +56,7 @@ class OutcomeAdvantages(Protocol):
 KL_ESTIMATORS: Final[Mapping[str, Callable[[Tensor, Tensor], Tensor]]] = {"k1": k1, "k2": k2, "k3": k3}
 ADVANTAGES: Final[Mapping[str, Advantages]] = {"gae": gae}
 OUTCOME_ADVANTAGES: Final[Mapping[str, OutcomeAdvantages]] = {"grpo": grpo}
-POLICY_LOSSES: Final[Mapping[str, PolicyLoss]] = {"clip": clipped_policy_loss}
+POLICY_LOSSES: Final[Mapping[str, PolicyLoss]] = {"clip": ppo}
 AGGREGATIONS: Final[Mapping[str, Aggregation]] = {"token_mean": token_mean, "sequence_mean": sequence_mean}
 
 

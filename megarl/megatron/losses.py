@@ -11,13 +11,9 @@ import torch
 from torch import Tensor
 
 from megarl.algos.aggregation import token_mean, weighted_sum
-from megarl.algos.losses import (
-    LossTerms,
-    clipped_value_loss,
-    with_entropy_bonus,
-    with_kl_penalty,
-)
 from megarl.algos.registry import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, choose
+from megarl.algos.terms import LossTerms, with_term
+from megarl.algos.values import mse
 from megarl.config.schema import Algo
 from megarl.data.alignment import align, response_mask
 from megarl.data.packing import Chunks, gather
@@ -54,10 +50,10 @@ def policy_loss(
             role.model, batch, hidden, vocab_size=role.vocab_size, temperature=temperature
         )
         new, column = align(flat, mask), _columns(batch, experience, mask)
-        loss = loss_function(new, column("old_logprobs"), column("advantages"), clip=algo.clip)
+        loss = loss_function(new, column("old_logprobs"), column("advantages"), mask, clip=algo.clip)
         if algo.kl.placement == "loss" and algo.kl.coef > 0:
-            loss = with_kl_penalty(loss, estimate(new, column("ref_logprobs")), coef=kl_coef)
-        return with_entropy_bonus(loss, align(entropy, mask), coef=algo.entropy_coef)
+            loss = with_term(loss, "kl", estimate(new, column("ref_logprobs")), coef=kl_coef)
+        return with_term(loss, "entropy", align(entropy, mask), coef=-algo.entropy_coef)
 
     return _aggregated(algo, of_tokens)
 
@@ -68,7 +64,7 @@ def value_loss(role: Role, algo: Algo, experience: Chunks[ExperienceChunk]) -> S
     def of_tokens(batch: MicroBatch, hidden: Tensor, mask: Tensor) -> LossTerms:
         values = align(response_values(role.model, batch, hidden), mask)
         column = _columns(batch, experience, mask)
-        return clipped_value_loss(values, column("old_values"), column("returns"), clip=algo.value_clip)
+        return mse(values, column("old_values"), column("returns"), clip=algo.value_clip)
 
     return _aggregated(algo, of_tokens)
 
@@ -94,7 +90,8 @@ def _aggregated(algo: Algo, of_tokens: Callable[[MicroBatch, Tensor, Tensor], Lo
             tokens = of_tokens(batch, hidden, mask)
             mean = token_mean(mask, total_tokens=tokens_in_step, total_sequences=rows_in_step)
             weights = aggregate(mask, total_tokens=tokens_in_step, total_sequences=rows_in_step)
-            metrics = {name: weighted_sum(values, mean) for name, values in tokens.metrics.items()}
+            told = {**tokens.metrics, **tokens.spreads}
+            metrics = {name: weighted_sum(values, mean) for name, values in told.items()}
             return weighted_sum(tokens.values, weights), metrics
 
         return loss

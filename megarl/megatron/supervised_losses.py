@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megarl.algos.losses import bradley_terry_loss
+from megarl.algos.preference import pairwise
 from megarl.megatron.heads import response_logprobs, row_scores
 from megarl.megatron.pipeline import MicroBatch
 from megarl.megatron.role import Loss, Role, StepLoss
@@ -37,7 +37,7 @@ def sft_loss(role: Role) -> StepLoss:
 
 
 def preference_loss(role: Role, centering: float) -> StepLoss:
-    """The reward model's loss on preference pairs: the mean over the pairs of the step; see algos.losses.
+    """The reward model's loss on preference pairs: the mean over the pairs of the step; see algos.preference.
 
     Rows 2i and 2i + 1 of a chunk are the chosen and the rejected response of a pair, and neighbours in a pack.
 
@@ -51,7 +51,7 @@ def preference_loss(role: Role, centering: float) -> StepLoss:
         def loss(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             assert _are_pairs(batch.rows), "a pack holds pairs, the chosen response first"
             scores = row_scores(role.model, batch, hidden)
-            pairs = bradley_terry_loss(scores[0::2], scores[1::2], centering=centering)
+            pairs = pairwise(scores[0::2], scores[1::2], centering=centering)
             metrics = {name: values.sum() * weight for name, values in pairs.metrics.items()}
             return pairs.values.sum() * weight, metrics
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.algos.advantages import grpo, per_token
-from megarl.algos.losses import bradley_terry_loss
 from megarl.algos.metrics import group_metrics
+from megarl.algos.preference import pairwise
 from megarl.algos.rewards import normalise_scores, score_scale, shape_scores
 from tests.oracle import ppo as oracle
 
@@ -72,7 +72,7 @@ def test_group_metrics_by_hand() -> None:
 
 
 def test_a_pair_by_hand() -> None:
-    loss = bradley_terry_loss(torch.tensor([1.0, 0.5]), torch.tensor([0.0, 0.5]), centering=0.1)
+    loss = pairwise(torch.tensor([1.0, 0.5]), torch.tensor([0.0, 0.5]), centering=0.1)
     expected = [math.log(1 + math.exp(-1)) + 0.1, math.log(2) + 0.1]
     assert loss.values.tolist() == pytest.approx(expected)
     assert {name: values.tolist() for name, values in loss.metrics.items()} == {
@@ -90,12 +90,12 @@ def test_the_gradient_of_a_pair_agrees_with_finite_differences_and_is_finite_far
     )
 
     def loss(c: Tensor, r: Tensor) -> Tensor:
-        return bradley_terry_loss(c, r, centering=0.1).values
+        return pairwise(c, r, centering=0.1).values
 
     assert torch.autograd.gradcheck(loss, (chosen.requires_grad_(), rejected.requires_grad_()))
-    far = bradley_terry_loss(torch.tensor([-1e4]), torch.tensor([1e4]))
+    far = pairwise(torch.tensor([-1e4]), torch.tensor([1e4]))
     assert far.values.item() == pytest.approx(2e4)
-    assert not any(metric.requires_grad for metric in bradley_terry_loss(chosen, rejected).metrics.values())
+    assert not any(metric.requires_grad for metric in pairwise(chosen, rejected).metrics.values())
 
 
 # ---- scores

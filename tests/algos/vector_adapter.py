@@ -18,16 +18,10 @@ from megarl.algos.advantages import gae, grpo, per_token
 from megarl.algos.aggregation import sequence_mean, token_mean, weighted_sum
 from megarl.algos.controllers import kl_controller
 from megarl.algos.kl import k1, k2, k3
-from megarl.algos.losses import (
-    LossTerms,
-    bradley_terry_loss,
-    clipped_policy_loss,
-    clipped_value_loss,
-    with_entropy_bonus,
-    with_kl_penalty,
-)
 from megarl.algos.metrics import objective_metrics, value_metrics
 from megarl.algos.normalisation import masked_moments, whiten
+from megarl.algos.policy import ppo
+from megarl.algos.preference import pairwise
 from megarl.algos.rewards import (
     clip_scores,
     kl_penalties,
@@ -36,6 +30,8 @@ from megarl.algos.rewards import (
     score_scale,
     token_rewards,
 )
+from megarl.algos.terms import LossTerms, with_term
+from megarl.algos.values import mse
 
 Args = dict[str, Any]
 AGGREGATIONS = {"token-mean": token_mean, "seq-mean-token-mean": sequence_mean}
@@ -201,17 +197,17 @@ def policy_loss(args: Args) -> Args:
     mask = take_mask(args)
     weights = aggregate_weights({"mode": args.pop("agg", "token-mean")}, mask, torch.arange(len(mask)))
     done(args)
-    loss = clipped_policy_loss(new.requires_grad_(), old, advantages, clip=0.2)
+    loss = ppo(new.requires_grad_(), old, advantages, mask)
     total = weighted_sum(loss.values, weights)
     (grad,) = torch.autograd.grad(total, new)
-    ratio = loss.metrics["ratio"][mask]
+    ratio = loss.spreads["ratio"][mask]
     return {
         "loss": total,
         "grad": grad,
         "clipfrac": mean(loss, "clipfrac", mask),
         "ppo_kl": mean(loss, "ppo_kl", mask),
         "approxkl": mean(loss, "approxkl", mask),
-        "ratio_mean": mean(loss, "ratio", mask),
+        "ratio_mean": ratio.mean(),
         "ratio_max": ratio.max(),
         "ratio_min": ratio.min(),
     }
@@ -222,7 +218,7 @@ def value_loss(args: Args) -> Args:
     values, old_values, returns = take(args, "values", "old_values", "returns")
     mask, clip = take_mask(args), args.pop("clip", 0.2)
     done(args)
-    loss = clipped_value_loss(values.requires_grad_(), old_values, returns, clip=clip)
+    loss = mse(values.requires_grad_(), old_values, returns, clip=clip)
     total = weighted_sum(loss.values, aggregate_weights({"mode": "token-mean"}, mask, torch.arange(len(mask))))
     (grad,) = torch.autograd.grad(total, values)
     return {
@@ -296,7 +292,7 @@ def rm_pairwise(args: Args) -> Args:
     chosen, rejected = take(args, "chosen", "rejected")
     centering = args.pop("center", 0.0)
     done(args)
-    loss = bradley_terry_loss(chosen.requires_grad_(), rejected.requires_grad_(), centering=centering)
+    loss = pairwise(chosen.requires_grad_(), rejected.requires_grad_(), centering=centering)
     grad_chosen, grad_rejected = torch.autograd.grad(loss.values.mean(), (chosen, rejected))
     return {
         "loss": loss.values.mean(),
@@ -311,8 +307,8 @@ def combine_actor_loss(args: Args) -> Args:
     pg, entropy, kl = take(args, "pg", "entropy", "kl")
     entropy_coef, kl_coef = args.pop("entropy_coef"), args.pop("kl_coef")
     done(args)
-    loss = with_kl_penalty(LossTerms(values=pg, metrics={}), kl, coef=kl_coef)
-    return {"loss": with_entropy_bonus(loss, entropy, coef=entropy_coef).values}
+    loss = with_term(LossTerms(values=pg, metrics={}), "kl", kl, coef=kl_coef)
+    return {"loss": with_term(loss, "entropy", entropy, coef=-entropy_coef).values}
 
 
 RUNNERS: dict[str, Callable[[Args], Args]] = {

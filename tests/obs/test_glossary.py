@@ -10,13 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megarl.algos.losses import (
-    bradley_terry_loss,
-    clipped_policy_loss,
-    clipped_value_loss,
-    with_entropy_bonus,
-    with_kl_penalty,
-)
+from megarl.algos.policy import ppo
+from megarl.algos.preference import pairwise
+from megarl.algos.terms import with_term
+from megarl.algos.values import mse
 from tests.obs.glossary import undescribed
 
 PACKAGE = Path(__file__).parents[2] / "megarl"
@@ -43,11 +40,11 @@ def test_every_metric_that_the_code_names_is_described() -> None:
 
 def test_every_metric_of_a_loss_is_described() -> None:
     x = torch.zeros(1, 1)
-    policy = with_kl_penalty(clipped_policy_loss(x, x, x, clip=0.2), x, coef=0.1)
+    policy = with_term(with_term(ppo(x, x, x, x.bool()), "kl", x, coef=0.1), "entropy", x, coef=-0.1)
     losses: Mapping[str, Mapping[str, Tensor]] = {
-        "policy": with_entropy_bonus(policy, x, coef=0.1).metrics,
-        "value": clipped_value_loss(x, x, x, clip=0.2).metrics,
-        "reward_model": bradley_terry_loss(x[0], x[0]).metrics,
+        "policy": {**policy.metrics, **policy.spreads},
+        "value": mse(x, x, x).metrics,
+        "reward_model": pairwise(x[0], x[0]).metrics,
         "sft": {"entropy": x},
     }
     of_updates = ("loss", "grad_norm", "lr", "skipped")

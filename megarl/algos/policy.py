@@ -1,0 +1,275 @@
+"""Policy-gradient losses.
+
+All are functions of (new_logprobs, old_logprobs, advantages, response_mask) and options:
+
+    new_logprobs: [B, R] nats, of the policy in training; carries the gradient.
+    old_logprobs: [B, R] nats, of the policy before the update.
+    advantages: [B, R].
+    response_mask: [B, R] bool, True = counts; it matters where a loss looks at a sequence as a whole.
+
+With d = new - old, r = exp(d), d clamped to +-``log_clamp`` without a gradient there. Metrics of all: ``approxkl``,
+d^2 / 2 nats; ``ppo_kl``, -d nats; ``clipfrac``, 1 where a clip decides; ``clipfrac_lower``, 1 where the bound of a dual
+clip is the loss; and the spread of ``ratio``, r.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megarl.algos.terms import LossTerms
+
+MAX_LOG_RATIO = 20.0
+
+
+def ppo(
+    new_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip: float = 0.2,
+    clip_high: float | None = None,
+    dual_clip: float | None = None,
+    delta: float | None = None,
+    ratio_clamp: tuple[float, float] | None = None,
+    log_clamp: float = MAX_LOG_RATIO,
+) -> LossTerms:
+    """PPO's clipped objective, a maximum of two terms per token.
+
+    l = max(-A * r, -A * clamp(r, 1 - clip, 1 + clip_high)). With ``dual_clip`` c, l is at most -A * c where A < 0; with
+    ``delta``, the first term is -A * min(r, delta); with ``ratio_clamp`` (low, high), r is clamped to it before all
+    else. Source: Schulman et al., "Proximal policy optimization algorithms" (2017); clip_high is DAPO's (Yu et al.,
+    2025); dual_clip that of Ye et al., "Mastering complex control in MOBA games" (2020); delta is TRL's and
+    INTELLECT-2's; ratio_clamp ColossalChat's.
+
+    Args:
+        new_logprobs, old_logprobs, advantages, response_mask: see the module.
+        clip: how far r may fall below 1.
+        clip_high: how far r may rise above 1; None: as far as it may fall.
+        dual_clip: most that a token with A < 0 may cost, in units of |A|; above 1.
+        delta: bound of r in the unclipped term; above 1 + clip_high.
+        ratio_clamp: bounds of r in both terms.
+        log_clamp: most |d|, nats.
+    """
+    del response_mask
+    difference = new_logprobs - old_logprobs
+    ratio = difference.clamp(-log_clamp, log_clamp).exp()
+    if ratio_clamp is not None:
+        ratio = ratio.clamp(*ratio_clamp)
+    unclipped = -advantages * (ratio if delta is None else ratio.clamp(max=delta))
+    clipped = -advantages * ratio.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high))
+    values, is_bounded = torch.maximum(unclipped, clipped), torch.zeros_like(clipped, dtype=torch.bool)
+    if dual_clip is not None:
+        bound = -advantages * dual_clip
+        is_bounded = (advantages < 0) & (values > bound)
+        values = torch.where(is_bounded, bound, values)
+    return _terms(values, difference, clipped > unclipped, log_clamp=log_clamp, is_bounded=is_bounded)
+
+
+def gspo(
+    new_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip: float = 3e-4,
+    clip_high: float | None = 4e-4,
+    log_clamp: float = MAX_LOG_RATIO,
+) -> LossTerms:
+    """PPO's clipped objective with one ratio per sequence, the geometric mean of its tokens' ratios.
+
+    s = exp(sum(d) / n) over the row's n counting tokens, and l = max(-A * s, -A * clamp(s, 1 - clip, 1 + clip_high)).
+    Its aggregation is sequence_mean. Source: Zheng et al., "Group sequence policy optimization" (2025).
+
+    Args:
+        new_logprobs, old_logprobs, advantages, response_mask: see the module.
+        clip: how far s may fall below 1.
+        clip_high: how far s may rise above 1; None: as far as it may fall.
+        log_clamp: most |log s|, nats.
+
+    Returns:
+        Metrics also: ``sequence_ratio``, s.
+    """
+    difference = new_logprobs - old_logprobs
+    ratio = row_mean(difference, response_mask).clamp(-log_clamp, log_clamp).exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high))
+    values = torch.maximum(unclipped, clipped)
+    return _terms(values, difference, clipped > unclipped, log_clamp=log_clamp, sequence_ratio=ratio)
+
+
+def cispo(
+    new_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip: float = 0.2,
+    clip_high: float | None = None,
+    log_clamp: float = MAX_LOG_RATIO,
+) -> LossTerms:
+    """REINFORCE with a clipped importance weight: every token keeps its gradient.
+
+    l = -w * A * new with w = clamp(r, 1 - clip, 1 + clip_high), without a gradient. Source: MiniMax, "MiniMax-M1:
+    scaling test-time compute efficiently with lightning attention" (2025), where clip is 1 or more.
+
+    Args:
+        new_logprobs, old_logprobs, advantages, response_mask: see the module.
+        clip: how far w may fall below 1.
+        clip_high: how far w may rise above 1; None: as far as it may fall.
+        log_clamp: most |d|, nats.
+    """
+    del response_mask
+    high = 1 + (clip if clip_high is None else clip_high)
+    return _truncated_reinforce(new_logprobs, old_logprobs, advantages, low=1 - clip, high=high, log_clamp=log_clamp)
+
+
+def cispo_upper(
+    new_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    max_ratio: float = 5.0,
+    log_clamp: float = MAX_LOG_RATIO,
+) -> LossTerms:
+    """CISPO whose importance weight has an upper bound alone.
+
+    l = -w * A * new with w = min(r, max_ratio), without a gradient. Source: TRL's CISPO, whose ``epsilon_high`` is this
+    bound.
+
+    Args:
+        new_logprobs, old_logprobs, advantages, response_mask: see the module.
+        max_ratio: bound of w itself.
+        log_clamp: most |d|, nats.
+    """
+    del response_mask
+    return _truncated_reinforce(new_logprobs, old_logprobs, advantages, low=0.0, high=max_ratio, log_clamp=log_clamp)
+
+
+def sapo(
+    new_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+    log_clamp: float = MAX_LOG_RATIO,
+) -> LossTerms:
+    """A soft gate in place of the clip.
+
+    l = -(4 / tau) * sigmoid(tau * (r - 1)) * A, tau = tau_pos where A > 0, else tau_neg; at r = 1 the gradient is that
+    of PPO. Source: Gao et al., "Soft adaptive policy optimization" (2025), as in verl, TRL and AReaL.
+
+    Args:
+        new_logprobs, old_logprobs, advantages, response_mask: see the module.
+        tau_pos: how sharp the gate is where A > 0.
+        tau_neg: how sharp it is elsewhere.
+        log_clamp: most |d|, nats.
+    """
+    del response_mask
+    difference = new_logprobs - old_logprobs
+    ratio = difference.clamp(-log_clamp, log_clamp).exp()
+    tau = torch.where(advantages > 0, tau_pos, tau_neg).to(ratio.dtype)
+    values = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages
+    return _terms(values, difference, torch.zeros_like(advantages, dtype=torch.bool), log_clamp=log_clamp)
+
+
+def gmpo(
+    new_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip: float = 0.4,
+    clip_high: float | None = None,
+    log_clamp: float = MAX_LOG_RATIO,
+) -> LossTerms:
+    """The geometric mean of the clipped token ratios of a sequence.
+
+    l = -mean(A) * exp(mean(e)) over the row's counting tokens, on each of them; e = min(d, clamp(d, -clip, clip_high))
+    where A >= 0 and the maximum of the two elsewhere. Its aggregation is sequence_mean. Source: Zhao et al.,
+    "Geometric-mean policy optimization" (2025).
+
+    Args:
+        new_logprobs, old_logprobs, advantages, response_mask: see the module.
+        clip: how far d may fall below 0, nats.
+        clip_high: how far d may rise above 0, nats; None: as far as it may fall.
+        log_clamp: most |d|, nats.
+
+    Returns:
+        Metrics also: ``sequence_ratio``, exp(mean(e)).
+    """
+    difference = new_logprobs - old_logprobs
+    free = difference.clamp(-log_clamp, log_clamp)
+    kept = free.clamp(-clip, clip if clip_high is None else clip_high)
+    pessimistic = torch.where(advantages >= 0, torch.minimum(free, kept), torch.maximum(free, kept))
+    ratio = row_mean(pessimistic, response_mask).exp()
+    values = (-row_mean(advantages, response_mask) * ratio).expand_as(difference)
+    return _terms(values, difference, pessimistic != free, log_clamp=log_clamp, sequence_ratio=ratio)
+
+
+def reinforce(
+    new_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    log_clamp: float = MAX_LOG_RATIO,
+) -> LossTerms:
+    """The plain policy gradient, without a ratio.
+
+    l = -A * new. Source: Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement
+    learning" (1992).
+
+    Args:
+        new_logprobs, old_logprobs, advantages, response_mask: see the module; the old ones make metrics only.
+        log_clamp: most |d| in the metrics, nats.
+    """
+    del response_mask
+    nothing = torch.zeros_like(advantages, dtype=torch.bool)
+    return _terms(-advantages * new_logprobs, new_logprobs - old_logprobs, nothing, log_clamp=log_clamp)
+
+
+def row_mean(values: Tensor, response_mask: Tensor) -> Tensor:
+    """[B, 1]: the mean over each row's counting tokens, 0 in a row without one."""
+    counted = torch.where(response_mask, values, torch.zeros_like(values))
+    return counted.sum(-1, keepdim=True) / response_mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+def _truncated_reinforce(
+    new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, low: float, high: float, log_clamp: float
+) -> LossTerms:
+    difference = new_logprobs - old_logprobs
+    ratio = difference.detach().clamp(-log_clamp, log_clamp).exp()
+    weight = ratio.clamp(low, high)
+    return _terms(-weight * advantages * new_logprobs, difference, weight != ratio, log_clamp=log_clamp)
+
+
+def _terms(
+    values: Tensor,
+    difference: Tensor,
+    is_clipped: Tensor,
+    *,
+    log_clamp: float,
+    is_bounded: Tensor | None = None,
+    sequence_ratio: Tensor | None = None,
+) -> LossTerms:
+    """The values with the metrics that the module names."""
+    moved = difference.detach()
+    ratio = moved.clamp(-log_clamp, log_clamp).exp()
+    bounded = torch.zeros_like(ratio) if is_bounded is None else is_bounded.to(ratio.dtype)
+    of_sequences = {} if sequence_ratio is None else {"sequence_ratio": sequence_ratio.detach().expand_as(ratio)}
+    return LossTerms(
+        values=values,
+        metrics={
+            "clipfrac": is_clipped.to(ratio.dtype),
+            "clipfrac_lower": bounded,
+            "approxkl": moved.square() / 2,
+            "ppo_kl": -moved,
+            **of_sequences,
+        },
+        spreads={"ratio": ratio},
+    )
