@@ -201,17 +201,19 @@ class RolloutChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class TextChunk:
-    """Some rows of a data set, tokenised: the unit in which demonstrations and preference pairs move.
+    """Some rows of a data set, tokenised: the unit in which demonstrations and preferences move.
 
     Args:
         sample_ids: N ids.
-        prompt_ids, response_ids: N rows of int32 token ids, the end token included. Of preference pairs, row 2i is the
-            chosen response and row 2i + 1 the rejected one.
+        prompt_ids, response_ids: N rows of int32 token ids, the end token included. The responses of a preference are
+            neighbours, the best one first: of pairs, row 2i is the chosen response and row 2i + 1 the rejected one.
+        margins: [N] float32, by which the best response of a row's preference is better; None where nothing says so.
     """
 
     sample_ids: tuple[str, ...]
     prompt_ids: Ragged
     response_ids: Ragged
+    margins: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,12 +285,14 @@ class RankSchedule:
         packs: rows of each micro-batch; the same number of packs on every DP rank.
         pack_tokens: every pack is padded to this many tokens; the same on every DP rank.
         total_rows: samples in the pass, over all ranks.
-        total_response_tokens: response tokens in the pass, over all ranks: a loss's global denominator.
+        total_sequences: those of them with a response token.
+        total_response_tokens: response tokens in the pass, over all ranks. These are a loss's global denominators.
     """
 
     packs: tuple[tuple[PackRow, ...], ...]
     pack_tokens: int
     total_rows: int
+    total_sequences: int
     total_response_tokens: int
 
     @property

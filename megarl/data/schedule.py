@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megarl.data.balance import deal, packed, spread
 from megarl.data.hashing import stable_hash
@@ -120,6 +121,19 @@ def mini_batch_members(
     return [ordered[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
+def under_one_length(one: Schedule, other: Schedule) -> tuple[Schedule, Schedule]:
+    """Two passes that make one optimizer step: pipelines exchange tensors of one shape, so all packs get one length.
+
+    The passes keep their own denominators.
+    """
+    pack_tokens = max(rank.pack_tokens for schedule in (one, other) for rank in schedule.ranks)
+
+    def lengthened(schedule: Schedule) -> Schedule:
+        return Schedule(ranks=tuple(replace(rank, pack_tokens=pack_tokens) for rank in schedule.ranks))
+
+    return lengthened(one), lengthened(other)
+
+
 def _check(samples: Sequence[SampleInfo], tokens_per_micro_batch: int) -> None:
     if not samples:
         raise ValueError("there are no samples to schedule")
@@ -162,6 +176,7 @@ def _schedule(shares: Sequence[Sequence[Unit]], layout: Layout, budget: int) -> 
                 packs=tuple(tuple(itertools.chain.from_iterable(pack)) for pack in packs),
                 pack_tokens=-(-longest_pack // multiple) * multiple,
                 total_rows=sum(map(len, units)),
+                total_sequences=sum(row.response_tokens > 0 for unit in units for row in unit),
                 total_response_tokens=sum(row.response_tokens for unit in units for row in unit),
             )
             for packs in ranks

@@ -22,21 +22,21 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-LossOutput = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+LossOutput = tuple[torch.Tensor, torch.Tensor, object]
 
 
-def as_megatron_loss(loss: torch.Tensor, metrics: dict[str, torch.Tensor], factor: float) -> LossOutput:
+def as_megatron_loss(loss: torch.Tensor, told: object, factor: float) -> LossOutput:
     """What a loss function hands to Megatron's schedules.
 
     Args:
         loss: scalar, a weighted sum over the tokens of a micro-batch.
-        metrics: what the schedule collects.
+        told: what the schedule collects.
         factor: from ``probe_loss_factor``.
 
     Returns:
-        The loss divided by the factor, zero tokens (a count would make Megatron divide by it), and the metrics.
+        The loss divided by the factor, zero tokens (a count would make Megatron divide by it), and what is told.
     """
-    return loss / factor, torch.zeros((), dtype=torch.int, device=loss.device), metrics
+    return loss / factor, torch.zeros((), dtype=torch.int, device=loss.device), told
 
 
 class _Probe(MegatronModule):
@@ -73,7 +73,7 @@ def probe_loss_factor(
     model = DistributedDataParallel(config=config, ddp_config=ddp_config, module=probe, pg_collection=groups)
 
     def loss(output: torch.Tensor) -> LossOutput:
-        return as_megatron_loss(output, {}, factor=1.0)
+        return as_megatron_loss(output, None, factor=1.0)
 
     def step(_batches: Iterator[None], module: torch.nn.Module) -> tuple[torch.Tensor, partial[LossOutput]]:
         return module(), partial(loss)

@@ -18,6 +18,7 @@ from megarl.config.schema import Algo
 from megarl.data.alignment import align, response_mask
 from megarl.data.packing import Chunks, gather
 from megarl.megatron.heads import response_logprobs, response_values
+from megarl.megatron.measures import Measures, measured
 from megarl.megatron.pipeline import MicroBatch
 from megarl.megatron.role import Loss, Role, StepLoss
 from megarl.types import ExperienceChunk, Ragged, RankSchedule
@@ -82,17 +83,15 @@ def _aggregated(algo: Algo, of_tokens: Callable[[MicroBatch, Tensor, Tensor], Lo
     aggregate = choose(AGGREGATIONS, algo.aggregation, "algo.aggregation")
 
     def of_step(schedule: RankSchedule) -> Loss:
-        tokens_in_step, rows_in_step = schedule.total_response_tokens, schedule.total_rows
+        tokens_in_step, rows_in_step = schedule.total_response_tokens, schedule.total_sequences
 
-        def loss(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Measures]:
             assert batch.batch is not None
             mask = response_mask(batch.batch.response_lengths.tolist(), device=hidden.device)
             tokens = of_tokens(batch, hidden, mask)
             mean = token_mean(mask, total_tokens=tokens_in_step, total_sequences=rows_in_step)
             weights = aggregate(mask, total_tokens=tokens_in_step, total_sequences=rows_in_step)
-            told = {**tokens.metrics, **tokens.spreads}
-            metrics = {name: weighted_sum(values, mean) for name, values in told.items()}
-            return weighted_sum(tokens.values, weights), metrics
+            return weighted_sum(tokens.values, weights), measured(tokens, mask, mean)
 
         return loss
 

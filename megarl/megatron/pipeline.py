@@ -15,6 +15,7 @@ from torch.nn import Module
 
 from megarl.data.packing import Chunks, PackedBatch, PackShape, TokenChunk, pack, pack_shape
 from megarl.megatron.attention import PackParams
+from megarl.megatron.loss_scale import LossOutput, as_megatron_loss
 from megarl.megatron.model import RoleModel
 from megarl.types import PackRow, RankSchedule
 
@@ -36,6 +37,9 @@ class MicroBatch:
 
 Outcome = Callable[[MicroBatch, torch.Tensor], Any]
 """What the last stage makes of a micro-batch and its hidden states, [S, 1, H] or a sequence-parallel part of it."""
+
+Work = tuple[MicroBatch, Outcome]
+"""A micro-batch, and what is made of it."""
 
 
 def micro_batches(model: RoleModel, schedule: RankSchedule, chunks: Chunks[TokenChunk]) -> list[MicroBatch]:
@@ -60,30 +64,40 @@ def run_forward(model: RoleModel, batches: Sequence[MicroBatch], pack_tokens: in
         What ``outcome`` returned for each micro-batch; empty on the other stages.
     """
     with torch.no_grad():
-        return _run(model, model.chunks, batches, pack_tokens, outcome, forward_only=True)
+        work = [(batch, outcome) for batch in batches]
+        return _run(model, model.chunks, work, pack_tokens, forward_only=True)
 
 
 def run_forward_backward(
-    model: RoleModel, wrapped: Sequence[Module], batches: Sequence[MicroBatch], pack_tokens: int, outcome: Outcome
-) -> list[dict[str, torch.Tensor]]:
+    model: RoleModel, wrapped: Sequence[Module], work: Sequence[Work], pack_tokens: int, loss_factor: float
+) -> list[Any]:
     """Forward and backward passes; afterwards the gradients are reduced over DP.
 
     Args:
         wrapped: the chunks in Megatron's DDP wrapper.
-        outcome: called on the last stage; returns what ``loss_scale.as_megatron_loss`` returns.
+        work: outcomes are called on the last stage; they return a loss, which is added to those of the other
+            micro-batches and ranks, and what it tells.
+        loss_factor: of ``loss_scale``.
 
     Returns:
-        The metrics of each micro-batch on the last stage; empty on the other stages.
+        What was told of each micro-batch on the last stage; empty on the other stages.
     """
-    return _run(model, wrapped, batches, pack_tokens, outcome, forward_only=False)
+
+    def scaled(outcome: Outcome) -> Outcome:
+        def of(batch: MicroBatch, hidden: torch.Tensor) -> LossOutput:
+            loss, told = outcome(batch, hidden)
+            return as_megatron_loss(loss, told, loss_factor)
+
+        return of
+
+    return _run(model, wrapped, [(batch, scaled(outcome)) for batch, outcome in work], pack_tokens, forward_only=False)
 
 
 def _run(
     model: RoleModel,
     modules: Sequence[Module],
-    batches: Sequence[MicroBatch],
+    work: Sequence[Work],
     pack_tokens: int,
-    outcome: Outcome,
     *,
     forward_only: bool,
 ) -> list[Any]:
@@ -94,14 +108,14 @@ def _run(
     )
 
     def forward_step(iterator: Any, module: Module) -> tuple[torch.Tensor, Callable[..., Any]]:
-        batch = next(iterator)
+        batch, outcome = next(iterator)
         return _forward(module, batch), partial(_finish, outcome, batch)
 
     return schedule(
         forward_step_func=forward_step,
-        data_iterator=[iter(batches) for _ in modules],
+        data_iterator=[iter(work) for _ in modules],
         model=list(modules),
-        num_microbatches=len(batches),
+        num_microbatches=len(work),
         seq_length=pack_tokens,
         micro_batch_size=1,
         forward_only=forward_only,

@@ -3,32 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from megarl.config.schema import Optimizer
 from megarl.data.packing import Chunks, TokenChunk, scatter, scatter_scalars
 from megarl.megatron.groups import GroupCache, build_groups
 from megarl.megatron.heads import response_logprobs, response_values, row_scores
 from megarl.megatron.learning_rate import learning_rate
-from megarl.megatron.loss_scale import as_megatron_loss
+from megarl.megatron.measures import Measures, combined
 from megarl.megatron.model import Recompute, build_model
 from megarl.megatron.offload import HostCopy, release
 from megarl.megatron.optimizer import Trainer, build_trainer
-from megarl.megatron.pipeline import MicroBatch, micro_batches, run_forward, run_forward_backward
+from megarl.megatron.pipeline import MicroBatch, Work, micro_batches, run_forward, run_forward_backward
 from megarl.types import HEADS, HeadName, Layout, PackRow, Ragged, RankSchedule, RoleName
 from megarl.weights.regions import ShardMap
 from megarl.weights.specs import ModelSpec
 
 Chunk = TypeVar("Chunk", bound=TokenChunk)
-Loss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""From a micro-batch and its hidden states to a weighted sum and metric sums over its tokens, scalars all."""
+Loss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Measures]]
+"""From a micro-batch and its hidden states to a weighted sum over its tokens, a scalar, and what else it tells."""
 
 StepLoss = Callable[[RankSchedule], Loss]
 """The loss of an optimizer step, from its schedule."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixed(Generic[Chunk]):
+    """Rows of another kind that optimizer steps take along, in micro-batches of their own.
+
+    Args:
+        schedules: one per optimizer step, under the padded length of the step's own.
+        chunks: tokens and whatever columns the loss reads.
+        loss_of: their loss in a step, which is added to the step's own.
+    """
+
+    schedules: Sequence[RankSchedule]
+    chunks: Chunks[Chunk]
+    loss_of: StepLoss
+
 
 MAX_SKIPPED = 3
 """Optimizer steps in a row that end the run when each was skipped for a gradient that is not finite."""
@@ -178,49 +194,53 @@ class Role:
         return torch.cat(results).cpu().numpy() if self.reports else None
 
     def update(
-        self, schedules: Sequence[RankSchedule], chunks: Chunks[Chunk], loss_of: StepLoss
+        self,
+        schedules: Sequence[RankSchedule],
+        chunks: Chunks[Chunk],
+        loss_of: StepLoss,
+        mixed: Mixed[Any] | None = None,
     ) -> list[dict[str, float]]:
         """Takes one optimizer step per schedule.
 
         Args:
             chunks: tokens and whatever columns the loss reads.
             loss_of: the loss of an optimizer step, whose weights hold its global denominators.
+            mixed: what the steps take along, if anything.
 
         Returns:
-            Per step ``loss``, the loss's own metrics, ``grad_norm`` (before clipping), ``lr`` and ``skipped`` (1 where
-            the gradient was not finite), all global. Ranks before the last stage lack the loss and its metrics.
+            Per step ``loss``, what else the losses tell, ``grad_norm`` (before clipping), ``lr`` and ``skipped`` (1
+            where the gradient was not finite), all global. Ranks before the last stage lack the loss and its metrics.
 
         Raises:
             FloatingPointError: too many steps in a row were skipped; on all ranks.
         """
         assert self.trainer is not None, f"{self.name} is not in training"
         with self.trainer.gradients():
-            return [self._step(self.trainer, schedule, chunks, loss_of(schedule)) for schedule in schedules]
+            steps = []
+            for index, schedule in enumerate(schedules):
+                work = self._work(schedule, chunks, loss_of)
+                if mixed is not None:
+                    work += self._work(mixed.schedules[index], mixed.chunks, mixed.loss_of)
+                steps.append(self._step(self.trainer, work, schedule.pack_tokens))
+            return steps
 
     def evaluate(self, schedule: RankSchedule, chunks: Chunks[Chunk], loss_of: StepLoss) -> dict[str, float]:
-        """``loss`` and the loss's own metrics, as ``update`` tells them, without a step; of a role in training or not.
+        """``loss`` and what else the loss tells, as in ``update``, without a step; of a role in training or not.
 
         Returns:
             The metrics, all global; empty on ranks before the last stage.
         """
-        loss = loss_of(schedule)
-
-        def outcome(batch: MicroBatch, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-            value, metrics = loss(batch, hidden)
-            return {"loss": value, **metrics}
-
         batches = micro_batches(self.model, schedule, chunks)
-        return self._summed(run_forward(self.model, batches, schedule.pack_tokens, outcome))
+        results = run_forward(self.model, batches, schedule.pack_tokens, _with_value(loss_of(schedule)))
+        return self._combined([told for _, told in results])
 
-    def _step(self, trainer: Trainer, schedule: RankSchedule, chunks: Chunks[Chunk], loss: Loss) -> dict[str, float]:
-        def outcome(batch: MicroBatch, hidden: torch.Tensor) -> object:
-            value, metrics = loss(batch, hidden)
-            metrics = {"loss": value.detach(), **metrics}
-            return as_megatron_loss(value, metrics, trainer.loss_factor)
+    def _work(self, schedule: RankSchedule, chunks: Chunks[Chunk], loss_of: StepLoss) -> list[Work]:
+        outcome = _with_value(loss_of(schedule))
+        return [(batch, outcome) for batch in micro_batches(self.model, schedule, chunks)]
 
+    def _step(self, trainer: Trainer, work: Sequence[Work], pack_tokens: int) -> dict[str, float]:
         trainer.zero_grad()
-        batches = micro_batches(self.model, schedule, chunks)
-        collected = run_forward_backward(self.model, trainer.chunks, batches, schedule.pack_tokens, outcome)
+        told = run_forward_backward(self.model, trainer.chunks, work, pack_tokens, trainer.loss_factor)
         lr = learning_rate(trainer.settings, self.steps_taken, trainer.total_steps)
         grad_norm, stepped = trainer.step(lr)
         self.steps_taken += 1
@@ -230,16 +250,21 @@ class Role:
                 f"{self.name}: the gradient was not finite in {MAX_SKIPPED} optimizer steps in a row; "
                 f"lower {self.name}.optimizer.lr, or look for what is not finite in the scores"
             )
-        return {**self._summed(collected), "grad_norm": grad_norm, "lr": lr, "skipped": float(not stepped)}
+        return {**self._combined(told), "grad_norm": grad_norm, "lr": lr, "skipped": float(not stepped)}
 
-    def _summed(self, collected: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-        """Adds metrics up over micro-batches and DP ranks."""
-        if not collected:
-            return {}
-        names = list(collected[0])
-        total = torch.stack([torch.stack([part[name].double() for name in names]) for part in collected]).sum(0)
-        dist.all_reduce(total, group=self.model.groups.dp)
-        return dict(zip(names, total.tolist(), strict=True))
+    def _combined(self, told: Sequence[Measures]) -> dict[str, float]:
+        """Over micro-batches and replicas; nothing where this rank has none of it."""
+        return combined(told, self.model.groups.dp) if told else {}
+
+
+def _with_value(loss: Loss) -> Loss:
+    """A loss that tells its value, too."""
+
+    def told(batch: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, Measures]:
+        value, measures = loss(batch, hidden)
+        return value, replace(measures, sums={**measures.sums, "loss": value.detach()})
+
+    return told
 
 
 def _rows(schedule: RankSchedule) -> list[PackRow]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megarl.algos.preference import pairwise
 from megarl.megatron.heads import response_logprobs, row_scores
+from megarl.megatron.measures import Measures
 from megarl.megatron.pipeline import MicroBatch
 from megarl.megatron.role import Loss, Role, StepLoss
 from megarl.types import PackRow, RankSchedule
@@ -25,11 +26,11 @@ def sft_loss(role: Role) -> StepLoss:
     def of_step(schedule: RankSchedule) -> Loss:
         weight = 1 / max(schedule.total_response_tokens, 1)
 
-        def loss(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Measures]:
             logprobs, entropy = response_logprobs(
                 role.model, batch, hidden, vocab_size=role.vocab_size, temperature=1.0
             )
-            return -logprobs.sum() * weight, {"entropy": entropy.detach().sum() * weight}
+            return -logprobs.sum() * weight, Measures(sums={"entropy": entropy.detach().sum() * weight})
 
         return loss
 
@@ -48,12 +49,12 @@ def preference_loss(role: Role, centering: float) -> StepLoss:
     def of_step(schedule: RankSchedule) -> Loss:
         weight = 2 / max(schedule.total_rows, 1)
 
-        def loss(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Measures]:
             assert _are_pairs(batch.rows), "a pack holds pairs, the chosen response first"
             scores = row_scores(role.model, batch, hidden)
             pairs = pairwise(scores[0::2], scores[1::2], centering=centering)
             metrics = {name: values.sum() * weight for name, values in pairs.metrics.items()}
-            return pairs.values.sum() * weight, metrics
+            return pairs.values.sum() * weight, Measures(sums=metrics)
 
         return loss
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megarl.megatron.measures import Measures
 from megarl.types import Layout, RoleName
 from tests.megatron.samples import random_chunks
 from tests.megatron.tiny import load_role
@@ -126,7 +127,7 @@ def train(role: Any, first: int, steps: int, broken: Sequence[int] = ()) -> list
                 outcome = response_logprobs(role.model, batch, hidden, vocab_size=100, temperature=1.0)[0]
             else:
                 outcome = (response_values if role.head == "value" else row_scores)(role.model, batch, hidden)
-            return factor * (outcome - 1).square().sum() / 100, {"sum": outcome.detach().sum()}
+            return factor * (outcome - 1).square().sum() / 100, Measures(sums={"sum": outcome.detach().sum()})
 
         plan = update_schedules(infos, role.layout, 40, mini_batches=1, epochs=1, seed=0, step=step)
         own = [schedule.ranks[role.coords.dp] for schedule in plan]

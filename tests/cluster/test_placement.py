@@ -38,8 +38,10 @@ def test_the_last_stage_reports_the_chunks_of_its_replica() -> None:
 
     schedule = Schedule(
         ranks=(
-            RankSchedule(packs=(rows(3, 0), rows(0)), pack_tokens=4, total_rows=4, total_response_tokens=4),
-            RankSchedule(packs=(rows(2), ()), pack_tokens=4, total_rows=4, total_response_tokens=4),
+            RankSchedule(
+                packs=(rows(3, 0), rows(0)), pack_tokens=4, total_rows=4, total_sequences=4, total_response_tokens=4
+            ),
+            RankSchedule(packs=(rows(2), ()), pack_tokens=4, total_rows=4, total_sequences=4, total_response_tokens=4),
         )
     )
     layout = Layout(tp=2, dp=2, pp=2)  # ranks 4 and 5: replica 0's last stage; 6 and 7: replica 1's

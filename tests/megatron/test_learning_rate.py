@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megarl.config.schema import Optimizer
+from megarl.megatron.measures import Measures
 from megarl.types import Layout
 from tests.megatron.samples import random_chunks
 from tests.megatron.test_parity import layout_id
@@ -58,7 +59,7 @@ def _train(rank: int, directory: Path, layout: Layout) -> dict[str, Any]:
     def loss_of(schedule: Any) -> Any:
         def loss(batch: Any, hidden: torch.Tensor) -> Any:
             logprobs, entropy = response_logprobs(role.model, batch, hidden, vocab_size=100, temperature=1.0)
-            return -logprobs.sum() / schedule.total_response_tokens, {"entropy": entropy.sum() / 10}
+            return -logprobs.sum() / schedule.total_response_tokens, Measures(sums={"entropy": entropy.sum() / 10})
 
         return loss
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megarl.config.schema import Optimizer
+from megarl.megatron.measures import Measures
 from megarl.types import Layout
 from tests.megatron.samples import random_chunks
 from tests.megatron.tiny import load_role, save_model
@@ -28,7 +29,7 @@ def _loss_of(role: Any, seen: Any = None) -> Any:
             if seen is not None:
                 seen()
             logprobs, _ = response_logprobs(role.model, batch, hidden, vocab_size=role.vocab_size, temperature=1.0)
-            return -logprobs.sum() / schedule.total_response_tokens, {}
+            return -logprobs.sum() / schedule.total_response_tokens, Measures()
 
         return loss
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megarl.config.schema import Optimizer
+from megarl.megatron.measures import Measures
 from megarl.types import Layout
 from tests.megatron.samples import random_chunks
 from tests.megatron.test_parity import layout_id
@@ -45,7 +46,7 @@ def counted_updates(
     def loss_of(schedule: Any) -> Any:
         def loss(batch: Any, hidden: torch.Tensor) -> Any:
             logprobs, _ = response_logprobs(role.model, batch, hidden, vocab_size=100, temperature=1.0)
-            return -logprobs.sum() / schedule.total_response_tokens, {}
+            return -logprobs.sum() / schedule.total_response_tokens, Measures()
 
         return loss
 
