@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 from megarl.cluster.calls import Call, Phase
 from megarl.cluster.queue import WorkQueue
@@ -15,6 +15,8 @@ from megarl.cluster.shell import ChunkRefs
 from megarl.config import parse_devices
 from megarl.config.schema import Rollout
 from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleRequest, WorkItem
+
+T = TypeVar("T")
 
 ENGINE = "megarl.rollout.engine:RolloutEngine"
 
@@ -25,6 +27,19 @@ class Rollouts:
 
     samples: tuple[SampleInfo, ...]
     chunks: ChunkRefs[RolloutChunk]
+
+    @classmethod
+    def joined(cls, parts: Sequence[Rollouts]) -> Rollouts:
+        """All samples of some parts, whose chunks are numbered on from part to part."""
+        before = itertools.accumulate((len(part.chunks) for part in parts), initial=0)
+        return cls(
+            samples=tuple(
+                replace(sample, chunk=start + sample.chunk)
+                for part, start in zip(parts, before, strict=False)
+                for sample in part.samples
+            ),
+            chunks=ChunkRefs.joined(part.chunks for part in parts),
+        )
 
 
 class RolloutGroup:
@@ -84,20 +99,61 @@ class RolloutGroup:
             requests: of the step; neighbours go to one engine, so that samples of one prompt share its prefix.
             chunks: into which to divide them, at most; an engine that is through with one takes another.
         """
-        count = min(chunks, len(requests))
-        bounds = itertools.pairwise(len(requests) * chunk // count for chunk in range(count + 1))
         items = [
-            WorkItem(chunk=chunk, requests=tuple(requests[start:stop])) for chunk, (start, stop) in enumerate(bounds)
+            WorkItem(chunk=chunk, requests=tuple(of_chunk)) for chunk, of_chunk in enumerate(_shares(requests, chunks))
         ]
-        share = math.ceil(count / len(self.processes))
+        share = math.ceil(len(items) / len(self.processes))
         call = self._session.watch.stream(
             "rollout.generate", "rollout", "generate", self.processes, (self._queue.offer(items), share)
         )
         parts = {infos[0].chunk: (infos, chunk) for answered in call.wait() for infos, chunk in answered}
         return Rollouts(
-            samples=tuple(info for index in range(count) for info in parts[index][0]),
+            samples=tuple(info for index in range(len(items)) for info in parts[index][0]),
             chunks=ChunkRefs({index: chunk for index, (_, chunk) in sorted(parts.items())}),
         )
+
+    def pick(self, rollouts: Rollouts, samples: Sequence[SampleInfo], chunks: int) -> Rollouts:
+        """Some samples in chunks of their own, which the engines put together.
+
+        Args:
+            rollouts: with the samples.
+            samples: to pick, in their order.
+            chunks: into which to divide them, at most.
+        """
+        shares = dict(enumerate(_shares(samples, chunks)))
+        rows = {new: [(sample.chunk, sample.row) for sample in share] for new, share in shares.items()}
+        call = self._derive(
+            "pick",
+            list(shares),
+            lambda own: (
+                rollouts.chunks.only({chunk for new in own for chunk, _ in rows[new]}),
+                {new: rows[new] for new in own},
+            ),
+        )
+        picked = (
+            replace(sample, chunk=new, row=row) for new, share in shares.items() for row, sample in enumerate(share)
+        )
+        return Rollouts(samples=tuple(picked), chunks=call.chunks)
+
+    def truncate(self, rollouts: Rollouts, token: int, after: int) -> Rollouts:
+        """The rollouts with every response ended by its first ``token`` at an index of at least ``after``.
+
+        Returns:
+            Chunks that the engines made, with the same samples in the same places; their lengths, and ``finished``,
+            which is whether a response has the token.
+        """
+        numbers = sorted({sample.chunk for sample in rollouts.samples})
+        call = self._derive("truncate", numbers, lambda own: (rollouts.chunks.only(own), own, token, after))
+        ends = {chunk: of_rows for result in call.wait() for chunk, of_rows in result.items()}
+        samples = tuple(
+            replace(
+                sample,
+                response_tokens=ends[sample.chunk][0][sample.row],
+                finished=ends[sample.chunk][1][sample.row],
+            )
+            for sample in rollouts.samples
+        )
+        return Rollouts(samples=samples, chunks=call.chunks)
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[Ragged]:
         """Raw teacher-forced log-probabilities of the same sequences by every engine; waits for them.
@@ -128,6 +184,22 @@ class RolloutGroup:
         """Ends the engines' own processes."""
         return self.call("start", "close")
 
+    def _derive(self, method: str, chunks: Sequence[int], args: Callable[[list[int]], tuple[Any, ...]]) -> Call:
+        """Lets the engines share in making chunks; each is sent the arguments for its own."""
+        engines = len(self.processes)
+        shares = [list(chunks[engine::engines]) for engine in range(engines)]
+        by_engine = [args(share) for share in shares]
+        return self._session.watch.submit(
+            f"rollout.{method}", "rollout", method, self.processes, by_engine, chunks=shares
+        )
+
     def _move(self, phase: Phase, method: str) -> None:
         if self._sleeps:
             self.call(phase, method).wait()
+
+
+def _shares(items: Sequence[T], count: int) -> list[Sequence[T]]:
+    """Neighbours together, in at most so many parts as equal as can be."""
+    count = min(count, len(items))
+    bounds = itertools.pairwise(len(items) * part // count for part in range(count + 1))
+    return [items[start:stop] for start, stop in bounds]

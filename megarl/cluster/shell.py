@@ -43,6 +43,12 @@ class ChunkRefs(Generic[T]):
         """The references to these chunks alone: what a rank is sent that reads no others."""
         return ChunkRefs({chunk: self._refs[chunk] for chunk in chunks})
 
+    @classmethod
+    def joined(cls, parts: Iterable[ChunkRefs[T]]) -> ChunkRefs[T]:
+        """The chunks of all parts, numbered on from part to part."""
+        refs = [ref for part in parts for _, ref in sorted(part._refs.items())]
+        return ChunkRefs(dict(enumerate(refs)))
+
     def __reduce__(self) -> tuple[type[ChunkRefs[T]], tuple[dict[int, ray.ObjectRef]]]:
         return ChunkRefs, (self._refs,)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megarl.data.packing import Chunks
 from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleRequest, VersionSpan
 
 
@@ -38,6 +39,51 @@ def into_chunk(index: int, responses: Sequence[Response]) -> tuple[list[SampleIn
         One SampleInfo per response, and the chunk.
     """
     return [_info(response, index, row) for row, response in enumerate(responses)], _chunk(responses)
+
+
+def picked(chunks: Chunks[RolloutChunk], rows: Sequence[tuple[int, int]]) -> RolloutChunk:
+    """A chunk of rows of others, in this order.
+
+    Args:
+        chunks: of which those of the rows are asked for.
+        rows: of the new chunk, as (chunk, row); one at least.
+    """
+
+    def column(name: str) -> Ragged:
+        old: dict[int, Ragged] = {chunk: getattr(chunks[chunk], name) for chunk in {chunk for chunk, _ in rows}}
+        return Ragged.from_rows((old[chunk][row] for chunk, row in rows), old[rows[0][0]].values.dtype)
+
+    return RolloutChunk(
+        sample_ids=tuple(chunks[chunk].sample_ids[row] for chunk, row in rows),
+        prompt_ids=column("prompt_ids"),
+        response_ids=column("response_ids"),
+        rollout_logprobs=column("rollout_logprobs"),
+        finished=np.array([chunks[chunk].finished[row] for chunk, row in rows], dtype=np.bool_),
+        versions=tuple(chunks[chunk].versions[row] for chunk, row in rows),
+    )
+
+
+def truncated(chunk: RolloutChunk, token: int, after: int) -> RolloutChunk:
+    """Ends every response with its first ``token`` at an index of at least ``after``; where it has one, it is finished.
+
+    Source: the style and summary tasks of lm-human-preferences, whose reward model reads no further.
+    """
+    found = [np.flatnonzero(ids[after:] == token) for ids in chunk.response_ids]
+    ends = [after + int(at[0]) + 1 if len(at) else len(ids) for at, ids in zip(found, chunk.response_ids, strict=True)]
+
+    def cut(column: Ragged) -> Ragged:
+        return Ragged.from_rows((row[:end] for row, end in zip(column, ends, strict=True)), column.values.dtype)
+
+    return replace(
+        chunk,
+        response_ids=cut(chunk.response_ids),
+        rollout_logprobs=cut(chunk.rollout_logprobs),
+        finished=np.array([len(at) > 0 for at in found], dtype=np.bool_),
+        versions=tuple(
+            tuple(replace(span, stop=min(span.stop, end)) for span in spans if span.start < end)
+            for spans, end in zip(chunk.versions, ends, strict=True)
+        ),
+    )
 
 
 def _info(response: Response, chunk: int, row: int) -> SampleInfo:

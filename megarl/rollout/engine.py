@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
-from megarl.rollout.chunks import Response, into_chunk
+from megarl.data.packing import Chunks
+from megarl.rollout.chunks import Response, into_chunk, picked, truncated
 from megarl.rollout.environment import set_vllm_environment
 from megarl.rollout.requests import Requests
 from megarl.rollout.sampling import generation_params, scoring_params
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from megarl.config.schema import Rollout as RolloutConfig
     from megarl.resharding import SyncSpec, SyncStats
     from megarl.rollout.transfer import Outcome
+
+Ends = tuple[list[int], list[bool]]
+"""By row of a chunk, tokens of the response and whether it is finished."""
 
 _MIB = 2**20
 _BLOCK_TOKENS = 32
@@ -242,6 +246,33 @@ class RolloutEngine:
                         yield into_chunk(item.chunk, [rows[row] for row in range(len(rows))])
         finally:
             requests.abort()
+
+    def pick(
+        self, chunks: Chunks[RolloutChunk], rows: Mapping[int, Sequence[tuple[int, int]]]
+    ) -> dict[int, RolloutChunk]:
+        """New chunks of rows of others; the engine may be asleep.
+
+        Args:
+            chunks: of any engine.
+            rows: of each new chunk, as (chunk, row).
+        """
+        return {new: picked(chunks, of_chunk) for new, of_chunk in rows.items()}
+
+    def truncate(
+        self, chunks: Chunks[RolloutChunk], own: Sequence[int], token: int, after: int
+    ) -> tuple[dict[int, RolloutChunk], dict[int, Ends]]:
+        """Some chunks with their responses cut after a token, and where they end; the engine may be asleep.
+
+        Args:
+            chunks: of any engine.
+            own: which of them to cut.
+            token, after: see ``chunks.truncated``.
+
+        Returns:
+            The chunks, and by chunk the tokens of each response and whether it has the token.
+        """
+        cut = {chunk: truncated(chunks[chunk], token, after) for chunk in own}
+        return cut, {chunk: (new.response_ids.lengths.tolist(), new.finished.tolist()) for chunk, new in cut.items()}
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> Ragged:
         """Raw teacher-forced log-probabilities: untouched by temperature, top-p, top-k and the prefix cache.

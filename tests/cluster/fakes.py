@@ -14,6 +14,7 @@ import numpy as np
 
 from megarl.errors import RunError
 from megarl.rollout.chunks import Response, into_chunk
+from megarl.rollout.engine import RolloutEngine
 from megarl.types import RolloutChunk, SampleInfo, VersionSpan, WorkItem
 
 
@@ -77,6 +78,8 @@ class FakeEngine:
 
     A prompt that begins with 99 makes it fail, with 98 ends its process, with 97 takes long; each item takes a while.
     """
+
+    pick, truncate = RolloutEngine.pick, RolloutEngine.truncate
 
     def __init__(self, model_dir: str, rollout: object, *, engine_id: int, **options: object) -> None:
         self.engine_id = engine_id

@@ -10,7 +10,7 @@ import ray
 
 from megarl.cluster.calls import Watch, WorkerError
 from megarl.cluster.queue import WorkQueue
-from megarl.cluster.rollouts import RolloutGroup
+from megarl.cluster.rollouts import RolloutGroup, Rollouts
 from megarl.cluster.session import Session
 from megarl.config import PPOConfig
 from megarl.config.schema import Rollout, TimeLimits
@@ -74,6 +74,34 @@ def writers(engines: RolloutGroup, count: int, chunks: int) -> list[set[int]]:
 @pytest.mark.parametrize(("samples", "chunks"), [(7, 4), (5, 16), (1, 8)])
 def test_every_sample_is_where_its_info_says(two: RolloutGroup, samples: int, chunks: int) -> None:
     assert len(writers(two, samples, chunks)) == min(samples, chunks)
+
+
+def test_samples_of_two_rounds_are_picked_without_their_tokens_coming_to_the_driver(two: RolloutGroup) -> None:
+    rounds = [two.generate(requests(count), chunks) for count, chunks in ((7, 4), (5, 2))]
+    joined = Rollouts.joined(rounds)
+    assert [(info.sample_id, info.prompt_tokens) for info in joined.samples] == [
+        (info.sample_id, info.prompt_tokens) for part in rounds for info in part.samples
+    ]
+    kept = [joined.samples[index] for index in (10, 1, 2, 11, 6)]
+    picked = two.pick(joined, kept, 3)
+    assert len(picked.chunks) == 3
+    assert [info.sample_id for info in picked.samples] == [info.sample_id for info in kept]
+    for info, old in zip(picked.samples, kept, strict=True):
+        assert picked.chunks[info.chunk].sample_ids[info.row] == info.sample_id
+        assert len(picked.chunks[info.chunk].response_ids[info.row]) == info.response_tokens == old.response_tokens
+
+
+def test_a_scorer_sees_responses_up_to_a_token(two: RolloutGroup) -> None:
+    """The fake engines answer 7 0 1 and the like: with their prompt."""
+    rollouts = two.generate(requests(6), 3)
+    seen = two.truncate(rollouts, 0, 1)
+    for info, old in zip(seen.samples, rollouts.samples, strict=True):
+        ids = rollouts.chunks[old.chunk].response_ids[old.row].tolist()
+        found = 0 in ids[1:]
+        assert info.finished is found
+        assert seen.chunks[info.chunk].response_ids[info.row].tolist() == (ids[:2] if found else ids)
+        assert info.response_tokens == (2 if found else len(ids))
+    assert [info.finished for info in seen.samples] == [False, True, True, False, True, True]
 
 
 def test_a_chunk_has_one_writer_and_all_engines_write(two: RolloutGroup) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megarl.rollout.chunks import Response, into_chunk
+from megarl.rollout.chunks import Response, into_chunk, picked, truncated
 from megarl.types import Prompt, SampleInfo, SampleRequest, VersionSpan
 
 
@@ -31,3 +31,41 @@ def test_samples_are_where_their_info_says() -> None:
     assert chunk.finished.tolist() == [True, False]
     assert chunk.versions == (a.versions, b.versions)
     assert (chunk.response_ids.values.dtype, chunk.rollout_logprobs.values.dtype) == (np.int32, np.float32)
+
+
+def test_rows_of_several_chunks_make_another() -> None:
+    a, b = response("a", (1, 2), [3], finished=True), response("b", (4,), [5, 6], finished=False)
+    c = response("c", (7, 8, 9), [8, 8, 8], finished=True)
+    chunks = {3: into_chunk(3, [a, b])[1], 5: into_chunk(5, [c])[1]}
+    chunk = picked(chunks, [(5, 0), (3, 1)])
+    assert chunk.sample_ids == ("c", "b")
+    assert [row.tolist() for row in chunk.prompt_ids] == [[7, 8, 9], [4]]
+    assert [row.tolist() for row in chunk.response_ids] == [[8, 8, 8], [5, 6]]
+    assert [row.tolist() for row in chunk.rollout_logprobs] == [[-4.0] * 3, [-2.5, -3.0]]
+    assert chunk.finished.tolist() == [True, False]
+    assert chunk.versions == (c.versions, b.versions)
+    assert (chunk.response_ids.values.dtype, chunk.rollout_logprobs.values.dtype) == (np.int32, np.float32)
+
+
+def test_a_response_ends_with_its_first_token_of_a_kind_that_is_not_too_early() -> None:
+    """Token 13 from index 1 on: found after an earlier one, found at the end, only too early, never."""
+    responses = [[13, 5, 13, 13, 6], [5, 6, 13], [13, 5], [5]]
+    _, whole = into_chunk(
+        0, [response(str(index), (1,), ids, finished=index == 3) for index, ids in enumerate(responses)]
+    )
+    chunk = truncated(whole, 13, 1)
+    assert [row.tolist() for row in chunk.response_ids] == [[13, 5, 13], [5, 6, 13], [13, 5], [5]]
+    assert [row.tolist() for row in chunk.rollout_logprobs] == [
+        [-6.5, -2.5, -6.5],
+        [-2.5, -3, -6.5],
+        [-6.5, -2.5],
+        [-2.5],
+    ]
+    assert chunk.finished.tolist() == [True, True, False, False]
+    assert [[(span.start, span.stop) for span in spans] for spans in chunk.versions] == [
+        [(0, 3)],
+        [(0, 3)],
+        [(0, 2)],
+        [(0, 1)],
+    ]
+    assert chunk.prompt_ids is whole.prompt_ids
