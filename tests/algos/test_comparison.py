@@ -15,9 +15,9 @@ from megarl.algos.advantages import grpo, per_token
 from megarl.algos.metrics import group_metrics
 from megarl.algos.preference import pairwise
 from megarl.algos.rewards import normalise_scores, score_scale, shape_scores
-from tests.oracle import ppo as oracle
+from tests.oracle import comparisons as oracle
+from tests.oracle.models import Sample
 
-SETTINGS = oracle.Settings(actor=oracle.AdamSettings(lr=0.0))
 scored = st.lists(st.tuples(st.integers(0, 3), st.floats(-100, 100)), min_size=1, max_size=12)
 
 
@@ -32,10 +32,10 @@ def numbered(pairs: list[tuple[int, float]]) -> tuple[Tensor, Tensor]:
 def test_advantages_are_those_of_the_oracle_whatever_the_order(pairs: list[tuple[int, float]]) -> None:
     scores, groups = numbered(pairs)
     samples = [
-        oracle.Sample(sample_id=str(i), prompt_ids=[0], response_ids=[0], score=score, group=group)
+        Sample(sample_id=str(i), prompt_ids=[0], response_ids=[0], score=score, group=group)
         for i, (group, score) in enumerate(pairs)
     ]
-    expected = [oracle.compared(sample, samples, SETTINGS) for sample in samples]
+    expected = oracle.grpo(samples, [score for _, score in pairs])
     assert grpo(scores, groups).tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
     order = random.Random(0).sample(range(len(pairs)), len(pairs))
     assert grpo(scores[order], groups[order]).tolist() == pytest.approx(

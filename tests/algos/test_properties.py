@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable
+from functools import partial
 from math import exp
 
 import pytest
@@ -24,7 +25,14 @@ from megarl.algos.rewards import clip_scores, kl_penalties, replace_missing_end,
 from megarl.algos.terms import LossTerms, with_term
 from megarl.algos.values import mse
 from tests.algos.vector_adapter import local, on_ranks
+from tests.oracle import advantages as naive_advantages
+from tests.oracle import kl as naive_kl
+from tests.oracle import normalisation as naive_normalisation
+from tests.oracle import policy as naive_policy
 from tests.oracle import ppo as oracle
+from tests.oracle import values as naive_values
+from tests.oracle.adam import AdamSettings
+from tests.oracle.models import Sample
 
 NAN = float("nan")
 ALL_OF_FIVE = torch.ones(1, 5).bool()
@@ -55,7 +63,7 @@ def test_gae_is_the_sum_of_its_definition(lengths: list[int], gamma: float, lam:
     mask = lengths_mask(lengths, 6)
     advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
     for i, n in enumerate(lengths):
-        expected = oracle.gae(rewards[i, :n].tolist(), values[i, :n].tolist(), gamma, lam)
+        expected, _ = naive_advantages.gae(rewards[i, :n].tolist(), values[i, :n].tolist(), gamma=gamma, lam=lam)
         assert advantages[i, :n].tolist() == pytest.approx(expected, abs=1e-10)
         assert returns[i, :n].tolist() == pytest.approx((values[i, :n] + advantages[i, :n]).tolist(), abs=1e-12)
     assert not advantages[~mask].any()
@@ -69,7 +77,7 @@ def test_whitening_does_not_depend_on_the_ranks(ranks: list[list[int]], seed: in
     rows = [row for (values, _), r in zip(shards, ranks, strict=True) for row in rows_of(values, r)]
     whitened = on_ranks(whiten, shards)
     if sum(map(len, rows)):
-        oracle.whiten(rows)
+        rows = naive_normalisation.whiten(rows)
     ours = [row for values, r in zip(whitened, ranks, strict=True) for row in rows_of(values, r)]
     for one, other in zip(ours, rows, strict=True):
         assert one == pytest.approx(other, abs=1e-9)
@@ -82,13 +90,13 @@ def test_losses_are_those_of_the_oracle(seed: int, clip: float, value_clip: floa
     new, old, advantages, entropy, noise = (numbers(1, 5, seed=seed + i) for i in range(5))
     ref = new + 0.3 * noise  # near enough that nothing is clamped
     settings = oracle.Settings(
-        actor=oracle.AdamSettings(lr=1.0),
-        critic=oracle.AdamSettings(lr=1.0),
-        clip=clip,
-        value_clip=value_clip,
+        actor=AdamSettings(lr=1.0),
+        critic=AdamSettings(lr=1.0),
+        policy=partial(naive_policy.ppo, clip=clip),
+        value=partial(naive_values.mse, clip=value_clip),
         entropy_coef=0.3,
         kl_in_loss=bool(estimator),
-        kl_estimator=estimator,
+        kl_estimate=getattr(naive_kl, estimator or "k1"),
         kl_coef=0.2,
     )
     experience = oracle.Experience(
@@ -98,8 +106,9 @@ def test_losses_are_those_of_the_oracle(seed: int, clip: float, value_clip: floa
         rewards=[],
         advantages=advantages[0].tolist(),
         returns=advantages[0].tolist(),
+        weights=[1.0] * 5,
     )
-    sample = oracle.Sample(sample_id="", prompt_ids=[0], response_ids=[0] * 5, score=0.0)
+    sample = Sample(sample_id="", prompt_ids=[0], response_ids=[0] * 5, score=0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(oracle, "token_statistics", lambda *_: (new[0], entropy[0]))
         patch.setattr(oracle, "token_values", lambda *_: new[0])

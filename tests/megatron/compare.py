@@ -11,25 +11,25 @@ import torch
 
 from megarl.config.schema import Optimizer
 from megarl.types import SampleInfo
-from tests.oracle import ppo
+from tests.oracle import adam, models, ppo
 
 
-def adam_of(settings: Optimizer) -> ppo.AdamSettings:
+def adam_of(settings: Optimizer) -> adam.AdamSettings:
     """The same optimizer, for the oracle, which has a constant learning rate alone."""
     assert settings.schedule == "constant"
     assert settings.warmup == 0
     same = ("lr", "betas", "eps", "weight_decay", "clip_grad")
-    return ppo.AdamSettings(**{name: getattr(settings, name) for name in same})
+    return adam.AdamSettings(**{name: getattr(settings, name) for name in same})
 
 
-def samples_of(chunks: list[Any], infos: list[SampleInfo], **fields: Any) -> list[ppo.Sample]:
+def samples_of(chunks: list[Any], infos: list[SampleInfo], **fields: Any) -> list[models.Sample]:
     """The rows of chunks, for the oracle.
 
     Args:
         fields: of each sample, functions of its info.
     """
     return [
-        ppo.Sample(
+        models.Sample(
             sample_id=info.sample_id,
             prompt_ids=chunks[info.chunk].prompt_ids[info.row].tolist(),
             response_ids=chunks[info.chunk].response_ids[info.row].tolist(),

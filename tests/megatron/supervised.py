@@ -15,7 +15,7 @@ from megarl.types import Layout, RoleName, SampleInfo
 from tests.megatron.compare import adam_of, check, samples_of, state_of, trained
 from tests.megatron.samples import random_chunks
 from tests.megatron.tiny import load_role, random_head
-from tests.oracle import ppo, supervised
+from tests.oracle import models, ppo, supervised
 
 CENTERING = 0.05
 SETTINGS = Optimizer(lr=1e-3, eps=1e-4, weight_decay=0.1, clip_grad=1.0)
@@ -62,14 +62,14 @@ def two_steps(
 def fine_tuned(directory: Path) -> Naive:
     """The naive steps of the model in a directory."""
     chunks, batches = _batches()
-    actor = ppo.causal_lm(_config(directory), state_of(directory))
+    actor = models.causal_lm(_config(directory), state_of(directory))
     return supervised.fine_tune(actor, [samples_of(chunks, batch) for batch in batches], adam_of(SETTINGS))
 
 
 def rewarded(directory: Path) -> Naive:
     """The naive steps of a reward model on the body of the model in a directory."""
     chunks, batches = _batches()
-    reward = ppo.headed_model(_config(directory), headed_state(directory))
+    reward = models.headed_model(_config(directory), headed_state(directory))
     samples = [samples_of(chunks, batch) for batch in batches]
     pairs = [list(zip(batch[0::2], batch[1::2], strict=True)) for batch in samples]
     return supervised.train_reward(reward, pairs, adam_of(SETTINGS), centering=CENTERING)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import pytest
 import torch
 
 from megarl.config.schema import KL, Algo, Optimizer
+from megarl.megatron.measures import Measures
 from megarl.types import Layout, SampleInfo
 from tests.megatron.compare import adam_of, check, everywhere, samples_of, state_of, trained
 from tests.megatron.samples import random_chunks
 from tests.megatron.test_parity import layout_id
 from tests.megatron.tiny import load_role, random_head, save_model
+from tests.oracle import advantages, aggregation, comparisons, kl, models, normalisation, policy, ppo, scores, values
 from tests.pool import RankPool
 
 TEMPERATURE, SEED, STEP = 0.9, 7, 2
@@ -44,6 +47,30 @@ GRPO = Algo(
 # Adam divides by the gradient's own size: with a small eps, elements whose gradient is all rounding would move by lr.
 ACTOR = Optimizer(lr=1e-3, eps=1e-4, weight_decay=0.1, clip_grad=1.0)
 CRITIC = Optimizer(lr=3e-3, eps=1e-4, weight_decay=0.0, clip_grad=None)
+NAIVE_PPO = ppo.Settings(
+    actor=adam_of(ACTOR),
+    critic=adam_of(CRITIC),
+    temperature=TEMPERATURE,
+    shapes=[partial(scores.clipped, low=-1.5, high=1.5), partial(scores.replaced, score_of_unfinished=-1.0)],
+    kl_coef=0.05,
+    estimate=partial(advantages.gae, gamma=0.99, lam=0.95),
+    normalise=normalisation.whiten,
+    policy=partial(policy.ppo, clip=0.1),
+    value=partial(values.mse, clip=0.1),
+    entropy_coef=0.01,
+)
+NAIVE_GRPO = ppo.Settings(
+    actor=adam_of(ACTOR),
+    temperature=TEMPERATURE,
+    shapes=[partial(scores.clipped, low=-1.5, high=1.5)],
+    kl_coef=0.2,
+    kl_estimate=kl.k3,
+    kl_in_loss=True,
+    compare=comparisons.grpo,
+    policy=partial(policy.ppo, clip=0.1),
+    aggregate=aggregation.sequence_mean,
+)
+"""The same for the oracle."""
 
 
 def _scores() -> dict[int, np.ndarray]:
@@ -130,9 +157,8 @@ def _columns(rollouts: list[Any], infos: list[SampleInfo], roles: dict[str, Any]
     )
 
 
-def _oracle(directory: Path, reference: Path, algo: Algo) -> Any:
+def _oracle(directory: Path, reference: Path, settings: ppo.Settings) -> Any:
     from megarl.data.schedule import mini_batch_members
-    from tests.oracle import ppo
 
     config = json.loads((directory / "config.json").read_text())
     state = state_of(directory)
@@ -140,29 +166,18 @@ def _oracle(directory: Path, reference: Path, algo: Algo) -> Any:
     rollouts, infos = random_chunks()
     batches = [
         [info.sample_id for info in members]
-        for epoch in range(algo.ppo_epochs)
-        for members in mini_batch_members(infos, algo.mini_batches, seed=SEED, step=STEP, epoch=epoch)
+        for epoch in range(2)
+        for members in mini_batch_members(infos, 2, seed=SEED, step=STEP, epoch=epoch)
     ]
-    with_critic = algo.advantage == "gae"
     headed = {**body, "score.weight": random_head(directory)}
-    critic = ppo.headed_model({**config, "tie_word_embeddings": False}, headed)
-    same = ("gamma", "lam", "clip", "value_clip", "entropy_coef", "score_clip", "missing_end_score")
+    critic = models.headed_model({**config, "tie_word_embeddings": False}, headed)
     return ppo.ppo_iteration(
-        ppo.causal_lm(config, state),
-        ppo.causal_lm(config, state_of(reference)),
-        critic if with_critic else None,
+        models.causal_lm(config, state),
+        models.causal_lm(config, state_of(reference)),
+        None if settings.critic is None else critic,
         samples_of(rollouts, infos, group=_prompt, score=lambda info: float(_scores()[info.chunk][info.row])),
         batches,
-        ppo.Settings(
-            actor=adam_of(ACTOR),
-            critic=adam_of(CRITIC) if with_critic else None,
-            temperature=TEMPERATURE,
-            kl_coef=algo.kl.coef,
-            kl_estimator=algo.kl.estimator,
-            kl_in_loss=algo.kl.placement == "loss",
-            sequence_mean=algo.aggregation == "sequence_mean",
-            **{name: getattr(algo, name) for name in same},
-        ),
+        settings,
     )
 
 
@@ -172,7 +187,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     kind, fields = request.param, {"n_layer": 5} if request.param == "gpt2" else {}
     directory = save_model(tmp_path_factory.mktemp("policy"), kind, **fields)
     reference = save_model(tmp_path_factory.mktemp("reference"), kind, seed=1, **fields)
-    return directory, reference, _oracle(directory, reference, PPO)
+    return directory, reference, _oracle(directory, reference, NAIVE_PPO)
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +200,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any]
     random = torch.Generator().manual_seed(3)
     state = {name: p + 0.02 * torch.randn(p.shape, generator=random) for name, p in state_of(reference).items()}
     save_file(state, reference / "model.safetensors", metadata={"format": "pt"})
-    return directory, reference, _oracle(directory, reference, GRPO)
+    return directory, reference, _oracle(directory, reference, NAIVE_GRPO)
 
 
 ONE = Layout()
@@ -265,7 +280,7 @@ def _single_samples(rank: int, directory: Path, layout: Layout) -> list[tuple[fl
 
     def loss(batch: Any, hidden: torch.Tensor) -> Any:
         logprobs, entropy = response_logprobs(actor.model, batch, hidden, vocab_size=100, temperature=1.0)
-        return (0.1 * entropy - logprobs).sum() / 10, {}
+        return (0.1 * entropy - logprobs).sum() / 10, Measures()
 
     plan = update_schedules(infos, layout, 40, mini_batches=len(infos), epochs=1, seed=0, step=0)
     steps = actor.update([s.ranks[actor.coords.dp] for s in plan], rollouts, lambda _schedule: loss)

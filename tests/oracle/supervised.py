@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.oracle.ppo import Adam, AdamSettings, Sample, Step, token_statistics
+from tests.oracle.adam import Adam, AdamSettings
+from tests.oracle.models import Sample, token_statistics
+from tests.oracle.ppo import Step
 
 Pair = tuple[Sample, Sample]
 """The chosen and the rejected response."""

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.oracle.ppo import (
-    Adam,
-    AdamSettings,
-    Experience,
+from tests.oracle import advantages, aggregation, comparisons, kl, normalisation
+from tests.oracle.adam import Adam, AdamSettings
+from tests.oracle.models import (
     Sample,
-    Settings,
     causal_lm,
-    compared,
-    gae,
     headed_model,
-    kl_estimate,
-    optimizer_step,
-    policy_terms,
-    ppo_iteration,
     sequence_score,
-    shaped_score,
     token_statistics,
     token_values,
-    value_terms,
-    whiten,
 )
+from tests.oracle.ppo import Experience, Settings, optimizer_step, policy_terms, ppo_iteration, value_terms
 
 CONFIG = {
     "model_type": "qwen2",
@@ -43,7 +35,12 @@ CONFIG = {
     "tie_word_embeddings": False,
 }
 SETTINGS = Settings(
-    actor=AdamSettings(lr=1e-2), critic=AdamSettings(lr=1e-2), gamma=0.9, lam=0.8, entropy_coef=0.01, kl_coef=0.1
+    actor=AdamSettings(lr=1e-2),
+    critic=AdamSettings(lr=1e-2),
+    estimate=partial(advantages.gae, gamma=0.9, lam=0.8),
+    normalise=normalisation.whiten,
+    entropy_coef=0.01,
+    kl_coef=0.1,
 )
 
 
@@ -73,49 +70,6 @@ SAMPLES = [
     Sample(sample_id="b", prompt_ids=[6], response_ids=[7], score=-2.0),
     Sample(sample_id="c", prompt_ids=[8, 9, 1], response_ids=[2, 2], score=0.5, finished=False),
 ]
-
-
-def test_gae_by_hand() -> None:
-    # deltas: 1 + .5 * 1 - .5 = 1;  0 + .5 * -1 - 1 = -1.5;  2 + 1 = 3, each decayed by .25
-    assert gae([1.0, 0.0, 2.0], [0.5, 1.0, -1.0], 0.5, 0.5) == [0.8125, -0.75, 3.0]
-
-
-def test_whitening_by_hand() -> None:
-    rows = [[1.0, 3.0], [5.0]]
-    whiten(rows)
-    assert rows[0] == pytest.approx([-math.sqrt(1.5), 0.0], abs=1e-8)
-    assert rows[1] == pytest.approx([math.sqrt(1.5)], abs=1e-8)
-
-
-def test_estimates_by_hand() -> None:
-    found = [kl_estimate(torch.tensor([-1.0]), torch.tensor([-1.5]), name).item() for name in ("k1", "k2", "k3")]
-    assert found == pytest.approx([0.5, 0.125, math.exp(-0.5) - 0.5])
-
-
-def test_comparison_by_hand() -> None:
-    scores = [(0, 1.0), (1, 7.0), (0, 3.0), (2, 0.5), (2, 0.5)]
-    samples = [
-        Sample(sample_id=str(i), prompt_ids=[1], response_ids=[2], score=score, group=group)
-        for i, (group, score) in enumerate(scores)
-    ]
-    root = math.sqrt(2)
-    expected = [-1 / (root + 1e-6), 0.0, 1 / (root + 1e-6), 0.0, 0.0]
-    assert [compared(sample, samples, SETTINGS) for sample in samples] == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("score", "finished", "clip", "missing", "expected"),
-    [
-        (7.0, True, 5.0, -1.0, 5.0),
-        (-7.0, True, 5.0, None, -5.0),
-        (7.0, False, 5.0, -9.0, -9.0),
-        (7.0, False, None, None, 7.0),
-    ],
-)
-def test_scores(score: float, finished: bool, clip: float | None, missing: float | None, expected: float) -> None:
-    settings = Settings(actor=SETTINGS.actor, critic=SETTINGS.critic, score_clip=clip, missing_end_score=missing)
-    sample = Sample(sample_id="x", prompt_ids=[1], response_ids=[2], score=score, finished=finished)
-    assert shaped_score(sample, settings) == expected
 
 
 def test_adam_is_torch_adamw_with_norm_clipping() -> None:
@@ -186,8 +140,8 @@ def test_the_first_step_starts_where_the_experience_was_made() -> None:
     experience = outcome.experience
     gaps = [a for e in experience.values() for a in zip(e.returns, e.old_values, strict=True)]
     assert outcome.critic_steps[0].loss == pytest.approx(sum((r - v) ** 2 for r, v in gaps) / 2 / 6, rel=1e-5)
-    kl = sum(a - b for a, b in zip(experience["a"].old_logprobs, experience["a"].ref_logprobs, strict=True))
-    assert sum(experience["a"].rewards) == pytest.approx(1.0 - 0.1 * kl)
+    drift = sum(a - b for a, b in zip(experience["a"].old_logprobs, experience["a"].ref_logprobs, strict=True))
+    assert sum(experience["a"].rewards) == pytest.approx(1.0 - 0.1 * drift)
     assert torch.equal(actor.lm_head.weight, language_model(0).lm_head.weight), "the given model is not trained"
     assert not torch.equal(outcome.actor.lm_head.weight, actor.lm_head.weight)
 
@@ -195,17 +149,23 @@ def test_the_first_step_starts_where_the_experience_was_made() -> None:
 def test_without_a_critic_the_penalty_is_in_the_loss() -> None:
     actor, reference = language_model(0), language_model(2)
     settings = Settings(
-        actor=AdamSettings(lr=1e-2), kl_coef=0.3, kl_in_loss=True, kl_estimator="k2", sequence_mean=True
+        actor=AdamSettings(lr=1e-2),
+        kl_coef=0.3,
+        kl_in_loss=True,
+        kl_estimate=kl.k2,
+        compare=comparisons.grpo,
+        aggregate=aggregation.sequence_mean,
     )
     outcome = ppo_iteration(actor, reference, None, SAMPLES, [[s.sample_id for s in SAMPLES]], settings)
     assert outcome.critic_steps == []
     terms = []
-    for sample in SAMPLES:
+    compared = comparisons.grpo(SAMPLES, [sample.score for sample in SAMPLES])
+    for sample, advantage in zip(SAMPLES, compared, strict=True):
         own = outcome.experience[sample.sample_id]
-        assert own.advantages == [compared(sample, SAMPLES, settings)] * len(sample.response_ids)
         assert own.rewards == own.returns == own.old_values == []
-        kl = [(a - b) ** 2 / 2 for a, b in zip(own.old_logprobs, own.ref_logprobs, strict=True)]
-        terms.append(0.3 * sum(kl) / len(kl) - own.advantages[0])
+        divergence = [(a - b) ** 2 / 2 for a, b in zip(own.old_logprobs, own.ref_logprobs, strict=True)]
+        assert own.advantages == [advantage] * len(sample.response_ids)
+        terms.append(0.3 * sum(divergence) / len(divergence) - advantage)
     assert outcome.actor_steps[0].loss == pytest.approx(sum(terms) / 3, rel=1e-5)
 
 
@@ -238,6 +198,7 @@ def test_gradients_agree_with_finite_differences(role: str) -> None:
         rewards=[],
         advantages=[1.0, -0.5, 0.8],
         returns=[now[0] + 0.2, now[1] + 0.3, now[2] - 0.6],
+        weights=[1.0] * 3,
     )
     members = [(SAMPLES[0], experience)]
     idle = Adam(model, AdamSettings(lr=0.0))
@@ -265,3 +226,31 @@ def test_tied_embeddings_are_one_parameter() -> None:
     model = causal_lm(config, state)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert torch.equal(model.lm_head.weight, state["model.embed_tokens.weight"])
+
+
+def test_weights_are_of_the_policy_loss_alone() -> None:
+    """With all weights 0, the entropy bonus moves the actor."""
+    actor, reference = language_model(0), language_model(2)
+    common = {"actor": AdamSettings(lr=1e-2), "compare": comparisons.dr_grpo, "normalise": normalisation.whiten}
+    everyone = [[s.sample_id for s in SAMPLES]]
+    silent = Settings(**common, entropy_coef=0.1, weigh=[lambda old, _: [0.0] * len(old)])
+    step = ppo_iteration(actor, reference, None, SAMPLES, everyone, silent).actor_steps[0]
+    assert step.loss == pytest.approx(-0.1 * step.metrics["entropy"], rel=1e-6)
+    masked = Settings(**common, mask_unfinished=True)
+    experience = ppo_iteration(actor, reference, None, SAMPLES, everyone, masked).experience
+    assert [own.weights for own in experience.values()] == [[1.0] * 3, [1.0], [0.0] * 2]
+
+
+@pytest.mark.parametrize(("mixing", "own", "text"), [("add", 1, 2), ("convex", -1, 2), ("deepspeed", 0.5, 1)])
+def test_text_is_mixed_in(mixing: str, own: float, text: float) -> None:
+    actor, reference = language_model(0), language_model(2)
+    everyone = [[s.sample_id for s in SAMPLES]]
+
+    def losses(**fields: Any) -> float:
+        settings = Settings(actor=AdamSettings(lr=1e-2), compare=comparisons.dr_grpo, entropy_coef=1.0, **fields)
+        texts = [SAMPLES[:2]] if fields else []
+        return ppo_iteration(actor, reference, None, SAMPLES, everyone, settings, texts=texts).actor_steps[0].loss
+
+    likelihood = sum(token_statistics(actor, s, 1.0)[0].sum().item() for s in SAMPLES[:2]) / 4
+    mixed = losses(mixing=mixing, mixing_coef=2.0)
+    assert mixed == pytest.approx(own * losses() - text * likelihood, rel=1e-5)

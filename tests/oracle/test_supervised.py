@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from tests.oracle import supervised
-from tests.oracle.ppo import AdamSettings, sequence_score
+from tests.oracle.adam import AdamSettings
+from tests.oracle.models import sequence_score
 from tests.oracle.test_ppo import SAMPLES, language_model, value_model
 
 SETTINGS = AdamSettings(lr=1e-2)

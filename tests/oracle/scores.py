@@ -1,0 +1,57 @@
+"""What becomes of a sample's score before anything learns from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from tests.oracle.models import Sample
+
+Shape = Callable[[float, Sample], float]
+"""The score from here on, from the score so far and the sample."""
+
+
+def shaped(sample: Sample, shapes: Sequence[Shape]) -> float | None:
+    """The sample's score after all shapes in order; None where it has none."""
+    if sample.score is None:
+        return None
+    score = sample.score
+    for shape in shapes:
+        score = shape(score, sample)
+    return score
+
+
+def clipped(score: float, sample: Sample, *, low: float = -math.inf, high: float = math.inf) -> float:
+    """Within the bounds."""
+    del sample
+    return min(max(score, low), high)
+
+
+def replaced(score: float, sample: Sample, *, score_of_unfinished: float = -1.0) -> float:
+    """A constant in place of the score of a response without an end."""
+    return score if sample.finished else score_of_unfinished
+
+
+def less(score: float, sample: Sample, *, penalty: float) -> float:
+    """The score of a response without an end less a penalty."""
+    return score if sample.finished else score - penalty
+
+
+def scaled(score: float, sample: Sample, *, factor: float) -> float:
+    """The score of a response without an end times a factor."""
+    return score if sample.finished else score * factor
+
+
+def overlong(score: float, sample: Sample, *, most: int, buffer: int, factor: float = 1.0) -> float:
+    """The score less a penalty that grows over the last tokens that are allowed: factor at the last of them."""
+    beyond = min(len(sample.response_ids) - (most - buffer), buffer)
+    return score + min(0.0, -beyond / buffer * factor)
+
+
+def truncated(sample: Sample, token: int, after: int = 0) -> Sample:
+    """The response up to the first such token at an index of at least ``after``; unfinished where there is none."""
+    for index, found in enumerate(sample.response_ids):
+        if index >= after and found == token:
+            return replace(sample, response_ids=sample.response_ids[: index + 1], finished=True)
+    return replace(sample, finished=False)
