@@ -241,26 +241,88 @@ class SampleInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SampleFacts:
+    """What the driver knows of the samples of one chunk when their experience is built.
+
+    Args:
+        scores: [N] float32, as the algorithm takes them; not a number where there is none.
+        groups: [N] int64, the number of each sample's prompt among those of the step.
+        outcomes: [N] float32, an advantage per sample; None where advantages are of tokens.
+        learnt: [N] bool, False where the policy is to learn nothing of a sample, though it has a score.
+    """
+
+    scores: npt.NDArray[np.float32]
+    groups: npt.NDArray[np.int64]
+    outcomes: npt.NDArray[np.float32] | None
+    learnt: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseScale:
+    """What the reward model's score after a token is worth: gain * raw + bias; with ``differences``, what it added."""
+
+    gain: float
+    bias: float
+    differences: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperienceTerms:
+    """What the driver says of a whole step when its experience is built.
+
+    Args:
+        kl_coef: reward or loss per nat.
+        version: of the actor's weights before the update.
+        groups: prompts of the step.
+        value_norm: the moments that the values are normalised with, as the value normaliser keeps them; None without.
+        dense: of the reward model's scores after every token; None where a response has one score.
+    """
+
+    kl_coef: float
+    version: int
+    groups: int
+    value_norm: Mapping[str, float] | None = None
+    dense: DenseScale | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperienceReport:
+    """What the driver hears of a step's experience: metrics of all of it, and the moments of the value normaliser."""
+
+    metrics: Mapping[str, float]
+    value_norm: Mapping[str, float] | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExperienceChunk:
     """What an update reads of the samples of one chunk; every column has one value per response token.
 
     Args:
         sample_ids: N ids.
         prompt_ids, response_ids: N rows of int32 token ids.
-        old_logprobs: float32 nats, by the actor before the update.
+        old_logprobs: float32 nats, by the actor before the update, or by the engines where those stand for them.
         ref_logprobs: float32 nats, by the reference; None where the update has no penalty for leaving it.
+        rollout_logprobs: float32 nats, by the engines; None where the update does not look at them.
+        version_weights: float32, how far the old policy is from the engines' to the one in training; None where
+            ``old_logprobs`` are of the old policy.
         old_values: float32, by the critic before the update; None without one.
-        advantages, returns: float32; returns is None without a critic.
+        advantages, returns: float32; returns is None without a critic, and in the units of its values.
+        weights: float32, what the terms of the policy loss are multiplied with; None where nothing is.
+        value_weights: likewise, of the value loss.
     """
 
     sample_ids: tuple[str, ...]
     prompt_ids: Ragged
     response_ids: Ragged
     old_logprobs: Ragged
-    ref_logprobs: Ragged | None
-    old_values: Ragged | None
+    ref_logprobs: Ragged | None = None
+    rollout_logprobs: Ragged | None = None
+    version_weights: Ragged | None = None
+    old_values: Ragged | None = None
     advantages: Ragged
-    returns: Ragged | None
+    returns: Ragged | None = None
+    weights: Ragged | None = None
+    value_weights: Ragged | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,6 +349,7 @@ class RankSchedule:
         total_rows: samples in the pass, over all ranks.
         total_sequences: those of them with a response token.
         total_response_tokens: response tokens in the pass, over all ranks. These are a loss's global denominators.
+        rows_per_unit: rows that stay neighbours, in one pack and in order: 2 where they are preference pairs.
     """
 
     packs: tuple[tuple[PackRow, ...], ...]
@@ -294,6 +357,7 @@ class RankSchedule:
     total_rows: int
     total_sequences: int
     total_response_tokens: int
+    rows_per_unit: int = 1
 
     @property
     def chunks(self) -> list[int]:
