@@ -1,41 +1,178 @@
-"""Advantages: per response token, or per sample from a comparison of the samples of a prompt."""
+"""Advantages of response tokens, from their rewards or from an outcome per sample.
+
+An estimator is a function of (rewards, values, response_mask), with options by keyword:
+
+Args:
+    rewards: [B, R].
+    values: [B, R], of the state before each token; None without a critic.
+    response_mask: [B, R] bool.
+
+Returns:
+    advantages, and returns for the critic to learn, [B, R] each, 0 off the mask.
+"""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-EPS = 1e-6
+from megarl.algos.normalisation import on_mask
+
+Gaps = Literal["carry", "zero"]
+"""What a token that does not count is: passed over, or a step without reward and value."""
 
 
-def gae(rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    bootstrap: Tensor | None = None,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation over the counting tokens of each row.
 
-    delta[t] = r[t] + gamma * V[t'] - V[t];  A[t] = delta[t] + gamma * lam * A[t'];  returns[t] = A[t] + V[t], where t'
-    is the next counting token of the row and V, A are 0 after the last. Tokens that do not count (of a tool, say) are
-    passed over: neither a reward nor a discount step. Source: Schulman et al., "High-dimensional continuous control
-    using generalized advantage estimation" (2016).
+        delta[t] = r[t] + gamma * V[t'] - V[t];  A[t] = delta[t] + gamma * lam * A[t'];  returns[t] = A[t] + V[t]
+
+    t' is the next counting token of the row; V and A are 0 after the last. Tokens that do not count (of a tool, say)
+    are passed over: neither a reward nor a discount step. Source: Schulman et al., "High-dimensional continuous control
+    using generalized advantage estimation" (2016); gaps as in verl and AReaL.
+
+    Args:
+        rewards: [B, R].
+        values: [B, R], of the state before each token.
+        response_mask: [B, R] bool.
+        bootstrap: [B], value of the state after the last token, for rows that were cut off; None: 0.
+        gamma: discount per token.
+        lam: decay per token of the estimator.
+
+    Returns:
+        advantages and returns, [B, R], 0 off the mask.
+    """
+    advantages, returns = scan(rewards, values, response_mask, bootstrap, gamma=gamma, lam=lam)
+    return on_mask(advantages, response_mask), on_mask(returns, response_mask)
+
+
+def vapo(
+    rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam_value: float = 1.0,
+    lam_policy: float | None = None,
+    length_alpha: float = 0.05,
+) -> tuple[Tensor, Tensor]:
+    """Decoupled generalised advantage estimation: one decay for the returns, another for the advantages.
+
+        returns = A(lam_value) + V;  advantages = A(lam_policy), or A(1 - 1 / max(length_alpha * n, 1))
+
+    A(lam) is that of ``gae``, n the counting tokens of the row. Source: VAPO (Yue et al., 2025); NeMo-RL.
 
     Args:
         rewards: [B, R].
         values: [B, R], of the state before each token.
         response_mask: [B, R] bool.
         gamma: discount per token.
-        lam: decay of the estimator.
+        lam_value: decay per token for the returns.
+        lam_policy: decay per token for the advantages; None: by the length of each row.
+        length_alpha: how that grows with the length.
 
     Returns:
         advantages and returns, [B, R], 0 off the mask.
     """
+    by_length = 1 - 1 / (length_alpha * response_mask.sum(-1).to(values.dtype)).clamp(min=1)
+    lam = by_length if lam_policy is None else lam_policy
+    advantages, _ = scan(rewards, values, response_mask, gamma=gamma, lam=lam)
+    _, returns = scan(rewards, values, response_mask, gamma=gamma, lam=lam_value)
+    return on_mask(advantages, response_mask), on_mask(returns, response_mask)
+
+
+def reinforce(
+    rewards: Tensor, values: Tensor | None, response_mask: Tensor, *, gamma: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """The reward-to-go of each token, without a critic: A[t] = G[t] = r[t] + gamma * G[t'].
+
+    t' is the next counting token of the row. REINFORCE++ is the same, whitened over the tokens of the step, with the
+    penalties in the rewards. Source: Williams, "Simple statistical gradient-following algorithms" (1992); REINFORCE++
+    (Hu, 2025); OpenRLHF and verl.
+
+    Args:
+        rewards: [B, R].
+        values: not used.
+        response_mask: [B, R] bool.
+        gamma: discount per token.
+
+    Returns:
+        The same twice, [B, R], 0 off the mask.
+    """
+    del values
+    returns = on_mask(reward_to_go(rewards, response_mask, gamma=gamma), response_mask)
+    return returns, returns
+
+
+def from_outcomes(outcomes: Tensor, penalties: Tensor, response_mask: Tensor, *, cumulative: bool = True) -> Tensor:
+    """The advantage of a sample on each of its tokens, plus the penalties.
+
+        A[t] = outcome + sum over t' >= t of penalty[t'], or with each token's own: A[t] = outcome + penalty[t]
+
+    Source: OpenRLHF (cumulative); slime and NeMo-RL (each token's own).
+
+    Args:
+        outcomes: [B], an advantage per sample, from a comparison.
+        penalties: [B, R], of ``rewards.kl_penalties``; 0 without any.
+        response_mask: [B, R] bool.
+        cumulative: which of the two.
+
+    Returns:
+        [B, R], 0 off the mask.
+    """
+    own = reward_to_go(penalties, response_mask) if cumulative else penalties
+    return on_mask(outcomes[:, None] + own, response_mask)
+
+
+def reward_to_go(rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0, gaps: Gaps = "carry") -> Tensor:
+    """G[t] = r[t] + gamma * G[t'], [B, R], off the mask as it passes: scan without values."""
+    return scan(rewards, torch.zeros_like(rewards), response_mask, gamma=gamma, lam=1.0, gaps=gaps)[0]
+
+
+def scan(
+    rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    bootstrap: Tensor | None = None,
+    *,
+    gamma: float,
+    lam: float | Tensor,
+    gaps: Gaps = "carry",
+) -> tuple[Tensor, Tensor]:
+    """The recursion of gae, from the last column to the first, and its returns: off the mask as they pass.
+
+    Args:
+        rewards: [B, R]. values: [B, R]. response_mask: [B, R] bool. bootstrap: [B], or None. gamma: see gae.
+        lam: decay per token, or one per row, [B].
+        gaps: "zero" is the form of OpenRLHF and NeMo-Aligner, the same but for gaps inside a row: there the discount
+            goes on, and what lies in the gap gets an advantage.
+    """
+    if gaps == "zero":
+        rewards, values = on_mask(rewards, response_mask), on_mask(values, response_mask)
+        response_mask = torch.ones_like(response_mask)
     advantages = torch.zeros_like(values)
-    next_advantage = next_value = values.new_zeros(len(values))
+    carried = values.new_zeros(len(values))
+    next_value = carried if bootstrap is None else bootstrap
     for t in reversed(range(values.shape[1])):
         counts = response_mask[:, t]
         delta = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = torch.where(counts, delta + gamma * lam * next_advantage, next_advantage)
+        carried = torch.where(counts, delta + gamma * lam * carried, carried)
         next_value = torch.where(counts, values[:, t], next_value)
-        advantages[:, t] = torch.where(counts, next_advantage, advantages[:, t])
-    returns = torch.where(response_mask, advantages + values, torch.zeros_like(values))
-    return advantages, returns
+        advantages[:, t] = carried
+    return advantages, advantages + values
+
+
+EPS = 1e-6
 
 
 def grpo(scores: Tensor, groups: Tensor) -> Tensor:

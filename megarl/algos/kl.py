@@ -1,9 +1,16 @@
-"""Estimators of KL(policy || reference) in nats from the log-probabilities of the sampled tokens.
+"""Estimators of KL(policy || reference) in nats: from the log-probabilities of the sampled tokens, or from all logits.
 
 With d = log policy - log reference at a token sampled from the policy, each is an estimate per token (J. Schulman,
 "Approximating KL divergence", 2020). All are elementwise, and differentiable in ``logprobs``, for a penalty in the
-loss: the gradients are 1 (k1, whose mean over the policy's tokens is 0: as a loss it pulls nowhere), d (k2) and
-1 - exp(-d) (k3).
+loss. An estimator is a function of (logprobs, ref_logprobs, importance), with options by keyword:
+
+Args:
+    logprobs: any shape, nats, of the policy.
+    ref_logprobs: same shape, nats, of the reference.
+    importance: same shape, or None; weights that the estimates are multiplied by before they are limited, without a
+        gradient: the ratio of the policy to whatever sampled the tokens.
+    max_log_ratio: d is clamped to +- this; None: it is not.
+    limit: the estimate is clamped to +- this; None: it is not. Where something is clamped, it has no gradient.
 """
 
 from __future__ import annotations
@@ -11,21 +18,128 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
-MAX_K3 = 10.0
+
+def k1(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    importance: Tensor | None = None,
+    *,
+    max_log_ratio: float | None = None,
+    limit: float | None = None,
+) -> Tensor:
+    """d: unbiased, of either sign.
+
+    Its gradient is 1, whose mean over the policy's tokens is 0: as a loss it pulls nowhere. Source: Ziegler et al.,
+    "Fine-tuning language models from human preferences" (2019); OpenRLHF and AReaL limit it to 10.
+    """
+    return _limited(_log_ratio(logprobs, ref_logprobs, max_log_ratio), importance, limit)
 
 
-def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """d: unbiased, of either sign."""
-    return logprobs - ref_logprobs
+def k2(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    importance: Tensor | None = None,
+    *,
+    max_log_ratio: float | None = None,
+    limit: float | None = None,
+) -> Tensor:
+    """d^2 / 2: biased, never negative.
+
+    Its gradient, d, is an unbiased estimate of the gradient of the KL. Source: Schulman (2020).
+    """
+    return _limited(_log_ratio(logprobs, ref_logprobs, max_log_ratio).square() / 2, importance, limit)
 
 
-def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """d^2 / 2: biased, never negative; its gradient is an unbiased one of the KL."""
-    return (logprobs - ref_logprobs).square() / 2
+def k3(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    importance: Tensor | None = None,
+    *,
+    max_log_ratio: float | None = 20.0,
+    limit: float | None = 10.0,
+) -> Tensor:
+    """exp(-d) - 1 + d: unbiased, never negative.
+
+    Its gradient is 1 - exp(-d), that of KL(reference || policy) on average. Source: Schulman (2020); the limits are
+    verl's and NeMo-RL's.
+    """
+    d = _log_ratio(logprobs, ref_logprobs, max_log_ratio)
+    return _limited(torch.expm1(-d) + d, importance, limit)
 
 
-def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """exp(-d) - 1 + d: unbiased, never negative. d is clamped to +-20, the estimate to 10, without a gradient there."""
-    d = (logprobs - ref_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return (torch.expm1(-d) + d).clamp(max=MAX_K3)
+def absolute(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    importance: Tensor | None = None,
+    *,
+    max_log_ratio: float | None = None,
+    limit: float | None = None,
+) -> Tensor:
+    """|d|: biased upwards, never negative.
+
+    Its gradient is the sign of d. Source: NeMo-Aligner, whose usual estimate it is.
+    """
+    return _limited(_log_ratio(logprobs, ref_logprobs, max_log_ratio).abs(), importance, limit)
+
+
+def k1_plus(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    importance: Tensor | None = None,
+    *,
+    max_log_ratio: float | None = None,
+    limit: float | None = None,
+) -> Tensor:
+    """The value of k1 with the gradient of k2, which is that of the KL.
+
+    k2 - sg(k2) + sg(k1), where sg has no gradient. Source: verl, "k1+".
+    """
+    value = k1(logprobs, ref_logprobs, importance, max_log_ratio=max_log_ratio, limit=limit)
+    return _straight_through(value, k2(logprobs, ref_logprobs, importance))
+
+
+def k3_plus(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    importance: Tensor | None = None,
+    *,
+    max_log_ratio: float | None = 20.0,
+    limit: float | None = 10.0,
+) -> Tensor:
+    """The value of k3 with the gradient of k2, which is that of the KL.
+
+    k2 - sg(k2) + sg(k3), where sg has no gradient. Source: verl, "k3+".
+    """
+    value = k3(logprobs, ref_logprobs, importance, max_log_ratio=max_log_ratio, limit=limit)
+    return _straight_through(value, k2(logprobs, ref_logprobs, importance))
+
+
+def full(logits: Tensor, ref_logits: Tensor) -> Tensor:
+    """sum over the vocabulary of p * (log p - log q): the KL itself, not an estimate.
+
+    Source: TRL 0.10, "full".
+
+    Args:
+        logits: [..., V], of the policy, divided by the temperature; may carry a gradient.
+        ref_logits: [..., V], of the reference, divided by the same temperature.
+
+    Returns:
+        [...] nats.
+    """
+    ours, theirs = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    return (ours.exp() * (ours - theirs)).sum(-1)
+
+
+def _log_ratio(logprobs: Tensor, ref_logprobs: Tensor, largest: float | None) -> Tensor:
+    d = logprobs - ref_logprobs
+    return d if largest is None else d.clamp(-largest, largest)
+
+
+def _limited(estimates: Tensor, importance: Tensor | None, limit: float | None) -> Tensor:
+    weighted = estimates if importance is None else importance.detach() * estimates
+    return weighted if limit is None else weighted.clamp(-limit, limit)
+
+
+def _straight_through(value: Tensor, slope: Tensor) -> Tensor:
+    """The value of the one, the gradient of the other."""
+    return value.detach() + (slope - slope.detach())
