@@ -1,0 +1,71 @@
+"""pass@k by trying every set of k samples, and the error of a mean by drawing prompts again and again."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.algos.evaluation import clustered_mean, pass_rate
+
+
+def test_pass_rate_is_the_part_of_all_sets_of_k_that_have_a_success() -> None:
+    cases = [(n, c, k) for n in range(1, 8) for c in range(n + 1) for k in range(1, n + 1)]
+    for n, c, k in cases:
+        sets = list(itertools.combinations([True] * c + [False] * (n - c), k))
+        expected = sum(any(chosen) for chosen in sets) / len(sets)
+        found = pass_rate(torch.tensor([c]), torch.tensor([n]), k=k)
+        assert found.dtype == torch.float64
+        assert found.item() == pytest.approx(expected, abs=1e-15), (n, c, k)
+
+
+def test_pass_rate_takes_prompts_together_and_many_samples() -> None:
+    rates = pass_rate(torch.tensor([0, 1, 500, 1000]), torch.tensor([4, 4, 1000, 1000]), k=2)
+    assert rates.tolist() == pytest.approx([0, 0.5, 1 - (500 / 1000) * (499 / 999), 1])
+
+
+def test_the_mean_of_pass_rates_has_no_bias() -> None:
+    """Over all outcomes of four samples that each succeed with probability p, weighted by their probability."""
+    p, n, k = 0.3, 4, 2
+    outcomes = list(itertools.product([0, 1], repeat=n))
+    weights = [math.prod(p if x else 1 - p for x in outcome) for outcome in outcomes]
+    rates = pass_rate(torch.tensor([sum(outcome) for outcome in outcomes]), torch.full((2**n,), n), k=k)
+    assert sum(w * r for w, r in zip(weights, rates.tolist(), strict=True)) == pytest.approx(1 - (1 - p) ** k)
+
+
+def test_clusters_of_one_value_have_the_ordinary_error() -> None:
+    values = [0.0, 1.0, 1.0, 0.0, 3.0]
+    mean, error = clustered_mean(torch.tensor(values), torch.tensor([4, 2, 0, 1, 3]))
+    assert (mean, error) == pytest.approx((1.0, statistics.stdev(values) / math.sqrt(5)))
+
+
+def test_clusters_of_one_size_have_the_error_of_their_means() -> None:
+    values, clusters = torch.tensor([1.0, 5.0, 3.0, 2.0, 2.0, 8.0]), torch.tensor([0, 1, 2, 0, 1, 2])
+    means = [1.5, 3.5, 5.5]
+    mean, error = clustered_mean(values, clusters)
+    assert (mean, error) == pytest.approx((3.5, statistics.stdev(means) / math.sqrt(3)))
+
+
+def test_the_error_is_that_of_drawing_prompts_again() -> None:
+    """A bootstrap over whole prompts, of different sizes and very different difficulty."""
+    random = np.random.default_rng(0)
+    prompts = [random.normal(random.normal(), 0.2, size=random.integers(1, 9)) for _ in range(60)]
+    values = torch.from_numpy(np.concatenate(prompts))
+    clusters = torch.repeat_interleave(torch.arange(60), torch.tensor([len(own) for own in prompts]))
+    mean, error = clustered_mean(values, clusters)
+    assert mean == pytest.approx(np.concatenate(prompts).mean())
+    drawn = [np.concatenate([prompts[i] for i in random.integers(60, size=60)]).mean() for _ in range(4000)]
+    assert error == pytest.approx(np.std(drawn), rel=0.06)  # the bootstrap has an error of its own, about 1%
+    as_if_independent = float(values.std()) / math.sqrt(len(values))
+    assert error > 1.5 * as_if_independent
+
+
+def test_too_little_to_know() -> None:
+    mean, error = clustered_mean(torch.tensor([7.0, 9.0]), torch.tensor([3, 3]))
+    assert mean == 8
+    assert math.isnan(error)
+    assert all(math.isnan(number) for number in clustered_mean(torch.zeros(0), torch.zeros(0, dtype=torch.int64)))
