@@ -11,7 +11,7 @@ from torch import Tensor
 def pass_rate(successes: Tensor, samples: Tensor, *, k: int) -> Tensor:
     """The probability that one of k samples of a prompt is a success, from n samples of which c are.
 
-        1 - C(n - c, k) / C(n, k)
+        1 - C(n - c, k) / C(n, k) = 1 - prod_{i < k} (n - c - i) / (n - i)
 
     It is the mean over all sets of k of the n samples, and so has no bias; 1 - (1 - c / n)^k would be too low.
     Source: Chen et al. 2021, "Evaluating large language models trained on code".
@@ -23,9 +23,10 @@ def pass_rate(successes: Tensor, samples: Tensor, *, k: int) -> Tensor:
     Returns:
         [G] float64.
     """
-    pairs = zip(samples.tolist(), successes.tolist(), strict=True)
-    rates = [1 - math.comb(n - c, k) / math.comb(n, k) for n, c in pairs]
-    return torch.tensor(rates, dtype=torch.float64)
+    drawn = torch.arange(k)
+    failures_left = (samples - successes).unsqueeze(1) - drawn
+    samples_left = samples.unsqueeze(1) - drawn
+    return 1 - (failures_left.clamp(min=0).double() / samples_left).prod(1)
 
 
 def clustered_mean(values: Tensor, clusters: Tensor) -> tuple[float, float]:
