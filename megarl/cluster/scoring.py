@@ -2,54 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-import numpy as np
-import numpy.typing as npt
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from megarl.cluster.calls import Call
 from megarl.cluster.rollouts import Rollouts
 from megarl.cluster.session import Session
 from megarl.cluster.shell import ChunkRefs
-from megarl.config.schema import RewardFunction
+from megarl.config.schema import Reward, RewardFunction, TimeLimits
 from megarl.data.tokenizer import load_tokenizer
-from megarl.rewards import RuleScorer
+from megarl.rewards import RuleScorer, Scores, Unscored, labels
 from megarl.types import Prompt, RolloutChunk, SampleInfo
-
-Scores = dict[str, npt.NDArray[np.float32]]
-"""By label of the function, [N] float32 of the N samples of a chunk."""
 
 SCORER = "megarl.cluster.scoring:ScoringProcess"
 
+_PART = 0.9
+"""Of the phase's time limit, what the calls of a step may take: the run must not end because a function is slow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredChunks:
+    """The scores of some chunks.
+
+    Args:
+        columns: by chunk.
+        unscored: by the name of the function, its first failure.
+    """
+
+    columns: Mapping[int, Scores]
+    unscored: Mapping[str, Unscored]
+
 
 class ScoringProcess:
-    """What runs in each process.
+    """What runs in each process: it decodes responses, and lets a child of its own call the functions.
 
     Args:
         tokenizer: directory of the tokenizer that makes the texts of the answers; None leaves them empty.
+        functions: all that will be called.
+        reward: with the limits of the calls.
+        seconds: for all calls of a step.
     """
 
-    def __init__(self, tokenizer: str | None) -> None:
-        self._decode = None if tokenizer is None else load_tokenizer(tokenizer).decode
+    def __init__(
+        self, tokenizer: str | None, functions: Sequence[RewardFunction], reward: Reward, seconds: float
+    ) -> None:
+        decode = None if tokenizer is None else load_tokenizer(tokenizer).decode
+        self._scorer = RuleScorer(functions, decode, time_limit=reward.time_limit, retries=reward.retries)
+        self._seconds = seconds
 
     def start(self) -> None:
-        """Nothing is left to do once the object is made; mistakes in making it show here."""
+        """Loads the functions."""
+        self._scorer.start()
 
     def score(
         self,
-        functions: Sequence[RewardFunction],
-        rollouts: Mapping[int, RolloutChunk] | ChunkRefs[RolloutChunk],
+        functions: Mapping[str, int],
+        rollouts: ChunkRefs[RolloutChunk],
         prompts: Mapping[int, Sequence[Prompt]],
-    ) -> dict[int, Scores]:
+    ) -> ScoredChunks:
         """The scores of some chunks.
 
         Args:
-            functions: that score.
+            functions: which of the functions score, by name.
             rollouts: by chunk.
             prompts: by chunk, those of its rows.
         """
-        scorer = RuleScorer(functions, self._decode)
-        return {chunk: scorer.score(rollouts[chunk], of_rows) for chunk, of_rows in prompts.items()}
+        deadline = time.monotonic() + self._seconds
+        columns: dict[int, Scores] = {}
+        unscored: dict[str, Unscored] = {}
+        for chunk, of_rows in prompts.items():
+            columns[chunk], failed = self._scorer.score(functions, rollouts[chunk], of_rows, deadline)
+            unscored = {**failed, **unscored}
+        return ScoredChunks(columns=columns, unscored=unscored)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PendingScores:
+    """Scores in the making.
+
+    Args:
+        call: to all processes.
+        tell: is told of each function's first failure.
+    """
+
+    call: Call
+    tell: Callable[[str, Unscored], None]
+
+    def wait(self) -> dict[int, Scores]:
+        """The scores by chunk; NaN where a function left a sample without one.
+
+        Raises:
+            WorkerError: a process failed.
+        """
+        results: list[ScoredChunks] = self.call.wait()
+        for result in results:
+            for name, unscored in result.unscored.items():
+                self.tell(name, unscored)
+        return {chunk: scores for result in results for chunk, scores in result.columns.items()}
 
 
 class RuleScorers:
@@ -58,43 +108,62 @@ class RuleScorers:
     Args:
         session: where they run.
         tokenizer: directory of the tokenizer; None where the run has none.
-        processes: how many.
+        functions: all that will be called.
+        reward: how many processes, and the limits of the calls.
+        limits: of the phases of a step.
+        warn: is told of the first failure of each function.
     """
 
-    def __init__(self, session: Session, tokenizer: str | None, processes: int) -> None:
-        self._watch = session.watch
-        devices = len(session.placement.slots)
+    def __init__(
+        self,
+        session: Session,
+        tokenizer: str | None,
+        functions: Sequence[RewardFunction],
+        reward: Reward,
+        limits: TimeLimits,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._watch, self._functions, self._warn = session.watch, tuple(functions), warn
+        self._told: set[str] = set()
+        devices, count = len(session.placement.slots), reward.processes
+        arguments = (tokenizer, self._functions, reward, _PART * limits.scoring)
         self.processes = [
-            session.launch_beside(f"scorer {index}", index * devices // processes, SCORER, tokenizer)
-            for index in range(processes)
+            session.launch_beside(f"scorer {index}", index * devices // count, SCORER, *arguments)
+            for index in range(count)
         ]
 
     def start(self) -> Call:
-        """Loads the tokenizer in every process."""
+        """Loads the tokenizer and the functions in every process."""
         return self._watch.submit("scorers.start", "start", "start", self.processes, [()] * len(self.processes))
 
-    def score(self, functions: Sequence[RewardFunction], rollouts: Rollouts, prompts: Mapping[str, Prompt]) -> Call:
-        """Scores samples; returns at once. ``by_chunk`` reads the results.
+    def score(
+        self, functions: Sequence[RewardFunction], rollouts: Rollouts, prompts: Mapping[str, Prompt]
+    ) -> PendingScores:
+        """Scores samples; returns at once.
 
         Args:
             functions: that score, all of them every sample.
             rollouts: of the step.
             prompts: by prompt id, those of the rollouts.
         """
+        numbers = {label: self._functions.index(own) for label, own in zip(labels(functions), functions, strict=True)}
         of_rows = _prompts_by_chunk(rollouts.samples, prompts)
         count = min(len(self.processes), len(of_rows))
         shares = [{chunk: of_rows[chunk] for chunk in sorted(of_rows)[index::count]} for index in range(count)]
-        args = [(tuple(functions), rollouts.chunks.only(share), share) for share in shares]
-        return self._watch.submit("scorers.score", "scoring", "score", self.processes[:count], args)
+        args = [(numbers, rollouts.chunks.only(share), share) for share in shares]
+        call = self._watch.submit("scorers.score", "scoring", "score", self.processes[:count], args)
+        return PendingScores(call=call, tell=self._tell)
 
-
-def by_chunk(call: Call) -> dict[int, Scores]:
-    """Waits for the scores and joins them.
-
-    Raises:
-        WorkerError: a process failed; of a reward function's failure the message names function and prompt.
-    """
-    return {chunk: scores for result in call.wait() for chunk, scores in result.items()}
+    def _tell(self, name: str, unscored: Unscored) -> None:
+        """Shows a function's first failure; the metrics count them all."""
+        if name in self._told:
+            return
+        self._told.add(name)
+        self._warn(
+            f"reward function {name!r} gave prompt {unscored.prompt_id!r} no score (calls: {unscored.calls}); the "
+            "response counts as unscored, and so will others, which the metric rewards/unscored counts from now on.\n"
+            f"{unscored.reason}"
+        )
 
 
 def _prompts_by_chunk(samples: Sequence[SampleInfo], prompts: Mapping[str, Prompt]) -> dict[int, list[Prompt]]:

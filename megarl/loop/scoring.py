@@ -20,8 +20,7 @@ from megarl.algos.rewards import normalise_scores, score_scale, shape_scores
 from megarl.cluster.calls import Call
 from megarl.cluster.group import Role, merged
 from megarl.cluster.rollouts import Rollouts
-from megarl.cluster.scoring import RuleScorers
-from megarl.cluster.scoring import by_chunk as scores_by_chunk
+from megarl.cluster.scoring import PendingScores, RuleScorers
 from megarl.config.schema import Algo, Reward, RewardFunction
 from megarl.data.hashing import stable_hash
 from megarl.rewards import labels
@@ -77,13 +76,13 @@ class Scoring:
     Args:
         samples: that are scored.
         model: the reward model's call; None without one.
-        rules: the rules' call; None without any.
+        rules: the rules' scores; None without any.
         scale: of the reward model.
     """
 
     samples: Sequence[SampleInfo]
     model: Call | None
-    rules: Call | None
+    rules: PendingScores | None
     scale: Scale
 
     def wait(self) -> dict[str, Values]:
@@ -96,7 +95,7 @@ class Scoring:
         if self.model is not None:
             scores[REWARD_MODEL] = self.scale.apply(in_order(merged(self.model), self.samples))
         if self.rules is not None:
-            columns = scores_by_chunk(self.rules)
+            columns = self.rules.wait()
             for label in next(iter(columns.values())):
                 scores[label] = in_order({chunk: own[label] for chunk, own in columns.items()}, self.samples)
         return scores

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -103,11 +105,13 @@ def launch_engines(
 def launch_rules(config: PPOConfig, session: Session, model_dir: str) -> RuleScorers | None:
     """Launches the processes that run reward functions, if there are any to run, and returns at once."""
     evaluated = config.evaluation.functions if config.evaluation is not None else ()
-    if not config.reward.functions and not evaluated:
+    functions = [*config.reward.functions, *evaluated]
+    if not functions:
         return None
     directory = template_directory(config, model_dir)
     tokenizer = directory if has_tokenizer(directory) else None
-    return RuleScorers(session, tokenizer, config.reward.processes)
+    warn = functools.partial(print, file=sys.stderr, flush=True)
+    return RuleScorers(session, tokenizer, functions, config.reward, config.cluster.time_limits, warn)
 
 
 def _engine(rollout: Rollout) -> str:

@@ -3,6 +3,15 @@
 from megarl.rewards.answer import Answer
 from megarl.rewards.checks import check_fields, check_functions
 from megarl.rewards.registry import RULES, labels
-from megarl.rewards.scorer import RewardError, RuleScorer
+from megarl.rewards.scorer import RuleScorer, Scores, Unscored
 
-__all__ = ["RULES", "Answer", "RewardError", "RuleScorer", "check_fields", "check_functions", "labels"]
+__all__ = [
+    "RULES",
+    "Answer",
+    "RuleScorer",
+    "Scores",
+    "Unscored",
+    "check_fields",
+    "check_functions",
+    "labels",
+]

@@ -1,61 +1,108 @@
-"""Scores chunks of rollouts with reward functions. A plain class, which knows nothing of processes."""
+"""Scores chunks of rollouts with reward functions; what a function fails on stays without a score."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from numbers import Real
-from typing import Any
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from megarl.config.schema import RewardFunction
 from megarl.rewards.answer import Answer
-from megarl.rewards.registry import bind, labels
+from megarl.rewards.process import CallError, FunctionProcess
 from megarl.types import Prompt, RolloutChunk
 
 Decode = Callable[[Sequence[int]], str]
-_LARGEST = float(np.finfo(np.float32).max)
+Scores = dict[str, npt.NDArray[np.float32]]
+"""By the name of each function, [N] float32 of the N samples of a chunk; NaN where a sample has no score."""
 
 
-class RewardError(RuntimeError):
-    """A reward function failed, or returned no finite number; the message names it and the prompt."""
+@dataclass(frozen=True, kw_only=True)
+class Unscored:
+    """A response that a function left without a score.
+
+    Args:
+        prompt_id: of its prompt.
+        reason: a sentence, or the function's traceback.
+        calls: that were made, retries included.
+    """
+
+    prompt_id: str
+    reason: str
+    calls: int
 
 
 class RuleScorer:
     """Some reward functions, each by itself: their weights are for those who add them up.
 
+    They run in a child process. Whatever a function does, scoring goes on and ends in time.
+
     Args:
         functions: of the configuration, checked by ``check_functions``.
         decode: text of token ids; None leaves the texts of the answers empty.
-
-    Raises:
-        ValueError: a function cannot be found.
+        time_limit: of a call, seconds.
+        retries: calls after one that failed.
     """
 
-    def __init__(self, functions: Sequence[RewardFunction], decode: Decode | None) -> None:
-        self._functions = dict(zip(labels(functions), map(bind, functions), strict=True))
+    def __init__(
+        self, functions: Sequence[RewardFunction], decode: Decode | None, *, time_limit: float, retries: int
+    ) -> None:
+        self._process = FunctionProcess(functions)
         self._decode = decode
+        self._time_limit, self._retries = time_limit, retries
 
-    def score(self, chunk: RolloutChunk, prompts: Sequence[Prompt]) -> dict[str, npt.NDArray[np.float32]]:
+    def start(self) -> None:
+        """Starts the child process, which loads the functions.
+
+        Raises:
+            RunError: one cannot be loaded.
+        """
+        self._process.start()
+
+    def score(
+        self, functions: Mapping[str, int], chunk: RolloutChunk, prompts: Sequence[Prompt], deadline: float
+    ) -> tuple[Scores, dict[str, Unscored]]:
         """Every function's score of every sample.
 
         Args:
+            functions: which of the functions score, by name.
             chunk: N samples.
             prompts: N, the prompt of each.
+            deadline: by ``time.monotonic``; what is not scored by then stays without a score.
 
         Returns:
-            By label (see ``registry.labels``), [N] float32.
-
-        Raises:
-            RewardError: a function failed, or returned no finite number.
+            The scores, and the first failure of each function that had one.
         """
         assert len(prompts) == len(chunk.sample_ids), f"{len(prompts)} prompts for {len(chunk.sample_ids)} samples"
-        answers = [self._answer(chunk, row, prompt) for row, prompt in enumerate(prompts)]
-        return {
-            label: np.array([_applied(label, function, answer) for answer in answers], dtype=np.float32)
-            for label, function in self._functions.items()
-        }
+        scores = {name: np.full(len(prompts), math.nan, np.float32) for name in functions}
+        unscored: dict[str, Unscored] = {}
+        for row, prompt in enumerate(prompts):
+            answer = self._answer(chunk, row, prompt)
+            for name, number in functions.items():
+                scored = self._called(number, answer, deadline)
+                if isinstance(scored, Unscored):
+                    unscored.setdefault(name, scored)
+                else:
+                    scores[name][row] = scored
+        return scores, unscored
+
+    def close(self) -> None:
+        """Ends the child process."""
+        self._process.close()
+
+    def _called(self, function: int, answer: Answer, deadline: float) -> float | Unscored:
+        """A function's score of an answer, after as many calls as it may have."""
+        reason, calls = "no time was left of cluster.time_limits.scoring", 0
+        while calls <= self._retries and (left := deadline - time.monotonic()) > 0:
+            calls += 1
+            try:
+                return self._process.call(function, answer, min(self._time_limit, left))
+            except CallError as error:
+                reason = str(error)
+        return Unscored(prompt_id=answer.prompt_id, reason=reason, calls=calls)
 
     def _answer(self, chunk: RolloutChunk, row: int, prompt: Prompt) -> Answer:
         response_ids = tuple(chunk.response_ids[row].tolist())
@@ -68,18 +115,3 @@ class RuleScorer:
             finished=bool(chunk.finished[row]),
             fields=prompt.fields,
         )
-
-
-def _applied(label: str, function: Callable[[Answer], Any], answer: Answer) -> float:
-    try:
-        value = function(answer)
-    except Exception as error:  # the user's own code
-        raise RewardError(
-            f"reward function {label!r} failed on prompt {answer.prompt_id!r}: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(value, Real | np.bool_) or not abs(float(value)) <= _LARGEST:
-        raise RewardError(
-            f"reward function {label!r} returned {value!r} on prompt {answer.prompt_id!r}: "
-            f"it must return a finite number"
-        )
-    return float(value)

@@ -1,7 +1,9 @@
-"""Processes that score: shares of the chunks, results, and the failure of a user's function."""
+"""Processes that score: shares of the chunks, results, and what becomes of functions that fail or hang."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,36 +14,46 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from megarl.cluster.calls import Watch, WorkerError
 from megarl.cluster.rollouts import Rollouts
-from megarl.cluster.scoring import RuleScorers, by_chunk
+from megarl.cluster.scoring import RuleScorers
 from megarl.cluster.session import Session
 from megarl.cluster.shell import ChunkRefs
-from megarl.config.schema import RewardFunction, TimeLimits
+from megarl.config.schema import Reward, RewardFunction, TimeLimits
 from tests.rewards.answers import infos, own, prompt, rollout
 
 PROMPTS = {name: prompt(f"p{name}", name, answer=answer) for name, answer in {"a": "one", "b": "three"}.items()}
 
 
+FUNCTIONS = (
+    own("length"),
+    RewardFunction(name="exact_match"),
+    own("seen"),
+    own("process"),
+    own("quotient", size=6),
+    own("stubborn"),
+)
+LENGTH, EXACT_MATCH, SEEN, PROCESS, QUOTIENT, STUBBORN = FUNCTIONS
+
+
 @pytest.fixture(scope="module")
-def scorers(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RuleScorers]:
+def warnings() -> list[str]:
+    """What the scorers have told of failures."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def scorers(session: Session, tmp_path_factory: pytest.TempPathFactory, warnings: list[str]) -> Iterator[RuleScorers]:
     """Two processes with a tokenizer whose ids are the characters' codes."""
     directory = tmp_path_factory.mktemp("tokenizer")
     letters = Tokenizer(WordLevel({chr(code): code for code in range(128)}, unk_token="\0"))
     letters.decoder = Fuse()  # pyright: ignore[reportAttributeAccessIssue]
     PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="\4").save_pretrained(directory)
-    made = RuleScorers(session, str(directory), 2)
+    reward = Reward(processes=2, time_limit=0.5, retries=0)
+    made = RuleScorers(session, str(directory), FUNCTIONS, reward, TimeLimits(), warnings.append)
     made.start().wait()
     yield made
     for process in made.processes:
         ray.kill(process.actor)
-
-
-@pytest.fixture
-def forgetful(session: Session) -> Iterator[None]:
-    """Forgets the calls that failed, as a run's end would."""
-    yield
-    session.watch = Watch(TimeLimits())
 
 
 def rollouts(chunks: int) -> Rollouts:
@@ -55,9 +67,8 @@ def rollouts(chunks: int) -> Rollouts:
 
 @pytest.mark.dist
 def test_every_chunk_is_scored_by_every_function(scorers: RuleScorers) -> None:
-    functions = [own("length"), RewardFunction(name="exact_match"), own("seen"), own("process")]
     given = rollouts(5)
-    scores = by_chunk(scorers.score(functions, given, PROMPTS))
+    scores = scorers.score([LENGTH, EXACT_MATCH, SEEN, PROCESS], given, PROMPTS).wait()
     assert {chunk: column["length"].tolist() for chunk, column in scores.items()} == {c: [3 + c, 6] for c in range(5)}
     assert {chunk: column["exact_match"].tolist() for chunk, column in scores.items()} == {
         0: [1, 1],
@@ -72,16 +83,28 @@ def test_every_chunk_is_scored_by_every_function(scorers: RuleScorers) -> None:
 
 @pytest.mark.dist
 def test_chunks_may_be_fewer_than_processes(scorers: RuleScorers) -> None:
-    scores = by_chunk(scorers.score([own("length")], rollouts(1), PROMPTS))
+    scores = scorers.score([LENGTH], rollouts(1), PROMPTS).wait()
     assert {chunk: column["length"].tolist() for chunk, column in scores.items()} == {0: [3, 6]}
 
 
 @pytest.mark.dist
-@pytest.mark.usefixtures("forgetful")
-def test_a_failing_function_is_named_with_its_prompt_and_its_traceback(scorers: RuleScorers) -> None:
-    with pytest.raises(WorkerError) as failed:
-        by_chunk(scorers.score([own("quotient", size=6)], rollouts(2), PROMPTS))
-    text = str(failed.value)
-    assert text.startswith("scorer ")
-    assert "failed in scorers.score: RewardError(\"reward function 'quotient' failed on prompt 'b'" in text
-    assert "return 1.0 / (len(answer.response_ids) - size)" in text, "the user's line is missing"
+def test_a_failure_is_shown_once_with_its_prompt_and_its_traceback(scorers: RuleScorers, warnings: list[str]) -> None:
+    for _ in range(2):
+        scores = scorers.score([QUOTIENT, LENGTH], rollouts(4), PROMPTS).wait()
+        unscored = {chunk: np.isnan(column["quotient"]).tolist() for chunk, column in scores.items()}
+        assert unscored == {0: [False, True], 1: [False, True], 2: [False, True], 3: [True, True]}
+        assert scores[3]["length"].tolist() == [6, 6]
+    (told,) = [warning for warning in warnings if "'quotient'" in warning]
+    assert told.startswith("reward function 'quotient' gave prompt 'b' no score (calls: 1)")
+    assert "rewards/unscored" in told
+    assert "return 1.0 / (len(answer.response_ids) - size)" in told, "the user's line is missing"
+
+
+@pytest.mark.dist
+def test_a_function_that_hangs_costs_its_time_and_its_sample(scorers: RuleScorers, warnings: list[str]) -> None:
+    start = time.monotonic()
+    scores = scorers.score([STUBBORN], rollouts(2), PROMPTS).wait()
+    assert time.monotonic() - start < 10
+    for column in scores.values():
+        np.testing.assert_array_equal(column["stubborn"], np.float32([1, math.nan]))
+    assert "it took longer than 0.5 s, and was ended" in warnings[-1]

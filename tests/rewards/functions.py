@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import subprocess
+import time
+from pathlib import Path
 from typing import Any
 
 from megarl.rewards import Answer
@@ -52,4 +57,48 @@ def score(answer: Answer) -> float:
 
 def contains_2(answer: Answer) -> float:
     """A name that numbering makes, too."""
+    return 1.0
+
+
+def sleeps(answer: Answer) -> float:
+    time.sleep(600)
+    return 1.0
+
+
+def holds_the_interpreter(answer: Answer) -> float:
+    """C code that waits without letting any other thread run, or Python handle a signal."""
+    ctypes.PyDLL(None).sleep(600)
+    return 1.0
+
+
+def runs_a_program(answer: Answer, *, pid_file: str) -> float:
+    program = subprocess.Popen(["sleep", "600"])
+    Path(pid_file).write_text(str(program.pid))
+    return float(program.wait())
+
+
+def exits(answer: Answer) -> float:
+    os._exit(3)
+
+
+def crashes(answer: Answer) -> float:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return 1.0
+
+
+def fails_at_first(answer: Answer, *, notes: str, failures: int) -> float:
+    """Raises as often as that for each prompt."""
+    with Path(notes).open("a+") as file:
+        file.write(f"{answer.prompt_id}\n")
+        file.seek(0)
+        calls = file.read().splitlines().count(answer.prompt_id)
+    if calls <= failures:
+        raise ConnectionError("the server is asleep")
+    return float(calls)
+
+
+def stubborn(answer: Answer) -> float:
+    """Hangs on the first prompt alone."""
+    if answer.prompt_id == "b":
+        time.sleep(600)
     return 1.0

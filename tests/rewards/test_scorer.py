@@ -1,57 +1,93 @@
-"""Scores of chunks, and the ways in which a user's function goes wrong."""
+"""Scores of chunks: what is scored, what is asked again, and what stays without a score."""
 
 from __future__ import annotations
 
 import math
-from fractions import Fraction
-from typing import Any
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megarl.config.schema import RewardFunction
-from megarl.rewards import RewardError, RuleScorer
+from megarl.rewards import RuleScorer
+from megarl.rewards.scorer import Scores, Unscored
 from tests.rewards.answers import decode, own, prompt, rollout
 
 PROMPTS = [prompt("pa", "a", answer="one"), prompt("pb", "b", answer="three"), prompt("pa", "a", answer="one")]
 CHUNK = rollout(PROMPTS, ["one", "three", "five!"], [True, False, True])
+FUNCTIONS = [
+    RewardFunction(name="exact_match", weight=9.0),
+    own("length", scale=0.5),
+    own("seen"),
+    own("quotient", size=3),
+    own("stubborn"),
+    RewardFunction(name="contains"),
+]
+NUMBERS = {function.name.rpartition(":")[2]: number for number, function in enumerate(FUNCTIONS)}
 
 
-def test_every_function_scores_every_sample_and_weights_are_left_to_others() -> None:
-    functions = [RewardFunction(name="exact_match", weight=9.0), own("length", scale=0.5), own("seen")]
-    scores = RuleScorer(functions, decode).score(CHUNK, PROMPTS)
+@pytest.fixture(scope="module")
+def scorer() -> Iterator[RuleScorer]:
+    made = RuleScorer(FUNCTIONS, decode, time_limit=0.3, retries=1)
+    made.start()
+    yield made
+    made.close()
+
+
+def score(scorer: RuleScorer, functions: Mapping[str, int], seconds: float = 60) -> tuple[Scores, dict[str, Unscored]]:
+    return scorer.score(functions, CHUNK, PROMPTS, time.monotonic() + seconds)
+
+
+def test_every_function_scores_every_sample_and_weights_are_left_to_others(scorer: RuleScorer) -> None:
+    scores, unscored = score(scorer, {name: NUMBERS[name] for name in ("exact_match", "length", "seen")})
     assert {label: column.tolist() for label, column in scores.items()} == {
         "exact_match": [1, 1, 0],
         "length": [1.5, 2.5, 2.5],
         "seen": [1, 1, 0],
     }
     assert all(column.dtype == np.float32 for column in scores.values())
+    assert not unscored
+
+
+def test_what_a_function_fails_on_stays_without_a_score_and_the_others_go_on(scorer: RuleScorer) -> None:
+    names = ("quotient", "length", "stubborn")
+    scores, unscored = score(scorer, {name: NUMBERS[name] for name in names})
+    np.testing.assert_array_equal(scores["quotient"], np.float32([math.nan, 0.5, 0.5]))
+    assert scores["length"].tolist() == [1.5, 2.5, 2.5]
+    np.testing.assert_array_equal(scores["stubborn"], np.float32([1, math.nan, 1]))
+    assert set(unscored) == {"quotient", "stubborn"}
+    assert (unscored["quotient"].prompt_id, unscored["quotient"].calls) == ("a", 2)
+    assert unscored["quotient"].reason.endswith("ZeroDivisionError: float division by zero")
+    assert unscored["stubborn"] == Unscored(prompt_id="b", reason="it took longer than 0.3 s, and was ended", calls=2)
+
+
+def test_a_function_that_fails_for_a_while_is_asked_again(tmp_path: Path) -> None:
+    notes = str(tmp_path / "notes")
+    for retries, expected in ((2, [3, 3, 4]), (1, [math.nan, math.nan, 3])):
+        Path(notes).unlink(missing_ok=True)
+        flaky = RuleScorer([own("fails_at_first", notes=notes, failures=2)], None, time_limit=60, retries=retries)
+        scores, unscored = score(flaky, {"flaky": 0})
+        flaky.close()
+        np.testing.assert_array_equal(scores["flaky"], np.float32(expected))
+        assert len(unscored) == (retries == 1)
+
+
+def test_a_step_of_functions_that_hang_ends_in_its_time() -> None:
+    slow = RuleScorer([own("sleeps")], None, time_limit=60, retries=3)
+    slow.start()
+    start = time.monotonic()
+    scores, unscored = score(slow, {"sleeps": 0}, seconds=0.5)
+    assert time.monotonic() - start < 5
+    slow.close()
+    assert np.isnan(scores["sleeps"]).all()
+    assert unscored["sleeps"].calls == 1, "the first sample was tried"
 
 
 def test_without_a_tokenizer_there_are_ids_and_no_text() -> None:
-    scores = RuleScorer([RewardFunction(name="contains"), own("length")], None).score(CHUNK, PROMPTS)
+    blind = RuleScorer([RewardFunction(name="contains"), own("length")], None, time_limit=60, retries=0)
+    scores, _ = score(blind, {"contains": 0, "length": 1})
+    blind.close()
     assert scores["contains"].tolist() == [0, 0, 0]
     assert scores["length"].tolist() == [3, 5, 5]
-
-
-@pytest.mark.parametrize("value", [True, 2, np.float32(0.5), np.bool_(True), Fraction(1, 2), -3.0e38])
-def test_any_finite_number_is_a_score(value: Any) -> None:
-    rows = [prompt("p", returns=value)]
-    scores = RuleScorer([own("anything")], None).score(rollout(rows, ["x"], [True]), rows)
-    assert scores["anything"].tolist() == [np.float32(float(value))]
-
-
-@pytest.mark.parametrize("value", [None, math.nan, -math.inf, 1e39, "1.0", [1.0], 1j])
-def test_anything_else_is_refused_and_named(value: Any) -> None:
-    rows = [prompt("ok", returns=1.0), prompt("bad", returns=value)]
-    with pytest.raises(RewardError) as refused:
-        RuleScorer([own("anything")], None).score(rollout(rows, ["x", "y"], [True, True]), rows)
-    expected = f"reward function 'anything' returned {value!r} on prompt 'bad': it must return a finite number"
-    assert str(refused.value) == expected
-
-
-def test_a_failing_function_is_named_with_its_prompt_and_its_own_error() -> None:
-    rows = [prompt("ok"), prompt("bad")]
-    with pytest.raises(RewardError, match="'quotient' failed on prompt 'bad': ZeroDivisionError") as failed:
-        RuleScorer([own("quotient", size=2)], None).score(rollout(rows, ["x", "yy"], [True, True]), rows)
-    assert isinstance(failed.value.__cause__, ZeroDivisionError)

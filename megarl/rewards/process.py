@@ -1,0 +1,132 @@
+"""Reward functions in a process of their own, which can be ended whatever a function does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from megarl.config.schema import RewardFunction
+from megarl.errors import RunError
+from megarl.rewards.answer import Answer
+
+_PROGRAM = "import sys; sys.path[:] = {path}; from megarl.rewards.callee import serve; serve({descriptor}, {parent})"
+_REAP_S = 10.0
+"""For a process that was killed to go: one that the kernel holds up is left to the end of the run."""
+
+
+class CallError(RuntimeError):
+    """A call of a reward function came to nothing; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Child:
+    process: subprocess.Popen[bytes]
+    connection: Connection[Any, Any]
+
+
+class FunctionProcess:
+    """Calls reward functions in a child process, one at a time.
+
+    A function may hang in C code, in a sleep, or in a program that it runs: nothing in its own process is sure to get
+    it out of there. So a call that takes too long ends with the process, and with the programs that it runs (its
+    process group); the next call gets a new process. The child ends with this process, too.
+
+    Args:
+        functions: of the configuration; calls name them by number.
+    """
+
+    def __init__(self, functions: Sequence[RewardFunction]) -> None:
+        self._functions = tuple(functions)
+        self._child: _Child | None = None
+
+    def start(self) -> None:
+        """Starts the child, unless it runs; waits until it has loaded the functions.
+
+        Raises:
+            RunError: a function cannot be loaded.
+        """
+        self._running()
+
+    def call(self, function: int, answer: Answer, time_limit: float) -> float:
+        """The score of an answer.
+
+        Args:
+            function: its number.
+            time_limit: seconds, from when the function begins.
+
+        Raises:
+            CallError: the function failed, took too long, ended its process, or returned something else than one
+                finite number.
+            RunError: see ``start``.
+        """
+        connection = self._running().connection
+        try:
+            connection.send((function, answer))
+            answered = connection.poll(time_limit)
+            reply: float | str = connection.recv() if answered else ""
+        except (EOFError, OSError):
+            raise CallError(f"its process ended by {self.close()}") from None
+        if not answered:
+            self.close()
+            raise CallError(f"it took longer than {time_limit:g} s, and was ended")
+        if isinstance(reply, str):
+            raise CallError(reply)
+        return reply
+
+    def close(self) -> str:
+        """Ends the child, if it has not ended, and what it has started.
+
+        Returns:
+            How the child came to its end.
+        """
+        if self._child is None:
+            return ""
+        child, self._child = self._child, None
+        child.connection.close()
+        with suppress(ProcessLookupError):
+            os.killpg(child.process.pid, signal.SIGKILL)  # first: once it is waited for, its number may be another's
+        try:
+            status = child.process.wait(_REAP_S)
+        except subprocess.TimeoutExpired:
+            return "nothing: the kernel holds it up"
+        return f"exit status {status}" if status >= 0 else signal.Signals(-status).name
+
+    def _running(self) -> _Child:
+        if self._child is not None and self._child.connection.poll():  # nothing is expected: it has hung up
+            self.close()
+        if self._child is None:
+            self._child = _launched()
+            problem = self._loaded(self._child.connection)
+            if problem:
+                self.close()
+                raise RunError(f"reward functions: the process that is to run them cannot begin: {problem}")
+        return self._child
+
+    def _loaded(self, connection: Connection[Any, Any]) -> str:
+        """Sends the functions; what is wrong with them."""
+        try:
+            connection.send(self._functions)
+            return connection.recv()
+        except (EOFError, OSError):
+            return self.close()
+
+
+def _launched() -> _Child:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        program = _PROGRAM.format(path=repr(sys.path), descriptor=theirs.fileno(), parent=os.getpid())
+        process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    return _Child(process=process, connection=Connection(ours.detach()))

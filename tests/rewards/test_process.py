@@ -1,0 +1,145 @@
+"""Reward functions that hang, crash and raise, for real: what a call comes to, and what is left."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.config.schema import RewardFunction
+from megarl.errors import RunError
+from megarl.rewards.callee import reply
+from megarl.rewards.process import CallError, FunctionProcess
+from tests.rewards import functions
+from tests.rewards.answers import answer, own
+
+LIMIT_S = 0.3
+HANGING = ("sleeps", "holds_the_interpreter")
+ENDING = {"exits": "exit status 3", "crashes": "SIGSEGV"}
+NAMES = ["length", "process", *HANGING, *ENDING]
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[FunctionProcess]:
+    running = FunctionProcess([own(name) for name in NAMES])
+    yield running
+    running.close()
+
+
+def call(process: FunctionProcess, name: str, limit: float = 60.0) -> float:
+    return process.call(NAMES.index(name), answer(tokens=4), limit)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended may wait for its parent to notice."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_one_process_makes_all_calls(process: FunctionProcess) -> None:
+    first = call(process, "process")
+    assert first not in (os.getpid(), 0)
+    assert call(process, "length") == 4
+    assert call(process, "process") == first
+
+
+@pytest.mark.parametrize("name", HANGING)
+def test_a_call_that_hangs_ends_with_its_process_and_the_next_gets_another(process: FunctionProcess, name: str) -> None:
+    before = call(process, "process")
+    start = time.monotonic()
+    with pytest.raises(CallError, match=r"it took longer than 0\.3 s, and was ended"):
+        call(process, name, LIMIT_S)
+    assert LIMIT_S <= time.monotonic() - start < 5
+    assert not alive(int(before))
+    assert call(process, "process") != before
+
+
+@pytest.mark.parametrize(("name", "end"), ENDING.items())
+def test_a_function_that_ends_its_process_is_told(process: FunctionProcess, name: str, end: str) -> None:
+    with pytest.raises(CallError, match=f"its process ended by {end}$"):
+        call(process, name)
+    assert call(process, "length") == 4
+
+
+def test_a_process_that_ended_between_two_calls_is_replaced(process: FunctionProcess) -> None:
+    pid = int(call(process, "process"))
+    os.kill(pid, 9)
+    assert process._child.connection.poll(10), "the last of its threads has ended"
+    assert call(process, "process") != pid
+
+
+def test_the_programs_of_a_call_that_hangs_end_with_it(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    process = FunctionProcess([own("runs_a_program", pid_file=str(pid_file))])
+    process.start()
+    with pytest.raises(CallError, match="it took longer"):
+        process.call(0, answer(), 2.0)
+    assert not alive(int(pid_file.read_text()))
+
+
+def test_the_child_ends_with_a_parent_that_is_killed() -> None:
+    program = (
+        "import os, time; from tests.rewards.answers import answer, own;"
+        "from megarl.rewards.process import FunctionProcess;"
+        "process = FunctionProcess([own('process'), own('holds_the_interpreter')]);"
+        "print(int(process.call(0, answer(), 60)), flush=True);"
+        "process.call(1, answer(), 600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert alive(pid)
+        parent.kill()
+    deadline = time.monotonic() + 10
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not alive(pid)
+
+
+def test_functions_that_cannot_be_loaded_are_an_error_of_the_run() -> None:
+    process = FunctionProcess([RewardFunction(name="tests.rewards.functions:nothing")])
+    with pytest.raises(RunError, match=r"cannot begin: a function of the module; .* has no 'nothing'"):
+        process.start()
+
+
+@pytest.mark.parametrize("value", [True, 2, np.float32(0.5), np.bool_(True), Fraction(1, 2), -3.0e38])
+def test_any_finite_number_is_a_score(value: Any) -> None:
+    assert reply(functions.anything, answer(returns=value)) == float(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "None, a NoneType"),
+        (math.nan, "nan, a float"),
+        (-math.inf, "-inf, a float"),
+        (1e39, "1e+39, a float"),
+        ("1.0", "'1.0', a str"),
+        ([1.0], r"[1.0], a list"),
+        (np.ones(2), "array([1., 1.]), a ndarray"),
+        (1j, "1j, a complex"),
+        ("x" * 1000, "'" + "x" * 199 + "..., a str"),
+    ],
+)
+def test_anything_else_is_refused_and_shown(value: Any, shown: str) -> None:
+    assert reply(functions.anything, answer(returns=value)) == f"it returned {shown}: it must return one finite number"
+
+
+def test_the_traceback_of_a_function_is_its_own() -> None:
+    told = reply(lambda given: functions.quotient(given, size=1), answer(tokens=1))
+    assert isinstance(told, str)
+    assert told.startswith("Traceback (most recent call last):\n")
+    assert "return 1.0 / (len(answer.response_ids) - size)" in told
+    assert told.endswith("ZeroDivisionError: float division by zero")
+    assert "callee.py" not in told
