@@ -14,7 +14,9 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
+from megarl.algos.optimisation import tensorflow_eps
 from megarl.config.schema import Optimizer
+from megarl.megatron.learning_rate import Course
 from megarl.megatron.loss_scale import probe_loss_factor
 from megarl.megatron.model import RoleModel
 
@@ -27,14 +29,14 @@ class Trainer:
         chunks: the model's chunks in Megatron's DDP wrapper.
         optimizer: over all chunks, sharded over DP, and over the replicas with the same experts where there are such.
         settings: of the optimizer.
-        total_steps: optimizer steps of the whole run.
+        course: of the learning rate.
         loss_factor: what Megatron multiplies a loss with, measured.
     """
 
     chunks: list[DistributedDataParallel]
     optimizer: ChainedOptimizer
     settings: Optimizer
-    total_steps: int
+    course: Course
     loss_factor: float
 
     @contextmanager
@@ -74,11 +76,12 @@ class Trainer:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def step(self, lr: float) -> tuple[float, bool]:
+    def step(self, lr: float, steps_before: int) -> tuple[float, bool]:
         """Clips and takes one optimizer step, unless the gradient is not finite; collective over the role's ranks.
 
         Args:
             lr: learning rate of this step.
+            steps_before: steps that were taken before this one, skipped ones left out.
 
         Returns:
             The global gradient norm before clipping, and whether the step was taken: the same on all ranks.
@@ -90,13 +93,24 @@ class Trainer:
         parameters: Any = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         if self.settings.clip_grad is not None and parameters:
             clip_grad_by_total_norm_fp32(parameters, max_norm=self.settings.clip_grad, total_norm=norm)
+        eps = self.settings.eps
+        if self.settings.adam == "tensorflow":
+            eps = tensorflow_eps(eps, self.settings.betas[1], steps_before + 1)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"], group["eps"] = lr, eps
         self.optimizer.step_with_ready_grads()
         return norm, True
 
+    def publish(self) -> None:
+        """Brings the weights that the optimizer steps into the model on all replicas, as a step does; collective."""
+        for megatron in self.optimizer.chained_optimizers:
+            own: Any = megatron
+            own._copy_main_params_to_model_params()
+        for chunk in self.chunks:
+            chunk.start_param_sync(force_sync=True)
 
-def build_trainer(model: RoleModel, settings: Optimizer, total_steps: int) -> Trainer:
+
+def build_trainer(model: RoleModel, settings: Optimizer, course: Course) -> Trainer:
     """Wraps a model whose weights are already set; collective over the role's ranks.
 
     Gradients are reduced, and the optimizer's state is kept, in float32. As in Megatron, biases and norms do not decay.
@@ -129,8 +143,6 @@ def build_trainer(model: RoleModel, settings: Optimizer, total_steps: int) -> Tr
     for group in optimizer.param_groups:
         # Megatron leaves the exemption of biases and norms to its learning-rate scheduler.
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
-    trainer = Trainer(
-        chunks=chunks, optimizer=optimizer, settings=settings, total_steps=total_steps, loss_factor=loss_factor
-    )
+    trainer = Trainer(chunks=chunks, optimizer=optimizer, settings=settings, course=course, loss_factor=loss_factor)
     trainer.release_gradients()
     return trainer

@@ -11,9 +11,10 @@ import torch
 
 from megarl.config.schema import Optimizer
 from megarl.data.packing import Chunks, TokenChunk, scatter, scatter_scalars
+from megarl.megatron.average import Average
 from megarl.megatron.groups import GroupCache, build_groups
 from megarl.megatron.heads import response_logprobs, response_values, row_scores
-from megarl.megatron.learning_rate import learning_rate
+from megarl.megatron.learning_rate import Course, learning_rate
 from megarl.megatron.measures import Measures, combined
 from megarl.megatron.model import Recompute, build_model
 from megarl.megatron.offload import HostCopy, release
@@ -96,8 +97,11 @@ class Role:
             recompute=recompute,
         )
         self.trainer: Trainer | None = None
+        self.average: Average | None = None
         self.steps_taken = 0
         """Optimizer steps so far, skipped ones too: how far the learning rate is on its course."""
+        self.adam_steps = 0
+        """Those of them that were taken."""
         self.skipped_in_a_row = 0
         """Optimizer steps that were skipped since the last that was not."""
         self._offloaded: HostCopy | None = None
@@ -124,16 +128,25 @@ class Role:
                 raise ValueError(f"{self.name}: {name} is {tuple(parameter.shape)}, not {tuple(tensors[name].shape)}")
             parameter.data.copy_(tensors[name])
 
-    def start_training(self, settings: Optimizer, total_steps: int) -> None:
-        """Makes the optimizer, from the weights as they are.
+    def start_training(
+        self, settings: Optimizer, total_steps: int, *, together: int = 1, decay: float | None = None
+    ) -> None:
+        """Makes the optimizer, and the average of the weights, from the weights as they are.
 
         Args:
-            total_steps: optimizer steps of the whole run: the length of the learning rate's course.
+            total_steps, together: of the learning rate's course.
+            decay: of the average; None keeps none.
         """
-        self.trainer = build_trainer(self.model, settings, total_steps)
+        self.trainer = build_trainer(self.model, settings, Course(total=total_steps, together=together))
+        if decay is not None:
+            self.average = Average(self.model, self.trainer, decay)
+
+    def forgo(self, steps: int) -> None:
+        """Goes on in the learning rate's course as after so many optimizer steps, which are not taken."""
+        self.steps_taken += steps
 
     def offload(self) -> int:
-        """Moves parameters and optimizer state to host memory; nothing, where they are there already.
+        """Moves parameters, their average and optimizer state to host memory; nothing, where they are there already.
 
         References to the parameters stay good for the time after ``onload``; until then every method that computes
         raises RuntimeError.
@@ -144,7 +157,8 @@ class Role:
         if self._offloaded is not None:
             return 0
         state = () if self.trainer is None else self.trainer.state()
-        self._offloaded = release([*self.model.parameters().values(), *state])
+        average = () if self.average is None else self.average.values.values()
+        self._offloaded = release([*self.model.parameters().values(), *state, *average])
         return self._offloaded.nbytes
 
     def onload(self) -> None:
@@ -215,6 +229,7 @@ class Role:
             FloatingPointError: too many steps in a row were skipped; on all ranks.
         """
         assert self.trainer is not None, f"{self.name} is not in training"
+        assert self.average is None or not self.average.in_use, f"{self.name} has its average for its weights"
         with self.trainer.gradients():
             steps = []
             for index, schedule in enumerate(schedules):
@@ -241,9 +256,12 @@ class Role:
     def _step(self, trainer: Trainer, work: Sequence[Work], pack_tokens: int) -> dict[str, float]:
         trainer.zero_grad()
         told = run_forward_backward(self.model, trainer.chunks, work, pack_tokens, trainer.loss_factor)
-        lr = learning_rate(trainer.settings, self.steps_taken, trainer.total_steps)
-        grad_norm, stepped = trainer.step(lr)
+        lr = learning_rate(trainer.settings, self.steps_taken, trainer.course)
+        grad_norm, stepped = trainer.step(lr, self.adam_steps)
         self.steps_taken += 1
+        self.adam_steps += stepped
+        if stepped and self.average is not None:
+            self.average.update()
         self.skipped_in_a_row = 0 if stepped else self.skipped_in_a_row + 1
         if self.skipped_in_a_row == MAX_SKIPPED:
             raise FloatingPointError(

@@ -1,16 +1,16 @@
-"""The state of a role in training on disk: sharded tensors in canonical coordinates, through Megatron's checkpoints.
+"""The state of a role on disk: sharded tensors in canonical coordinates, through Megatron's checkpoints.
 
-Every tensor, weights and optimizer state alike, is stored as the boxes of Hugging Face tensors that its ranks hold: any
-layout loads what any other has saved, padding is not stored, and each element is written once, by who holds it.
-Megatron's own sharded state reads its global parallel state, and gathers the optimizer's state over DP or ties it to TP
-and PP (optimizer/distrib_optimizer.py, 0.16). This reads the default process group alone, which is the group's world.
+Every tensor, weights, their average and optimizer state alike, is stored as the boxes of Hugging Face tensors that its
+ranks hold: any layout loads what any other has saved, padding is not stored, and each element is written once, by who
+holds it. Megatron's own sharded state reads its global parallel state, and gathers the optimizer's state over DP or
+ties it to TP and PP (optimizer/distrib_optimizer.py, 0.16). This reads the default process group alone, which is the
+group's world.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import product
 from operator import sub
 from pathlib import Path
@@ -33,14 +33,17 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_planned
 from megarl.files import FileRecord, sync
 from megarl.megatron.offload import require_memory
 from megarl.megatron.role import Role
+from megarl.megatron.shards import Shard, shards
 from megarl.types import RankCoords
 from megarl.weights.regions import Box, Piece, row_major_boxes
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_COUNTERS = ("steps_taken", "adam_steps", "skipped_in_a_row")
+"""Of a role, on all of its ranks."""
 
 
 def save_role(role: Role, directory: Path) -> list[FileRecord]:
-    """Writes the state of a role in training; collective over the role's ranks.
+    """Writes the state of a role, in training or not; collective over the role's ranks.
 
     Args:
         directory: to make; on a file system that all ranks share.
@@ -51,16 +54,12 @@ def save_role(role: Role, directory: Path) -> list[FileRecord]:
     Raises:
         RuntimeError: some rank cannot write; on all ranks.
     """
+    assert role.average is None or not role.average.in_use, f"{role.name} has its average for its weights"
     rank = dist.get_rank()
     if rank == 0:
         directory.mkdir()
     dist.barrier()
-    counters = {
-        "adam_steps": _adam_steps(role),
-        "steps_taken": role.steps_taken,
-        "skipped_in_a_row": role.skipped_in_a_row,
-    }
-    state = {"counters": counters, **_tensors(role)}
+    state = {"counters": {name: getattr(role, name) for name in _COUNTERS}, **_tensors(role)}
     with _first_error(f"{role.name} cannot be saved"):
         dist_checkpointing.save(state, str(directory), _SaveInProcess("torch_dist", 1), validate_access_integrity=False)
     files = [path for path in sorted(directory.iterdir()) if _writer(path) == rank]
@@ -70,14 +69,15 @@ def save_role(role: Role, directory: Path) -> list[FileRecord]:
 
 
 def restore_role(role: Role, directory: Path) -> None:
-    """Gives a role in training the state that some layout has saved; collective over the role's ranks.
+    """Gives a role the state that some layout has saved; collective over the role's ranks.
 
     Raises:
         RuntimeError: the state is of another model.
     """
     counters = dist_checkpointing.load_common_state_dict(str(directory))["counters"]
-    _set_adam_steps(role, counters["adam_steps"])
-    role.steps_taken, role.skipped_in_a_row = counters["steps_taken"], counters["skipped_in_a_row"]
+    for name in _COUNTERS:
+        setattr(role, name, counters[name])
+    _set_adam_steps(role)
     with _first_error(f"{role.name} cannot be restored from {directory}"):
         # In place: what is loaded are views of the parameters and of the optimizer's state.
         dist_checkpointing.load(_tensors(role), str(directory), validate_access_integrity=False)
@@ -118,57 +118,9 @@ def _writer(path: Path) -> int:
     return int(path.name.split("_")[2]) if path.name.startswith("__") else 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Shard:
-    """A rank's run of a parameter in the distributed optimizer.
-
-    Args:
-        name: of the local parameter.
-        span: the run, in the flattened parameter.
-        main: what Adam steps, [len(span)]: a view of the parameter, or a float32 copy of a 16-bit one.
-        optimizer: Megatron's.
-    """
-
-    name: str
-    span: range
-    main: torch.Tensor
-    optimizer: Any
-
-    @property
-    def adam(self) -> dict[str, Any]:
-        """The optimizer's state of the run; empty before the first step."""
-        return self.optimizer.state.get(self.main, {})
-
-
-def _shards(role: Role) -> Iterator[_Shard]:
-    assert role.trainer is not None, f"{role.name} is not in training"
-    names = {parameter: name for name, parameter in role.model.parameters().items()}
-    for megatron in role.trainer.optimizer.chained_optimizers:
-        own: Any = megatron
-        buckets = [bucket for by_dtype in own.gbuf_ranges for per_dtype in by_dtype.values() for bucket in per_dtype]
-        for bucket in buckets:
-            for parameter, ranges in bucket["param_map"].items():
-                group, order = own.model_param_group_index_map[parameter]
-                yield _Shard(
-                    name=names[parameter],
-                    span=range(ranges["param"].start, ranges["param"].end),
-                    main=own.optimizer.param_groups[group]["params"][order],
-                    optimizer=own.optimizer,
-                )
-
-
-def _adam_steps(role: Role) -> int:
-    """Steps that Adam has taken, for its bias correction: those that were not skipped."""
-    steps = torch.zeros((), dtype=torch.int64, device=torch.cuda.current_device())
-    for shard in _shards(role):  # a rank may have none
-        for group in shard.optimizer.param_groups:
-            steps.fill_(int(shard.adam.get("step", group.get("step", 0))))
-    dist.all_reduce(steps, op=dist.ReduceOp.MAX)
-    return int(steps)
-
-
-def _set_adam_steps(role: Role, steps: int) -> None:
+def _set_adam_steps(role: Role) -> None:
     """Makes the optimizer's state that of so many steps, with moments of zero."""
+    steps = role.adam_steps
     for shard in _shards(role):
         shard.optimizer.state.pop(shard.main, None)
         if steps > 0:
@@ -178,6 +130,11 @@ def _set_adam_steps(role: Role, steps: int) -> None:
                 group["step"] = steps
         elif steps > 0:
             shard.optimizer.state[shard.main]["step"] = torch.tensor(float(steps))
+
+
+def _shards(role: Role) -> Iterator[Shard]:
+    """None of a role that is not in training."""
+    return iter(()) if role.trainer is None else shards(role.model, role.trainer)
 
 
 def _tensors(role: Role) -> dict[str, ShardedTensor]:
@@ -192,6 +149,8 @@ def _tensors(role: Role) -> dict[str, ShardedTensor]:
         state = {name: shard.adam[name] for name in _MOMENTS if name in shard.adam}
         if shard.main.dtype != parameters[shard.name].dtype:
             state["master"] = shard.main.detach()
+        if role.average is not None:
+            state["average"] = role.average.values[shard.name]
         for kind, values in state.items():
             tensors += boxes.sharded(kind, shard.name, values, shard.span, over_dp=False)
     return {str(index): tensor for index, tensor in enumerate(tensors)}

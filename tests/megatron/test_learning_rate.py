@@ -26,20 +26,23 @@ from tests.pool import RankPool
         ({"schedule": "linear", "final_lr": 4.0, "warmup": 0.5}, [1.6, 3.2, 4.8, 6.4, 8, 7, 6, 5]),
         ({"schedule": "cosine", "warmup": 0.5}, [1.6, 3.2, 4.8, 6.4, 8, 4 + 8**0.5, 4, 4 - 8**0.5]),
         ({"schedule": "cosine", "final_lr": 6.0, "warmup": 0.75}, [8 / 7 * k for k in range(1, 7)] + [8, 7]),
+        ({"schedule": "anneal"}, [8, 8, 6, 6, 4, 4, 2, 2]),
+        ({"schedule": "anneal", "warmup": 0.25}, [8 / 3, 16 / 3, 6, 6, 4, 4, 2, 2]),
     ],
 )
 def test_courses_by_hand(fields: dict[str, Any], expected: list[float]) -> None:
-    from megarl.megatron.learning_rate import learning_rate
+    from megarl.megatron.learning_rate import Course, learning_rate
 
-    settings = Optimizer(lr=8.0, **fields)
-    assert [learning_rate(settings, step, 8) for step in range(8)] == pytest.approx(expected)
+    settings, course = Optimizer(lr=8.0, **fields), Course(total=8, together=2)
+    assert [learning_rate(settings, step, course) for step in range(8)] == pytest.approx(expected)
 
 
 def test_steps_after_the_last_have_the_final_rate() -> None:
-    from megarl.megatron.learning_rate import learning_rate
+    from megarl.megatron.learning_rate import Course, learning_rate
 
-    assert learning_rate(Optimizer(lr=8.0, schedule="cosine", final_lr=2.0), 11, 10) == 2.0
-    assert learning_rate(Optimizer(lr=8.0, schedule="cosine", warmup=0.9, final_lr=2.0), 1, 1) == 2.0
+    assert learning_rate(Optimizer(lr=8.0, schedule="cosine", final_lr=2.0), 11, Course(total=10)) == 2.0
+    assert learning_rate(Optimizer(lr=8.0, schedule="cosine", warmup=0.9, final_lr=2.0), 1, Course(total=1)) == 2.0
+    assert learning_rate(Optimizer(lr=8.0, schedule="anneal"), 9, Course(total=8, together=2)) == 2.0
 
 
 SETTINGS = Optimizer(lr=8e-3, schedule="linear", warmup=0.5, eps=1e-4, clip_grad=None)
