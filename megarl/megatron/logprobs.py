@@ -63,7 +63,8 @@ def logprobs_and_entropy(
         chunk_tokens: tokens whose logits exist at a time.
 
     Returns:
-        Log-probabilities and entropies, [T] float32 nats each; both differentiable.
+        Log-probabilities and entropies, [T] nats each, float32 (float64 where the hidden states are); both
+        differentiable.
     """
     return _VocabParallelLogprobs.apply(hidden, weight, labels, shard, temperature, chunk_tokens)
 
@@ -79,7 +80,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        logprobs = torch.empty(len(hidden), dtype=_wide(hidden), device=hidden.device)
         entropy, log_z = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for begin in range(0, len(hidden), chunk_tokens):
             part = slice(begin, begin + chunk_tokens)
@@ -103,7 +104,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         hidden, weight, labels, log_z, entropy = ctx.saved_tensors
         shard: VocabShard = ctx.shard
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # so that chunks do not add up rounding
+        grad_weight = torch.zeros_like(weight, dtype=_wide(weight))  # so that chunks do not add up rounding
         rows = weight[: shard.size]
         for begin in range(0, len(hidden), ctx.chunk_tokens):
             part = slice(begin, begin + ctx.chunk_tokens)
@@ -130,8 +131,12 @@ def _over_shards(tensor: torch.Tensor, shard: VocabShard, op: Any = dist.ReduceO
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, shard: VocabShard, temperature: float) -> torch.Tensor:
-    """[T, size] float32: only the real rows, so that padding is in no sum."""
-    return (hidden @ weight[: shard.size].T).float() / temperature
+    """[T, size], in float32 or better: only the real rows, so that padding is in no sum."""
+    return (hidden @ weight[: shard.size].T).to(_wide(hidden)) / temperature
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _local_labels(labels: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:

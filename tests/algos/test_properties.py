@@ -24,7 +24,7 @@ from megarl.algos.registry import KL_ESTIMATORS, POLICY_LOSSES, choose
 from megarl.algos.rewards import clip_scores, kl_penalties, replace_missing_end, token_rewards
 from megarl.algos.terms import LossTerms, with_term
 from megarl.algos.values import mse
-from tests.algos.vector_adapter import local, on_ranks
+from tests.algos.adapters.common import local, on_ranks
 from tests.oracle import advantages as naive_advantages
 from tests.oracle import kl as naive_kl
 from tests.oracle import normalisation as naive_normalisation

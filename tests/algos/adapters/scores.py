@@ -1,0 +1,193 @@
+"""Tokens, scores, divergences and rewards: what comes before advantages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megarl.algos import kl, scores, sequences
+from megarl.algos.controllers import kl_controller
+from megarl.algos.rewards import dense_rewards, kl_penalties, token_rewards
+from megarl.data import padding
+from megarl.megatron.logprobs import VocabShard, logprobs_and_entropy
+from tests.algos.adapters.common import Args, Runner, done, floats, pick, take, take_mask
+
+KL_ESTIMATORS = {
+    "k1": kl.k1,
+    "k2": kl.k2,
+    "mse": kl.k2,
+    "k3": kl.k3,
+    "low_var_kl": kl.k3,
+    "abs": kl.absolute,
+    "k1+": kl.k1_plus,
+    "k3+": kl.k3_plus,
+}
+POSITIONS = {
+    "exclusive_cumsum": padding.position_ids,
+    "cumsum_minus_1": padding.position_ids_with_padding_at_one,
+}
+HEADS = {"inv_sqrt_d_plus_1": "inverse_sqrt", "inv_d_plus_1": "inverse"}
+
+
+class Alone:
+    """The group of a rank without others."""
+
+    def size(self) -> int:
+        return 1
+
+
+def token_statistics(args: Args) -> Args:
+    """The vocabulary itself stands for the hidden states: an identity is the output layer."""
+    (logits,), (labels,) = floats(args, "logits"), take(args, "labels")
+    vocabulary = logits.shape[-1]
+    shard = VocabShard(group=Alone(), start=0, size=vocabulary)  # type: ignore[arg-type]
+    logprobs, entropy = logprobs_and_entropy(
+        logits.reshape(-1, vocabulary),
+        torch.eye(vocabulary),
+        labels.reshape(-1),
+        shard,
+        temperature=args.pop("temperature", 1.0),
+    )
+    done(args)
+    return {"logprobs": logprobs.reshape(labels.shape), "entropy": entropy.reshape(labels.shape)}
+
+
+def position_ids(args: Args) -> Args:
+    place = pick(POSITIONS, args.pop("style", "exclusive_cumsum"))
+    return {"position_ids": place(*take(args, "attention_mask"))}
+
+
+def left_pad(args: Args) -> Args:
+    return {"tokens": padding.left_pad(*take(args, "tokens"), args["pad"])}
+
+
+def lengths_from_eos(args: Args) -> Args:
+    (responses,) = take(args, "responses")
+    ends = sequences.first_end(responses, torch.ones_like(responses).bool(), args.pop("eos_ids"))
+    done(args)
+    return {"mask": ends.kept.long(), "lengths": ends.lengths, "ended": ends.found}
+
+
+def truncate_at_token(args: Args) -> Args:
+    (responses,) = take(args, "responses")
+    all_of_it = torch.ones_like(responses).bool()
+    ends = sequences.first_end(responses, all_of_it, [args.pop("token")], after=args.pop("start", 0))
+    truncated = responses.masked_fill(~ends.kept, args.pop("pad"))
+    done(args)
+    return {"responses": truncated, "has_token": ends.found}
+
+
+def score_without_token(args: Args) -> Args:
+    (values,), found = floats(args, "scores"), take_mask(args, "has_token")
+    rules = {
+        "replace": lambda value: scores.replace_missing_end(values, found, score=value),
+        "subtract": lambda value: scores.subtract_missing_end(values, found, penalty=value),
+        "scale": lambda value: scores.scale_missing_end(values, found, factor=value),
+        "zero": lambda _: scores.zero_missing_end(values, found),
+    }
+    return {"scores": pick(rules, args["mode"])(args.get("value"))}
+
+
+def stop_properly(args: Args) -> Args:
+    (rewards,), finished = floats(args, "rewards"), ~take_mask(args, "truncated")
+    coef = args.pop("coef")
+    done(args)
+    if coef < 0:
+        return {"rewards": scores.replace_missing_end(rewards, finished, score=coef)}
+    return {"rewards": scores.scale_missing_end(rewards, finished, factor=coef)}
+
+
+def overlong_penalty(args: Args) -> Args:
+    penalty = scores.overlong_penalty(
+        *take(args, "lengths"),
+        max_tokens=args.pop("max_len"),
+        buffer_tokens=args.pop("buffer_len"),
+        factor=args.pop("factor", 1.0),
+        capped=args.pop("cap", True),
+    )
+    done(args)
+    return {"penalty": penalty}
+
+
+def head_init_std(args: Args) -> Args:
+    return {"std": scores.head_std(args["hidden"], rule=pick(HEADS, args.get("style", "inv_sqrt_d_plus_1")))}
+
+
+def reward_norm(args: Args) -> Args:
+    (samples,) = floats(args, "samples")
+    targets = {name: args.pop(name) for name in ("target_mean", "target_std", "ddof") if name in args}
+    done(args)
+    scale = scores.score_scale(samples, **targets)
+    return {
+        "mean": scale.mean,
+        "std": scale.std,
+        "gain": scale.gain,
+        "bias": scale.bias,
+        "normalized": scale.apply(samples),
+    }
+
+
+def kl_estimate(args: Args) -> Args:
+    logprobs, ref = floats(args, "logp", "ref")
+    given = args.pop("importance", None)
+    importance = None if given is None else torch.tensor(given)
+    estimator = pick(KL_ESTIMATORS, args.pop("kind", "k1"))
+    limits = {"max_log_ratio": args.pop("in_clamp", None), "limit": args.pop("out_clamp", None)}
+    done(args)
+    estimates = estimator(logprobs.requires_grad_(), ref, importance, **limits)
+    (grad,) = torch.autograd.grad(estimates.sum(), logprobs)
+    return {"kl": estimates, "grad": grad}
+
+
+def kl_full(args: Args) -> Args:
+    return {"kl": kl.full(*floats(args, "logits", "ref_logits"))}
+
+
+def run_controller(args: Args) -> Args:
+    fixed = args["kind"] == "fixed"
+    controller = kl_controller(
+        args["init"], target=None if fixed else args["target"], horizon=args.get("horizon") or 1.0
+    )
+    values: list[Any] = []
+    for observed, samples in args["updates"]:
+        controller.update(observed, samples)
+        values.append(controller.coef)
+    return {"values": values}
+
+
+def shape_rewards(args: Args) -> Args:
+    (values, divergence), mask = floats(args, "scores", "kl"), take_mask(args)
+    clip, placement = args.pop("clip", None), args.pop("placement", "last_valid")
+    penalties = kl_penalties(divergence, mask, kl_coef=args.pop("coef"))
+    done(args)
+    if clip is not None:
+        values = scores.clip_scores(values, *clip)
+    return {"rewards": token_rewards(values, penalties, mask, placement=placement), "non_score": penalties}
+
+
+def run_dense_rewards(args: Args) -> Args:
+    (divergence, dense), mask = floats(args, "kl", "dense"), take_mask(args)
+    penalties = kl_penalties(divergence, mask, kl_coef=args.pop("coef"))
+    options = {"differences": args.pop("delta", False), "clip": args.pop("clip", None)}
+    done(args)
+    return {"rewards": dense_rewards(dense, penalties, mask, **options)}
+
+
+RUNNERS: dict[str, Runner] = {
+    "token_statistics": token_statistics,
+    "position_ids": position_ids,
+    "left_pad": left_pad,
+    "lengths_from_eos": lengths_from_eos,
+    "truncate_at_token": truncate_at_token,
+    "score_without_token": score_without_token,
+    "stop_properly": stop_properly,
+    "overlong_penalty": overlong_penalty,
+    "head_init_std": head_init_std,
+    "reward_norm": reward_norm,
+    "kl_estimate": kl_estimate,
+    "kl_full": kl_full,
+    "kl_controller": run_controller,
+    "shape_rewards": shape_rewards,
+    "dense_rewards": run_dense_rewards,
+}
