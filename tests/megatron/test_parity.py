@@ -33,6 +33,7 @@ def infer(rank: int, directory: Path, layout: Layout, budget: int) -> dict[str, 
         "logprobs": actor.logprobs(schedule, rollouts, temperature=TEMPERATURE),
         "values": critic.values(schedule, rollouts),
         "scores": reward.scores(schedule, rollouts),
+        "token_scores": reward.token_scores(schedule, rollouts),
     }
 
 
@@ -42,7 +43,8 @@ def expectations(directory: Path) -> dict[str, dict[tuple[int, int], torch.Tenso
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     rollouts, _ = random_chunks()
-    found: dict[str, dict[tuple[int, int], torch.Tensor]] = {"logprobs": {}, "values": {}, "scores": {}}
+    columns = ("logprobs", "values", "scores", "token_scores")
+    found: dict[str, dict[tuple[int, int], torch.Tensor]] = {column: {} for column in columns}
     for index, chunk in enumerate(rollouts):
         for row in range(len(chunk.sample_ids)):
             prompt, response = (torch.from_numpy(ids[row]).long() for ids in (chunk.prompt_ids, chunk.response_ids))
@@ -53,6 +55,7 @@ def expectations(directory: Path) -> dict[str, dict[tuple[int, int], torch.Tenso
             found["logprobs"][index, row] = log_p.gather(-1, response[:, None])[:, 0]
             found["values"][index, row] = values[len(prompt) - 1 : -1]
             found["scores"][index, row] = values[-1]
+            found["token_scores"][index, row] = values[len(prompt) :]
     return found
 
 
