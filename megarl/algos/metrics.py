@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megarl.algos.normalisation import Reduce, masked_moments
+from megarl.algos.policy import MAX_LOG_RATIO, row_mean
 
 
 def rollout_gap(old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor, *, reduce: Reduce) -> float:
@@ -24,6 +25,87 @@ def rollout_gap(old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: T
     return float(total) / max(float(tokens), 1.0)
 
 
+def mismatch_metrics(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor, *, reduce: Reduce
+) -> dict[str, float]:
+    """How far the trainer's policy is from the one that sampled, d = old - rollout, clamped to +-20 in exponents.
+
+    Source: verl's and NeMo-RL's rollout metrics.
+
+    Args:
+        old_logprobs, rollout_logprobs, response_mask: see rollout_gap.
+        reduce: called once, whether this rank has rows or not.
+
+    Returns:
+        Means over tokens: ``rollout_corr/kl``, -d nats; ``k3_kl``, exp(d) - 1 - d nats; ``chi2_token``,
+        exp(2 * d) - 1; ``mult_prob_error``, exp(abs(d)). Means over sequences: ``training_ppl`` and ``rollout_ppl``,
+        exp(-mean(old)) and exp(-mean(rollout)); ``ppl_ratio``, exp(-mean(d)); ``chi2_sequence``,
+        exp(2 * sum(d)) - 1.
+    """
+    old, rollout = old_logprobs.double(), rollout_logprobs.double()
+    difference = torch.where(response_mask, old - rollout, torch.zeros_like(old))
+    near = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    of_tokens = {
+        "rollout_corr/kl": -difference,
+        "rollout_corr/k3_kl": torch.expm1(near) - near,
+        "rollout_corr/chi2_token": torch.expm1(2 * near),
+        "rollout_corr/mult_prob_error": near.abs().exp(),
+    }
+    of_sequences = {
+        "rollout_corr/training_ppl": (-row_mean(old, response_mask)).exp(),
+        "rollout_corr/rollout_ppl": (-row_mean(rollout, response_mask)).exp(),
+        "rollout_corr/ppl_ratio": (-row_mean(difference, response_mask)).exp(),
+        "rollout_corr/chi2_sequence": torch.expm1(
+            2 * difference.sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        ),
+    }
+    counts = {**dict.fromkeys(of_tokens, response_mask), **dict.fromkeys(of_sequences, response_mask.any(-1, True))}
+    sums = {name: values[counts[name]].sum() for name, values in {**of_tokens, **of_sequences}.items()}
+    numbers = [counts[name].sum().double() for name in sums]
+    totals, over = reduce(torch.stack([*sums.values(), *numbers])).view(2, -1)
+    means = (totals / over.clamp(min=1)).unbind()
+    return {name: float(mean) for name, mean in zip(sums, means, strict=True)}
+
+
+def correction_metrics(
+    weights: Tensor, old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor, *, reduce: Reduce
+) -> dict[str, float]:
+    """What rollout corrections do to the tokens of a step; a kept token is one whose weight is not 0.
+
+    Args:
+        weights: [B, R], of ``corrections``, keep masks multiplied in.
+        old_logprobs, rollout_logprobs, response_mask: see rollout_gap.
+        reduce: called once, whether this rank has rows or not.
+
+    Returns:
+        ``rollout_corr/weight_mean``, over all tokens; ``ess``, the effective share of the tokens,
+        sum(w)^2 / (n * sum(w^2)); ``changed_fraction``, tokens whose weight is not exp(old - rollout);
+        ``kept_fraction``; ``kept_weight_mean`` and ``kept_log_ratio``, old - rollout nats, over the kept tokens.
+    """
+    counted = torch.where(response_mask, weights, torch.zeros_like(weights))
+    kept = counted != 0
+    difference = old_logprobs - rollout_logprobs
+    is_changed = response_mask & (weights != difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp())
+    own = [
+        response_mask.sum(),
+        kept.sum(),
+        is_changed.sum(),
+        counted.double().sum(),
+        counted.double().square().sum(),
+        difference[kept].double().sum(),
+    ]
+    sums = reduce(torch.stack([x.double() for x in own]))
+    tokens, kept_tokens, changed, total, squares, log_ratios = (float(x) for x in sums)
+    return {
+        "rollout_corr/weight_mean": total / max(tokens, 1.0),
+        "rollout_corr/ess": total * total / (tokens * squares) if squares else 0.0,
+        "rollout_corr/changed_fraction": changed / max(tokens, 1.0),
+        "rollout_corr/kept_fraction": kept_tokens / max(tokens, 1.0),
+        "rollout_corr/kept_weight_mean": total / max(kept_tokens, 1.0),
+        "rollout_corr/kept_log_ratio": log_ratios / max(kept_tokens, 1.0),
+    }
+
+
 def objective_metrics(
     scores: Tensor, old_logprobs: Tensor, kl: Tensor, penalties: Tensor, response_mask: Tensor, *, reduce: Reduce
 ) -> dict[str, float]:
@@ -38,8 +120,9 @@ def objective_metrics(
         reduce: called once, whether this rank has rows or not.
 
     Returns:
-        ``objective/kl``, nats per sequence, and ``objective/kl_per_token``; ``objective/entropy``, the mean of
-        -sum(old) nats; ``objective/score``; ``objective/non_score_reward``; ``objective/rlhf_reward``, the two
+        ``objective/kl``, nats per sequence; ``objective/kl_per_token``, the mean over tokens, and
+        ``objective/kl_token_mean``, the mean over sequences of the means over their tokens; ``objective/entropy``, the
+        mean of -sum(old) nats; ``objective/score``; ``objective/non_score_reward``; ``objective/rlhf_reward``, the two
         together.
     """
     off = torch.zeros((), dtype=kl.dtype, device=kl.device)
@@ -47,15 +130,19 @@ def objective_metrics(
         torch.tensor(float(len(scores)), dtype=torch.float64, device=kl.device),
         response_mask.sum().double(),
         torch.where(response_mask, kl, off).double().sum(),
+        row_mean(kl.double(), response_mask).sum(),
         torch.where(response_mask, -old_logprobs, off).double().sum(),
         torch.where(response_mask, penalties, off).double().sum(),
         scores.double().sum(),
     ]
-    sequences, tokens, kl_sum, entropy, non_score, score = (float(total) for total in reduce(torch.stack(sums)))
+    sequences, tokens, kl_sum, kl_means, entropy, non_score, score = (
+        float(total) for total in reduce(torch.stack(sums))
+    )
     sequences, tokens = max(sequences, 1.0), max(tokens, 1.0)
     return {
         "objective/kl": kl_sum / sequences,
         "objective/kl_per_token": kl_sum / tokens,
+        "objective/kl_token_mean": kl_means / sequences,
         "objective/entropy": entropy / sequences,
         "objective/score": score / sequences,
         "objective/non_score_reward": non_score / sequences,
@@ -84,6 +171,18 @@ def value_metrics(returns: Tensor, old_values: Tensor, response_mask: Tensor, *,
         "returns/mean": float(target.mean),
         "returns/var": float(target.variance),
     }
+
+
+def explained_variance(error: float, variance: float) -> float:
+    """1 - error / variance: how well the values of a critic in training tell the returns that it is trained on.
+
+    The form of lm-human-preferences, with the new values; ``value_metrics`` has the one of verl, with the old.
+
+    Args:
+        error: mean over tokens of the squared error of the new values (``value/error``).
+        variance: population variance of the returns over the same tokens (``returns/var``).
+    """
+    return 1 - error / max(variance, 1e-8)
 
 
 def group_metrics(scores: Tensor, groups: Tensor) -> dict[str, float]:

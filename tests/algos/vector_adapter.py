@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.algos.adapters import experience, scores, updates
+from tests.algos.adapters import experience, optimisation, scores, updates
 from tests.algos.adapters.common import Args, Runner, UnsupportedError
 
-RUNNERS: dict[str, Runner] = {**scores.RUNNERS, **experience.RUNNERS, **updates.RUNNERS}
+RUNNERS: dict[str, Runner] = {**scores.RUNNERS, **experience.RUNNERS, **updates.RUNNERS, **optimisation.RUNNERS}
 
 
 def run(case: Args, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
