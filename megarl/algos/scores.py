@@ -79,31 +79,6 @@ def keep_finished(response_mask: Tensor, finished: Tensor) -> Tensor:
     return response_mask & finished[:, None]
 
 
-def overlong_penalty(
-    lengths: Tensor, *, max_tokens: int, buffer_tokens: int, factor: float = 1.0, capped: bool = True
-) -> Tensor:
-    """min(0, -e / buffer_tokens * factor) with e = n - (max_tokens - buffer_tokens), at most buffer_tokens.
-
-    The soft overlong punishment, which is added to the score: 0, then a line down to -factor at ``max_tokens``. Without
-    the cap it goes on falling beyond, where a response may be that long. Source: DAPO (Yu et al., 2025), OpenRLHF
-    (capped); verl and AReaL (not capped).
-
-    Args:
-        lengths: [N] tokens of the responses, n.
-        max_tokens: where the penalty is full.
-        buffer_tokens: over which it rises.
-        factor: score of the full penalty.
-        capped: whether it stays full beyond.
-
-    Returns:
-        [N], never positive, in the default dtype.
-    """
-    exceeding = (lengths - (max_tokens - buffer_tokens)).to(torch.get_default_dtype())
-    if capped:
-        exceeding = exceeding.clamp(max=buffer_tokens)
-    return (-exceeding / buffer_tokens * factor).clamp(max=0.0)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ScoreScale:
     """score = gain * raw + bias: mean ``target_mean`` and deviation ``target_std`` on the samples that were measured.

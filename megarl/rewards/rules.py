@@ -12,6 +12,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
+from megarl.algos.overlong import overlong_penalty
 from megarl.rewards.answer import Answer
 
 _NUMBER = re.compile(r"(?<![0-9])-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
@@ -78,19 +79,22 @@ def soft_overlong(
     max_tokens: Annotated[int, Field(ge=1)],
     buffer_tokens: Annotated[int, Field(ge=1)],
     penalty: Annotated[float, Field(gt=0)] = 1.0,
+    capped: bool = True,
 ) -> float:
-    """0 up to ``max_tokens - buffer_tokens`` tokens, then a line down to -penalty at ``max_tokens``, and no further.
+    """0 up to ``max_tokens - buffer_tokens`` tokens, then a line down to -penalty at ``max_tokens``.
 
-    Source: the soft overlong punishment of DAPO (Yu et al. 2025).
+    Source: the soft overlong punishment of DAPO (Yu et al. 2025); see algos.overlong.
 
     Args:
         answer: its response tokens count, the end token too.
         max_tokens: where the penalty is full; the longest response that the rollout allows, as a rule.
         buffer_tokens: over which it rises.
         penalty: the full penalty.
+        capped: whether it stays full for longer responses; else it goes on falling.
     """
-    exceeding = len(answer.response_ids) - (max_tokens - buffer_tokens)
-    return -penalty * min(max(exceeding / buffer_tokens, 0.0), 1.0)
+    return overlong_penalty(
+        len(answer.response_ids), max_tokens=max_tokens, buffer_tokens=buffer_tokens, factor=penalty, capped=capped
+    )
 
 
 def _folded(value: object, ignore_case: bool) -> str:

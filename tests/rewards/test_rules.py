@@ -107,3 +107,5 @@ def test_soft_overlong(tokens: int, score: float) -> None:
     given = answer(tokens=tokens)
     assert soft_overlong(given, max_tokens=100, buffer_tokens=20) == pytest.approx(score)
     assert soft_overlong(given, max_tokens=100, buffer_tokens=20, penalty=3.0) == pytest.approx(3 * score)
+    falling = -3.5 if tokens == 150 else score  # 70 tokens into a buffer of 20
+    assert soft_overlong(given, max_tokens=100, buffer_tokens=20, capped=False) == pytest.approx(falling)

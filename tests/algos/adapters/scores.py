@@ -8,6 +8,7 @@ import torch
 
 from megarl.algos import kl, scores, sequences
 from megarl.algos.controllers import kl_controller
+from megarl.algos.overlong import overlong_penalty
 from megarl.algos.rewards import dense_rewards, kl_penalties, token_rewards
 from megarl.data import padding
 from megarl.megatron.logprobs import VocabShard, logprobs_and_entropy
@@ -98,16 +99,12 @@ def stop_properly(args: Args) -> Args:
     return {"rewards": scores.scale_missing_end(rewards, finished, factor=coef)}
 
 
-def overlong_penalty(args: Args) -> Args:
-    penalty = scores.overlong_penalty(
-        *take(args, "lengths"),
-        max_tokens=args.pop("max_len"),
-        buffer_tokens=args.pop("buffer_len"),
-        factor=args.pop("factor", 1.0),
-        capped=args.pop("cap", True),
-    )
+def run_overlong_penalty(args: Args) -> Args:
+    options = {"factor": args.pop("factor", 1.0), "capped": args.pop("cap", True)}
+    limits = {"max_tokens": args.pop("max_len"), "buffer_tokens": args.pop("buffer_len")}
+    penalties = [overlong_penalty(tokens, **limits, **options) for tokens in args.pop("lengths")]
     done(args)
-    return {"penalty": penalty}
+    return {"penalty": penalties}
 
 
 def head_init_std(args: Args) -> Args:
@@ -182,7 +179,7 @@ RUNNERS: dict[str, Runner] = {
     "truncate_at_token": truncate_at_token,
     "score_without_token": score_without_token,
     "stop_properly": stop_properly,
-    "overlong_penalty": overlong_penalty,
+    "overlong_penalty": run_overlong_penalty,
     "head_init_std": head_init_std,
     "reward_norm": reward_norm,
     "kl_estimate": kl_estimate,
