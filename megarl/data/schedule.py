@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megarl.algos.optimisation import divided
 from megarl.data.balance import deal, packed, spread
 from megarl.data.hashing import stable_hash
 from megarl.types import Layout, PackRow, RankSchedule, SampleInfo, Schedule
@@ -117,8 +118,7 @@ def mini_batch_members(
 ) -> list[list[SampleInfo]]:
     """The samples of each mini-batch of an epoch, in an order that depends on (seed, step, epoch, sample id) alone."""
     ordered = sorted(samples, key=lambda s: (stable_hash(seed, step, epoch, s.sample_id), s.sample_id))
-    bounds = [len(ordered) * i // mini_batches for i in range(mini_batches + 1)]
-    return [ordered[start:stop] for start, stop in itertools.pairwise(bounds)]
+    return [list(members) for members in divided(ordered, mini_batches)]
 
 
 def under_one_length(one: Schedule, other: Schedule) -> tuple[Schedule, Schedule]:
