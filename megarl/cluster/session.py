@@ -167,12 +167,18 @@ class Session:
         ending.callback(ray.shutdown)
         ending.callback(remains.note)
         ending.callback(ignore_interrupts)
-        ray.init(
-            num_cpus=0,
-            resources={DEVICE: self._cluster.nodes * self._cluster.devices_per_node},
-            object_store_memory=self._cluster.object_store_mib * _MIB,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _temp_dir=directory,
-        )
+        try:
+            ray.init(
+                num_cpus=0,
+                resources={DEVICE: self._cluster.nodes * self._cluster.devices_per_node},
+                object_store_memory=self._cluster.object_store_mib * _MIB,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=directory,
+            )
+        except Exception as error:  # whatever Ray raises where one of its processes does not come up
+            raise RunError(
+                f"Ray did not start on this machine: {error}; look for a lack of memory or disk space, or for a machine"
+                " that is too busy, and start again"
+            ) from error

@@ -94,3 +94,32 @@ def test_a_running_cluster_is_joined_and_left_running(short_directory: Path) -> 
         )
         cluster.communicate("")
     assert joined.stdout.split() == ["0", "1", "2", "3"] * 2, joined.stderr
+
+
+_TOO_LARGE = """
+import sys
+from pathlib import Path
+from megarl.cluster.session import Session
+from megarl.config.schema import Cluster
+from megarl.errors import RunError
+try:
+    with Session(Cluster(devices_per_node=1, object_store_mib=10**8), Path(sys.argv[1])):
+        print("started")
+except RunError as error:
+    print(error)
+"""
+
+
+def test_a_ray_that_does_not_start_says_why_and_leaves_nothing(short_directory: Path) -> None:
+    failed = subprocess.run(
+        [sys.executable, "-c", _TOO_LARGE, str(short_directory / "logs")],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(short_directory)},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert failed.returncode == 0, failed.stderr
+    assert failed.stdout.startswith("Ray did not start on this machine: ")
+    assert "object_store_memory" in failed.stdout
+    assert [path.name for path in short_directory.iterdir()] == ["logs"]
