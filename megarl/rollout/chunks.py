@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
+from megarl.algos.sequences import first_end
+from megarl.data.alignment import align, response_mask
 from megarl.data.packing import Chunks
 from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleRequest, VersionSpan
 
@@ -68,8 +71,10 @@ def truncated(chunk: RolloutChunk, token: int, after: int) -> RolloutChunk:
 
     Source: the style and summary tasks of lm-human-preferences, whose reward model reads no further.
     """
-    found = [np.flatnonzero(ids[after:] == token) for ids in chunk.response_ids]
-    ends = [after + int(at[0]) + 1 if len(at) else len(ids) for at, ids in zip(found, chunk.response_ids, strict=True)]
+    mask = response_mask(chunk.response_ids.lengths.tolist())
+    ids = align(torch.from_numpy(chunk.response_ids.values.copy()), mask)
+    kept = first_end(ids, mask, [token], after=after)
+    ends: list[int] = kept.lengths.tolist()
 
     def cut(column: Ragged) -> Ragged:
         return Ragged.from_rows((row[:end] for row, end in zip(column, ends, strict=True)), column.values.dtype)
@@ -78,7 +83,7 @@ def truncated(chunk: RolloutChunk, token: int, after: int) -> RolloutChunk:
         chunk,
         response_ids=cut(chunk.response_ids),
         rollout_logprobs=cut(chunk.rollout_logprobs),
-        finished=np.array([len(at) > 0 for at in found], dtype=np.bool_),
+        finished=kept.found.numpy(),
         versions=tuple(
             tuple(replace(span, stop=min(span.stop, end)) for span in spans if span.start < end)
             for spans, end in zip(chunk.versions, ends, strict=True)
