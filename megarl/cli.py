@@ -31,10 +31,13 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]
 def train(config_path: ConfigPath, overrides: Overrides = None) -> None:
     """Run what CONFIG describes: SFT, a reward model, or PPO; go on where run.dir has a checkpoint."""
     config = _load(config_path, overrides)
-    from megarl.config import ConfigError
+    from megarl.config import ConfigError, Problem, TrainingConfig
     from megarl.errors import RunError
     from megarl.loop import run
 
+    if not isinstance(config, TrainingConfig):
+        problem = Problem(field="stage", value=config.stage, rule="a stage that trains", fix="use megarl eval")
+        _stop(ConfigError([problem], str(config_path)), exit_code=2)
     try:
         run.train(config)
     except ConfigError as error:

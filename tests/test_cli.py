@@ -26,10 +26,10 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_wrong_configuration_is_one_message_and_exit_code_2() -> None:
-    done = run("train", str(DEBUG), "algo.clip=-1", "rollout.tp=3")
+    done = run("train", str(DEBUG), "algo.policy_loss.clip=-1", "rollout.tp=3")
     assert done.returncode == 2
     assert done.stdout == ""
-    assert "algo.clip = -1" in done.stderr
+    assert "algo.policy_loss.clip = -1" in done.stderr
     assert "rollout.tp = 3" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -45,7 +45,7 @@ def test_the_commands_answer_without_heavy_imports() -> None:
     code = f"""
 import sys
 from megarl.cli import app
-for command in (["--help"], ["plan", {str(DEBUG)!r}], ["train", {str(DEBUG)!r}, "algo.clip=-1"]):
+for command in (["--help"], ["plan", {str(DEBUG)!r}], ["train", {str(DEBUG)!r}, "algo.policy_loss.clip=-1"]):
     try:
         app(command)
     except SystemExit:

@@ -15,7 +15,7 @@ PACKAGE = REPOSITORY / "megarl"
 
 # A part may import the parts of the lines above it, and itself.
 LAYERS = (
-    {"errors", "files", "types"},
+    {"errors", "files", "plugins", "types"},
     {"config", "obs"},
     {"algos"},
     {"data", "rewards", "weights"},
@@ -40,6 +40,7 @@ TORCH_FREE = (
     "files",
     "obs",
     "plan",
+    "plugins",
     "doctor",
     "cli",
     "convert.cli",

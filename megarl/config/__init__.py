@@ -3,16 +3,28 @@
 from megarl.config.devices import parse_devices
 from megarl.config.loading import build, load, save
 from megarl.config.problems import ConfigError, Problem
-from megarl.config.schema import PPOConfig, RewardModelConfig, RoleConfig, RunConfig, SFTConfig
+from megarl.config.schema import (
+    EvalConfig,
+    PPOConfig,
+    RAFTConfig,
+    RewardModelConfig,
+    RoleConfig,
+    RunConfig,
+    SFTConfig,
+    TrainingConfig,
+)
 
 __all__ = [
     "ConfigError",
+    "EvalConfig",
     "PPOConfig",
     "Problem",
+    "RAFTConfig",
     "RewardModelConfig",
     "RoleConfig",
     "RunConfig",
     "SFTConfig",
+    "TrainingConfig",
     "build",
     "load",
     "parse_devices",

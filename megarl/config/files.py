@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.problems import ConfigError, Problem, shown
+from megarl.config.schema.choices import SHORTHAND
 
 INHERIT_KEY = "defaults"
 
@@ -97,7 +99,27 @@ def _read(path: Path, inheritors: tuple[Path, ...], problems: list[Problem]) -> 
 
 
 def _merge(below: DictConfig, above: DictConfig) -> DictConfig:
+    """One tree on top of another; a choice that is named anew does not keep the options of the former one."""
+    below = copy.deepcopy(below)
+    _make_room(below, above)
     return cast(DictConfig, OmegaConf.merge(below, above))
+
+
+def _make_room(below: DictConfig, above: DictConfig) -> None:
+    """Removes what a mapping above replaces as a whole, and makes a text to which it adds keys a mapping."""
+    for key in map(str, above):
+        if OmegaConf.is_interpolation(above, key) or OmegaConf.is_interpolation(below, key):
+            continue
+        under, over = below.get(key), above.get(key)
+        if not isinstance(over, DictConfig):
+            continue
+        if isinstance(under, str):
+            below[key] = {} if "name" in over else {SHORTHAND: under}
+        elif isinstance(under, DictConfig):
+            if "name" in over and under.get("name", under.get(SHORTHAND)) not in (None, over.get("name")):
+                below[key] = {}
+            else:
+                _make_room(under, over)
 
 
 def _first_line(error: Exception) -> str:

@@ -14,6 +14,7 @@ from megarl.config.files import merged
 from megarl.config.problems import ConfigError, Problem, shown
 from megarl.config.rules import broken_rules
 from megarl.config.schema import STAGES, RunConfig
+from megarl.config.schema.walk import keys
 from megarl.config.schema_problems import schema_problems
 from megarl.files import write_durably
 
@@ -78,7 +79,7 @@ def _checked(raw: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
     try:
         config = schema.model_validate(raw)
     except ValidationError as error:
-        found, raw = schema_problems(error, schema), _known_part(raw, error)
+        found, raw = schema_problems(error, schema), _known_part(schema, raw, error)
         sections = _sound_sections(schema, raw)
         config = schema.model_validate(raw) if len(sections) == len(schema.model_fields) else None
     else:
@@ -91,15 +92,16 @@ def _same(one: Problem, other: Problem) -> bool:
     return f"{one.field}.".startswith(f"{other.field}.") or f"{other.field}.".startswith(f"{one.field}.")
 
 
-def _known_part(raw: Mapping[str, Any], error: ValidationError) -> dict[str, Any]:
+def _known_part(schema: type[RunConfig], raw: Mapping[str, Any], error: ValidationError) -> dict[str, Any]:
     """A copy without the unknown keys: they say nothing about the others."""
     known = copy.deepcopy(dict(raw))
     for found in error.errors(include_url=False):
         if found["type"] == "extra_forbidden":
             owner: Any = known
-            for part in found["loc"][:-1]:
+            path, _ = keys(schema, found["loc"])
+            for part in path[:-1]:
                 owner = owner[part]
-            del owner[found["loc"][-1]]
+            del owner[path[-1]]
     return known
 
 

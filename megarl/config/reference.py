@@ -10,8 +10,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megarl.config.schema import STAGES, RunConfig
-from megarl.config.schema.walk import entries, fields, plain, section, sections
+from megarl.config.schema import STAGES, RunConfig, TrainingConfig
+from megarl.config.schema.choices import names_of
+from megarl.config.schema.walk import choices, entries, fields, plain, section, sections
 
 _INTRODUCTION = """\
 # Configuration
@@ -22,39 +23,74 @@ inherited group or role. `${key.path}` refers to another field. Paths of models,
 directory that `megarl` is run in. Unknown keys are errors, and every problem is reported at once; `megarl plan CONFIG`
 checks without running.
 
+Where a field is one of several choices, its value is a name, or a name with options of its own:
+
+```yaml
+algo:
+  advantage: grpo                              # the choice as it is
+  policy_loss: {name: ppo, clip_high: 0.28}    # with options
+  normalise: {advantages: {name: my_package.my_module:my_function, args: {power: 2}}}    # a function of your own
+```
+
+Options without a name are those of the choice that an inherited file made, or else of the default:
+`algo.policy_loss.clip=0.1` on the command line changes one option. Another name starts anew, without the options of the
+former one. [algorithms.md](algorithms.md) says what every choice computes, and how to write a function of your own.
+
 The stages come first, with their sections; then every section, once. This page is made from the schema by `make docs`.
 """
 _HEADER = "| field | type | default | meaning |\n| --- | --- | --- | --- |\n"
+_CHOICES_HEADER = "| name | option | type | default | meaning |\n| --- | --- | --- | --- | --- |\n"
 
 
 def markdown() -> str:
     """The whole page."""
-    common = fields(RunConfig)
-    parts = [_INTRODUCTION, _table("All stages", RunConfig, common)]
+    parts = [
+        _INTRODUCTION,
+        _table("All stages", RunConfig, fields(RunConfig)),
+        _table("Stages that train", TrainingConfig, _own(TrainingConfig, RunConfig)),
+    ]
     for stage, schema in STAGES.items():
-        own = {key: info for key, info in fields(schema).items() if key not in common}
-        parts.append(_table(f"Stage `{stage}`", schema, own))
-    for schema, places in _places().items():
+        base = TrainingConfig if issubclass(schema, TrainingConfig) else RunConfig
+        parts.append(_table(f"Stage `{stage}`", schema, _own(schema, base)))
+    for below, places in _places():
         heading = ", ".join(f"`{path}`" for path in places)
         stages = {stage for found in places.values() for stage in found}
         if len(stages) < len(STAGES):
             heading += f" ({', '.join(stage for stage in STAGES if stage in stages)})"
-        parts.append(_table(heading, schema, fields(schema)))
+        table = choices(below)
+        parts.append(_choices(heading, table) if table else _table(heading, below, fields(below)))
     return "\n".join(parts)
 
 
-def _places() -> dict[type[BaseModel], dict[str, list[str]]]:
-    """Every section with the paths that it stands at, and their stages."""
-    found: dict[type[BaseModel], dict[str, list[str]]] = {}
+def _own(schema: type[BaseModel], base: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields that a schema has on top of another, or differently."""
+    below = fields(base)
+    rows = {key: _row(key, info) for key, info in below.items()}
+    return {key: info for key, info in fields(schema).items() if rows.get(key) != _row(key, info)}
+
+
+def _places() -> Iterator[tuple[Any, dict[str, list[str]]]]:
+    """Every section and table of choices with the paths that it stands at, and their stages."""
+    found: dict[Any, dict[str, list[str]]] = {}
     for stage, schema in STAGES.items():
         for path, below in sections(schema):
             found.setdefault(below, {}).setdefault(path, []).append(stage)
-    return found
+    yield from found.items()
 
 
 def _table(heading: str, schema: type[BaseModel], rows: Mapping[str, FieldInfo]) -> str:
     text = "\n".join(_row(key, info) for key, info in rows.items())
     return f"## {heading}\n\n{_summary(schema)}\n\n{_HEADER}{text}\n"
+
+
+def _choices(heading: str, table: Mapping[str, type[BaseModel]]) -> str:
+    """A row per name, and one per option below it."""
+    rows: list[str] = []
+    for choice in dict.fromkeys(table.values()):
+        names = ", ".join(f"`{name}`" for name in names_of(choice))
+        rows.append(f"| {names} | | | | {' '.join(_summary(choice).split())} |")
+        rows += [f"| {_row(key, info)}" for key, info in fields(choice).items() if key != "name"]
+    return f"## {heading}\n\nOne of these, by name.\n\n{_CHOICES_HEADER}" + "\n".join(rows) + "\n"
 
 
 def _summary(schema: type[BaseModel]) -> str:
@@ -69,7 +105,8 @@ def _row(key: str, info: FieldInfo) -> str:
 
 def _default(value: object) -> str:
     if isinstance(value, BaseModel):
-        return "its own"
+        name = getattr(value, "name", None)
+        return "its own" if name is None else f"`{name}`"
     if isinstance(value, str):
         return f"`{value}`"
     return "`null`" if value is None else f"`{json.dumps(value)}`"
@@ -80,7 +117,11 @@ def _type(annotation: Any) -> str:
 
 
 def _alternatives(annotation: Any) -> Iterator[str]:
-    if hasattr(annotation, "__metadata__"):
+    if choices(annotation):
+        yield "choice"
+        if types.NoneType in get_args(annotation):
+            yield "null"
+    elif hasattr(annotation, "__metadata__"):
         yield from _alternatives(annotation.__origin__)
     elif get_origin(annotation) is Literal:
         yield from (f"`{choice}`" for choice in get_args(annotation))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
-from typing import Any, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, cast, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from megarl.config.problems import Problem, shown
-from megarl.config.schema import RunConfig
-from megarl.config.schema.walk import entries, fields, plain, section
+from megarl.config.schema import Choice, RunConfig
+from megarl.config.schema.choices import SHORTHAND
+from megarl.config.schema.walk import choices, fields, keys, section
 
 _TYPES = {
     "dict_type": "should be keys with values",
@@ -27,55 +28,62 @@ def schema_problems(error: ValidationError, schema: type[RunConfig]) -> list[Pro
 
 
 def _problem(schema: type[RunConfig], kind: str, loc: Sequence[int | str], message: str, value: object) -> Problem:
-    path = [str(part) for part in loc if part != "[key]"]
-    field, parent = ".".join(path), _field_names(schema, path[:-1])
-    if kind == "extra_forbidden":
-        return Problem(field=field, value=shown(value), rule="unknown key", fix=_suggestion(path[-1], parent))
-    if loc[-1] == "[key]" and kind == "literal_error":
-        choices = _key_choices(schema, path[:-1])
-        return Problem(
-            field=field, value="(key)", rule=f"one of {', '.join(choices)}", fix=_suggestion(path[-1], choices)
-        )
+    path, here = keys(schema, loc)
+    _, parent = keys(schema, loc[:-1])
+    field, last = ".".join(map(str, path)), str(path[-1])
     if loc[-1] == "[key]":
-        fix = "lower-case letters, digits and underscores, a letter first"
-        return Problem(field=field, value="(key)", rule="a name", fix=fix)
-    description = _description(schema, path)
+        return _bad_key(field, last, kind, keys(schema, loc[:-2])[1])
+    if kind == "extra_forbidden":
+        return _unknown(schema, loc, field, value)
+    if kind.startswith("union_tag"):
+        return _no_choice(field, value, choices(here))
+    known = fields(parent) if section(parent) is not None else {}
+    description = (known[last].description if last in known else None) or "see docs/configuration.md"
     if kind == "missing":
         return Problem(field=field, value="(missing)", rule="required", fix=f"add it: {description}")
     rule = _TYPES.get(kind) or message.removeprefix("Value error, ").removeprefix("Input ")
     return Problem(field=field, value=shown(value), rule=rule, fix=f"correct it: {description}")
 
 
+def _bad_key(field: str, key: str, kind: str, mapping: Any) -> Problem:
+    """A key of a mapping that is not among those that there may be."""
+    if kind == "literal_error":
+        known = [str(choice) for choice in get_args(get_args(mapping)[0])]
+        return Problem(field=field, value="(key)", rule=f"one of {', '.join(known)}", fix=_suggestion(key, known))
+    fix = "lower-case letters, digits and underscores, a letter first"
+    return Problem(field=field, value="(key)", rule="a name", fix=fix)
+
+
+def _unknown(schema: type[RunConfig], loc: Sequence[int | str], field: str, value: object) -> Problem:
+    """A key that the section, or the choice, does not have."""
+    key, (_, owner), (_, above) = str(loc[-1]), keys(schema, loc[:-1]), keys(schema, loc[:-2])
+    if key == SHORTHAND:
+        rule = f"should be keys with values, which is given where others of its keys are: {value}"
+        return Problem(field=field.removesuffix("."), value=shown(value), rule=rule, fix="remove one of them")
+    known = list(fields(owner)) if section(owner) is not None else []
+    if not issubclass(owner, Choice):
+        return Problem(field=field, value=shown(value), rule="unknown key", fix=_suggestion(key, known))
+    known.remove("name")
+    others = [name for name, choice in choices(above).items() if key in fields(choice)]
+    fix = f"remove it, or choose {' or '.join(others)}, which have it" if others else _suggestion(key, known)
+    options = f"its options are {', '.join(known)}" if known else "it has none"
+    return Problem(field=field, value=shown(value), rule=f"unknown option of {loc[-2]}; {options}", fix=fix)
+
+
+def _no_choice(field: str, value: object, table: Mapping[str, type[BaseModel]]) -> Problem:
+    """A name that the table does not have, or none."""
+    name = cast(Mapping[object, object], value).get("name") if isinstance(value, Mapping) else None
+    rule = f"one of {', '.join(table)}"
+    if name is None:
+        fix = "give a name, or a name and its options: {name: ..., option: ...}"
+        return Problem(field=field, value=shown(cast(object, value)), rule=rule, fix=fix)
+    near = difflib.get_close_matches(str(name), table, n=1, cutoff=0.5)
+    fix = f"did you mean {near[0]}?" if near else "choose one of them; see docs/configuration.md"
+    return Problem(field=field, value=shown(name), rule=rule, fix=fix)
+
+
 def _suggestion(key: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else f"remove it; known here: {', '.join(known)}"
-
-
-def _field_names(schema: type[RunConfig], path: Sequence[str]) -> list[str]:
-    """The keys that the schema knows under a path, as they are written in YAML."""
-    owner = section(_annotation(schema, path))
-    return list(fields(owner)) if owner is not None else []
-
-
-def _description(schema: type[RunConfig], path: Sequence[str]) -> str:
-    owner = section(_annotation(schema, path[:-1]))
-    known = fields(owner) if owner is not None else {}
-    return (known[path[-1]].description if path and path[-1] in known else None) or "see docs/configuration.md"
-
-
-def _key_choices(schema: type[RunConfig], path: Sequence[str]) -> list[str]:
-    return [str(choice) for choice in get_args(get_args(_annotation(schema, path))[0])]
-
-
-def _annotation(schema: type[RunConfig], path: Sequence[str]) -> Any:
-    """The type at a path of the schema; None where the path leaves it."""
-    here: Any = schema
-    for part in path:
-        inside = entries(here)
-        if inside is not None:
-            here = inside
-        else:
-            owner = section(here)
-            known = fields(owner) if owner is not None else {}
-            here = plain(known[part].annotation) if part in known else None
-    return here
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"remove it; known here: {', '.join(known)}" if known else "remove it"

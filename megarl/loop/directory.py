@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.checkpoint import BrokenCheckpointError, Checkpoint, Checkpoints
-from megarl.config import ConfigError, Problem, RunConfig, save
+from megarl.config import ConfigError, Problem, TrainingConfig, save
 from megarl.files import sync, write_durably
 from megarl.loop.resume import broken_promises, cut_lines
 
@@ -31,7 +31,7 @@ class RunDirectory:
             or the directory cannot be written.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: TrainingConfig) -> None:
         self.path = Path(config.run.dir)
         self.latest: Checkpoint | None = None
         """What the run goes on from; None where it begins."""
@@ -46,7 +46,7 @@ class RunDirectory:
         except OSError as error:
             raise _refused(config, f"can be written ({error.strerror})", _ANOTHER) from None
 
-    def _reopen(self, config: RunConfig) -> None:
+    def _reopen(self, config: TrainingConfig) -> None:
         self.checkpoints.clean()
         try:
             self.latest = self.checkpoints.latest()
@@ -138,7 +138,7 @@ class RunDirectory:
         return self.path / "logs"
 
 
-def _locked(path: Path, config: RunConfig) -> Any:
+def _locked(path: Path, config: TrainingConfig) -> Any:
     """The lock file, open; the lock goes when it is closed, at the latest by the end of the process."""
     lock = path.open("a")
     try:
@@ -151,5 +151,5 @@ def _locked(path: Path, config: RunConfig) -> Any:
     return lock
 
 
-def _refused(config: RunConfig, rule: str, fix: str) -> ConfigError:
+def _refused(config: TrainingConfig, rule: str, fix: str) -> ConfigError:
     return ConfigError([Problem(field="run.dir", value=config.run.dir, rule=rule, fix=fix)])

@@ -172,7 +172,7 @@ class PPO:
         seed = permutation_seed(config.run.seed, plan.step)
         scores = total_scores(sources, rollouts.samples, config.reward, config.algo, seed=seed)
         outcomes, of_groups = None, {}
-        if config.algo.advantage == "grpo":
+        if config.algo.advantage.name == "grpo":
             outcomes, of_groups = group_outcomes(scores, rollouts.samples)
         columns = ExperienceColumns(
             old_logprobs=old,

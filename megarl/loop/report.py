@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Final, Self
 
-from megarl.config import PPOConfig, RunConfig
+from megarl.config import PPOConfig, TrainingConfig
 from megarl.files import write_durably
 from megarl.loop.directory import RunDirectory
 from megarl.loop.stage import EvaluationResult, Metrics, StepResult
@@ -85,12 +85,12 @@ class Reporter:
         taken: steps that were taken before.
     """
 
-    def __init__(self, config: RunConfig, directory: RunDirectory, taken: int) -> None:
+    def __init__(self, config: TrainingConfig, directory: RunDirectory, taken: int) -> None:
         self._config, self._directory = config, directory
         self._start: Metrics = {}
         self._last_step: Metrics = {}
         self._evaluation: Metrics = {}
-        self._updates_per_step = config.optimizer_steps // config.run.steps
+        self._updates_per_step = config.updates_per_step
         self._taken = taken
 
     def __enter__(self) -> Self:

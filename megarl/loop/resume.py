@@ -11,7 +11,7 @@ from typing import Any, Final, cast
 import yaml
 
 from megarl.checkpoint import Checkpoint
-from megarl.config import Problem, RunConfig
+from megarl.config import Problem, TrainingConfig
 from megarl.config.problems import shown
 from megarl.files import sync
 
@@ -30,17 +30,23 @@ FIXED: Final[Mapping[str, str]] = {
     "data.max_tokens": _STREAM,
     "data.too_long": _STREAM,
     "critic.path": _WEIGHTS,
+    "critic.head": _WEIGHTS,
     "critic.head_std": _WEIGHTS,
     "critic.head_seed": _WEIGHTS,
     "reward.path": _HEAD,
     "reward.head_std": _HEAD,
     "reward.head_seed": _HEAD,
-    "algo.kl": "the checkpoints have the state of its controller",
+    "actor.ema": "the checkpoints have the average",
+    "algo.kl": "the checkpoints have the state of its controller, and of a reference that follows the actor",
+    "ptx.data": _STREAM,
+    "ptx.max_tokens": _STREAM,
+    "ptx.loss_on": _STREAM,
+    "ptx.chat_template": _STREAM,
 }
 """Fields, sections with all of theirs included, that a run keeps, and why; the others hold from the next step on."""
 
 
-def broken_promises(old: str, config: RunConfig, latest: Checkpoint | None) -> tuple[list[Problem], bool]:
+def broken_promises(old: str, config: TrainingConfig, latest: Checkpoint | None) -> tuple[list[Problem], bool]:
     """Compares a configuration with the one that a run was started with.
 
     Args:
@@ -70,13 +76,13 @@ def broken_promises(old: str, config: RunConfig, latest: Checkpoint | None) -> t
     return problems, before != now
 
 
-def _unfit(config: RunConfig, latest: Checkpoint) -> Iterator[Problem]:
+def _unfit(config: TrainingConfig, latest: Checkpoint) -> Iterator[Problem]:
     """How a configuration contradicts a checkpoint."""
-    trained = sorted(role for role in config.trained if config.has_role(role))
-    if trained != sorted(latest.roles):
-        rule = f"trains {', '.join(sorted(latest.roles))}, as its latest checkpoint has"
+    saved = sorted(config.saved)
+    if saved != sorted(latest.roles):
+        rule = f"{', '.join(sorted(latest.roles))} change, as in its latest checkpoint"
         fix = "place the same roles, or start a new run in another run.dir"
-        yield Problem(field="groups", value=", ".join(trained), rule=rule, fix=fix)
+        yield Problem(field="groups", value=", ".join(saved), rule=rule, fix=fix)
     if config.run.steps < latest.step:
         rule = f"at least the {latest.step} steps that the run has taken"
         yield Problem(field="run.steps", value=str(config.run.steps), rule=rule, fix="raise it")

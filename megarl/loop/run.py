@@ -12,7 +12,7 @@ import torch
 from megarl.checkpoint import Checkpoint
 from megarl.cluster.group import Role
 from megarl.cluster.session import Session
-from megarl.config import ConfigError, Problem, RunConfig
+from megarl.config import ConfigError, Problem, TrainingConfig
 from megarl.loop.directory import RunDirectory
 from megarl.loop.ppo import PPO
 from megarl.loop.preflight import check
@@ -24,7 +24,7 @@ from megarl.loop.stage import Stage
 STAGES: Final[Mapping[str, Any]] = {"sft": SFT, "reward_model": RewardModel, "ppo": PPO}
 
 
-def train(config: RunConfig) -> Summary:
+def train(config: TrainingConfig) -> Summary:
     """Runs a stage, or goes on with it where run.dir has a checkpoint; leaves nothing behind but run.dir.
 
     A run that is finished stays as it is, and says so.
@@ -64,7 +64,7 @@ def train(config: RunConfig) -> Summary:
         return reporter.finished(export, time.perf_counter() - start)
 
 
-def _check_gpus(config: RunConfig) -> None:
+def _check_gpus(config: TrainingConfig) -> None:
     """Whether this machine has the GPUs, where the run starts a Ray of its own.
 
     Raises:
@@ -86,11 +86,11 @@ def _due(step: int, every: int | None, last: int) -> bool:
     return step == last or (every is not None and step % every == 0)
 
 
-def _save(stage: Stage, config: RunConfig, directory: RunDirectory, step: int) -> None:
-    """Every trained role writes its part; one rename makes it a checkpoint."""
+def _save(stage: Stage, config: TrainingConfig, directory: RunDirectory, step: int) -> None:
+    """Every role that changes writes its part; one rename makes it a checkpoint."""
     stage.make_room()
     staged = directory.checkpoints.stage(step)
-    calls = {role.name: role.save(staged) for role in _trained(stage, config)}
+    calls = {role.name: role.save(staged) for role in _saved(stage, config)}
     directory.sync()
     directory.checkpoints.commit(step, {name: call.wait() for name, call in calls.items()}, stage.state())
 
@@ -108,11 +108,11 @@ def _load(stage: Stage, checkpoint: Checkpoint) -> None:
         raise ConfigError([Problem(field="data", value="changed", rule=str(error), fix=fix)]) from error
 
 
-def _restore(stage: Stage, config: RunConfig, checkpoint: Checkpoint) -> None:
-    """Brings the trained roles to where the checkpoint was made."""
-    for call in [role.restore(checkpoint.path) for role in _trained(stage, config)]:
+def _restore(stage: Stage, config: TrainingConfig, checkpoint: Checkpoint) -> None:
+    """Brings the roles that change to where the checkpoint was made."""
+    for call in [role.restore(checkpoint.path) for role in _saved(stage, config)]:
         call.wait()
 
 
-def _trained(stage: Stage, config: RunConfig) -> list[Role]:
-    return [stage.trainers.roles[name] for name in config.trained if name in stage.trainers.roles]
+def _saved(stage: Stage, config: TrainingConfig) -> list[Role]:
+    return [stage.trainers.roles[name] for name in config.saved]

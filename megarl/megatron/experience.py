@@ -14,7 +14,7 @@ from megarl.algos.advantages import per_token
 from megarl.algos.kl import k1
 from megarl.algos.metrics import objective_metrics, rollout_gap, value_metrics
 from megarl.algos.normalisation import Reduce, whiten
-from megarl.algos.registry import ADVANTAGES, KL_ESTIMATORS, choose
+from megarl.algos.registry import KL_ESTIMATORS, TOKEN_ADVANTAGES, bound
 from megarl.algos.rewards import kl_penalties, token_rewards
 from megarl.config.schema import Algo
 from megarl.data.alignment import align, flatten, response_mask
@@ -109,7 +109,7 @@ def _penalties(own: _Aligned, algo: Algo, kl_coef: float) -> Tensor:
     """[B, R]: the part of the rewards that is not the score."""
     if own.ref is None or algo.kl.placement == "loss":
         return torch.zeros_like(own.old)
-    estimate = choose(KL_ESTIMATORS, algo.kl.estimator, "algo.kl.estimator")
+    estimate = bound(KL_ESTIMATORS, algo.kl.estimator.name, algo.kl.estimator.options)
     return kl_penalties(estimate(own.old, own.ref), own.mask, kl_coef=kl_coef)
 
 
@@ -118,11 +118,11 @@ def _advantages(own: _Aligned, penalties: Tensor, algo: Algo, reduce: Reduce) ->
     if own.outcomes is not None:
         assert own.ref is None or algo.kl.placement == "loss", "a comparison of scores knows no penalty per token"
         return per_token(own.outcomes, own.mask), None
-    assert own.values is not None, f"{algo.advantage} needs values"
-    estimate = choose(ADVANTAGES, algo.advantage, "algo.advantage")
+    assert own.values is not None, f"{algo.advantage.name} needs values"
+    estimate = bound(TOKEN_ADVANTAGES, algo.advantage.name, algo.advantage.options)
     rewards = token_rewards(own.scores, penalties, own.mask)
-    advantages, returns = estimate(rewards, own.values, own.mask, gamma=algo.gamma, lam=algo.lam)
-    return whiten(advantages, own.mask, reduce) if algo.whiten_advantages else advantages, returns
+    advantages, returns = estimate(rewards, own.values, own.mask)
+    return whiten(advantages, own.mask, reduce) if algo.normaliser is not None else advantages, returns
 
 
 def _aligned(chunks: Mapping[int, RolloutChunk], columns: Columns) -> _Aligned:

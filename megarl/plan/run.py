@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
-from megarl.config import PPOConfig, RewardModelConfig, RunConfig, SFTConfig
+from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RewardModelConfig, RunConfig, SFTConfig, TrainingConfig
 from megarl.config.schema import Optimizer, Rollout
 
 _KEY_WIDTH = 14
@@ -32,43 +32,73 @@ def placement_rows(config: RunConfig) -> Iterator[tuple[str, ...]]:
             sizes = (str(size) for size in (layout.tp, layout.pp, layout.vpp, layout.dp, layout.ep))
             sequence = "yes" if layout.sequence_parallel else "no"
             yield (role, name, group.devices, *sizes, sequence, str(settings.tokens_per_micro_batch))
-    rollout = config.rollout if isinstance(config, PPOConfig | RewardModelConfig) else None
+    has_engines = isinstance(config, PPOConfig | RAFTConfig | RewardModelConfig | EvalConfig)
+    rollout = config.rollout if has_engines else None
     if rollout is not None:
         yield ("rollout", "", rollout.devices, str(rollout.tp), "", "", str(rollout.engines), "", "", "")
 
 
 def plan_lines(config: RunConfig) -> Iterator[tuple[str, str]]:
     """What the run does, as pairs of a key and a text."""
-    assert isinstance(config, SFTConfig | RewardModelConfig | PPOConfig)
     yield "model", config.model.path or f"random, seed {config.model.random and config.model.random.seed}"
-    if isinstance(config, PPOConfig):
-        yield from _ppo(config)
-    else:
+    if isinstance(config, PPOConfig | RAFTConfig):
+        yield from _rollouts(config)
+    elif isinstance(config, SFTConfig | RewardModelConfig):
         yield from _supervised(config)
+    elif isinstance(config, EvalConfig):
+        yield from _evaluation(config)
+    if not isinstance(config, TrainingConfig):
+        yield "run", f"seed {config.run.seed}, into {config.run.dir}"
+        return
     for role in config.trained:
         if config.has_role(role):
-            yield "learning rate", f"{role}: {_course(config.optimizer(role), config.optimizer_steps)}"
+            yield "learning rate", f"{role}: {_course(config.optimizer(role), config.optimizer_steps(role))}"
     every, keep = config.checkpoint.every, config.checkpoint.keep
     yield "checkpoints", "after the last step" if every is None else f"every {every} steps, {keep} kept"
     yield "run", f"{config.run.steps} steps, seed {config.run.seed}, into {config.run.dir}"
 
 
-def _ppo(config: PPOConfig) -> Iterator[tuple[str, str]]:
-    data, algo = config.data, config.algo
+def _rollouts(config: PPOConfig | RAFTConfig) -> Iterator[tuple[str, str]]:
+    """Of a stage that trains on rollouts."""
+    data, made = config.data, config.data.random
     samples = data.prompts_per_step * data.samples_per_prompt
-    made = data.random
     yield "prompts", data.prompts.path if data.prompts is not None else f"{made and made.count} random ones"
     yield "step", f"{data.prompts_per_step} prompts x {data.samples_per_prompt} = {samples} samples"
     yield "lengths", _lengths(config.rollout)
     yield "scores", " + ".join(_scores(config)) + (", shuffled" if config.reward.shuffle else "")
-    yield "advantages", f"{algo.advantage}; {_penalty(config)}"
+    yield from _algorithm(config, samples) if isinstance(config, PPOConfig) else _selection(config)
+    if config.evaluation is not None:
+        yield "evaluation", f"{config.evaluation.prompts.path}, {_when(config.evaluation.every)}"
+
+
+def _algorithm(config: PPOConfig, samples: int) -> Iterator[tuple[str, str]]:
+    """What is made of the samples of a step."""
+    algo = config.algo
+    normaliser = "" if algo.normaliser is None else f", normalised by {algo.normaliser.name}"
+    yield "advantages", f"{algo.advantage.name}{normaliser}; {_penalty(config)}"
+    yield "loss", f"{algo.policy_loss.name}, {algo.aggregation.name}"
     yield (
         "update",
         f"{_counted(algo.ppo_epochs, 'epoch')} x {algo.mini_batches} mini-batches of {samples // algo.mini_batches} "
         f"samples = {algo.ppo_epochs * algo.mini_batches} optimizer steps",
     )
-    if config.evaluation is not None:
-        yield "evaluation", f"{config.evaluation.prompts.path}, {_when(config.evaluation.every)}"
+
+
+def _selection(config: RAFTConfig) -> Iterator[tuple[str, str]]:
+    """Which samples of a step are learnt."""
+    raft = config.raft
+    options = "".join(f", {key} {value:g}" for key, value in raft.strategy.options.items())
+    yield "selection", f"{raft.strategy.name}{options}"
+    steps = raft.epochs * raft.mini_batches
+    yield "update", f"{_counted(raft.epochs, 'epoch')} x {raft.mini_batches} mini-batches = {steps} optimizer steps"
+
+
+def _evaluation(config: EvalConfig) -> Iterator[tuple[str, str]]:
+    """What is answered and scored."""
+    evaluation = config.evaluation
+    how = "the likeliest" if evaluation.greedy else f"{evaluation.samples_per_prompt} sampled"
+    yield "prompts", f"{evaluation.prompts.path}, {how} for each"
+    yield "lengths", _lengths(config.rollout)
 
 
 def _supervised(config: SFTConfig | RewardModelConfig) -> Iterator[tuple[str, str]]:
@@ -93,7 +123,7 @@ def _lengths(rollout: Rollout) -> str:
     return f"up to {rollout.max_new_tokens} new tokens, {rollout.max_model_len} with the prompt"
 
 
-def _scores(config: PPOConfig) -> Iterator[str]:
+def _scores(config: PPOConfig | RAFTConfig) -> Iterator[str]:
     reward = config.reward
     if config.has_role("reward"):
         yield f"{reward.weight:g} x {reward.path or 'a random reward model'}"
@@ -106,7 +136,7 @@ def _penalty(config: PPOConfig) -> str:
     if kl.coef == 0:
         return "no KL penalty"
     target = "" if kl.target is None else f", adapted to {kl.target:g} nats"
-    return f"KL ({kl.estimator}) in the {kl.placement}, coefficient {kl.coef:g}{target}"
+    return f"KL ({kl.estimator.name}) in the {kl.placement}, coefficient {kl.coef:g}{target}"
 
 
 def _course(optimizer: Optimizer, steps: int) -> str:

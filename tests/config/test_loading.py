@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config import ConfigError, Problem, load, save
+from megarl.config import ConfigError, PPOConfig, Problem, load, save
 from megarl.types import Layout
 from tests.config.debug import DEBUG, REPOSITORY, by_field, debug, refused, without
 
@@ -24,11 +24,13 @@ def write(path: Path, text: str) -> Path:
 
 
 def test_later_files_win_and_the_file_itself_last(tmp_path: Path) -> None:
-    write(tmp_path / "a.yaml", "algo: {gamma: 0.1, lam: 0.1, clip: 0.1, ppo_epochs: 5}")
-    write(tmp_path / "b.yaml", "algo: {lam: 0.2, clip: 0.2}")
-    own = write(tmp_path / "own.yaml", f"defaults: [{DEBUG}, a.yaml, b.yaml]\nalgo: {{clip: 0.3}}")
-    algo = load(own, ["algo.ppo_epochs=7"]).algo
-    assert (algo.gamma, algo.lam, algo.clip, algo.ppo_epochs) == (0.1, 0.2, 0.3, 7)
+    write(tmp_path / "a.yaml", "algo: {kl: {coef: 0.1, target: 0.1, horizon: 1}, ppo_epochs: 5}")
+    write(tmp_path / "b.yaml", "algo: {kl: {target: 0.2, horizon: 2}}")
+    own = write(tmp_path / "own.yaml", f"defaults: [{DEBUG}, a.yaml, b.yaml]\nalgo: {{kl: {{horizon: 3}}}}")
+    config = load(own, ["algo.ppo_epochs=7"])
+    assert isinstance(config, PPOConfig)
+    kl = config.algo.kl
+    assert (kl.coef, kl.target, kl.horizon, config.algo.ppo_epochs) == (0.1, 0.2, 3, 7)
 
 
 def test_names_of_inherited_files_are_relative_to_the_file(tmp_path: Path) -> None:
@@ -85,11 +87,11 @@ def test_a_missing_file_is_one_problem(tmp_path: Path) -> None:
 
 def test_override_values_are_read_as_yaml() -> None:
     config = debug(
-        "actor.optimizer.lr=2e-6", "actor.optimizer.betas=[0.8,0.9]", "algo.value_clip=null", "rollout.devices=0,2-3"
+        "actor.optimizer.lr=2e-6", "actor.optimizer.betas=[0.8,0.9]", "algo.value_loss.clip=null", "rollout.devices=0,2-3"
     )
     assert config.actor.optimizer.lr == 2e-6
     assert config.actor.optimizer.betas == (0.8, 0.9)
-    assert config.algo.value_clip is None
+    assert config.algo.value_loss.options["clip"] is None
     assert config.rollout.devices == "0,2-3"
     assert config.rollout.engines == 3
 
@@ -104,11 +106,11 @@ def test_interpolation_refers_to_other_fields() -> None:
 
 
 def test_malformed_overrides_join_the_other_problems() -> None:
-    rules = refused("steps", ".=3", "[=3", "a=[", "run=[]", "algo.clip=-1", "rollout.tp=3")
+    rules = refused("steps", ".=3", "[=3", "a=[", "run=[]", "algo.policy_loss.clip=-1", "rollout.tp=3")
     assert rules["override"].count("key.path=value") == 3
     assert "fits its place" in rules["run"]
     assert "parsing" in rules["a"]
-    assert "greater than 0" in rules["algo.clip"]
+    assert "greater than 0" in rules["algo.policy_loss.clip"]
     assert "divides" in rules["rollout.tp"]
 
 
@@ -119,7 +121,7 @@ def test_unknown_keys_suggest_the_near_one() -> None:
     assert fixes["algo.kl.koef"] == "did you mean coef?"
     assert fixes["groups.train.roles.actr"] == "did you mean actor?"
     assert fixes["rolout"] == "did you mean rollout?"
-    assert fixes["run.qqqqqq"] == "remove it; known here: dir, steps, seed"
+    assert fixes["run.qqqqqq"] == "remove it; known here: dir, seed, steps"
 
 
 def test_unknown_keys_of_entries_and_sources_suggest_the_near_one() -> None:
@@ -174,7 +176,7 @@ def test_required_sections_are_named(tmp_path: Path, stage: str, sections: list[
 def test_the_stage_comes_first(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(write(tmp_path / "own.yaml", text))
-    assert by_field(caught.value) == {"stage": "one of sft, reward_model, ppo"}
+    assert by_field(caught.value) == {"stage": "one of sft, reward_model, ppo, raft, eval"}
 
 
 def test_nothing_is_coerced() -> None:
@@ -228,7 +230,7 @@ def test_the_debug_run_takes_a_group_for_every_role() -> None:
 
 
 def test_a_saved_configuration_loads_as_itself(tmp_path: Path) -> None:
-    config = debug("algo.value_clip=null", *without("train", ["reference"]), "algo.kl.coef=0")
+    config = debug("algo.value_loss.clip=null", *without("train", ["reference"]), "algo.kl.coef=0")
     save(config, tmp_path / "config.yaml")
     assert load(tmp_path / "config.yaml") == config
 

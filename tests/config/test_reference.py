@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megarl.config.reference import markdown
+from megarl.config.schema import STAGES
 from tests.config.debug import REPOSITORY
 
 
@@ -27,7 +28,7 @@ def test_rows_are_lines() -> None:
 
 def test_every_section_of_every_stage_is_there_once() -> None:
     page = markdown()
-    assert [page.count(f"## Stage `{stage}`") for stage in ("sft", "reward_model", "ppo")] == [1, 1, 1]
-    assert "## `actor.optimizer`, `reward.optimizer`, `critic.optimizer`\n" in page
+    assert [page.count(f"## Stage `{stage}`") for stage in STAGES] == [1] * len(STAGES)
+    assert "## `actor.optimizer`, `reward.optimizer`, `critic.optimizer` (sft, reward_model, ppo, raft)\n" in page
     assert "## `data` (reward_model)" in page
     assert [page.count(field) for field in ("| `weight_decay` |", "| `tokens_per_micro_batch` |")] == [1, 1]

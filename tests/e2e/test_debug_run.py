@@ -100,8 +100,8 @@ def test_a_run_is_not_gone_on_with_as_another(debug_run: DebugRun) -> None:
 
 
 def test_a_broken_configuration_is_refused_at_once(tmp_path: Path) -> None:
-    refused = train(tmp_path / "run", "groups.train.roles.actor.tp=3", "algo.clip=-1")
+    refused = train(tmp_path / "run", "groups.train.roles.actor.tp=3", "algo.policy_loss.clip=-1")
     assert refused.status == 2
-    assert "algo.clip" in refused.errors
+    assert "algo.policy_loss.clip" in refused.errors
     assert "groups.train.roles.actor.tp" in refused.errors
     assert not (tmp_path / "run").exists()

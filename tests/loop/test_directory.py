@@ -109,7 +109,7 @@ MAY_CHANGE = [
     "groups.train.roles.critic.tokens_per_micro_batch=100",
     "cluster.time_limits.sync=17",
     "actor.optimizer.lr=1e-7",
-    "algo.clip=0.3",
+    "algo.policy_loss.clip=0.3",
     "rollout.temperature=0.5",
 ]
 
@@ -168,7 +168,7 @@ def test_roles_that_the_checkpoint_lacks_are_refused(run: Path) -> None:
 def test_a_finished_run_stays_as_it_is(run: Path) -> None:
     finish(run)
     before = content(run)
-    with closing(RunDirectory(debug(run, "algo.clip=0.3"))) as directory:
+    with closing(RunDirectory(debug(run, "algo.policy_loss.clip=0.3"))) as directory:
         assert directory.finished
     assert content(run) == before
 

@@ -7,12 +7,40 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megarl.config.problems import Problem
-from megarl.config.rules import algorithm, data, generation, model, placement, resharding, training
+from megarl.config.rules import (
+    algorithm,
+    corrections,
+    data,
+    generation,
+    model,
+    penalty,
+    placement,
+    resharding,
+    scoring,
+    training,
+)
 from megarl.config.schema import STAGES
 
 Rule = Callable[..., Iterator[Problem]]
 
 _ALL = (*placement.RULES, *model.RULES, *data.RULES)
+
+_ROLLOUTS = (
+    *_ALL,
+    *generation.RULES,
+    generation.record_or_replay,
+    model.checkpoints_share_the_tokens,
+    data.one_prompt_source,
+    data.random_prompts_are_ids,
+    data.lengths_fit,
+    *resharding.RULES,
+    scoring.scores_have_a_source,
+    *scoring.RULES,
+    scoring.averages_are_kept,
+    corrections.syncs_meet,
+    training.actor_rate_falls,
+)
+"""Of the stages that train on rollouts."""
 
 RULES: Mapping[str, tuple[Rule, ...]] = {
     "sft": (*_ALL, generation.nothing_to_show, data.evaluations_have_rows, training.actor_rate_falls),
@@ -25,20 +53,32 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         data.evaluations_have_rows,
         data.reference_samples_have_engines,
         training.reward_rate_falls,
+        training.margins_are_read,
     ),
     "ppo": (
+        *_ROLLOUTS,
+        *algorithm.RULES,
+        *penalty.RULES,
+        *corrections.RULES,
+        data.mini_batches_are_equal,
+        data.texts_are_mixed_in,
+        scoring.dense_scores_are_read,
+        scoring.scores_end_within_responses,
+        training.critic_rate_falls,
+    ),
+    "raft": (
+        *_ROLLOUTS,
+        data.selections_fill_mini_batches,
+        data.discarded_ends_have_no_score,
+        scoring.selections_read_scores,
+    ),
+    "eval": (
         *_ALL,
         *generation.RULES,
-        generation.record_or_replay,
+        generation.nothing_to_record,
         model.checkpoints_share_the_tokens,
-        data.one_prompt_source,
-        data.random_prompts_are_ids,
-        data.mini_batches_are_equal,
         data.lengths_fit,
-        *algorithm.RULES,
-        *resharding.RULES,
-        training.actor_rate_falls,
-        training.critic_rate_falls,
+        *scoring.RULES,
     ),
 }
 """By stage."""

@@ -1,152 +1,182 @@
-"""What PPO's parts need of each other, and which settings have no effect without another."""
+"""What the parts of an algorithm need of each other: advantages, their normalisation, losses, and loops."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megarl.config.problems import Problem, shown
+from megarl.config.problems import Problem
 from megarl.config.rules.placement import placed
-from megarl.config.schema import Algo, Critic, Evaluation, Group, PromptData, Reward, Section
+from megarl.config.rules.unused import unused
+from megarl.config.schema import Algo, Critic, Group, PromptData, Rollout, TrainingRun
+from megarl.config.schema.advantages import GAE, VAPO, OwnAdvantage, ReinforceReturns
+from megarl.config.schema.algo import NonzeroStd, OpenRange
+from megarl.config.schema.choices import Own
+from megarl.config.schema.losses import GMPO, GSPO
+from megarl.config.schema.normalisation import GroupedTokens, Levels, Whiten
 
 Groups = Mapping[str, Group]
 
 
+def of_tokens(algo: Algo) -> bool:
+    """Whether advantages are made of the rewards of tokens, and not by comparing samples."""
+    advantage = algo.advantage
+    if isinstance(advantage, OwnAdvantage):
+        return advantage.level == "token"
+    return isinstance(advantage, GAE | VAPO | ReinforceReturns)
+
+
 def advantages_have_their_critic(algo: Algo, groups: Groups, critic: Critic | None) -> Iterator[Problem]:
-    """GAE needs values, the comparison of a prompt's samples has none."""
-    if algo.advantage == "gae":
-        if not placed(groups, "critic"):
-            fix = "add critic to the roles of a group, or choose grpo"
-            yield Problem(field="algo.advantage", value="gae", rule="needs the role critic", fix=fix)
+    """GAE needs values; what has no use for them has no critic."""
+    name, given = algo.advantage.name, placed(groups, "critic")
+    if isinstance(algo.advantage, GAE | VAPO):
+        if not given:
+            fix = "add critic to the roles of a group, or choose an advantage without one, such as grpo"
+            yield Problem(field="algo.advantage", value=name, rule="needs the role critic", fix=fix)
         if critic is None:
-            fix = "add the section critic with an optimizer, or choose grpo"
-            yield Problem(field="critic", value="null", rule="advantage gae needs the section critic", fix=fix)
+            fix = "add the section critic with an optimizer, or choose an advantage without one, such as grpo"
+            yield Problem(field="critic", value="null", rule=f"advantage {name} needs the section critic", fix=fix)
         return
-    for name, group in groups.items():
+    if isinstance(algo.advantage, OwnAdvantage) and algo.advantage.level == "token" and given == (critic is not None):
+        return  # it may read values, or not
+    for group_name, group in groups.items():
         if "critic" in group.roles:
-            field = f"groups.{name}.roles.critic"
-            rule = f"advantage {algo.advantage} has no critic"
-            yield Problem(field=field, value="critic", rule=rule, fix=f"remove it: {field}=null, or choose gae")
+            field = f"groups.{group_name}.roles.critic"
+            fix = f"remove it: {field}=null, or choose gae"
+            yield Problem(field=field, value="critic", rule=f"advantage {name} has no critic", fix=fix)
     if critic is not None:
-        rule = f"has no effect with advantage {algo.advantage}"
-        yield Problem(field="critic", value="given", rule=rule, fix="remove it: critic=null, or choose gae")
+        rule, fix = f"has no effect with advantage {name}", "remove it: critic=null, or choose gae"
+        yield Problem(field="critic", value="given", rule=rule, fix=fix)
+
+
+def value_losses_have_a_critic(algo: Algo, critic: Critic | None) -> Iterator[Problem]:
+    """Without a critic there is no loss of it."""
+    if critic is None:
+        yield from unused("algo", algo, ("value_loss",), "without a critic", "or choose gae")
 
 
 def groups_of_samples_are_compared(algo: Algo, data: PromptData) -> Iterator[Problem]:
     """A sample alone has no advantage over the others of its prompt."""
-    if algo.advantage == "grpo" and data.samples_per_prompt < 2:
-        rule = "at least 2 with advantage grpo, which compares the samples of a prompt"
-        field = "data.samples_per_prompt"
-        yield Problem(field=field, value=str(data.samples_per_prompt), rule=rule, fix="set it to 2 or more")
-
-
-def grpo_is_of_outcomes(algo: Algo) -> Iterator[Problem]:
-    """GRPO compares scores: rewards of single tokens, and what is done to them, are not part of it."""
-    if algo.advantage != "grpo":
+    name = algo.advantage.name
+    if of_tokens(algo) or isinstance(algo.advantage, Own) or name == "remax":
         return
-    if algo.kl.coef > 0 and algo.kl.placement == "reward":
-        rule = "loss with advantage grpo, which sees no rewards of tokens"
-        yield Problem(field="algo.kl.in", value="reward", rule=rule, fix="set it to loss, or algo.kl.coef to 0")
-    names = ("gamma", "lam", "whiten_advantages", "value_clip")
-    yield from _unused("algo", algo, names, "with advantage grpo", "or choose gae")
+    needed = 3 if name == "rloo_std" else 2
+    if data.samples_per_prompt < needed:
+        what = "which compares the samples of a prompt" if needed == 2 else "which takes the deviation of the others"
+        rule = f"at least {needed} with advantage {name}, {what}"
+        fix = f"set it to {needed} or more"
+        yield Problem(field="data.samples_per_prompt", value=str(data.samples_per_prompt), rule=rule, fix=fix)
 
 
-def penalty_has_a_reference(algo: Algo, groups: Groups) -> Iterator[Problem]:
-    """A penalty needs a reference, and a reference without a penalty would run for nothing."""
-    reference = placed(groups, "reference")
-    if algo.kl.coef > 0 and not reference:
-        fix = "add reference to the roles of a group, or set algo.kl.coef to 0"
-        yield Problem(field="algo.kl.coef", value=str(algo.kl.coef), rule="needs the role reference", fix=fix)
-    if algo.kl.coef == 0 and reference:
-        fix = "remove the role reference from its group, or set algo.kl.coef above 0"
-        rule = "above 0 where the role reference is placed; it has no effect otherwise"
-        yield Problem(field="algo.kl.coef", value="0", rule=rule, fix=fix)
+def compared_samples_differ(algo: Algo, rollout: Rollout) -> Iterator[Problem]:
+    """Samples that are all the likeliest response have no advantage over each other, nor over it."""
+    if not of_tokens(algo) and rollout.top_k == 1:
+        rule = f"more than 1 with advantage {algo.advantage.name}: the samples of a prompt would all be the same"
+        yield Problem(field="rollout.top_k", value="1", rule=rule, fix="set it to null")
 
 
-def penalty_is_one(algo: Algo) -> Iterator[Problem]:
-    """What a penalty is like means nothing without one, and the controller's horizon nothing without its target."""
-    if algo.kl.coef == 0:
-        names = ("placement", "estimator", "target", "horizon")
-        yield from _unused("algo.kl", algo.kl, names, "with algo.kl.coef = 0", "or set the coefficient above 0")
-    elif algo.kl.target is None:
-        yield from _unused("algo.kl", algo.kl, ("horizon",), "without algo.kl.target", "or set a target")
+def decays_are_read(algo: Algo) -> Iterator[Problem]:
+    """A decay by length is for policies without a fixed one."""
+    if isinstance(algo.advantage, VAPO) and algo.advantage.lam_policy is not None:
+        where = "with algo.advantage.lam_policy"
+        yield from unused("algo.advantage", algo.advantage, ("length_alpha",), where, "or set lam_policy to null")
 
 
-def penalty_in_the_loss_pulls(algo: Algo) -> Iterator[Problem]:
-    """The gradient of k1 has mean 0 over the policy's own tokens: as a loss it adds noise and no penalty."""
-    kl = algo.kl
-    if kl.coef > 0 and kl.placement == "loss" and kl.estimator == "k1":
-        rule = "k2 or k3 with algo.kl.in = loss, where the gradient of k1 is 0 on average"
-        fix = "set it to k3, or set algo.kl.in to reward"
-        yield Problem(field="algo.kl.estimator", value=kl.estimator, rule=rule, fix=fix)
+def normalisers_are_whole(algo: Algo, data: PromptData) -> Iterator[Problem]:
+    """A normaliser does something, on groups of more than one sample."""
+    field, chosen = "algo.normalise.advantages", algo.normalise.advantages
+    if isinstance(chosen, Whiten) and chosen.mean_only:
+        names = ("ddof", "form", "eps")
+        yield from unused(field, chosen, names, "with mean_only, which does not divide", "or set mean_only to false")
+    if isinstance(chosen, Levels):
+        if chosen.mean is None and chosen.std is None:
+            rule, fix = "shifts or scales: mean or std is not null", "choose none, which leaves the advantages"
+            yield Problem(field=field, value="levels", rule=rule, fix=fix)
+        elif chosen.mean is None:
+            yield from unused(field, chosen, ("leave_one_out",), "without a mean", "or set mean to batch or group")
+        elif chosen.std is None:
+            yield from unused(field, chosen, ("unbiased", "eps"), "without std", "or set std to batch or group")
+    grouped = isinstance(chosen, GroupedTokens) or (isinstance(chosen, Levels) and "group" in (chosen.mean, chosen.std))
+    if grouped and data.samples_per_prompt < 2:
+        rule = f"at least 2 with {field} = {chosen.name} over the samples of a prompt"
+        value, fix = str(data.samples_per_prompt), "set it to 2 or more, or normalise over the batch"
+        yield Problem(field="data.samples_per_prompt", value=value, rule=rule, fix=fix)
 
 
-def scores_have_a_source(groups: Groups, reward: Reward) -> Iterator[Problem]:
-    """Something scores the responses."""
-    if not placed(groups, "reward") and not reward.functions:
-        fix = "add reward to the roles of a group, or give reward.functions"
-        rule = "a group has the role reward, or reward.functions has a rule"
-        yield Problem(field="reward", value="nothing scores", rule=rule, fix=fix)
+def token_rewards_are_read(algo: Algo) -> Iterator[Problem]:
+    """A comparison of samples sees no rewards of tokens."""
+    if not of_tokens(algo):
+        where = f"with advantage {algo.advantage.name}, which compares scores"
+        yield from unused("algo.normalise", algo.normalise, ("rewards",), where, "or choose gae")
+        yield from unused("algo.scores", algo.scores, ("placement",), where, "or choose gae")
 
 
-def reward_settings_have_their_model(groups: Groups, reward: Reward) -> Iterator[Problem]:
-    """A head's initialisation is given for a random head alone, and the rest of a reward model for the role."""
-    if not placed(groups, "reward"):
-        names = ("path", "head_std", "head_seed", "weight")
-        yield from _unused("reward", reward, names, "without the role reward", "or add the role to a group")
-    elif reward.path is not None:
+def responses_weigh_alike(algo: Algo) -> Iterator[Problem]:
+    """A loss of whole responses, which stands on each of their tokens, is averaged over the responses."""
+    if isinstance(algo.policy_loss, GSPO | GMPO) and algo.aggregation.name != "sequence_mean":
+        if isinstance(algo.aggregation, Own):
+            return
+        rule = (
+            f"sequence_mean with policy loss {algo.policy_loss.name}, which is of whole responses: "
+            "others weigh them by their length"
+        )
+        fix = "set it to sequence_mean"
+        yield Problem(field="algo.aggregation", value=algo.aggregation.name, rule=rule, fix=fix)
+
+
+def filters_compare(algo: Algo, data: PromptData) -> Iterator[Problem]:
+    """A filter can keep something, and rounds are those of a filter."""
+    if algo.filter is None:
+        yield from unused("algo", algo, ("filter_rounds",), "without algo.filter", "or choose a filter")
+    if isinstance(algo.filter, NonzeroStd) and data.samples_per_prompt < 2:
+        rule = "at least 2 with algo.filter = nonzero_std: a sample alone has no deviation, and no prompt would be kept"
+        value = str(data.samples_per_prompt)
+        yield Problem(field="data.samples_per_prompt", value=value, rule=rule, fix="set it to 2 or more")
+    if isinstance(algo.filter, OpenRange) and algo.filter.low >= algo.filter.high:
+        rule, value = f"below algo.filter.high = {algo.filter.high:g}", f"{algo.filter.low:g}"
+        yield Problem(field="algo.filter.low", value=value, rule=rule, fix="lower it, or raise algo.filter.high")
+
+
+def epochs_can_stop(algo: Algo) -> Iterator[Problem]:
+    """There is an epoch to leave out."""
+    if algo.early_stop is not None and algo.ppo_epochs == 1:
+        rule, fix = "has an effect with algo.ppo_epochs above 1 alone", "set it to null, or raise algo.ppo_epochs"
+        yield Problem(field="algo.early_stop", value="given", rule=rule, fix=fix)
+
+
+def warm_ups_end(critic: Critic | None, run: TrainingRun) -> Iterator[Problem]:
+    """The actor is trained at last."""
+    if critic is not None and critic.warmup_steps >= run.steps:
+        rule = f"below run.steps = {run.steps}: the actor would not be trained"
+        value, fix = str(critic.warmup_steps), "lower it, or raise run.steps"
+        yield Problem(field="critic.warmup_steps", value=value, rule=rule, fix=fix)
+
+
+def value_heads_have_a_source(critic: Critic | None) -> Iterator[Problem]:
+    """A head is loaded from a checkpoint, or drawn; a head of zeros is not drawn."""
+    if critic is None:
+        return
+    if critic.head == "loaded":
+        if critic.path is None:
+            fix = "set critic.path to a reward model, or critic.head to new"
+            yield Problem(field="critic.head", value="loaded", rule="needs critic.path", fix=fix)
         names = ("head_std", "head_seed")
-        yield from _unused("reward", reward, names, "with reward.path, whose head is loaded", "or remove the path")
-
-
-def processes_have_functions(reward: Reward, evaluation: Evaluation | None) -> Iterator[Problem]:
-    """The processes run rules."""
-    if not reward.functions and (evaluation is None or not evaluation.functions):
-        yield from _unused("reward", reward, ("processes",), "without functions", "or give reward.functions")
-
-
-def head_seed_draws_a_head(critic: Critic | None) -> Iterator[Problem]:
-    """A head of zeros is not drawn."""
-    if critic is not None and critic.head_std == 0:
-        names = ("head_seed",)
-        yield from _unused("critic", critic, names, "with critic.head_std = 0", "or raise critic.head_std")
-
-
-def evaluations_report_something(groups: Groups, evaluation: Evaluation | None) -> Iterator[Problem]:
-    """Held-out answers are scored."""
-    if evaluation is not None and not evaluation.functions and not placed(groups, "reward"):
-        fix = "give evaluation.functions, or remove evaluation"
-        rule = "has rules to report, or a group has the role reward"
-        yield Problem(field="evaluation.functions", value="[]", rule=rule, fix=fix)
-
-
-def evaluations_weigh_nothing(evaluation: Evaluation | None) -> Iterator[Problem]:
-    """Every rule of an evaluation is reported by itself."""
-    for index, function in enumerate(() if evaluation is None else evaluation.functions):
-        where = "in an evaluation, which reports each function by itself"
-        yield from _unused(f"evaluation.functions.{index}", function, ("weight",), where, "or name it in reward")
-
-
-def _unused(field: str, section: Section, names: tuple[str, ...], where: str, otherwise: str) -> Iterator[Problem]:
-    """The fields that were changed, and mean nothing as things are."""
-    for name in names:
-        info = type(section).model_fields[name]
-        value = getattr(section, name)
-        if value != info.default:
-            key = f"{field}.{info.alias or name}"
-            yield Problem(field=key, value=shown(value), rule=f"has no effect {where}", fix=f"remove it, {otherwise}")
+        yield from unused("critic", critic, names, "with critic.head = loaded", "or set critic.head to new")
+    elif critic.head_std == 0:
+        where = "with critic.head_std = 0"
+        yield from unused("critic", critic, ("head_seed",), where, "or raise critic.head_std")
 
 
 RULES = (
     advantages_have_their_critic,
+    value_losses_have_a_critic,
     groups_of_samples_are_compared,
-    grpo_is_of_outcomes,
-    penalty_has_a_reference,
-    penalty_is_one,
-    penalty_in_the_loss_pulls,
-    scores_have_a_source,
-    reward_settings_have_their_model,
-    processes_have_functions,
-    head_seed_draws_a_head,
-    evaluations_report_something,
-    evaluations_weigh_nothing,
+    compared_samples_differ,
+    decays_are_read,
+    normalisers_are_whole,
+    token_rewards_are_read,
+    responses_weigh_alike,
+    filters_compare,
+    epochs_can_stop,
+    warm_ups_end,
+    value_heads_have_a_source,
 )

@@ -7,7 +7,10 @@ from pathlib import Path
 
 from megarl.config.problems import Problem
 from megarl.config.rules.placement import roles_of
+from megarl.config.rules.unused import unused
 from megarl.config.schema import (
+    PTX,
+    RAFT,
     Algo,
     Evaluation,
     Group,
@@ -16,21 +19,24 @@ from megarl.config.schema import (
     PairData,
     PromptData,
     Rollout,
+    Scores,
     SourceFields,
     TextData,
 )
+from megarl.config.schema.raft import BestOfStep
 
 Groups = Mapping[str, Group]
+AnyData = TextData | PairData | PromptData
 
 _FILES = (".jsonl", ".parquet")
 _OTHER_FILES = (".arrow", ".csv", ".gz", ".json", ".tsv", ".txt", ".zip", ".zst")
 
 
 def files_exist(
-    data: TextData | PairData | PromptData, evaluation: Evaluation | None, normalisation: Normalisation | None
+    data: AnyData | None, evaluation: Evaluation | None, normalisation: Normalisation | None, ptx: PTX | None
 ) -> Iterator[Problem]:
     """Every file of data is there; a file is all there is of it."""
-    for field, source in named_sources(data, evaluation, normalisation):
+    for field, source in named_sources(data, evaluation, normalisation, ptx):
         if not source.path.endswith(_FILES):
             if Path(source.path).suffix in _OTHER_FILES:
                 rule = f"a file that ends in {' or '.join(_FILES)}, or the name of a Hugging Face data set"
@@ -46,23 +52,26 @@ def files_exist(
 
 
 def named_sources(
-    data: TextData | PairData | PromptData, evaluation: Evaluation | None, normalisation: Normalisation | None
+    data: AnyData | None, evaluation: Evaluation | None, normalisation: Normalisation | None, ptx: PTX | None
 ) -> Iterator[tuple[str, SourceFields]]:
     """Every source of a run with its field."""
+    found: dict[str, SourceFields | None] = {}
     if isinstance(data, PromptData):
-        found = {"data.prompts": data.prompts}
-    else:
-        found = {"data.train": data.train, "data.evaluation": data.evaluation}
+        found["data.prompts"] = data.prompts
+    elif data is not None:
+        found |= {"data.train": data.train, "data.evaluation": data.evaluation}
     found["evaluation.prompts"] = None if evaluation is None else evaluation.prompts
     found["normalisation.prompts"] = None if normalisation is None else normalisation.prompts
+    found["ptx.data"] = None if ptx is None else ptx.data
     yield from ((field, source) for field, source in found.items() if source is not None)
 
 
-def chat_templates_have_a_tokenizer(model: Model, data: TextData | PairData | PromptData) -> Iterator[Problem]:
+def chat_templates_have_a_tokenizer(model: Model, data: AnyData | None, ptx: PTX | None) -> Iterator[Problem]:
     """A random model has no tokenizer of its own."""
-    if data.chat_template and model.tokenizer is None and model.path is None:
-        fix = "set model.tokenizer, or set it to false"
-        yield Problem(field="data.chat_template", value="True", rule="needs a tokenizer", fix=fix)
+    for field, rows in (("data", data), ("ptx", ptx)):
+        if rows is not None and rows.chat_template and model.tokenizer is None and model.path is None:
+            fix = "set model.tokenizer, or set it to false"
+            yield Problem(field=f"{field}.chat_template", value="True", rule="needs a tokenizer", fix=fix)
 
 
 def one_prompt_source(data: PromptData) -> Iterator[Problem]:
@@ -104,7 +113,42 @@ def mini_batches_are_equal(algo: Algo, data: PromptData) -> Iterator[Problem]:
         )
 
 
-def lengths_fit(data: PromptData | PairData, rollout: Rollout | None) -> Iterator[Problem]:
+def selections_fill_mini_batches(raft: RAFT, data: PromptData) -> Iterator[Problem]:
+    """Something is selected from, and enough for every optimizer step."""
+    samples = data.prompts_per_step * data.samples_per_prompt
+    selected = data.prompts_per_step
+    if isinstance(raft.strategy, BestOfStep):
+        selected = int(raft.strategy.fraction * samples)
+    elif data.samples_per_prompt < 2:
+        rule = "at least 2 with raft.strategy = local, which selects the best sample of each prompt"
+        value = str(data.samples_per_prompt)
+        yield Problem(field="data.samples_per_prompt", value=value, rule=rule, fix="set it to 2 or more")
+    if raft.mini_batches > selected:
+        rule = f"at most {selected}, the samples that are selected in a step"
+        value, fix = str(raft.mini_batches), "lower it, or raise data.prompts_per_step"
+        yield Problem(field="raft.mini_batches", value=value, rule=rule, fix=fix)
+
+
+def discarded_ends_have_no_score(raft: RAFT, scores: Scores) -> Iterator[Problem]:
+    """What is never selected needs no score."""
+    if raft.discard_unfinished and scores.truncate_at is None:
+        where = "with raft.discard_unfinished"
+        yield from unused("scores", scores, ("missing_end",), where, "or set raft.discard_unfinished to false")
+
+
+def texts_are_mixed_in(ptx: PTX | None) -> Iterator[Problem]:
+    """Texts have a weight, and rollouts beside them."""
+    if ptx is None:
+        return
+    if ptx.coef == 0:
+        fix = "raise it, or remove the section: ptx=null"
+        yield Problem(field="ptx.coef", value="0", rule="above 0; it has no effect otherwise", fix=fix)
+    if ptx.mode == "convex" and ptx.coef >= 1:
+        rule = "below 1 with ptx.mode = convex, which weighs the rollouts with the rest"
+        yield Problem(field="ptx.coef", value=f"{ptx.coef:g}", rule=rule, fix="lower it, or set ptx.mode to add")
+
+
+def lengths_fit(data: PromptData | PairData | None, rollout: Rollout | None) -> Iterator[Problem]:
     """An engine can hold the longest prompt with the longest response."""
     if rollout is None:
         return
@@ -121,7 +165,7 @@ def lengths_fit(data: PromptData | PairData, rollout: Rollout | None) -> Iterato
 
 
 def micro_batches_hold_a_sample(
-    groups: Groups, data: TextData | PairData | PromptData, rollout: Rollout | None
+    groups: Groups, data: AnyData | None, rollout: Rollout | None, ptx: PTX | None
 ) -> Iterator[Problem]:
     """The longest sequence fits into one micro-batch; of a preference pair, both its sequences."""
     needed: dict[str, int] = {}
@@ -131,8 +175,9 @@ def micro_batches_hold_a_sample(
         needed["data.max_tokens"] = data.max_tokens
     if isinstance(data, PairData):
         needed["twice data.max_tokens, for a pair,"] = 2 * data.max_tokens
-    for field, _, _, role in roles_of(groups):
-        for what, tokens in needed.items():
+    for field, _, name, role in roles_of(groups):
+        texts = {"ptx.max_tokens": ptx.max_tokens} if ptx is not None and name == "actor" else {}
+        for what, tokens in {**needed, **texts}.items():
             if role.tokens_per_micro_batch < tokens:
                 yield Problem(
                     field=f"{field}.tokens_per_micro_batch",

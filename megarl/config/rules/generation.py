@@ -9,6 +9,7 @@ from megarl.config.devices import parse_devices
 from megarl.config.problems import Problem, shown
 from megarl.config.rules.model import known
 from megarl.config.rules.placement import beyond_the_cluster
+from megarl.config.rules.unused import unused
 from megarl.config.schema import Cluster, Group, Model, Rollout, Tracking
 
 Groups = Mapping[str, Group]
@@ -111,19 +112,16 @@ def record_or_replay(rollout: Rollout) -> Iterator[Problem]:
 
 
 def nothing_to_record(rollout: Rollout | None) -> Iterator[Problem]:
-    """Reference samples are neither recorded nor replayed."""
-    directories = {} if rollout is None else {"record": rollout.record, "replay": rollout.replay}
-    for name, path in directories.items():
-        if path is not None:
-            rule = "has an effect in stage ppo alone"
-            yield Problem(field=f"rollout.{name}", value=path, rule=rule, fix="remove it")
+    """Reference samples and evaluations are neither recorded nor replayed; their weights do not change."""
+    if rollout is not None:
+        names = ("record", "replay", "sync_every")
+        yield from unused("rollout", rollout, names, "in a stage that does not train on rollouts", "or use stage ppo")
 
 
 def nothing_to_show(tracking: Tracking) -> Iterator[Problem]:
-    """Only PPO has samples to read."""
-    if tracking.samples != type(tracking).model_fields["samples"].default:
-        rule = "has an effect in stage ppo alone"
-        yield Problem(field="tracking.samples", value=str(tracking.samples), rule=rule, fix="remove it")
+    """Only rollouts are samples to read."""
+    where = "in a stage without rollouts of the model in training"
+    yield from unused("tracking", tracking, ("samples",), where, "or use stage ppo")
 
 
 RULES = (

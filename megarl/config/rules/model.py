@@ -10,6 +10,7 @@ from megarl.config.problems import Problem, shown
 from megarl.config.rules.placement import roles_of
 from megarl.config.rules.sizes import Size, needed_fields, size_of
 from megarl.config.schema import (
+    PTX,
     Cluster,
     Critic,
     Group,
@@ -141,7 +142,8 @@ def engines_have_an_attention_kernel(model: Model, cluster: Cluster, rollout: Ro
 def positions_cover_lengths(
     model: Model,
     rollout: Rollout | None,
-    data: TextData | PairData | PromptData,
+    data: TextData | PairData | PromptData | None,
+    ptx: PTX | None,
     reward: Reward | RewardTraining | None,
     critic: Critic | None,
 ) -> Iterator[Problem]:
@@ -154,6 +156,8 @@ def positions_cover_lengths(
         lengths["rollout.max_model_len"] = rollout.max_model_len
     if isinstance(data, TextData | PairData):
         lengths["data.max_tokens"] = data.max_tokens
+    if ptx is not None:
+        lengths["ptx.max_tokens"] = ptx.max_tokens
     for (whose, hf), (field, length) in itertools.product(configs.items(), lengths.items()):
         positions = None if hf is None else size_of(hf, "positions")
         if positions is not None and length > positions.value:

@@ -16,8 +16,13 @@ STAGE_ROLES: Mapping[str, tuple[RoleName, ...]] = {
     "sft": ("actor",),
     "reward_model": ("reward",),
     "ppo": ("actor", "critic", "reference", "reward"),
+    "raft": ("actor", "reward"),
+    "eval": ("reward",),
 }
-"""The roles that a stage may have; the first one it must have."""
+"""The roles that a stage may have."""
+
+NEEDED_ROLE: Mapping[str, RoleName] = {"sft": "actor", "reward_model": "reward", "ppo": "actor", "raft": "actor"}
+"""The role that a stage must have."""
 
 
 def roles_of(groups: Groups) -> Iterator[tuple[str, Group, RoleName, RoleConfig]]:
@@ -78,14 +83,14 @@ def groups_are_disjoint(groups: Groups) -> Iterator[Problem]:
 
 def roles_belong_to_the_stage(stage: str, groups: Groups) -> Iterator[Problem]:
     """The stage's own role is placed, and no role that the stage does not use."""
-    known = STAGE_ROLES[stage]
+    known, needed = STAGE_ROLES[stage], NEEDED_ROLE.get(stage)
     for field, _, role, _ in roles_of(groups):
         if role not in known:
             rule = f"stage {stage} has the roles {', '.join(known)} alone"
             yield Problem(field=field, value=role, rule=rule, fix=f"remove it: {field}=null")
-    if not placed(groups, known[0]):
+    if needed is not None and not placed(groups, needed):
         fix = "add it to the roles of a group"
-        yield Problem(field="groups", value=", ".join(groups), rule=f"a group has the role {known[0]}", fix=fix)
+        yield Problem(field="groups", value=", ".join(groups), rule=f"a group has the role {needed}", fix=fix)
 
 
 def roles_placed_once(groups: Groups) -> Iterator[Problem]:
@@ -152,7 +157,7 @@ def recomputation_is_for_a_backward_pass(stage: str, groups: Groups) -> Iterator
     trained = STAGES[stage].trained
     for field, _, name, role in roles_of(groups):
         if role.recompute != "none" and name not in trained:
-            rule = f"has an effect on roles in training alone ({', '.join(trained)})"
+            rule = f"has an effect on roles in training alone ({', '.join(trained) or 'none'})"
             yield Problem(field=f"{field}.recompute", value=role.recompute, rule=rule, fix="set it to none")
 
 

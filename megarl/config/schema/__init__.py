@@ -6,42 +6,77 @@ Rules that hold within one field stand here; rules between fields are in ``megar
 from collections.abc import Mapping
 from typing import Final
 
+from megarl.config.schema.algo import Algo, EarlyStop
 from megarl.config.schema.base import Section
-from megarl.config.schema.data import PairData, PromptData, RandomPrompts, RewardFunction, SourceFields, TextData
+from megarl.config.schema.choices import Choice, Own
+from megarl.config.schema.correction import Correction, Reject
+from megarl.config.schema.data import Fault, PairData, PromptData, RandomPrompts, RewardFunction, SourceFields, TextData
+from megarl.config.schema.evaluation import EvalConfig
+from megarl.config.schema.kl import KL, ReferenceSync
 from megarl.config.schema.model import Model, RandomModel, read_hf_config
 from megarl.config.schema.placement import Cluster, Group, RoleConfig, TimeLimits
-from megarl.config.schema.ppo import KL, Algo, Critic, Evaluation, PPOConfig, Reward
+from megarl.config.schema.ppo import PTX, Critic, PPOConfig, ValueNorm
+from megarl.config.schema.raft import RAFT, RAFTConfig
+from megarl.config.schema.reward import Evaluation, PeriodicEvaluation, Reward
 from megarl.config.schema.reward_model import Normalisation, RewardModelConfig, RewardTraining
 from megarl.config.schema.rollout import LogprobGate, Resharding, Rollout
-from megarl.config.schema.run import Actor, Checkpoint, Optimizer, Run, RunConfig, Tracking
+from megarl.config.schema.run import (
+    EMA,
+    Actor,
+    Checkpoint,
+    Optimizer,
+    Policy,
+    Run,
+    RunConfig,
+    Tracking,
+    TrainingConfig,
+    TrainingRun,
+)
+from megarl.config.schema.scores import Scores, TruncateAt
 from megarl.config.schema.sft import SFTConfig
 
 STAGES: Final[Mapping[str, type[RunConfig]]] = {
     "sft": SFTConfig,
     "reward_model": RewardModelConfig,
     "ppo": PPOConfig,
+    "raft": RAFTConfig,
+    "eval": EvalConfig,
 }
 """The configuration of each stage, by the value of ``stage``."""
 
 __all__ = [
+    "EMA",
     "KL",
+    "PTX",
+    "RAFT",
     "STAGES",
     "Actor",
     "Algo",
     "Checkpoint",
+    "Choice",
     "Cluster",
+    "Correction",
     "Critic",
+    "EarlyStop",
+    "EvalConfig",
     "Evaluation",
+    "Fault",
     "Group",
     "LogprobGate",
     "Model",
     "Normalisation",
     "Optimizer",
+    "Own",
     "PPOConfig",
     "PairData",
+    "PeriodicEvaluation",
+    "Policy",
     "PromptData",
+    "RAFTConfig",
     "RandomModel",
     "RandomPrompts",
+    "ReferenceSync",
+    "Reject",
     "Resharding",
     "Reward",
     "RewardFunction",
@@ -52,10 +87,15 @@ __all__ = [
     "Run",
     "RunConfig",
     "SFTConfig",
+    "Scores",
     "Section",
     "SourceFields",
     "TextData",
     "TimeLimits",
     "Tracking",
+    "TrainingConfig",
+    "TrainingRun",
+    "TruncateAt",
+    "ValueNorm",
     "read_hf_config",
 ]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator
 
 from megarl.config.schema.base import Count, Section, Seed
+from megarl.config.schema.choices import SHORTHAND
 
 
 class SourceFields(Section):
@@ -25,10 +26,24 @@ class SourceFields(Section):
 
 def _as_fields(value: object) -> object:
     """A source may be given by its path alone."""
-    return {"path": value} if isinstance(value, str) else value
+    if isinstance(value, str):
+        return {"path": value}
+    if not isinstance(value, Mapping):
+        return value
+    given = dict(cast(Mapping[object, object], value))
+    return {"path": given.pop(SHORTHAND), **given} if SHORTHAND in given else given
 
 
 Source = Annotated[SourceFields, BeforeValidator(_as_fields)]
+LossOn = Literal["response", "all"]
+
+Fault = Literal["too_long", "empty", "equal"]
+"""Why a row that can be read is of no use: too many tokens, no text where some is needed, a preference for neither."""
+
+
+def dropped(**rules: Literal["refuse", "drop"]) -> frozenset[Fault]:
+    """The faults, by name, whose rule is to drop."""
+    return frozenset(cast(Fault, fault) for fault, rule in rules.items() if rule == "drop")
 
 
 class RandomPrompts(Section):
@@ -60,6 +75,11 @@ class PromptData(Section):
     samples_per_prompt: Count = 1
     """Answers to each prompt."""
 
+    @property
+    def drop(self) -> frozenset[Fault]:
+        """Faults of the rows that are left out."""
+        return dropped(too_long=self.too_long)
+
 
 class FixedRows(Section):
     """What every stage that trains on fixed rows says of them."""
@@ -72,6 +92,13 @@ class FixedRows(Section):
     """Text prompts are what a user says: put them into the tokenizer's chat template. Chats always are."""
     too_long: Literal["refuse", "drop"] = "refuse"
     """What becomes of longer rows: an error, or left out and counted."""
+    empty: Literal["refuse", "drop"] = "drop"
+    """What becomes of rows with a response without text: an error, or left out and counted."""
+
+    @property
+    def drop(self) -> frozenset[Fault]:
+        """Faults of the rows that are left out."""
+        return dropped(too_long=self.too_long, empty=self.empty)
 
 
 class TextData(FixedRows):
@@ -83,17 +110,26 @@ class TextData(FixedRows):
     """Tokens of a prompt and its response together, at most."""
     sequences_per_step: Count
     """Rows that make an optimizer step."""
+    loss_on: LossOn = "response"
+    """Tokens that are learnt: those of the response, or the prompt's too."""
 
 
 class PairData(FixedRows):
     """Preference pairs, and how many make a step."""
 
     train: Source
-    """Rows with a prompt, a chosen and a rejected response."""
+    """Rows with a prompt, a chosen and a rejected response; for best_of_n, with a prompt and candidates."""
     max_tokens: Count
     """Tokens of a prompt and one of its responses together, at most."""
     pairs_per_step: Count
-    """Pairs that make an optimizer step."""
+    """Pairs, or prompts with candidates, that make an optimizer step."""
+    equal: Literal["refuse", "drop"] = "drop"
+    """What becomes of rows whose better response is the same as another: an error, or left out and counted."""
+
+    @property
+    def drop(self) -> frozenset[Fault]:
+        """Faults of the rows that are left out."""
+        return dropped(too_long=self.too_long, empty=self.empty, equal=self.equal)
 
 
 class RewardFunction(Section):

@@ -39,6 +39,8 @@ class Rollout(Section):
     """Memory of the key-value cache of each engine rank, MiB."""
     sleep: bool = False
     """Let the engines give up their weights and caches while the trainers work: needed where they share devices."""
+    sync_every: Count = 1
+    """Steps between transfers of the weights into the engines: rollouts are up to this many steps old, less one."""
     record: str | None = None
     """Directory to write each step's rollouts to."""
     replay: str | None = None
@@ -62,7 +64,7 @@ class LogprobGate(Section):
 
 
 class Resharding(Section):
-    """The transfer of the actor's weights into the engines after each step."""
+    """The transfer of the actor's weights into the engines."""
 
     bucket_mib: Positive = 256.0
     """Memory of a bucket, MiB. A rank of an engine receives into two, and a trainer's sends from two where it cannot

@@ -17,20 +17,28 @@ class Run(Section):
     """The run itself."""
 
     dir: str
-    """Directory that the run writes; where it has a checkpoint already, the run goes on from there."""
-    steps: Count
-    """Steps to take: of PPO a round of rollouts and its updates, of the other stages an optimizer step."""
+    """Directory that the run writes; where it has a checkpoint already, training goes on from there."""
     seed: Seed = 0
     """Seed of sampling and of the order of the data."""
+
+
+class TrainingRun(Run):
+    """The run itself."""
+
+    steps: Count
+    """Steps to take: a round of rollouts and its updates, of sft and reward_model an optimizer step."""
 
 
 class Optimizer(Section):
     """Adam with decoupled weight decay."""
 
+    adam: Literal["pytorch", "tensorflow"] = "pytorch"
+    """Whether eps is added to the root of the second moment after its bias correction, or before."""
     lr: Positive
     """Learning rate, at its highest."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate moves after the warm-up, until the run's last optimizer step."""
+    schedule: Literal["constant", "linear", "cosine", "anneal"] = "constant"
+    """How the learning rate moves after the warm-up, until the run's last optimizer step. anneal is linear to 0 by the
+    run's steps: the optimizer steps of one of them have one rate, the first step lr."""
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Part of the run's optimizer steps in which the learning rate rises linearly from 0."""
     final_lr: NotNegative = 0.0
@@ -52,6 +60,20 @@ class Actor(Section):
     """Optimizer of the actor."""
 
 
+class EMA(Section):
+    """An exponential moving average of the actor's weights, in float32, updated after every optimizer step."""
+
+    decay: Decay = 0.992
+    """What is kept of the average."""
+
+
+class Policy(Actor):
+    """The policy's training."""
+
+    ema: EMA | None = None
+    """Keep a moving average of the actor, export it too; null does not."""
+
+
 class Checkpoint(Section):
     """What a run keeps to go on after an interruption."""
 
@@ -69,7 +91,7 @@ class Tracking(Section):
     wandb_project: str | None = None
     """Project of Weights & Biases to log to; null does not. Needs the package wandb."""
     samples: Natural = 4
-    """Samples of each step and each evaluation of PPO that samples.jsonl gets, with their texts and scores."""
+    """Samples of each step with rollouts and of each evaluation that samples.jsonl gets, with texts and scores."""
 
 
 class RunConfig(Section):
@@ -78,29 +100,18 @@ class RunConfig(Section):
     trained: ClassVar[tuple[RoleName, ...]] = ()
     """Roles that the stage trains; their optimizers are in the sections of their names."""
 
-    stage: Literal["sft", "reward_model", "ppo"]
+    stage: Literal["sft", "reward_model", "ppo", "raft", "eval"]
     """What the run does."""
     run: Run
     """The run itself."""
     model: Model
-    """The model that is trained."""
+    """The model."""
     cluster: Cluster = Cluster()
     """The devices of the run."""
     groups: Groups
     """Groups of devices by name, and the roles placed in each; null removes an inherited group."""
-    checkpoint: Checkpoint = Checkpoint()
-    """What the run keeps to go on after an interruption."""
     tracking: Tracking = Tracking()
     """Where the metrics go."""
-
-    @property
-    def optimizer_steps(self) -> int:
-        """Optimizer steps of each trained role in the whole run: the length of the learning rate's schedule."""
-        return self.run.steps
-
-    def optimizer(self, role: RoleName) -> Optimizer:
-        """The optimizer of a trained role."""
-        return getattr(self, role).optimizer
 
     def has_role(self, role: RoleName) -> bool:
         """Whether a group has the role."""
@@ -137,3 +148,31 @@ class RunConfig(Section):
             ep=own.ep,
             sequence_parallel=own.sequence_parallel,
         )
+
+
+class TrainingConfig(RunConfig):
+    """What the configurations of all stages have in common that train."""
+
+    run: TrainingRun  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
+    """The run itself."""
+    checkpoint: Checkpoint = Checkpoint()
+    """What the run keeps to go on after an interruption."""
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of a trained role in a step of the run."""
+        return 1
+
+    @property
+    def saved(self) -> tuple[RoleName, ...]:
+        """The roles of the run that checkpoints have."""
+        return tuple(role for role in self.trained if self.has_role(role))
+
+    def optimizer_steps(self, role: RoleName) -> int:
+        """Optimizer steps of a trained role in the whole run: the length of the learning rate's schedule."""
+        del role
+        return self.run.steps * self.updates_per_step
+
+    def optimizer(self, role: RoleName) -> Optimizer:
+        """The optimizer of a trained role."""
+        return getattr(self, role).optimizer

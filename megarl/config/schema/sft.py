@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from megarl.config.schema.data import TextData
-from megarl.config.schema.run import Actor, RunConfig
+from megarl.config.schema.run import Actor, TrainingConfig
 from megarl.types import RoleName
 
 
-class SFTConfig(RunConfig):
+class SFTConfig(TrainingConfig):
     """A run of supervised fine-tuning of the role actor."""
 
     trained: ClassVar[tuple[RoleName, ...]] = ("actor",)

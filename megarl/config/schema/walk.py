@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+
+from megarl.config.schema.choices import Choice, table_of
 
 
 def fields(schema: type[BaseModel]) -> dict[str, FieldInfo]:
@@ -41,12 +43,54 @@ def section(annotation: Any) -> type[BaseModel] | None:
     return inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None
 
 
-def sections(schema: type[BaseModel], above: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """Every section below a schema with its path, outer ones first; the entries of mappings and lists stand for all."""
+def choices(annotation: Any) -> dict[str, type[BaseModel]]:
+    """The choices that a field has, by name; empty where it is no table of them."""
+    members = get_args(plain(annotation))
+    return table_of(members) if members and all(_is_choice(member) for member in members) else {}
+
+
+def within(annotation: Any, part: object) -> Any:
+    """The type below a type: of a section's field, of an entry of a mapping or a list, or a choice; None if none is."""
+    table = choices(annotation)
+    if table:
+        return table.get(str(part))
+    inside = entries(annotation)
+    if inside is not None:
+        return inside
+    owner = section(annotation)
+    known = fields(owner) if owner is not None else {}
+    return plain(known[str(part)].annotation) if str(part) in known else None
+
+
+def keys(schema: type[BaseModel], loc: Sequence[int | str]) -> tuple[list[int | str], Any]:
+    """Where an error of a validation is, as keys of the configuration, and the type there.
+
+    Pydantic's locations name the choice between the key of a table and that of an option.
+    """
+    path: list[int | str] = []
+    here: Any = schema
+    for part in loc:
+        if not choices(here) and part != "[key]":
+            path.append(part)
+        here = within(here, part)
+    return path, here
+
+
+def sections(schema: type[BaseModel], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Every section and table of choices below a schema with its path, outer ones first.
+
+    The entries of mappings and lists stand for all; what is of a table is its type.
+    """
     for key, info in fields(schema).items():
-        below = section(info.annotation)
-        if below is not None:
+        below, table = section(info.annotation), choices(info.annotation)
+        if table:
+            yield above + key, plain(info.annotation)
+        elif below is not None:
             kind = get_origin(plain(info.annotation))
             path = above + key + {Mapping: ".<name>", tuple: ".<n>"}.get(kind, "")
             yield path, below
             yield from sections(below, f"{path}.")
+
+
+def _is_choice(member: Any) -> bool:
+    return isinstance(member, type) and issubclass(member, Choice)

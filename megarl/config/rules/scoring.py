@@ -1,0 +1,132 @@
+"""What scores responses, what becomes of the scores, and what is evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from megarl.config.problems import Problem, shown
+from megarl.config.rules.algorithm import of_tokens
+from megarl.config.rules.model import known
+from megarl.config.rules.placement import placed
+from megarl.config.rules.unused import unused
+from megarl.config.schema import Algo, Evaluation, Group, Model, PeriodicEvaluation, Policy, Reward, Rollout, Scores
+
+Groups = Mapping[str, Group]
+
+
+def scores_have_a_source(groups: Groups, reward: Reward) -> Iterator[Problem]:
+    """Something scores the responses."""
+    if not placed(groups, "reward") and not reward.functions:
+        fix = "add reward to the roles of a group, or give reward.functions"
+        rule = "a group has the role reward, or reward.functions has a rule"
+        yield Problem(field="reward", value="nothing scores", rule=rule, fix=fix)
+
+
+def reward_settings_have_their_model(groups: Groups, reward: Reward) -> Iterator[Problem]:
+    """A head's initialisation is given for a random head alone, and the rest of a reward model for the role."""
+    if not placed(groups, "reward"):
+        names = ("path", "head_std", "head_seed", "weight", "dense")
+        yield from unused("reward", reward, names, "without the role reward", "or add the role to a group")
+    elif reward.path is not None:
+        names = ("head_std", "head_seed")
+        yield from unused("reward", reward, names, "with reward.path, whose head is loaded", "or remove the path")
+
+
+def processes_have_functions(reward: Reward, evaluation: Evaluation | None) -> Iterator[Problem]:
+    """The processes run rules."""
+    if not reward.functions and (evaluation is None or not evaluation.functions):
+        names = ("processes", "time_limit", "retries")
+        yield from unused("reward", reward, names, "without functions", "or give reward.functions")
+
+
+def dense_scores_are_read(algo: Algo, reward: Reward) -> Iterator[Problem]:
+    """Scores after every token are rewards of tokens."""
+    if reward.dense is None:
+        return
+    if not of_tokens(algo):
+        where = f"with advantage {algo.advantage.name}, which compares scores"
+        yield from unused("reward", reward, ("dense",), where, "or choose gae")
+    yield from unused("algo.scores", algo.scores, ("placement",), "with reward.dense", "or set reward.dense to null")
+    if reward.shuffle:
+        rule, fix = "false with reward.dense, whose scores fit no other response", "set it to false"
+        yield Problem(field="reward.shuffle", value="True", rule=rule, fix=fix)
+
+
+def scores_end_within_responses(model: Model, rollout: Rollout, algo: Algo) -> Iterator[Problem]:
+    """The token at which responses are cut for scoring can be there."""
+    yield from _truncation("algo.scores", algo.scores, model, rollout)
+
+
+def selections_read_scores(model: Model, rollout: Rollout, scores: Scores, reward: Reward) -> Iterator[Problem]:
+    """A selection sees no rewards of tokens."""
+    yield from _truncation("scores", scores, model, rollout)
+    yield from unused("scores", scores, ("placement",), "in stage raft, which has no rewards of tokens", "or use ppo")
+    yield from unused("reward", reward, ("dense",), "in stage raft, which has no rewards of tokens", "or use ppo")
+    if scores.missing_end is not None and scores.missing_end.name == "mask":
+        rule, fix = "not mask in stage raft", "set it to null, and raft.discard_unfinished to true"
+        yield Problem(field="scores.missing_end", value="mask", rule=rule, fix=fix)
+
+
+def evaluations_report_something(groups: Groups, evaluation: Evaluation | None) -> Iterator[Problem]:
+    """Held-out answers are scored."""
+    if evaluation is not None and not evaluation.functions and not placed(groups, "reward"):
+        fix = "give evaluation.functions, or remove evaluation"
+        rule = "has rules to report, or a group has the role reward"
+        yield Problem(field="evaluation.functions", value="[]", rule=rule, fix=fix)
+
+
+def evaluations_weigh_nothing(evaluation: Evaluation | None) -> Iterator[Problem]:
+    """Every rule of an evaluation is reported by itself."""
+    for index, function in enumerate(() if evaluation is None else evaluation.functions):
+        where = "in an evaluation, which reports each function by itself"
+        yield from unused(f"evaluation.functions.{index}", function, ("weight",), where, "or name it in reward")
+
+
+def evaluations_sample(evaluation: Evaluation | None) -> Iterator[Problem]:
+    """The likeliest answer is one, whatever the temperature; passes are estimated from as many answers as they need."""
+    if evaluation is None:
+        return
+    if evaluation.greedy:
+        where = "with evaluation.greedy"
+        yield from unused("evaluation", evaluation, ("temperature",), where, "or set evaluation.greedy to false")
+        if evaluation.samples_per_prompt > 1:
+            rule = "1 with evaluation.greedy: the answers to a prompt would all be the same"
+            value, fix = str(evaluation.samples_per_prompt), "set it to 1, or evaluation.greedy to false"
+            yield Problem(field="evaluation.samples_per_prompt", value=value, rule=rule, fix=fix)
+    if not evaluation.pass_at:
+        yield from unused("evaluation", evaluation, ("success_at",), "without evaluation.pass_at", "or give some")
+    elif max(evaluation.pass_at) > evaluation.samples_per_prompt:
+        rule = f"at most evaluation.samples_per_prompt = {evaluation.samples_per_prompt}"
+        value, fix = shown(list(evaluation.pass_at)), f"set samples_per_prompt to {max(evaluation.pass_at)} or more"
+        yield Problem(field="evaluation.pass_at", value=value, rule=rule, fix=fix)
+
+
+def averages_are_kept(actor: Policy, evaluation: PeriodicEvaluation | None) -> Iterator[Problem]:
+    """An average that is evaluated is kept."""
+    if evaluation is not None and evaluation.ema and actor.ema is None:
+        fix = "add actor.ema, or set evaluation.ema to false"
+        yield Problem(field="evaluation.ema", value="True", rule="needs actor.ema", fix=fix)
+
+
+def _truncation(field: str, scores: Scores, model: Model, rollout: Rollout) -> Iterator[Problem]:
+    """A token that is no token, or a response that is never so long."""
+    cut = scores.truncate_at
+    if cut is None:
+        return
+    used = model.vocab_size or (known(model) or {}).get("vocab_size")
+    if isinstance(used, int) and cut.token >= used:
+        rule = f"below {used}, the number of ids in use: others are never sampled"
+        yield Problem(field=f"{field}.truncate_at.token", value=str(cut.token), rule=rule, fix="correct it")
+    if cut.after >= rollout.max_new_tokens:
+        rule = f"below rollout.max_new_tokens = {rollout.max_new_tokens}"
+        yield Problem(field=f"{field}.truncate_at.after", value=str(cut.after), rule=rule, fix="lower it")
+
+
+RULES = (
+    reward_settings_have_their_model,
+    processes_have_functions,
+    evaluations_report_something,
+    evaluations_weigh_nothing,
+    evaluations_sample,
+)
+"""Of every stage that scores responses."""

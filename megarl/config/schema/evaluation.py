@@ -1,0 +1,29 @@
+"""Evaluation of a checkpoint by itself: the configuration of a run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from megarl.config.schema.placement import Groups
+from megarl.config.schema.reward import Evaluation, Reward
+from megarl.config.schema.rollout import Rollout
+from megarl.config.schema.run import Run, RunConfig
+
+
+class EvalConfig(RunConfig):
+    """A run that answers held-out prompts with a checkpoint, and scores the answers."""
+
+    stage: Literal["eval"]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
+    """What the run does: evaluation."""
+    run: Run
+    """The run itself."""
+    groups: Groups = Field(default={})  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
+    """Groups of devices by name, with the role reward where a reward model scores."""
+    rollout: Rollout
+    """Generation with vLLM."""
+    evaluation: Evaluation
+    """The prompts, and what is reported."""
+    reward: Reward = Reward()
+    """What scores a response beside the functions of the evaluation."""

@@ -1,0 +1,63 @@
+"""What scores responses, and what is evaluated."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from megarl.config.schema.base import Count, Natural, Positive, Section, Seed
+from megarl.config.schema.data import RewardFunction, Source
+
+
+class Reward(Section):
+    """What scores a response: the reward model where a group has the role reward, and rules; their weighted sum."""
+
+    path: str | None = None
+    """Directory of a Hugging Face checkpoint with a score head; null: the model's body with a random head."""
+    head_std: Positive = 0.02
+    """Standard deviation of the random head's weights."""
+    head_seed: Seed = 0
+    """Seed of the random head's weights."""
+    weight: float = 1.0
+    """What the reward model's score is multiplied with."""
+    dense: Literal["scores", "differences"] | None = None
+    """Reward every token with the reward model's score after it, or with what it added; null: the response's end."""
+    functions: tuple[RewardFunction, ...] = Field(default=(), strict=False)
+    """Rules that score the responses, too or alone."""
+    processes: Count = 1
+    """Processes that share the responses of a step, where there are rules."""
+    time_limit: Positive = 60.0
+    """How long a rule may take for a response, seconds; the response has no score then."""
+    retries: Natural = 1
+    """How often a rule that failed on a response is asked again."""
+    shuffle: bool = False
+    """Give each sample of a step the score of another: a control, in which there is nothing to learn."""
+
+
+class Evaluation(Section):
+    """Held-out prompts, answered and scored; nothing is learnt from them."""
+
+    prompts: Source
+    """Rows as of data.prompts."""
+    samples_per_prompt: Count = 1
+    """Answers to each prompt."""
+    greedy: bool = False
+    """Take the likeliest token each time instead of sampling."""
+    temperature: Positive | None = None
+    """Divides the logits; null is that of the rollouts."""
+    pass_at: tuple[Count, ...] = Field(default=(), strict=False)
+    """Numbers of answers k for which to estimate the part of the prompts that one of k solves."""
+    success_at: float = 1.0
+    """Score from which on an answer counts as solving its prompt."""
+    functions: tuple[RewardFunction, ...] = Field(default=(), strict=False)
+    """Rules to report, each by itself; the reward model's score is reported where there is one."""
+
+
+class PeriodicEvaluation(Evaluation):
+    """Held-out prompts, answered and scored in training; nothing is learnt from them."""
+
+    every: Count | None = None
+    """Steps between evaluations; null: before the first step and after the last."""
+    ema: bool = False
+    """Evaluate the actor's moving average as well."""

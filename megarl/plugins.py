@@ -1,0 +1,76 @@
+"""Functions of the user's own, named ``package.module:function``: found, and held against what they are to be given."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Function = Callable[..., Any]
+
+
+def resolve(name: str) -> Function:
+    """The function of that name, from the working directory too.
+
+    Args:
+        name: ``package.module:function``.
+
+    Raises:
+        ValueError: there is none, or it is not a function; the message says what must hold.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not colon or not module_name or not attribute:
+        raise ValueError("a function, written as package.module:function")
+    function = getattr(_imported(module_name), attribute, None)
+    if function is None:
+        raise ValueError(f"a function of the module; {module_name} has no {attribute!r}")
+    if not callable(function) or inspect.isclass(function) or inspect.iscoroutinefunction(function):
+        raise ValueError(f"a plain function, not {_kind(function)}")
+    return function
+
+
+def check_options(
+    function: Function, options: Mapping[str, Any], *, name: str, positional: int, given: tuple[str, ...] = ()
+) -> None:
+    """Holds the arguments of a call against a function's signature.
+
+    Args:
+        options: keyword arguments of the configuration.
+        name: of the function, for the message.
+        positional: arguments that every call has besides.
+        given: further keyword arguments that every call has.
+
+    Raises:
+        ValueError: it cannot be called so; the message says what it takes.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a few functions written in C have none
+        return
+    try:
+        signature.bind(*[None] * positional, **dict.fromkeys(given), **options)
+    except TypeError as error:
+        own = [str(parameter) for parameter in list(signature.parameters.values())[positional:]]
+        raise ValueError(f"arguments of {name}({', '.join(own)}): {error}") from error
+
+
+def _imported(name: str) -> Any:
+    """The module; the working directory is looked through last: an installed command does not do so by itself."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"a module that can be imported here ({error})") from error
+    except Exception as error:  # the user's own code
+        raise ValueError("a module that can be imported:\n" + "".join(traceback.format_exception(error))) from error
+
+
+def _kind(value: object) -> str:
+    if inspect.isclass(value):
+        return "a class"
+    return "a coroutine" if inspect.iscoroutinefunction(value) else f"a {type(value).__name__}"
