@@ -108,6 +108,19 @@ class ExperienceColumns:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """What optimizer steps take along.
+
+    Args:
+        schedules: one per optimizer step.
+        chunks: by reference.
+    """
+
+    schedules: Sequence[Schedule]
+    chunks: ChunkRefs[TextChunk]
+
+
 class Role:
     """A role in its group. Columns are given and returned by reference, chunk by chunk.
 
@@ -141,10 +154,14 @@ class Role:
         """Values of the responses' tokens."""
         return self._each("values", schedule, lambda own: (self.name, own, rollouts.only(own.chunks))).chunks
 
-    def scores(self, schedule: Schedule, rollouts: ChunkRefs[RolloutChunk]) -> Call:
+    def scores(self, schedule: Schedule, chunks: ChunkRefs[RolloutChunk] | ChunkRefs[TextChunk]) -> Call:
         """Scores of the samples; ``merged`` reads the results."""
-        args = [(self.name, own, rollouts.only(own.chunks)) for own in self._own(schedule)]
+        args = [(self.name, own, chunks.only(own.chunks)) for own in self._own(schedule)]
         return self.group.call_each(f"{self.name}.scores", "inference", "scores", args)
+
+    def token_scores(self, schedule: Schedule, rollouts: ChunkRefs[RolloutChunk]) -> ChunkRefs[Ragged]:
+        """The scores that responses have after each of their tokens; the last of a response is that of ``scores``."""
+        return self._each("token_scores", schedule, lambda own: (self.name, own, rollouts.only(own.chunks))).chunks
 
     def build_experience(
         self,
@@ -165,23 +182,41 @@ class Role:
 
         return self._each("build_experience", schedule, args)
 
-    def update(self, schedules: Sequence[Schedule], chunks: ChunkRefs[Any], *, kl_coef: float = 0.0) -> Call:
+    def update(
+        self, schedules: Sequence[Schedule], chunks: ChunkRefs[Any], *, kl_coef: float = 0.0, texts: Texts | None = None
+    ) -> Call:
         """Optimizer steps, one per schedule; ``reported`` reads their metrics.
 
         Args:
             chunks: what the role's loss reads.
             kl_coef: of a penalty in the loss, per nat.
+            texts: what each step takes along; their packs are as long as the step's own.
         """
-        args: list[tuple[Any, ...]] = []
-        for own in zip(*map(self._own, schedules), strict=True):
-            read = {chunk for schedule in own for chunk in schedule.chunks}
-            args.append((self.name, own, chunks.only(sorted(read)), kl_coef))
+        own = self._parts(schedules, chunks)
+        along = [()] * len(own) if texts is None else self._parts(texts.schedules, texts.chunks)
+        args = [(self.name, *part, kl_coef, *text) for part, text in zip(own, along, strict=True)]
         return self.group.call_each(f"{self.name}.update", "update", "update", args)
+
+    def forgo(self, steps: int) -> Call:
+        """Goes on in the learning rate's course without these optimizer steps."""
+        return self.group.call(f"{self.name}.forgo", "update", "forgo", self.name, steps)
+
+    def use_average(self, wanted: bool) -> Call:
+        """Gives the role the average of its weights for its weights, or its weights again."""
+        return self.group.call(f"{self.name}.use_average", "inference", "use_average", self.name, wanted)
+
+    def sync_reference(self) -> Call:
+        """Lets the reference, of the same group, follow this role."""
+        return self.group.call(f"{self.name}.sync_reference", "inference", "sync_reference")
 
     def evaluate(self, schedule: Schedule, chunks: ChunkRefs[TextChunk]) -> Call:
         """The role's loss without a step; ``reported`` reads its metrics."""
         args = [(self.name, own, chunks.only(own.chunks)) for own in self._own(schedule)]
         return self.group.call_each(f"{self.name}.evaluate", "inference", "evaluate", args)
+
+    def scale_head(self, gain: float) -> Call:
+        """Multiplies the role's head, and with it its scores."""
+        return self.group.call(f"{self.name}.scale_head", "inference", "scale_head", self.name, gain)
 
     def save(self, directory: Path) -> Call:
         """Writes the role's part of a checkpoint; the results say what each rank wrote."""
@@ -199,6 +234,16 @@ class Role:
             template: directory whose tokenizer and generation settings are copied.
         """
         return self.group.call(f"{self.name}.export", "checkpoint", "export", self.name, str(directory), template)
+
+    def _parts(
+        self, schedules: Sequence[Schedule], chunks: ChunkRefs[Any]
+    ) -> list[tuple[tuple[RankSchedule, ...], ChunkRefs[Any]]]:
+        """By rank, its parts of several passes, and the chunks that it reads in them."""
+        parts: list[tuple[tuple[RankSchedule, ...], ChunkRefs[Any]]] = []
+        for own in zip(*map(self._own, schedules), strict=True):
+            read = {chunk for schedule in own for chunk in schedule.chunks}
+            parts.append((own, chunks.only(sorted(read))))
+        return parts
 
     def _own(self, schedule: Schedule) -> list[RankSchedule]:
         """By rank, the part of its replica: all that the rank is sent."""

@@ -30,14 +30,19 @@ class StepResult:
     samples: Sequence[ShownSample] = ()
 
     def all_metrics(self) -> dict[str, float]:
-        """The step's metrics, and the means of those of its updates over the optimizer steps that have them."""
+        """The step's metrics, and the means of those of its updates over the optimizer steps that have them.
+
+        Of ``*_max`` and ``*_min`` they are the largest and the smallest.
+        """
         names = dict.fromkeys(name for update in self.updates for name in update)
-        means = {
-            name: sum(found) / len(found)
-            for name in names
-            if (found := [update[name] for update in self.updates if name in update])
-        }
-        return {**self.metrics, **means}
+        found = {name: [update[name] for update in self.updates if name in update] for name in names}
+        return {**self.metrics, **{name: _over_updates(name, values) for name, values in found.items()}}
+
+
+def _over_updates(name: str, values: Sequence[float]) -> float:
+    if name.endswith("_max"):
+        return max(values)
+    return min(values) if name.endswith("_min") else sum(values) / len(values)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,19 +1,22 @@
-"""The losses of the actor and the critic in PPO on a micro-batch: from hidden states to weighted sums.
+"""The losses of the actor and the critic on a micro-batch: from hidden states to weighted sums.
 
-Each is a function of a step's schedule, whose totals are the denominators in the weights.
+Each is a function of a step's schedule, whose totals are the denominators in the weights. Shape legend: B rows of the
+micro-batch, R response tokens of the longest of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megarl.algos.aggregation import token_mean, weighted_sum
-from megarl.algos.registry import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, choose
-from megarl.algos.terms import LossTerms, with_term
-from megarl.algos.values import mse
+from megarl.algos.corrections import off_policy_sequences, proximal_logprobs
+from megarl.algos.policy import MAX_LOG_RATIO
+from megarl.algos.registry import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, ROLLOUT_WEIGHTS, VALUE_LOSSES, bound
+from megarl.algos.terms import LossTerms, weighted, with_term
 from megarl.config.schema import Algo
 from megarl.data.alignment import align, response_mask
 from megarl.data.packing import Chunks, gather
@@ -24,7 +27,32 @@ from megarl.megatron.role import Loss, Role, StepLoss
 from megarl.types import ExperienceChunk, Ragged, RankSchedule
 
 
-class Column:
+class _Rows:
+    """The experience of a micro-batch.
+
+    Args:
+        batch: the micro-batch.
+        experience: by chunk.
+        device: of the tensors.
+    """
+
+    def __init__(self, batch: MicroBatch, experience: Chunks[ExperienceChunk], device: torch.device) -> None:
+        assert batch.batch is not None
+        self._rows, self._experience = batch.rows, experience
+        self.mask = response_mask(batch.batch.response_lengths.tolist(), device=device)
+
+    def __call__(self, name: str) -> Tensor:
+        """[B, R] of a column, 0 off the mask."""
+        flat = gather(self._rows, _Column(self._experience, name))
+        return align(torch.from_numpy(flat).to(self.mask.device), self.mask)
+
+    def optional(self, name: str) -> Tensor | None:
+        """The same; None where the experience has no such column, or the micro-batch no rows."""
+        present = any(getattr(self._experience[row.chunk], name) is not None for row in self._rows)
+        return self(name) if present else None
+
+
+class _Column:
     """One column of the experience, by chunk."""
 
     def __init__(self, experience: Chunks[ExperienceChunk], name: str) -> None:
@@ -34,64 +62,123 @@ class Column:
         return getattr(self._experience[chunk], self._name)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Tokens:
+    """A loss by token, and what else is told.
+
+    Args:
+        terms: [B, R].
+        parts: [B, R] by name, aggregated as the loss is.
+    """
+
+    terms: LossTerms
+    parts: Mapping[str, Tensor]
+
+
 def policy_loss(
-    role: Role, algo: Algo, experience: Chunks[ExperienceChunk], *, temperature: float, kl_coef: float
+    role: Role,
+    algo: Algo,
+    experience: Chunks[ExperienceChunk],
+    *,
+    temperature: float,
+    kl_coef: float,
+    share: float = 1.0,
 ) -> StepLoss:
-    """The actor's loss in PPO.
+    """The actor's loss: policy loss + kl_coef * KL - entropy_coef * entropy, each aggregated alike.
 
     Args:
         temperature: of the rollouts.
         kl_coef: of the step, loss per nat, where the penalty is in the loss.
+        share: what the whole is multiplied by, beside other losses of the step.
     """
-    loss_function = choose(POLICY_LOSSES, algo.policy_loss, "algo.policy_loss")
-    estimate = choose(KL_ESTIMATORS, algo.kl.estimator, "algo.kl.estimator")
+    loss_function = bound(POLICY_LOSSES, algo.policy_loss.name, algo.policy_loss.options)
 
-    def of_tokens(batch: MicroBatch, hidden: Tensor, mask: Tensor) -> LossTerms:
+    def of_tokens(batch: MicroBatch, hidden: Tensor, rows: _Rows) -> _Tokens:
         flat, entropy = response_logprobs(
             role.model, batch, hidden, vocab_size=role.vocab_size, temperature=temperature
         )
-        new, column = align(flat, mask), _columns(batch, experience, mask)
-        loss = loss_function(new, column("old_logprobs"), column("advantages"), mask, clip=algo.clip)
+        new = align(flat, rows.mask)
+        old = _old_logprobs(algo, new, rows)
+        terms = weighted(loss_function(new, old, rows("advantages"), rows.mask), _weights(algo, new, old, rows))
+        parts = {"policy": terms.values}
         if algo.kl.placement == "loss" and algo.kl.coef > 0:
-            loss = with_term(loss, "kl", estimate(new, column("ref_logprobs")), coef=kl_coef)
-        return with_term(loss, "entropy", align(entropy, mask), coef=-algo.entropy_coef)
+            parts["kl"] = _kl(algo, new, old, rows("ref_logprobs"))
+            terms = with_term(terms, "kl", parts["kl"], coef=kl_coef)
+        terms = with_term(terms, "entropy", align(entropy, rows.mask), coef=-algo.entropy_coef)
+        return _Tokens(terms=terms, parts=parts)
 
-    return _aggregated(algo, of_tokens)
+    return _aggregated(algo, experience, of_tokens, share)
 
 
 def value_loss(role: Role, algo: Algo, experience: Chunks[ExperienceChunk]) -> StepLoss:
-    """The critic's loss in PPO."""
+    """The critic's loss."""
+    loss_function = bound(VALUE_LOSSES, algo.value_loss.name, algo.value_loss.options)
 
-    def of_tokens(batch: MicroBatch, hidden: Tensor, mask: Tensor) -> LossTerms:
-        values = align(response_values(role.model, batch, hidden), mask)
-        column = _columns(batch, experience, mask)
-        return mse(values, column("old_values"), column("returns"), clip=algo.value_clip)
+    def of_tokens(batch: MicroBatch, hidden: Tensor, rows: _Rows) -> _Tokens:
+        values, returns = align(response_values(role.model, batch, hidden), rows.mask), rows("returns")
+        terms = loss_function(values, rows("old_values"), returns)
+        weights = rows.optional("value_weights")
+        terms = terms if weights is None else weighted(terms, weights)
+        return _Tokens(terms=replace(terms, spreads={**terms.spreads, "returns": returns}), parts={})
 
-    return _aggregated(algo, of_tokens)
-
-
-def _columns(batch: MicroBatch, experience: Chunks[ExperienceChunk], mask: Tensor) -> Callable[[str], Tensor]:
-    def column(name: str) -> Tensor:
-        flat = gather(batch.rows, Column(experience, name))
-        return align(torch.from_numpy(flat).to(mask.device), mask)
-
-    return column
+    return _aggregated(algo, experience, of_tokens, 1.0)
 
 
-def _aggregated(algo: Algo, of_tokens: Callable[[MicroBatch, Tensor, Tensor], LossTerms]) -> StepLoss:
-    """Weights that hold the step's denominators; metrics are means over the response tokens of the step."""
-    aggregate = choose(AGGREGATIONS, algo.aggregation, "algo.aggregation")
+def _old_logprobs(algo: Algo, new: Tensor, rows: _Rows) -> Tensor:
+    """Of the policy that the ratio is to; on the way from the engines' to the one in training where that is chosen."""
+    old, method = rows("old_logprobs"), algo.correction.old_logprobs
+    if method in ("loglinear", "linear"):
+        return proximal_logprobs(old, new, rows("proximal_weights"), method=method)
+    return old
+
+
+def _weights(algo: Algo, new: Tensor, old: Tensor, rows: _Rows) -> Tensor:
+    """What the policy loss is multiplied by: what the experience says, and what the policy in training decides."""
+    correction, given = algo.correction, rows.optional("weights")
+    weights = rows.mask.to(new.dtype) if given is None else given
+    if correction.weights is not None and correction.old_logprobs in ("loglinear", "linear"):
+        weigh = bound(ROLLOUT_WEIGHTS, correction.weights.name, correction.weights.options)
+        weights = weights * weigh(old, rows("rollout_logprobs"), rows.mask, _alone)
+    if correction.sequence_mask is not None:
+        delta, sampled = correction.sequence_mask.delta, rows("rollout_logprobs")
+        weights = weights * off_policy_sequences(new, sampled, rows("advantages"), rows.mask, delta=delta)
+    return weights
+
+
+def _alone(vector: Tensor) -> Tensor:
+    """No reduction: weights of a micro-batch know nothing of the rest of the step."""
+    return vector
+
+
+def _kl(algo: Algo, new: Tensor, old: Tensor, ref: Tensor) -> Tensor:
+    """The penalty's estimate per token, nats."""
+    estimate = bound(KL_ESTIMATORS, algo.kl.estimator.name, algo.kl.estimator.options)
+    if not algo.kl.importance:
+        return estimate(new, ref)
+    ratio = (new - old).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return estimate(new, ref, ratio)
+
+
+def _aggregated(
+    algo: Algo,
+    experience: Chunks[ExperienceChunk],
+    of_tokens: Callable[[MicroBatch, Tensor, _Rows], _Tokens],
+    share: float,
+) -> StepLoss:
+    """Weights that hold the step's denominators; means that are told are over the response tokens of the step."""
+    aggregate = bound(AGGREGATIONS, algo.aggregation.name, algo.aggregation.options)
 
     def of_step(schedule: RankSchedule) -> Loss:
-        tokens_in_step, rows_in_step = schedule.total_response_tokens, schedule.total_sequences
+        tokens_in_step, sequences_in_step = schedule.total_response_tokens, schedule.total_sequences
 
         def loss(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Measures]:
-            assert batch.batch is not None
-            mask = response_mask(batch.batch.response_lengths.tolist(), device=hidden.device)
-            tokens = of_tokens(batch, hidden, mask)
-            mean = token_mean(mask, total_tokens=tokens_in_step, total_sequences=rows_in_step)
-            weights = aggregate(mask, total_tokens=tokens_in_step, total_sequences=rows_in_step)
-            return weighted_sum(tokens.values, weights), measured(tokens, mask, mean)
+            rows = _Rows(batch, experience, hidden.device)
+            tokens = of_tokens(batch, hidden, rows)
+            weights = aggregate(rows.mask, total_tokens=tokens_in_step, total_sequences=sequences_in_step)
+            mean = token_mean(rows.mask, total_tokens=tokens_in_step, total_sequences=sequences_in_step)
+            told = measured(tokens.terms, rows.mask, mean)
+            parts = {f"{name}_loss": weighted_sum(part.detach(), weights) for name, part in tokens.parts.items()}
+            return share * weighted_sum(tokens.terms.values, weights), replace(told, sums={**told.sums, **parts})
 
         return loss
 

@@ -9,17 +9,19 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
+from megarl.algos.mixing import ema
 from megarl.config.schema import Optimizer
 from megarl.data.packing import Chunks, TokenChunk, scatter, scatter_scalars
 from megarl.megatron.average import Average
 from megarl.megatron.groups import GroupCache, build_groups
-from megarl.megatron.heads import response_logprobs, response_values, row_scores
+from megarl.megatron.heads import response_logprobs, response_values, row_scores, token_scores
 from megarl.megatron.learning_rate import Course, learning_rate
 from megarl.megatron.measures import Measures, combined
 from megarl.megatron.model import Recompute, build_model
 from megarl.megatron.offload import HostCopy, release
 from megarl.megatron.optimizer import Trainer, build_trainer
 from megarl.megatron.pipeline import MicroBatch, Work, micro_batches, run_forward, run_forward_backward
+from megarl.megatron.shards import shards
 from megarl.types import HEADS, HeadName, Layout, PackRow, Ragged, RankSchedule, RoleName
 from megarl.weights.regions import ShardMap
 from megarl.weights.specs import ModelSpec
@@ -46,6 +48,8 @@ class Mixed(Generic[Chunk]):
     chunks: Chunks[Chunk]
     loss_of: StepLoss
 
+
+_HEAD = "output_layer.weight"
 
 MAX_SKIPPED = 3
 """Optimizer steps in a row that end the run when each was skipped for a gradient that is not finite."""
@@ -141,9 +145,31 @@ class Role:
         if decay is not None:
             self.average = Average(self.model, self.trainer, decay)
 
+    @torch.no_grad()
+    def follow(self, other: Role, weight: float) -> None:
+        """Takes weight * other + (1 - weight) * own for its weights, computed in float32.
+
+        Args:
+            other: a role of the same model, head and layout.
+            weight: of the other.
+        """
+        assert self.layout == other.layout, "the ranks have other parts of the weights"
+        theirs = other.model.parameters()
+        for name, parameter in self.model.parameters().items():
+            parameter.copy_(ema(parameter.float(), theirs[name], decay=1 - weight))
+
     def forgo(self, steps: int) -> None:
         """Goes on in the learning rate's course as after so many optimizer steps, which are not taken."""
         self.steps_taken += steps
+
+    @torch.no_grad()
+    def scale_head(self, gain: float) -> None:
+        """Multiplies the head, and with it everything that it says; collective over the role's ranks."""
+        assert self.trainer is not None, f"{self.name} is not in training"
+        for shard in shards(self.model, self.trainer):
+            if shard.name.endswith(_HEAD):
+                shard.main.mul_(gain)
+        self.trainer.publish()
 
     def offload(self) -> int:
         """Moves parameters, their average and optimizer state to host memory; nothing, where they are there already.
@@ -187,6 +213,10 @@ class Role:
         """The reward model's score of each sample, [N] float32 by chunk."""
         flat = self._infer(schedule, chunks, lambda batch, hidden: row_scores(self.model, batch, hidden))
         return None if flat is None else scatter_scalars(_rows(schedule), flat)
+
+    def token_scores(self, schedule: RankSchedule, chunks: Chunks[TokenChunk]) -> dict[int, Ragged] | None:
+        """The reward model's score after each response token, by chunk; the last of a row is that of ``scores``."""
+        return self._per_token(schedule, chunks, lambda batch, hidden: token_scores(self.model, batch, hidden))
 
     def _per_token(
         self,

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from megarl.algos.metrics import explained_variance
+from megarl.algos.mixing import ptx_shares
+from megarl.algos.scores import head_std
 from megarl.config import PPOConfig, RewardModelConfig, RunConfig
 from megarl.data.packing import Chunks
 from megarl.megatron.groups import GroupCache
 from megarl.megatron.losses import policy_loss, value_loss
-from megarl.megatron.role import Role, StepLoss
+from megarl.megatron.measures import Measures
+from megarl.megatron.pipeline import MicroBatch
+from megarl.megatron.role import Loss, Role, StepLoss
 from megarl.megatron.supervised_losses import preference_loss, sft_loss
-from megarl.types import RoleName
+from megarl.types import RankSchedule, RoleName
 from megarl.weights.files import load_shard, read_config
 from megarl.weights.specs import ModelSpec, model_spec
 
@@ -48,7 +53,13 @@ def load_role(config: RunConfig, name: RoleName, rank: int, cache: GroupCache, m
         tensors[parameter] = head
     role.load(tensors)
     if name in config.trained:
-        role.start_training(config.optimizer(name), config.optimizer_steps)
+        average = getattr(config.actor, "ema", None) if name == "actor" else None
+        role.start_training(
+            config.optimizer(name),
+            config.optimizer_steps(name),
+            together=config.updates_per_step,
+            decay=None if average is None else average.decay,
+        )
     return role
 
 
@@ -63,17 +74,48 @@ def loss_of(config: RunConfig, role: Role, chunks: Chunks[Any], *, kl_coef: floa
     """
     if isinstance(config, PPOConfig):
         if role.head == "lm":
-            temperature = config.rollout.temperature
-            return policy_loss(role, config.algo, chunks, temperature=temperature, kl_coef=kl_coef)
+            temperature, (share, _) = config.rollout.temperature, _shares(config)
+            return policy_loss(role, config.algo, chunks, temperature=temperature, kl_coef=kl_coef, share=share)
         return value_loss(role, config.algo, chunks)
     if isinstance(config, RewardModelConfig):
-        return preference_loss(role, config.reward.centering)
+        return preference_loss(role, config.reward.loss, chunks)
     return sft_loss(role)
 
 
-def metric_prefix(config: RunConfig, name: RoleName) -> str:
-    """Of what an update or an evaluation of a role tells."""
-    return {"actor": "policy", "critic": "value"}[name] if isinstance(config, PPOConfig) else config.stage
+def text_loss(config: RunConfig, role: Role) -> StepLoss:
+    """The loss of the texts that an actor's optimizer steps take along, in its share of the whole."""
+    assert isinstance(config, PPOConfig)
+    likelihood, (_, share) = sft_loss(role), _shares(config)
+
+    def of_step(schedule: RankSchedule) -> Loss:
+        loss = likelihood(schedule)
+
+        def shared(batch: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, Measures]:
+            value, _ = loss(batch, hidden)
+            return share * value, Measures(sums={"ptx_loss": value.detach()})
+
+        return shared
+
+    return of_step
+
+
+def _shares(config: PPOConfig) -> tuple[float, float]:
+    """Of the policy's loss and of the texts' in the whole."""
+    return (1.0, 0.0) if config.ptx is None else ptx_shares(coef=config.ptx.coef, mode=config.ptx.mode)
+
+
+_LOSSES = {"loss": "loss/total", "policy_loss": "policy/loss", "kl_loss": "loss/kl", "ptx_loss": "loss/ptx"}
+"""What an actor's update in PPO tells of the parts of its loss."""
+
+
+def told(config: RunConfig, name: RoleName, step: Mapping[str, float]) -> dict[str, float]:
+    """What an optimizer step of a role tells, under the names of metrics."""
+    if not isinstance(config, PPOConfig):
+        return {f"{config.stage}/{metric}": value for metric, value in step.items()}
+    if name == "actor":
+        return {_LOSSES.get(metric, f"policy/{metric}"): value for metric, value in step.items()}
+    explained = explained_variance(step["error"], step["returns_var"])
+    return {f"value/{metric}": value for metric, value in {**step, "explained_variance_after": explained}.items()}
 
 
 def _directory(config: RunConfig, name: RoleName) -> str | None:
@@ -89,11 +131,13 @@ def _directory(config: RunConfig, name: RoleName) -> str | None:
 def _new_head(config: RunConfig, name: RoleName, spec: ModelSpec) -> torch.Tensor | None:
     """The [1, hidden] head of a role that does not find one in its checkpoint; the same on every rank.
 
-    A reward model that is trained starts with N(0, 1 / sqrt(hidden + 1)), as in Ziegler et al. (2019).
+    A reward model that is trained starts as ``algos.scores.head_std`` says.
     """
     if isinstance(config, RewardModelConfig):
-        std, seed = 1 / math.sqrt(spec.dims.hidden + 1), config.reward.head_seed
+        std, seed = head_std(spec.dims.hidden, rule=config.reward.head_std), config.reward.head_seed
     elif isinstance(config, PPOConfig) and name == "critic" and config.critic is not None:
+        if config.critic.head == "loaded":
+            return None
         std, seed = config.critic.head_std, config.critic.head_seed
     elif isinstance(config, PPOConfig) and name == "reward" and config.reward.path is None:
         std, seed = config.reward.head_std, config.reward.head_seed

@@ -21,10 +21,11 @@ class Turns:
     def __init__(self, roles: Mapping[RoleName, Role], offloadable: Collection[RoleName]) -> None:
         self._roles, self._offloadable = roles, frozenset(offloadable)
 
-    def take(self, name: RoleName) -> Role:
-        """The role with its memory on the device, which it has alone, save for roles that stay there."""
-        self._offload(self._offloadable - {name})
-        self._roles[name].onload()
+    def take(self, name: RoleName, *others: RoleName) -> Role:
+        """The role with its memory on the device, which it has alone, save for roles that stay there, and others."""
+        self._offload(self._offloadable - {name, *others})
+        for present in (name, *others):
+            self._roles[present].onload()
         return self._roles[name]
 
     def rest(self) -> None:

@@ -18,8 +18,8 @@ from megarl.megatron.experience import Columns, PerSample, build_experience
 from megarl.megatron.groups import GroupCache
 from megarl.megatron.offload import LiveWeights
 from megarl.megatron.platform import Platform, start_platform, start_world
-from megarl.megatron.role import Role
-from megarl.megatron.roles import load_role, loss_of, metric_prefix
+from megarl.megatron.role import Mixed, Role
+from megarl.megatron.roles import load_role, loss_of, text_loss, told
 from megarl.megatron.state import restore_role, save_role
 from megarl.megatron.turns import Turns
 from megarl.resharding import Connection, Sender, SyncSpec, SyncStats, connect
@@ -92,6 +92,12 @@ class MegatronWorker:
         """Scores of the samples, [N] float32 by chunk."""
         return self._at_work(role).scores(schedule, rollouts)
 
+    def token_scores(
+        self, role: RoleName, schedule: RankSchedule, rollouts: Chunks[RolloutChunk]
+    ) -> dict[int, Ragged] | None:
+        """Scores after each response token, by chunk."""
+        return self._at_work(role).token_scores(schedule, rollouts)
+
     def build_experience(
         self,
         schedule: RankSchedule,
@@ -126,26 +132,37 @@ class MegatronWorker:
         return build_experience(schedule.chunks, rollouts, columns, self._config.algo, reduce, kl_coef=kl_coef)
 
     def update(
-        self, role: RoleName, schedules: Sequence[RankSchedule], chunks: Chunks[Any], kl_coef: float
+        self,
+        role: RoleName,
+        schedules: Sequence[RankSchedule],
+        chunks: Chunks[Any],
+        kl_coef: float,
+        texts: Sequence[RankSchedule] | None = None,
+        text_chunks: Chunks[TextChunk] | None = None,
     ) -> list[dict[str, float]] | None:
         """One optimizer step per schedule; their metrics, as ``policy/name``, ``sft/name`` and so on.
 
         Args:
             chunks: with the columns that the stage's loss reads.
             kl_coef: of a penalty in the loss, per nat.
+            texts, text_chunks: what each step takes along, by the configuration's ``ptx``.
         """
-        trained, prefix = self._at_work(role), metric_prefix(self._config, role)
-        loss = loss_of(self._config, trained, chunks, kl_coef=kl_coef)
-        steps = trained.update(schedules, chunks, loss)
-        if not trained.reports:
-            return None
-        return [{f"{prefix}/{name}": value for name, value in step.items()} for step in steps]
+        trained = self._at_work(role)
+        loss, mixed = loss_of(self._config, trained, chunks, kl_coef=kl_coef), None
+        if texts is not None and text_chunks is not None:
+            mixed = Mixed(schedules=texts, chunks=text_chunks, loss_of=text_loss(self._config, trained))
+        steps = trained.update(schedules, chunks, loss, mixed)
+        return [told(self._config, role, step) for step in steps] if trained.reports else None
 
     def evaluate(self, role: RoleName, schedule: RankSchedule, chunks: Chunks[TextChunk]) -> dict[str, float] | None:
         """The stage's loss and its metrics without a step, as ``eval/name``."""
         trained = self._at_work(role)
         metrics = trained.evaluate(schedule, chunks, loss_of(self._config, trained, chunks, kl_coef=0.0))
         return {f"eval/{name}": value for name, value in metrics.items()} if trained.reports else None
+
+    def scale_head(self, role: RoleName, gain: float) -> None:
+        """Multiplies the head of a role in training."""
+        self._at_work(role).scale_head(gain)
 
     def connect(self, sync: SyncSpec, rank: int) -> None:
         """Connects to the engines; waits for all ranks of the connection. Ends an earlier connection.
@@ -205,6 +222,23 @@ class MegatronWorker:
             lead=self._rank == 0,
             barrier=barrier,
         )
+
+    def use_average(self, role: RoleName, wanted: bool) -> None:
+        """Gives a role the average of its weights for its weights, or its weights again."""
+        average = self._at_work(role).average
+        assert average is not None, f"{role} has no average"
+        average.use(wanted)
+
+    def sync_reference(self) -> None:
+        """Lets the reference follow the actor, as ``algo.kl.reference_sync`` says."""
+        assert isinstance(self._config, PPOConfig)
+        sync = self._config.algo.kl.reference_sync
+        assert sync is not None, "the reference stays as it is"
+        self._turns.take("reference", "actor").follow(self._roles["actor"], sync.weight)
+
+    def forgo(self, role: RoleName, steps: int) -> None:
+        """Goes on in the learning rate's course without these optimizer steps."""
+        self._roles[role].forgo(steps)
 
     def rest(self) -> None:
         """Offloads every role that may be."""
