@@ -37,6 +37,7 @@ _ROLLOUTS = (
     scoring.scores_have_a_source,
     *scoring.RULES,
     scoring.averages_are_kept,
+    corrections.old_weights_are_kept,
     corrections.syncs_meet,
     training.actor_rate_falls,
 )

@@ -8,21 +8,13 @@ from megarl.config.problems import Problem
 from megarl.config.rules.placement import placed
 from megarl.config.rules.unused import unused
 from megarl.config.schema import Algo, Critic, Group, PromptData, Rollout, TrainingRun
-from megarl.config.schema.advantages import GAE, VAPO, OwnAdvantage, ReinforceReturns
+from megarl.config.schema.advantages import GAE, VAPO, OwnAdvantage
 from megarl.config.schema.algo import NonzeroStd, OpenRange
 from megarl.config.schema.choices import Own
 from megarl.config.schema.losses import GMPO, GSPO
 from megarl.config.schema.normalisation import GroupedTokens, Levels, Whiten
 
 Groups = Mapping[str, Group]
-
-
-def of_tokens(algo: Algo) -> bool:
-    """Whether advantages are made of the rewards of tokens, and not by comparing samples."""
-    advantage = algo.advantage
-    if isinstance(advantage, OwnAdvantage):
-        return advantage.level == "token"
-    return isinstance(advantage, GAE | VAPO | ReinforceReturns)
 
 
 def advantages_have_their_critic(algo: Algo, groups: Groups, critic: Critic | None) -> Iterator[Problem]:
@@ -57,7 +49,7 @@ def value_losses_have_a_critic(algo: Algo, critic: Critic | None) -> Iterator[Pr
 def groups_of_samples_are_compared(algo: Algo, data: PromptData) -> Iterator[Problem]:
     """A sample alone has no advantage over the others of its prompt."""
     name = algo.advantage.name
-    if of_tokens(algo) or isinstance(algo.advantage, Own) or name == "remax":
+    if algo.of_tokens or isinstance(algo.advantage, Own) or name == "remax":
         return
     needed = 3 if name == "rloo_std" else 2
     if data.samples_per_prompt < needed:
@@ -69,7 +61,7 @@ def groups_of_samples_are_compared(algo: Algo, data: PromptData) -> Iterator[Pro
 
 def compared_samples_differ(algo: Algo, rollout: Rollout) -> Iterator[Problem]:
     """Samples that are all the likeliest response have no advantage over each other, nor over it."""
-    if not of_tokens(algo) and rollout.top_k == 1:
+    if not algo.of_tokens and rollout.top_k == 1:
         rule = f"more than 1 with advantage {algo.advantage.name}: the samples of a prompt would all be the same"
         yield Problem(field="rollout.top_k", value="1", rule=rule, fix="set it to null")
 
@@ -104,7 +96,7 @@ def normalisers_are_whole(algo: Algo, data: PromptData) -> Iterator[Problem]:
 
 def token_rewards_are_read(algo: Algo) -> Iterator[Problem]:
     """A comparison of samples sees no rewards of tokens."""
-    if not of_tokens(algo):
+    if not algo.of_tokens:
         where = f"with advantage {algo.advantage.name}, which compares scores"
         yield from unused("algo.normalise", algo.normalise, ("rewards",), where, "or choose gae")
         yield from unused("algo.scores", algo.scores, ("placement",), where, "or choose gae")

@@ -60,6 +60,13 @@ def normalised_weights_are_known(algo: Algo) -> Iterator[Problem]:
         yield Problem(field="algo.correction.weights.batch_normalise", value="True", rule=rule, fix=fix)
 
 
+def old_weights_are_kept(rollout: Rollout) -> Iterator[Problem]:
+    """Engines that sleep drop their weights, and get those of the moment when they wake."""
+    if rollout.sleep and rollout.sync_every > 1:
+        fix = "set it to 1, or give the engines devices of their own and set rollout.sleep to false"
+        yield Problem(field="rollout.sync_every", value=str(rollout.sync_every), rule="1 with rollout.sleep", fix=fix)
+
+
 def syncs_meet(rollout: Rollout, evaluation: PeriodicEvaluation | None, checkpoint: Checkpoint) -> Iterator[Problem]:
     """Evaluations and checkpoints are of weights that the engines have."""
     named = {"evaluation.every": None if evaluation is None else evaluation.every, "checkpoint.every": checkpoint.every}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megarl.config.problems import Problem
-from megarl.config.rules.algorithm import of_tokens
 from megarl.config.rules.placement import placed
 from megarl.config.rules.unused import unused
 from megarl.config.schema import Algo, Group
@@ -36,7 +35,7 @@ def penalty_is_one(algo: Algo) -> Iterator[Problem]:
         yield from unused("algo.kl", kl, ("horizon", "unit"), "without algo.kl.target", "or set a target")
     if kl.placement == "loss":
         yield from unused("algo.kl", kl, ("cumulative",), "with algo.kl.in = loss", "or set algo.kl.in to reward")
-    elif of_tokens(algo):
+    elif algo.of_tokens:
         where = f"with advantage {algo.advantage.name}, which adds up rewards by itself"
         yield from unused("algo.kl", kl, ("cumulative",), where, "or choose a comparison of samples, such as rloo")
     if kl.placement == "reward":

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megarl.config.problems import Problem, shown
-from megarl.config.rules.algorithm import of_tokens
 from megarl.config.rules.model import known
 from megarl.config.rules.placement import placed
 from megarl.config.rules.unused import unused
@@ -43,10 +42,13 @@ def dense_scores_are_read(algo: Algo, reward: Reward) -> Iterator[Problem]:
     """Scores after every token are rewards of tokens."""
     if reward.dense is None:
         return
-    if not of_tokens(algo):
+    if not algo.of_tokens:
         where = f"with advantage {algo.advantage.name}, which compares scores"
         yield from unused("reward", reward, ("dense",), where, "or choose gae")
     yield from unused("algo.scores", algo.scores, ("placement",), "with reward.dense", "or set reward.dense to null")
+    if algo.scores.truncate_at is not None:
+        rule, fix = "null with reward.dense, which scores every token", "remove it, or set reward.dense to null"
+        yield Problem(field="algo.scores.truncate_at", value="given", rule=rule, fix=fix)
     if reward.shuffle:
         rule, fix = "false with reward.dense, whose scores fit no other response", "set it to false"
         yield Problem(field="reward.shuffle", value="True", rule=rule, fix=fix)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megarl.config.schema.advantages import GAE, Advantage
+from megarl.config.schema.advantages import GAE, VAPO, Advantage, OwnAdvantage, ReinforceReturns
 from megarl.config.schema.base import Count, NotNegative, Positive, Section
 from megarl.config.schema.choices import Choice, Chosen, Own
 from megarl.config.schema.correction import Correction
@@ -70,13 +70,20 @@ class Algo(Section):
     filter: Filter | None = None
     """Which prompts a step is made of: further ones are answered until it is full; null takes all."""
     filter_rounds: Count = 10
-    """Rounds of generation at most, with a filter; a step that is not full then ends the run."""
+    """Rounds of generation at most, with a filter; a step that is not full then takes the first of the others."""
     early_stop: EarlyStop | None = None
     """Leave out the epochs that follow one in which the policy has moved too far; null does not."""
     ppo_epochs: Count = 1
     """Passes over a step's samples."""
     mini_batches: Count = 1
     """Optimizer steps in a pass; divides prompts_per_step * samples_per_prompt."""
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether advantages are made of the rewards of tokens, and not by comparing samples."""
+        if isinstance(self.advantage, OwnAdvantage):
+            return self.advantage.level == "token"
+        return isinstance(self.advantage, GAE | VAPO | ReinforceReturns)
 
     @property
     def normaliser(self) -> Normaliser | None:
