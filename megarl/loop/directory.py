@@ -1,14 +1,18 @@
-"""The directory that a run writes: one process at a time, and the same run from its first step to its last."""
+"""The directory that a run writes: one process at a time, and the same run from its beginning to its end."""
 
 from __future__ import annotations
 
 import fcntl
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from megarl.checkpoint import BrokenCheckpointError, Checkpoint, Checkpoints
-from megarl.config import ConfigError, Problem, TrainingConfig, save
+from megarl.config import ConfigError, EvalConfig, Problem, RunConfig, TrainingConfig, save
 from megarl.files import sync, write_durably
 from megarl.loop.resume import broken_promises, cut_lines
 
@@ -17,79 +21,33 @@ _LOCK = ".lock"
 _ANOTHER = "choose another run.dir"
 
 
-class RunDirectory:
-    """Where everything of a run lies; made anew, or brought to where its latest checkpoint was made.
-
-    Nothing else may write it: the object holds a lock until it is closed or its process ends. A run that goes on loses
-    what it had told of the steps after the checkpoint, and takes them again.
+class RunPaths:
+    """Where everything of a run lies. Nothing else may write it: the object holds a lock until it is closed.
 
     Args:
         config: of the run.
 
     Raises:
-        ConfigError: another process runs the run, its checkpoint is broken, it was started with another configuration,
-            or the directory cannot be written.
+        ConfigError: another process has the directory, or it cannot be written.
     """
 
-    def __init__(self, config: TrainingConfig) -> None:
+    def __init__(self, config: RunConfig) -> None:
         self.path = Path(config.run.dir)
-        self.latest: Checkpoint | None = None
-        """What the run goes on from; None where it begins."""
-        self.checkpoints = Checkpoints(self.path / "checkpoints", keep=config.checkpoint.keep)
-        try:
+        with _writing(config):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.path / _LOCK, config)
-            if self._config.exists():
-                self._reopen(config)
-            if not self.finished:
-                save(config, self._config)
-        except OSError as error:
-            raise _refused(config, f"can be written ({error.strerror})", _ANOTHER) from None
-
-    def _reopen(self, config: TrainingConfig) -> None:
-        self.checkpoints.clean()
-        try:
-            self.latest = self.checkpoints.latest()
-        except BrokenCheckpointError as error:
-            fix = f"restore its files, or remove {error.directory} to go on from what was before"
-            raise _refused(config, f"{error}", fix) from None
-        step = 0 if self.latest is None else self.latest.step
-        old = self._config.read_text(encoding="utf-8")
-        problems, changed = broken_promises(old, config, self.latest)
-        if problems:
-            raise ConfigError(problems)
-        if self.finished and step == config.run.steps:
-            return
-        if self.finished and self.latest is None:  # to begin again would remove its export
-            raise _refused(
-                config, "has a checkpoint: the run is finished, and there is nothing to go on from", _ANOTHER
-            )
-        if changed:
-            write_durably(self.path / f"config.until-step-{step}.yaml", old)
-        self.summary.unlink(missing_ok=True)
-        if self.export.exists():
-            shutil.rmtree(self.export)
-        for path in self._lines:
-            cut_lines(path, step if self.latest is not None else -1)
 
     @property
     def finished(self) -> bool:
         """Whether the run has told its end: there is nothing left to do."""
         return self.summary.exists()
 
-    def sync(self) -> None:
-        """Makes durable what the run has told so far: a checkpoint must not know of steps that the files have lost."""
-        for path in self._lines:
-            if path.exists():
-                sync(path)
-
     def close(self) -> None:
-        """Removes an unfinished checkpoint, and lets another process have the directory."""
-        self.checkpoints.clean()
+        """Lets another process have the directory."""
         self._lock.close()
 
     @property
-    def _config(self) -> Path:
+    def config(self) -> Path:
         """The resolved configuration."""
         return self.path / _CONFIG
 
@@ -138,7 +96,104 @@ class RunDirectory:
         return self.path / "logs"
 
 
-def _locked(path: Path, config: TrainingConfig) -> Any:
+class RunDirectory(RunPaths):
+    """Where everything of a run lies; made anew, or brought to where its latest checkpoint was made.
+
+    Nothing else may write it: the object holds a lock until it is closed or its process ends. A run that goes on loses
+    what it had told of the steps after the checkpoint, and takes them again.
+
+    Args:
+        config: of the run.
+
+    Raises:
+        ConfigError: another process runs the run, its checkpoint is broken, it was started with another configuration,
+            or the directory cannot be written.
+    """
+
+    def __init__(self, config: TrainingConfig) -> None:
+        super().__init__(config)
+        self.latest: Checkpoint | None = None
+        """What the run goes on from; None where it begins."""
+        self.checkpoints = Checkpoints(self.path / "checkpoints", keep=config.checkpoint.keep)
+        with _writing(config):
+            if self.config.exists():
+                self._reopen(config)
+            if not self.finished:
+                save(config, self.config)
+
+    def _reopen(self, config: TrainingConfig) -> None:
+        self.checkpoints.clean()
+        try:
+            self.latest = self.checkpoints.latest()
+        except BrokenCheckpointError as error:
+            fix = f"restore its files, or remove {error.directory} to go on from what was before"
+            raise _refused(config, f"{error}", fix) from None
+        step = 0 if self.latest is None else self.latest.step
+        old = self.config.read_text(encoding="utf-8")
+        problems, changed = broken_promises(old, config, self.latest)
+        if problems:
+            raise ConfigError(problems)
+        if self.finished and step == config.run.steps:
+            return
+        if self.finished and self.latest is None:  # to begin again would remove its export
+            raise _refused(
+                config, "has a checkpoint: the run is finished, and there is nothing to go on from", _ANOTHER
+            )
+        if changed:
+            write_durably(self.path / f"config.until-step-{step}.yaml", old)
+        self.summary.unlink(missing_ok=True)
+        if self.export.exists():
+            shutil.rmtree(self.export)
+        for path in self._lines:
+            cut_lines(path, step if self.latest is not None else -1)
+
+    def sync(self) -> None:
+        """Makes durable what the run has told so far: a checkpoint must not know of steps that the files have lost."""
+        for path in self._lines:
+            if path.exists():
+                sync(path)
+
+    def close(self) -> None:
+        """Removes an unfinished checkpoint, and lets another process have the directory."""
+        self.checkpoints.clean()
+        super().close()
+
+
+class EvaluationDirectory(RunPaths):
+    """Where everything of an evaluation by itself lies; one that was interrupted begins again.
+
+    Args:
+        config: of the evaluation.
+
+    Raises:
+        ConfigError: another process has the directory, it has another run already, or it cannot be written.
+    """
+
+    def __init__(self, config: EvalConfig) -> None:
+        super().__init__(config)
+        with _writing(config):
+            if self.config.exists() and (self.finished or not self._is_evaluation()):
+                fix = f"{_ANOTHER}, or remove the directory"
+                raise _refused(config, "has no run yet: it would be lost", fix)
+            for path in self._lines:
+                path.unlink(missing_ok=True)
+            shutil.rmtree(self.tensorboard, ignore_errors=True)
+            save(config, self.config)
+
+    def _is_evaluation(self) -> bool:
+        """Whether an evaluation has written the configuration that is there."""
+        return yaml.safe_load(self.config.read_text(encoding="utf-8")).get("stage") == "eval"
+
+
+@contextmanager
+def _writing(config: RunConfig) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _refused(config, f"can be written ({error.strerror})", _ANOTHER) from None
+
+
+def _locked(path: Path, config: RunConfig) -> Any:
     """The lock file, open; the lock goes when it is closed, at the latest by the end of the process."""
     lock = path.open("a")
     try:
@@ -151,5 +206,5 @@ def _locked(path: Path, config: TrainingConfig) -> Any:
     return lock
 
 
-def _refused(config: TrainingConfig, rule: str, fix: str) -> ConfigError:
+def _refused(config: RunConfig, rule: str, fix: str) -> ConfigError:
     return ConfigError([Problem(field="run.dir", value=config.run.dir, rule=rule, fix=fix)])

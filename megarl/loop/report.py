@@ -9,15 +9,13 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Final, Self
 
-from megarl.config import PPOConfig, TrainingConfig
+from megarl.config import TrainingConfig
 from megarl.files import write_durably
 from megarl.loop.directory import RunDirectory
+from megarl.loop.evaluation_report import EvaluationReporter
 from megarl.loop.stage import EvaluationResult, Metrics, StepResult
-from megarl.obs.metrics import JsonlSink, Sink, as_json
+from megarl.obs.metrics import JsonlSink, as_json
 from megarl.obs.progress import Display, open_display
-from megarl.obs.samples import SampleWriter
-from megarl.obs.tensorboard import TensorBoardSink
-from megarl.obs.wandb import WandbSink
 
 _COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
     "sft": {"sft/loss": "loss", "sft/lr": "lr", "sft/grad_norm": "grad norm", "perf/tokens_per_second": "tokens/s"},
@@ -98,23 +96,9 @@ class Reporter:
         with ExitStack() as opened:
             self._metrics = JsonlSink(directory.metrics)
             self._updates = JsonlSink(directory.updates)
-            self._evaluations = JsonlSink(directory.evaluations)
-            for lines in (self._metrics, self._updates, self._evaluations):
+            for lines in (self._metrics, self._updates):
                 opened.callback(lines.close)
-            self._samples: SampleWriter | None = None
-            if isinstance(config, PPOConfig):
-                self._samples = SampleWriter(directory.samples)
-                opened.callback(self._samples.close)
-            self._trackers: list[Sink] = []
-            if config.tracking.tensorboard:
-                self._trackers.append(
-                    TensorBoardSink(directory.tensorboard, first_step=self._taken + 1 if self._taken else 0)
-                )
-            if config.tracking.wandb_project is not None:
-                plain = config.model_dump(mode="json", by_alias=True)
-                self._trackers.append(WandbSink(config.tracking.wandb_project, directory.path, config=plain))
-            for sink in self._trackers:
-                opened.callback(sink.close)
+            self._evaluations = opened.enter_context(EvaluationReporter(config, directory, taken=self._taken))
             self._display = self._open_display()
             opened.callback(lambda: self._display.close())
             self._opened = opened.pop_all()
@@ -149,9 +133,9 @@ class Reporter:
         first = (result.step - 1) * self._updates_per_step + 1
         for number, update in enumerate(result.updates, start=first):
             self._updates.write(result.step, {"update": number, **update})
-        if self._samples is not None:
-            self._samples.write(result.step, "train", result.samples)
-        for sink in (self._metrics, *self._trackers, self._display):
+        if self._evaluations.samples is not None:
+            self._evaluations.samples.write(result.step, "train", result.samples)
+        for sink in (self._metrics, *self._evaluations.trackers, self._display):
             sink.write(result.step, metrics)
         self._last_step = metrics
 
@@ -159,13 +143,7 @@ class Reporter:
         """Writes an evaluation."""
         if result is None:
             return
-        self._evaluations.write(result.step, result.metrics)
-        if self._samples is not None:
-            self._samples.write(result.step, "evaluation", result.samples)
-        for sink in self._trackers:
-            sink.write(result.step, result.metrics)
-        shown = (f"{name} {value:.4g}" for name, value in result.metrics.items() if not name.endswith("_ci95"))
-        print(f"evaluation after step {result.step}: {', '.join(shown)}", flush=True)
+        self._evaluations.write(result, f"evaluation after step {result.step}")
         self._evaluation = result.metrics
 
     def finished(self, export: Metrics, seconds: float) -> Summary:
