@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True)
 class AdamSettings:
-    """Of one optimizer; ``clip_grad`` None does not clip."""
+    """Of one optimizer; ``clip_grad`` None does not clip, ``schedule`` has the factor of the rate by optimizer step."""
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.95)
@@ -25,6 +26,7 @@ class AdamSettings:
     weight_decay: float = 0.0
     clip_grad: float | None = 1.0
     tensorflow: bool = False
+    schedule: Callable[[int], float] = lambda _: 1.0
 
 
 @dataclass
@@ -43,6 +45,7 @@ class Adam:
         parameters = {name: p for name, p in self.model.named_parameters() if p.grad is not None}
         norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in parameters.values()))
         scale = 1.0 if s.clip_grad is None else min(1.0, s.clip_grad / (norm + 1e-6))
+        lr = s.lr * s.schedule(self.steps)
         self.steps += 1
         corrections = 1 - s.betas[0] ** self.steps, 1 - s.betas[1] ** self.steps
         for name, p in parameters.items():
@@ -52,11 +55,11 @@ class Adam:
             second = s.betas[1] * second + (1 - s.betas[1]) * gradient**2
             self.moments[name] = first, second
             if p.ndim > 1:
-                p -= s.lr * s.weight_decay * p
+                p -= lr * s.weight_decay * p
             if s.tensorflow:
-                p -= s.lr * math.sqrt(corrections[1]) / corrections[0] * first / (second.sqrt() + s.eps)
+                p -= lr * math.sqrt(corrections[1]) / corrections[0] * first / (second.sqrt() + s.eps)
             else:
-                p -= s.lr * (first / corrections[0]) / ((second / corrections[1]).sqrt() + s.eps)
+                p -= lr * (first / corrections[0]) / ((second / corrections[1]).sqrt() + s.eps)
         return norm
 
 

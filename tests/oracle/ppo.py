@@ -1,4 +1,4 @@
-"""A naive iteration of PPO and its relatives on Hugging Face models: one sequence at a time, plain loops, nothing of
+"""A naive PPO and its relatives on Hugging Face models: one sequence at a time, plain loops, nothing of
 megarl.
 
 The choices, in the order of the computation:
@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tests.oracle import advantages, aggregation, comparisons, kl, normalisation, policy, scores, values
-from tests.oracle.adam import Adam, AdamSettings
+from tests.oracle.adam import Adam, AdamSettings, averaged
 from tests.oracle.models import Sample, token_statistics, token_values
 
 Numbers = Sequence[float]
@@ -44,6 +44,8 @@ class Settings:
     kl_coef: float = 0.0
     kl_estimate: Callable[[Tensor, Tensor], Tensor] = kl.k1
     kl_in_loss: bool = False
+    kl_target: float | None = None
+    kl_horizon: float = 10000.0
     cumulative: bool = True
     whiten_rewards: bool = False
     estimate: Callable[[Numbers, Numbers], advantages.Rows] | None = None
@@ -57,6 +59,7 @@ class Settings:
     entropy_coef: float = 0.0
     mixing: str = "add"
     mixing_coef: float = 0.0
+    average_decay: float = 0.992
 
 
 @dataclass(kw_only=True)
@@ -83,14 +86,32 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """What one iteration learns from.
+
+    Args:
+        samples: all of them.
+        mini_batches: the sample ids of every optimizer step, in order, over all epochs.
+        texts: what is mixed into every optimizer step, as samples whose responses count.
+        critic_alone: leave the actor as it is.
+    """
+
+    samples: Sequence[Sample]
+    mini_batches: Sequence[Sequence[str]]
+    texts: Sequence[Sequence[Sample]] = ()
+    critic_alone: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Of an iteration; the models are trained copies of those given."""
+    """Of all iterations; the models are trained copies of those given, ``average`` is of the actor's weights."""
 
     experience: dict[str, Experience]
     actor_steps: list[Step]
     critic_steps: list[Step]
     actor: nn.Module
     critic: nn.Module | None
+    average: dict[str, Tensor]
 
 
 def ppo_iteration(
@@ -103,31 +124,64 @@ def ppo_iteration(
     *,
     texts: Sequence[Sequence[Sample]] = (),
 ) -> Outcome:
-    """One iteration on given samples.
+    """One iteration on given samples; see ``ppo_run``."""
+    return ppo_run(
+        actor, reference, critic, [Iteration(samples=samples, mini_batches=mini_batches, texts=texts)], settings
+    )
+
+
+def ppo_run(
+    actor: nn.Module,
+    reference: nn.Module,
+    critic: nn.Module | None,
+    iterations: Sequence[Iteration],
+    settings: Settings,
+) -> Outcome:
+    """Iterations one after the other, with the samples that each had.
 
     Args:
         actor, reference: causal language models; see ``models.causal_lm``.
         critic: see ``models.headed_model``; None for algorithms without one.
-        samples: all samples of the iteration.
-        mini_batches: the sample ids of every optimizer step, in order, over all epochs.
+        iterations: what each learns from.
         settings: of the algorithm.
-        texts: what is mixed into every optimizer step, as samples whose responses count.
     """
     actor, critic = copy.deepcopy(actor), copy.deepcopy(critic)
-    experience = build_experience(actor, reference, critic, samples, settings)
     actor_adam, critic_adam = Adam(actor, settings.actor), critic and Adam(critic, settings.critic)
+    average = {name: p.detach().clone() for name, p in actor.named_parameters()}
+    all_experience: dict[str, Experience] = {}
     actor_steps: list[Step] = []
     critic_steps: list[Step] = []
-    by_id = {sample.sample_id: sample for sample in samples}
-    for i, ids in enumerate(mini_batches):
-        members = [(by_id[sample_id], experience[sample_id]) for sample_id in ids]
-        text = texts[i] if texts else ()
-        actor_steps.append(optimizer_step(actor, actor_adam, members, policy_terms, settings, text=text))
-        if critic is not None:
-            critic_steps.append(optimizer_step(critic, critic_adam, members, value_terms, settings))
+    for iteration in iterations:
+        experience = build_experience(actor, reference, critic, iteration.samples, settings)
+        by_id = {sample.sample_id: sample for sample in iteration.samples}
+        for i, ids in enumerate(iteration.mini_batches):
+            members = [(by_id[sample_id], experience[sample_id]) for sample_id in ids]
+            if not iteration.critic_alone:
+                text = iteration.texts[i] if iteration.texts else ()
+                actor_steps.append(optimizer_step(actor, actor_adam, members, policy_terms, settings, text=text))
+                average = averaged(average, actor, settings.average_decay)
+            if critic is not None:
+                critic_steps.append(optimizer_step(critic, critic_adam, members, value_terms, settings))
+        all_experience |= experience
+        settings = _with_adapted_penalty(settings, list(experience.values()))
     return Outcome(
-        experience=experience, actor_steps=actor_steps, critic_steps=critic_steps, actor=actor, critic=critic
+        experience=all_experience,
+        actor_steps=actor_steps,
+        critic_steps=critic_steps,
+        actor=actor,
+        critic=critic,
+        average=average,
     )
+
+
+def _with_adapted_penalty(settings: Settings, experience: Sequence[Experience]) -> Settings:
+    """The settings of the next iteration."""
+    if settings.kl_target is None:
+        return settings
+    sums = [sum(own.old_logprobs) - sum(own.ref_logprobs) for own in experience]
+    drift, count = sum(sums) / len(sums), len(sums)
+    coef = kl.adapted(settings.kl_coef, drift, count, target=settings.kl_target, horizon=settings.kl_horizon)
+    return replace(settings, kl_coef=coef)
 
 
 # ---- experience

@@ -1,8 +1,8 @@
 """Naive supervised fine-tuning and reward-model training on Hugging Face models: one sequence at a time.
 
 - Fine-tuning: the mean over the response tokens of a step of -log softmax(logits)[token], over the whole vocabulary.
-- Preferences: a response's score is the head's output at its last token; the mean over the pairs of a step of
-  log(1 + exp(rejected - chosen)) + centering * (chosen + rejected)^2.
+- Preferences: a response's score is the head's output at its last token; the loss is the mean over the preferences of a
+  step of one of the functions below.
 - The step is that of ``ppo``.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,8 +20,16 @@ from tests.oracle.adam import Adam, AdamSettings
 from tests.oracle.models import Sample, token_statistics
 from tests.oracle.ppo import Step
 
-Pair = tuple[Sample, Sample]
-"""The chosen and the rejected response."""
+
+@dataclass(frozen=True, kw_only=True)
+class Preference:
+    """Responses to a prompt, the best one first; of a pair, by how much it should lead."""
+
+    responses: Sequence[Sample]
+    margin: float = 0.0
+
+
+PreferenceLoss = Callable[[nn.Module, Preference], Tensor]
 
 
 def fine_tune(
@@ -38,23 +47,58 @@ def fine_tune(
 
 
 def train_reward(
-    reward: nn.Module, batches: Sequence[Sequence[Pair]], settings: AdamSettings, *, centering: float
+    reward: nn.Module,
+    batches: Sequence[Sequence[Preference]],
+    settings: AdamSettings,
+    loss_of: PreferenceLoss,
 ) -> tuple[list[Step], nn.Module]:
     """One optimizer step per batch, on a copy of the model."""
 
-    def loss(model: nn.Module, batch: Sequence[Pair]) -> tuple[Tensor, dict[str, float]]:
-        scores = [(score(model, chosen), score(model, rejected)) for chosen, rejected in batch]
-        terms = [torch.log(1 + torch.exp(r - c)) + centering * (c + r) ** 2 for c, r in scores]
-        numbers = [(c.item(), r.item()) for c, r in scores]
-        sums = {
-            "accuracy": sum(c > r for c, r in numbers),
-            "margin": sum(c - r for c, r in numbers),
-            "chosen": sum(c for c, _ in numbers),
-            "rejected": sum(r for _, r in numbers),
-        }
-        return torch.stack(terms).sum() / len(batch), {name: total / len(batch) for name, total in sums.items()}
+    def loss(model: nn.Module, batch: Sequence[Preference]) -> tuple[Tensor, dict[str, float]]:
+        scores = [[score(model, sample).item() for sample in one.responses] for one in batch]
+        metrics = {"accuracy": sum(best > max(others) for best, *others in scores) / len(batch)}
+        every = [value for one in scores for value in one]
+        metrics["score_mean"] = sum(every) / len(every)
+        metrics["score_var"] = sum((value - metrics["score_mean"]) ** 2 for value in every) / len(every)
+        if all(len(one) == 2 for one in scores):
+            metrics["chosen"] = sum(best for best, _ in scores) / len(batch)
+            metrics["rejected"] = sum(other for _, other in scores) / len(batch)
+            metrics["margin"] = metrics["chosen"] - metrics["rejected"]
+        return torch.stack([loss_of(model, one) for one in batch]).sum() / len(batch), metrics
 
     return _train(reward, batches, loss, settings)
+
+
+def pairwise(*, centering: float = 0.0) -> PreferenceLoss:
+    """log(1 + exp(rejected + margin - chosen)) + centering * (chosen + rejected)^2."""
+
+    def loss(model: nn.Module, pair: Preference) -> Tensor:
+        chosen, rejected = (score(model, sample) for sample in pair.responses)
+        return torch.log(1 + torch.exp(rejected + pair.margin - chosen)) + centering * (chosen + rejected) ** 2
+
+    return loss
+
+
+def best_of_n(model: nn.Module, one: Preference) -> Tensor:
+    """-log of the best one's part in the sum of exp(score)."""
+    scores = [torch.exp(score(model, sample)) for sample in one.responses]
+    return -torch.log(scores[0] / torch.stack(scores).sum())
+
+
+def span(model: nn.Module, pair: Preference) -> Tensor:
+    """The mean of log(1 + exp(rejected - chosen)) after every token, from the first in which the responses differ.
+
+    A response that has ended keeps its last score.
+    """
+    chosen, rejected = pair.responses
+    ends = len(chosen.response_ids), len(rejected.response_ids)
+    terms = []
+    for t in range(max(ends)):
+        if list(chosen.response_ids[: t + 1]) == list(rejected.response_ids[: t + 1]):
+            continue
+        after = [score(model, replace(sample, response_ids=sample.response_ids[: t + 1])) for sample in pair.responses]
+        terms.append(torch.log(1 + torch.exp(after[1] - after[0])))
+    return torch.stack(terms).mean()
 
 
 def score(reward: Any, sample: Sample) -> Tensor:

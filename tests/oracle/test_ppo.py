@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -20,7 +22,16 @@ from tests.oracle.models import (
     token_statistics,
     token_values,
 )
-from tests.oracle.ppo import Experience, Settings, optimizer_step, policy_terms, ppo_iteration, value_terms
+from tests.oracle.ppo import (
+    Experience,
+    Iteration,
+    Settings,
+    optimizer_step,
+    policy_terms,
+    ppo_iteration,
+    ppo_run,
+    value_terms,
+)
 
 CONFIG = {
     "model_type": "qwen2",
@@ -254,3 +265,28 @@ def test_text_is_mixed_in(mixing: str, own: float, text: float) -> None:
     likelihood = sum(token_statistics(actor, s, 1.0)[0].sum().item() for s in SAMPLES[:2]) / 4
     mixed = losses(mixing=mixing, mixing_coef=2.0)
     assert mixed == pytest.approx(own * losses() - text * likelihood, rel=1e-5)
+
+
+def test_a_second_iteration_goes_on_where_the_first_ended() -> None:
+    actor, reference, critic = language_model(0), language_model(2), value_model(1)
+    ids = [s.sample_id for s in SAMPLES]
+    once = Iteration(samples=SAMPLES, mini_batches=[ids])
+    both = ppo_run(actor, reference, critic, [once, once], SETTINGS)
+    first = ppo_run(actor, reference, critic, [once], SETTINGS)
+    again = ppo_run(first.actor, reference, first.critic, [once], SETTINGS)
+    assert [step.loss for step in both.actor_steps] == [first.actor_steps[0].loss, again.actor_steps[0].loss]
+    # Adam remembers the first gradient, and one that starts anew does not.
+    assert not torch.equal(both.actor.lm_head.weight, again.actor.lm_head.weight)
+    expected = 0.992 * actor.lm_head.weight + 0.008 * first.actor.lm_head.weight
+    torch.testing.assert_close(first.average["lm_head.weight"], expected)
+
+
+def test_the_penalty_adapts_and_a_critic_may_go_ahead() -> None:
+    actor, reference, critic = language_model(0), language_model(2), value_model(1)
+    once = Iteration(samples=SAMPLES, mini_batches=[[s.sample_id for s in SAMPLES]])
+    settings = replace(SETTINGS, kl_target=1e9, kl_horizon=3.0)  # far too high a target: the coefficient falls by 20%
+    alone = ppo_run(actor, reference, critic, [replace(once, critic_alone=True), once], settings)
+    assert (len(alone.actor_steps), len(alone.critic_steps)) == (1, 2)
+    fallen = ppo_run(actor, reference, alone.critic, [once], replace(settings, kl_coef=0.08))
+    rewards = [[own.rewards for own in outcome.experience.values()] for outcome in (alone, fallen)]
+    assert list(chain(*rewards[0])) == pytest.approx(list(chain(*rewards[1])))
