@@ -93,6 +93,7 @@ def gspo(
     """
     difference = new_logprobs - old_logprobs
     ratio = row_mean(difference, response_mask).clamp(-log_clamp, log_clamp).exp()
+    advantages = torch.where(response_mask, advantages, torch.zeros_like(advantages))  # all tokens share the ratio
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high))
     values = torch.maximum(unclipped, clipped)

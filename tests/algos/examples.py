@@ -1,0 +1,73 @@
+"""What the tests of the losses share: the losses with options that matter, and batches with gaps and empty rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.algos import aggregation, policy, values
+from megarl.algos.aggregation import weighted_sum
+from megarl.algos.terms import LossTerms
+
+PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor], LossTerms]
+
+POLICY_LOSSES: Mapping[str, PolicyLoss] = {
+    "ppo": policy.ppo,
+    "ppo clip-higher": partial(policy.ppo, clip=0.1, clip_high=0.28),
+    "ppo dual clip": partial(policy.ppo, dual_clip=1.4),
+    "ppo delta": partial(policy.ppo, delta=1.5),
+    "ppo ratio clamp": partial(policy.ppo, ratio_clamp=(0.5, 1.6)),
+    "gspo": partial(policy.gspo, clip=0.1, clip_high=0.15),
+    "cispo": partial(policy.cispo, clip=0.2, clip_high=0.3),
+    "cispo upper": partial(policy.cispo_upper, max_ratio=1.3),
+    "sapo": policy.sapo,
+    "gmpo": partial(policy.gmpo, clip=0.3),
+    "reinforce": policy.reinforce,
+}
+VALUE_LOSSES: Mapping[str, Callable[[Tensor, Tensor, Tensor], LossTerms]] = {
+    "mse": values.mse,
+    "mse unclipped": partial(values.mse, clip=None, scale=1.0),
+    "huber": partial(values.huber, delta=0.7),
+    "huber unclipped": partial(values.huber, clip=None, delta=0.7),
+}
+AGGREGATIONS: Mapping[str, Callable[..., Tensor]] = {
+    "token_mean": aggregation.token_mean,
+    "token_sum": aggregation.token_sum,
+    "sequence_mean": aggregation.sequence_mean,
+    "sequence_sum": aggregation.sequence_sum,
+    "sequence_sum_norm": partial(aggregation.sequence_sum_norm, tokens=7.0),
+}
+MASK = torch.tensor([[1, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0], [0, 1, 1, 1, 0, 1]]).bool()
+"""Gaps, an empty row, a row of one token."""
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def tokens(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """new, old and advantages (or values, old values and returns) of the shape of MASK."""
+    old = numbers(*MASK.shape, seed=seed)
+    return old + 0.4 * numbers(*MASK.shape, seed=seed + 1), old, numbers(*MASK.shape, seed=seed + 2)
+
+
+def step_weights(mask: Tensor, aggregate: Callable[..., Tensor] = aggregation.token_mean, **step: Any) -> Tensor:
+    """The weights of rows that are a whole step, or part of one whose totals are given."""
+    totals = {"total_tokens": int(mask.sum()), "total_sequences": int(mask.any(-1).sum()), **step}
+    return aggregate(mask, dtype=torch.float64, **totals)
+
+
+def total(loss: LossTerms, mask: Tensor, aggregate: Callable[..., Tensor] = aggregation.token_mean) -> Tensor:
+    """The loss of a step."""
+    return weighted_sum(loss.values, step_weights(mask, aggregate))
+
+
+def gradient(function: PolicyLoss, new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor = MASK) -> Tensor:
+    """Of the token mean, with respect to the new log-probabilities."""
+    leaf = new.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(total(function(leaf, old, advantages, mask), mask), leaf)
+    return grad

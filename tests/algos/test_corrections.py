@@ -1,0 +1,197 @@
+"""Rollout corrections against the oracle's loops, over ranks, and what they keep."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megarl.algos import corrections, metrics
+from megarl.algos.m2po import m2po
+from megarl.algos.normalisation import Reduce
+from tests.algos.adapters.common import local, on_ranks
+from tests.algos.examples import MASK, numbers, tokens
+from tests.oracle import corrections as naive
+
+WEIGHTS = {
+    "token_truncate": corrections.token_truncate,
+    "token_mask": corrections.token_mask,
+    "sequence_truncate": corrections.sequence_truncate,
+    "sequence_mask": corrections.sequence_mask,
+    "geometric_truncate": corrections.geometric_truncate,
+    "geometric_mask": corrections.geometric_mask,
+}
+KINDS = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
+"""From d = log(rollout / old)."""
+LEVELS = ("token", "sequence_sum", "sequence_mean", "sequence_max")
+STATISTICS = [(level, kind) for level in LEVELS for kind in KINDS if (level, kind) != ("sequence_max", "k1")]
+
+
+def rows(*columns: Tensor) -> list[list[list[float]]]:
+    """The counting tokens of the rows that have some, of each column."""
+    return [[own[row][mask].tolist() for own in columns] for row, mask in enumerate(MASK) if mask.any()]
+
+
+@pytest.mark.parametrize("bounds", [(None, 1.2), (0.8, 1.3), (0.97, 1.03)], ids=str)
+@pytest.mark.parametrize("name", WEIGHTS)
+@given(seed=st.integers(0, 99))
+def test_weights_are_those_of_the_oracle(name: str, bounds: tuple[float | None, float], seed: int) -> None:
+    old, rollout, _ = tokens(seed)
+    lower, upper = bounds
+    weights = WEIGHTS[name](old, rollout, MASK, local, upper=upper, lower=lower)
+    assert not weights[~MASK].any()
+    for own, before, sampled in rows(weights, old, rollout):
+        assert own == pytest.approx(getattr(naive, name)(before, sampled, upper=upper, lower=lower or 0.0))
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_batch_normalised_weights_have_mean_one_over_all_ranks(name: str) -> None:
+    old, rollout, _ = tokens(4)
+
+    def weigh(part: slice, reduce: Reduce) -> Tensor:
+        return WEIGHTS[name](old[part], rollout[part], MASK[part], reduce, upper=1.3, batch_normalise=True)
+
+    whole = weigh(slice(0, 4), local)
+    plain = [own for (own,) in rows(WEIGHTS[name](old, rollout, MASK, local, upper=1.3))]
+    expected = naive.normalised(plain, by_sequence=name.startswith("sequence") or name == "geometric_truncate")
+    for (own,), other in zip(rows(whole), expected, strict=True):
+        assert own == pytest.approx(other)
+    for split in ([slice(0, 1), slice(1, 4)], [slice(0, 4), slice(0, 0)], [slice(1, 2), slice(2, 4), slice(0, 1)]):
+        parts = on_ranks(weigh, [(part,) for part in split])
+        for part, own in zip(split, parts, strict=True):
+            torch.testing.assert_close(own, whole[part])
+
+
+def test_weights_carry_no_gradient_and_stay_finite() -> None:
+    old = torch.tensor([[500.0, -500.0]], requires_grad=True)
+    for weigh in WEIGHTS.values():
+        weights = weigh(old, torch.zeros(1, 2), torch.ones(1, 2).bool(), local)
+        assert not weights.requires_grad
+        assert torch.isfinite(weights).all()
+
+
+@pytest.mark.parametrize(("level", "kind"), STATISTICS)
+@given(seed=st.integers(0, 99))
+def test_rejection_is_that_of_the_oracle(level: str, kind: str, seed: int) -> None:
+    old, rollout, _ = tokens(seed)
+    statistic: Any = f"{level}_{kind}"
+    keep = corrections.rejection(old, rollout, MASK, statistic=statistic, upper=1.1 if kind == "k1" else 0.1)
+    assert not keep[~MASK].any()
+    lower, upper = (math.log(1 / 1.1), math.log(1.1)) if kind == "k1" else (-math.inf, 0.1)
+    options: Any = {"of": KINDS[kind], "level": level.removeprefix("sequence_"), "lower": lower, "upper": upper}
+    for own, before, sampled in rows(keep.double(), old, rollout):
+        assert own == naive.rejected(before, sampled, **options)
+
+
+def test_the_lower_bound_of_k1_may_be_given() -> None:
+    old, rollout = torch.tensor([[-1.0, -1.0, -1.0]]), torch.tensor([[-1.3, -1.0, -0.7]])  # rollout / old .74, 1, 1.35
+    mask = torch.ones(1, 3).bool()
+    keep = [
+        corrections.rejection(old, rollout, mask, statistic="token_k1", upper=u, lower=low)
+        for u, low in ((1.4, None), (1.4, 0.9), (1.1, 0.5))
+    ]
+    assert [k.tolist() for k in keep] == [[[True, True, True]], [[False, True, True]], [[True, True, False]]]
+
+
+def test_sequences_that_are_to_be_made_rarer_and_are_rare_already_are_dropped() -> None:
+    rollout, mask = torch.full((4, 3), -1.0), torch.tensor([[1, 1, 1]] * 3 + [[0, 0, 0]]).bool()
+    new = rollout - torch.tensor([0.2, 0.2, 0.0, 0.2])[:, None]
+    advantages = torch.tensor([-1.0, 1.0, -1.0, -1.0])[:, None].expand(4, 3)
+    keep = corrections.off_policy_sequences(new, rollout, advantages, mask, delta=0.1)
+    assert keep.flatten().tolist() == [False, True, True, True]
+
+
+# ---- M2PO
+
+
+@given(st.integers(0, 999), st.floats(0.001, 2.0))
+def test_m2po_keeps_what_sorting_keeps(seed: int, threshold: float) -> None:
+    old, rollout, _ = tokens(seed)
+    keep = m2po(old, rollout, MASK, local, threshold=threshold)
+    naive_keep = naive.second_moment([r for (r,) in rows(rollout - old)], threshold=threshold)
+    kept = [own for (own,) in rows(keep.double())]
+    if any(map(any, naive_keep)):
+        assert kept == naive_keep
+    else:
+        squares = (rollout - old).square()[MASK]
+        assert keep.sum() == 1, "where not even the smallest is small enough, it stays alone"
+        assert (rollout - old).square()[keep] == squares.min()
+
+
+def test_m2po_does_not_depend_on_the_ranks() -> None:
+    old, rollout, _ = tokens(0)
+    whole = m2po(old, rollout, MASK, local, threshold=0.05)
+    assert whole.any()
+    assert (MASK & ~whole).any()
+    for split in ([slice(0, 1), slice(1, 4)], [slice(0, 4), slice(0, 0)], [slice(1, 2), slice(2, 4), slice(0, 1)]):
+        kept = on_ranks(
+            lambda part, reduce: m2po(old[part], rollout[part], MASK[part], reduce, threshold=0.05),
+            [(part,) for part in split],
+        )
+        for part, own in zip(split, kept, strict=True):
+            assert torch.equal(own, whole[part])
+
+
+def test_m2po_of_nothing_and_of_the_same() -> None:
+    old = numbers(2, 3, seed=0)
+    assert not m2po(old, old, torch.zeros(2, 3).bool(), local).any()
+    assert m2po(old, old, torch.ones(2, 3).bool(), local).all()
+    apart = m2po(old, old + 1.0, torch.ones(2, 3).bool(), local, threshold=0.5)
+    assert apart.any(), "the smallest stays"
+
+
+# ---- the proximal policy, without a forward pass
+
+
+@pytest.mark.parametrize("method", ["loglinear", "linear"])
+def test_the_proximal_policy_is_between_the_two(method: Any) -> None:
+    new, rollout, _ = tokens(0)
+    versions = torch.tensor([[-1, 3, 5, 7, 8, 9]]).expand_as(new)
+    alpha = corrections.proximal_weights(versions, 8)
+    assert alpha[0].tolist() == pytest.approx([0.0, 0.8, 2 / 3, 0.0, 0.0, 0.0])
+    proximal = corrections.proximal_logprobs(rollout, new.requires_grad_(), alpha.double(), method=method)
+    assert not proximal.requires_grad
+    torch.testing.assert_close(proximal[:, [0, 3, 4, 5]], rollout[:, [0, 3, 4, 5]])
+    low, high = torch.minimum(new, rollout), torch.maximum(new, rollout)
+    assert ((low < proximal) & (proximal < high))[:, 1:3].all()
+    if method == "loglinear":
+        expected = naive.between(rollout[0, 1:].tolist(), new[0, 1:].tolist(), versions[0, 1:].tolist(), current=8)
+        assert proximal[0, 1:].tolist() == pytest.approx(expected)
+    else:
+        torch.testing.assert_close(proximal.exp(), (1 - alpha) * rollout.exp() + alpha * new.detach().exp())
+
+
+# ---- metrics
+
+
+@pytest.mark.parametrize("measure", ["mismatch", "correction"])
+def test_metrics_add_up_over_ranks(measure: str) -> None:
+    old, rollout, _ = tokens(0)
+    weights = corrections.token_mask(old, rollout, MASK, local, upper=1.2)
+
+    def of(part: slice, reduce: Reduce) -> dict[str, float]:
+        if measure == "mismatch":
+            return metrics.mismatch_metrics(old[part], rollout[part], MASK[part], reduce=reduce)
+        return metrics.correction_metrics(weights[part], old[part], rollout[part], MASK[part], reduce=reduce)
+
+    whole = of(slice(0, 4), local)
+    for split in ([slice(0, 1), slice(1, 4)], [slice(0, 4), slice(0, 0)]):
+        for own in on_ranks(of, [(part,) for part in split]):
+            assert own == pytest.approx(whole)
+
+
+def test_the_same_policy_needs_no_correction() -> None:
+    old = torch.where(MASK, numbers(*MASK.shape, seed=0), float("nan"))
+    told = metrics.mismatch_metrics(old, old, MASK, reduce=local)
+    assert told.pop("rollout_corr/training_ppl") == told.pop("rollout_corr/rollout_ppl")
+    ones = ("rollout_corr/ppl_ratio", "rollout_corr/mult_prob_error")
+    assert told == {name: 1.0 if name in ones else 0.0 for name in told}
+    weights = corrections.token_truncate(old, old, MASK, local)
+    told = metrics.correction_metrics(weights, old, old, MASK, reduce=local)
+    none = ("rollout_corr/changed_fraction", "rollout_corr/kept_log_ratio")
+    assert told == pytest.approx({name: 0.0 if name in none else 1.0 for name in told})

@@ -1,0 +1,245 @@
+"""Properties of the losses, and agreement with the oracle's loops, one response at a time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megarl.algos import aggregation, comparisons, corrections, policy, preference, values
+from megarl.algos.advantages import from_outcomes
+from megarl.algos.aggregation import weighted_sum
+from megarl.algos.comparisons import Samples
+from megarl.algos.mixing import ptx_shares
+from megarl.algos.terms import LossTerms, weighted, with_term
+from tests.algos.adapters.common import local
+from tests.algos.examples import (
+    AGGREGATIONS,
+    MASK,
+    POLICY_LOSSES,
+    VALUE_LOSSES,
+    gradient,
+    step_weights,
+    tokens,
+    total,
+)
+from tests.oracle import aggregation as naive_aggregation
+from tests.oracle import policy as naive_policy
+from tests.oracle import values as naive_values
+
+NAN = float("nan")
+
+
+# ---- against the oracle
+
+SAME_POLICY: list[tuple[Callable[..., LossTerms], Callable[..., naive_policy.Loss], dict[str, Any]]] = [
+    (policy.ppo, naive_policy.ppo, {"clip": 0.1, "clip_high": 0.28, "dual_clip": 1.4}),
+    (policy.ppo, naive_policy.ppo, {"ratio_clamp": (0.7, 1.1)}),
+    (policy.gspo, naive_policy.gspo, {"clip": 0.05, "clip_high": 0.1}),
+    (policy.cispo, naive_policy.cispo, {"clip": 0.2, "clip_high": 0.3}),
+    (policy.sapo, naive_policy.sapo, {"tau_pos": 0.9, "tau_neg": 1.2}),
+    (policy.gmpo, naive_policy.gmpo, {"clip": 0.2, "clip_high": 0.3}),
+    (policy.reinforce, naive_policy.reinforce, {}),
+]
+
+
+@pytest.mark.parametrize("case", SAME_POLICY, ids=lambda case: f"{case[0].__name__} {case[2]}")
+@given(seed=st.integers(0, 99))
+def test_policy_losses_are_those_of_the_oracle(case: Any, seed: int) -> None:
+    function, naive, options = case
+    new, old, advantages = tokens(seed)
+    loss = function(new, old, advantages, MASK, **options)
+    for row, mask in enumerate(MASK):
+        if mask.any():
+            expected, clipped = naive(new[row][mask], old[row][mask], advantages[row][mask], **options)
+            torch.testing.assert_close(loss.values[row][mask], expected.double())
+            assert torch.equal(loss.metrics["clipfrac"][row][mask], clipped.double())
+
+
+@pytest.mark.parametrize("options", [{}, {"clip": None}, {"clip": 0.5, "scale": 1.0}], ids=str)
+@pytest.mark.parametrize(("function", "naive"), [(values.mse, naive_values.mse), (values.huber, naive_values.huber)])
+@given(seed=st.integers(0, 99))
+def test_value_losses_are_those_of_the_oracle(function: Any, naive: Any, options: Any, seed: int) -> None:
+    options = {**options, "delta": 0.6} if function is values.huber else options
+    now, old, returns = tokens(seed)
+    loss = function(now, old, returns, **options)
+    expected, clipped = naive(now.flatten(), old.flatten(), returns.flatten(), **options)
+    torch.testing.assert_close(loss.values.flatten(), expected)
+    assert torch.equal(loss.metrics["clipfrac"].flatten(), clipped.double())
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_the_weights_of_tokens_are_those_of_the_oracle(name: str) -> None:
+    lengths = [n for n in MASK.sum(-1).tolist() if n]
+    naive = getattr(naive_aggregation, name)
+    options = {"tokens": 7} if name == "sequence_sum_norm" else {}
+    weights = step_weights(MASK, AGGREGATIONS[name])
+    assert not weights[~MASK].any()
+    for row, mask in zip(weights, MASK, strict=True):
+        for weight in row[mask].tolist():
+            assert weight == pytest.approx(naive(int(mask.sum()), lengths, **options))
+
+
+# ---- what changes nothing
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATIONS)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_the_order_of_rows_and_their_split_change_nothing(name: str, aggregate: str) -> None:
+    new, old, advantages = tokens(0)
+    whole = total(POLICY_LOSSES[name](new, old, advantages, MASK), MASK, AGGREGATIONS[aggregate])
+    weights = step_weights(MASK, AGGREGATIONS[aggregate])
+    order = random.Random(0).sample(range(len(MASK)), len(MASK))
+    for parts in (1, 2, 4):
+        split = [order[i::parts] for i in range(parts)]
+        loss = [POLICY_LOSSES[name](new[r], old[r], advantages[r], MASK[r]).values for r in split]
+        added = sum(weighted_sum(own, weights[rows]) for own, rows in zip(loss, split, strict=True))
+        torch.testing.assert_close(added, whole, rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATIONS)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_padding_and_rows_without_tokens_change_nothing(name: str, aggregate: str) -> None:
+    new, old, advantages = (torch.where(MASK, x, NAN) for x in tokens(0))
+    pad = torch.nn.functional.pad
+
+    def measured(new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        leaf = new.clone().requires_grad_()
+        loss = total(POLICY_LOSSES[name](leaf, old, advantages, mask), mask, AGGREGATIONS[aggregate])
+        (grad,) = torch.autograd.grad(loss, leaf)
+        return loss, torch.where(mask, grad, 0.0)
+
+    loss, grad = measured(new, old, advantages, MASK)
+    assert torch.isfinite(loss)
+    assert torch.isfinite(grad).all()
+    wider = [pad(x, (0, 3, 0, 2), value=NAN) for x in (new, old, advantages)]
+    wide_loss, wide_grad = measured(*wider, pad(MASK, (0, 3, 0, 2), value=False))
+    torch.testing.assert_close(wide_loss, loss, rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(wide_grad[:-2, :-3], grad, rtol=1e-12, atol=0.0)
+    assert not wide_grad[-2:].any()
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_equal_scores_in_every_group_give_no_gradient(name: str) -> None:
+    new, old, _ = tokens(0)
+    samples = Samples(
+        scores=torch.tensor([2.0, 2.0, -1.0, -1.0]).double(),
+        groups=torch.tensor([0, 0, 1, 1]),
+        lengths=MASK.sum(-1),
+        finished=torch.ones(4).bool(),
+        scored=torch.ones(4).bool(),
+    )
+    for compare in (comparisons.grpo, comparisons.dr_grpo, comparisons.rloo, comparisons.opo):
+        advantages = from_outcomes(compare(samples), torch.zeros_like(new), MASK, cumulative=True)
+        assert not gradient(POLICY_LOSSES[name], new, old, advantages).any()
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_the_first_update_is_the_policy_gradient(name: str) -> None:
+    """Whatever the loss, at new = old its gradient is that of -A * log p, in sequences of one advantage."""
+    _, old, advantages = tokens(0)
+    advantages = advantages[:, :1].expand_as(old)
+    loss = POLICY_LOSSES[name](old, old, advantages, MASK)
+    assert not loss.metrics["clipfrac"][MASK].any()
+    assert not loss.metrics["approxkl"].any()
+    assert (loss.spreads["ratio"] == 1).all()
+    leaf = old.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(
+        total(POLICY_LOSSES[name](leaf, old, advantages, MASK), MASK, aggregation.sequence_mean), leaf
+    )
+    torch.testing.assert_close(grad, -advantages * step_weights(MASK, aggregation.sequence_mean))
+
+
+# ---- decoupled PPO, mixed-in text
+
+
+@pytest.mark.parametrize("mode", [corrections.token_mask, corrections.token_truncate])
+def test_where_the_rollout_was_by_the_proximal_policy_decoupled_ppo_is_ppo(mode: Any) -> None:
+    new, proximal, advantages = tokens(0)
+    weights = mode(proximal, proximal, MASK, local, upper=5.0)
+    plain = policy.ppo(new, proximal, advantages, MASK)
+    torch.testing.assert_close(total(weighted(plain, weights), MASK), total(plain, MASK), rtol=0.0, atol=0.0)
+
+
+def test_text_of_no_weight_is_no_text_and_of_all_weight_all_there_is() -> None:
+    assert ptx_shares(coef=0.0, mode="add") == (1.0, 0.0)
+    assert ptx_shares(coef=0.0, mode="convex") == (1.0, 0.0)
+    assert ptx_shares(coef=1.0, mode="convex") == (0.0, 1.0)
+    assert ptx_shares(coef=27.8, mode="deepspeed") == (0.5, 13.9)
+
+
+# ---- single losses
+
+
+def test_the_gradient_of_gspo_is_that_of_a_sequence_on_each_of_its_tokens() -> None:
+    new, old, advantages = tokens(0)
+    advantages = advantages[:, :1].expand_as(new)
+    grad = gradient(partial(policy.gspo, clip=9.0, clip_high=9.0), new, old, advantages)
+    for row, mask in enumerate(MASK):
+        if mask.any():
+            ratio = (new[row] - old[row])[mask].mean().exp()
+            torch.testing.assert_close(grad[row][mask], (-advantages[row] * ratio / MASK.sum())[mask])
+
+
+def test_delta_is_a_dual_clip_by_another_name_without_its_metric() -> None:
+    new, old, advantages = tokens(1)
+    new = 3 * new
+    one, other = (policy.ppo(new, old, advantages, MASK, **{name: 1.5}) for name in ("delta", "dual_clip"))
+    torch.testing.assert_close(one.values, other.values)
+    assert other.metrics["clipfrac_lower"].any()
+    assert not one.metrics["clipfrac_lower"].any()
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES.keys() - {"reinforce"}))
+def test_log_ratios_beyond_any_use_stay_finite(name: str) -> None:
+    new = torch.tensor([[500.0, -500.0]]).double()
+    mask = torch.ones(1, 2).bool()
+    loss = POLICY_LOSSES[name](new, torch.zeros(1, 2).double(), torch.tensor([[-1.0, 1.0]]).double(), mask)
+    assert torch.isfinite(loss.values).all()
+    assert torch.isfinite(gradient(POLICY_LOSSES[name], new, torch.zeros(1, 2), -torch.ones(1, 2), mask)).all()
+
+
+def test_huber_is_the_squared_error_up_to_delta_and_then_grows_less() -> None:
+    now, zero = torch.tensor([[0.5, 1.0, 3.0]]).double(), torch.zeros(1, 3).double()
+    loss = values.huber(now, now, zero, clip=None, scale=1.0, delta=1.0)
+    assert loss.values.tolist() == [[0.25, 1.0, 5.0]]
+
+
+def test_pairs_far_apart_stay_finite_and_a_margin_asks_for_more() -> None:
+    chosen, rejected = torch.tensor([1e4, -1e4]).double(), torch.tensor([-1e4, 1e4]).double()
+    for kind in ("logsigmoid", "logexp"):
+        assert preference.pairwise(chosen, rejected, kind=kind).values.tolist() == [0.0, 2e4]  # type: ignore[arg-type]
+    near = torch.tensor([0.5]).double()
+    with_margin = preference.pairwise(near, near, torch.tensor([0.7]))
+    torch.testing.assert_close(with_margin.values, preference.pairwise(near - 0.7, near).values)
+    assert preference.pairwise(near, near).metrics["accuracy"].item() == 0.0
+
+
+def test_the_best_of_equal_scores_costs_the_log_of_their_number() -> None:
+    loss = preference.best_of_n(torch.zeros(2, 4), torch.tensor([0, 3]))
+    assert loss.values.tolist() == pytest.approx([1.3862943611198906] * 2)
+
+
+def test_terms_without_a_coefficient_are_metrics_alone() -> None:
+    loss = LossTerms(values=torch.ones(1, 2), metrics={})
+    told = with_term(loss, "entropy", torch.tensor([[NAN, 2.0]]), coef=0.0)
+    assert torch.equal(told.values, loss.values)
+    assert told.metrics["entropy"][0, 1] == 2.0
+
+
+def test_metrics_carry_no_gradient() -> None:
+    new, old, advantages = tokens(0)
+    leaf = new.requires_grad_()
+    losses = [function(leaf, old, advantages, MASK) for function in POLICY_LOSSES.values()]
+    losses += [function(leaf, old, advantages) for function in VALUE_LOSSES.values()]
+    losses += [preference.pairwise(leaf[0], leaf[1]), preference.best_of_n(leaf, torch.zeros(4).long())]
+    losses += [with_term(losses[0], "kl", leaf, coef=0.1)]
+    for loss in losses:
+        assert not any(x.requires_grad for x in {**loss.metrics, **loss.spreads}.values())
