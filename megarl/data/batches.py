@@ -5,23 +5,24 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megarl.data.demonstrations import Demonstration
-from megarl.data.pairs import Pair
+from megarl.data.preferences import Preference
 from megarl.types import Ragged, SampleInfo, TextChunk
 
 
 def text_batch(
-    items: Sequence[Demonstration] | Sequence[Pair], chunks: int
+    items: Sequence[Demonstration] | Sequence[Preference], chunks: int
 ) -> tuple[tuple[SampleInfo, ...], tuple[TextChunk, ...]]:
-    """Divides demonstrations or preference pairs into chunks of about as many items each.
+    """Divides demonstrations or preferences into chunks of about as many items each.
 
-    A pair makes two rows of one chunk, 2i the chosen and 2i + 1 the rejected response. A row's id is ``key/n``, of a
-    pair's ``key/n/chosen`` and ``key/n/rejected``, where n counts from 0 how often the item comes in the batch.
+    A preference makes neighbouring rows of one chunk, one per response and the best one first. A row's id is ``key/n``,
+    of a preference's ``key/n/i``, where n counts from 0 how often the item comes in the batch, and i its responses.
 
     Args:
         items: of one step, in order.
@@ -46,9 +47,18 @@ def text_batch(
                 sample_ids=tuple(row.sample_id for row in rows),
                 prompt_ids=Ragged.from_rows([row.prompt_ids for row in rows], np.int32),
                 response_ids=Ragged.from_rows([row.response_ids for row in rows], np.int32),
+                margins=_margins(rows),
             )
         )
     return tuple(samples), tuple(made)
+
+
+def on_all_tokens(samples: Sequence[SampleInfo]) -> list[SampleInfo]:
+    """The same rows, for a loss on every token of prompt and response but the first, which nothing predicts.
+
+    To a schedule, the tokens that a loss counts are those of the response: here the response begins at token 1.
+    """
+    return [replace(sample, prompt_tokens=1, response_tokens=sample.tokens - 1) for sample in samples]
 
 
 class _Row(NamedTuple):
@@ -56,15 +66,21 @@ class _Row(NamedTuple):
     sample_id: str
     prompt_ids: npt.NDArray[np.int32]
     response_ids: npt.NDArray[np.int32]
+    margin: float | None
 
 
-def _rows(item: Demonstration | Pair, occurrence: int) -> list[_Row]:
+def _margins(rows: Sequence[_Row]) -> npt.NDArray[np.float32] | None:
+    margins = [row.margin for row in rows if row.margin is not None]
+    return np.array(margins, dtype=np.float32) if len(margins) == len(rows) else None
+
+
+def _rows(item: Demonstration | Preference, occurrence: int) -> list[_Row]:
     name = f"{item.key}/{occurrence}"
     if isinstance(item, Demonstration):
-        return [_Row(item.key, name, item.prompt_ids, item.response_ids)]
+        return [_Row(item.key, name, item.prompt_ids, item.response_ids, None)]
     return [
-        _Row(item.key, f"{name}/chosen", item.prompt_ids, item.chosen_ids),
-        _Row(item.key, f"{name}/rejected", item.prompt_ids, item.rejected_ids),
+        _Row(item.key, f"{name}/{place}", item.prompt_ids, response, item.margin)
+        for place, response in enumerate(item.responses)
     ]
 
 

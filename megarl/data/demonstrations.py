@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megarl.config.schema import SourceFields
+from megarl.config.schema import Fault, SourceFields
 from megarl.data.encoding import PROMPTS, Encoder, messages
-from megarl.data.sources import Row, parse_rows
+from megarl.data.sources import Row, Rows, parse_rows
 from megarl.data.tokenizer import Tokenizer
 
 _RESPONSES = ("response_ids", "response", "completion")
@@ -43,8 +44,8 @@ def load_demonstrations(
     vocab_size: int,
     chat_template: bool,
     max_tokens: int,
-    too_long: Literal["refuse", "drop"],
-) -> tuple[list[Demonstration], int]:
+    drop: Collection[Fault] = (),
+) -> Rows[Demonstration]:
     """Reads demonstrations; a row's key is its number.
 
     A row has a prompt (``prompt``, text or a chat; or ``prompt_ids``) and a response (``response`` or ``completion``,
@@ -56,20 +57,15 @@ def load_demonstrations(
         vocab_size: ids must lie below it.
         chat_template: text prompts are what a user says in a chat.
         max_tokens: of prompt and response together.
-        too_long: whether rows that have more are an error, or left out.
-
-    Returns:
-        The demonstrations, and how many rows were left out.
+        drop: faults of rows that are left out; rows with others are errors.
 
     Raises:
         OSError, ValueError: the source cannot be read; rows are broken, of which the first are named with file, line
             and reason; the tokenizer does not fit.
     """
-    encoder = Encoder(
-        tokenizer, vocab_size=vocab_size, chat_template=chat_template, max_tokens=max_tokens, too_long=too_long
-    )
+    encoder = Encoder(tokenizer, vocab_size=vocab_size, chat_template=chat_template, max_tokens=max_tokens)
 
-    def parse(row: Row, columns: dict[str, Any]) -> Demonstration | None:
+    def parse(row: Row, columns: dict[str, Any]) -> Demonstration:
         if "messages" in columns and not any(name in columns for name in _RESPONSES):
             chat = messages("messages", columns["messages"])
             if len(chat) < 2 or chat[-1]["role"] != "assistant":
@@ -77,8 +73,7 @@ def load_demonstrations(
             prompt, response = encoder.chat(chat[:-1]), encoder.answer(chat[-1]["content"])
         else:
             prompt, response = encoder.prompt(columns, *PROMPTS), encoder.response(columns, *_RESPONSES)
-        if not encoder.fits(prompt, response):
-            return None
+        encoder.check_length(prompt, response)
         return Demonstration(key=str(row.number), prompt_ids=prompt, response_ids=response)
 
-    return parse_rows(source, parse)
+    return parse_rows(source, parse, drop)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from megarl.data.sources import listed
+from megarl.data.sources import UnusableRowError, listed
 from megarl.data.tokenizer import Message, Tokenizer
 
 Ids = npt.NDArray[np.int32]
@@ -26,7 +26,6 @@ class Encoder:
         vocab_size: ids must lie below it.
         chat_template: text prompts are what a user says in a chat.
         max_tokens: most that a row may have.
-        too_long: what becomes of rows that have more.
 
     Raises:
         ValueError: the tokenizer does not fit, or there is none where one is needed.
@@ -39,7 +38,6 @@ class Encoder:
         vocab_size: int,
         chat_template: bool,
         max_tokens: int,
-        too_long: Literal["refuse", "drop"],
     ) -> None:
         if tokenizer is not None:
             tokenizer.check(vocab_size=vocab_size, chat_template=chat_template)
@@ -49,7 +47,6 @@ class Encoder:
         self._vocab_size = vocab_size
         self._chat_template = chat_template
         self._max_tokens = max_tokens
-        self._drop = too_long == "drop"
 
     def prompt(self, columns: Columns, *names: str) -> Ids:
         """A prompt, from the first of the named columns that the row has; those that end in ``_ids`` hold ids.
@@ -95,32 +92,38 @@ class Encoder:
         return self.answer(chat[0]["content"])
 
     def answer(self, text: str) -> Ids:
-        """A response of text."""
+        """A response of text.
+
+        Raises:
+            UnusableRowError: there is nothing in it but white space.
+        """
+        if not text.strip():
+            raise UnusableRowError("empty", "a response is empty")
         return _some("response", self._need().respond(text))
 
     def ids(self, name: str, value: object) -> Ids:
         """Ids as they are given.
 
         Raises:
-            ValueError: there is none, or one that is not an id in use.
+            UnusableRowError: there is none.
+            ValueError: it is not a list, or has one that is not an id in use.
         """
-        if not isinstance(value, list) or not value:
-            raise ValueError(f"{name} must be a list of one token id or more")
+        if not isinstance(value, list):
+            raise ValueError(f"{name} must be a list of token ids")
         for token in cast(list[Any], value):
             if type(token) is not int or not 0 <= token < self._vocab_size:
                 raise ValueError(f"{name} holds {token!r}: ids are integers from 0 to {self._vocab_size - 1}")
-        return np.array(value, dtype=np.int32)
+        return _some(name, cast(list[int], value))
 
-    def fits(self, *parts: Ids) -> bool:
-        """Whether a row of these tokens is kept; False leaves it out.
+    def check_length(self, *parts: Ids) -> None:
+        """Whether a row of these tokens fits.
 
         Raises:
-            ValueError: it is too long, and that is refused.
+            UnusableRowError: it is too long.
         """
         tokens = sum(map(len, parts))
-        if tokens > self._max_tokens and not self._drop:
-            raise ValueError(f"{tokens} tokens are too many: at most {self._max_tokens} fit")
-        return tokens <= self._max_tokens
+        if tokens > self._max_tokens:
+            raise UnusableRowError("too_long", f"{tokens} tokens are too many: at most {self._max_tokens} fit")
 
     def _need(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -161,5 +164,5 @@ def messages(name: str, value: object) -> list[Message]:
 
 def _some(name: str, ids: list[int]) -> Ids:
     if not ids:
-        raise ValueError(f"{name} has no token")
+        raise UnusableRowError("empty", f"{name} has no token")
     return np.array(ids, dtype=np.int32)

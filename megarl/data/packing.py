@@ -104,6 +104,8 @@ def pack_shape(rows: Sequence[PackRow], pack_tokens: int) -> PackShape:
 def pack(rows: Sequence[PackRow], chunks: Chunks[TokenChunk], pack_tokens: int) -> PackedBatch:
     """Lays the tokens of the rows end to end.
 
+    Which tokens count as the response, the schedule says: it may begin elsewhere than the chunk's.
+
     Args:
         rows: of one pack, in order.
         chunks: where the rows' tokens are; only the chunks of the rows are asked for.
@@ -117,13 +119,14 @@ def pack(rows: Sequence[PackRow], chunks: Chunks[TokenChunk], pack_tokens: int) 
     labels: list[npt.NDArray[Any]] = []
     for row, start in zip(rows, shape.cu_seqlens, strict=False):
         prompt, response = chunks[row.chunk].prompt_ids[row.row], chunks[row.chunk].response_ids[row.row]
-        if (len(prompt), len(response)) != (row.prompt_tokens, row.response_tokens):
+        whole = np.concatenate([prompt, response])
+        if len(whole) != row.tokens:
             raise ValueError(
                 f"row {row.row} of chunk {row.chunk} has {len(prompt)} + {len(response)} tokens;"
                 f" the schedule says {row.prompt_tokens} + {row.response_tokens}"
             )
-        tokens[start : start + row.tokens] = np.concatenate([prompt, response])
-        labels.append(response)
+        tokens[start : start + row.tokens] = whole
+        labels.append(whole[row.prompt_tokens :])
     starts = shape.cu_seqlens[: len(rows)].astype(np.int64)
     prompt_lengths = np.array([row.prompt_tokens for row in rows], dtype=np.int64)
     response_lengths = np.array([row.response_tokens for row in rows], dtype=np.int64)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 
-from megarl.config.schema import SourceFields
+from megarl.config.schema import Fault, SourceFields
 from megarl.data.encoding import PROMPTS, Encoder, first_of
 from megarl.data.hashing import stable_hash
-from megarl.data.sources import Row, parse_rows
+from megarl.data.sources import Row, Rows, parse_rows
 from megarl.data.tokenizer import Tokenizer
 from megarl.types import Prompt, SampleRequest
 
@@ -23,8 +23,8 @@ def load_prompts(
     vocab_size: int,
     chat_template: bool,
     max_tokens: int,
-    too_long: Literal["refuse", "drop"],
-) -> tuple[list[Prompt], int]:
+    drop: Collection[Fault] = (),
+) -> Rows[Prompt]:
     """Reads prompts.
 
     A row has ``prompt``, text or a chat, or ``prompt_ids`` (also named ``token_ids``), or ``messages``, a chat. Its id
@@ -36,33 +36,27 @@ def load_prompts(
         vocab_size: ids must lie below it.
         chat_template: text prompts are what a user says in a chat.
         max_tokens: of a prompt.
-        too_long: whether prompts that have more are an error, or left out.
-
-    Returns:
-        The prompts, and how many rows were left out.
+        drop: faults of rows that are left out; rows with others are errors.
 
     Raises:
         OSError, ValueError: the source cannot be read; rows are broken, of which the first are named with file, line
             and reason; the tokenizer does not fit.
     """
-    encoder = Encoder(
-        tokenizer, vocab_size=vocab_size, chat_template=chat_template, max_tokens=max_tokens, too_long=too_long
-    )
+    encoder = Encoder(tokenizer, vocab_size=vocab_size, chat_template=chat_template, max_tokens=max_tokens)
     places: dict[str, str] = {}
 
-    def parse(row: Row, columns: dict[str, Any]) -> Prompt | None:
+    def parse(row: Row, columns: dict[str, Any]) -> Prompt:
         prompt_id = _prompt_id(columns.pop("prompt_id", row.number))
         if prompt_id in places:
             raise ValueError(f"prompt_id {prompt_id!r} is that of {places[prompt_id]}")
         places[prompt_id] = row.where
         names = (*PROMPTS, "messages")
         ids = encoder.prompt(columns, *names)
-        if not encoder.fits(ids):
-            return None
+        encoder.check_length(ids)
         del columns[first_of(columns, *names)]
         return Prompt(prompt_id=prompt_id, token_ids=tuple(ids.tolist()), fields=columns)
 
-    return parse_rows(source, parse)
+    return parse_rows(source, parse, drop)
 
 
 def _prompt_id(value: object) -> str:

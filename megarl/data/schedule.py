@@ -52,8 +52,8 @@ def step_schedule(
         samples: all samples of the step.
         layout: of the role that trains.
         tokens_per_micro_batch: most tokens in a pack; those of the longest unit where that is more.
-        rows_per_unit: neighbours of a chunk that stay neighbours, in order and in one pack: 2 for preference pairs,
-            whose chosen and rejected response are rows 2i and 2i + 1 of their chunk.
+        rows_per_unit: neighbours of a chunk that stay neighbours, in order and in one pack: the responses of a
+            preference, 2 of a pair.
 
     Raises:
         ValueError: as for inference_schedule; or a unit that is not there in whole.
@@ -178,6 +178,7 @@ def _schedule(shares: Sequence[Sequence[Unit]], layout: Layout, budget: int) -> 
                 total_rows=sum(map(len, units)),
                 total_sequences=sum(row.response_tokens > 0 for unit in units for row in unit),
                 total_response_tokens=sum(row.response_tokens for unit in units for row in unit),
+                rows_per_unit=len(units[0]),
             )
             for packs in ranks
         )

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, Generic, TypeVar, cast
 
-from megarl.config.schema import SourceFields
+from megarl.config.schema import Fault, SourceFields
 
 SHOWN = 10
-"""Broken rows that an error names; it counts the others."""
+"""Reasons that a report of rows names; it counts the rows with others."""
 
 T = TypeVar("T")
+
+
+class UnusableRowError(ValueError):
+    """A row can be read and is of no use, for the reason that the message gives."""
+
+    def __init__(self, fault: Fault, message: str) -> None:
+        super().__init__(message)
+        self.fault: Fault = fault
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +51,34 @@ class Row:
         return {name: value for name, value in cast(Mapping[str, Any], content).items() if value is not None}
 
 
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """A row that is left out.
+
+    Args:
+        where: see Row.
+        fault: what is wrong with it.
+        reason: the same in words.
+    """
+
+    where: str
+    fault: Fault
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows(Generic[T]):
+    """What was made of a source.
+
+    Args:
+        items: in its order.
+        left_out: rows that are not among them.
+    """
+
+    items: Sequence[T]
+    left_out: Sequence[LeftOut]
+
+
 def read_rows(source: SourceFields) -> Iterator[Row]:
     """The rows of a source, in its order.
 
@@ -62,46 +99,63 @@ def read_rows(source: SourceFields) -> Iterator[Row]:
         yield from _dataset(source)
 
 
-def parse_rows(source: SourceFields, parse: Callable[[Row, dict[str, Any]], T | None]) -> tuple[list[T], int]:
+def parse_rows(
+    source: SourceFields, parse: Callable[[Row, dict[str, Any]], T], drop: Collection[Fault] = ()
+) -> Rows[T]:
     """Reads a source to its end and makes something of every row.
 
     Args:
         source: with the columns to rename.
-        parse: from a row and its columns, renamed; None leaves the row out, a ValueError says why it is broken.
-
-    Returns:
-        What was made, and how many rows were left out.
+        parse: from a row and its columns, renamed; a ValueError says why it is broken, an UnusableRowError why it is of
+            no use.
+        drop: faults of rows that are left out; rows with others are broken.
 
     Raises:
         OSError, ValueError: as read_rows; or rows are broken, of which the first are named with their reason; or none
             is left.
     """
     made: list[T] = []
-    broken: list[str] = []
-    dropped = 0
+    left_out: list[LeftOut] = []
+    broken: list[tuple[str, str]] = []
     for row in read_rows(source):
         try:
-            item = parse(row, _renamed(row.columns(), source.columns))
+            made.append(parse(row, _renamed(row.columns(), source.columns)))
+        except UnusableRowError as error:
+            if error.fault in drop:
+                left_out.append(LeftOut(where=row.where, fault=error.fault, reason=str(error)))
+            else:
+                broken.append((row.where, str(error)))
         except ValueError as error:
-            broken.append(f"{row.where}: {error}")
-            continue
-        if item is None:
-            dropped += 1
-        else:
-            made.append(item)
+            broken.append((row.where, str(error)))
     if broken:
-        raise ValueError(_report(broken, of=len(made) + dropped + len(broken)))
+        listed = report(broken)
+        heading = [f"{len(broken)} of {len(made) + len(left_out) + len(broken)} rows are broken:"]
+        raise ValueError("\n      ".join([*(heading if len(broken) > 1 else []), *listed]))
     if not made:
-        raise ValueError(f"{source.path}: " + (f"all {dropped} rows are too long" if dropped else "no rows"))
-    return made, dropped
+        of_no_use = "\n      ".join([f"none of its {len(left_out)} rows is of use:", *report(_reasons(left_out))])
+        raise ValueError(f"{source.path}: " + (of_no_use if left_out else "no rows"))
+    return Rows(items=made, left_out=left_out)
 
 
-def _report(broken: list[str], of: int) -> str:
-    """One broken row by itself; of several, how many there are and the first of them."""
-    if len(broken) == 1:
-        return broken[0]
-    others = [f"and {len(broken) - SHOWN} more"] if len(broken) > SHOWN else []
-    return "\n      ".join([f"{len(broken)} of {of} rows are broken:", *broken[:SHOWN], *others])
+def report(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Lines of text on rows: each reason once, with the first row that has it, and how many others have it too.
+
+    Args:
+        rows: where each is, and the reason.
+    """
+    places: dict[str, list[str]] = defaultdict(list)
+    for where, reason in rows:
+        places[reason].append(where)
+    lines = [
+        f"{first}{f' (and {len(others)} more)' if others else ''}: {reason}"
+        for reason, (first, *others) in list(places.items())[:SHOWN]
+    ]
+    unnamed = sum(map(len, list(places.values())[SHOWN:]))
+    return [*lines, f"and {unnamed} more"] if unnamed else lines
+
+
+def _reasons(rows: Iterable[LeftOut]) -> list[tuple[str, str]]:
+    return [(row.where, row.reason) for row in rows]
 
 
 def _renamed(columns: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

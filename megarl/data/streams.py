@@ -67,6 +67,11 @@ class Stream(Generic[T]):
             self._position += len(keys)
         return taken
 
+    @property
+    def epochs(self) -> float:
+        """How often all items were taken, parts of an epoch included."""
+        return self._epoch + self._position / len(self._items)
+
     def state(self) -> StreamState:
         """What ``load`` needs to go on from here."""
         return StreamState(epoch=self._epoch, position=self._position, digest=self._digest)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from megarl.config import PPOConfig, Problem, RewardModelConfig, SFTConfig
-from megarl.config.schema import SourceFields
+from megarl.config.schema import Fault, SourceFields
+from megarl.config.schema.reward_model import BestOfN, Pairwise
 from megarl.data.demonstrations import Demonstration, load_demonstrations
-from megarl.data.pairs import Pair, load_pairs
+from megarl.data.preferences import Preference, load_candidates, load_pairs
 from megarl.data.prompts import load_prompts, random_prompts
+from megarl.data.sources import LeftOut, Rows
 from megarl.data.tokenizer import Tokenizer
 from megarl.types import Prompt
 
 T = TypeVar("T")
+
+RowsLeftOut = Sequence[tuple[str, LeftOut]]
+"""Each row that is left out, with the field that names its source."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +31,15 @@ class PromptSets:
         train: prompts to learn from.
         held_out: prompts of the evaluations; empty without any.
         tokenizer: None where the rows have token ids.
-        dropped: rows that were too long and left out.
+        left_out: rows that are of no use.
+        texts: what the actor learns beside; empty without any.
     """
 
     train: Sequence[Prompt]
     held_out: Sequence[Prompt]
     tokenizer: Tokenizer | None
-    dropped: int
+    left_out: RowsLeftOut
+    texts: Sequence[Demonstration] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +49,18 @@ class TextSets:
     train: Sequence[Demonstration]
     held_out: Sequence[Demonstration] | None
     tokenizer: Tokenizer | None
-    dropped: int
+    left_out: RowsLeftOut
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairSets:
     """What a reward model's training reads; see TextSets. ``reference`` are the prompts of the reference samples."""
 
-    train: Sequence[Pair]
-    held_out: Sequence[Pair] | None
+    train: Sequence[Preference]
+    held_out: Sequence[Preference] | None
     reference: Sequence[Prompt]
     tokenizer: Tokenizer | None
-    dropped: int
+    left_out: RowsLeftOut
 
 
 class DataReader:
@@ -62,19 +70,16 @@ class DataReader:
         tokenizer: of the run.
         vocab_size: ids must lie below it.
         chat_template: text prompts are what a user says in a chat.
-        too_long: whether rows that are too long are an error, or left out.
+        drop: faults of rows that are left out; rows with others are errors.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, vocab_size: int, *, chat_template: bool, too_long: Literal["refuse", "drop"]
+        self, tokenizer: Tokenizer | None, vocab_size: int, *, chat_template: bool, drop: Collection[Fault]
     ) -> None:
-        self.tokenizer, self.dropped = tokenizer, 0
+        self.tokenizer = tokenizer
+        self.left_out: list[tuple[str, LeftOut]] = []
         self.problems: list[Problem] = []
-        self._options: dict[str, Any] = {
-            "vocab_size": vocab_size,
-            "chat_template": chat_template,
-            "too_long": too_long,
-        }
+        self._options: dict[str, Any] = {"vocab_size": vocab_size, "chat_template": chat_template, "drop": drop}
 
     def prompts(self, field: str, source: SourceFields, max_tokens: int, *, at_least: int = 1) -> list[Prompt]:
         """Prompts of at most ``max_tokens``, and at least so many of them."""
@@ -84,32 +89,45 @@ class DataReader:
         """Demonstrations of at most ``max_tokens``."""
         return self._read(load_demonstrations, field, source, max_tokens, 1)
 
-    def pairs(self, field: str, source: SourceFields, max_tokens: int) -> list[Pair]:
+    def texts(self, field: str, source: SourceFields, max_tokens: int, *, chat_template: bool) -> list[Demonstration]:
+        """Demonstrations of a source that says itself whether its prompts are what a user says."""
+        return self._read(load_demonstrations, field, source, max_tokens, 1, chat_template=chat_template)
+
+    def pairs(self, field: str, source: SourceFields, max_tokens: int, *, margins: bool) -> list[Preference]:
         """Pairs of at most ``max_tokens`` with either response."""
-        return self._read(load_pairs, field, source, max_tokens, 1)
+        return self._read(partial(load_pairs, margins=margins), field, source, max_tokens, 1)
+
+    def candidates(self, field: str, source: SourceFields, max_tokens: int) -> list[Preference]:
+        """Prompts with candidates, of at most ``max_tokens`` with any of them."""
+        return self._read(load_candidates, field, source, max_tokens, 1)
 
     def _read(
         self,
-        load: Callable[..., tuple[list[T], int]],
+        load: Callable[..., Rows[T]],
         field: str,
         source: SourceFields,
         max_tokens: int,
         at_least: int,
+        **own: Any,
     ) -> list[T]:
-        """The rows; none where something is wrong."""
+        """The rows; none where something is wrong.
+
+        Args:
+            own: options of the source that go before the reader's.
+        """
         try:
-            rows, dropped = load(source, self.tokenizer, max_tokens=max_tokens, **self._options)
+            rows = load(source, self.tokenizer, max_tokens=max_tokens, **{**self._options, **own})
         except (OSError, ValueError) as error:
-            fix = "correct the path or the rows (docs/data.md); of rows that are too long, see data.too_long"
+            fix = "correct the path or the rows (docs/data.md); of rows without use, see data.too_long, empty and equal"
             self.problems.append(Problem(field=field, value=source.path, rule=str(error), fix=fix))
             return []
-        self.dropped += dropped
-        if len(rows) < at_least:
-            left = f", {dropped} of them too long" if dropped else ""
-            rule = f"has {at_least} rows or more ({len(rows)} are usable{left})"
+        self.left_out += [(field, row) for row in rows.left_out]
+        if len(rows.items) < at_least:
+            left = f", {len(rows.left_out)} are left out" if rows.left_out else ""
+            rule = f"has {at_least} rows or more ({len(rows.items)} are usable{left})"
             fix = "add rows, or ask for fewer"
             self.problems.append(Problem(field=field, value=source.path, rule=rule, fix=fix))
-        return rows
+        return list(rows.items)
 
 
 def read_prompt_sets(config: PPOConfig, reader: DataReader, vocab_size: int) -> PromptSets:
@@ -130,7 +148,11 @@ def read_prompt_sets(config: PPOConfig, reader: DataReader, vocab_size: int) -> 
     held_out: list[Prompt] = []
     if config.evaluation is not None:
         held_out = reader.prompts("evaluation.prompts", config.evaluation.prompts, room)
-    return PromptSets(train=train, held_out=held_out, tokenizer=reader.tokenizer, dropped=reader.dropped)
+    texts: list[Demonstration] = []
+    if config.ptx is not None:
+        ptx = config.ptx
+        texts = reader.texts("ptx.data", ptx.data, ptx.max_tokens, chat_template=ptx.chat_template)
+    return PromptSets(train=train, held_out=held_out, tokenizer=reader.tokenizer, left_out=reader.left_out, texts=texts)
 
 
 def read_text_sets(config: SFTConfig, reader: DataReader) -> TextSets:
@@ -140,21 +162,25 @@ def read_text_sets(config: SFTConfig, reader: DataReader) -> TextSets:
     held_out = None
     if data.evaluation is not None:
         held_out = reader.demonstrations("data.evaluation", data.evaluation, data.max_tokens)
-    return TextSets(train=train, held_out=held_out, tokenizer=reader.tokenizer, dropped=reader.dropped)
+    return TextSets(train=train, held_out=held_out, tokenizer=reader.tokenizer, left_out=reader.left_out)
 
 
 def read_pair_sets(config: RewardModelConfig, reader: DataReader) -> PairSets:
     """The pairs of a reward model's training."""
     data, rollout, normalisation = config.data, config.rollout, config.normalisation
-    train = reader.pairs("data.train", data.train, data.max_tokens)
+    loss = config.reward.loss
+    read = reader.candidates
+    if not isinstance(loss, BestOfN):
+        read = partial(reader.pairs, margins=isinstance(loss, Pairwise) and loss.margin)
+    train = read("data.train", data.train, data.max_tokens)
     held_out = None
     if data.evaluation is not None:
-        held_out = reader.pairs("data.evaluation", data.evaluation, data.max_tokens)
+        held_out = read("data.evaluation", data.evaluation, data.max_tokens)
     reference: list[Prompt] = []
     if normalisation is not None and rollout is not None:
         room = rollout.max_model_len - rollout.max_new_tokens
         field, needed = "normalisation.prompts", normalisation.samples
         reference = reader.prompts(field, normalisation.prompts, room, at_least=needed)
     return PairSets(
-        train=train, held_out=held_out, reference=reference, tokenizer=reader.tokenizer, dropped=reader.dropped
+        train=train, held_out=held_out, reference=reference, tokenizer=reader.tokenizer, left_out=reader.left_out
     )

@@ -78,8 +78,7 @@ def _data(config: RunConfig, vocab: int) -> tuple[Sets | None, list[Problem]]:
         fix = "name the tokenizer of the model with model.tokenizer"
         field, value = "model.tokenizer", shown(config.model.tokenizer or config.model.path)
         return None, [Problem(field=field, value=value, rule=str(error), fix=fix)]
-    chat_template, too_long = config.data.chat_template, config.data.too_long
-    reader = DataReader(tokenizer, vocab, chat_template=chat_template, too_long=too_long)
+    reader = DataReader(tokenizer, vocab, chat_template=config.data.chat_template, drop=config.data.drop)
     ends = list(_ends(config, tokenizer))
     if isinstance(config, PPOConfig):
         sets = read_prompt_sets(config, reader, vocab)

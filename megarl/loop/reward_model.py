@@ -1,25 +1,33 @@
-"""Training of a reward model on preference pairs (Bradley and Terry, 1952), and the scale of its scores.
+"""Training of a reward model on preferences, and the scale of its scores.
 
-The scale is that of reference samples: responses of the model as it was before, whose scores get mean 0 and variance 1
-(Ziegler et al., "Fine-tuning language models from human preferences", 2019).
+The scale is that of reference samples: responses of the model as it was before. Their scores get mean 0 and variance 1
+after the training, and if it is asked for before it too (Ziegler et al., "Fine-tuning language models from human
+preferences", 2019). Before, the gain goes into the head, and no comparison of two responses sees the bias; after,
+both are written beside the model, whose own scores stay as they were learnt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 
+import torch
+
+from megarl.algos.scores import ScoreScale, score_scale
 from megarl.cluster.group import merged
-from megarl.cluster.rollouts import RolloutGroup
+from megarl.cluster.rollouts import RolloutGroup, Rollouts
 from megarl.cluster.session import Session
 from megarl.config import RewardModelConfig
+from megarl.data.batches import text_batch
 from megarl.data.prompts import sample_requests
 from megarl.data.schedule import inference_schedule
 from megarl.data.streams import Stream
 from megarl.errors import RunError
 from megarl.loop.datasets import PairSets
 from megarl.loop.directory import RunDirectory
-from megarl.loop.scoring import Scale, in_order
+from megarl.loop.reward_files import PreferenceStatistics, write_scale
+from megarl.loop.scoring import in_order
 from megarl.loop.setup import launch_engines
 from megarl.loop.stage import Metrics
 from megarl.loop.supervised import Supervised
@@ -32,7 +40,7 @@ class RewardModel(Supervised):
         config: of the run.
         session: where everything runs.
         directory: of the run.
-        data: the pairs, and the prompts of the reference samples.
+        data: the preferences, and the prompts of the reference samples.
         phase: is told what the run does.
     """
 
@@ -53,9 +61,10 @@ class RewardModel(Supervised):
             train=data.train,
             held_out=data.held_out,
             per_step=config.data.pairs_per_step,
-            sequences_per_row=2,
+            sequences_per_row=len(data.train[0].responses),
         )
-        self._normalisation, self._reference_prompts = config.normalisation, data.reference
+        self._preferences, self._reference_prompts = data.held_out, data.reference
+        self._normalisation = config.normalisation
         self._engines: RolloutGroup | None = None
         self._engines_sleep = config.rollout is not None and config.rollout.sleep
         if config.rollout is not None:
@@ -70,33 +79,65 @@ class RewardModel(Supervised):
         if engines is not None:
             engines.wait()
 
-    def finish(self, export: Path) -> Metrics:
-        """Writes the reward model, with the scale of its scores."""
-        super().finish(export)
-        scale = self._reference_scale()
-        if scale is None:
+    def begin(self, step: int) -> Metrics:
+        """Before the first step, scales the head, if that is asked for."""
+        if step > 0 or self._normalisation is None or not self._normalisation.before:
             return {}
-        scale.write(export)
-        return {"normalisation/mean": scale.mean, "normalisation/std": scale.std}
+        scale = self._reference_scale()
+        self._role.scale_head(scale.gain).wait()
+        return {"normalisation/before_mean": scale.mean, "normalisation/before_std": scale.std}
 
-    def _reference_scale(self) -> Scale | None:
-        """Mean and standard deviation of the scores of reference samples."""
-        if self._engines is None or self._normalisation is None:
-            return None
+    def finish(self, export: Path) -> Metrics:
+        """Writes the reward model, with the scale of its scores and what they are on the held-out preferences."""
+        super().finish(export)
+        metrics: dict[str, float] = {}
+        if self._preferences is not None:
+            statistics = self._statistics()
+            statistics.write(export)
+            metrics |= statistics.metrics()
+        if self._normalisation is not None:
+            scale = self._reference_scale()
+            write_scale(scale, export)
+            metrics |= {"normalisation/mean": scale.mean, "normalisation/std": scale.std}
+        return metrics
+
+    def _statistics(self) -> PreferenceStatistics:
+        """How the held-out preferences are scored."""
+        assert self._preferences is not None
+        self._phase("statistics")
+        samples, chunks = text_batch(self._preferences, self._layout.dp)
+        schedule = inference_schedule(samples, self._layout, self._budget)
+        scores = in_order(merged(self._role.scores(schedule, self._session.share(chunks))), samples)
+        return PreferenceStatistics.of(scores.reshape(len(self._preferences), -1))
+
+    def _reference_scale(self) -> ScoreScale:
+        """What gives the scores of the reference samples the mean and the deviation that they are to have."""
+        settings, rollouts = self._normalisation, self._reference_samples
+        assert settings is not None
+        schedule = inference_schedule(rollouts.samples, self._layout, self._budget)
+        scores = in_order(merged(self._role.scores(schedule, rollouts.chunks)), rollouts.samples)
+        try:
+            return score_scale(
+                torch.from_numpy(scores), target_mean=settings.mean, target_std=settings.std, ddof=settings.ddof
+            )
+        except ValueError as error:
+            raise RunError(f"normalisation: {error}") from error
+
+    @cached_property
+    def _reference_samples(self) -> Rollouts:
+        """Responses of the model as it was before: the same, whenever they are drawn."""
+        assert self._engines is not None
+        assert self._normalisation is not None
         self._phase("reference samples")
-        prompts = Stream(self._reference_prompts, self._config.run.seed).next(self._normalisation.samples)
-        requests = sample_requests(prompts, 1, seed=self._config.run.seed, step=0)
+        seed = self._config.run.seed
+        prompts = Stream(self._reference_prompts, seed).next(self._normalisation.samples)
+        requests = sample_requests(prompts, 1, seed=seed, step=0)
         self.trainers.rest()
         self._engines.wake_weights()
         self._engines.wake_cache()
         rollouts = self._engines.generate(requests, self.trainers.chunks)
         self._engines.sleep()
-        schedule = inference_schedule(rollouts.samples, self._layout, self._budget)
-        scores = in_order(merged(self._role.scores(schedule, rollouts.chunks)), rollouts.samples)
-        try:
-            return Scale.of(scores)
-        except ValueError as error:
-            raise RunError(f"normalisation: {error}") from error
+        return rollouts
 
     def close(self) -> None:
         """Lets every process end by itself."""

@@ -40,4 +40,5 @@ class SFT(Supervised):
             held_out=data.held_out,
             per_step=config.data.sequences_per_step,
             sequences_per_row=1,
+            all_tokens=config.data.loss_on == "all",
         )

@@ -10,9 +10,9 @@ from typing import Any
 from megarl.cluster.group import reported
 from megarl.cluster.session import Session
 from megarl.config import RewardModelConfig, SFTConfig
-from megarl.data.batches import text_batch
+from megarl.data.batches import on_all_tokens, text_batch
 from megarl.data.demonstrations import Demonstration
-from megarl.data.pairs import Pair
+from megarl.data.preferences import Preference
 from megarl.data.schedule import step_schedule
 from megarl.data.streams import Stream, StreamState
 from megarl.loop.assets import model_directory, template_directory
@@ -35,7 +35,8 @@ class Supervised:
         train: rows to learn from.
         held_out: rows to look at; None without any.
         per_step: rows that make a step.
-        sequences_per_row: 1, or 2 for pairs.
+        sequences_per_row: 1, or for preferences the responses of each.
+        all_tokens: the loss is on the tokens of the prompts as well.
     """
 
     def __init__(
@@ -46,10 +47,11 @@ class Supervised:
         phase: Callable[[str], None],
         *,
         role: RoleName,
-        train: Sequence[Demonstration] | Sequence[Pair],
-        held_out: Sequence[Demonstration] | Sequence[Pair] | None,
+        train: Sequence[Demonstration] | Sequence[Preference],
+        held_out: Sequence[Demonstration] | Sequence[Preference] | None,
         per_step: int,
         sequences_per_row: int,
+        all_tokens: bool = False,
     ) -> None:
         self._config, self._session, self._phase = config, session, phase
         self._model_dir = model_directory(config, directory.path)
@@ -57,7 +59,7 @@ class Supervised:
         self._role = self.trainers.roles[role]
         self._layout, self._budget = config.layout(role), config.role(role).tokens_per_micro_batch
         self._rows, self._held_out = Stream(train, config.run.seed), held_out
-        self._per_step, self._sequences_per_row = per_step, sequences_per_row
+        self._per_step, self._sequences_per_row, self._all_tokens = per_step, sequences_per_row, all_tokens
         self.evaluate_every = config.data.evaluate_every
 
     def start(self) -> None:
@@ -78,7 +80,11 @@ class Supervised:
             updates = reported(self._role.update((schedule,), chunks))
         seconds = timers.take()
         tokens = sum(sample.tokens for sample in samples)
-        metrics = {**seconds, "perf/tokens_per_second": tokens / seconds["time/step"]}
+        metrics = {
+            "data/epochs": self._rows.epochs,
+            **seconds,
+            "perf/tokens_per_second": tokens / seconds["time/step"],
+        }
         return StepResult(step=step, metrics=metrics, updates=updates)
 
     def evaluate(self, step: int) -> EvaluationResult | None:
@@ -92,7 +98,8 @@ class Supervised:
 
     def _batch(self, rows: Sequence[Any]) -> Any:
         samples, chunks = text_batch(rows, self._layout.dp)
-        schedule = step_schedule(samples, self._layout, self._budget, rows_per_unit=self._sequences_per_row)
+        counted = on_all_tokens(samples) if self._all_tokens else samples
+        schedule = step_schedule(counted, self._layout, self._budget, rows_per_unit=self._sequences_per_row)
         return samples, self._session.share(chunks), schedule
 
     def make_room(self) -> None:

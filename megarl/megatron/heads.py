@@ -43,6 +43,12 @@ def row_scores(model: RoleModel, batch: MicroBatch, hidden: torch.Tensor) -> tor
     return _scalar_head(model)(_at(model, hidden, batch.batch.last_positions))
 
 
+def token_scores(model: RoleModel, batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+    """[T] float32: the reward model's score after each response token; the last of a row is that of ``row_scores``."""
+    assert batch.batch is not None
+    return _scalar_head(model)(_at(model, hidden, batch.batch.source_positions + 1))
+
+
 def _scalar_head(model: RoleModel) -> ScalarHead:
     head = model.chunks[-1].output_layer
     assert isinstance(head, ScalarHead), "this role has an LM head"

@@ -1,24 +1,37 @@
 """The losses of supervised stages on a micro-batch: from hidden states to weighted sums.
 
 Each is a function of a step's schedule, whose totals are the denominators in the weights.
+
+Shape legend: U preferences of a pack, N responses of each, R response tokens of the longest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from megarl.algos.preference import pairwise
-from megarl.megatron.heads import response_logprobs, row_scores
-from megarl.megatron.measures import Measures
+from megarl.algos.preference import best_of_n, pairwise, span, spans_of
+from megarl.algos.registry import bound
+from megarl.algos.terms import LossTerms
+from megarl.config.schema import Own
+from megarl.config.schema.reward_model import BestOfN, Pairwise, RewardLoss, Span
+from megarl.data.alignment import align, response_mask
+from megarl.data.packing import Chunks
+from megarl.megatron.heads import response_logprobs, row_scores, token_scores
+from megarl.megatron.measures import Measures, measured
 from megarl.megatron.pipeline import MicroBatch
 from megarl.megatron.role import Loss, Role, StepLoss
-from megarl.types import PackRow, RankSchedule
+from megarl.types import PackRow, RankSchedule, TextChunk
+
+Comparison = Callable[[MicroBatch, Tensor, Tensor], LossTerms]
+"""From a micro-batch, its hidden states and the scores of its responses, [U, N], to terms of its preferences, [U]."""
 
 
 def sft_loss(role: Role) -> StepLoss:
-    """The negative log-likelihood of demonstrations: the mean over the response tokens of the step, nats.
+    """The negative log-likelihood of the tokens that count: their mean over the step, nats.
 
     The metric ``entropy`` is that of the model's distribution.
     """
@@ -37,33 +50,105 @@ def sft_loss(role: Role) -> StepLoss:
     return of_step
 
 
-def preference_loss(role: Role, centering: float) -> StepLoss:
-    """The reward model's loss on preference pairs: the mean over the pairs of the step; see algos.preference.
+def preference_loss(role: Role, settings: RewardLoss, chunks: Chunks[TextChunk]) -> StepLoss:
+    """The reward model's loss on preferences: the mean over those of the step; see ``algos.preference``.
 
-    Rows 2i and 2i + 1 of a chunk are the chosen and the rejected response of a pair, and neighbours in a pack.
+    The responses of a preference are neighbours in a pack, the best one first. The spread ``score`` is of all of them.
 
     Args:
-        centering: weight of the squared sum of a pair's scores.
+        settings: which loss.
+        chunks: with the margins, where the loss has some.
     """
+    compare = _comparison(role, settings, chunks)
 
     def of_step(schedule: RankSchedule) -> Loss:
-        weight = 2 / max(schedule.total_rows, 1)
+        responses = schedule.rows_per_unit
+        rows = max(schedule.total_rows, 1)
 
         def loss(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Measures]:
-            assert _are_pairs(batch.rows), "a pack holds pairs, the chosen response first"
+            assert _are_units(batch.rows, responses), "a pack holds whole preferences, the best response first"
             scores = row_scores(role.model, batch, hidden)
-            pairs = pairwise(scores[0::2], scores[1::2], centering=centering)
-            metrics = {name: values.sum() * weight for name, values in pairs.metrics.items()}
-            return pairs.values.sum() * weight, Measures(sums=metrics)
+            terms = compare(batch, hidden, scores.view(-1, responses))
+            told, spread = _mean(terms, responses / rows), _mean(_spread(scores), 1 / rows)
+            return terms.values.sum() * (responses / rows), replace(spread, sums={**told.sums, **spread.sums})
 
         return loss
 
     return of_step
 
 
-def _are_pairs(rows: Sequence[PackRow]) -> bool:
-    """Whether the rows are pairs, one after the other."""
-    halves = zip(rows[0::2], rows[1::2], strict=False)
-    return len(rows) % 2 == 0 and all(
-        one.chunk == other.chunk and one.row % 2 == 0 and other.row == one.row + 1 for one, other in halves
+def _comparison(role: Role, settings: RewardLoss, chunks: Chunks[TextChunk]) -> Comparison:
+    """The loss that the settings name."""
+    match settings:
+        case Pairwise():
+
+            def compare(batch: MicroBatch, hidden: Tensor, scores: Tensor) -> LossTerms:
+                chosen, rejected = scores.unbind(-1)
+                margins = _margins(batch, chunks, scores) if settings.margin else None
+                return pairwise(chosen, rejected, margins, kind=settings.kind, centering=settings.centering)
+
+        case BestOfN():
+
+            def compare(batch: MicroBatch, hidden: Tensor, scores: Tensor) -> LossTerms:
+                # The best one last: where another scores as much, it does not count as found.
+                best = torch.full((len(scores),), scores.shape[1] - 1, device=scores.device)
+                return best_of_n(scores.flip(-1), best)
+
+        case Span():
+
+            def compare(batch: MicroBatch, hidden: Tensor, scores: Tensor) -> LossTerms:
+                if not batch.rows:
+                    return pairwise(*scores.unbind(-1))
+                return _span(role, batch, hidden)
+
+        case Own():
+            own = bound({}, settings.name, settings.options)
+
+            def compare(batch: MicroBatch, hidden: Tensor, scores: Tensor) -> LossTerms:
+                return own(*scores.unbind(-1))
+
+    return compare
+
+
+def _margins(batch: MicroBatch, chunks: Chunks[TextChunk], scores: Tensor) -> Tensor:
+    """[U], the margins of a pack's pairs."""
+    of_rows = [_margin(chunks[row.chunk], row.row) for row in batch.rows[0::2]]
+    return torch.tensor(of_rows, dtype=scores.dtype, device=scores.device)
+
+
+def _margin(chunk: TextChunk, row: int) -> float:
+    assert chunk.margins is not None, "the rows were read without their margins"
+    return float(chunk.margins[row])
+
+
+def _span(role: Role, batch: MicroBatch, hidden: Tensor) -> LossTerms:
+    """A response that has ended keeps the score of its last token, where the other one goes on."""
+    assert batch.batch is not None
+    mask = response_mask(batch.batch.response_lengths.tolist(), device=hidden.device)
+    scores = align(token_scores(role.model, batch, hidden), mask)
+    last = scores.gather(-1, mask.sum(-1, keepdim=True) - 1)
+    held = torch.where(mask, scores, last)
+    no_token = -1
+    ids = torch.full_like(mask, no_token, dtype=torch.int64)
+    ids[mask] = torch.from_numpy(batch.batch.labels).to(mask.device)
+    return span(held[0::2], held[1::2], spans_of(ids[0::2], ids[1::2], pad=no_token))
+
+
+def _spread(scores: Tensor) -> LossTerms:
+    detached = scores.detach()
+    return LossTerms(values=detached, metrics={}, spreads={"score": detached})
+
+
+def _mean(terms: LossTerms, weight: float) -> Measures:
+    everything = torch.ones_like(terms.values, dtype=torch.bool)
+    return measured(terms, everything, torch.full_like(terms.values, weight))
+
+
+def _are_units(rows: Sequence[PackRow], size: int) -> bool:
+    """Whether the rows are whole preferences of so many responses, one after the other."""
+    firsts = rows[0::size]
+    return len(rows) % size == 0 and all(
+        row.chunk == first.chunk and first.row % size == 0 and row.row == first.row + place
+        for index, first in enumerate(firsts)
+        for place, row in enumerate(rows[index * size : (index + 1) * size])
     )

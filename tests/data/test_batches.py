@@ -6,9 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.batches import text_batch
+from megarl.data.batches import on_all_tokens, text_batch
 from megarl.data.demonstrations import Demonstration
-from megarl.data.pairs import Pair
+from megarl.data.packing import pack
+from megarl.data.preferences import Preference
 from megarl.data.schedule import step_schedule
 from megarl.types import Layout, SampleInfo, TextChunk
 
@@ -41,17 +42,31 @@ def test_demonstrations_by_hand() -> None:
 
 def test_a_pair_makes_neighbours() -> None:
     items = [
-        Pair(key="x", prompt_ids=ids(1), chosen_ids=ids(2, 3), rejected_ids=ids(4)),
-        Pair(key="y", prompt_ids=ids(5, 6), chosen_ids=ids(7), rejected_ids=ids(8, 9)),
+        Preference(key="x", prompt_ids=ids(1), responses=(ids(2, 3), ids(4)), margin=0.5),
+        Preference(key="y", prompt_ids=ids(5, 6), responses=(ids(7), ids(8, 9)), margin=-2.0),
     ]
     samples, chunks = text_batch(items, 8)
     assert contents(samples, chunks) == [
-        ("x/0/chosen", [1], [2, 3]),
-        ("x/0/rejected", [1], [4]),
-        ("y/0/chosen", [5, 6], [7]),
-        ("y/0/rejected", [5, 6], [8, 9]),
+        ("x/0/0", [1], [2, 3]),
+        ("x/0/1", [1], [4]),
+        ("y/0/0", [5, 6], [7]),
+        ("y/0/1", [5, 6], [8, 9]),
     ]
     assert [(s.chunk, s.row, s.prompt_id) for s in samples] == [(0, 0, "x"), (0, 1, "x"), (1, 0, "y"), (1, 1, "y")]
+    assert [chunk.margins.tolist() for chunk in chunks if chunk.margins is not None] == [[0.5, 0.5], [-2.0, -2.0]]
+
+
+def test_every_token_but_the_first_can_count() -> None:
+    rows = [("a", ids(1, 2), ids(3)), ("b", ids(4), ids(5, 6))]
+    items = [Demonstration(key=key, prompt_ids=prompt, response_ids=response) for key, prompt, response in rows]
+    samples, chunks = text_batch(items, 1)
+    (rank,) = step_schedule(on_all_tokens(samples), Layout(), 100).ranks
+    batch = pack(rank.packs[0], chunks, rank.pack_tokens)
+    assert rank.total_response_tokens == 4
+    assert batch.labels.tolist() == [2, 3, 5, 6]
+    assert batch.tokens[batch.source_positions].tolist() == [1, 2, 4, 5]
+    assert batch.tokens[batch.last_positions].tolist() == [3, 6]
+    assert chunks[0].margins is None
 
 
 @given(
@@ -59,7 +74,7 @@ def test_a_pair_makes_neighbours() -> None:
 )
 def test_pairs_of_any_number_keep_together(lengths: list[tuple[str, int, int, int]], chunks: int) -> None:
     items = [
-        Pair(key=key, prompt_ids=ids(*range(p)), chosen_ids=ids(*[7] * c), rejected_ids=ids(*[8] * r))
+        Preference(key=key, prompt_ids=ids(*range(p)), responses=(ids(*[7] * c), ids(*[8] * r)))
         for key, p, c, r in lengths
     ]
     samples, made = text_batch(items, chunks)

@@ -20,12 +20,13 @@ SAID = {"role": "assistant", "content": "2"}
 
 def load(
     source: SourceFields, tokenizer: Tokenizer | None = None, **changes: Any
-) -> tuple[list[tuple[str, list[int], list[int]]], int]:
-    """Key, prompt and response of each demonstration, and how many rows were left out."""
-    options = {"vocab_size": 1000, "chat_template": False, "max_tokens": 100, "too_long": "refuse", **changes}
-    found, dropped = load_demonstrations(source, tokenizer, **options)
-    assert {(d.prompt_ids.dtype.name, d.response_ids.dtype.name) for d in found} == {("int32", "int32")}
-    return [(d.key, d.prompt_ids.tolist(), d.response_ids.tolist()) for d in found], dropped
+) -> tuple[list[tuple[str, list[int], list[int]]], list[tuple[int, str]]]:
+    """Key, prompt and response of each demonstration, and the lines that were left out, with their faults."""
+    options = {"vocab_size": 1000, "chat_template": False, "max_tokens": 100, **changes}
+    found = load_demonstrations(source, tokenizer, **options)
+    assert {(d.prompt_ids.dtype.name, d.response_ids.dtype.name) for d in found.items} == {("int32", "int32")}
+    kept = [(d.key, d.prompt_ids.tolist(), d.response_ids.tolist()) for d in found.items]
+    return kept, [(int(row.where.rsplit(" ", 1)[1]), row.fault) for row in found.left_out]
 
 
 def test_every_form_of_a_chat_is_the_same_demonstration(tmp_path: Path, llama: Path) -> None:
@@ -58,17 +59,28 @@ def test_text_is_a_chat_where_it_is_asked_for(tmp_path: Path, chatml: Path) -> N
 def test_ids_are_taken_as_they_are(tmp_path: Path, chatml: Path) -> None:
     source = jsonl(tmp_path, [{"prompt_ids": [5, 6], "response_ids": [7]}, {"prompt_ids": [1], "response_ids": [1, 1]}])
     expected = [("1", [5, 6], [7]), ("2", [1], [1, 1])]
-    assert load(source) == (expected, 0)
-    assert load(source, load_tokenizer(chatml)) == (expected, 0)
+    assert load(source) == (expected, [])
+    assert load(source, load_tokenizer(chatml)) == (expected, [])
 
 
 def test_long_rows(tmp_path: Path) -> None:
     lengths = [(2, 3), (3, 3), (4, 1), (1, 9)]
     source = jsonl(tmp_path, [{"prompt_ids": [1] * p, "response_ids": [2] * r} for p, r in lengths])
-    kept, dropped = load(source, max_tokens=5, too_long="drop")
-    assert ([(len(p), len(r)) for _, p, r in kept], dropped) == ([(2, 3), (4, 1)], 2)
+    kept, left_out = load(source, max_tokens=5, drop={"too_long"})
+    assert [(len(p), len(r)) for _, p, r in kept] == [(2, 3), (4, 1)]
+    assert left_out == [(2, "too_long"), (4, "too_long")]
     with pytest.raises(ValueError, match="line 2: 6 tokens are too many: at most 5 fit"):
         load(source, max_tokens=5)
+
+
+def test_empty_responses(tmp_path: Path, chatml: Path) -> None:
+    said = [ASKED, {"role": "assistant", "content": "\n"}]
+    rows = [{"prompt": "a", "response": " \t"}, {"prompt": "a", "response": "b"}, {"messages": said}]
+    source = jsonl(tmp_path, [*rows, {"prompt_ids": [1], "response_ids": []}])
+    kept, left_out = load(source, load_tokenizer(chatml), drop={"empty"})
+    assert ([key for key, _, _ in kept], left_out) == (["2"], [(1, "empty"), (3, "empty"), (4, "empty")])
+    with pytest.raises(ValueError, match=r"line 1 \(and 1 more\): a response is empty"):
+        load(source, load_tokenizer(chatml), drop={"too_long"})
 
 
 @pytest.mark.parametrize(
@@ -80,7 +92,7 @@ def test_long_rows(tmp_path: Path) -> None:
         ({"prompt": "a", "response": [ASKED]}, "list of one message of the assistant's"),
         ({"prompt": "a", "completion": [SAID, SAID]}, "list of one message of the assistant's"),
         ({"prompt_ids": [1], "response_ids": [1000]}, "response_ids holds 1000"),
-        ({"prompt_ids": [1], "response_ids": []}, "response_ids must be a list of one token id or more"),
+        ({"prompt_ids": [1], "response_ids": []}, "response_ids has no token"),
         ({"messages": [ASKED]}, "as its last message, the assistant's response"),
         ({"messages": [SAID]}, "as its last message, the assistant's response"),
         ({"messages": [ASKED, SAID, SAID]}, "the last message of a prompt is the assistant's"),

@@ -147,9 +147,10 @@ def test_refusals() -> None:
     chunks, rows = make_chunks([[(2, 3), (1, 1)]])
     with pytest.raises(ValueError, match="do not fit"):
         pack_shape(rows, 6)
-    wrong = PackRow(chunk=0, row=0, prompt_tokens=3, response_tokens=2)
-    with pytest.raises(ValueError, match=r"row 0 of chunk 0 has 2 \+ 3 tokens"):
+    wrong = PackRow(chunk=0, row=0, prompt_tokens=3, response_tokens=3)
+    with pytest.raises(ValueError, match=r"row 0 of chunk 0 has 2 \+ 3 tokens; the schedule says 3 \+ 3"):
         pack([wrong], chunks, 9)
+    wrong = PackRow(chunk=0, row=0, prompt_tokens=3, response_tokens=2)
     with pytest.raises(ValueError, match="3 values for 2 response tokens"):
         gather([wrong], {0: Ragged.from_rows([[1, 2, 3]], np.float32)})
     with pytest.raises(ValueError, match="whole chunks"):

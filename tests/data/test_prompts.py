@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from megarl.config.schema import SourceFields
 from megarl.data.prompts import greedy_requests, load_prompts, random_prompts, sample_requests
+from megarl.data.sources import Rows
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.types import Prompt
 from tests.data.rows import jsonl, transformers_own
@@ -21,8 +23,12 @@ def prompts_of(count: int) -> list[Prompt]:
     return [Prompt(prompt_id=f"p{i}", token_ids=(i,)) for i in range(count)]
 
 
-def load(source: SourceFields, tokenizer: Tokenizer | None = None, **changes: Any) -> tuple[list[Prompt], int]:
-    options = {"vocab_size": 1000, "chat_template": False, "max_tokens": 100, "too_long": "refuse", **changes}
+def load(source: SourceFields, tokenizer: Tokenizer | None = None, **changes: Any) -> Sequence[Prompt]:
+    return load_rows(source, tokenizer, **changes).items
+
+
+def load_rows(source: SourceFields, tokenizer: Tokenizer | None = None, **changes: Any) -> Rows[Prompt]:
+    options = {"vocab_size": 1000, "chat_template": False, "max_tokens": 100, **changes}
     return load_prompts(source, tokenizer, **options)
 
 
@@ -32,14 +38,11 @@ def test_rows_of_ids(tmp_path: Path) -> None:
         {"prompt_id": "b", "prompt_ids": [0]},
         {"prompt_id": 17, "token_ids": [2]},
     ]
-    assert load(jsonl(tmp_path, rows), vocab_size=4) == (
-        [
-            Prompt(prompt_id="1", token_ids=(3, 1), fields={"answer": "x", "prompt": "text"}),
-            Prompt(prompt_id="b", token_ids=(0,)),
-            Prompt(prompt_id="17", token_ids=(2,)),
-        ],
-        0,
-    )
+    assert load(jsonl(tmp_path, rows), vocab_size=4) == [
+        Prompt(prompt_id="1", token_ids=(3, 1), fields={"answer": "x", "prompt": "text"}),
+        Prompt(prompt_id="b", token_ids=(0,)),
+        Prompt(prompt_id="17", token_ids=(2,)),
+    ]
 
 
 def test_rows_of_text_and_chats(tmp_path: Path, llama: Path) -> None:
@@ -55,17 +58,20 @@ def test_rows_of_text_and_chats(tmp_path: Path, llama: Path) -> None:
     text = tuple(oracle("hi").input_ids)
     templated = tuple(oracle.apply_chat_template(said, add_generation_prompt=True, return_dict=False))
     tokenizer = load_tokenizer(llama)
-    prompts, _ = load(jsonl(tmp_path, rows), tokenizer)
+    prompts = load(jsonl(tmp_path, rows), tokenizer)
     assert [prompt.token_ids for prompt in prompts] == [text, templated, templated]
     assert [prompt.fields for prompt in prompts] == [{"messages": chat}, {"reward_model": reward_model}, {}]
-    prompts, _ = load(jsonl(tmp_path, rows), tokenizer, chat_template=True)
+    prompts = load(jsonl(tmp_path, rows), tokenizer, chat_template=True)
     assert [prompt.token_ids for prompt in prompts] == [templated] * 3
 
 
 def test_long_prompts(tmp_path: Path) -> None:
     source = jsonl(tmp_path, [{"token_ids": [1] * length} for length in (3, 4, 2, 5)])
-    kept, dropped = load(source, max_tokens=3, too_long="drop")
-    assert ([prompt.prompt_id for prompt in kept], dropped) == (["1", "3"], 2)
+    found = load_rows(source, max_tokens=3, drop={"too_long"})
+    assert [prompt.prompt_id for prompt in found.items] == ["1", "3"]
+    assert [(row.where, row.fault) for row in found.left_out] == [
+        (f"{source.path}, line {line}", "too_long") for line in (2, 4)
+    ]
     with pytest.raises(ValueError, match="2 of 4 rows are broken") as error:
         load(source, max_tokens=3)
     assert "line 2: 4 tokens are too many: at most 3 fit" in str(error.value)
@@ -76,7 +82,7 @@ def test_long_prompts(tmp_path: Path) -> None:
     ("row", "reason"),
     [
         ({"text": "a"}, "no column prompt_ids or token_ids or prompt or messages; there are text"),
-        ({"token_ids": []}, "token_ids must be a list of one token id or more"),
+        ({"token_ids": []}, "token_ids has no token"),
         ({"token_ids": "12"}, "token_ids must be a list"),
         ({"token_ids": [1, 1000]}, "token_ids holds 1000: ids are integers from 0 to 999"),
         ({"token_ids": [-1]}, "token_ids holds -1"),

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.config.schema import SourceFields
-from megarl.data.sources import Row, parse_rows, read_rows
+from megarl.data.sources import LeftOut, Row, UnusableRowError, parse_rows, read_rows
 from tests.data.rows import jsonl
 
 ROWS: list[dict[str, Any]] = [
@@ -109,11 +109,16 @@ def test_a_missing_file(tmp_path: Path) -> None:
         list(read_rows(SourceFields(path=str(tmp_path / "missing.jsonl"))))
 
 
-def value_of(row: Row, columns: dict[str, Any]) -> int | None:
-    """A parser: broken where it is not a number, left out where it is negative."""
-    if not isinstance(columns["value"], int):
-        raise ValueError(f"value is {columns['value']!r}")
-    return columns["value"] if columns["value"] >= 0 else None
+def value_of(row: Row, columns: dict[str, Any]) -> int:
+    """A parser: broken where it is not a number, too long where it is above 99, empty where it is negative."""
+    value = columns["value"]
+    if not isinstance(value, int):
+        raise ValueError(f"value is {value!r}")
+    if value > 99:
+        raise UnusableRowError("too_long", f"{value} is too long")
+    if value < 0:
+        raise UnusableRowError("empty", "it is empty")
+    return value
 
 
 @pytest.mark.parametrize(
@@ -141,17 +146,46 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
 
 
 def test_of_many_broken_rows_the_first_are_named_and_the_others_counted(tmp_path: Path) -> None:
-    source = jsonl(tmp_path, [{"value": "x"} if i % 2 else {"value": 1} for i in range(50)])
+    source = jsonl(tmp_path, [{"value": f"x{i}"} if i % 2 else {"value": 1} for i in range(50)])
     with pytest.raises(ValueError, match="25 of 50 rows are broken") as error:
         parse_rows(source, value_of)
     lines = [line.strip() for line in str(error.value).splitlines()[1:]]
-    assert lines == [f"{source.path}, line {2 * i}: value is 'x'" for i in range(1, 11)] + ["and 15 more"]
+    expected = [f"{source.path}, line {2 * i}: value is 'x{2 * i - 1}'" for i in range(1, 11)]
+    assert lines == [*expected, "and 15 more"]
 
 
-def test_rows_that_are_left_out_are_counted(tmp_path: Path) -> None:
-    assert parse_rows(jsonl(tmp_path, [{"value": v} for v in (1, -1, 2, -2, -3)]), value_of) == ([1, 2], 3)
-    with pytest.raises(ValueError, match="all 2 rows are too long"):
-        parse_rows(jsonl(tmp_path, [{"value": -1}, {"value": -1}]), value_of)
+def test_a_reason_is_given_once_however_many_rows_have_it(tmp_path: Path) -> None:
+    rows = [{"value": "x"}, {"value": 1}, {"value": "y"}, *[{"value": "x"}] * 40]
+    source = jsonl(tmp_path, rows)
+    with pytest.raises(ValueError, match="42 of 43 rows are broken") as error:
+        parse_rows(source, value_of)
+    lines = [line.strip() for line in str(error.value).splitlines()[1:]]
+    assert lines == [
+        f"{source.path}, line 1 (and 40 more): value is 'x'",
+        f"{source.path}, line 3: value is 'y'",
+    ]
+
+
+def test_rows_without_use_are_left_out_by_rule(tmp_path: Path) -> None:
+    source = jsonl(tmp_path, [{"value": v} for v in (1, -1, 2, 100, -3)])
+    found = parse_rows(source, value_of, {"empty", "too_long"})
+    assert found.items == [1, 2]
+    assert found.left_out == [
+        LeftOut(where=f"{source.path}, line 2", fault="empty", reason="it is empty"),
+        LeftOut(where=f"{source.path}, line 4", fault="too_long", reason="100 is too long"),
+        LeftOut(where=f"{source.path}, line 5", fault="empty", reason="it is empty"),
+    ]
+    with pytest.raises(ValueError, match=r"line 4: 100 is too long$"):
+        parse_rows(source, value_of, {"empty"})
+    with pytest.raises(
+        ValueError, match=r"3 of 5 rows are broken:\n *.*line 2 \(and 1 more\): it is empty\n *.*line 4"
+    ):
+        parse_rows(source, value_of)
+
+
+def test_a_source_without_a_usable_row(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"none of its 2 rows is of use:\n *.*line 1 \(and 1 more\): it is empty"):
+        parse_rows(jsonl(tmp_path, [{"value": -1}, {"value": -1}]), value_of, {"empty"})
     with pytest.raises(ValueError, match="no rows"):
         parse_rows(jsonl(tmp_path, []), value_of)
 
@@ -160,7 +194,7 @@ def test_columns_under_other_names(tmp_path: Path) -> None:
     path = jsonl(tmp_path, [{"question": "q", "value": 1, "prompt": "p", "answer": "a"}]).path
 
     def columns(**names: str) -> dict[str, Any]:
-        (found,), _ = parse_rows(SourceFields(path=path, columns=names), lambda row, columns: columns)
+        (found,) = parse_rows(SourceFields(path=path, columns=names), lambda row, columns: columns).items
         return found
 
     assert columns() == {"question": "q", "value": 1, "prompt": "p", "answer": "a"}

@@ -37,9 +37,10 @@ def sft(role: Any) -> Any:
 
 
 def preferences(role: Any) -> Any:
+    from megarl.config.schema.reward_model import Pairwise
     from megarl.megatron.supervised_losses import preference_loss
 
-    return preference_loss(role, CENTERING)
+    return preference_loss(role, Pairwise(centering=CENTERING), {})
 
 
 def two_steps(
@@ -71,8 +72,11 @@ def rewarded(directory: Path) -> Naive:
     chunks, batches = _batches()
     reward = models.headed_model(_config(directory), headed_state(directory))
     samples = [samples_of(chunks, batch) for batch in batches]
-    pairs = [list(zip(batch[0::2], batch[1::2], strict=True)) for batch in samples]
-    return supervised.train_reward(reward, pairs, adam_of(SETTINGS), centering=CENTERING)
+    pairs = [
+        [supervised.Preference(responses=pair) for pair in zip(batch[0::2], batch[1::2], strict=True)]
+        for batch in samples
+    ]
+    return supervised.train_reward(reward, pairs, adam_of(SETTINGS), supervised.pairwise(centering=CENTERING))
 
 
 def headed_state(directory: Path) -> dict[str, torch.Tensor]:

@@ -1,0 +1,180 @@
+"""Preferences: a prompt and responses to it, of which one is the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from megarl.config.schema import Fault, SourceFields
+from megarl.data.encoding import PROMPTS, Encoder, Ids, first_of, messages
+from megarl.data.sources import Row, Rows, UnusableRowError, parse_rows
+from megarl.data.tokenizer import Message, Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Preference:
+    """One prompt and responses to it, tokenised. Of a pair, the first response was chosen and the second rejected.
+
+    Args:
+        key: unique in its data set, the same in every run.
+        prompt_ids: P ids, int32.
+        responses: ids of each, int32, the end token included; the best one first.
+        margin: by which the first is better; None where the data does not say.
+    """
+
+    key: str
+    prompt_ids: npt.NDArray[np.int32]
+    responses: tuple[npt.NDArray[np.int32], ...]
+    margin: float | None = None
+
+    @property
+    def content(self) -> bytes:
+        """Its tokens and its margin, and where the responses begin."""
+        told = b"" if self.margin is None else np.float32(self.margin).tobytes()
+        return b"|".join([told, *(ids.tobytes() for ids in (self.prompt_ids, *self.responses))])
+
+
+class _Read(NamedTuple):
+    """What a row has: a prompt, responses of which the first is the best, and the margin."""
+
+    prompt: Ids
+    responses: tuple[Ids, ...]
+    margin: float | None
+
+
+def load_pairs(
+    source: SourceFields,
+    tokenizer: Tokenizer | None,
+    *,
+    vocab_size: int,
+    chat_template: bool,
+    max_tokens: int,
+    margins: bool = False,
+    drop: Collection[Fault] = (),
+) -> Rows[Preference]:
+    """Reads preference pairs; a row's key is its number.
+
+    A row has a prompt (``prompt``, text or a chat; or ``prompt_ids``) and two responses, ``chosen`` and ``rejected``:
+    text, one message, or ids (``chosen_ids``, ``rejected_ids``). Or ``chosen`` and ``rejected`` are whole chats that
+    differ in their last message.
+
+    Args:
+        source: of the rows.
+        tokenizer: None where all rows have ids.
+        vocab_size: ids must lie below it.
+        chat_template: text prompts are what a user says in a chat.
+        max_tokens: of the prompt and the longer response together.
+        margins: every row has the column ``margin``, a number.
+        drop: faults of rows that are left out; rows with others are errors.
+
+    Raises:
+        OSError, ValueError: the source cannot be read; rows are broken, of which the first are named with file, line
+            and reason; the tokenizer does not fit.
+    """
+    encoder = Encoder(tokenizer, vocab_size=vocab_size, chat_template=chat_template, max_tokens=max_tokens)
+
+    def read(columns: dict[str, Any]) -> _Read:
+        prompt, chosen, rejected = _whole_chats(encoder, columns) if _are_chats(columns) else _apart(encoder, columns)
+        return _Read(prompt, (chosen, rejected), _margin(columns) if margins else None)
+
+    return _load(source, encoder, read, drop)
+
+
+def load_candidates(
+    source: SourceFields,
+    tokenizer: Tokenizer | None,
+    *,
+    vocab_size: int,
+    chat_template: bool,
+    max_tokens: int,
+    drop: Collection[Fault] = (),
+) -> Rows[Preference]:
+    """Reads prompts with candidates, of which one was found the best; a row's key is its number.
+
+    A row has a prompt, as that of a pair, ``candidates``: a list of responses, each as one of a pair
+    (``candidates_ids``: a list of lists of ids), in all rows as many; and ``best``, the index of the best one, from 0.
+
+    Args, Raises: see ``load_pairs``; the candidates of a row are the best one and then the others, in order.
+    """
+    encoder = Encoder(tokenizer, vocab_size=vocab_size, chat_template=chat_template, max_tokens=max_tokens)
+    sizes: list[int] = []
+
+    def read(columns: dict[str, Any]) -> _Read:
+        prompt, candidates = encoder.prompt(columns, *PROMPTS), _candidates(encoder, columns)
+        best = columns.get("best")
+        if type(best) is not int or not 0 <= best < len(candidates):
+            raise ValueError(f"best is {best!r}: it must be the index of a candidate, from 0 to {len(candidates) - 1}")
+        sizes.append(len(candidates))
+        if len(candidates) != sizes[0]:
+            raise ValueError(f"it has {len(candidates)} candidates: all rows must have as many, and others {sizes[0]}")
+        return _Read(prompt, (candidates[best], *candidates[:best], *candidates[best + 1 :]), None)
+
+    return _load(source, encoder, read, drop)
+
+
+def _load(
+    source: SourceFields, encoder: Encoder, read: Callable[[dict[str, Any]], _Read], drop: Collection[Fault]
+) -> Rows[Preference]:
+    def parse(row: Row, columns: dict[str, Any]) -> Preference:
+        prompt, responses, margin = read(columns)
+        best, *others = responses
+        if any(np.array_equal(best, other) for other in others):
+            raise UnusableRowError("equal", "the better response is the same as another: one must be better")
+        encoder.check_length(prompt, max(responses, key=len))
+        return Preference(key=str(row.number), prompt_ids=prompt, responses=responses, margin=margin)
+
+    return parse_rows(source, parse, drop)
+
+
+def _candidates(encoder: Encoder, columns: dict[str, Any]) -> tuple[Ids, ...]:
+    name = first_of(columns, "candidates_ids", "candidates")
+    value = columns[name]
+    if not isinstance(value, list) or len(cast(list[Any], value)) < 2:
+        raise ValueError(f"{name} must be a list of two responses or more")
+    return tuple(encoder.response({name: candidate}, name) for candidate in cast(list[Any], value))
+
+
+def _margin(columns: dict[str, Any]) -> float:
+    margin = columns.get("margin")
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not np.isfinite(margin):
+        raise ValueError(f"margin is {margin!r}: it must be a number, by how much the chosen response is better")
+    return float(margin)
+
+
+def _are_chats(columns: dict[str, Any]) -> bool:
+    return any(isinstance(columns.get(name), list) and len(columns[name]) > 1 for name in ("chosen", "rejected"))
+
+
+def _apart(encoder: Encoder, columns: dict[str, Any]) -> tuple[Ids, Ids, Ids]:
+    """Prompt, chosen and rejected of a row with a column for each."""
+    prompt = encoder.prompt(columns, *PROMPTS)
+    return (
+        prompt,
+        encoder.response(columns, "chosen_ids", "chosen"),
+        encoder.response(columns, "rejected_ids", "rejected"),
+    )
+
+
+def _whole_chats(encoder: Encoder, columns: dict[str, Any]) -> tuple[Ids, Ids, Ids]:
+    """Prompt, chosen and rejected of a row with two chats that share all but their last message."""
+    chosen, rejected = (messages(name, columns.get(name)) for name in ("chosen", "rejected"))
+    if chosen[:-1] != rejected[:-1]:
+        raise ValueError("chosen and rejected are chats that differ before their last message")
+    if not chosen[-1]["role"] == rejected[-1]["role"] == "assistant":
+        raise ValueError("chosen and rejected are chats: their last message must be the assistant's")
+    if not _agrees(columns.get("prompt"), chosen[:-1]):
+        raise ValueError("chosen and rejected are chats, and the prompt is not what they begin with")
+    return encoder.chat(chosen[:-1]), encoder.answer(chosen[-1]["content"]), encoder.answer(rejected[-1]["content"])
+
+
+def _agrees(prompt: object, chat: list[Message]) -> bool:
+    """Whether a prompt beside whole chats is theirs: absent, the messages before the response, or a user's message."""
+    if prompt is None:
+        return True
+    if isinstance(prompt, str):
+        return any(message["role"] == "user" and message["content"] == prompt for message in chat)
+    return messages("prompt", prompt) == chat
