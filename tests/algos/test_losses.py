@@ -30,7 +30,6 @@ from tests.algos.examples import (
     tokens,
     total,
 )
-from tests.oracle import aggregation as naive_aggregation
 from tests.oracle import policy as naive_policy
 from tests.oracle import values as naive_values
 
@@ -73,18 +72,6 @@ def test_value_losses_are_those_of_the_oracle(function: Any, naive: Any, options
     expected, clipped = naive(now.flatten(), old.flatten(), returns.flatten(), **options)
     torch.testing.assert_close(loss.values.flatten(), expected)
     assert torch.equal(loss.metrics["clipfrac"].flatten(), clipped.double())
-
-
-@pytest.mark.parametrize("name", AGGREGATIONS)
-def test_the_weights_of_tokens_are_those_of_the_oracle(name: str) -> None:
-    lengths = [n for n in MASK.sum(-1).tolist() if n]
-    naive = getattr(naive_aggregation, name)
-    options = {"tokens": 7} if name == "sequence_sum_norm" else {}
-    weights = step_weights(MASK, AGGREGATIONS[name])
-    assert not weights[~MASK].any()
-    for row, mask in zip(weights, MASK, strict=True):
-        for weight in row[mask].tolist():
-            assert weight == pytest.approx(naive(int(mask.sum()), lengths, **options))
 
 
 # ---- what changes nothing

@@ -1,11 +1,19 @@
-"""Metrics by hand."""
+"""Metrics by hand, and over ranks."""
 
 from __future__ import annotations
+
+import statistics
 
 import pytest
 import torch
 
-from megarl.algos.metrics import rollout_gap
+from megarl.algos.metrics import explained_variance, group_metrics, objective_metrics, rollout_gap, value_metrics
+from megarl.algos.normalisation import Reduce
+from megarl.algos.rewards import kl_penalties
+from tests.algos.adapters.common import local, on_ranks
+from tests.algos.examples import MASK, numbers
+
+SPLITS = ([slice(0, 1), slice(1, 4)], [slice(0, 4), slice(0, 0)])
 
 
 def test_rollout_gap_is_the_mean_over_tokens_of_all_ranks() -> None:
@@ -17,3 +25,59 @@ def test_rollout_gap_is_the_mean_over_tokens_of_all_ranks() -> None:
     assert rollout_gap(old, rollout, mask, reduce=lambda v: v + another_rank) == pytest.approx((1.5 + 2.5) / 4)
     nothing = torch.zeros(0, 0)
     assert rollout_gap(nothing, nothing, nothing.bool(), reduce=lambda v: v) == 0.0
+
+
+def test_objective_metrics_add_up_over_ranks() -> None:
+    scores, old, kl = numbers(4, seed=0), numbers(*MASK.shape, seed=1), numbers(*MASK.shape, seed=2)
+
+    def measure(rows: slice, reduce: Reduce) -> dict[str, float]:
+        penalties = kl_penalties(kl[rows], MASK[rows], kl_coef=0.1)
+        return objective_metrics(scores[rows], old[rows], kl[rows], penalties, MASK[rows], reduce=reduce)
+
+    whole = measure(slice(0, 4), local)
+    for ranks in SPLITS:
+        for metrics in on_ranks(measure, [(rows,) for rows in ranks]):
+            assert metrics == pytest.approx(whole)
+    assert whole["objective/kl"] == pytest.approx(kl[MASK].sum().item() / 4)
+    assert whole["objective/kl_per_token"] == pytest.approx(kl[MASK].mean().item())
+    of_rows = [kl[row][mask].mean().item() if mask.any() else 0.0 for row, mask in enumerate(MASK)]
+    assert whole["objective/kl_token_mean"] == pytest.approx(statistics.mean(of_rows))
+    assert whole["objective/rlhf_reward"] == pytest.approx(scores.mean().item() - 0.1 * whole["objective/kl"])
+
+
+def test_value_metrics_are_over_all_ranks() -> None:
+    returns, values = numbers(*MASK.shape, seed=0), numbers(*MASK.shape, seed=1)
+
+    def measure(rows: slice, reduce: Reduce) -> dict[str, float]:
+        return value_metrics(returns[rows], values[rows], MASK[rows], reduce=reduce)
+
+    whole = measure(slice(0, 4), local)
+    for ranks in SPLITS:
+        for metrics in on_ranks(measure, [(rows,) for rows in ranks]):
+            assert metrics == pytest.approx(whole)
+    targets = returns[MASK].tolist()
+    assert whole["returns/mean"] == pytest.approx(statistics.mean(targets))
+    assert whole["returns/var"] == pytest.approx(statistics.pvariance(targets))
+    assert whole["value/mean"] == pytest.approx(values[MASK].mean().item())
+    explained = 1 - statistics.variance((returns - values)[MASK].tolist()) / statistics.variance(targets)
+    assert whole["value/explained_variance"] == pytest.approx(explained, abs=1e-4)
+
+
+@pytest.mark.parametrize(("factor", "shift", "explained"), [(1.0, 0.0, 1.0), (1.0, 5.0, 1.0), (0.0, 3.0, 0.0)])
+def test_perfect_and_constant_values(factor: float, shift: float, explained: float) -> None:
+    returns = numbers(2, 4, seed=0)
+    metrics = value_metrics(returns, factor * returns + shift, torch.ones(2, 4).bool(), reduce=local)
+    assert metrics["value/explained_variance"] == pytest.approx(explained, abs=1e-4)
+
+
+def test_new_values_explain_what_their_error_leaves() -> None:
+    assert explained_variance(0.0, 2.0) == 1.0
+    assert explained_variance(2.0, 2.0) == 0.0
+    assert explained_variance(3.0, 2.0) == -0.5
+    assert explained_variance(0.0, 0.0) == 1.0
+
+
+def test_group_metrics_by_hand() -> None:
+    metrics = group_metrics(torch.tensor([1.0, 3.0, 5.0, 5.0, 2.0]), torch.tensor([0, 0, 1, 1, 2]))
+    assert metrics["group/std_mean"] == pytest.approx(1 / 3)
+    assert metrics["group/zero_std_fraction"] == pytest.approx(2 / 3)

@@ -1,0 +1,139 @@
+"""Optimizer steps, averages of weights and of returns."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from megarl.algos.mixing import ema
+from megarl.algos.normalisation import Reduce
+from megarl.algos.optimisation import divided, exceeds_target, linear_anneal, rank_seeds, tensorflow_eps
+from megarl.algos.value_norm import ValueMoments, ValueScale, denormalised, normalised, scale_of, updated
+from tests.algos.adapters.common import local, on_ranks
+from tests.algos.examples import MASK, numbers
+from tests.oracle.adam import Adam, AdamSettings
+
+# ---- Adam
+
+
+@pytest.mark.parametrize("beta2", [0.999, 0.95])
+def test_pytorchs_adam_with_the_schedule_takes_the_steps_of_tensorflows(beta2: float) -> None:
+    eps = 1e-5
+    parameter = nn.Parameter(numbers(5, seed=0))
+    model = nn.ParameterList([parameter])
+    other = nn.Parameter(parameter.detach().clone())
+    naive = Adam(model, AdamSettings(lr=1e-3, betas=(0.9, beta2), eps=eps, clip_grad=None, tensorflow=True))
+    optimizer = torch.optim.AdamW([other], lr=1e-3, betas=(0.9, beta2), weight_decay=0.0)
+    for step in range(1, 20):
+        gradient = 1e-4 * numbers(5, seed=step)
+        parameter.grad, other.grad = gradient.clone(), gradient.clone()
+        naive.step()
+        optimizer.param_groups[0]["eps"] = tensorflow_eps(eps, beta2, step)
+        optimizer.step()
+        torch.testing.assert_close(other, parameter, rtol=1e-12, atol=0.0)
+
+
+def test_the_epsilon_of_the_first_steps_is_larger_and_that_of_the_last_the_same() -> None:
+    assert tensorflow_eps(1e-5, 0.999, 1) == pytest.approx(1e-5 * 31.6227766, rel=1e-6)
+    assert tensorflow_eps(1e-5, 0.999, 10**6) == pytest.approx(1e-5)
+
+
+# ---- schedules, mini-batches, seeds
+
+
+def test_the_rate_falls_by_steps_of_the_run() -> None:
+    assert [linear_anneal(1e-5, k, 4) for k in range(5)] == pytest.approx([1e-5, 7.5e-6, 5e-6, 2.5e-6, 0.0])
+
+
+@given(st.lists(st.integers(), max_size=30), st.integers(1, 9))
+def test_an_epoch_is_divided_evenly_in_order(items: list[int], parts: int) -> None:
+    pieces = divided(items, parts)
+    assert [item for piece in pieces for item in piece] == items
+    assert len(pieces) == parts
+    assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
+
+
+def test_an_epoch_is_too_much_strictly_above_the_target() -> None:
+    assert not exceeds_target(0.15, target=0.1, factor=1.5)
+    assert exceeds_target(0.1500001, target=0.1)
+    assert not exceeds_target(-1.0, target=0.1)
+
+
+def test_seeds_of_ranks_are_apart() -> None:
+    assert rank_seeds(7, [0, 3]) == [7, 7 + 3 * 100003]
+    assert rank_seeds(7, [0, 3], stride=10) == [7, 37]
+
+
+# ---- averages of weights
+
+
+def test_an_average_without_memory_is_the_actor_and_with_nothing_else_the_start() -> None:
+    start, actor = numbers(4, seed=0), numbers(4, seed=1)
+    assert torch.equal(ema(start, actor, decay=0.0), actor)
+    assert torch.equal(ema(start, actor, decay=1.0), start)
+
+
+@given(st.floats(0.0, 1.0))
+def test_an_average_is_the_sum_of_its_definition(decay: float) -> None:
+    average = start = numbers(3, seed=0)
+    actors = [numbers(3, seed=seed) for seed in range(1, 6)]
+    for actor in actors:
+        average = ema(average, actor, decay=decay)
+    expected = decay**5 * start + sum((1 - decay) * decay ** (4 - k) * actor for k, actor in enumerate(actors))
+    torch.testing.assert_close(average, expected)
+
+
+def test_an_average_of_bfloat16_weights_is_in_float32() -> None:
+    average = ema(torch.zeros(2), torch.ones(2, dtype=torch.bfloat16), decay=0.992)
+    assert average.dtype == torch.float32
+    torch.testing.assert_close(average, torch.full((2,), 0.008))
+
+
+# ---- the critic's units
+
+
+def test_the_moments_of_one_batch_are_those_of_its_tokens() -> None:
+    returns = numbers(*MASK.shape, seed=0)
+    moments = updated(ValueMoments(), torch.where(MASK, returns, math.nan), MASK, local)
+    scale, own = scale_of(moments, eps=0.0), returns[MASK]
+    assert scale.mean == pytest.approx(own.mean().item(), rel=1e-9)
+    assert scale.deviation == pytest.approx(own.std(correction=0).item(), rel=1e-9)
+
+
+def test_moments_move_by_their_decay_and_are_those_of_all_ranks() -> None:
+    batches = [numbers(*MASK.shape, seed=seed) for seed in range(3)]
+
+    def course(part: slice, reduce: Reduce) -> ValueMoments:
+        moments = ValueMoments()
+        for batch in batches:
+            moments = updated(moments, batch[part], MASK[part], reduce, beta=0.9)
+        return moments
+
+    whole = course(slice(0, 4), local)
+    assert whole.weight == pytest.approx(1 - 0.9**3)
+    assert whole.mean == pytest.approx(sum(0.1 * 0.9 ** (2 - k) * b[MASK].mean().item() for k, b in enumerate(batches)))
+    for own in on_ranks(course, [(slice(0, 1),), (slice(1, 4),), (slice(0, 0),)]):
+        assert vars(own) == pytest.approx(vars(whole))
+    assert updated(whole, batches[0], torch.zeros_like(MASK), local) == whole
+
+
+def test_values_come_back_from_the_critics_units() -> None:
+    scale = ValueScale(mean=3.0, deviation=2.0)
+    values = torch.tensor([1.0, 3.0, 8.0])
+    assert normalised(values, scale).tolist() == [-1.0, 0.0, 2.5]
+    torch.testing.assert_close(denormalised(normalised(values, scale), scale), values)
+    assert normalised(torch.tensor([100.0, -100.0]), scale).tolist() == [5.0, -5.0]
+
+
+def test_returns_that_are_all_the_same_have_the_least_deviation() -> None:
+    moments = ValueMoments()
+    for _ in range(3):
+        moments = updated(moments, torch.full((2, 3), 7.0), torch.ones(2, 3).bool(), local, beta=0.9)
+    assert scale_of(moments).mean == pytest.approx(7.0)
+    assert scale_of(moments).deviation == 0.1
+    assert scale_of(ValueMoments()) == ValueScale(mean=0.0, deviation=0.1)

@@ -1,0 +1,61 @@
+"""Selections against the oracle's loops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algos.selection import best_fraction, best_of_groups, nonzero_std, open_range
+from tests.oracle import selection as naive
+from tests.oracle.models import Sample
+
+samples = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([-1.0, 0.0, 0.5, 2.0, None])), min_size=1, max_size=12)
+"""Prompts and scores, with equal ones and samples without."""
+
+
+def of_the_oracle(pairs: list[tuple[int, float | None]]) -> list[Sample]:
+    return [
+        Sample(sample_id=str(i), prompt_ids=[0], response_ids=[0], score=score, group=group)
+        for i, (group, score) in enumerate(pairs)
+    ]
+
+
+def tensors(pairs: list[tuple[int, float | None]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    scores = torch.tensor([float("nan") if score is None else score for _, score in pairs])
+    return scores, torch.tensor([group for group, _ in pairs]), scores.isnan()
+
+
+@given(samples)
+def test_the_best_of_each_prompt_is_that_of_the_oracle(pairs: list[tuple[int, float | None]]) -> None:
+    scores, groups, discarded = tensors(pairs)
+    best = sorted(naive.best_of_each(of_the_oracle(pairs)), key=lambda sample: sample.group)
+    assert best_of_groups(scores, groups, discarded).tolist() == [int(sample.sample_id) for sample in best]
+
+
+@given(samples, st.sampled_from([0.2, 0.5, 1.0]))
+def test_the_best_of_all_are_those_of_the_oracle(pairs: list[tuple[int, float | None]], fraction: float) -> None:
+    scores, _, discarded = tensors(pairs)
+    best = naive.best_of_all(of_the_oracle(pairs), fraction)
+    assert best_fraction(scores, discarded, fraction=fraction).tolist() == [int(sample.sample_id) for sample in best]
+
+
+@pytest.mark.parametrize(
+    ("scores", "differ"),
+    [([1.0, 1.0, 1.0], False), ([0.1, 0.1, 0.1], False), ([0.0, 1.0], True), ([0.3], False), ([1.0, 1.0 + 1e-6], True)],
+)
+def test_a_prompt_says_something_where_its_scores_differ(scores: list[float], differ: bool) -> None:
+    assert nonzero_std(torch.tensor(scores, dtype=torch.float64)) is differ
+
+
+def test_small_differences_may_count_as_none() -> None:
+    assert not nonzero_std(torch.tensor([0.0, 0.5]), tol=0.25)
+    assert nonzero_std(torch.tensor([0.0, 0.75]), tol=0.25)
+
+
+def test_the_bounds_of_a_range_are_outside() -> None:
+    means = {0.0: False, 0.25: True, 1.0: False}
+    assert {mean: open_range(torch.tensor([mean, mean])) for mean in means} == means
+    assert not open_range(torch.tensor([0.25, 0.75]), low=0.5)
+    assert open_range(torch.tensor([0.25, 1.0]), low=0.5, high=0.75)
