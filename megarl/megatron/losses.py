@@ -1,4 +1,5 @@
-"""The losses of the actor and the critic on a micro-batch: from hidden states to weighted sums.
+"""The losses of the actor and the critic, of rollouts and of texts, on a micro-batch: from hidden states to weighted
+sums.
 
 Each is a function of a step's schedule, whose totals are the denominators in the weights. Shape legend: B rows of the
 micro-batch, R response tokens of the longest of them.
@@ -24,6 +25,7 @@ from megarl.megatron.heads import response_logprobs, response_values
 from megarl.megatron.measures import Measures, measured
 from megarl.megatron.pipeline import MicroBatch
 from megarl.megatron.role import Loss, Role, StepLoss
+from megarl.megatron.supervised_losses import sft_loss
 from megarl.types import ExperienceChunk, Ragged, RankSchedule
 
 
@@ -122,6 +124,26 @@ def value_loss(role: Role, algo: Algo, experience: Chunks[ExperienceChunk]) -> S
         return _Tokens(terms=replace(terms, spreads={**terms.spreads, "returns": returns}), parts={})
 
     return _aggregated(algo, experience, of_tokens, 1.0)
+
+
+def text_loss(role: Role, *, share: float) -> StepLoss:
+    """The mean negative log-likelihood per token of the texts that a step takes along, nats.
+
+    Args:
+        share: what it is multiplied by, beside the step's own loss.
+    """
+    likelihood = sft_loss(role)
+
+    def of_step(schedule: RankSchedule) -> Loss:
+        loss = likelihood(schedule)
+
+        def shared(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Measures]:
+            value, _ = loss(batch, hidden)
+            return share * value, Measures(sums={"ptx_loss": value.detach()})
+
+        return shared
+
+    return of_step
 
 
 def _old_logprobs(algo: Algo, new: Tensor, rows: _Rows) -> Tensor:

@@ -10,15 +10,13 @@ import torch
 from megarl.algos.metrics import explained_variance
 from megarl.algos.mixing import ptx_shares
 from megarl.algos.scores import head_std
-from megarl.config import PPOConfig, RewardModelConfig, RunConfig
+from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RewardModelConfig, RunConfig
 from megarl.data.packing import Chunks
 from megarl.megatron.groups import GroupCache
-from megarl.megatron.losses import policy_loss, value_loss
-from megarl.megatron.measures import Measures
-from megarl.megatron.pipeline import MicroBatch
-from megarl.megatron.role import Loss, Role, StepLoss
+from megarl.megatron.losses import policy_loss, text_loss, value_loss
+from megarl.megatron.role import Role, StepLoss
 from megarl.megatron.supervised_losses import preference_loss, sft_loss
-from megarl.types import RankSchedule, RoleName
+from megarl.types import RoleName
 from megarl.weights.files import load_shard, read_config
 from megarl.weights.specs import ModelSpec, model_spec
 
@@ -82,21 +80,11 @@ def loss_of(config: RunConfig, role: Role, chunks: Chunks[Any], *, kl_coef: floa
     return sft_loss(role)
 
 
-def text_loss(config: RunConfig, role: Role) -> StepLoss:
-    """The loss of the texts that an actor's optimizer steps take along, in its share of the whole."""
+def text_loss_of(config: RunConfig, role: Role) -> StepLoss:
+    """What an actor learns of the texts that its optimizer steps take along."""
     assert isinstance(config, PPOConfig)
-    likelihood, (_, share) = sft_loss(role), _shares(config)
-
-    def of_step(schedule: RankSchedule) -> Loss:
-        loss = likelihood(schedule)
-
-        def shared(batch: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, Measures]:
-            value, _ = loss(batch, hidden)
-            return share * value, Measures(sums={"ptx_loss": value.detach()})
-
-        return shared
-
-    return of_step
+    _, share = _shares(config)
+    return text_loss(role, share=share)
 
 
 def _shares(config: PPOConfig) -> tuple[float, float]:
@@ -120,11 +108,10 @@ def told(config: RunConfig, name: RoleName, step: Mapping[str, float]) -> dict[s
 
 def _directory(config: RunConfig, name: RoleName) -> str | None:
     """The checkpoint that a role has of its own."""
-    if isinstance(config, PPOConfig):
-        if name == "reward":
-            return config.reward.path
-        if name == "critic" and config.critic is not None:
-            return config.critic.path
+    if name == "reward" and isinstance(config, PPOConfig | RAFTConfig | EvalConfig):
+        return config.reward.path
+    if name == "critic" and isinstance(config, PPOConfig) and config.critic is not None:
+        return config.critic.path
     return None
 
 
@@ -139,7 +126,7 @@ def _new_head(config: RunConfig, name: RoleName, spec: ModelSpec) -> torch.Tenso
         if config.critic.head == "loaded":
             return None
         std, seed = config.critic.head_std, config.critic.head_seed
-    elif isinstance(config, PPOConfig) and name == "reward" and config.reward.path is None:
+    elif name == "reward" and isinstance(config, PPOConfig | RAFTConfig | EvalConfig) and config.reward.path is None:
         std, seed = config.reward.head_std, config.reward.head_seed
     else:
         return None

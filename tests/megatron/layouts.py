@@ -1,0 +1,264 @@
+"""A job of the rank pool: two optimizer steps of every loss in one layout, compared with those of a single rank.
+
+The samples are ragged; some have no response token, some have tokens that are weighted 0 throughout, and the second
+step is so small that ranks have no token, or no row.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.config.schema import Algo, Optimizer
+from megarl.types import ExperienceChunk, Layout, Ragged, SampleInfo, TextChunk
+from tests.megatron.tiny import load_role, random_head
+
+LENGTHS = [(3, 9), (5, 1), (2, 0), (7, 4), (1, 6), (4, 0), (2, 2), (6, 8), (3, 5), (1, 1), (5, 3), (2, 7)]
+"""Prompt and response tokens of each sample; three make a chunk."""
+STEPS = [[0, 1, 2, 3, 4, 6, 7, 8, 11], [5, 9, 10]]
+"""Samples of each optimizer step."""
+TEXTS = [[0, 7], [4]]
+"""Samples that the steps take along as texts, in one of the cases."""
+UNWEIGHTED = {1, 8}
+"""Samples whose tokens weigh nothing."""
+TEMPERATURE, KL_COEF = 0.9, 0.3
+SETTINGS = Optimizer(lr=1.0, eps=1.0, weight_decay=0.0, clip_grad=1.0)
+"""With an eps far above every gradient Adam's step is in proportion to it, and so is its error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is trained.
+
+    Args:
+        algo: fields of the algorithm.
+        critic: whether the critic is trained with it, or the actor.
+        texts: share of the texts in the whole; None takes none along.
+    """
+
+    algo: Mapping[str, Any]
+    critic: bool = False
+    texts: float | None = None
+
+
+def _kl(estimator: str, **fields: Any) -> dict[str, Any]:
+    return {"in": "loss", "estimator": estimator, "coef": KL_COEF, **fields}
+
+
+def _stale(method: str, weights: str) -> dict[str, Any]:
+    return {"old_logprobs": method, "weights": {"name": weights, "upper": 1.1, "lower": 0.8}}
+
+
+CASES: dict[str, Case] = {
+    "ppo": Case(algo={"policy_loss": {"name": "ppo", "clip": 0.1, "dual_clip": 1.2}, "entropy_coef": 0.01}),
+    "ppo with texts": Case(algo={"policy_loss": {"name": "ppo", "clip": 0.1, "clip_high": 0.2}}, texts=0.5),
+    "gspo": Case(algo={"policy_loss": {"name": "gspo", "clip": 0.02}, "aggregation": "sequence_mean"}),
+    "cispo": Case(algo={"policy_loss": "cispo", "aggregation": "token_sum", "kl": _kl("k2")}),
+    "cispo_upper": Case(
+        algo={"policy_loss": {"name": "cispo_upper", "max_ratio": 1.1}, "aggregation": "sequence_sum", "kl": _kl("abs")}
+    ),
+    "sapo": Case(
+        algo={
+            "policy_loss": "sapo",
+            "aggregation": {"name": "sequence_sum_norm", "tokens": 9},
+            "kl": _kl("k3+", importance=True),
+        }
+    ),
+    "gmpo": Case(algo={"policy_loss": {"name": "gmpo", "clip": 0.1}, "aggregation": "sequence_mean", "kl": _kl("k3")}),
+    "reinforce": Case(algo={"policy_loss": "reinforce", "kl": _kl("k1")}),
+    "masked sequences": Case(algo={"correction": {"sequence_mask": {"delta": 0.02}}, "kl": _kl("k1+")}),
+    "stale token_truncate": Case(algo={"correction": _stale("loglinear", "token_truncate")}),
+    "stale token_mask": Case(algo={"correction": _stale("linear", "token_mask")}),
+    "stale sequence_truncate": Case(algo={"correction": _stale("loglinear", "sequence_truncate")}),
+    "stale sequence_mask": Case(algo={"correction": _stale("loglinear", "sequence_mask")}),
+    "stale geometric_truncate": Case(algo={"correction": _stale("linear", "geometric_truncate")}),
+    "stale geometric_mask": Case(algo={"correction": _stale("linear", "geometric_mask")}),
+    "mse": Case(algo={"value_loss": {"name": "mse", "clip": 0.1}}, critic=True),
+    "mse unclipped": Case(algo={"value_loss": {"name": "mse", "clip": None}, "aggregation": "token_sum"}, critic=True),
+    "huber": Case(
+        algo={"value_loss": {"name": "huber", "delta": 0.5}, "aggregation": "sequence_mean"},
+        critic=True,
+    ),
+}
+
+
+def samples() -> list[SampleInfo]:
+    """What the driver knows of the samples."""
+    return [
+        SampleInfo(
+            sample_id=f"{i}:0",
+            prompt_id=str(i),
+            chunk=i // 3,
+            row=i % 3,
+            prompt_tokens=prompt,
+            response_tokens=response,
+            finished=True,
+        )
+        for i, (prompt, response) in enumerate(LENGTHS)
+    ]
+
+
+def chunks() -> list[TextChunk]:
+    """Random tokens."""
+    rng = np.random.default_rng(0)
+    rows = [(rng.integers(100, size=prompt), rng.integers(100, size=response)) for prompt, response in LENGTHS]
+    return [
+        TextChunk(
+            sample_ids=tuple(f"{i}:0" for i in range(start, start + 3)),
+            prompt_ids=Ragged.from_rows([prompt for prompt, _ in rows[start : start + 3]], np.int32),
+            response_ids=Ragged.from_rows([response for _, response in rows[start : start + 3]], np.int32),
+        )
+        for start in range(0, len(rows), 3)
+    ]
+
+
+def experience(logprobs: Mapping[int, Ragged]) -> dict[int, ExperienceChunk]:
+    """Random columns around the log-probabilities of the actor, every clip and mask of the cases at work."""
+    rng = np.random.default_rng(1)
+
+    def near(values: Ragged, scale: float) -> Ragged:
+        noise = rng.normal(size=len(values.values)) * scale
+        return Ragged(values=(values.values + noise).astype(np.float32), offsets=values.offsets)
+
+    def weights(chunk: int, values: Ragged) -> Ragged:
+        per_row = [0.0 if 3 * chunk + row in UNWEIGHTED else 1.0 for row in range(3)]
+        uniform = rng.uniform(0.5, 1.5, size=len(values.values)) * np.repeat(per_row, values.lengths)
+        return Ragged(values=uniform.astype(np.float32), offsets=values.offsets)
+
+    made = {}
+    for index, chunk in enumerate(chunks()):
+        own = logprobs[index]
+        zero = Ragged(values=np.zeros_like(own.values), offsets=own.offsets)
+        rollout = near(own, 0.1)
+        signs = np.repeat(rng.choice([-1.0, 1.0], size=3), own.lengths).astype(np.float32)
+        made[index] = ExperienceChunk(
+            sample_ids=chunk.sample_ids,
+            prompt_ids=chunk.prompt_ids,
+            response_ids=chunk.response_ids,
+            old_logprobs=near(own, 0.15),
+            ref_logprobs=near(own, 0.5),
+            rollout_logprobs=rollout,
+            proximal_weights=Ragged(values=rng.uniform(size=len(own.values)).astype(np.float32), offsets=own.offsets),
+            old_values=near(zero, 0.5),
+            advantages=Ragged(values=signs * np.abs(near(zero, 1.0).values), offsets=own.offsets),
+            returns=near(zero, 1.0),
+            weights=weights(index, own),
+            value_weights=weights(index, own),
+        )
+    return made
+
+
+def updates(
+    rank: int, directory: Path, layout: Layout, budget: int, stored: Path
+) -> dict[str, tuple[list[dict[str, float]], float]]:
+    """Two optimizer steps of every case, each from the weights of the model.
+
+    Args:
+        stored: where a single rank leaves the experience and the weights that others are compared with.
+
+    Returns:
+        By case, what was told of the steps on reporting ranks, and how far a weight of this rank, or its average, is
+        from that of the single rank, relative to the largest move of any.
+    """
+    from megarl.data.schedule import inference_schedule
+    from megarl.megatron.groups import GroupCache
+
+    cache = GroupCache()
+    roles: dict[str, Any] = {}
+    start: dict[str, dict[str, torch.Tensor]] = {}
+    for name in ("actor", "critic"):
+        head = random_head(directory) if name == "critic" else None
+        roles[name] = load_role(directory, name, layout, rank, cache, trainable=True, head=head)
+        roles[name].start_training(SETTINGS, total_steps=2, decay=0.6)
+        start[name] = {key: value.detach().clone() for key, value in roles[name].model.parameters().items()}
+    if not stored.exists():
+        passes = inference_schedule(samples(), layout, budget).ranks[0]
+        logprobs = roles["actor"].logprobs(passes, chunks(), temperature=TEMPERATURE)
+        stored.mkdir()
+        (stored / "experience").write_bytes(pickle.dumps(experience(logprobs)))
+    columns = pickle.loads((stored / "experience").read_bytes())
+    found = {}
+    for name, case in CASES.items():
+        role = roles["critic" if case.critic else "actor"]
+        restart(role, start[role.name])
+        steps = two_steps(role, case, columns, budget)
+        found[name] = (steps if role.reports else [], deviation(role, start[role.name], stored / f"{name}.pt"))
+    return found
+
+
+def restart(role: Any, start: Mapping[str, torch.Tensor]) -> None:
+    """Gives a role these weights, and an optimizer and an average that know no others."""
+    from megarl.megatron.shards import shards
+
+    for name, parameter in role.model.parameters().items():
+        parameter.data.copy_(start[name])
+    role.steps_taken = role.adam_steps = 0
+    for shard in shards(role.model, role.trainer):
+        shard.optimizer.state.pop(shard.main, None)
+        role.average.values[shard.name].copy_(shard.main.detach())
+
+
+def two_steps(role: Any, case: Case, columns: Any, budget: int) -> list[dict[str, float]]:
+    """The steps of a case."""
+    from megarl.data.batches import on_all_tokens
+    from megarl.data.schedule import step_schedule, under_one_length
+    from megarl.megatron.losses import policy_loss, text_loss, value_loss
+    from megarl.megatron.role import Mixed
+
+    algo, everything = Algo.model_validate(case.algo), samples()
+    plans = [step_schedule([everything[i] for i in members], role.layout, budget) for members in STEPS]
+    mixed = None
+    if case.texts is not None:
+        texts = on_all_tokens(everything)
+        along = [step_schedule([texts[i] for i in members], role.layout, budget) for members in TEXTS]
+        pairs = [under_one_length(*pair) for pair in zip(plans, along, strict=True)]
+        plans = [own for own, _ in pairs]
+        mixed = Mixed(
+            schedules=[text.ranks[role.coords.dp] for _, text in pairs],
+            chunks=chunks(),
+            loss_of=text_loss(role, share=case.texts),
+        )
+    if case.critic:
+        loss = value_loss(role, algo, columns)
+    else:
+        share = 1 - (case.texts or 0.0)
+        loss = policy_loss(role, algo, columns, temperature=TEMPERATURE, kl_coef=KL_COEF, share=share)
+    return role.update([plan.ranks[role.coords.dp] for plan in plans], columns, loss, mixed)
+
+
+def deviation(role: Any, start: Mapping[str, torch.Tensor], stored: Path) -> float:
+    """How far weights and average are from those stored, at most, relative to the largest move of a weight.
+
+    A single rank stores its own, where nothing is stored yet.
+    """
+    held = _held(role)
+    if not stored.exists():
+        moves = [(value.detach() - start[key]).abs().max() for key, value in role.model.parameters().items()]
+        shapes = {name: tensor.shape for name, tensor in role.spec.canonical(role.head).items()}
+        whole = {(kind, name): torch.empty(shapes[name]) for kind, name, _, _ in held}
+        for kind, name, region, values in held:
+            whole[kind, name][region] = values
+        torch.save((max(moves), whole), stored)
+        return 0.0
+    largest, expected = torch.load(stored)
+    away = [(values - expected[kind, name][region]).abs().max() for kind, name, region, values in held]
+    return float(max(away) / largest)
+
+
+def _held(role: Any) -> list[tuple[str, str, Any, torch.Tensor]]:
+    """This rank's pieces of the canonical tensors: weights, then their average."""
+    held = []
+    for kind in ("weight", "average"):
+        role.average.use(kind == "average")
+        parameters = role.model.parameters()
+        for piece in role.shard_map.pieces:
+            values = parameters[piece.param].detach()[piece.box.slices].clone()
+            held.append((kind, piece.name, piece.region.slices, values.T if piece.transposed else values))
+    role.average.use(False)
+    return held
