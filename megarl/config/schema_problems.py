@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from megarl.config.problems import Problem, shown
 from megarl.config.schema import Choice, RunConfig
 from megarl.config.schema.choices import SHORTHAND
-from megarl.config.schema.walk import choices, fields, keys, section
+from megarl.config.schema.walk import choices, fields, keys, section, sections
 
 _TYPES = {
     "dict_type": "should be keys with values",
@@ -62,12 +62,23 @@ def _unknown(schema: type[RunConfig], loc: Sequence[int | str], field: str, valu
         return Problem(field=field.removesuffix("."), value=shown(value), rule=rule, fix="remove one of them")
     known = list(fields(owner)) if section(owner) is not None else []
     if not issubclass(owner, Choice):
-        return Problem(field=field, value=shown(value), rule="unknown key", fix=_suggestion(key, known))
+        elsewhere = [f"{field.removesuffix(key)}{path}" for path in _deeper(owner, key)][:3]
+        fix = f"did you mean {' or '.join(elsewhere)}?" if elsewhere else _suggestion(key, known)
+        return Problem(field=field, value=shown(value), rule="unknown key", fix=fix)
     known.remove("name")
     others = [name for name, choice in choices(above).items() if key in fields(choice)]
-    fix = f"remove it, or choose {' or '.join(others)}, which have it" if others else _suggestion(key, known)
+    having = "which has it" if len(others) == 1 else "which have it"
+    fix = f"remove it, or choose {' or '.join(others)}, {having}" if others else _suggestion(key, known)
     options = f"its options are {', '.join(known)}" if known else "it has none"
     return Problem(field=field, value=shown(value), rule=f"unknown option of {loc[-2]}; {options}", fix=fix)
+
+
+def _deeper(owner: type[BaseModel], key: str) -> Iterator[str]:
+    """Where below a section there is a field of that name, in a section of its own or as an option of a choice."""
+    for path, below in sections(owner):
+        schemas = choices(below).values() or (below,)
+        if "<" not in path and any(key in fields(schema) for schema in schemas):
+            yield f"{path}.{key}"
 
 
 def _no_choice(field: str, value: object, table: Mapping[str, type[BaseModel]]) -> Problem:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,9 @@ from megarl.config import ConfigError, PPOConfig, load
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEBUG = REPOSITORY / "configs" / "debug" / "ppo.yaml"
+
+Cases = dict[Any, list[tuple[list[str], str, str]]]
+"""Rule -> (overrides of a debug run, the field that is named, a part of the rule's text)."""
 
 
 def debug(*overrides: str) -> PPOConfig:
@@ -38,3 +42,18 @@ def by_field(error: ConfigError) -> dict[str, str]:
 def without(group: str, roles: Sequence[str]) -> list[str]:
     """Overrides that remove roles from a group."""
     return [f"groups.{group}.roles.{role}=null" for role in roles]
+
+
+ACTOR = "groups.train.roles.actor"
+SPARE = ["groups.spare.devices=3-4", "cluster.devices_per_node=8"]
+GRPO = [
+    *without("train", ["critic", "reference"]),
+    "critic=null",
+    "algo={advantage: grpo, value_loss: mse, kl: {coef: 0}}",
+]
+FUNCTIONS = "reward.functions=[{name: length}]"
+MIXTURE = [
+    "model.random.config={model_type: mixtral, num_local_experts: 6, num_experts_per_tok: 2}",
+    f"{ACTOR}.sequence_parallel=true",
+    "groups.train.roles.reference.sequence_parallel=true",
+]

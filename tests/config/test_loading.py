@@ -44,8 +44,9 @@ def test_a_file_may_be_inherited_on_two_ways(tmp_path: Path) -> None:
     write(tmp_path / "base.yaml", f"defaults: [{DEBUG}]\nrun: {{seed: 5}}")
     write(tmp_path / "left.yaml", "defaults: [base.yaml]\nrun: {steps: 9}")
     write(tmp_path / "right.yaml", "defaults: [base.yaml]")
-    run = load(write(tmp_path / "own.yaml", "defaults: [left.yaml, right.yaml]")).run
-    assert (run.seed, run.steps) == (5, 3)  # right comes later, with all that it inherits
+    config = load(write(tmp_path / "own.yaml", "defaults: [left.yaml, right.yaml]"))
+    assert isinstance(config, PPOConfig)
+    assert (config.run.seed, config.run.steps) == (5, 3)  # right comes later, with all that it inherits
 
 
 def test_a_circle_of_files_is_refused(tmp_path: Path) -> None:
@@ -87,7 +88,10 @@ def test_a_missing_file_is_one_problem(tmp_path: Path) -> None:
 
 def test_override_values_are_read_as_yaml() -> None:
     config = debug(
-        "actor.optimizer.lr=2e-6", "actor.optimizer.betas=[0.8,0.9]", "algo.value_loss.clip=null", "rollout.devices=0,2-3"
+        "actor.optimizer.lr=2e-6",
+        "actor.optimizer.betas=[0.8,0.9]",
+        "algo.value_loss.clip=null",
+        "rollout.devices=0,2-3",
     )
     assert config.actor.optimizer.lr == 2e-6
     assert config.actor.optimizer.betas == (0.8, 0.9)

@@ -6,10 +6,11 @@ mapping of the name and options; a mapping without a name means the table's usua
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, cast, get_args
 
-from pydantic import BaseModel, GetCoreSchemaHandler, StringConstraints
+from pydantic import AfterValidator, BaseModel, GetCoreSchemaHandler
 from pydantic_core import core_schema
 
 from megarl.config.schema.base import Section
@@ -29,10 +30,16 @@ class Choice(Section):
         return {key: getattr(self, key) for key in type(self).model_fields if key != "name"}
 
 
+def _of_a_module(name: str) -> str:
+    if re.fullmatch(r"\w+(\.\w+)*:\w+", name) is None:
+        raise ValueError(f"should be a function, written as {_OWN}")
+    return name
+
+
 class Own(Choice):
     """A function of your own."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^\w+(\.\w+)*:\w+$")]
+    name: Annotated[str, AfterValidator(_of_a_module)]
     """The function, as package.module:function; importable from the working directory."""
     args: Mapping[str, Any] = {}
     """Keyword arguments for the function."""

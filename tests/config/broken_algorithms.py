@@ -1,0 +1,254 @@
+"""Every rule of stage ppo on the algorithm, its scores and its corrections, broken once at least."""
+
+from __future__ import annotations
+
+from megarl.config.rules import algorithm, corrections, data, penalty, scoring, training
+from tests.config.debug import ACTOR, FUNCTIONS, GRPO, Cases, without
+
+REFERENCE = "groups.train.roles.reference"
+IN_LOSS = ["algo.kl.in=loss", "algo.kl.estimator=k3"]
+SAMPLES = "data.samples_per_prompt"
+EVALUATION = "evaluation={prompts: a/b, functions: [{name: length}]}"
+PTX = "ptx={data: a/b, max_tokens: 32, sequences_per_mini_batch: 4, coef: 0.5}"
+
+# rule -> (overrides of the debug run, the field that is named, a part of the rule's text)
+ALGORITHMS: Cases = {
+    algorithm.advantages_have_their_critic: [
+        (without("train", ["critic"]), "algo.advantage", "role critic"),
+        ([*without("train", ["critic"]), "algo.advantage=vapo"], "algo.advantage", "role critic"),
+        (["critic=null"], "critic", "advantage gae needs the section critic"),
+        (["algo.advantage=grpo"], "groups.train.roles.critic", "has no critic"),
+        (["algo.advantage=reinforce_pp"], "critic", "no effect with advantage reinforce_pp"),
+        (["algo.advantage={name: a.b:c, level: token}", "critic=null"], "groups.train.roles.critic", "has no critic"),
+        (["algo.advantage=a.b:c"], "critic", "no effect with advantage a.b:c"),
+    ],
+    algorithm.value_losses_have_a_critic: [
+        ([*GRPO, "algo.value_loss.clip=0.5"], "algo.value_loss", "no effect without a critic")
+    ],
+    algorithm.groups_of_samples_are_compared: [
+        ([*GRPO, f"{SAMPLES}=1"], SAMPLES, "at least 2 with advantage grpo"),
+        ([*GRPO, f"{SAMPLES}=1", "algo.advantage=dr_grpo"], SAMPLES, "at least 2 with advantage dr_grpo"),
+        ([*GRPO, f"{SAMPLES}=2", "algo.advantage=rloo_std"], SAMPLES, "at least 3 with advantage rloo_std"),
+    ],
+    algorithm.compared_samples_differ: [
+        ([*GRPO, "rollout.top_k=1"], "rollout.top_k", "would all be the same"),
+        ([*GRPO, "algo.advantage=remax", "rollout.top_k=1"], "rollout.top_k", "would all be the same"),
+    ],
+    algorithm.decays_are_read: [
+        (
+            ["algo.advantage={name: vapo, lam_policy: 0.9, length_alpha: 0.1}"],
+            "algo.advantage.length_alpha",
+            "no effect with algo.advantage.lam_policy",
+        )
+    ],
+    algorithm.normalisers_are_whole: [
+        (
+            ["algo.normalise.advantages={name: whiten, mean_only: true, ddof: 1}"],
+            "algo.normalise.advantages.ddof",
+            "which does not divide",
+        ),
+        (["algo.normalise.advantages={name: levels, mean: null, std: null}"], "algo.normalise.advantages", "shifts or"),
+        (
+            ["algo.normalise.advantages={name: levels, mean: null, leave_one_out: true}"],
+            "algo.normalise.advantages.leave_one_out",
+            "no effect without a mean",
+        ),
+        (
+            ["algo.normalise.advantages={name: levels, std: null, unbiased: false}"],
+            "algo.normalise.advantages.unbiased",
+            "no effect without std",
+        ),
+        (["algo.normalise.advantages=grouped_tokens", f"{SAMPLES}=1"], SAMPLES, "over the samples of a prompt"),
+        (["algo.normalise.advantages={name: levels, std: group}", f"{SAMPLES}=1"], SAMPLES, "at least 2"),
+    ],
+    algorithm.token_rewards_are_read: [
+        ([*GRPO, "algo.normalise.rewards=true"], "algo.normalise.rewards", "which compares scores"),
+        ([*GRPO, "algo.scores.placement=every_valid"], "algo.scores.placement", "which compares scores"),
+    ],
+    algorithm.responses_weigh_alike: [
+        (["algo.policy_loss=gspo"], "algo.aggregation", "sequence_mean with policy loss gspo"),
+        (["algo.policy_loss=gmpo", "algo.aggregation=token_sum"], "algo.aggregation", "weigh them by their length"),
+    ],
+    algorithm.filters_compare: [
+        (["algo.filter_rounds=3"], "algo.filter_rounds", "no effect without algo.filter"),
+        (["algo.filter=nonzero_std", f"{SAMPLES}=1"], SAMPLES, "a sample alone has no deviation"),
+        (["algo.filter={name: open_range, low: 1.0}"], "algo.filter.low", "below algo.filter.high = 1"),
+    ],
+    algorithm.epochs_can_stop: [
+        (["algo.early_stop.kl=0.1", "algo.ppo_epochs=1"], "algo.early_stop", "algo.ppo_epochs above 1 alone")
+    ],
+    algorithm.warm_ups_end: [(["critic.warmup_steps=3"], "critic.warmup_steps", "below run.steps = 3")],
+    algorithm.value_heads_have_a_source: [
+        (["critic.head_seed=1"], "critic.head_seed", "critic.head_std = 0"),
+        (["critic.head=loaded"], "critic.head", "needs critic.path"),
+        (["critic={head: loaded, path: x, head_std: 0.1}"], "critic.head_std", "with critic.head = loaded"),
+    ],
+    penalty.penalty_has_a_reference: [
+        (without("train", ["reference"]), "algo.kl.coef", "needs the role reference"),
+        (["algo.kl.coef=0"], "algo.kl.coef", "no effect otherwise"),
+    ],
+    penalty.penalty_is_one: [
+        ([*GRPO, "algo.kl.in=loss"], "algo.kl.in", "no effect with algo.kl.coef = 0"),
+        ([*GRPO, "algo.kl.estimator=k3"], "algo.kl.estimator", "no effect with algo.kl.coef = 0"),
+        ([*GRPO, "algo.kl.reference_sync.every=5"], "algo.kl.reference_sync", "no effect with algo.kl.coef = 0"),
+        (["algo.kl.horizon=100.0"], "algo.kl.horizon", "no effect without algo.kl.target"),
+        (["algo.kl.unit=token_mean"], "algo.kl.unit", "no effect without algo.kl.target"),
+        (["algo.kl.cumulative=false"], "algo.kl.cumulative", "which adds up rewards by itself"),
+        ([*IN_LOSS, "algo.kl.cumulative=false"], "algo.kl.cumulative", "no effect with algo.kl.in = loss"),
+        (["algo.kl.importance=true"], "algo.kl.importance", "no effect with algo.kl.in = reward"),
+    ],
+    penalty.estimators_fit_their_place: [
+        (["algo.kl.in=loss"], "algo.kl.estimator", "where the gradient of k1 is 0 on average"),
+        (["algo.kl.estimator=full"], "algo.kl.estimator", "full needs the whole distribution"),
+        (["algo.kl.estimator=k3+"], "algo.kl.estimator", "differs from k3 in its gradient alone"),
+    ],
+    penalty.references_follow_within_a_group: [
+        (["algo.kl.reference_sync.every=2"], REFERENCE, "the actor's layout (tp 2, pp 2, vpp 1, ep 1)"),
+        (
+            [
+                "algo.kl.reference_sync.every=2",
+                *without("train", ["reference"]),
+                "groups.other={devices: 4-7, roles: {reference: {tp: 2, pp: 2, tokens_per_micro_batch: 128}}}",
+                "cluster.devices_per_node=8",
+            ],
+            "groups.other.roles.reference",
+            "in the group of the actor",
+        ),
+    ],
+    corrections.ratios_differ_from_one: [
+        (
+            ["algo.correction={old_logprobs: rollout, weights: token_mask}"],
+            "algo.correction.weights",
+            "the ratio to the engines is 1",
+        ),
+        (
+            ["algo.correction={old_logprobs: rollout, m2po: {}}"],
+            "algo.correction.m2po",
+            "the ratio to the engines is 1",
+        ),
+        (
+            ["algo.correction={old_logprobs: rollout, reject: [{statistic: token_k2, upper: 1}]}"],
+            "algo.correction.reject",
+            "the ratio to the engines is 1",
+        ),
+    ],
+    corrections.bounds_are_in_order: [
+        (
+            ["algo.correction.weights={lower: 2.0}"],
+            "algo.correction.weights.lower",
+            "below algo.correction.weights.upper",
+        ),
+        (
+            ["algo.correction.reject=[{statistic: token_k1, upper: 2, lower: 3}]"],
+            "algo.correction.reject.0.lower",
+            "below algo.correction.reject.0.upper = 2",
+        ),
+        (
+            ["algo.correction.reject=[{statistic: token_k2, upper: 2, lower: 1}]"],
+            "algo.correction.reject.0.lower",
+            "token_k2 is never negative",
+        ),
+        (
+            ["algo.correction.reject=[{statistic: token_k1, upper: 0.5}]"],
+            "algo.correction.reject.0.upper",
+            "the usual one is 1 / upper",
+        ),
+    ],
+    corrections.interpolation_has_an_age: [
+        (["algo.correction.old_logprobs=linear"], "algo.correction.old_logprobs", "no rollout is older than the actor")
+    ],
+    corrections.normalised_weights_are_known: [
+        (
+            [
+                "algo.correction={old_logprobs: loglinear, weights: {batch_normalise: true}}",
+                "rollout.sync_every=2",
+            ],
+            "algo.correction.weights.batch_normalise",
+            "changes in each micro-batch",
+        )
+    ],
+    corrections.old_weights_are_kept: [
+        (["rollout={sleep: true, sync_every: 2}"], "rollout.sync_every", "1 with rollout.sleep")
+    ],
+    corrections.syncs_meet: [
+        (["rollout.sync_every=2", "checkpoint.every=3"], "checkpoint.every", "a multiple of rollout.sync_every = 2"),
+        (
+            ["rollout.sync_every=2", EVALUATION, "evaluation.every=1"],
+            "evaluation.every",
+            "have older weights otherwise",
+        ),
+    ],
+    scoring.scores_have_a_source: [(without("train", ["reward"]), "reward", "reward.functions has a rule")],
+    scoring.reward_settings_have_their_model: [
+        ([*without("train", ["reward"]), FUNCTIONS, "reward.path=x"], "reward.path", "no effect without the role"),
+        ([*without("train", ["reward"]), FUNCTIONS, "reward.weight=2.0"], "reward.weight", "no effect without"),
+        ([*without("train", ["reward"]), FUNCTIONS, "reward.dense=scores"], "reward.dense", "no effect without"),
+        (["reward.path=x", "reward.head_seed=4"], "reward.head_seed", "whose head is loaded"),
+    ],
+    scoring.processes_have_functions: [
+        (["reward.processes=2"], "reward.processes", "no effect without functions"),
+        (["reward.time_limit=2"], "reward.time_limit", "no effect without functions"),
+    ],
+    scoring.dense_scores_are_read: [
+        (
+            [*without("train", ["critic"]), "critic=null", "algo.advantage=rloo", "reward.dense=scores"],
+            "reward.dense",
+            "which compares scores",
+        ),
+        (["reward.dense=scores", "algo.scores.placement=every_valid"], "algo.scores.placement", "with reward.dense"),
+        (["reward.dense=scores", "algo.scores.truncate_at.token=1"], "algo.scores.truncate_at", "scores every token"),
+        (["reward.dense=differences", "reward.shuffle=true"], "reward.shuffle", "fit no other response"),
+    ],
+    scoring.scores_end_within_responses: [
+        (["algo.scores.truncate_at.token=96"], "algo.scores.truncate_at.token", "below 96"),
+        (["algo.scores.truncate_at={token: 3, after: 32}"], "algo.scores.truncate_at.after", "max_new_tokens = 32"),
+    ],
+    scoring.evaluations_report_something: [
+        (
+            [*without("train", ["reward"]), FUNCTIONS, "evaluation={prompts: a/b}"],
+            "evaluation.functions",
+            "the role reward",
+        )
+    ],
+    scoring.evaluations_weigh_nothing: [
+        (
+            ["evaluation={prompts: a/b, functions: [{name: length}, {name: regex, weight: 2.0}]}"],
+            "evaluation.functions.1.weight",
+            "reports each function by itself",
+        )
+    ],
+    scoring.evaluations_sample: [
+        (
+            [EVALUATION, "evaluation={greedy: true, temperature: 0.5}"],
+            "evaluation.temperature",
+            "no effect with evaluation.greedy",
+        ),
+        (
+            [EVALUATION, "evaluation={greedy: true, samples_per_prompt: 2}"],
+            "evaluation.samples_per_prompt",
+            "would all be the same",
+        ),
+        ([EVALUATION, "evaluation.success_at=0.5"], "evaluation.success_at", "no effect without evaluation.pass_at"),
+        ([EVALUATION, "evaluation.pass_at=[2]"], "evaluation.pass_at", "at most evaluation.samples_per_prompt = 1"),
+    ],
+    scoring.averages_are_kept: [([EVALUATION, "evaluation.ema=true"], "evaluation.ema", "needs actor.ema")],
+    data.texts_are_mixed_in: [
+        ([PTX, "ptx.coef=0"], "ptx.coef", "above 0"),
+        ([PTX, "ptx={mode: convex, coef: 1.0}"], "ptx.coef", "below 1 with ptx.mode = convex"),
+    ],
+    data.micro_batches_hold_a_sample: [
+        ([PTX, "ptx.max_tokens=129"], f"{ACTOR}.tokens_per_micro_batch", "at least ptx.max_tokens = 129")
+    ],
+    data.files_exist: [([PTX, "ptx.data=/nowhere.jsonl"], "ptx.data", "a file that exists")],
+    data.chat_templates_have_a_tokenizer: [([PTX, "ptx.chat_template=true"], "ptx.chat_template", "needs a tokenizer")],
+    training.actor_rate_falls: [
+        (["actor.optimizer.final_lr=1e-5"], "actor.optimizer.final_lr", "no effect with a constant schedule"),
+        (
+            ["actor.optimizer.schedule=linear", "actor.optimizer.final_lr=1e-4"],
+            "actor.optimizer.final_lr",
+            "below lr = 0.0001, from which a linear schedule comes down",
+        ),
+        (["actor.optimizer={schedule: anneal, final_lr: 1e-5}"], "actor.optimizer.final_lr", "with schedule anneal"),
+    ],
+    training.critic_rate_falls: [(["critic.optimizer.final_lr=1e-5"], "critic.optimizer.final_lr", "no effect")],
+}

@@ -1,0 +1,224 @@
+"""Choices by name: how they are written, merged and refused, and whether their options are those of what they name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from megarl.config import ConfigError, PPOConfig, Problem, load, save
+from megarl.config.schema import STAGES
+from megarl.config.schema.advantages import Advantage
+from megarl.config.schema.algo import Filter
+from megarl.config.schema.choices import table_of
+from megarl.config.schema.correction import RolloutWeights
+from megarl.config.schema.kl import Estimator
+from megarl.config.schema.losses import Aggregation, PolicyLoss, ValueLoss
+from megarl.config.schema.normalisation import Normaliser
+from megarl.config.schema.reward_model import RewardLoss
+from megarl.config.schema.scores import MissingEnd
+from megarl.config.schema.walk import choices, fields, section, sections
+from tests.config.debug import DEBUG, debug, refused
+
+
+def problems(*overrides: str) -> dict[str, Problem]:
+    """What is wrong with the debug run with overrides, by field."""
+    with pytest.raises(ConfigError) as caught:
+        debug(*overrides)
+    return {problem.field: problem for problem in caught.value.problems}
+
+
+def over(tmp_path: Path, *texts: str, overrides: tuple[str, ...] = ()) -> PPOConfig:
+    """The debug run with further files on top of it, each over the former ones."""
+    names = [str(DEBUG)]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.yaml").write_text(text)
+        names.append(f"{number}.yaml")
+    (tmp_path / "top.yaml").write_text(f"defaults: [{', '.join(names)}]")
+    config = load(tmp_path / "top.yaml", overrides)
+    assert isinstance(config, PPOConfig)
+    return config
+
+
+def test_a_name_alone_and_a_name_with_options() -> None:
+    plain, rich = debug("algo.value_loss=huber"), debug("algo.value_loss={name: huber, delta: 3}")
+    assert plain.algo.value_loss.options == {"clip": 0.2, "scale": 0.5, "delta": 10.0}
+    assert rich.algo.value_loss.options == {"clip": 0.2, "scale": 0.5, "delta": 3.0}
+
+
+def test_options_without_a_name_are_those_of_the_default() -> None:
+    assert debug("algo.normalise.advantages.name=auto").algo.normalise.advantages.name == "auto"
+    loss = debug("algo.correction.weights.upper=5").algo.correction.weights
+    assert loss is not None
+    assert (loss.name, loss.options["upper"]) == ("token_truncate", 5)
+
+
+def test_a_function_of_ones_own_has_arguments() -> None:
+    own = debug("algo.policy_loss={name: my.losses:quadratic, args: {power: 3}}").algo.policy_loss
+    assert (own.name, own.options) == ("my.losses:quadratic", {"power": 3})
+
+
+def test_options_on_top_of_a_name_alone_keep_the_name(tmp_path: Path) -> None:
+    files = ("algo: {aggregation: token_sum, policy_loss: cispo}", "algo: {policy_loss: {clip_high: 3.0}}")
+    loss = over(tmp_path, *files, overrides=("algo.policy_loss.clip=0.5",)).algo.policy_loss
+    assert (loss.name, loss.options) == ("cispo", {"clip": 0.5, "clip_high": 3.0})
+
+
+def test_another_name_starts_without_the_options_of_the_former_one(tmp_path: Path) -> None:
+    below = "algo: {policy_loss: {name: ppo, clip: 0.5, dual_clip: 3.0}}"
+    for above in ("algo: {policy_loss: sapo}", "algo: {policy_loss: {name: sapo}}"):
+        assert over(tmp_path, below, above).algo.policy_loss.options == {"tau_pos": 1.0, "tau_neg": 1.05}
+    again = over(tmp_path, below, "algo: {policy_loss: {name: sapo}}", "algo: {policy_loss: {name: ppo, clip: 0.4}}")
+    assert again.algo.policy_loss.options["dual_clip"] is None
+    assert over(tmp_path, below, overrides=("algo.policy_loss.name=cispo",)).algo.policy_loss.options["clip"] == 0.2
+    same = over(tmp_path, below, "algo: {policy_loss: {name: ppo, clip: 0.1}}")
+    assert (same.algo.policy_loss.options["clip"], same.algo.policy_loss.options["dual_clip"]) == (0.1, 3.0)
+
+
+def test_a_source_by_its_path_takes_further_keys() -> None:
+    source = debug("data.random=null", "data.prompts=some/set", "data.prompts.split=train").data.prompts
+    assert source is not None
+    assert (source.path, source.split) == ("some/set", "train")
+
+
+def test_a_text_is_no_section() -> None:
+    found = problems("run=fast", "run.steps=3")
+    assert "should be keys with values" in found["run"].rule
+    assert found["run"].value == "fast"
+
+
+def test_choices_survive_saving(tmp_path: Path) -> None:
+    config = debug("algo.policy_loss=cispo", "algo.scores.clip=3", "algo.kl.estimator=a.b:c", "algo.filter=nonzero_std")
+    save(config, tmp_path / "config.yaml")
+    assert load(tmp_path / "config.yaml") == config
+    assert config.algo.scores.clip == (-3.0, 3.0)
+
+
+def test_unknown_names_list_those_there_are() -> None:
+    found = problems("algo.advantage=grop", "algo.policy_loss={clip: 0.1, name: xyz}", "algo.value_loss=3")
+    assert found["algo.advantage"].value == "grop"
+    assert found["algo.advantage"].fix == "did you mean grpo?"
+    assert found["algo.advantage"].rule.startswith("one of gae, vapo, reinforce")
+    assert found["algo.advantage"].rule.endswith("package.module:function")
+    assert found["algo.policy_loss"].value == "xyz"
+    assert "{name: ..., option: ...}" in found["algo.value_loss"].fix
+
+
+def test_unknown_options_say_which_choices_have_them() -> None:
+    found = problems("algo.advantage={name: grpo, lam: 1}", "algo.policy_loss.klip=1", "algo.value_loss={x_y_z: 1}")
+    assert found["algo.advantage.lam"].rule == "unknown option of grpo; its options are eps, ddof, singleton"
+    assert found["algo.advantage.lam"].fix == "remove it, or choose gae, which has it"
+    assert found["algo.policy_loss.klip"].fix == "did you mean clip?"
+    assert found["algo.value_loss.x_y_z"].fix == "remove it; known here: clip, scale"
+
+
+def test_options_that_moved_out_of_reach_are_found() -> None:
+    found = problems("algo.gamma=0.9", "algo.clip_high=0.3", "algo.xyzzy=1")
+    assert found["algo.gamma"].fix == "did you mean algo.advantage.gamma?"
+    assert found["algo.clip_high"].fix == "did you mean algo.policy_loss.clip_high?"
+    assert found["algo.xyzzy"].fix.startswith("remove it; known here: advantage")
+
+
+def test_wrong_values_of_options_are_named_without_the_choice() -> None:
+    rules = refused(
+        "algo.advantage={name: gae, lam: 2}",
+        "algo.policy_loss.dual_clip=1",
+        "algo.scores={clip: [1, 0], missing_end: {name: subtract}}",
+        "algo.kl.estimator={name: k3, limit: often}",
+        "algo.aggregation=sequence_sum_norm",
+        "algo.correction.reject=[{statistic: token_k9, upper: 2}]",
+        "algo.value_loss={name: 'a:b:c'}",
+    )
+    assert rules["algo.advantage.lam"] == "should be less than or equal to 1"
+    assert rules["algo.policy_loss.dual_clip"] == "should be greater than 1"
+    assert rules["algo.scores.clip"] == "should rise: a number above 0, or [lower, upper]"
+    assert rules["algo.scores.missing_end.penalty"] == "required"
+    assert "valid number" in rules["algo.kl.estimator.limit"]
+    assert rules["algo.aggregation.tokens"] == "required"
+    assert "'token_k1'" in rules["algo.correction.reject.0.statistic"]
+    assert "a function, written as package.module:function" in rules["algo.value_loss.name"]
+
+
+# ---- what names stand for
+
+TABLES: Mapping[str, tuple[Any, tuple[str, ...]]] = {
+    "algo.advantage": (Advantage, ("TOKEN_ADVANTAGES", "COMPARISONS")),
+    "algo.normalise.advantages": (Normaliser, ("NORMALISERS",)),
+    "algo.policy_loss": (PolicyLoss, ("POLICY_LOSSES",)),
+    "algo.value_loss": (ValueLoss, ("VALUE_LOSSES",)),
+    "algo.aggregation": (Aggregation, ("AGGREGATIONS",)),
+    "algo.kl.estimator": (Estimator, ("KL_ESTIMATORS",)),
+    "algo.scores.missing_end": (MissingEnd, ("MISSING_ENDS",)),
+    "algo.correction.weights": (RolloutWeights, ("ROLLOUT_WEIGHTS",)),
+    "algo.filter": (Filter, ("FILTERS",)),
+    "reward.loss": (RewardLoss, ("PREFERENCE_LOSSES",)),
+}
+WITHOUT_A_FUNCTION = {"auto", "none", "mask"}
+"""Names that are not a function of the registry: what the estimator's source does, nothing, and no weight."""
+
+OF_THE_DATA = {("reward.loss", "margin")}
+"""Options that are a tensor of the call: margins, where they are to be taken."""
+
+OF_THE_CALL = {"total_tokens", "total_sequences", "dtype"}
+NUMERICAL = {"log_clamp"}
+"""Keyword arguments that a caller gives, and those that keep exponentials finite: no choice of a run."""
+
+
+def named(annotation: Any) -> Iterator[tuple[str, type[BaseModel]]]:
+    table = choices(annotation) or table_of([annotation])
+    yield from ((name, choice) for name, choice in table.items() if ":" not in name)
+
+
+@pytest.mark.parametrize("path", TABLES)
+def test_options_are_those_of_the_functions(path: str) -> None:
+    from megarl.algos import registry
+
+    annotation, tables = TABLES[path]
+    functions = {name: function for table in tables for name, function in getattr(registry, table).items()}
+    assert {name for name, _ in named(annotation)} - WITHOUT_A_FUNCTION == set(functions)
+    for name, choice in named(annotation):
+        if name in WITHOUT_A_FUNCTION:
+            continue
+        takes = {
+            key: parameter.default
+            for key, parameter in inspect.signature(functions[name]).parameters.items()
+            if parameter.kind is parameter.KEYWORD_ONLY and key not in OF_THE_CALL | NUMERICAL
+        }
+        has = {
+            key: inspect.Parameter.empty if info.is_required() else info.default
+            for key, info in choice.model_fields.items()
+            if key != "name" and (path, key) not in OF_THE_DATA
+        }
+        assert has == takes, f"{path}: {name}"
+
+
+def test_every_table_of_functions_is_here() -> None:
+    """Those of the schema, but the selection of RAFT, which is no function of the registry."""
+    found = {path for schema in STAGES.values() for path, below in sections(schema) if choices(below)}
+    single = {"algo.correction.weights"}
+    assert found | single == {*TABLES, "raft.strategy", "scores.missing_end"}
+
+
+# ---- fields
+
+
+def described(schema: type[BaseModel]) -> Iterator[str]:
+    """The fields of a schema by path; a choice is one, whichever options it has, and a section that is null by default
+    is one. Every field has a description."""
+    for key, info in fields(schema).items():
+        assert info.description, f"{schema.__name__}.{key} has no description"
+        below = None if choices(info.annotation) or info.default is None else section(info.annotation)
+        yield from [key] if below is None else (f"{key}.{path}" for path in described(below))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_fields_are_described_and_few(stage: str) -> None:
+    assert len(list(described(STAGES[stage]))) < 150
+    for path, below in sections(STAGES[stage]):
+        for schema in choices(below).values() or (below,):
+            bare = [key for key, info in fields(schema).items() if not info.description and key != "name"]
+            assert bare == [], f"{path}: {schema.__name__}"
