@@ -303,7 +303,7 @@ class ExperienceChunk:
         old_logprobs: float32 nats, by the actor before the update, or by the engines where those stand for them.
         ref_logprobs: float32 nats, by the reference; None where the update has no penalty for leaving it.
         rollout_logprobs: float32 nats, by the engines; None where the update does not look at them.
-        version_weights: float32, how far the old policy is from the engines' to the one in training; None where
+        proximal_weights: float32, how far the old policy is from the engines' to the one in training; None where
             ``old_logprobs`` are of the old policy.
         old_values: float32, by the critic before the update; None without one.
         advantages, returns: float32; returns is None without a critic, and in the units of its values.
@@ -317,7 +317,7 @@ class ExperienceChunk:
     old_logprobs: Ragged
     ref_logprobs: Ragged | None = None
     rollout_logprobs: Ragged | None = None
-    version_weights: Ragged | None = None
+    proximal_weights: Ragged | None = None
     old_values: Ragged | None = None
     advantages: Ragged
     returns: Ragged | None = None

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from megarl.cluster.calls import Call, Phase
 from megarl.cluster.session import Session
 from megarl.cluster.shell import ChunkRefs
 from megarl.config import RunConfig
-from megarl.types import Layout, Ragged, RankSchedule, RoleName, RolloutChunk, Schedule, TextChunk
-
-PerSample = Mapping[int, npt.NDArray[np.float32]]
-"""[N] float32 by chunk."""
+from megarl.data.columns import Columns
+from megarl.types import (
+    ExperienceTerms,
+    Layout,
+    Ragged,
+    RankSchedule,
+    RoleName,
+    RolloutChunk,
+    Schedule,
+    TextChunk,
+)
 
 WORKER = "megarl.megatron.worker:MegatronWorker"
 
@@ -81,34 +85,6 @@ class WorkerGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExperienceColumns:
-    """What is known of the rollouts of a step, by chunk.
-
-    Args:
-        old_logprobs: by the actor.
-        ref_logprobs: by the reference; None without one.
-        values: by the critic; None without one.
-        scores: [N] float32 per chunk, as the algorithm takes them.
-        outcomes: [N] float32 per chunk, advantages of samples; None where advantages are of tokens.
-    """
-
-    old_logprobs: ChunkRefs[Ragged]
-    ref_logprobs: ChunkRefs[Ragged] | None
-    values: ChunkRefs[Ragged] | None
-    scores: PerSample
-    outcomes: PerSample | None
-
-    def only(self, chunks: Sequence[int]) -> tuple[Any, ...]:
-        """The columns of these chunks alone."""
-        refs = (self.old_logprobs, self.ref_logprobs, self.values)
-        small = (self.scores, self.outcomes)
-        return (
-            *(None if column is None else column.only(chunks) for column in refs),
-            *(None if column is None else {chunk: column[chunk] for chunk in chunks} for column in small),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Texts:
     """What optimizer steps take along.
 
@@ -159,26 +135,17 @@ class Role:
         args = [(self.name, own, chunks.only(own.chunks)) for own in self._own(schedule)]
         return self.group.call_each(f"{self.name}.scores", "inference", "scores", args)
 
-    def token_scores(self, schedule: Schedule, rollouts: ChunkRefs[RolloutChunk]) -> ChunkRefs[Ragged]:
+    def token_scores(self, schedule: Schedule, rollouts: ChunkRefs[RolloutChunk]) -> Call:
         """The scores that responses have after each of their tokens; the last of a response is that of ``scores``."""
-        return self._each("token_scores", schedule, lambda own: (self.name, own, rollouts.only(own.chunks))).chunks
+        return self._each("token_scores", schedule, lambda own: (self.name, own, rollouts.only(own.chunks)))
 
     def build_experience(
-        self,
-        schedule: Schedule,
-        rollouts: ChunkRefs[RolloutChunk],
-        columns: ExperienceColumns,
-        *,
-        kl_coef: float,
+        self, schedule: Schedule, rollouts: ChunkRefs[RolloutChunk], columns: Columns, terms: ExperienceTerms
     ) -> Call:
-        """Experience by chunk, and as the small results its statistics.
-
-        Args:
-            kl_coef: of the step, reward or loss per nat.
-        """
+        """Experience by chunk, and as the small results an ExperienceReport; see ``megatron.experience``."""
 
         def args(own: RankSchedule) -> tuple[Any, ...]:
-            return own, rollouts.only(own.chunks), *columns.only(own.chunks), kl_coef
+            return own, rollouts.only(own.chunks), columns.only(own.chunks), terms
 
         return self._each("build_experience", schedule, args)
 

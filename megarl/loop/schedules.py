@@ -29,14 +29,20 @@ class StepPlan:
             self._samples, self._config.layout(role), self._config.role(role).tokens_per_micro_batch
         )
 
-    def update(self, role: RoleName) -> tuple[Schedule, ...]:
-        """The optimizer steps; actor and critic take the same samples in each."""
-        return update_schedules(
+    def passes(self, role: RoleName) -> list[tuple[Schedule, ...]]:
+        """The optimizer steps, epoch by epoch where the epochs may end early, else together.
+
+        Actor and critic take the same samples in each.
+        """
+        algo = self._config.algo
+        steps = update_schedules(
             self._samples,
             self._config.layout(role),
             self._config.role(role).tokens_per_micro_batch,
-            mini_batches=self._config.algo.mini_batches,
-            epochs=self._config.algo.ppo_epochs,
+            mini_batches=algo.mini_batches,
+            epochs=algo.ppo_epochs,
             seed=self._config.run.seed,
             step=self.step,
         )
+        size = len(steps) if algo.early_stop is None else algo.mini_batches
+        return [steps[start : start + size] for start in range(0, len(steps), size)]

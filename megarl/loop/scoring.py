@@ -1,72 +1,42 @@
 """What responses are worth: the reward model's and the rules' scores, and what an algorithm makes of them.
 
-Shape legend: N samples of a step, in the order of ``Rollouts.samples``.
+Shape legend: N samples of a step, in the order of ``Rollouts.samples``. A score that is not a number is none:
+its source could not score the sample.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from megarl.algos.advantages import grpo
-from megarl.algos.metrics import group_metrics
-from megarl.algos.rewards import normalise_scores, score_scale, shape_scores
+from megarl.algos.registry import MISSING_ENDS, bound
+from megarl.algos.scores import ScoreScale, clip_scores
 from megarl.cluster.calls import Call
 from megarl.cluster.group import Role, merged
-from megarl.cluster.rollouts import Rollouts
+from megarl.cluster.rollouts import RolloutGroup, Rollouts
 from megarl.cluster.scoring import PendingScores, RuleScorers
-from megarl.config.schema import Algo, Reward, RewardFunction
+from megarl.cluster.shell import ChunkRefs
+from megarl.config import RunConfig
+from megarl.config.schema import Reward, RewardFunction, Scores, TruncateAt
 from megarl.data.hashing import stable_hash
+from megarl.data.schedule import inference_schedule
+from megarl.loop.reward_files import read_scale
 from megarl.rewards import labels
-from megarl.types import Prompt, SampleInfo, Schedule
+from megarl.types import Prompt, Ragged, RoleName, SampleInfo, Schedule
 
+T = TypeVar("T", bound=np.generic)
 Values = npt.NDArray[np.float32]
 
 REWARD_MODEL = "reward_model"
 """The reward model's name among the sources of a score."""
 
-_NORMALISATION_FILE = "reward_normalisation.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scale:
-    """A reward model's raw scores become ``(score - mean) / std``."""
-
-    mean: float = 0.0
-    std: float = 1.0
-
-    @classmethod
-    def read(cls, directory: str | None) -> Scale:
-        """That of a reward model's directory; no change where it has none."""
-        file = None if directory is None else Path(directory) / _NORMALISATION_FILE
-        return cls(**json.loads(file.read_text())) if file is not None and file.exists() else cls()
-
-    @classmethod
-    def of(cls, raw: Values) -> Scale:
-        """That which gives reference samples mean 0 and variance 1.
-
-        Args:
-            raw: [N] scores of the samples.
-
-        Raises:
-            ValueError: all scores are equal.
-        """
-        mean, std = score_scale(torch.from_numpy(raw))
-        return cls(mean=mean, std=std)
-
-    def write(self, directory: Path) -> None:
-        """Puts it beside a reward model."""
-        (directory / _NORMALISATION_FILE).write_text(json.dumps(asdict(self)) + "\n")
-
-    def apply(self, raw: Values) -> Values:
-        """[N] raw scores -> [N]."""
-        return normalise_scores(torch.from_numpy(raw), mean=self.mean, deviation=self.std).numpy()
+Sources = Mapping[str, Values]
+"""[N] scores by source: the reward model's normalised, those of each rule as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,31 +44,16 @@ class Scoring:
     """Scores in the making.
 
     Args:
-        samples: that are scored.
-        model: the reward model's call; None without one.
-        rules: the rules' scores; None without any.
-        scale: of the reward model.
+        samples: as they are scored: of responses that are truncated for it, lengths and ends are those that a scorer
+            sees.
+        wait: returns the scores of the samples, in their order; raises WorkerError where a source failed.
+        dense: the reward model's raw scores, of each response one before its first token and one after each; None
+            where it scores responses alone. Its source is the last of them then.
     """
 
     samples: Sequence[SampleInfo]
-    model: Call | None
-    rules: PendingScores | None
-    scale: Scale
-
-    def wait(self) -> dict[str, Values]:
-        """[N] scores by source: the reward model's normalised, those of each rule as they are.
-
-        Raises:
-            WorkerError: a source failed.
-        """
-        scores: dict[str, Values] = {}
-        if self.model is not None:
-            scores[REWARD_MODEL] = self.scale.apply(in_order(merged(self.model), self.samples))
-        if self.rules is not None:
-            columns = self.rules.wait()
-            for label in next(iter(columns.values())):
-                scores[label] = in_order({chunk: own[label] for chunk, own in columns.items()}, self.samples)
-        return scores
+    wait: Callable[[], Sources]
+    dense: ChunkRefs[Ragged] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,74 +62,142 @@ class Scorer:
 
     Args:
         model: the role of the reward model; None without one.
+        plan: a forward pass of the reward model over samples.
         scale: of the reward model.
         rules: the processes that run functions; None without any.
+        engines: that truncate responses for the scorers.
+        truncate_at: where the scorers' view of a response ends; None: where it does.
+        dense: whether the reward model scores every token.
     """
 
     model: Role | None
-    scale: Scale
+    plan: Callable[[Sequence[SampleInfo]], Schedule]
+    scale: ScoreScale
     rules: RuleScorers | None
+    engines: RolloutGroup
+    truncate_at: TruncateAt | None
+    dense: bool
 
-    def submit(
-        self,
-        rollouts: Rollouts,
-        prompts: Mapping[str, Prompt],
-        schedule: Schedule | None,
-        functions: Sequence[RewardFunction],
-    ) -> Scoring:
-        """Starts to score, and returns at once.
+    def submit(self, rollouts: Rollouts, prompts: Mapping[str, Prompt], functions: Sequence[RewardFunction]) -> Scoring:
+        """Starts to score; returns at once, or where responses are truncated when their ends are known.
 
         Args:
             prompts: of the rollouts, by id.
-            schedule: of the reward model; None without one.
             functions: that score as well.
         """
+        if self.truncate_at is not None:
+            rollouts = self.engines.truncate(rollouts, self.truncate_at.token, self.truncate_at.after)
         model = rules = None
         if self.model is not None:
-            assert schedule is not None
-            model = self.model.scores(schedule, rollouts.chunks)
+            score = self.model.token_scores if self.dense else self.model.scores
+            model = score(self.plan(rollouts.samples), rollouts.chunks)
         if functions:
             assert self.rules is not None
             rules = self.rules.score(functions, rollouts, prompts)
-        return Scoring(samples=rollouts.samples, model=model, rules=rules, scale=self.scale)
+        return Scoring(
+            samples=rollouts.samples,
+            wait=lambda: sources_of(model, rules, rollouts.samples, scale=self.scale),
+            dense=model.chunks if model is not None and self.dense else None,
+        )
 
 
-def total_scores(
-    sources: Mapping[str, Values], samples: Sequence[SampleInfo], reward: Reward, algo: Algo, *, seed: int
-) -> Values:
-    """What the algorithm learns from, [N]: the weighted sum of the sources, clipped, with the score of missing ends.
+def scorer_of(
+    config: RunConfig,
+    reward: Reward,
+    roles: Mapping[RoleName, Role],
+    rules: RuleScorers | None,
+    engines: RolloutGroup,
+    truncate_at: TruncateAt | None = None,
+) -> Scorer:
+    """The scorer of a run.
 
     Args:
-        sources: [N] each.
-        seed: of the permutation that a shuffled control applies.
+        config: of the run, with the reward model's layout where there is one.
+        reward: of the configuration.
+        roles: of the run.
+        rules, engines, truncate_at: see Scorer.
     """
+
+    def plan(samples: Sequence[SampleInfo]) -> Schedule:
+        return inference_schedule(samples, config.layout("reward"), config.role("reward").tokens_per_micro_batch)
+
+    return Scorer(
+        model=roles.get("reward"),
+        plan=plan,
+        scale=read_scale(reward.path),
+        rules=rules,
+        engines=engines,
+        truncate_at=truncate_at,
+        dense=reward.dense is not None,
+    )
+
+
+def sources_of(
+    model: Call | None, rules: PendingScores | None, samples: Sequence[SampleInfo], *, scale: ScoreScale
+) -> dict[str, Values]:
+    """Waits for the scores of samples.
+
+    Args:
+        model: the reward model's call; None without one.
+        rules: the rules' scores; None without any.
+        samples: that are scored.
+        scale: of the reward model.
+
+    Raises:
+        WorkerError: a source failed.
+    """
+    scores: dict[str, Values] = {}
+    if model is not None:
+        raw = in_order(merged(model), samples)
+        scores[REWARD_MODEL] = scale.apply(torch.from_numpy(np.where(np.isfinite(raw), raw, np.nan))).numpy()
+    if rules is not None:
+        columns = rules.wait()
+        for label in next(iter(columns.values())):
+            scores[label] = in_order({chunk: own[label] for chunk, own in columns.items()}, samples)
+    return scores
+
+
+def weights_of(reward: Reward) -> dict[str, float]:
+    """What the score of each source is multiplied with, by its name; scores of tokens have no part in a response's."""
     rules = zip(labels(reward.functions), reward.functions, strict=True)
-    weights = {REWARD_MODEL: reward.weight, **{label: function.weight for label, function in rules}}
-    total = sum((weights[name] * scores for name, scores in sources.items()), np.zeros(len(samples)))
-    finished = torch.tensor([sample.finished for sample in samples])
-    scores = torch.from_numpy(np.asarray(total, dtype=np.float32))
-    shaped = shape_scores(scores, finished, clip=algo.score_clip, missing_end=algo.missing_end_score)
-    if reward.shuffle:
-        shaped = shaped[torch.randperm(len(shaped), generator=torch.Generator().manual_seed(seed))]
-    return shaped.numpy()
+    model = 0.0 if reward.dense else reward.weight
+    return {REWARD_MODEL: model, **{label: function.weight for label, function in rules}}
 
 
-def group_outcomes(scores: Values, samples: Sequence[SampleInfo]) -> tuple[Values, dict[str, float]]:
-    """The advantage of each sample among the samples of its prompt, [N], and how much these differ."""
-    numbers = {prompt_id: index for index, prompt_id in enumerate(dict.fromkeys(s.prompt_id for s in samples))}
-    groups = torch.tensor([numbers[sample.prompt_id] for sample in samples])
-    values = torch.from_numpy(scores)
-    return grpo(values, groups).numpy(), group_metrics(values, groups)
+def total_scores(sources: Sources, samples: Sequence[SampleInfo], reward: Reward, scores: Scores) -> Values:
+    """What is learnt from, [N]: the weighted sum of the sources, clipped, and what a missing end makes of it.
+
+    Args:
+        sources: [N] each; a sample that one of them could not score has no score at all.
+        samples: as they were scored.
+        reward: with the weights of the sources.
+        scores: what becomes of their sum.
+    """
+    weights = weights_of(reward)
+    total = sum((weights[name] * values for name, values in sources.items()), np.zeros(len(samples)))
+    shaped = torch.from_numpy(np.asarray(total, dtype=np.float32))
+    scored = shaped.isfinite()
+    if scores.clip is not None:
+        shaped = clip_scores(shaped, *scores.clip)
+    if scores.missing_end is not None and scores.missing_end.name in MISSING_ENDS:
+        shape = bound(MISSING_ENDS, scores.missing_end.name, scores.missing_end.options)
+        shaped = shape(shaped, torch.tensor([sample.finished for sample in samples]))
+    return torch.where(scored, shaped, torch.nan).numpy()
 
 
-def columns_of(values: Values, samples: Sequence[SampleInfo]) -> dict[int, Values]:
+def unscored_metrics(sources: Sources) -> dict[str, float]:
+    """How many samples have no score: ``rewards/unscored``, and by source ``rewards/unscored/SOURCE``."""
+    missing = {name: ~np.isfinite(values) for name, values in sources.items()}
+    metrics = {f"rewards/unscored/{name}": int(of_source.sum()) for name, of_source in missing.items()}
+    return {"rewards/unscored": int(np.any(list(missing.values()), axis=0).sum()), **metrics}
+
+
+def columns_of(values: npt.NDArray[T], samples: Sequence[SampleInfo]) -> dict[int, npt.NDArray[T]]:
     """[N] values -> one column per chunk."""
-    columns: dict[int, dict[int, float]] = {}
-    for sample, value in zip(samples, values, strict=True):
-        columns.setdefault(sample.chunk, {})[sample.row] = float(value)
-    return {
-        chunk: np.array([rows[row] for row in range(len(rows))], dtype=np.float32) for chunk, rows in columns.items()
-    }
+    places: dict[int, dict[int, int]] = {}
+    for place, sample in enumerate(samples):
+        places.setdefault(sample.chunk, {})[sample.row] = place
+    return {chunk: values[[rows[row] for row in range(len(rows))]] for chunk, rows in places.items()}
 
 
 def in_order(columns: Mapping[int, Values], samples: Sequence[SampleInfo]) -> Values:

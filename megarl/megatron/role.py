@@ -215,8 +215,26 @@ class Role:
         return None if flat is None else scatter_scalars(_rows(schedule), flat)
 
     def token_scores(self, schedule: RankSchedule, chunks: Chunks[TokenChunk]) -> dict[int, Ragged] | None:
-        """The reward model's score after each response token, by chunk; the last of a row is that of ``scores``."""
-        return self._per_token(schedule, chunks, lambda batch, hidden: token_scores(self.model, batch, hidden))
+        """The reward model's scores of the responses so far, by chunk: before the first token, and after each.
+
+        A row has one more than tokens; the last is that of ``scores``.
+        """
+
+        def outcome(batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+            before, after = (head(self.model, batch, hidden) for head in (response_values, token_scores))
+            return torch.stack([before, after], -1)
+
+        flat = self._infer(schedule, chunks, outcome)
+        if flat is None:
+            return None
+        before, after = (scatter(_rows(schedule), flat[:, column]) for column in (0, 1))
+        return {
+            chunk: Ragged.from_rows(
+                (np.concatenate([first[:1], rest]) for first, rest in zip(before[chunk], after[chunk], strict=True)),
+                np.float32,
+            )
+            for chunk in after
+        }
 
     def _per_token(
         self,

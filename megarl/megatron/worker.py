@@ -11,20 +11,34 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megarl.algos.normalisation import Reduce
 from megarl.config import PPOConfig, RunConfig
+from megarl.data.columns import Columns
 from megarl.data.packing import Chunks
 from megarl.files import FileRecord
-from megarl.megatron.experience import Columns, PerSample, build_experience
+from megarl.megatron.experience import build_experience
 from megarl.megatron.groups import GroupCache
 from megarl.megatron.offload import LiveWeights
 from megarl.megatron.platform import Platform, start_platform, start_world
 from megarl.megatron.role import Mixed, Role
-from megarl.megatron.roles import load_role, loss_of, text_loss, told
+from megarl.megatron.roles import load_role, loss_of, text_loss_of, told
 from megarl.megatron.state import restore_role, save_role
 from megarl.megatron.turns import Turns
 from megarl.resharding import Connection, Sender, SyncSpec, SyncStats, connect
-from megarl.types import ExperienceChunk, Ragged, RankSchedule, RoleName, RolloutChunk, TextChunk
+from megarl.types import (
+    ExperienceChunk,
+    ExperienceReport,
+    ExperienceTerms,
+    Ragged,
+    RankSchedule,
+    RoleName,
+    RolloutChunk,
+    TextChunk,
+)
 from megarl.weights.export import Export, export_plan
+
+PerSample = dict[int, np.typing.NDArray[np.float32]]
+"""[N] float32 by chunk."""
 
 
 class MegatronWorker:
@@ -86,50 +100,53 @@ class MegatronWorker:
         """Values of the states before each response token, by chunk."""
         return self._at_work(role).values(schedule, rollouts)
 
-    def scores(
-        self, role: RoleName, schedule: RankSchedule, rollouts: Chunks[RolloutChunk]
-    ) -> dict[int, np.typing.NDArray[np.float32]] | None:
+    def scores(self, role: RoleName, schedule: RankSchedule, rollouts: Chunks[RolloutChunk]) -> PerSample | None:
         """Scores of the samples, [N] float32 by chunk."""
         return self._at_work(role).scores(schedule, rollouts)
 
     def token_scores(
         self, role: RoleName, schedule: RankSchedule, rollouts: Chunks[RolloutChunk]
-    ) -> dict[int, Ragged] | None:
-        """Scores after each response token, by chunk."""
-        return self._at_work(role).token_scores(schedule, rollouts)
+    ) -> tuple[dict[int, Ragged], PerSample] | None:
+        """Scores of the responses so far, one more than tokens, by chunk; and of the samples, [N] float32 by chunk."""
+        columns = self._at_work(role).token_scores(schedule, rollouts)
+        if columns is None:
+            return None
+        return columns, {chunk: column.values[column.offsets[1:] - 1] for chunk, column in columns.items()}
 
     def build_experience(
-        self,
-        schedule: RankSchedule,
-        rollouts: Chunks[RolloutChunk],
-        old: Chunks[Ragged],
-        ref: Chunks[Ragged] | None,
-        values: Chunks[Ragged] | None,
-        scores: PerSample,
-        outcomes: PerSample | None,
-        kl_coef: float,
-    ) -> tuple[dict[int, ExperienceChunk], dict[str, float]] | None:
-        """The experience of this replica's chunks, and metrics over all samples; see ``experience``.
+        self, schedule: RankSchedule, rollouts: Chunks[RolloutChunk], columns: Columns, terms: ExperienceTerms
+    ) -> tuple[dict[int, ExperienceChunk], ExperienceReport] | None:
+        """The experience of this replica's chunks, and what all replicas say alike; see ``experience``.
 
         Args:
             schedule: the actor's inference schedule.
-            rollouts, old, ref, values: columns by chunk, fetched where they are read.
-            scores, outcomes: of the schedule's chunks.
-            kl_coef: of the step, reward or loss per nat.
+            rollouts, columns: of the schedule's chunks, fetched where they are read.
+            terms: of the step.
         """
-        actor = self._roles["actor"]
-        assert isinstance(self._config, PPOConfig)
+        actor, config = self._roles["actor"], self._config
+        assert isinstance(config, PPOConfig)
         if not actor.reports:
             return None
 
-        def reduce(vector: torch.Tensor) -> torch.Tensor:
-            # Algorithm math is on the CPU; NCCL reduces on the device only.
-            shared = vector.to(self._device)
-            dist.all_reduce(shared, group=actor.model.groups.dp)
-            return shared.to(vector.device)
+        def over_ranks(operation: Any) -> Reduce:
+            def reduce(vector: torch.Tensor) -> torch.Tensor:
+                # Algorithm math is on the CPU; NCCL reduces on the device only.
+                shared = vector.to(self._device)
+                dist.all_reduce(shared, op=operation, group=actor.model.groups.dp)
+                return shared.to(vector.device)
 
-        columns = Columns(old_logprobs=old, ref_logprobs=ref, values=values, scores=scores, outcomes=outcomes)
-        return build_experience(schedule.chunks, rollouts, columns, self._config.algo, reduce, kl_coef=kl_coef)
+            return reduce
+
+        return build_experience(
+            schedule.chunks,
+            rollouts,
+            columns,
+            config.algo,
+            None if config.critic is None else config.critic.value_norm,
+            terms,
+            over_ranks(dist.ReduceOp.SUM),
+            over_ranks(dist.ReduceOp.MAX),
+        )
 
     def update(
         self,
@@ -150,7 +167,7 @@ class MegatronWorker:
         trained = self._at_work(role)
         loss, mixed = loss_of(self._config, trained, chunks, kl_coef=kl_coef), None
         if texts is not None and text_chunks is not None:
-            mixed = Mixed(schedules=texts, chunks=text_chunks, loss_of=text_loss(self._config, trained))
+            mixed = Mixed(schedules=texts, chunks=text_chunks, loss_of=text_loss_of(self._config, trained))
         steps = trained.update(schedules, chunks, loss, mixed)
         return [told(self._config, role, step) for step in steps] if trained.reports else None
 

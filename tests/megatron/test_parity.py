@@ -55,7 +55,7 @@ def expectations(directory: Path) -> dict[str, dict[tuple[int, int], torch.Tenso
             found["logprobs"][index, row] = log_p.gather(-1, response[:, None])[:, 0]
             found["values"][index, row] = values[len(prompt) - 1 : -1]
             found["scores"][index, row] = values[-1]
-            found["token_scores"][index, row] = values[len(prompt) :]
+            found["token_scores"][index, row] = values[len(prompt) - 1 :]
     return found
 
 

@@ -1,0 +1,99 @@
+"""The optimizer steps of a step: of actor and critic, in epochs that may end early, with texts beside the rollouts."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megarl.algos.optimisation import exceeds_target
+from megarl.cluster.calls import Call
+from megarl.cluster.group import Role, reported
+from megarl.cluster.shell import ChunkRefs
+from megarl.config import PPOConfig
+from megarl.loop.ptx import TextMixture
+from megarl.loop.schedules import StepPlan
+from megarl.types import ExperienceChunk, RoleName, Schedule
+
+
+class Updater:
+    """Trains actor and critic, and lets the reference follow the actor.
+
+    Args:
+        config: of the run.
+        roles: of the run.
+        texts: what the actor learns beside the rollouts; None without any.
+    """
+
+    def __init__(self, config: PPOConfig, roles: Mapping[RoleName, Role], texts: TextMixture | None) -> None:
+        self._config, self._texts = config, texts
+        self._actor, self._critic = roles["actor"], roles.get("critic")
+
+    def update(
+        self, experience: ChunkRefs[ExperienceChunk], plan: StepPlan, *, kl_coef: float
+    ) -> list[dict[str, float]]:
+        """Takes the optimizer steps; while a critic warms up, it alone.
+
+        Args:
+            experience: of the step.
+            plan: of the step.
+            kl_coef: of a penalty in the loss, per nat.
+
+        Returns:
+            What both roles tell of each optimizer step.
+        """
+        algo, critic = self._config.algo, self._config.critic
+        warming = critic is not None and plan.step <= critic.warmup_steps
+        trained = [
+            role for role in (self._actor, self._critic) if role is not None and not (warming and role is self._actor)
+        ]
+        passes = list(zip(*(plan.passes(role.name) for role in trained), strict=True))
+        told: list[dict[str, float]] = []
+        for taken, of_roles in enumerate(passes, start=1):
+            calls = [
+                self._submit(role, schedules, experience, kl_coef)
+                for role, schedules in zip(trained, of_roles, strict=True)
+            ]
+            steps = [dict(ChainMap(*of_step)) for of_step in zip(*map(reported, calls), strict=True)]
+            told += steps
+            stop = None if warming else algo.early_stop
+            if stop is not None and exceeds_target(moved(steps, of_roles[0]), target=stop.kl, factor=stop.factor):
+                left = sum(len(schedules) for schedules, *_ in passes[taken:])
+                for role in trained:
+                    role.forgo(left)
+                break
+        sync = algo.kl.reference_sync
+        if sync is not None and plan.step % sync.every == 0:
+            self._actor.sync_reference()
+        return told
+
+    def state(self) -> dict[str, Any]:
+        """Where the texts stand, as JSON."""
+        return {} if self._texts is None else self._texts.state()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there."""
+        if self._texts is not None:
+            self._texts.load(state)
+
+    def _submit(
+        self, role: Role, schedules: Sequence[Schedule], experience: ChunkRefs[ExperienceChunk], kl_coef: float
+    ) -> Call:
+        """A role takes some optimizer steps; returns at once."""
+        if role is not self._actor or self._texts is None:
+            return role.update(schedules, experience, kl_coef=kl_coef)
+        lengthened, texts = self._texts.next(schedules)
+        return role.update(lengthened, experience, kl_coef=kl_coef, texts=texts)
+
+
+def moved(steps: Sequence[Mapping[str, float]], schedules: Sequence[Schedule]) -> float:
+    """The mean of log p(old) - log p(new) over the tokens of some optimizer steps, nats.
+
+    Args:
+        steps: what the actor told of each.
+        schedules: of each.
+    """
+    tokens = [schedule.ranks[0].total_response_tokens for schedule in schedules]
+    return float(np.average([step["policy/ppo_kl"] for step in steps], weights=tokens))

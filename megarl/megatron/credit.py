@@ -1,0 +1,95 @@
+"""From the scores and penalties of a rank's samples to the advantages of their tokens.
+
+The order: penalties, token rewards, their whitening, the estimator (or the comparison that the driver made of whole
+samples), and the normalisation of the advantages. Samples without a score are in no statistic, and their advantages
+are 0. Shape legend: B rows, R response tokens of the longest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.algos.advantages import from_outcomes
+from megarl.algos.normalisation import Reduce, on_mask
+from megarl.algos.normalisers import whiten_rewards
+from megarl.algos.registry import KL_ESTIMATORS, NORMALISERS, TOKEN_ADVANTAGES, bound
+from megarl.algos.rewards import dense_rewards, kl_penalties, token_rewards
+from megarl.config.schema import Algo
+from megarl.megatron.aligned import Aligned
+from megarl.types import DenseScale
+
+
+@dataclass(frozen=True, kw_only=True)
+class Credit:
+    """What the tokens have earned, [B, R] each, 0 off the mask.
+
+    Args:
+        penalties: the part of the rewards that is not a score.
+        rewards: before whitening.
+        raw: the advantages before they are normalised.
+        advantages: of the update.
+        returns: for a critic to learn, in the units of the rewards; None without one.
+    """
+
+    penalties: Tensor
+    rewards: Tensor
+    raw: Tensor
+    advantages: Tensor
+    returns: Tensor | None
+
+
+def credit(
+    own: Aligned, values: Tensor | None, algo: Algo, dense: DenseScale | None, reduce: Reduce, *, kl_coef: float
+) -> Credit:
+    """The credit of a rank's samples.
+
+    Args:
+        own: the samples.
+        values: [B, R], by the critic, in the units of the rewards; None without one.
+        algo: of the run.
+        dense: what the reward model's scores after every token are worth; None where a response has one score.
+        reduce: called equally often on every rank, with samples or without.
+        kl_coef: of the step, reward per nat where the penalty is in the reward.
+    """
+    counted = own.counted
+    penalties = _penalties(own, algo, kl_coef)
+    rewards = on_mask(_rewards(own, penalties, algo, dense), counted)
+    if own.outcomes is not None:
+        raw, returns = from_outcomes(own.outcomes, penalties, counted, cumulative=algo.kl.cumulative), None
+    else:
+        learnt = whiten_rewards(rewards, counted, reduce) if algo.normalise.rewards else rewards
+        estimate = bound(TOKEN_ADVANTAGES, algo.advantage.name, algo.advantage.options)
+        raw, returns = estimate(learnt, values, counted)
+    advantages, normaliser = raw, algo.normaliser
+    if normaliser is not None:
+        normalise = bound(NORMALISERS, normaliser.name, normaliser.options)
+        advantages = on_mask(normalise(raw, counted, own.groups, reduce), counted)
+    return Credit(
+        penalties=penalties,
+        rewards=rewards,
+        raw=raw,
+        advantages=advantages,
+        returns=None if values is None else returns,
+    )
+
+
+def _penalties(own: Aligned, algo: Algo, kl_coef: float) -> Tensor:
+    """[B, R]: what leaving the reference costs, where that is in the reward."""
+    if own.ref is None or algo.kl.placement == "loss":
+        return torch.zeros_like(own.old)
+    estimate = bound(KL_ESTIMATORS, algo.kl.estimator.name, algo.kl.estimator.options)
+    return kl_penalties(estimate(own.old, own.ref), own.counted, kl_coef=kl_coef)
+
+
+def _rewards(own: Aligned, penalties: Tensor, algo: Algo, dense: DenseScale | None) -> Tensor:
+    """[B, R]: the penalties, the reward model's scores where each token has one, and the score of the response."""
+    if own.dense is not None:
+        assert dense is not None
+        worth = dense.gain * own.dense + dense.bias
+        if algo.scores.clip is not None:
+            worth = worth.clamp(*algo.scores.clip)
+        penalties = dense_rewards(worth, penalties, own.counted, differences=dense.differences)
+    return token_rewards(own.scores, penalties, own.counted, placement=algo.scores.placement)

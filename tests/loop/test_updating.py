@@ -1,0 +1,128 @@
+"""Optimizer steps of actor and critic: which are taken, which are forgone, and what goes along."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.config.schema import EarlyStop
+from megarl.loop.updating import Updater, moved
+from megarl.types import RankSchedule, Schedule
+
+TOKENS = (10, 30)
+"""Response tokens of the two optimizer steps of an epoch."""
+
+EPOCHS = 3
+
+
+class FakeRole:
+    """Notes what it is asked; each optimizer step tells the next of some divergences.
+
+    Args:
+        log: of all roles.
+        kls: the actor's.
+    """
+
+    def __init__(self, name: str, log: list[tuple[str, Any]], kls: list[float]) -> None:
+        self.name, self._log, self._kls = name, log, kls
+
+    def update(self, schedules: Any, chunks: Any, *, kl_coef: float, texts: Any = None) -> Any:
+        self._log.append((self.name, [s.ranks[0].total_response_tokens for s in schedules]))
+        if texts is not None:
+            self._log.append(("texts", texts))
+        prefix = {"actor": "policy", "critic": "value"}[self.name]
+        steps = [{f"{prefix}/ppo_kl": self._kls.pop(0), f"{prefix}/kl_coef": kl_coef} for _ in schedules]
+        return SimpleNamespace(wait=lambda: [None, steps])
+
+    def forgo(self, steps: int) -> None:
+        self._log.append((f"{self.name} forgoes", steps))
+
+    def sync_reference(self) -> None:
+        self._log.append(("reference", "follows"))
+
+
+def schedule(tokens: int) -> Schedule:
+    rank = RankSchedule(packs=(), pack_tokens=1, total_rows=1, total_sequences=1, total_response_tokens=tokens)
+    return Schedule(ranks=(rank,))
+
+
+def plan(step: int, *, together: bool) -> Any:
+    epochs = [tuple(map(schedule, TOKENS)) for _ in range(EPOCHS)]
+    whole = [tuple(one for epoch in epochs for one in epoch)]
+    return SimpleNamespace(step=step, passes=lambda _role: whole if together else epochs)
+
+
+def updated(
+    kls: list[float],
+    *,
+    step: int = 4,
+    stop: EarlyStop | None = None,
+    warmup: int = 0,
+    every: int | None = None,
+    texts: Any = None,
+) -> tuple[list[dict[str, float]], list[tuple[str, Any]]]:
+    """What the steps of a step tell, and what was asked."""
+    log: list[tuple[str, Any]] = []
+    sync = None if every is None else SimpleNamespace(every=every)
+    config: Any = SimpleNamespace(
+        algo=SimpleNamespace(early_stop=stop, kl=SimpleNamespace(reference_sync=sync)),
+        critic=SimpleNamespace(warmup_steps=warmup),
+    )
+    roles: Any = {"actor": FakeRole("actor", log, list(kls)), "critic": FakeRole("critic", log, [0.0] * 6)}
+    told = Updater(config, roles, texts).update(object(), plan(step, together=stop is None), kl_coef=0.5)  # pyright: ignore[reportArgumentType]
+    return told, log
+
+
+def test_actor_and_critic_take_all_steps_in_one_call_each() -> None:
+    told, log = updated([0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
+    assert log == [("actor", [10, 30] * 3), ("critic", [10, 30] * 3)]
+    assert [step["policy/ppo_kl"] for step in told] == [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]
+    assert all(step["value/kl_coef"] == 0.5 for step in told)
+
+
+def test_an_epoch_that_moves_the_policy_too_far_is_the_last() -> None:
+    """The means by tokens: (0 + 3 * 0.02) / 4 = 0.015 goes on, 0.0201 * 3 / 4 = 0.015075 exceeds 1.5 * 0.01."""
+    stop = EarlyStop(kl=0.01)
+    told, log = updated([0.0, 0.02, 0.0, 0.0201, 9.0, 9.0], stop=stop)
+    assert log == [
+        ("actor", [10, 30]),
+        ("critic", [10, 30]),
+        ("actor", [10, 30]),
+        ("critic", [10, 30]),
+        ("actor forgoes", 2),
+        ("critic forgoes", 2),
+    ]
+    assert len(told) == 4
+
+
+def test_a_quiet_policy_takes_all_epochs() -> None:
+    told, log = updated([0.0] * 6, stop=EarlyStop(kl=0.01))
+    assert len(told) == 6
+    assert not [name for name, _ in log if name.endswith("forgoes")]
+
+
+@pytest.mark.parametrize(("step", "names"), [(2, {"critic"}), (3, {"actor", "critic"})])
+def test_a_critic_warms_up_alone(step: int, names: set[str]) -> None:
+    told, log = updated([0.0] * 6, step=step, warmup=2, stop=EarlyStop(kl=0.01))
+    assert {name for name, _ in log} == names
+    assert len(told) == 6
+
+
+@pytest.mark.parametrize(("step", "follows"), [(3, False), (4, True), (6, True)])
+def test_the_reference_follows_after_so_many_steps(step: int, follows: bool) -> None:
+    _, log = updated([0.0] * 6, step=step, every=2)
+    assert (log[-1] == ("reference", "follows")) is follows
+
+
+def test_texts_go_along_with_the_actor_alone() -> None:
+    texts = SimpleNamespace(next=lambda schedules: (schedules, f"{len(schedules)} texts"))
+    _, log = updated([0.0] * 6, texts=texts)
+    assert [entry for entry in log if entry[0] == "texts"] == [("texts", "6 texts")]
+    assert log[0][0] == "actor"
+
+
+def test_the_mean_is_over_tokens() -> None:
+    steps = [{"policy/ppo_kl": 0.4}, {"policy/ppo_kl": 0.0}]
+    assert moved(steps, [schedule(10), schedule(30)]) == pytest.approx(0.1)
