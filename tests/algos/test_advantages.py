@@ -1,0 +1,144 @@
+"""Advantages of tokens: against naive sums, and what changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algos.advantages import from_outcomes, gae, reinforce, scan, vapo
+from megarl.algos.rewards import kl_penalties, token_rewards
+from tests.algos.inputs import NAN, fractions, lengths, lengths_mask, masks, numbers, seeds
+from tests.oracle import advantages as naive
+from tests.oracle.comparisons import reward_to_go_of
+
+
+@given(lengths, fractions, fractions, seeds)
+def test_gae_is_the_sum_of_its_definition(lengths: list[int], gamma: float, lam: float, seed: int) -> None:
+    rewards, values = numbers(len(lengths), 6, seed=seed), numbers(len(lengths), 6, seed=seed + 1)
+    mask = lengths_mask(lengths, 6)
+    advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
+    for i, n in enumerate(lengths):
+        expected, sums = naive.gae(rewards[i, :n].tolist(), values[i, :n].tolist(), gamma=gamma, lam=lam)
+        assert advantages[i, :n].tolist() == pytest.approx(expected, abs=1e-10)
+        assert returns[i, :n].tolist() == pytest.approx(sums, abs=1e-10)
+    assert not advantages[~mask].any()
+    assert not returns[~mask].any()
+
+
+@given(lengths, fractions, st.floats(0.01, 1), seeds)
+def test_vapo_decays_returns_and_advantages_by_themselves(
+    lengths: list[int], lam: float, alpha: float, seed: int
+) -> None:
+    rewards, values = numbers(len(lengths), 6, seed=seed), numbers(len(lengths), 6, seed=seed + 1)
+    mask = lengths_mask(lengths, 6)
+    advantages, returns = vapo(rewards, values, mask, gamma=0.9, lam_value=lam, length_alpha=alpha)
+    fixed, _ = vapo(rewards, values, mask, gamma=0.9, lam_value=lam, lam_policy=0.7)
+    for i, n in enumerate(lengths):
+        row = rewards[i, :n].tolist(), values[i, :n].tolist()
+        expected, sums = naive.vapo(*row, gamma=0.9, lam_value=lam, length_alpha=alpha)
+        assert advantages[i, :n].tolist() == pytest.approx(expected, abs=1e-10)
+        assert returns[i, :n].tolist() == pytest.approx(sums, abs=1e-10)
+        assert fixed[i, :n].tolist() == pytest.approx(naive.gae(*row, gamma=0.9, lam=0.7)[0], abs=1e-10)
+    assert not advantages[~mask].any()
+    assert not returns[~mask].any()
+
+
+@given(masks, fractions, seeds)
+def test_reinforce_is_the_reward_to_go_over_the_tokens_that_count(
+    rows: list[list[bool]], gamma: float, seed: int
+) -> None:
+    mask = torch.tensor(rows)
+    rewards = numbers(*mask.shape, seed=seed)
+    advantages, returns = reinforce(torch.where(mask, rewards, NAN), None, mask, gamma=gamma)
+    for i, row in enumerate(mask):
+        expected, _ = naive.reward_to_go(rewards[i, row].tolist(), gamma=gamma)
+        assert advantages[i, row].tolist() == pytest.approx(expected, abs=1e-10)
+    assert torch.equal(advantages, returns)
+    assert not advantages[~mask].any()
+
+
+@given(masks, st.booleans(), seeds)
+def test_outcomes_stand_on_every_token_that_counts_with_the_penalties(
+    rows: list[list[bool]], cumulative: bool, seed: int
+) -> None:
+    mask = torch.tensor(rows)
+    outcomes, penalties = numbers(len(rows), seed=seed), numbers(*mask.shape, seed=seed + 1)
+    advantages = from_outcomes(outcomes, torch.where(mask, penalties, NAN), mask, cumulative=cumulative)
+    for i, row in enumerate(mask):
+        expected = reward_to_go_of(outcomes[i].item(), penalties[i, row].tolist(), cumulative=cumulative)
+        assert advantages[i, row].tolist() == pytest.approx(expected, abs=1e-10)
+    assert not advantages[~mask].any()
+
+
+@given(lengths, fractions, seeds)
+def test_an_outcome_with_penalties_is_the_reward_to_go_with_the_outcome_in_the_place_of_the_score(
+    lengths: list[int], coef: float, seed: int
+) -> None:
+    mask = lengths_mask(lengths, 6)
+    outcomes, kl = numbers(len(lengths), seed=seed), numbers(len(lengths), 6, seed=seed + 1)
+    penalties = kl_penalties(kl, mask, kl_coef=coef)
+    one, _ = reinforce(token_rewards(outcomes, penalties, mask), None, mask)
+    torch.testing.assert_close(from_outcomes(outcomes, penalties, mask), one)
+
+
+@given(lengths, seeds)
+def test_t5_t7_padding_and_rows_that_do_not_count_change_nothing(lengths: list[int], seed: int) -> None:
+    rewards, values = numbers(len(lengths), 6, seed=seed), numbers(len(lengths), 6, seed=seed + 1)
+    mask, pad = lengths_mask(lengths, 6), torch.nn.functional.pad
+    wide = [pad(x, (0, 3, 0, 1), value=NAN) for x in (rewards, values)]
+    wide_mask = pad(mask, (0, 3, 0, 1), value=False)
+    for estimate in (gae, vapo, reinforce):
+        narrow, padded = estimate(rewards, values, mask, gamma=0.9), estimate(*wide, wide_mask, gamma=0.9)
+        for one, other in zip(narrow, padded, strict=True):
+            assert torch.equal(one, other[:-1, :-3])
+            assert not other[-1].any()
+
+
+@given(st.lists(st.booleans(), min_size=6, max_size=6), seeds)
+def test_gaps_are_passed_over(counts: list[bool], seed: int) -> None:
+    rewards, values, mask = numbers(1, 6, seed=seed), numbers(1, 6, seed=seed + 1), torch.tensor([counts])
+    bootstrap, whole = torch.tensor([0.3]).double(), torch.ones(1, sum(counts)).bool()
+    open_, closed = (
+        gae(rewards, values, mask, bootstrap, gamma=0.9, lam=0.8),
+        gae(rewards[mask][None], values[mask][None], whole, bootstrap, gamma=0.9, lam=0.8),
+    )
+    for one, other in zip(open_, closed, strict=True):
+        assert torch.equal(one[mask], other[0])
+
+
+@given(lengths, seeds)
+def test_padding_at_the_end_is_the_same_passed_over_or_stepped_through(lengths: list[int], seed: int) -> None:
+    rewards, values = numbers(len(lengths), 6, seed=seed), numbers(len(lengths), 6, seed=seed + 1)
+    mask = lengths_mask(lengths, 6)
+    carried, stepped = (scan(rewards, values, mask, gamma=0.9, lam=0.8, gaps=gaps) for gaps in ("carry", "zero"))
+    for one, other in zip(carried, stepped, strict=True):
+        torch.testing.assert_close(one[mask], other[mask])
+
+
+def test_t4_without_values_the_first_advantages_are_the_reward_to_go() -> None:
+    rewards, mask = numbers(3, 6, seed=0), lengths_mask([6, 2, 0], 6)
+    for estimate in (gae, vapo):
+        options = {"lam": 1.0} if estimate is gae else {"lam_policy": 1.0}
+        advantages, returns = estimate(rewards, torch.zeros(3, 6).double(), mask, **options)
+        torch.testing.assert_close(advantages, reinforce(rewards, None, mask)[0])
+        torch.testing.assert_close(returns, advantages)
+
+
+@given(lengths, seeds)
+def test_t11_lambda_one_makes_the_returns_the_reward_to_go_whatever_the_values(lengths: list[int], seed: int) -> None:
+    rewards, values = numbers(len(lengths), 6, seed=seed), numbers(len(lengths), 6, seed=seed + 1)
+    mask = lengths_mask(lengths, 6)
+    _, returns = gae(rewards, values, mask, lam=1.0)
+    torch.testing.assert_close(returns, reinforce(rewards, None, mask)[0])
+
+
+# ---- pitfalls
+
+
+def test_p8_only_rows_that_were_cut_off_go_on_with_a_value() -> None:
+    """AReaL takes every row that fills the batch's width for cut off, so the longest finished one as well."""
+    rewards, values, mask = torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3).bool()
+    advantages, _ = gae(rewards, values, mask, torch.tensor([0.0, 2.0]), lam=1.0)
+    assert advantages.tolist() == [[0, 0, 0], [2, 2, 2]]

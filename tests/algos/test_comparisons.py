@@ -1,0 +1,203 @@
+"""Comparisons of samples: against naive loops over groups, and what leaves them as they are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megarl.algos import comparisons
+from megarl.algos.advantages import from_outcomes
+from megarl.algos.comparisons import Samples
+from megarl.algos.registry import COMPARISONS
+from tests.algos.inputs import NAN, lengths_mask, numbers, seeds
+from tests.oracle import comparisons as naive
+from tests.oracle.models import Sample
+
+Comparison = Callable[[Samples], Tensor]
+
+drawn = st.lists(
+    st.tuples(st.integers(0, 3), st.none() | st.integers(-8, 8).map(lambda n: n / 4), st.booleans(), st.integers(1, 9)),
+    min_size=1,
+    max_size=14,
+)
+"""Group, score or none, whether it ended, and length of each sample of a step."""
+WEIGHTS = (1.0, 0.5)
+OPTIONS: dict[str, dict[str, Any]] = {"grpo": {"ddof": 0, "eps": 1e-4}, "batch_std": {"eps": 1e-4}}
+
+
+def samples_of(rows: list[tuple[int, float | None, bool, int]]) -> Samples:
+    """What cannot be scored is not a number."""
+    names = sorted({row[0] for row in rows})
+    scores = torch.tensor([NAN if row[1] is None else row[1] for row in rows], dtype=torch.float64)
+    return Samples(
+        scores=scores,
+        groups=torch.tensor([names.index(row[0]) for row in rows]),
+        lengths=torch.tensor([row[3] for row in rows]),
+        finished=torch.tensor([row[2] for row in rows]),
+        scored=torch.tensor([row[1] is not None for row in rows]),
+        components=torch.stack([scores, 3 - scores.square()], dim=-1),
+        weights=WEIGHTS,
+        greedy_scores=torch.arange(len(rows)).double(),
+    )
+
+
+def naive_samples(rows: list[tuple[int, float | None, bool, int]]) -> list[Sample]:
+    return [
+        Sample(
+            sample_id=str(i),
+            prompt_ids=[0],
+            response_ids=[0] * length,
+            score=score,
+            finished=finished,
+            group=group,
+            components=() if score is None else (score, 3 - score**2),
+            greedy_score=float(i),
+        )
+        for i, (group, score, finished, length) in enumerate(rows)
+    ]
+
+
+def in_groups(scores: list[float], groups: list[int], **others: Any) -> Samples:
+    """Samples that all ended and have a score."""
+    n = len(scores)
+    usual = {"lengths": torch.ones(n).long(), "finished": torch.ones(n).bool(), "scored": torch.ones(n).bool()}
+    return Samples(scores=torch.tensor(scores), groups=torch.tensor(groups), **{**usual, **others})
+
+
+ORACLES = sorted(COMPARISONS.keys() - {"reinforce_pp_baseline"})
+
+
+@pytest.mark.parametrize("name", ORACLES)
+@given(drawn)
+def test_comparisons_are_those_of_the_oracle(name: str, rows: list[tuple[int, float | None, bool, int]]) -> None:
+    options = OPTIONS.get(name, {})
+    oracle = partial(getattr(naive, name), **options, **({"weights": WEIGHTS} if name == "gdpo" else {}))
+    if name == "gdpo":
+        rows = [(group, 0.5 if score is None else score, *rest) for group, score, *rest in rows]
+    if name == "batch_std" and sum(row[1] is not None for row in rows) < 2:
+        rows = [*rows, (9, 1.0, True, 1), (9, 0.0, True, 1)]
+    expected = oracle(naive_samples(rows), [row[1] for row in rows])
+    assert COMPARISONS[name](samples_of(rows), **options).tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(COMPARISONS))
+@given(drawn, seeds)
+def test_t2_the_order_of_the_samples_is_no_matter(
+    name: str, rows: list[tuple[int, float | None, bool, int]], seed: int
+) -> None:
+    samples = samples_of(rows)
+    order = torch.tensor(random.Random(seed).sample(range(len(rows)), len(rows)))
+    shuffled = Samples(
+        scores=samples.scores[order],
+        groups=samples.groups[order],
+        lengths=samples.lengths[order],
+        finished=samples.finished[order],
+        scored=samples.scored[order],
+        components=None if samples.components is None else samples.components[order],
+        weights=WEIGHTS,
+        greedy_scores=None if samples.greedy_scores is None else samples.greedy_scores[order],
+    )
+    compare = COMPARISONS[name]
+    torch.testing.assert_close(compare(shuffled), compare(samples)[order], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(COMPARISONS))
+@given(drawn)
+def test_what_has_no_score_gets_nothing_and_changes_nothing(
+    name: str, rows: list[tuple[int, float | None, bool, int]]
+) -> None:
+    compare, samples = COMPARISONS[name], samples_of(rows)
+    advantages = compare(samples)
+    assert not advantages[~samples.scored].any()
+    assert advantages.isfinite().all()
+    kept = [row for row in rows if row[1] is not None]
+    if kept and name != "remax":
+        torch.testing.assert_close(advantages[samples.scored], compare(samples_of(kept)), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(COMPARISONS.keys() - {"remax", "gdpo"}))
+@given(drawn, st.sampled_from([-4.0, 0.25, 8.0]))
+def test_t9_a_constant_added_to_all_scores_changes_nothing(
+    name: str, rows: list[tuple[int, float | None, bool, int]], shift: float
+) -> None:
+    samples = samples_of(rows)
+    shifted = replace(samples, scores=samples.scores + shift)
+    compare = COMPARISONS[name]
+    torch.testing.assert_close(compare(shifted), compare(samples), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", sorted(COMPARISONS.keys() - {"remax"}))
+def test_t8_equal_scores_and_single_samples_teach_exactly_nothing(name: str, dtype: torch.dtype) -> None:
+    """0.1 is no binary fraction: the mean of seven of them is another number."""
+    scores = torch.tensor([0.1] * 7 + [5.0], dtype=dtype)
+    n = len(scores)
+    samples = Samples(
+        scores=scores,
+        groups=torch.tensor([0] * 7 + [1]),
+        lengths=torch.arange(1, n + 1),
+        finished=torch.ones(n).bool(),
+        scored=torch.ones(n).bool(),
+        components=torch.stack([scores, scores * 3], dim=-1),
+        weights=WEIGHTS,
+    )
+    outcomes = COMPARISONS[name](samples)
+    assert outcomes.tolist() == [0.0] * n
+    assert outcomes.dtype == dtype
+    tokens = from_outcomes(outcomes, torch.zeros(n, 4, dtype=dtype), lengths_mask([4] * n, 4))
+    assert not tokens.any()
+
+
+def test_numbers_by_hand() -> None:
+    scores = [1.0, 0.0, 0.5, 1.0]
+    samples = in_groups(scores, [0] * 4, lengths=torch.tensor([3, 10, 4, 7]))
+    assert comparisons.dr_grpo(samples).tolist() == pytest.approx([0.375, -0.625, -0.125, 0.375])
+    assert comparisons.rloo(samples).tolist() == pytest.approx([0.5, -5 / 6, -1 / 6, 0.5])
+    assert comparisons.opo(samples).tolist() == pytest.approx([0.5, -0.5, 0.0, 0.5])
+    assert comparisons.gpg(samples).tolist() == pytest.approx([0.375, -0.625, -0.125, 0.375])
+    best = comparisons.pass_at_k(in_groups([1.0, 0.0, 3.0], [0] * 3), eps=0.0)
+    assert best.tolist() == pytest.approx([0.0, 0.0, 2 / (7 / 3) ** 0.5])
+    assert not comparisons.pass_at_k(samples).any()  # two are best
+    cut_off = replace(samples, finished=torch.tensor([True, False, True, True]))
+    assert comparisons.masked_rloo(cut_off).tolist() == pytest.approx([0.25, 0.0, -0.5, 0.25])
+
+
+def test_gpg_takes_the_part_of_the_step_that_teaches_for_all_of_it() -> None:
+    samples = in_groups([1.0, 0.0, 2.0, 2.0], [0, 0, 1, 1])
+    assert comparisons.gpg(samples).tolist() == [1.0, -1.0, 0.0, 0.0]
+
+
+def test_remax_leaves_out_prompts_whose_likeliest_response_has_no_score() -> None:
+    samples = in_groups([1.0, 2.0], [0, 1], greedy_scores=torch.tensor([0.25, NAN]))
+    assert comparisons.remax(samples).tolist() == [0.75, 0.0]
+
+
+# ---- pitfalls
+
+
+def test_p15_a_sample_that_is_alone_teaches_nothing_unless_its_score_is_asked_for() -> None:
+    """verl divides what is alone by 1 and subtracts 0: its score is its advantage."""
+    samples = in_groups([3.0, 1.0, 2.0], [0, 1, 1])
+    for name in ("grpo", "dr_grpo", "rloo", "opo"):
+        assert COMPARISONS[name](samples)[0] == 0.0
+        assert COMPARISONS[name](samples, singleton="raw")[0] == 3.0
+
+
+@given(seeds)
+def test_p28_groups_are_compared_whole_although_their_samples_are_spread(seed: int) -> None:
+    """Statistics of a rank's own samples would be those of parts of groups."""
+    scores = numbers(8, seed=seed).tolist()
+    interleaved = comparisons.grpo(in_groups(scores, [0, 1] * 4))
+    for group in (0, 1):
+        own = scores[group::2]
+        alone = comparisons.grpo(in_groups(own, [0] * 4))
+        assert interleaved[group::2].tolist() == pytest.approx(alone.tolist())

@@ -1,0 +1,109 @@
+"""Scores and ends of responses: by hand, and against naive loops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algos.overlong import overlong_penalty
+from megarl.algos.scores import (
+    ScoreScale,
+    clip_scores,
+    head_std,
+    keep_finished,
+    replace_missing_end,
+    scale_missing_end,
+    score_scale,
+    subtract_missing_end,
+    zero_missing_end,
+)
+from megarl.algos.sequences import first_end
+from megarl.data.padding import left_pad, position_ids, position_ids_with_padding_at_one
+from tests.algos.inputs import lengths_mask
+from tests.oracle.models import Sample
+from tests.oracle.scores import overlong, truncated
+
+SCORES, FINISHED = torch.tensor([2.0, -2.0, 0.5]), torch.tensor([True, False, False])
+
+
+def test_the_five_rules_of_a_missing_end() -> None:
+    assert replace_missing_end(SCORES, FINISHED).tolist() == [2.0, -1.0, -1.0]
+    assert subtract_missing_end(SCORES, FINISHED, penalty=1.0).tolist() == [2.0, -3.0, -0.5]
+    assert scale_missing_end(SCORES, FINISHED, factor=0.2).tolist() == pytest.approx([2.0, -0.4, 0.1])
+    assert zero_missing_end(SCORES, FINISHED).tolist() == [2.0, 0.0, 0.0]
+    mask = torch.tensor([[True, True], [True, False], [False, False]])
+    assert keep_finished(mask, FINISHED).tolist() == [[True, True], [False, False], [False, False]]
+
+
+def test_the_fixed_score_of_a_missing_end_is_not_clipped() -> None:
+    clipped = clip_scores(torch.tensor([9.0, -9.0, 1.0]), -5.0, 4.0)
+    assert replace_missing_end(clipped, torch.tensor([True, True, False]), score=-7.0).tolist() == [4.0, -5.0, -7.0]
+
+
+@given(st.integers(1, 40), st.integers(1, 20), st.integers(0, 10), st.floats(0, 2))
+def test_the_penalty_of_length_is_that_of_the_oracle(tokens: int, buffer: int, more: int, factor: float) -> None:
+    sample = Sample(sample_id="", prompt_ids=[0], response_ids=[0] * tokens)
+    limits = {"max_tokens": buffer + more, "buffer_tokens": buffer, "factor": factor}
+    expected = overlong(0.0, sample, most=buffer + more, buffer=buffer, factor=factor)
+    assert overlong_penalty(tokens, **limits) == pytest.approx(expected)
+    falling = overlong_penalty(tokens, **limits, capped=False)
+    assert falling <= overlong_penalty(tokens, **limits) <= 0
+    if tokens <= buffer + more:
+        assert falling == pytest.approx(expected)
+
+
+def test_reference_samples_get_the_mean_and_the_deviation_that_are_asked_for() -> None:
+    raw = 5 + 3 * torch.randn(512, generator=torch.Generator().manual_seed(0))
+    for mean, std, ddof in ((0.0, 1.0, 0), (2.0, 0.5, 1)):
+        scale = score_scale(raw, target_mean=mean, target_std=std, ddof=ddof)
+        scaled = scale.apply(raw.double())
+        assert scaled.mean().item() == pytest.approx(mean, abs=1e-9)
+        assert scaled.std(correction=ddof).item() == pytest.approx(std)
+        torch.testing.assert_close(scale.gain * raw.double() + scale.bias, scaled)
+    assert torch.equal(ScoreScale().apply(raw), raw)
+
+
+@pytest.mark.parametrize("scores", [[], [0.1], [0.1, 0.1, 0.1]])
+def test_scores_without_a_scale_are_refused(scores: list[float]) -> None:
+    with pytest.raises(ValueError, match="without two different scores"):
+        score_scale(torch.tensor(scores))
+
+
+def test_initial_heads() -> None:
+    assert head_std(768) == pytest.approx(0.036061, abs=1e-6)
+    assert head_std(768, rule="inverse") == pytest.approx(0.001300, abs=1e-6)
+
+
+# ---- where responses end
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=5, max_size=5), min_size=1, max_size=4), st.integers(0, 6))
+def test_the_first_end_is_that_of_a_loop(rows: list[list[int]], after: int) -> None:
+    lengths = [1 + sum(row) % 5 for row in rows]
+    ends = first_end(torch.tensor(rows), lengths_mask(lengths, 5), [2], after=after)
+    for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):
+        sample = truncated(Sample(sample_id="", prompt_ids=[0], response_ids=row[:n]), 2, after)
+        assert ends.lengths[i].item() == len(sample.response_ids)
+        assert ends.found[i].item() == sample.finished
+        assert ends.kept[i].tolist() == [t < len(sample.response_ids) for t in range(5)]
+
+
+def test_any_of_several_tokens_ends_a_response() -> None:
+    ids = torch.tensor([[5, 7, 6, 5], [5, 5, 6, 7]])
+    assert first_end(ids, torch.ones(2, 4).bool(), [6, 7]).lengths.tolist() == [2, 3]
+
+
+# ---- padding
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=8))
+def test_padding_goes_to_the_left_and_leaves_positions_as_they_are(row: list[int]) -> None:
+    kept = [token for token in row if token != 0]
+    padded = left_pad(torch.tensor([row]), 0)
+    assert padded[0].tolist() == [0] * (len(row) - len(kept)) + kept
+    mask = padded != 0
+    for positions in (position_ids(mask), position_ids_with_padding_at_one(mask)):
+        assert positions[mask].tolist() == list(range(len(kept)))
+    assert position_ids_with_padding_at_one(mask)[~mask].tolist() == [1] * (len(row) - len(kept))
