@@ -54,7 +54,8 @@ def check_options(
     try:
         signature.bind(*[None] * positional, **dict.fromkeys(given), **options)
     except TypeError as error:
-        own = [str(parameter) for parameter in list(signature.parameters.values())[positional:]]
+        taken = list(signature.parameters.values())[positional:]
+        own = [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in taken]
         raise ValueError(f"arguments of {name}({', '.join(own)}): {error}") from error
 
 

@@ -1,87 +1,190 @@
-"""Held-out prompts, answered and scored: means with their intervals."""
+"""Held-out prompts, answered and scored."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
+from statistics import NormalDist
 
 import numpy as np
-import numpy.typing as npt
+import torch
 
+from megarl.algos.evaluation import clustered_mean, pass_rate
+from megarl.cluster.group import Role
 from megarl.cluster.rollouts import RolloutGroup
-from megarl.config import PPOConfig
+from megarl.config import PPOConfig, RAFTConfig
+from megarl.config.schema import Evaluation
 from megarl.data.prompts import sample_requests
 from megarl.data.tokenizer import Tokenizer
+from megarl.loop.datasets import PromptSets
+from megarl.loop.judging import group_numbers
 from megarl.loop.samples import shown_samples
-from megarl.loop.schedules import StepPlan
-from megarl.loop.scoring import REWARD_MODEL, Scorer
+from megarl.loop.scoring import REWARD_MODEL, Scorer, Sources, Values, unscored_metrics
+from megarl.loop.setup import Trainers
 from megarl.loop.stage import EvaluationResult
-from megarl.types import Prompt
+from megarl.loop.turns import Turns
+from megarl.types import Prompt, SampleInfo
 
-_NORMAL_975 = 1.959963984540054
-"""Quantile of the normal distribution: this many standard errors to each side hold 95%."""
+_ERRORS = NormalDist().inv_cdf(0.975)
+"""This many standard errors to each side hold 95% of a normal distribution."""
 
 
 class Evaluator:
     """Answers the same prompts with the same seeds every time, so that two evaluations differ by the weights alone.
 
     Args:
-        config: of the run.
+        evaluation: of the configuration.
         prompts: held out.
         engines: that answer.
         scorer: of the responses.
-        tokenizer: for samples to read.
         chunks: into which the samples are divided.
+        seed: of the run.
+        tokenizer: for samples to read.
+        shown: how many samples are kept for reading.
     """
 
     def __init__(
         self,
-        config: PPOConfig,
+        evaluation: Evaluation,
         prompts: Sequence[Prompt],
         engines: RolloutGroup,
         scorer: Scorer,
-        tokenizer: Tokenizer | None,
+        *,
         chunks: int,
+        seed: int,
+        tokenizer: Tokenizer | None,
+        shown: int,
     ) -> None:
-        assert config.evaluation is not None
-        self._config, self._engines, self._scorer, self._tokenizer = config, engines, scorer, tokenizer
+        self._evaluation, self._engines, self._scorer = evaluation, engines, scorer
+        self._chunks, self._tokenizer, self._shown = chunks, tokenizer, shown
         self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
-        self._requests = sample_requests(prompts, config.evaluation.samples_per_prompt, seed=config.run.seed, step=0)
-        self._functions, self._chunks = config.evaluation.functions, chunks
+        temperature = 0.0 if evaluation.greedy else evaluation.temperature
+        self._requests = sample_requests(
+            prompts, evaluation.samples_per_prompt, seed=seed, step=0, temperature=temperature
+        )
 
-    def evaluate(self, step: int, to_trainers: Callable[[], None]) -> EvaluationResult:
+    def evaluate(self, step: int, answered: Callable[[], None], *, prefix: str = "eval") -> EvaluationResult:
         """Generates with the weights that the engines have, and scores.
 
         Args:
             step: after which it is.
-            to_trainers: called when the engines have answered.
+            answered: called when the engines have answered.
+            prefix: of the metrics' names.
         """
         rollouts = self._engines.generate(self._requests, self._chunks)
-        to_trainers()
-        plan = StepPlan(self._config, rollouts.samples, step)
-        schedule = plan.inference("reward") if self._scorer.model is not None else None
-        scores = self._scorer.submit(rollouts, self._prompts, schedule, self._functions).wait()
+        answered()
+        scores = self._scorer.submit(rollouts, self._prompts, self._evaluation.functions).wait()
+        metrics = held_out_metrics(scores, rollouts.samples, self._evaluation)
         total = scores.get(REWARD_MODEL, next(iter(scores.values())))
-        named = {"score" if name == REWARD_MODEL else name: values for name, values in scores.items()}
-        lengths = np.array([sample.response_tokens for sample in rollouts.samples], dtype=np.float32)
-        finished = np.array([sample.finished for sample in rollouts.samples], dtype=np.float32)
-        columns = {**named, "response_tokens": lengths, "finished": finished}
         return EvaluationResult(
             step=step,
-            metrics={"eval/samples": len(rollouts.samples), **means_with_intervals(columns)},
-            samples=shown_samples(rollouts, total, scores, self._tokenizer, self._config.tracking.samples),
+            metrics={f"{prefix}/{name}": value for name, value in metrics.items()},
+            samples=shown_samples(rollouts, total, scores, self._tokenizer, self._shown),
         )
 
 
-def means_with_intervals(columns: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, float]:
-    """``eval/NAME``, the mean of [N] values, and ``eval/NAME_ci95``, the half width of its 95% interval.
+class TrainingEvaluator:
+    """Evaluates the actor between the steps of its training, and the moving average of its weights where that is asked.
 
-    The interval is normal, from the sample standard deviation; that of one sample is not known (NaN).
+    Args:
+        evaluator: of the run.
+        actor: whose weights the engines get.
+        turns: of trainers and engines.
+        average: evaluate the average as well.
     """
+
+    def __init__(self, evaluator: Evaluator, actor: Role, turns: Turns, *, average: bool) -> None:
+        self._evaluator, self._actor, self._turns, self._average = evaluator, actor, turns, average
+
+    def evaluate(self, step: int, version: int) -> EvaluationResult:
+        """The actor's metrics as ``eval/*``, those of the average as ``eval_ema/*``; the samples are the actor's.
+
+        Args:
+            step: after which it is.
+            version: of the last sync; the engines have the actor's weights before and afterwards.
+        """
+        self._turns.back_to_engines(version)
+        result = self._evaluator.evaluate(step, self._turns.to_trainers)
+        if not self._average:
+            return result
+        self._actor.use_average(True).wait()
+        self._turns.to_engines(version)
+        average = self._evaluator.evaluate(step, self._turns.to_trainers, prefix="eval_ema")
+        self._actor.use_average(False).wait()
+        self._turns.to_engines(version)
+        return dataclasses.replace(result, metrics={**result.metrics, **average.metrics})
+
+
+def training_evaluator(
+    config: PPOConfig | RAFTConfig,
+    data: PromptSets,
+    engines: RolloutGroup,
+    scorer: Scorer,
+    trainers: Trainers,
+    turns: Turns,
+) -> TrainingEvaluator | None:
+    """That of a run; None where it evaluates nothing."""
+    if config.evaluation is None:
+        return None
+    evaluator = Evaluator(
+        config.evaluation,
+        data.held_out,
+        engines,
+        scorer,
+        chunks=trainers.chunks,
+        seed=config.run.seed,
+        tokenizer=data.tokenizer,
+        shown=config.tracking.samples,
+    )
+    return TrainingEvaluator(evaluator, trainers.roles["actor"], turns, average=config.evaluation.ema)
+
+
+def held_out_metrics(scores: Sources, samples: Sequence[SampleInfo], evaluation: Evaluation) -> dict[str, float]:
+    """What an evaluation says, without the prefix of the names.
+
+    Means over the samples that have a score, ``NAME``, with the half widths of their 95% intervals, ``NAME_ci95``: a
+    normal interval, whose error counts the samples of a prompt as alike. With few prompts (under 30, say) it is too
+    narrow, and with one it is not known.
+
+    Args:
+        scores: [N] by source; NaN where a sample has none.
+        samples: N.
+        evaluation: of the configuration.
+    """
+    groups = torch.from_numpy(group_numbers(samples))
+    named = {"score" if name == REWARD_MODEL else name: values for name, values in scores.items()}
+    lengths = np.array([sample.response_tokens for sample in samples], dtype=np.float32)
+    truncated = np.array([not sample.finished for sample in samples], dtype=np.float32)
+    metrics: dict[str, float] = {"prompts": int(groups.max()) + 1, "samples": len(samples)}
+    for name, values in named.items():
+        metrics.update(_mean(name, values, groups))
+    for name, values in named.items():
+        if name != "score" or len(named) == 1:
+            metrics.update(_passes(name, values, groups, evaluation))
+    metrics.update(_mean("response_length", lengths, groups))
+    metrics["response_length_max"] = int(lengths.max())
+    metrics.update(_mean("truncated_fraction", truncated, groups))
+    unscored = unscored_metrics(named)
+    return {**metrics, **{name.removeprefix("rewards/"): count for name, count in unscored.items()}}
+
+
+def _mean(name: str, values: Values, groups: torch.Tensor) -> dict[str, float]:
+    """The mean of the values that are known, and the half width of its interval."""
+    known = torch.from_numpy(~np.isnan(values))
+    mean, error = clustered_mean(torch.from_numpy(values)[known], groups[known])
+    return {name: mean, f"{name}_ci95": _ERRORS * error}
+
+
+def _passes(name: str, values: Values, groups: torch.Tensor, evaluation: Evaluation) -> dict[str, float]:
+    """pass@k over the prompts that have k scored samples."""
+    known = torch.from_numpy(~np.isnan(values))
+    solved = torch.from_numpy(values >= evaluation.success_at)
+    prompts = int(groups.max()) + 1
+    samples = torch.bincount(groups[known], minlength=prompts)
+    successes = torch.bincount(groups[known & solved], minlength=prompts)
     metrics: dict[str, float] = {}
-    for name, values in columns.items():
-        count = len(values)
-        deviation = float(values.std(ddof=1, dtype=np.float64)) if count > 1 else math.nan
-        metrics[f"eval/{name}"] = float(values.mean(dtype=np.float64))
-        metrics[f"eval/{name}_ci95"] = _NORMAL_975 * deviation / math.sqrt(count)
+    for k in evaluation.pass_at:
+        enough = samples >= k
+        rates = pass_rate(successes[enough], samples[enough], k=k)
+        metrics.update(_mean(f"{name}_pass_at_{k}", rates.float().numpy(), torch.arange(len(rates))))
     return metrics

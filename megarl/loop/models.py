@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from megarl.config import PPOConfig, Problem, RewardModelConfig, RunConfig
+from megarl.config import EvalConfig, PPOConfig, Problem, RAFTConfig, RewardModelConfig, RunConfig, TrainingConfig
 from megarl.config.problems import shown
 from megarl.types import HeadName, RoleName
 from megarl.weights.files import HFDirectory, read_config
@@ -48,11 +48,12 @@ def check_models(config: RunConfig) -> tuple[ModelSpec | None, list[Problem]]:
 
 def _own_checkpoints(config: RunConfig) -> dict[RoleName, str]:
     """The directories of roles that do not start from the run's model."""
-    if not isinstance(config, PPOConfig):
+    if not isinstance(config, PPOConfig | RAFTConfig | EvalConfig):
         return {}
+    critic = config.critic if isinstance(config, PPOConfig) else None
     paths: dict[RoleName, str | None] = {
         "reward": config.reward.path,
-        "critic": None if config.critic is None else config.critic.path,
+        "critic": None if critic is None else critic.path,
     }
     return {role: path for role, path in paths.items() if path is not None and config.has_role(role)}
 
@@ -86,7 +87,8 @@ def _spec(problems: list[Problem], field: str, read: Callable[[], object]) -> Mo
 
 
 def _model(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
-    yield from _trainable("model", spec)
+    if isinstance(config, TrainingConfig):
+        yield from _trainable("model", spec)
     if spec.head != "lm":
         fix = "choose a language model's checkpoint"
         yield Problem(field="model.path", value=shown(config.model.path), rule="a model with an LM head", fix=fix)
@@ -141,7 +143,8 @@ def _layouts(config: RunConfig, spec: ModelSpec | None, roles: Mapping[RoleName,
             if own is not None:
                 field = f"groups.{group_name}.roles.{role}"
                 found += _fits(field, lambda own=own, role=role: own.check_megatron(config.layout(role)))
-    rollout = config.rollout if isinstance(config, PPOConfig | RewardModelConfig) else None
+    generates = isinstance(config, PPOConfig | RAFTConfig | RewardModelConfig | EvalConfig)
+    rollout = config.rollout if generates else None
     if rollout is not None and spec is not None:
         found += _fits("rollout.tp", lambda: spec.check_vllm(rollout.tp))
     return found

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from megarl.cluster.group import Role, WorkerGroup
 from megarl.cluster.rollouts import ENGINE, RolloutGroup
 from megarl.cluster.scoring import RuleScorers
 from megarl.cluster.session import Session
-from megarl.config import PPOConfig, RunConfig
+from megarl.config import ConfigError, EvalConfig, PPOConfig, Problem, RAFTConfig, RunConfig
 from megarl.config.schema import Rollout
 from megarl.data.tokenizer import has_tokenizer
 from megarl.loop.assets import template_directory
@@ -39,7 +41,7 @@ class Trainers:
     @property
     def chunks(self) -> int:
         """Into how many chunks the samples of a step are divided, at most."""
-        return _CHUNKS_PER_REPLICA * max(role.layout.dp for role in self.roles.values())
+        return _CHUNKS_PER_REPLICA * max((role.layout.dp for role in self.roles.values()), default=1)
 
     def start(self, model_dir: str) -> None:
         """Connects the ranks of every group and loads the models; waits for all of them.
@@ -62,6 +64,23 @@ class Trainers:
         """Lets every process end by itself."""
         for call in [group.close() for group in self.groups.values()]:
             call.wait()
+
+
+def check_gpus(config: RunConfig) -> None:
+    """Whether this machine has the GPUs, where the run starts a Ray of its own.
+
+    Raises:
+        ConfigError: it has fewer.
+    """
+    cluster = config.cluster
+    if cluster.device == "cpu" or cluster.address is not None:
+        return
+    found = torch.cuda.device_count()
+    if found < cluster.devices_per_node:
+        rule = f"at most the GPUs of this machine, {found}"
+        fix = "lower it, join a cluster with cluster.address, or set cluster.device=cpu"
+        value = str(cluster.devices_per_node)
+        raise ConfigError([Problem(field="cluster.devices_per_node", value=value, rule=rule, fix=fix)])
 
 
 def launch_trainers(config: RunConfig, session: Session) -> Trainers:
@@ -102,7 +121,7 @@ def launch_engines(
     )
 
 
-def launch_rules(config: PPOConfig, session: Session, model_dir: str) -> RuleScorers | None:
+def launch_rules(config: PPOConfig | RAFTConfig | EvalConfig, session: Session, model_dir: str) -> RuleScorers | None:
     """Launches the processes that run reward functions, if there are any to run, and returns at once."""
     evaluated = config.evaluation.functions if config.evaluation is not None else ()
     functions = [*config.reward.functions, *evaluated]

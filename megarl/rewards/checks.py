@@ -10,12 +10,22 @@ from pydantic import TypeAdapter, ValidationError
 
 from megarl.config.problems import Problem, shown
 from megarl.config.schema import RewardFunction
-from megarl.rewards.registry import RULES, Function, labels, resolve
+from megarl.plugins import Function, check_options
+from megarl.rewards.registry import RULES, labels, resolve
 from megarl.types import Prompt
 
 _FIX = "correct it; docs/rewards.md describes the functions"
-_TAKEN = ("finished", "response_tokens", "reward_model", "samples", "score")
-"""Names of metrics beside which those of the functions stand."""
+_TAKEN = (
+    "prompts",
+    "response_length",
+    "response_length_max",
+    "reward_model",
+    "samples",
+    "score",
+    "truncated_fraction",
+    "unscored",
+)
+"""Names of other sources of a score, and of metrics beside which those of the functions stand."""
 
 
 def check_functions(
@@ -70,10 +80,9 @@ def _problems(function: RewardFunction, where: str, *, tokenizer: bool) -> Itera
         rule = f"none of {', '.join(_TAKEN)}, which metrics of other things are called"
         yield Problem(field=f"{where}.name", value=function.name, rule=rule, fix="give your function another name")
     try:
-        inspect.signature(target).bind(None, **function.args)
-    except (TypeError, ValueError) as error:
-        rule = f"arguments of {_shown_signature(function.name, target)}: {error}"
-        yield Problem(field=f"{where}.args", value=shown(dict(function.args)), rule=rule, fix=_FIX)
+        check_options(target, function.args, name=function.name, positional=1)
+    except ValueError as error:
+        yield Problem(field=f"{where}.args", value=shown(dict(function.args)), rule=str(error), fix=_FIX)
         return
     if function.name in RULES:
         yield from _values(target, function.args, f"{where}.args")
@@ -91,14 +100,6 @@ def _values(function: Function, args: Mapping[str, Any], where: str) -> Iterator
         except ValidationError as error:
             rule = error.errors()[0]["msg"].removeprefix("Value error, ").removeprefix("Input ")
             yield Problem(field=f"{where}.{name}", value=shown(value), rule=rule, fix=_FIX)
-
-
-def _shown_signature(name: str, function: Function) -> str:
-    try:
-        _, *own = inspect.signature(function).parameters
-    except ValueError:  # a few functions written in C have none
-        own = ["..."]
-    return f"{name}({', '.join(own)})"
 
 
 def _field_argument(function: RewardFunction) -> str | None:

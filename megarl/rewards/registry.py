@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib
-import inspect
-import os
-import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
+from megarl import plugins
 from megarl.config.schema import RewardFunction
+from megarl.plugins import Function
 from megarl.rewards import rules
 from megarl.rewards.answer import Answer
-
-Function = Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +48,11 @@ def resolve(name: str) -> Function:
     """
     if name in RULES:
         return RULES[name].function
-    module_name, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         near = difflib.get_close_matches(name, RULES, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(f"one of {', '.join(RULES)}, or package.module:function{hint}")
-    function = getattr(_imported(module_name), attribute, None)
-    if function is None:
-        raise ValueError(f"a function of the module; {module_name} has no {attribute!r}")
-    if not callable(function) or inspect.isclass(function) or inspect.iscoroutinefunction(function):
-        raise ValueError(f"a plain function, not {_kind(function)}")
-    return function
+    return plugins.resolve(name)
 
 
 def bind(function: RewardFunction) -> Callable[[Answer], float]:
@@ -86,21 +75,3 @@ def _numbered(names: Sequence[str]) -> Iterator[str]:
     for name in names:
         seen[name] += 1
         yield f"{name}_{seen[name]}" if total[name] > 1 else name
-
-
-def _imported(name: str) -> Any:
-    """The module; the working directory is looked through last: an installed command does not do so by itself."""
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"a module that can be imported here ({error})") from error
-    except Exception as error:  # the user's own code
-        raise ValueError("a module that can be imported:\n" + "".join(traceback.format_exception(error))) from error
-
-
-def _kind(value: object) -> str:
-    if inspect.isclass(value):
-        return "a class"
-    return "a coroutine" if inspect.iscoroutinefunction(value) else f"a {type(value).__name__}"

@@ -211,7 +211,7 @@ def test_a_function_does_not_hide_the_reward_model(
     prompts = f"prompts: {source.path}, " if where == "evaluation" else ""
     text = refusal(f"{where}={{{prompts}functions: [{{name: 'mine:{taken}'}}]}}")
     assert f"{where}.functions.0.name = mine:{taken}" in text
-    assert f"not named {taken}" in text
+    assert "rule: none of prompts, response_length" in text
 
 
 def test_everything_is_said_at_once(tmp_path: Path) -> None:

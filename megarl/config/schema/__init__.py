@@ -11,7 +11,7 @@ from megarl.config.schema.base import Section
 from megarl.config.schema.choices import Choice, Own
 from megarl.config.schema.correction import Correction, Reject
 from megarl.config.schema.data import Fault, PairData, PromptData, RandomPrompts, RewardFunction, SourceFields, TextData
-from megarl.config.schema.evaluation import EvalConfig
+from megarl.config.schema.evaluation import EvalConfig, HeldOut
 from megarl.config.schema.kl import KL, ReferenceSync
 from megarl.config.schema.model import Model, RandomModel, read_hf_config
 from megarl.config.schema.placement import Cluster, Group, RoleConfig, TimeLimits
@@ -62,6 +62,7 @@ __all__ = [
     "Evaluation",
     "Fault",
     "Group",
+    "HeldOut",
     "LogprobGate",
     "Model",
     "Normalisation",
