@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megarl.algos.kl import k1
-from megarl.algos.normalisation import Reduce
+from megarl.algos.normalisation import Reduce, on_mask
 from megarl.algos.policy import MAX_LOG_RATIO, row_mean
 
 Statistic = Literal[
@@ -247,7 +247,7 @@ def rejection(
     level, _, kind = statistic.rpartition("_")
     difference = (old_logprobs - rollout_logprobs).clamp(-log_clamp, log_clamp)
     per_token = {"k1": -difference, "k2": difference.square() / 2, "k3": torch.expm1(difference) - difference}[kind]
-    counted = torch.where(response_mask, per_token, torch.zeros_like(per_token))
+    counted = on_mask(per_token, response_mask)
     match level:
         case "token":
             measured = per_token
@@ -344,7 +344,7 @@ def _weights(weights: Tensor, counted: Tensor, response_mask: Tensor, reduce: Re
         number, total = reduce(torch.stack([own.new_tensor(own.numel()), own.sum()])).unbind()
         mean = total / number.clamp(min=1)
         weights = weights / torch.where(mean > 0, mean, torch.ones_like(mean)).to(weights.dtype)
-    return torch.where(response_mask, weights.expand_as(response_mask), weights.new_zeros(())).detach()
+    return on_mask(weights.expand_as(response_mask), response_mask).detach()
 
 
 def _within(values: Tensor, lower: float | None, upper: float) -> Tensor:
@@ -353,4 +353,4 @@ def _within(values: Tensor, lower: float | None, upper: float) -> Tensor:
 
 
 def _row_sum(values: Tensor, response_mask: Tensor) -> Tensor:
-    return torch.where(response_mask, values, torch.zeros_like(values)).sum(-1, keepdim=True)
+    return on_mask(values, response_mask).sum(-1, keepdim=True)

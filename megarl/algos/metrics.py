@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algos.normalisation import Reduce, masked_moments
+from megarl.algos.normalisation import Reduce, masked_moments, on_mask
 from megarl.algos.policy import MAX_LOG_RATIO, row_mean
 
 
@@ -43,7 +43,7 @@ def mismatch_metrics(
         exp(2 * sum(d)) - 1.
     """
     old, rollout = old_logprobs.double(), rollout_logprobs.double()
-    difference = torch.where(response_mask, old - rollout, torch.zeros_like(old))
+    difference = on_mask(old - rollout, response_mask)
     near = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     of_tokens = {
         "rollout_corr/kl": -difference,
@@ -82,7 +82,7 @@ def correction_metrics(
         sum(w)^2 / (n * sum(w^2)); ``changed_fraction``, tokens whose weight is not exp(old - rollout);
         ``kept_fraction``; ``kept_weight_mean`` and ``kept_log_ratio``, old - rollout nats, over the kept tokens.
     """
-    counted = torch.where(response_mask, weights, torch.zeros_like(weights))
+    counted = on_mask(weights, response_mask)
     kept = counted != 0
     difference = old_logprobs - rollout_logprobs
     is_changed = response_mask & (weights != difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp())
@@ -125,14 +125,13 @@ def objective_metrics(
         mean of -sum(old) nats; ``objective/score``; ``objective/non_score_reward``; ``objective/rlhf_reward``, the two
         together.
     """
-    off = torch.zeros((), dtype=kl.dtype, device=kl.device)
     sums = [
         torch.tensor(float(len(scores)), dtype=torch.float64, device=kl.device),
         response_mask.sum().double(),
-        torch.where(response_mask, kl, off).double().sum(),
+        on_mask(kl, response_mask).double().sum(),
         row_mean(kl.double(), response_mask).sum(),
-        torch.where(response_mask, -old_logprobs, off).double().sum(),
-        torch.where(response_mask, penalties, off).double().sum(),
+        on_mask(-old_logprobs, response_mask).double().sum(),
+        on_mask(penalties, response_mask).double().sum(),
         scores.double().sum(),
     ]
     sequences, tokens, kl_sum, kl_means, entropy, non_score, score = (

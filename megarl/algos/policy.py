@@ -5,7 +5,7 @@ All are functions of (new_logprobs, old_logprobs, advantages, response_mask) and
     new_logprobs: [B, R] nats, of the policy in training; carries the gradient.
     old_logprobs: [B, R] nats, of the policy before the update.
     advantages: [B, R].
-    response_mask: [B, R] bool, True = counts; it matters where a loss looks at a sequence as a whole.
+    response_mask: [B, R] bool, True = counts.
 
 With d = new - old, r = exp(d), d clamped to +-``log_clamp`` without a gradient there. Metrics of all: ``approxkl``,
 d^2 / 2 nats; ``ppo_kl``, -d nats; ``clipfrac``, 1 where a clip decides; ``clipfrac_lower``, 1 where the bound of a dual
@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megarl.algos.normalisation import on_mask
 from megarl.algos.terms import LossTerms
 
 MAX_LOG_RATIO = 20.0
@@ -52,8 +53,7 @@ def ppo(
         ratio_clamp: bounds of r in both terms.
         log_clamp: most |d|, nats.
     """
-    del response_mask
-    difference = new_logprobs - old_logprobs
+    difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
     ratio = difference.clamp(-log_clamp, log_clamp).exp()
     if ratio_clamp is not None:
         ratio = ratio.clamp(*ratio_clamp)
@@ -91,9 +91,8 @@ def gspo(
     Returns:
         Metrics also: ``sequence_ratio``, s.
     """
-    difference = new_logprobs - old_logprobs
+    difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
     ratio = row_mean(difference, response_mask).clamp(-log_clamp, log_clamp).exp()
-    advantages = torch.where(response_mask, advantages, torch.zeros_like(advantages))  # all tokens share the ratio
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high))
     values = torch.maximum(unclipped, clipped)
@@ -121,9 +120,9 @@ def cispo(
         clip_high: how far w may rise above 1; None: as far as it may fall.
         log_clamp: most |d|, nats.
     """
-    del response_mask
+    difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
     high = 1 + (clip if clip_high is None else clip_high)
-    return _truncated_reinforce(new_logprobs, old_logprobs, advantages, low=1 - clip, high=high, log_clamp=log_clamp)
+    return _truncated_reinforce(new_logprobs, difference, advantages, low=1 - clip, high=high, log_clamp=log_clamp)
 
 
 def cispo_upper(
@@ -145,8 +144,8 @@ def cispo_upper(
         max_ratio: bound of w itself.
         log_clamp: most |d|, nats.
     """
-    del response_mask
-    return _truncated_reinforce(new_logprobs, old_logprobs, advantages, low=0.0, high=max_ratio, log_clamp=log_clamp)
+    difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
+    return _truncated_reinforce(new_logprobs, difference, advantages, low=0.0, high=max_ratio, log_clamp=log_clamp)
 
 
 def sapo(
@@ -170,8 +169,7 @@ def sapo(
         tau_neg: how sharp it is elsewhere.
         log_clamp: most |d|, nats.
     """
-    del response_mask
-    difference = new_logprobs - old_logprobs
+    difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
     ratio = difference.clamp(-log_clamp, log_clamp).exp()
     tau = torch.where(advantages > 0, tau_pos, tau_neg).to(ratio.dtype)
     values = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages
@@ -203,7 +201,7 @@ def gmpo(
     Returns:
         Metrics also: ``sequence_ratio``, exp(mean(e)).
     """
-    difference = new_logprobs - old_logprobs
+    difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
     free = difference.clamp(-log_clamp, log_clamp)
     kept = free.clamp(-clip, clip if clip_high is None else clip_high)
     pessimistic = torch.where(advantages >= 0, torch.minimum(free, kept), torch.maximum(free, kept))
@@ -229,21 +227,24 @@ def reinforce(
         new_logprobs, old_logprobs, advantages, response_mask: see the module; the old ones make metrics only.
         log_clamp: most |d| in the metrics, nats.
     """
-    del response_mask
+    difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
     nothing = torch.zeros_like(advantages, dtype=torch.bool)
-    return _terms(-advantages * new_logprobs, new_logprobs - old_logprobs, nothing, log_clamp=log_clamp)
+    return _terms(-advantages * new_logprobs, difference, nothing, log_clamp=log_clamp)
 
 
 def row_mean(values: Tensor, response_mask: Tensor) -> Tensor:
     """[B, 1]: the mean over each row's counting tokens, 0 in a row without one."""
-    counted = torch.where(response_mask, values, torch.zeros_like(values))
-    return counted.sum(-1, keepdim=True) / response_mask.sum(-1, keepdim=True).clamp(min=1)
+    return on_mask(values, response_mask).sum(-1, keepdim=True) / response_mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+def _counted(difference: Tensor, advantages: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Both with 0 off the mask: what stands there, even what is not a number, has no gradient either."""
+    return on_mask(difference, response_mask), on_mask(advantages, response_mask)
 
 
 def _truncated_reinforce(
-    new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, low: float, high: float, log_clamp: float
+    new_logprobs: Tensor, difference: Tensor, advantages: Tensor, *, low: float, high: float, log_clamp: float
 ) -> LossTerms:
-    difference = new_logprobs - old_logprobs
     ratio = difference.detach().clamp(-log_clamp, log_clamp).exp()
     weight = ratio.clamp(low, high)
     return _terms(-weight * advantages * new_logprobs, difference, weight != ratio, log_clamp=log_clamp)

@@ -1,0 +1,156 @@
+"""Mistakes that known systems make, or made, in their losses, corrections, optimizers and averages.
+
+Each test is named after the mistake; that of ours would be to make it.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from megarl.algos import corrections, policy, registry, values
+from megarl.algos.aggregation import sequence_mean, token_mean, weighted_sum
+from megarl.algos.m2po import m2po
+from megarl.algos.metrics import objective_metrics
+from megarl.algos.mixing import ema
+from megarl.algos.preference import span, spans_of
+from megarl.algos.scores import keep_finished
+from megarl.algos.terms import LossTerms, weighted
+from tests.algos.adapters.common import local
+from tests.algos.examples import MASK, POLICY_LOSSES, VALUE_LOSSES, gradient, numbers, step_weights, tokens, total
+
+
+def test_p04_a_mean_of_means_of_micro_batches() -> None:
+    """Micro-batches of unequal lengths: their own means would weigh the tokens of short ones more."""
+    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]]).bool()
+    loss = torch.tensor([[1.0, 1.0, 1.0, 1.0], [6.0, 0.0, 0.0, 0.0]]).double()
+    totals = {"total_tokens": 5, "total_sequences": 2}
+    parts = [weighted_sum(loss[i : i + 1], step_weights(mask[i : i + 1], token_mean, **totals)) for i in range(2)]
+    assert float(sum(parts)) == pytest.approx(2.0)
+    assert (1.0 + 6.0) / 2 == 3.5, "what micro-batch means would make of it"
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_p09_a_mask_of_truncated_responses_that_is_made_and_then_not_used(name: str) -> None:
+    new, old, advantages = tokens(0)
+    finished = torch.tensor([True, True, True, False])
+    keep = keep_finished(MASK, finished)
+    leaf = new.clone().requires_grad_()
+    loss = weighted(POLICY_LOSSES[name](leaf, old, advantages, MASK), keep.double())
+    (grad,) = torch.autograd.grad(total(loss, MASK), leaf)
+    assert not grad[~finished].any()
+    whole = gradient(POLICY_LOSSES[name], new, old, advantages)
+    torch.testing.assert_close(grad[finished], whole[finished])  # and the denominator is that of all tokens
+
+
+def test_p10_an_entropy_of_what_stands_in_the_padding() -> None:
+    old, scores = numbers(*MASK.shape, seed=0), torch.zeros(4)
+    kl, penalties = torch.zeros_like(old), torch.zeros_like(old)
+    told = []
+    for filler in (1.0, -7.0, float("nan")):
+        filled = torch.where(MASK, old, filler)
+        told.append(objective_metrics(scores, filled, kl, penalties, MASK, reduce=local)["objective/entropy"])
+    assert told == pytest.approx([-old[MASK].sum().item() / 4] * 3)
+
+
+def test_p12_a_value_loss_without_its_half_and_with_another_clip_fraction() -> None:
+    """The value moved by more than the clip, but towards the return: no clip decides, and it does not count as one."""
+    old, now, returns = (torch.tensor([[x]]).double() for x in (0.0, -1.0, 2.0))
+    away = values.mse(now, old, returns, clip=0.2)
+    assert away.values.item() == pytest.approx(0.5 * 9.0)
+    assert away.metrics["clipfrac"].item() == 0.0
+    towards = values.mse(-now, old, returns, clip=0.2)
+    assert towards.values.item() == pytest.approx(0.5 * (2.0 - 0.2) ** 2)
+    assert towards.metrics["clipfrac"].item() == 1.0
+
+
+@pytest.mark.parametrize("aggregate", [token_mean, sequence_mean])
+def test_p16_denominators_of_the_tokens_that_are_kept(aggregate: type) -> None:
+    """What a correction drops stays in the denominator: the others weigh what they weighed."""
+    new, old, advantages = tokens(0)
+    loss = policy.ppo(new, old, advantages, MASK)
+    keep = corrections.rejection(new, old, MASK, statistic="token_k2", upper=0.02)
+    assert keep.any()
+    assert (MASK & ~keep).any()
+    kept = total(weighted(loss, keep.double()), MASK, aggregate)
+    weights = step_weights(MASK, aggregate)
+    torch.testing.assert_close(kept, (loss.values * weights)[keep].sum())
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_p21_a_micro_batch_without_a_token_that_counts(name: str) -> None:
+    """Its loss is 0 and has a gradient, of zeros: the other stages wait for it."""
+    new, old, advantages = (torch.full((2, 3), float("nan")) for _ in range(3))
+    leaf, mask = new.requires_grad_(), torch.zeros(2, 3).bool()
+    loss = POLICY_LOSSES[name](leaf, old, advantages, mask)
+    weights = token_mean(mask, total_tokens=9, total_sequences=3)
+    (grad,) = torch.autograd.grad(weighted_sum(loss.values, weights), leaf)
+    assert weighted_sum(loss.values, weights).item() == 0.0
+    assert torch.equal(grad, torch.zeros(2, 3))
+
+
+def test_p24_a_ratio_to_the_rollout_where_the_old_log_probabilities_are_missing() -> None:
+    for name, function in registry.POLICY_LOSSES.items():
+        parameter = inspect.signature(function).parameters["old_logprobs"]
+        assert parameter.default is parameter.empty, f"{name} must be told what its ratio is to"
+    new, old, advantages = tokens(0)
+    assert not torch.equal(policy.ppo(new, old, advantages, MASK).values, policy.ppo(new, new, advantages, MASK).values)
+
+
+def test_p25_an_average_in_bfloat16_that_never_moves() -> None:
+    weights = torch.full((3,), 1.0)
+    near = weights + 1e-3
+    stuck = 0.992 * weights.bfloat16() + 0.008 * near.bfloat16()
+    assert torch.equal(stuck, weights.bfloat16()), "the mistake: (1 - decay) * difference is lost in rounding"
+    assert (ema(weights, near, decay=0.992) > weights).all()
+    with pytest.raises(TypeError, match=r"average of torch\.bfloat16 does not move: keep it in float32"):
+        ema(weights.bfloat16(), near, decay=0.992)
+
+
+def test_p26_a_dual_clip_of_positive_advantages() -> None:
+    old, mask = torch.zeros(1, 2).double(), torch.ones(1, 2).bool()
+    new = torch.tensor([[5.0, -5.0]]).double()
+    positive = torch.ones(1, 2).double()
+    one, other = (policy.ppo(new, old, positive, mask, dual_clip=c) for c in (None, 1.1))
+    assert torch.equal(one.values, other.values)
+    assert not other.metrics["clipfrac_lower"].any()
+    bounded = policy.ppo(new, old, -positive, mask, dual_clip=3.0)
+    assert bounded.values[0].tolist() == pytest.approx([3.0, 0.8])
+    assert bounded.metrics["clipfrac_lower"].tolist() == [[1.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", VALUE_LOSSES)
+def test_p29_a_value_loss_of_the_prompt(name: str) -> None:
+    now, old, returns = tokens(0)
+    leaf = now.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(total(VALUE_LOSSES[name](leaf, old, returns), MASK), leaf)
+    assert not grad[~MASK].any()
+    assert grad[MASK].any()
+
+
+def test_p30_a_last_token_where_there_is_none() -> None:
+    """Two empty responses: the score after each is that of the first column, and not of the last."""
+    empty = torch.zeros(1, 4).long()
+    spans = spans_of(empty, empty, pad=0)
+    assert (spans.chosen_last.item(), spans.rejected_last.item()) == (0, 0)
+    assert torch.isfinite(span(torch.zeros(1, 4), torch.ones(1, 4), spans).values).all()
+
+
+@pytest.mark.parametrize("correct", registry.ROLLOUT_WEIGHTS.values())
+def test_p13_a_rank_without_tokens_that_stays_away_from_a_reduction(correct: type) -> None:
+    calls = []
+
+    def counted(vector: torch.Tensor) -> torch.Tensor:
+        calls.append(len(vector))
+        return vector
+
+    for mask in (MASK, torch.zeros_like(MASK)):
+        calls.append(0)
+        correct(*tokens(0)[:2], mask, counted, batch_normalise=True)
+        assert calls[-1] == 2, "once, whatever there is"
+    assert m2po(*tokens(0)[:2], torch.zeros_like(MASK), counted).sum() == 0
+    assert calls[-1] == 512
+    nothing = LossTerms(values=torch.zeros(0, 0), metrics={})
+    assert weighted(nothing, torch.zeros(0, 0)).values.shape == (0, 0)
