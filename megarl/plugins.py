@@ -51,11 +51,14 @@ def check_options(
         signature = inspect.signature(function)
     except ValueError:  # a few functions written in C have none
         return
+    clash = [key for key in given if key in options]
     try:
+        if clash:
+            raise TypeError(f"{', '.join(clash)} is given by every call")
         signature.bind(*[None] * positional, **dict.fromkeys(given), **options)
     except TypeError as error:
-        taken = list(signature.parameters.values())[positional:]
-        own = [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in taken]
+        free = list(signature.parameters.values())[positional:]
+        own = [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in free]
         raise ValueError(f"arguments of {name}({', '.join(own)}): {error}") from error
 
 

@@ -199,8 +199,7 @@ def test_options_are_those_of_the_functions(path: str) -> None:
 def test_every_table_of_functions_is_here() -> None:
     """Those of the schema, but the selection of RAFT, which is no function of the registry."""
     found = {path for schema in STAGES.values() for path, below in sections(schema) if choices(below)}
-    single = {"algo.correction.weights"}
-    assert found | single == {*TABLES, "raft.strategy", "scores.missing_end"}
+    assert found == {*TABLES, "raft.strategy", "scores.missing_end"}
 
 
 # ---- fields

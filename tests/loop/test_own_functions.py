@@ -1,0 +1,80 @@
+"""Functions of the user's own in a configuration: what fits is taken, what does not is told before anything starts."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from megarl.algos.kinds import KINDS
+from megarl.config.schema import STAGES, Own
+from megarl.config.schema.walk import choices, plain, sections
+from megarl.loop.own_functions import check_own_functions
+from tests.config.debug import GRPO, debug
+
+HERE = "tests.own_functions"
+
+
+def wrong(*overrides: str) -> dict[str, str]:
+    """What is wrong with the functions of the debug run with overrides, by field."""
+    return {problem.field: f"{problem.rule} | {problem.fix}" for problem in check_own_functions(debug(*overrides))}
+
+
+def test_functions_that_fit_are_taken() -> None:
+    overrides = [
+        f"algo.advantage={{name: '{HERE}:last_reward', level: token}}",
+        f"algo.normalise.advantages={HERE}:halved",
+        f"algo.policy_loss={{name: '{HERE}:quadratic', args: {{power: 2}}}}",
+        f"algo.aggregation={HERE}:plain_mean",
+        f"algo.kl.estimator={HERE}:of_two",
+        f"algo.filter={{name: '{HERE}:easy', args: {{least: 0.5}}}}",
+    ]
+    assert wrong(*overrides) == {}
+    assert wrong(*GRPO, f"algo.advantage={{name: '{HERE}:above_the_median', args: {{scale: 2}}}}") == {}
+
+
+def test_functions_that_are_not_there_are_all_told_at_once() -> None:
+    found = wrong("algo.policy_loss=nowhere_at_all:f", f"algo.value_loss={HERE}:cubic")
+    assert set(found) == {"algo.policy_loss.name", "algo.value_loss.name"}
+    assert "No module named" in found["algo.policy_loss.name"]
+    assert "has no 'cubic'" in found["algo.value_loss.name"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "text"),
+    [
+        ([f"algo.policy_loss={HERE}:quadratic"], "algo.policy_loss.args", "'power'"),
+        (
+            [f"algo.policy_loss={{name: '{HERE}:quadratic', args: {{power: 2, clip: 1}}}}"],
+            "algo.policy_loss.args",
+            "'clip'",
+        ),
+        ([f"algo.value_loss={HERE}:plain_mean"], "algo.value_loss.args", "(values, old_values, returns) first"),
+        ([f"algo.aggregation={HERE}:of_two"], "algo.aggregation.args", "of_two"),
+        (
+            [
+                "algo.kl={in: loss, importance: true}",
+                f"algo.kl.estimator={HERE}:of_two",
+            ],
+            "algo.kl.estimator.args",
+            "(logprobs, ref_logprobs, importance) first",
+        ),
+        (
+            [f"algo.advantage={{name: '{HERE}:above_the_median', level: token}}"],
+            "algo.advantage.args",
+            "(rewards, values, response_mask) first",
+        ),
+    ],
+)
+def test_functions_that_cannot_be_called_so_are_told(overrides: list[str], field: str, text: str) -> None:
+    found = wrong(*overrides)
+    assert set(found) == {field}
+    assert text in found[field]
+
+
+def test_every_table_that_takes_functions_has_a_kind() -> None:
+    """By field; a table of choices without Own has functions of ours alone."""
+    tables = {path: below for schema in STAGES.values() for path, below in sections(schema) if choices(below)}
+    own = {path for path, below in tables.items() if any(issubclass(member, Own) for member in get_args(plain(below)))}
+    assert own <= {kind.field for kind in KINDS}
+    assert {kind.field for kind in KINDS} <= set(tables)

@@ -1,0 +1,53 @@
+"""Functions as users write their own, with mistakes in some."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.algos.comparisons import Samples
+from megarl.algos.terms import LossTerms
+
+NOT_A_FUNCTION = 3
+
+
+def above_the_median(samples: Samples, *, scale: float = 1.0) -> Tensor:
+    """A comparison."""
+    return scale * (samples.scores - samples.scores.median())
+
+
+def last_reward(rewards: Tensor, values: Tensor | None, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Advantages of tokens."""
+    return torch.where(response_mask, rewards, 0), rewards
+
+
+def halved(advantages: Tensor, response_mask: Tensor, groups: Any, reduce: Any) -> Tensor:
+    """A normaliser."""
+    return advantages / 2
+
+
+def quadratic(new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, power: int) -> LossTerms:
+    """A policy loss."""
+    return LossTerms(values=-advantages * (new - old) ** power, metrics={})
+
+
+def plain_mean(response_mask: Tensor, *, total_tokens: int, total_sequences: int) -> Tensor:
+    """An aggregation."""
+    return response_mask / total_tokens
+
+
+def of_two(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """An estimator that knows no importance."""
+    return logprobs - ref_logprobs
+
+
+def easy(scores: Tensor, *, least: float) -> bool:
+    """A filter."""
+    return bool(scores.mean() > least)
+
+
+async def later(samples: Samples) -> Tensor:
+    """Not a plain function."""
+    return samples.scores
