@@ -170,36 +170,3 @@ def scan(
         next_value = torch.where(counts, values[:, t], next_value)
         advantages[:, t] = carried
     return advantages, advantages + values
-
-
-EPS = 1e-6
-
-
-def grpo(scores: Tensor, groups: Tensor) -> Tensor:
-    """(score - mean) / (deviation + 1e-6) within each group, the deviation with Bessel's correction.
-
-    A group of one sample, or of equal scores, says nothing about its samples: their advantage is exactly 0. Source:
-    Shao et al., "DeepSeekMath: pushing the limits of mathematical reasoning in open language models" (2024).
-
-    Args:
-        scores: [B], of all samples of a step: the samples of a group need not be neighbours.
-        groups: [B] int64, the number of each sample's prompt, from 0 on.
-
-    Returns:
-        [B].
-    """
-
-    def over_group(values: Tensor, reduction: str) -> Tensor:
-        zeros = values.new_zeros(int(groups.max()) + 1)
-        return zeros.scatter_reduce(0, groups, values, reduction, include_self=False)[groups]
-
-    count = over_group(torch.ones_like(scores), "sum")
-    centred = scores - over_group(scores, "sum") / count
-    deviation = (over_group(centred.square(), "sum") / (count - 1).clamp(min=1)).sqrt()
-    differ = over_group(scores, "amax") > over_group(scores, "amin")
-    return torch.where(differ, centred / (deviation + EPS), torch.zeros_like(scores))
-
-
-def per_token(outcomes: Tensor, response_mask: Tensor) -> Tensor:
-    """[B, R]: the advantage of a sample, [B], on each of its counting tokens; 0 off the mask."""
-    return torch.where(response_mask, outcomes[:, None], torch.zeros_like(outcomes)[:, None])

@@ -129,11 +129,6 @@ def standardise(
     return (whitened + moments.mean if keep_mean else whitened).to(values.dtype)
 
 
-def whiten(values: Tensor, mask: Tensor, reduce: Reduce) -> Tensor:
-    """(x - mean) / sqrt(variance + 1e-8); 0 off the mask."""
-    return on_mask(standardise(values, mask, reduce), mask)
-
-
 def on_mask(values: Tensor, mask: Tensor) -> Tensor:
     """The values, and 0 off the mask, where they may be anything."""
     return torch.where(mask, values, torch.zeros_like(values))

@@ -53,7 +53,12 @@ def token_rewards(
 
 
 def dense_rewards(
-    dense: Tensor, penalties: Tensor, response_mask: Tensor, *, differences: bool = False, clip: float | None = None
+    dense: Tensor,
+    penalties: Tensor,
+    response_mask: Tensor,
+    *,
+    differences: bool = False,
+    clip: tuple[float, float] | None = None,
 ) -> Tensor:
     """The penalties, plus the score of the response so far: s[t + 1], or what the token added, s[t + 1] - s[t].
 
@@ -64,12 +69,12 @@ def dense_rewards(
         penalties: [B, R], of ``kl_penalties``.
         response_mask: [B, R] bool.
         differences: whether a token earns what it added.
-        clip: the scores are clamped to +- this first; None: they are not.
+        clip: bounds of the scores, which are clamped first; None: they are not.
 
     Returns:
         [B, R], 0 off the mask.
     """
-    limited = dense if clip is None else dense.clamp(-clip, clip)
+    limited = dense if clip is None else dense.clamp(*clip)
     earned = limited[:, 1:] - limited[:, :-1] if differences else limited[:, 1:]
     return on_mask(penalties + earned, response_mask)
 
@@ -94,55 +99,3 @@ _PLACES: Final[dict[Placement, Callable[[Tensor], Tensor]]] = {
     "after_last": _after_last,
     "every_valid": lambda mask: mask,
 }
-
-
-def clip_scores(scores: Tensor, limit: float) -> Tensor:
-    """Scores within [-limit, limit]."""
-    return scores.clamp(-limit, limit)
-
-
-def replace_missing_end(scores: Tensor, finished: Tensor, score: float) -> Tensor:
-    """Gives responses that the length limit ended a fixed score, whatever they earned.
-
-    Source: lm-human-preferences, where a sample without the stop token scores -1. The fixed score is not clipped: apply
-    it after ``clip_scores``.
-
-    Args:
-        scores: [B].
-        finished: [B] bool, True where the model ended the response itself.
-        score: what the others get.
-    """
-    return torch.where(finished, scores, torch.full_like(scores, score))
-
-
-def shape_scores(scores: Tensor, finished: Tensor, *, clip: float | None, missing_end: float | None) -> Tensor:
-    """Both of the above, in their order; None leaves one out.
-
-    Args:
-        scores: [B].
-        finished: [B] bool.
-        clip: limit of the scores.
-        missing_end: score of responses that the length limit ended.
-    """
-    shaped = scores if clip is None else clip_scores(scores, clip)
-    return shaped if missing_end is None else replace_missing_end(shaped, finished, missing_end)
-
-
-def score_scale(scores: Tensor) -> tuple[float, float]:
-    """Mean and population deviation of a reward model's scores of reference samples; see normalise_scores.
-
-    Raises:
-        ValueError: all scores are equal.
-    """
-    values = scores.double()
-    if len(values) == 0 or values.min() == values.max():
-        raise ValueError(
-            f"{len(values)} reference samples without two different scores: their scale says nothing;"
-            " take other samples, or look whether the reward model has learnt anything"
-        )
-    return float(values.mean()), float(values.std(correction=0))
-
-
-def normalise_scores(scores: Tensor, *, mean: float, deviation: float) -> Tensor:
-    """(score - mean) / deviation: mean 0 and variance 1 on the reference samples of ``score_scale``."""
-    return (scores - mean) / deviation

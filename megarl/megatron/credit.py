@@ -89,7 +89,6 @@ def _rewards(own: Aligned, penalties: Tensor, algo: Algo, dense: DenseScale | No
     if own.dense is not None:
         assert dense is not None
         worth = dense.gain * own.dense + dense.bias
-        if algo.scores.clip is not None:
-            worth = worth.clamp(*algo.scores.clip)
-        penalties = dense_rewards(worth, penalties, own.counted, differences=dense.differences)
+        clip = algo.scores.clip
+        penalties = dense_rewards(worth, penalties, own.counted, differences=dense.differences, clip=clip)
     return token_rewards(own.scores, penalties, own.counted, placement=algo.scores.placement)

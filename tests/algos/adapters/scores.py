@@ -166,9 +166,10 @@ def shape_rewards(args: Args) -> Args:
 def run_dense_rewards(args: Args) -> Args:
     (divergence, dense), mask = floats(args, "kl", "dense"), take_mask(args)
     penalties = kl_penalties(divergence, mask, kl_coef=args.pop("coef"))
-    options = {"differences": args.pop("delta", False), "clip": args.pop("clip", None)}
+    clip, differences = args.pop("clip", None), args.pop("delta", False)
     done(args)
-    return {"rewards": dense_rewards(dense, penalties, mask, **options)}
+    limits = None if clip is None else (-clip, clip)
+    return {"rewards": dense_rewards(dense, penalties, mask, differences=differences, clip=limits)}
 
 
 RUNNERS: dict[str, Runner] = {
