@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
-from megarl.types import Ragged, RolloutChunk, SampleInfo, VersionSpan
+from megarl.data.columns import Columns
+from megarl.types import Ragged, RolloutChunk, SampleFacts, SampleInfo, VersionSpan
 
 
 def random_chunks(
@@ -41,3 +45,32 @@ def random_chunks(
             for row in range(rows)
         ]
     return made, infos
+
+
+def columns_of(
+    scores: Mapping[int, np.ndarray],
+    *,
+    old: Any = None,
+    ref: Any = None,
+    values: Any = None,
+    dense: Any = None,
+    outcomes: Mapping[int, np.ndarray] | None = None,
+    unlearnt: frozenset[tuple[int, int]] = frozenset(),
+) -> Columns:
+    """Columns of samples with these scores, by chunk; the samples of a chunk are of one prompt.
+
+    Args:
+        old, ref, values, dense: columns of tokens.
+        outcomes: of the samples.
+        unlearnt: (chunk, row) of samples that the policy does not learn.
+    """
+    samples = {
+        chunk: SampleFacts(
+            scores=np.asarray(own, np.float32),
+            groups=np.full(len(own), chunk, np.int64),
+            outcomes=None if outcomes is None else np.asarray(outcomes[chunk], np.float32),
+            learnt=np.array([(chunk, row) not in unlearnt for row in range(len(own))]),
+        )
+        for chunk, own in scores.items()
+    }
+    return Columns(samples=samples, old_logprobs=old, ref_logprobs=ref, values=values, dense=dense)

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.config.schema import KL, Algo, Optimizer
+from megarl.config.schema import Algo, Optimizer, Reward
+from megarl.data.columns import Columns
 from megarl.megatron.measures import Measures
-from megarl.types import Layout, SampleInfo
+from megarl.types import ExperienceTerms, Layout, SampleFacts, SampleInfo
 from tests.megatron.compare import adam_of, check, everywhere, samples_of, state_of, trained
 from tests.megatron.samples import random_chunks
 from tests.megatron.test_parity import layout_id
@@ -23,26 +24,28 @@ from tests.oracle import advantages, aggregation, comparisons, kl, models, norma
 from tests.pool import RankPool
 
 TEMPERATURE, SEED, STEP = 0.9, 7, 2
-PPO = Algo(
-    gamma=0.99,
-    lam=0.95,
-    clip=0.1,
-    value_clip=0.1,
-    entropy_coef=0.01,
-    kl=KL(coef=0.05),
-    score_clip=1.5,
-    missing_end_score=-1.0,
-    ppo_epochs=2,
-    mini_batches=2,
+PPO = Algo.model_validate(
+    {
+        "advantage": {"name": "gae", "gamma": 0.99, "lam": 0.95},
+        "policy_loss": {"name": "ppo", "clip": 0.1},
+        "value_loss": {"name": "mse", "clip": 0.1},
+        "entropy_coef": 0.01,
+        "kl": {"coef": 0.05},
+        "scores": {"clip": 1.5, "missing_end": {"name": "replace", "score": -1.0}},
+        "ppo_epochs": 2,
+        "mini_batches": 2,
+    }
 )
-GRPO = Algo(
-    advantage="grpo",
-    clip=0.1,
-    kl=KL.model_validate({"in": "loss", "estimator": "k3", "coef": 0.2}),
-    aggregation="sequence_mean",
-    score_clip=1.5,
-    ppo_epochs=2,
-    mini_batches=2,
+GRPO = Algo.model_validate(
+    {
+        "advantage": "grpo",
+        "policy_loss": {"name": "ppo", "clip": 0.1},
+        "kl": {"in": "loss", "estimator": "k3", "coef": 0.2},
+        "aggregation": "sequence_mean",
+        "scores": {"clip": 1.5},
+        "ppo_epochs": 2,
+        "mini_batches": 2,
+    }
 )
 # Adam divides by the gradient's own size: with a small eps, elements whose gradient is all rounding would move by lr.
 ACTOR = Optimizer(lr=1e-3, eps=1e-4, weight_decay=0.1, clip_grad=1.0)
@@ -83,7 +86,13 @@ def _prompt(info: SampleInfo) -> int:
 
 
 def _iteration(
-    rank: int, directory: Path, reference: Path, layouts: dict[str, Layout], budget: int, algo: Algo
+    rank: int,
+    directory: Path,
+    reference: Path,
+    layouts: dict[str, Layout],
+    budget: int,
+    algo: Algo,
+    facts: dict[int, SampleFacts],
 ) -> list[dict[str, Any]]:
     """Actor, critic (where there is one) and reference in one world, each in its own layout."""
     import torch.distributed as dist
@@ -119,8 +128,13 @@ def _iteration(
         dist.all_reduce(vector, group=actor.model.groups.dp)
         return vector
 
-    columns = _columns(rollouts, infos, roles, passes, algo)
-    built, _ = build_experience(passes(actor).chunks, rollouts, columns, algo, reduce, kl_coef=algo.kl.coef)
+    def largest(vector: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=actor.model.groups.dp)
+        return vector
+
+    columns = _columns(rollouts, roles, passes, facts)
+    terms = ExperienceTerms(kl_coef=algo.kl.coef, version=0, groups=3)
+    built, _ = build_experience(passes(actor).chunks, rollouts, columns, algo, None, terms, reduce, largest)
     experience = everywhere(built if actor.reports else None)
     losses = {"actor": policy_loss(actor, algo, experience, temperature=TEMPERATURE, kl_coef=algo.kl.coef)}
     if critic is not None:
@@ -134,26 +148,30 @@ def _iteration(
     return results
 
 
-def _columns(rollouts: list[Any], infos: list[SampleInfo], roles: dict[str, Any], passes: Any, algo: Algo) -> Any:
-    from megarl.algos.advantages import grpo
-    from megarl.algos.rewards import shape_scores
-    from megarl.megatron.experience import Columns
+def _facts(algo: Algo) -> dict[int, SampleFacts]:
+    """As the driver makes them."""
+    from megarl.cluster.rollouts import Rollouts
+    from megarl.cluster.shell import ChunkRefs
+    from megarl.loop.judging import judged
+    from megarl.loop.sampling import Sampled
+    from megarl.loop.scoring import Scoring
 
+    infos = [replace(info, prompt_id=str(_prompt(info))) for info in random_chunks()[1]]
+    raw = np.array([_scores()[info.chunk][info.row] for info in infos])
+    scoring = Scoring(samples=infos, wait=lambda: {"reward_model": raw})
+    rollouts = Rollouts(samples=tuple(infos), chunks=ChunkRefs({}))
+    told, _ = judged(Sampled(prompts=(), rollouts=rollouts, scoring=scoring), Reward(), algo, seed=0)
+    return told.facts(infos)
+
+
+def _columns(rollouts: list[Any], roles: dict[str, Any], passes: Any, facts: dict[int, SampleFacts]) -> Columns:
     actor, ref, critic = roles["actor"], roles["reference"], roles.get("critic")
-    raw = torch.from_numpy(np.concatenate([_scores()[c] for c in range(len(rollouts))]))
-    finished = torch.tensor([info.finished for info in infos])
-    shaped = shape_scores(raw, finished, clip=algo.score_clip, missing_end=algo.missing_end_score)
-    outcomes = grpo(shaped, torch.tensor([_prompt(info) for info in infos]))
-
-    def by_chunk(values: torch.Tensor) -> dict[int, np.ndarray]:
-        return dict(enumerate(values.reshape(len(rollouts), -1).numpy()))
-
     return Columns(
+        samples=facts,
         old_logprobs=everywhere(actor.logprobs(passes(actor), rollouts, temperature=TEMPERATURE)),
         ref_logprobs=everywhere(ref.logprobs(passes(ref), rollouts, temperature=TEMPERATURE)),
-        values=everywhere(critic.values(passes(critic), rollouts)) if critic is not None else None,
-        scores=by_chunk(shaped),
-        outcomes=by_chunk(outcomes) if algo.advantage == "grpo" else None,
+        values=None if critic is None else everywhere(critic.values(passes(critic), rollouts)),
+        dense=None,
     )
 
 
@@ -236,7 +254,7 @@ def test_equals_the_naive_iteration(
 ) -> None:
     directory, other, oracle = case
     layouts = {"actor": actor, "critic": critic, "reference": reference}
-    results = pool.run(_iteration, directory, other, layouts, budget, PPO, world_size=actor.world_size)
+    results = pool.run(_iteration, directory, other, layouts, budget, PPO, _facts(PPO), world_size=actor.world_size)
     actors, critics = zip(*results, strict=True)
     start = {**state_of(directory), "score.weight": random_head(directory)}
     check(actors, oracle.actor_steps, oracle.actor, start)
@@ -263,7 +281,7 @@ def test_without_a_critic_equals_the_naive_iteration(
 ) -> None:
     directory, other, oracle = compared
     layouts = {"actor": actor, "reference": reference}
-    results = pool.run(_iteration, directory, other, layouts, budget, GRPO, world_size=actor.world_size)
+    results = pool.run(_iteration, directory, other, layouts, budget, GRPO, _facts(GRPO), world_size=actor.world_size)
     assert oracle.actor_steps[0].metrics["kl"] > 0.01, "the penalty does not count"
     check([own for (own,) in results], oracle.actor_steps, oracle.actor, state_of(directory))
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.megatron.samples import random_chunks
+from megarl.types import ExperienceTerms
+from tests.megatron.samples import columns_of, random_chunks
 from tests.megatron.tiny import save_model
 from tests.pool import RankPool, free_port
 
@@ -97,7 +98,9 @@ def _iteration(rank: int, overrides: list[str], port: int, model: Path, out: Pat
     ref = everywhere(worker.logprobs("reference", passes("reference"), rollouts, 1.0))
     values = everywhere(worker.values("critic", passes("critic"), rollouts))
     scores = everywhere(worker.scores("reward", passes("reward"), rollouts))
-    built = worker.build_experience(passes("actor"), rollouts, old, ref, values, scores, None, 0.05)
+    columns = columns_of(scores, old=old, ref=ref, values=values)
+    terms = ExperienceTerms(kl_coef=0.05, version=0, groups=len(chunks))
+    built = worker.build_experience(passes("actor"), rollouts, columns, terms)
     experience = everywhere(built and built[0])
     updates = {}
     for role in ("actor", "critic"):
@@ -107,7 +110,14 @@ def _iteration(rank: int, overrides: list[str], port: int, model: Path, out: Pat
     new = everywhere(worker.logprobs("actor", passes("actor"), rollouts, 1.0))
     worker.export("actor", str(out), str(model))
     worker.close()
-    return {"asked": asked, "metrics": built and built[1], "updates": updates, "old": old, "ref": ref, "new": new}
+    return {
+        "asked": asked,
+        "metrics": built and built[1].metrics,
+        "updates": updates,
+        "old": old,
+        "ref": ref,
+        "new": new,
+    }
 
 
 @pytest.mark.dist
