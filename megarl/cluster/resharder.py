@@ -10,7 +10,7 @@ from megarl.cluster.calls import Call, WorkerError
 from megarl.cluster.group import Role
 from megarl.cluster.rollouts import RolloutGroup
 from megarl.cluster.session import Session
-from megarl.config import PPOConfig, parse_devices
+from megarl.config import PPOConfig, RAFTConfig, parse_devices
 from megarl.resharding import SyncSpec, SyncStats, serve_store
 from megarl.weights.holders import plan_sync
 from megarl.weights.places import Place
@@ -68,7 +68,12 @@ class Resharder:
     """
 
     def __init__(
-        self, session: Session, config: PPOConfig, actor: Role, engines: RolloutGroup, spec: ModelSpec
+        self,
+        session: Session,
+        config: PPOConfig | RAFTConfig,
+        actor: Role,
+        engines: RolloutGroup,
+        spec: ModelSpec,
     ) -> None:
         self._watch = session.watch
         self._senders, self._receivers = actor.group.processes, engines.processes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from megarl.config import PPOConfig, Problem, RewardModelConfig, SFTConfig
+from megarl.config import EvalConfig, PPOConfig, Problem, RAFTConfig, RewardModelConfig, SFTConfig
 from megarl.config.schema import Fault, SourceFields
 from megarl.config.schema.reward_model import BestOfN, Pairwise
 from megarl.data.demonstrations import Demonstration, load_demonstrations
@@ -15,20 +15,18 @@ from megarl.data.preferences import Preference, load_candidates, load_pairs
 from megarl.data.prompts import load_prompts, random_prompts
 from megarl.data.sources import LeftOut, Rows
 from megarl.data.tokenizer import Tokenizer
+from megarl.loop.left_out import LeftOutRows
 from megarl.types import Prompt
 
 T = TypeVar("T")
 
-RowsLeftOut = Sequence[tuple[str, LeftOut]]
-"""Each row that is left out, with the field that names its source."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSets:
-    """What PPO reads.
+    """What PPO reads, and evaluations.
 
     Args:
-        train: prompts to learn from.
+        train: prompts to learn from; an evaluation by itself has none.
         held_out: prompts of the evaluations; empty without any.
         tokenizer: None where the rows have token ids.
         left_out: rows that are of no use.
@@ -38,7 +36,7 @@ class PromptSets:
     train: Sequence[Prompt]
     held_out: Sequence[Prompt]
     tokenizer: Tokenizer | None
-    left_out: RowsLeftOut
+    left_out: LeftOutRows
     texts: Sequence[Demonstration] = ()
 
 
@@ -49,7 +47,7 @@ class TextSets:
     train: Sequence[Demonstration]
     held_out: Sequence[Demonstration] | None
     tokenizer: Tokenizer | None
-    left_out: RowsLeftOut
+    left_out: LeftOutRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +58,7 @@ class PairSets:
     held_out: Sequence[Preference] | None
     reference: Sequence[Prompt]
     tokenizer: Tokenizer | None
-    left_out: RowsLeftOut
+    left_out: LeftOutRows
 
 
 class DataReader:
@@ -77,9 +75,14 @@ class DataReader:
         self, tokenizer: Tokenizer | None, vocab_size: int, *, chat_template: bool, drop: Collection[Fault]
     ) -> None:
         self.tokenizer = tokenizer
-        self.left_out: list[tuple[str, LeftOut]] = []
+        self._drop, self._left_out = frozenset(drop), list[tuple[str, LeftOut]]()
         self.problems: list[Problem] = []
         self._options: dict[str, Any] = {"vocab_size": vocab_size, "chat_template": chat_template, "drop": drop}
+
+    @property
+    def left_out(self) -> LeftOutRows:
+        """Rows that were left out so far."""
+        return LeftOutRows(faults=self._drop, rows=tuple(self._left_out))
 
     def prompts(self, field: str, source: SourceFields, max_tokens: int, *, at_least: int = 1) -> list[Prompt]:
         """Prompts of at most ``max_tokens``, and at least so many of them."""
@@ -121,7 +124,7 @@ class DataReader:
             fix = "correct the path or the rows (docs/data.md); of rows without use, see data.too_long, empty and equal"
             self.problems.append(Problem(field=field, value=source.path, rule=str(error), fix=fix))
             return []
-        self.left_out += [(field, row) for row in rows.left_out]
+        self._left_out += [(field, row) for row in rows.left_out]
         if len(rows.items) < at_least:
             left = f", {len(rows.left_out)} are left out" if rows.left_out else ""
             rule = f"has {at_least} rows or more ({len(rows.items)} are usable{left})"
@@ -130,8 +133,8 @@ class DataReader:
         return list(rows.items)
 
 
-def read_prompt_sets(config: PPOConfig, reader: DataReader, vocab_size: int) -> PromptSets:
-    """The prompts of a run of PPO."""
+def read_prompt_sets(config: PPOConfig | RAFTConfig, reader: DataReader, vocab_size: int) -> PromptSets:
+    """The prompts of a run that trains on rollouts."""
     data, made = config.data, config.data.random
     room = config.rollout.max_model_len - config.rollout.max_new_tokens
     train: list[Prompt] = []
@@ -149,10 +152,17 @@ def read_prompt_sets(config: PPOConfig, reader: DataReader, vocab_size: int) -> 
     if config.evaluation is not None:
         held_out = reader.prompts("evaluation.prompts", config.evaluation.prompts, room)
     texts: list[Demonstration] = []
-    if config.ptx is not None:
+    if isinstance(config, PPOConfig) and config.ptx is not None:
         ptx = config.ptx
         texts = reader.texts("ptx.data", ptx.data, ptx.max_tokens, chat_template=ptx.chat_template)
     return PromptSets(train=train, held_out=held_out, tokenizer=reader.tokenizer, left_out=reader.left_out, texts=texts)
+
+
+def read_held_out(config: EvalConfig, reader: DataReader) -> PromptSets:
+    """The prompts of an evaluation by itself."""
+    room = config.rollout.max_model_len - config.rollout.max_new_tokens
+    held_out = reader.prompts("evaluation.prompts", config.evaluation.prompts, room)
+    return PromptSets(train=(), held_out=held_out, tokenizer=reader.tokenizer, left_out=reader.left_out)
 
 
 def read_text_sets(config: SFTConfig, reader: DataReader) -> TextSets:

@@ -81,6 +81,11 @@ class RunPaths:
         return self.path / "tensorboard"
 
     @property
+    def left_out(self) -> Path:
+        """Rows of the data that the run leaves out."""
+        return self.path / "left_out.jsonl"
+
+    @property
     def summary(self) -> Path:
         """What a finished run was, as JSON: the last thing that a run writes."""
         return self.path / "summary.json"

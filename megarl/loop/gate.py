@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from megarl.cluster.group import Role, merged
 from megarl.cluster.rollouts import RolloutGroup
-from megarl.config import PPOConfig
+from megarl.config import PPOConfig, RAFTConfig
 from megarl.config.schema import LogprobGate
 from megarl.data.batches import text_batch
 from megarl.data.demonstrations import Demonstration
@@ -68,7 +68,7 @@ class ScoredProbe:
     limit: float
 
 
-def scored_probe(config: PPOConfig, actor: Role) -> ScoredProbe:
+def scored_probe(config: PPOConfig | RAFTConfig, actor: Role) -> ScoredProbe:
     """Has the actor score random sequences; waits for it.
 
     Args:

@@ -13,6 +13,7 @@ from megarl.config import TrainingConfig
 from megarl.files import write_durably
 from megarl.loop.directory import RunDirectory
 from megarl.loop.evaluation_report import EvaluationReporter
+from megarl.loop.left_out import LeftOutRows
 from megarl.loop.stage import EvaluationResult, Metrics, StepResult
 from megarl.obs.metrics import JsonlSink, as_json
 from megarl.obs.progress import Display, open_display
@@ -29,15 +30,25 @@ _COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
     "ppo": {
         "objective/score": "score",
         "objective/kl": "KL",
-        "rollout/response_tokens_mean": "length",
+        "response_length/mean": "length",
         "policy/clipfrac": "clipped",
         "value/explained_variance": "explained",
         "rollout/logprob_gap": "gap",
         "time/rollout": "rollout s",
         "time/step": "step s",
     },
+    "raft": {
+        "objective/score": "score",
+        "raft/selected_score": "selected",
+        "raft/loss": "loss",
+        "response_length/mean": "length",
+        "time/rollout": "rollout s",
+        "time/step": "step s",
+    },
 }
 """What the console shows of each stage's steps: heading by metric."""
+
+_NOTHING: Final = LeftOutRows()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +92,14 @@ class Reporter:
         config: of the run.
         directory: of the run.
         taken: steps that were taken before.
+        left_out: rows of the data.
     """
 
-    def __init__(self, config: TrainingConfig, directory: RunDirectory, taken: int) -> None:
+    def __init__(
+        self, config: TrainingConfig, directory: RunDirectory, taken: int, left_out: LeftOutRows = _NOTHING
+    ) -> None:
         self._config, self._directory = config, directory
+        self._left_out = left_out
         self._start: Metrics = {}
         self._last_step: Metrics = {}
         self._evaluation: Metrics = {}
@@ -123,13 +138,16 @@ class Reporter:
         Args:
             metrics: of the start.
         """
+        if self._left_out.rows:
+            self._left_out.write(self._directory.left_out)
+            print(self._left_out.told(self._directory.left_out), flush=True)
         again = f", going on after step {self._taken}" if self._taken else ""
         print(f"started in {seconds:.0f} s{again}; the processes print into {self._directory.logs}", flush=True)
         self._start = dict(metrics)
 
     def write(self, result: StepResult) -> None:
         """Writes a step."""
-        metrics = result.all_metrics()
+        metrics = {**self._left_out.metrics(), **result.all_metrics()}
         first = (result.step - 1) * self._updates_per_step + 1
         for number, update in enumerate(result.updates, start=first):
             self._updates.write(result.step, {"update": number, **update})

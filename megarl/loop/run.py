@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from contextlib import closing
 from typing import Any, Final
 
-import torch
-
 from megarl.checkpoint import Checkpoint
 from megarl.cluster.group import Role
 from megarl.cluster.session import Session
@@ -16,12 +14,14 @@ from megarl.config import ConfigError, Problem, TrainingConfig
 from megarl.loop.directory import RunDirectory
 from megarl.loop.ppo import PPO
 from megarl.loop.preflight import check
+from megarl.loop.raft import RewardRanked
 from megarl.loop.report import Reporter, Summary, read_summary
 from megarl.loop.reward_model import RewardModel
+from megarl.loop.setup import check_gpus
 from megarl.loop.sft import SFT
 from megarl.loop.stage import Stage
 
-STAGES: Final[Mapping[str, Any]] = {"sft": SFT, "reward_model": RewardModel, "ppo": PPO}
+STAGES: Final[Mapping[str, Any]] = {"sft": SFT, "reward_model": RewardModel, "ppo": PPO, "raft": RewardRanked}
 
 
 def train(config: TrainingConfig) -> Summary:
@@ -35,13 +35,13 @@ def train(config: TrainingConfig) -> Summary:
     """
     start = time.perf_counter()
     data = check(config)
-    _check_gpus(config)
+    check_gpus(config)
     directory = RunDirectory(config)
     if directory.finished:
         return read_summary(directory)
     taken = 0 if directory.latest is None else directory.latest.step
     session = Session(config.cluster, directory.logs, config.cluster.address)
-    with closing(directory), Reporter(config, directory, taken) as reporter, session:
+    with closing(directory), Reporter(config, directory, taken, data.left_out) as reporter, session:
         stage: Stage = STAGES[config.stage](config, session, directory, data, reporter.phase)
         if directory.latest is not None:
             _load(stage, directory.latest)
@@ -62,23 +62,6 @@ def train(config: TrainingConfig) -> Summary:
         export = stage.finish(directory.export)
         stage.close()
         return reporter.finished(export, time.perf_counter() - start)
-
-
-def _check_gpus(config: TrainingConfig) -> None:
-    """Whether this machine has the GPUs, where the run starts a Ray of its own.
-
-    Raises:
-        ConfigError: it has fewer.
-    """
-    cluster = config.cluster
-    if cluster.device == "cpu" or cluster.address is not None:
-        return
-    found = torch.cuda.device_count()
-    if found < cluster.devices_per_node:
-        rule = f"at most the GPUs of this machine, {found}"
-        fix = "lower it, join a cluster with cluster.address, or set cluster.device=cpu"
-        value = str(cluster.devices_per_node)
-        raise ConfigError([Problem(field="cluster.devices_per_node", value=value, rule=rule, fix=fix)])
 
 
 def _due(step: int, every: int | None, last: int) -> bool:

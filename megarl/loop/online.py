@@ -1,0 +1,111 @@
+"""What the stages have in common that learn from the actor's own responses: their parts, from start to close."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megarl.cluster.resharder import Resharder
+from megarl.cluster.session import Session
+from megarl.config import PPOConfig, RAFTConfig
+from megarl.config.schema import TruncateAt
+from megarl.loop.assets import model_directory, template_directory
+from megarl.loop.datasets import PromptSets
+from megarl.loop.directory import RunDirectory
+from megarl.loop.evaluate import training_evaluator
+from megarl.loop.gate import check_agreement, scored_probe
+from megarl.loop.scoring import scorer_of
+from megarl.loop.setup import launch_engines, launch_rules, launch_trainers
+from megarl.loop.stage import EvaluationResult, Metrics
+from megarl.loop.turns import Turns
+from megarl.weights.specs import model_spec
+
+
+class Online:
+    """Trainers and engines of a run, and the actor's weights on their way from the ones to the others.
+
+    Args:
+        config: of the run.
+        session: where everything runs.
+        directory: of the run.
+        data: the prompts, and the tokenizer.
+        phase: is told what the run does.
+        truncate_at: where scorers see a response end.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig | RAFTConfig,
+        session: Session,
+        directory: RunDirectory,
+        data: PromptSets,
+        phase: Callable[[str], None],
+        truncate_at: TruncateAt | None,
+    ) -> None:
+        self._run, self._phase = config, phase
+        self._model_dir = model_directory(config, directory.path)
+        self.trainers = launch_trainers(config, session)
+        self._roles = self.trainers.roles
+        self._engines = launch_engines(config, config.rollout, session, self._model_dir, weights="sync")
+        spec = model_spec(config.model.hf_config())
+        self._resharder = Resharder(session, config, self._roles["actor"], self._engines, spec)
+        self._turns = Turns(self.trainers, self._engines, self._resharder, sleep=config.rollout.sleep)
+        self._rules = launch_rules(config, session, self._model_dir)
+        self._scorer = scorer_of(config, config.reward, self._roles, self._rules, self._engines, truncate_at)
+        self._evaluator = training_evaluator(config, data, self._engines, self._scorer, self.trainers, self._turns)
+        self.evaluate_every = None if config.evaluation is None else config.evaluation.every
+        self._version = 0
+
+    def start(self) -> None:
+        """Starts every process, loads every model, and connects the actor with the engines, still without weights."""
+        engines = self._engines.start()
+        rules = None if self._rules is None else self._rules.start()
+        if self._run.rollout.sleep:
+            engines.wait()  # asleep: starting both at once, the devices would have to hold both
+        self.trainers.start(self._model_dir)
+        engines.wait()
+        if rules is not None:
+            rules.wait()
+        self._resharder.connect().wait()
+
+    def begin(self, step: int) -> Metrics:
+        """Brings the actor's weights into the engines, and looks whether both compute the same, each in its turn."""
+        gate = self._run.resharding.gate
+        scored = None if gate is None else scored_probe(self._run, self._roles["actor"])
+        transfer = self._to_engines(step)
+        agreement = {} if scored is None else check_agreement(scored, self._engines).metrics()
+        return {**transfer, **agreement}
+
+    def _sync(self, step: int) -> Metrics:
+        """Brings the actor's weights into the engines where that is due."""
+        due = step % self._run.rollout.sync_every == 0 or step == self._run.run.steps
+        return self._to_engines(step) if due else {}
+
+    def _to_engines(self, version: int) -> Metrics:
+        """Brings the actor's weights into the engines."""
+        self._version = version
+        return self._turns.to_engines(version).metrics()
+
+    def evaluate(self, step: int) -> EvaluationResult | None:
+        """Answers and scores the held-out prompts, with the weights of the last sync."""
+        if self._evaluator is None:
+            return None
+        self._phase("evaluation")
+        return self._evaluator.evaluate(step, self._version)
+
+    def make_room(self) -> None:
+        """Lets engines sleep that share the devices."""
+        self._turns.to_trainers()
+
+    def finish(self, export: Path) -> Metrics:
+        """Writes the actor."""
+        self._phase("export")
+        self.make_room()
+        self._roles["actor"].export(export, template_directory(self._run, self._model_dir)).wait()
+        return {}
+
+    def close(self) -> None:
+        """Lets every process end by itself."""
+        engines = self._engines.close()
+        self.trainers.close()
+        engines.wait()

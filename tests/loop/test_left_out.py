@@ -1,0 +1,38 @@
+"""Rows that a run leaves out, against what was put in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megarl.data.sources import LeftOut
+from megarl.loop.left_out import LeftOutRows
+
+ROWS = [
+    ("data.train", LeftOut(where="pairs.jsonl, line 3", fault="equal", reason="the same")),
+    ("data.train", LeftOut(where="pairs.jsonl, line 5", fault="too_long", reason="90 tokens are too many")),
+    ("data.evaluation", LeftOut(where="held_out.jsonl, line 1", fault="equal", reason="the same")),
+]
+
+
+def test_they_are_counted_by_fault_and_named(tmp_path: Path) -> None:
+    left_out = LeftOutRows(faults=frozenset({"equal", "empty", "too_long"}), rows=ROWS)
+    assert left_out.metrics() == {"data/dropped_empty": 0, "data/dropped_equal": 2, "data/dropped_too_long": 1}
+    file = tmp_path / "left_out.jsonl"
+    left_out.write(file)
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [
+        {"field": field, "where": row.where, "fault": row.fault, "reason": row.reason} for field, row in ROWS
+    ]
+    assert left_out.told(file).splitlines() == [
+        f"3 rows are left out; {file} names them:",
+        "  pairs.jsonl, line 3 (and 1 more): the same",
+        "  pairs.jsonl, line 5: 90 tokens are too many",
+    ]
+
+
+def test_without_any_there_is_no_file(tmp_path: Path) -> None:
+    left_out = LeftOutRows(faults=frozenset({"too_long"}))
+    left_out.write(tmp_path / "left_out.jsonl")
+    assert not list(tmp_path.iterdir())
+    assert left_out.metrics() == {"data/dropped_too_long": 0}
+    assert LeftOutRows().metrics() == {}
