@@ -1,139 +1,279 @@
-"""The experience of a step in one process: which columns it has, and what the metrics say."""
+"""The experience of a step in one process: what becomes of scores, penalties and values, against naive loops."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megarl.config.schema import KL, Algo
-from megarl.megatron.experience import Columns, build_experience
-from megarl.types import ExperienceChunk, Ragged
-from tests.megatron.samples import random_chunks
+from megarl.config.schema import Algo, ValueNorm
+from megarl.data.columns import Columns
+from megarl.megatron.experience import build_experience
+from megarl.types import DenseScale, ExperienceChunk, ExperienceReport, ExperienceTerms, Ragged
+from tests.megatron.samples import columns_of, random_chunks
+from tests.oracle import advantages, comparisons, normalisation
 
 CHUNKS, INFOS = random_chunks()
-SAMPLES, TOKENS = len(INFOS), sum(info.response_tokens for info in INFOS)
-Built = tuple[dict[int, ExperienceChunk], dict[str, float]]
+ROWS = [(chunk, row) for chunk in range(4) for row in range(3)]
+TOKENS = sum(info.response_tokens for info in INFOS)
+TERMS = ExperienceTerms(kl_coef=0.5, version=0, groups=4)
+Built = tuple[dict[int, ExperienceChunk], ExperienceReport]
 
 
-def column(seed: int, scale: float = 1.0) -> dict[int, Ragged]:
-    """A random number for every response token."""
+def column(seed: int, scale: float = 1.0, more: int = 0) -> dict[int, Ragged]:
+    """A random number for every response token, and some more of each response."""
     random = np.random.default_rng(seed)
+    return {
+        i: Ragged.from_rows([scale * random.normal(size=n + more) for n in chunk.response_ids.lengths], np.float32)
+        for i, chunk in enumerate(CHUNKS)
+    }
 
-    def of(chunk: Any) -> Ragged:
-        offsets = chunk.response_ids.offsets
-        return Ragged(values=(scale * random.normal(size=offsets[-1])).astype(np.float32), offsets=offsets)
 
-    return {i: of(chunk) for i, chunk in enumerate(CHUNKS)}
+def plus(one: dict[int, Ragged], other: dict[int, Ragged]) -> dict[int, Ragged]:
+    return {i: Ragged(values=one[i].values + other[i].values, offsets=one[i].offsets) for i in one}
 
 
 OLD, VALUES = column(0), column(2)
-REF = {
-    i: Ragged(values=OLD[i].values + noise.values, offsets=noise.offsets) for i, noise in column(1, scale=0.3).items()
-}
+REF = plus(OLD, column(1, scale=0.3))
 SCORES = {i: np.arange(3, dtype=np.float32) + i for i in range(4)}
 OUTCOMES = {i: np.array([-1.0, 0.0, 2.0], np.float32) * i for i in range(4)}
 
 
-def build(algo: Algo, *, ref: bool = True, outcomes: bool = False, kl_coef: float = 0.5) -> Built:
-    columns = Columns(
-        old_logprobs=OLD,
-        ref_logprobs=REF if ref else None,
-        values=None if outcomes else VALUES,
-        scores=SCORES,
-        outcomes=OUTCOMES if outcomes else None,
-    )
-    return build_experience(list(range(4)), CHUNKS, columns, algo, lambda vector: vector, kl_coef=kl_coef)
+def alone(vector: Any) -> Any:
+    """One rank's reduction."""
+    return vector
 
 
-def flat(columns: dict[int, Ragged]) -> np.ndarray:
+def build(
+    algo: dict[str, Any] | None = None,
+    columns: Columns | None = None,
+    terms: ExperienceTerms = TERMS,
+    value_norm: ValueNorm | None = None,
+) -> Built:
+    given = columns or columns_of(SCORES, old=OLD, ref=REF, values=VALUES)
+    settings = Algo.model_validate({"advantage": "gae", **(algo or {})})
+    return build_experience(list(range(4)), CHUNKS, given, settings, value_norm, terms, alone, alone)
+
+
+def flat(columns: Any) -> np.ndarray:
     return np.concatenate([columns[i].values for i in range(4)]).astype(np.float64)
 
 
-def gaps() -> np.ndarray:
-    return flat(OLD) - flat(REF)
+def of(built: Built, name: str) -> dict[int, Ragged]:
+    return {i: getattr(chunk, name) for i, chunk in built[0].items()}
 
 
-def in_loss(estimator: str = "k3") -> KL:
-    return KL.model_validate({"in": "loss", "estimator": estimator, "coef": 0.1})
+def close(found: dict[int, Ragged], expected: Callable[[int, int], Any]) -> None:
+    """Every row is what a function of its chunk and place says."""
+    for chunk, row in ROWS:
+        want = np.broadcast_to(expected(chunk, row), found[chunk][row].shape)
+        np.testing.assert_allclose(found[chunk][row], want, rtol=1e-5, atol=1e-5, err_msg=f"{chunk}, {row}")
+
+
+def gap(chunk: int, row: int) -> np.ndarray:
+    return OLD[chunk][row].astype(np.float64) - REF[chunk][row]
+
+
+def rewards(chunk: int, row: int, kl: Callable[[np.ndarray], np.ndarray] = lambda d: d) -> np.ndarray:
+    """The penalty of each token, and the score on the last."""
+    of_tokens = -0.5 * kl(gap(chunk, row))
+    of_tokens[-1] += SCORES[chunk][row]
+    return of_tokens
+
+
+IN_REWARD = {"kl": {"coef": 0.1}, "normalise": {"advantages": "none"}}
 
 
 @pytest.mark.parametrize(
     ("estimator", "estimate"),
-    [("k1", lambda d: d), ("k2", lambda d: d**2 / 2), ("k3", lambda d: np.exp(-d) - 1 + d)],
+    [
+        ("k1", lambda d: d),
+        ("k2", lambda d: d**2 / 2),
+        ("k3", lambda d: np.exp(-d) - 1 + d),
+        ("abs", np.abs),
+    ],
 )
 def test_the_penalty_is_that_of_its_estimator_and_the_coefficient_that_of_the_step(
     estimator: Any, estimate: Callable[[np.ndarray], np.ndarray]
 ) -> None:
-    _, metrics = build(Algo(kl=KL(estimator=estimator, coef=0.1)), kl_coef=0.5)
-    penalty = -0.5 * estimate(gaps()).sum() / SAMPLES
+    algo = {"kl": {"estimator": estimator, "coef": 0.1}, "normalise": {"advantages": "none"}}
+    built = build({**algo, "advantage": {"name": "gae", "gamma": 0.9, "lam": 0.8}})
+
+    def expected(chunk: int, row: int) -> tuple[Any, Any]:
+        return advantages.gae(rewards(chunk, row, estimate), VALUES[chunk][row], gamma=0.9, lam=0.8)
+
+    close(of(built, "advantages"), lambda chunk, row: expected(chunk, row)[0])
+    close(of(built, "returns"), lambda chunk, row: expected(chunk, row)[1])
+    assert all(chunk.ref_logprobs is None for chunk in built[0].values()), "the loss has no penalty of its own"
+    assert all(chunk.old_values is VALUES[i] for i, chunk in built[0].items())
+    metrics = built[1].metrics
+    penalty = -0.5 * sum(estimate(gap(*where)).sum() for where in ROWS) / 12
     assert metrics["objective/kl_coef"] == 0.5
     assert metrics["objective/non_score_reward"] == pytest.approx(penalty, rel=1e-5)
     assert metrics["objective/rlhf_reward"] == pytest.approx(2.5 + penalty, rel=1e-5)
     assert metrics["objective/score"] == pytest.approx(2.5)
-    assert metrics["objective/kl"] == pytest.approx(gaps().sum() / SAMPLES, rel=1e-5), "whatever the estimator"
-    assert metrics["objective/kl_per_token"] == pytest.approx(gaps().sum() / TOKENS, rel=1e-5)
-    assert metrics["objective/entropy"] == pytest.approx(-flat(OLD).sum() / SAMPLES, rel=1e-5)
-
-
-def test_a_reward_with_a_penalty_has_no_penalty_in_the_loss() -> None:
-    experience, _ = build(Algo(kl=KL(coef=0.1), lam=1.0, gamma=1.0, whiten_advantages=False), kl_coef=0.5)
-    assert all(chunk.ref_logprobs is None for chunk in experience.values())
-    for i, chunk in experience.items():
-        assert chunk.returns is not None
-        assert chunk.old_values is VALUES[i]
-        for row in range(3):
-            d = OLD[i][row].astype(np.float64) - REF[i][row]
-            expected = SCORES[i][row] - 0.5 * d[::-1].cumsum()[::-1]
-            np.testing.assert_allclose(chunk.returns[row], expected, rtol=1e-5, atol=1e-5)
-            np.testing.assert_allclose(chunk.advantages[row], expected - VALUES[i][row], rtol=1e-5, atol=1e-5)
+    assert metrics["objective/kl"] == pytest.approx(sum(gap(*where).sum() for where in ROWS) / 12, rel=1e-5)
+    assert metrics["objective/entropy"] == pytest.approx(-flat(OLD).sum() / 12, rel=1e-5)
 
 
 def test_a_penalty_in_the_loss_is_not_in_the_rewards() -> None:
-    with_penalty, metrics = build(Algo(kl=in_loss()))
-    without, plain = build(Algo(), ref=False)
-    assert metrics["objective/non_score_reward"] == plain["objective/non_score_reward"] == 0.0
-    assert metrics["objective/kl"] != 0.0
-    assert plain["objective/kl"] == 0.0
+    in_loss = build({"kl": {"in": "loss", "estimator": "k3", "coef": 0.1}})
+    without = build(columns=columns_of(SCORES, old=OLD, values=VALUES))
+    assert in_loss[1].metrics["objective/non_score_reward"] == 0.0
+    assert in_loss[1].metrics["objective/kl"] != 0.0
+    assert without[1].metrics["objective/kl"] == 0.0
     for i in range(4):
-        assert with_penalty[i].ref_logprobs is REF[i]
-        assert np.array_equal(with_penalty[i].advantages.values, without[i].advantages.values)
+        assert in_loss[0][i].ref_logprobs is REF[i]
+        assert np.array_equal(in_loss[0][i].advantages.values, without[0][i].advantages.values)
 
 
 def test_advantages_are_white_and_returns_are_not() -> None:
-    experience, metrics = build(Algo())
-    advantages = flat({i: chunk.advantages for i, chunk in experience.items()})
-    assert advantages.mean() == pytest.approx(0, abs=1e-6)
-    assert advantages.var() == pytest.approx(1, abs=1e-5)
-    returns = np.concatenate([chunk.returns.values for chunk in experience.values() if chunk.returns is not None])
-    assert metrics["returns/mean"] == pytest.approx(returns.mean(), rel=1e-5)
+    built = build(columns=columns_of(SCORES, old=OLD, values=VALUES))
+    naive = [advantages.gae([0.0] * (len(VALUES[c][r]) - 1) + [SCORES[c][r]], VALUES[c][r]) for c, r in ROWS]
+    white = dict(zip(ROWS, normalisation.whiten([own for own, _ in naive]), strict=True))
+    close(of(built, "advantages"), lambda chunk, row: white[chunk, row])
+    raw = np.concatenate([own for own, _ in naive])
+    returns = np.concatenate([own for _, own in naive])
+    metrics = built[1].metrics
+    found = [metrics[f"advantages/{kind}"] for kind in ("mean", "min", "max")]
+    assert found == pytest.approx([raw.mean(), raw.min(), raw.max()], abs=1e-5), "before whitening"
+    assert (metrics["rewards/mean"], metrics["rewards/min"], metrics["rewards/max"]) == pytest.approx((2.5, 0, 5))
+    assert metrics["returns/mean"] == pytest.approx(returns.mean(), rel=1e-4)
     errors = returns - flat(VALUES)
     assert metrics["value/explained_variance"] == pytest.approx(1 - errors.var() / returns.var(), abs=1e-4)
 
 
-def test_an_outcome_is_the_advantage_of_each_token_and_nothing_has_a_value() -> None:
-    experience, metrics = build(Algo(advantage="grpo", kl=in_loss()), outcomes=True)
-    assert not [name for name in metrics if name.startswith(("value/", "returns/"))]
-    for i, chunk in experience.items():
-        assert chunk.old_values is None
-        assert chunk.returns is None
-        for row in range(3):
-            assert set(chunk.advantages[row].tolist()) == {OUTCOMES[i][row]}
+def test_rewards_are_scaled_before_they_are_estimated_from() -> None:
+    algo = {**IN_REWARD, "normalise": {"advantages": "none", "rewards": True}, "advantage": "reinforce"}
+    built = build(algo, columns_of(SCORES, old=OLD, ref=REF))
+    scaled = dict(zip(ROWS, normalisation.whiten([rewards(*where) for where in ROWS], keep_mean=True), strict=True))
+    close(of(built, "advantages"), lambda chunk, row: np.cumsum(scaled[chunk, row][::-1])[::-1])
+    assert all(chunk.returns is None for chunk in built[0].values()), "there is no critic to learn them"
 
 
-def test_a_rank_without_chunks_takes_part() -> None:
-    sizes: list[int] = []
+def test_a_score_may_be_on_every_token() -> None:
+    algo = {"advantage": "reinforce", "scores": {"placement": "every_valid"}}
+    built = build(algo, columns_of(SCORES, old=OLD))
+    close(of(built, "advantages"), lambda chunk, row: SCORES[chunk][row] * np.arange(len(OLD[chunk][row]), 0, -1))
+    assert built[1].metrics["objective/score"] == pytest.approx(2.5)
 
-    def reduce(vector: Any) -> Any:
-        sizes.append(len(vector))
-        return vector
 
-    columns = Columns(old_logprobs=OLD, ref_logprobs=REF, values=VALUES, scores=SCORES, outcomes=None)
-    built, _ = build_experience([], CHUNKS, columns, Algo(), reduce, kl_coef=0.1)
-    alone = list(sizes)
-    sizes.clear()
-    build_experience([0, 1, 2, 3], CHUNKS, columns, Algo(), reduce, kl_coef=0.1)
-    assert built == {}
-    assert sizes == alone, "every rank calls every reduction"
+@pytest.mark.parametrize("cumulative", [True, False])
+def test_an_outcome_is_the_advantage_of_each_token_plus_its_penalties(cumulative: bool) -> None:
+    algo = {"advantage": "rloo", "kl": {"coef": 0.1, "cumulative": cumulative}}
+    built = build(algo, columns_of(SCORES, old=OLD, ref=REF, outcomes=OUTCOMES))
+
+    def expected(chunk: int, row: int) -> list[float]:
+        return comparisons.reward_to_go_of(
+            float(OUTCOMES[chunk][row]), list(-0.5 * gap(chunk, row)), cumulative=cumulative
+        )
+
+    close(of(built, "advantages"), expected)
+    assert all(chunk.old_values is chunk.returns is chunk.weights is None for chunk in built[0].values())
+    assert not [name for name in built[1].metrics if name.startswith(("value/", "returns/"))]
+    assert built[1].metrics["objective/score"] == pytest.approx(2.5), "the score, not what the comparison made of it"
+
+
+@pytest.mark.parametrize(
+    ("normaliser", "naive"),
+    [
+        ({"name": "grouped_tokens", "eps": 1e-3}, lambda rows, of: normalisation.grouped_tokens(rows, of, eps=1e-3)),
+        (
+            {"name": "levels", "mean": "group", "std": "batch"},
+            lambda rows, of: normalisation.levels(rows, of, mean="group", std="batch"),
+        ),
+        (
+            {"name": "whiten", "form": "std_plus_eps", "ddof": 1},
+            lambda rows, of: normalisation.whiten(rows, of, form="std_plus_eps", ddof=1),
+        ),
+    ],
+)
+def test_advantages_are_normalised_over_prompts_or_the_step(normaliser: dict[str, Any], naive: Any) -> None:
+    algo = {"advantage": "reinforce", "normalise": {"advantages": normaliser}, "kl": {"coef": 0.1}}
+    built = build(algo, columns_of(SCORES, old=OLD, ref=REF))
+    raw = [np.cumsum(rewards(*where)[::-1])[::-1].tolist() for where in ROWS]
+    expected = dict(zip(ROWS, naive(raw, [chunk for chunk, _ in ROWS]), strict=True))
+    close(of(built, "advantages"), lambda chunk, row: expected[chunk, row])
+
+
+@pytest.mark.parametrize("differences", [False, True])
+def test_scores_of_tokens_are_rewards(differences: bool) -> None:
+    """Of a reward model whose score is worth 2 * raw + 1, clipped to [-1, 1.5], beside a rule's for the whole."""
+    raw = column(5, more=1)
+    algo = {"advantage": "reinforce", "scores": {"clip": [-1.0, 1.5]}}
+    terms = replace(TERMS, dense=DenseScale(gain=2.0, bias=1.0, differences=differences))
+    built = build(algo, columns_of(SCORES, old=OLD, dense=raw), terms)
+
+    def earned(chunk: int, row: int) -> np.ndarray:
+        worth = np.clip(2.0 * raw[chunk][row].astype(np.float64) + 1.0, -1.0, 1.5)
+        of_tokens = np.diff(worth) if differences else worth[1:].copy()
+        of_tokens[-1] += SCORES[chunk][row]
+        return of_tokens
+
+    close(of(built, "advantages"), lambda chunk, row: np.cumsum(earned(chunk, row)[::-1])[::-1])
+    total = sum(earned(*where).sum() for where in ROWS) / 12
+    assert built[1].metrics["objective/score"] == pytest.approx(total, rel=1e-5)
+
+
+def test_a_sample_without_a_score_is_in_no_statistic_and_not_learnt() -> None:
+    """As if it were not there."""
+    scores = {i: own.copy() for i, own in SCORES.items()}
+    scores[1][2] = math.nan
+    unscored, whole = build(IN_REWARD, columns_of(scores, old=OLD, ref=REF, values=VALUES)), build(IN_REWARD)
+    white = build({"kl": {"coef": 0.1}}, columns_of(scores, old=OLD, ref=REF, values=VALUES))
+    others = [where for where in ROWS if where != (1, 2)]
+    raw = {where: of(whole, "advantages")[where[0]][where[1]].astype(np.float64) for where in others}
+    normalised = dict(zip(others, normalisation.whiten(list(raw.values())), strict=True))
+    for built, expected in ((unscored, raw), (white, normalised)):
+        close(of(built, "advantages"), lambda chunk, row, own=expected: own.get((chunk, row), 0.0))
+        close(of(built, "weights"), lambda chunk, row: float((chunk, row) != (1, 2)))
+        close(of(built, "value_weights"), lambda chunk, row: float((chunk, row) != (1, 2)))
+    assert all(chunk.weights is chunk.value_weights is None for chunk in whole[0].values())
+    metrics = unscored[1].metrics
+    assert metrics["objective/score"] == pytest.approx(sum(SCORES[c][r] for c, r in others) / 11)
+    assert metrics["objective/kl"] == pytest.approx(sum(gap(*where).sum() for where in others) / 11, rel=1e-5)
+
+
+def test_a_step_without_any_score_teaches_nothing() -> None:
+    scores = {i: np.full(3, math.nan, np.float32) for i in range(4)}
+    chunks, report = build(columns=columns_of(scores, old=OLD, ref=REF, values=VALUES))
+    for chunk in chunks.values():
+        assert not chunk.advantages.values.any()
+        assert chunk.weights is not None
+        assert not chunk.weights.values.any()
+    assert all(math.isfinite(value) for value in report.metrics.values())
+
+
+def test_samples_may_be_compared_with_but_not_learnt() -> None:
+    masked = frozenset({(0, 1), (3, 0)})
+    built = build(IN_REWARD, columns_of(SCORES, old=OLD, ref=REF, values=VALUES, unlearnt=masked))
+    close(of(built, "weights"), lambda chunk, row: float((chunk, row) not in masked))
+    assert all(chunk.value_weights is None for chunk in built[0].values()), "the critic learns from all"
+    for i in range(4):
+        assert np.array_equal(built[0][i].advantages.values, build(IN_REWARD)[0][i].advantages.values)
+
+
+def test_the_critic_speaks_in_normalised_units_and_learns_in_them() -> None:
+    """Moments of mean 3 and deviation 2 so far; the new ones know the step's returns."""
+    given = {"mean": 0.3 * 3.0, "square": 0.3 * (9.0 + 4.0), "weight": 0.3}
+    norm = ValueNorm(beta=0.5)
+    built = build(IN_REWARD, terms=replace(TERMS, value_norm=given), value_norm=norm)
+
+    def raw(chunk: int, row: int) -> tuple[Any, Any]:
+        return advantages.gae(rewards(chunk, row), 2.0 * VALUES[chunk][row] + 3.0)
+
+    close(of(built, "advantages"), lambda chunk, row: raw(chunk, row)[0])
+    returns = np.concatenate([raw(*where)[1] for where in ROWS])
+    weight = 0.5 * 0.3 + 0.5
+    mean = (0.5 * given["mean"] + 0.5 * returns.mean()) / weight
+    deviation = math.sqrt((0.5 * given["square"] + 0.5 * np.square(returns).mean()) / weight - mean**2)
+    close(of(built, "returns"), lambda chunk, row: np.clip((np.array(raw(chunk, row)[1]) - mean) / deviation, -5, 5))
+    assert built[1].value_norm == pytest.approx(
+        {"mean": mean * weight, "square": (deviation**2 + mean**2) * weight, "weight": weight}
+    )
+    assert built[0][2].old_values is VALUES[2], "as the critic said them"
+    assert built[1].metrics["returns/mean"] == pytest.approx(returns.mean(), rel=1e-5), "in units of reward"
