@@ -12,6 +12,7 @@ from torch import Tensor
 from megarl.algos import aggregation, policy, values
 from megarl.algos.aggregation import weighted_sum
 from megarl.algos.terms import LossTerms
+from tests.algos.inputs import numbers
 
 PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor], LossTerms]
 
@@ -43,10 +44,6 @@ AGGREGATIONS: Mapping[str, Callable[..., Tensor]] = {
 }
 MASK = torch.tensor([[1, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0], [0, 1, 1, 1, 0, 1]]).bool()
 """Gaps, an empty row, a row of one token."""
-
-
-def numbers(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def tokens(seed: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algos.aggregation import sequence_mean, sequence_sum, sequence_sum_norm, token_mean, token_sum, weighted_sum
-from tests.algos.examples import AGGREGATIONS, MASK, numbers, step_weights
+from tests.algos.examples import AGGREGATIONS, MASK, step_weights
+from tests.algos.inputs import numbers
 from tests.oracle import aggregation as naive
 
 LENGTHS = st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any)

@@ -15,7 +15,8 @@ from megarl.algos import corrections, metrics
 from megarl.algos.m2po import m2po
 from megarl.algos.normalisation import Reduce
 from tests.algos.adapters.common import local, on_ranks
-from tests.algos.examples import MASK, numbers, tokens
+from tests.algos.examples import MASK, tokens
+from tests.algos.inputs import numbers
 from tests.oracle import corrections as naive
 
 WEIGHTS = {

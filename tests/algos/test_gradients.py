@@ -11,16 +11,8 @@ from torch import Tensor
 from megarl.algos import kl, preference
 from megarl.algos.aggregation import sequence_mean, weighted_sum
 from megarl.algos.terms import LossTerms, weighted, with_term
-from tests.algos.examples import (
-    AGGREGATIONS,
-    MASK,
-    POLICY_LOSSES,
-    VALUE_LOSSES,
-    numbers,
-    step_weights,
-    tokens,
-    total,
-)
+from tests.algos.examples import AGGREGATIONS, MASK, POLICY_LOSSES, VALUE_LOSSES, step_weights, tokens, total
+from tests.algos.inputs import numbers
 
 SEMIGRADIENTS = {"cispo", "cispo upper"}
 """Their importance weight has no gradient, though it depends on the policy."""
@@ -71,7 +63,7 @@ def test_a_kl_penalty_in_the_loss(estimator: Callable[[Tensor, Tensor], Tensor])
 
 def test_the_entropy_of_a_distribution() -> None:
     """d entropy / d logits = p * (sum of p z - z), here as a bonus in the loss."""
-    logits = numbers(*MASK.shape, 7, seed=0)
+    logits = numbers(*MASK.shape, 3, seed=0)
     nothing = LossTerms(values=torch.zeros(MASK.shape, dtype=torch.float64), metrics={})
 
     def bonus(z: Tensor) -> Tensor:

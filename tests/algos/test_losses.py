@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from functools import partial
@@ -13,25 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.algos import aggregation, comparisons, corrections, policy, preference, values
+from megarl.algos import aggregation, comparisons, corrections, policy, preference, registry, values
 from megarl.algos.advantages import from_outcomes
 from megarl.algos.aggregation import weighted_sum
 from megarl.algos.comparisons import Samples
 from megarl.algos.mixing import ptx_shares
 from megarl.algos.terms import LossTerms, weighted, with_term
 from tests.algos.adapters.common import local
-from tests.algos.examples import (
-    AGGREGATIONS,
-    MASK,
-    POLICY_LOSSES,
-    VALUE_LOSSES,
-    gradient,
-    step_weights,
-    tokens,
-    total,
-)
+from tests.algos.examples import AGGREGATIONS, MASK, POLICY_LOSSES, VALUE_LOSSES, gradient, step_weights, tokens, total
+from tests.algos.inputs import numbers
+from tests.oracle import kl as naive_kl
 from tests.oracle import policy as naive_policy
+from tests.oracle import ppo as oracle
 from tests.oracle import values as naive_values
+from tests.oracle.adam import AdamSettings
+from tests.oracle.models import Sample
 
 NAN = float("nan")
 
@@ -72,6 +69,39 @@ def test_value_losses_are_those_of_the_oracle(function: Any, naive: Any, options
     expected, clipped = naive(now.flatten(), old.flatten(), returns.flatten(), **options)
     torch.testing.assert_close(loss.values.flatten(), expected)
     assert torch.equal(loss.metrics["clipfrac"].flatten(), clipped.double())
+
+
+@given(st.integers(0, 99), st.sampled_from(["k1", "k2", "k3", "abs"]))
+def test_a_loss_with_penalty_and_bonus_is_that_of_the_oracle(seed: int, estimator: str) -> None:
+    new, old, advantages = (x[:1, :5] for x in tokens(seed))
+    entropy, ref = numbers(1, 5, seed=seed + 7), new + 0.3 * numbers(1, 5, seed=seed + 8)
+    settings = oracle.Settings(
+        actor=AdamSettings(lr=1.0),
+        policy=partial(naive_policy.ppo, clip=0.1),
+        entropy_coef=0.3,
+        kl_in_loss=True,
+        kl_estimate=getattr(naive_kl, "absolute" if estimator == "abs" else estimator),
+        kl_coef=0.2,
+    )
+    experience = oracle.Experience(
+        old_logprobs=old[0].tolist(),
+        ref_logprobs=ref[0].tolist(),
+        old_values=[],
+        advantages=advantages[0].tolist(),
+        weights=[1.0, 0.0, 2.0, 0.5, 1.0],
+    )
+    sample = Sample(sample_id="", prompt_ids=[0], response_ids=[0] * 5, score=0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(oracle, "token_statistics", lambda *_: (new[0], entropy[0]))
+        values, metrics = oracle.policy_terms(torch.nn.Identity(), sample, experience, settings)
+    ours = policy.ppo(new, old, advantages, torch.ones(1, 5).bool(), clip=0.1)
+    ours = weighted(ours, torch.tensor([experience.weights]).double())
+    ours = with_term(ours, "kl", registry.KL_ESTIMATORS[estimator](new, ref), coef=0.2)
+    ours = with_term(ours, "entropy", entropy, coef=-0.3)
+    torch.testing.assert_close(ours.values[0], values)
+    told = {**ours.metrics, **ours.spreads}
+    for name, metric in metrics.items():
+        torch.testing.assert_close(told[name][0], metric.double(), msg=name)
 
 
 # ---- what changes nothing
@@ -197,6 +227,17 @@ def test_huber_is_the_squared_error_up_to_delta_and_then_grows_less() -> None:
     now, zero = torch.tensor([[0.5, 1.0, 3.0]]).double(), torch.zeros(1, 3).double()
     loss = values.huber(now, now, zero, clip=None, scale=1.0, delta=1.0)
     assert loss.values.tolist() == [[0.25, 1.0, 5.0]]
+
+
+def test_a_pair_by_hand() -> None:
+    loss = preference.pairwise(torch.tensor([1.0, 0.5]), torch.tensor([0.0, 0.5]), centering=0.1)
+    assert loss.values.tolist() == pytest.approx([math.log(1 + math.exp(-1)) + 0.1, math.log(2) + 0.1])
+    assert {name: values.tolist() for name, values in loss.metrics.items()} == {
+        "accuracy": [1.0, 0.0],
+        "margin": [1.0, 0.0],
+        "chosen": [1.0, 0.5],
+        "rejected": [0.0, 0.5],
+    }
 
 
 def test_pairs_far_apart_stay_finite_and_a_margin_asks_for_more() -> None:

@@ -11,7 +11,8 @@ from megarl.algos.metrics import explained_variance, group_metrics, objective_me
 from megarl.algos.normalisation import Reduce
 from megarl.algos.rewards import kl_penalties
 from tests.algos.adapters.common import local, on_ranks
-from tests.algos.examples import MASK, numbers
+from tests.algos.examples import MASK
+from tests.algos.inputs import numbers
 
 SPLITS = ([slice(0, 1), slice(1, 4)], [slice(0, 4), slice(0, 0)])
 

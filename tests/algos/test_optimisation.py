@@ -15,7 +15,8 @@ from megarl.algos.normalisation import Reduce
 from megarl.algos.optimisation import divided, exceeds_target, linear_anneal, rank_seeds, tensorflow_eps
 from megarl.algos.value_norm import ValueMoments, ValueScale, denormalised, normalised, scale_of, updated
 from tests.algos.adapters.common import local, on_ranks
-from tests.algos.examples import MASK, numbers
+from tests.algos.examples import MASK
+from tests.algos.inputs import numbers
 from tests.oracle.adam import Adam, AdamSettings
 
 # ---- Adam

@@ -19,7 +19,8 @@ from megarl.algos.preference import span, spans_of
 from megarl.algos.scores import keep_finished
 from megarl.algos.terms import LossTerms, weighted
 from tests.algos.adapters.common import local
-from tests.algos.examples import MASK, POLICY_LOSSES, VALUE_LOSSES, gradient, numbers, step_weights, tokens, total
+from tests.algos.examples import MASK, POLICY_LOSSES, VALUE_LOSSES, gradient, step_weights, tokens, total
+from tests.algos.inputs import numbers
 
 
 def test_p04_a_mean_of_means_of_micro_batches() -> None:
