@@ -1,0 +1,261 @@
+"""A short run of a recipe, and the same by the naive program of tests/oracle from the rollouts that it recorded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import numpy as np
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from megarl.data.schedule import mini_batch_members
+from megarl.types import SampleInfo
+from tests.e2e.runs import ROOT, finish, started
+from tests.oracle import models, ppo, scores
+from tests.oracle.models import Sample
+
+SEED = 1
+STEPS = 2
+"""In the first, the actor is the reference and the critic knows nothing; the second has all terms."""
+DIVISOR = 7
+TEXTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7], [9, 3, 2, 3, 8, 4, 6]]
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "float32",
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """How a recipe is run, and what the oracle takes it for.
+
+    Args:
+        settings: of the oracle, after the recipe's source and the changes of the run.
+        changes: what the run has otherwise than the recipe, beside its model, its sizes and its rates.
+        critic: where the critic's head is from, None without a critic.
+        reference: whether the penalty needs one.
+        divisor, shift: of the rule that scores.
+        prompts, samples: of a step.
+        epochs, mini_batches: of a step.
+        keeps: which prompts are learned from, by their scores.
+        greedy: whether the likeliest response to each prompt is a baseline.
+        critic_first: steps in which the critic alone is trained.
+        mixes: whether ``TEXTS`` are mixed in.
+        average: whether the average of the actor is exported.
+        truncation: the token that ends what is scored, and the index from which on it does.
+    """
+
+    settings: ppo.Settings
+    changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    critic: str | None = None
+    reference: bool = False
+    divisor: int = DIVISOR
+    shift: float = 0.0
+    prompts: int = 4
+    samples: int = 4
+    epochs: int = 1
+    mini_batches: int = 2
+    keeps: Callable[[Sequence[float]], bool] = lambda _: True
+    greedy: bool = False
+    critic_first: int = 0
+    mixes: bool = False
+    average: bool = False
+    truncation: tuple[int, int] | None = None
+
+
+def run(name: str, case: Case, directory: Path) -> None:
+    """Runs a recipe for two steps in a directory, which has ``run`` and ``recorded`` then.
+
+    Raises:
+        RuntimeError: the run failed.
+    """
+    if case.critic == "loaded":
+        reward_model(directory / "judge")
+    if case.mixes:
+        rows = [json.dumps({"prompt_ids": ids[:1], "response_ids": ids[1:]}) for ids in TEXTS]
+        (directory / "texts.jsonl").write_text("\n".join(rows) + "\n")
+    overlay = _merged(_sizes(name, case, directory), case.changes)
+    (directory / "run.yaml").write_text(yaml.safe_dump(overlay))
+    with started(["train", str(directory / "run.yaml")]) as program:
+        finished = finish(*program)
+    if finished.status != 0:
+        raise RuntimeError(f"{name} ended with {finished.status}:\n{finished.errors}\n{finished.output}")
+
+
+def _sizes(name: str, case: Case, directory: Path) -> dict[str, Any]:
+    """What a run says beside its recipe: the model, two devices, few and short samples, rates that move the weights."""
+    role = {"tokens_per_micro_batch": 64}
+    roles = ["actor", *["critic"] * (case.critic is not None), *["reference"] * case.reference]
+    moving = {"lr": 2e-3, "schedule": "constant", "warmup": 0.0, "final_lr": 0.0}
+    overlay: dict[str, Any] = {
+        "defaults": [str(ROOT / "configs/recipes" / f"{name}.yaml")],
+        "run": {"dir": str(directory / "run"), "steps": STEPS, "seed": SEED},
+        "model": {"random": {"seed": 0, "config": MODEL}},
+        "cluster": {"device": "cpu", "devices_per_node": 2, "object_store_mib": 128},
+        "groups": {"train": {"devices": 0, "roles": dict.fromkeys(roles, role)}},
+        "rollout": {
+            "devices": 1,
+            "max_new_tokens": 12,
+            "max_model_len": 24,
+            "kv_cache_mib": 32,
+            "record": str(directory / "recorded"),
+        },
+        "data": {
+            "random": {"count": 64, "min_tokens": 2, "max_tokens": 8},
+            "prompts_per_step": case.prompts,
+            "samples_per_prompt": case.samples,
+        },
+        "algo": {"ppo_epochs": case.epochs, "mini_batches": case.mini_batches},
+        "actor": {"optimizer": moving},
+        "reward": {
+            "functions": [
+                {"name": "tests.e2e.rules:remainder", "args": {"divisor": case.divisor, "shift": case.shift}}
+            ]
+        },
+        "tracking": {"tensorboard": False},
+    }
+    if case.critic is not None:
+        overlay["critic"] = {"optimizer": moving}
+    if case.critic == "loaded":
+        overlay["critic"]["path"] = str(directory / "judge")
+    if case.mixes:
+        texts = {"data": str(directory / "texts.jsonl"), "max_tokens": 16, "sequences_per_mini_batch": len(TEXTS)}
+        overlay["ptx"] = texts
+    return overlay
+
+
+def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    both = {**one, **other}
+    for key in one.keys() & other.keys():
+        if isinstance(one[key], Mapping) and isinstance(other[key], Mapping):
+            both[key] = _merged(one[key], other[key])
+    return both
+
+
+def reward_model(directory: Path) -> None:
+    """Writes a model with a score head."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    fields = {key: value for key, value in MODEL.items() if key not in ("architectures", "model_type", "dtype")}
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        config = AutoConfig.for_model("llama", **fields, num_labels=1)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(directory)
+
+
+# ---- the same by the oracle
+
+
+def naive(case: Case, directory: Path) -> tuple[ppo.Outcome, list[list[Sample]], dict[str, Tensor]]:
+    """What the oracle makes of the recorded rollouts, the samples of each step, and the weights before the first."""
+    config = json.loads((directory / "run/model/config.json").read_text())
+    state = load_file(directory / "run/model/model.safetensors")
+    actor = models.causal_lm(config, state)
+    samples = [learned(recorded(directory / "recorded", step, case), case) for step in range(1, STEPS + 1)]
+    texts = [Sample(sample_id="", prompt_ids=ids[:1], response_ids=ids[1:]) for ids in TEXTS]
+    iterations = [
+        ppo.Iteration(
+            samples=own,
+            mini_batches=(batches := mini_batches(own, case, step)),
+            texts=[texts] * len(batches) if case.mixes else [],
+            critic_alone=step <= case.critic_first,
+        )
+        for step, own in enumerate(samples, 1)
+    ]
+    outcome = ppo.ppo_run(actor, actor, critic_of(case, config, state, directory), iterations, case.settings)
+    return outcome, samples, state
+
+
+def critic_of(case: Case, config: Mapping[str, Any], state: Mapping[str, Tensor], directory: Path) -> nn.Module | None:
+    """The critic before the first step."""
+    if case.critic is None:
+        return None
+    if case.critic == "loaded":
+        return models.headed_model(config, load_file(directory / "judge/model.safetensors"))
+    body = {name: tensor for name, tensor in state.items() if name != "lm_head.weight"}
+    return models.headed_model(config, {**body, "score.weight": torch.zeros(1, config["hidden_size"])})
+
+
+def recorded(directory: Path, step: int, case: Case) -> list[Sample]:
+    """The rollouts of a step, in the order of their ids, with scores."""
+    found: list[Sample] = []
+    baselines: dict[str, float] = {}
+    for file in sorted(directory.glob("*.npz")):
+        own, prompt, index = unquote(file.stem).split("/")
+        if int(own) != step:
+            continue
+        with np.load(file) as stored:
+            sample = Sample(
+                sample_id=unquote(file.stem),
+                prompt_ids=stored["prompt_ids"].tolist(),
+                response_ids=stored["response_ids"].tolist(),
+                finished=bool(stored["finished"]),
+                group=int(prompt.rpartition("-")[2]),
+                rollout_logprobs=stored["rollout_logprobs"].tolist(),
+            )
+        seen = sample if case.truncation is None else scores.truncated(sample, *case.truncation)
+        score = sum(seen.response_ids) % case.divisor + case.shift
+        if index == "greedy":
+            baselines[prompt] = score
+        else:
+            found.append(replace(sample, score=score, finished=seen.finished))
+    if not case.greedy:
+        assert not baselines
+        return found
+    return [replace(sample, greedy_score=baselines[sample.sample_id.split("/")[1]]) for sample in found]
+
+
+def learned(samples: Sequence[Sample], case: Case) -> list[Sample]:
+    """Those of the prompts that the recipe keeps."""
+    shaped = {s.sample_id: scores.shaped(s, case.settings.shapes) for s in samples}
+    kept: list[Sample] = []
+    for sample in samples:
+        group = [shaped[other.sample_id] for other in samples if other.group == sample.group]
+        if case.keeps([score for score in group if score is not None]):
+            kept.append(sample)
+    assert len(kept) == case.prompts * case.samples, f"{len(kept)} of {len(samples)} samples"
+    return kept
+
+
+def mini_batches(samples: Sequence[Sample], case: Case, step: int) -> list[list[str]]:
+    """The sample ids of every optimizer step of a step."""
+    infos = [
+        SampleInfo(
+            sample_id=sample.sample_id,
+            prompt_id=str(sample.group),
+            chunk=0,
+            row=row,
+            prompt_tokens=len(sample.prompt_ids),
+            response_tokens=len(sample.response_ids),
+            finished=sample.finished,
+        )
+        for row, sample in enumerate(samples)
+    ]
+    return [
+        [info.sample_id for info in members]
+        for epoch in range(case.epochs)
+        for members in mini_batch_members(infos, case.mini_batches, seed=SEED, step=step, epoch=epoch)
+    ]
