@@ -1,4 +1,7 @@
-"""The command line: ``megarl train | plan | convert | doctor``. A mistake of the user: one message, exit code 2."""
+"""The command line: ``megarl train | eval | plan | convert | doctor``.
+
+A mistake of the user is one message, with exit code 2.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]
 
 @app.command()
 def train(config_path: ConfigPath, overrides: Overrides = None) -> None:
-    """Run what CONFIG describes: SFT, a reward model, or PPO; go on where run.dir has a checkpoint."""
+    """Train as CONFIG describes: SFT, a reward model, PPO or RAFT; go on where run.dir has a checkpoint."""
     config = _load(config_path, overrides)
     from megarl.config import ConfigError, Problem, TrainingConfig
     from megarl.errors import RunError
@@ -40,6 +43,25 @@ def train(config_path: ConfigPath, overrides: Overrides = None) -> None:
         _stop(ConfigError([problem], str(config_path)), exit_code=2)
     try:
         run.train(config)
+    except ConfigError as error:
+        _stop(ConfigError(error.problems, str(config_path)), exit_code=2)
+    except RunError as error:
+        _stop(error, exit_code=1)
+
+
+@app.command("eval")
+def evaluate(config_path: ConfigPath, overrides: Overrides = None) -> None:
+    """Let the model that CONFIG names, any Hugging Face directory, answer held-out prompts, and report the scores."""
+    config = _load(config_path, overrides)
+    from megarl.config import ConfigError, EvalConfig, Problem
+    from megarl.errors import RunError
+    from megarl.loop import eval as evaluation
+
+    if not isinstance(config, EvalConfig):
+        problem = Problem(field="stage", value=config.stage, rule="the stage eval", fix="use megarl train")
+        _stop(ConfigError([problem], str(config_path)), exit_code=2)
+    try:
+        evaluation.evaluate(config)
     except ConfigError as error:
         _stop(ConfigError(error.problems, str(config_path)), exit_code=2)
     except RunError as error:

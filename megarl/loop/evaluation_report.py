@@ -69,5 +69,5 @@ class EvaluationReporter:
         for sink in self.trackers:
             sink.write(result.step, result.metrics)
         console = Console(highlight=False)
-        width = None if console.is_terminal else _WIDTH
-        console.print(metrics_table(title, result.metrics), width=width)
+        console.print(title, markup=False, soft_wrap=True)
+        console.print(metrics_table(result.metrics), width=None if console.is_terminal else _WIDTH)

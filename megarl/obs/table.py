@@ -13,19 +13,18 @@ from megarl.obs.metrics import short
 _INTERVAL = "_ci95"
 
 
-def metrics_table(title: str, metrics: Mapping[str, float]) -> Table:
+def metrics_table(metrics: Mapping[str, float]) -> Table:
     """A row per metric, with the half width of its 95% interval where it has one.
 
     Metrics are named ``prefix/name``. Those of each prefix have columns of their own; a number that is not known is a
     dash.
 
     Args:
-        title: above the table.
         metrics: among them ``prefix/name_ci95``, the half width of the interval of ``prefix/name``.
     """
     prefixes = list(dict.fromkeys(name.partition("/")[0] for name in metrics))
     rows = dict.fromkeys(name.partition("/")[2] for name in metrics if not name.endswith(_INTERVAL))
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD)
     table.add_column("metric", no_wrap=True)
     for prefix in prefixes:
         table.add_column(prefix, justify="right", no_wrap=True)

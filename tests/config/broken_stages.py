@@ -113,4 +113,11 @@ EVAL: Cases = {
         (["evaluation.pass_at=[1, 8]"], "evaluation.pass_at", "at most evaluation.samples_per_prompt = 4")
     ],
     scoring.reward_settings_have_their_model: [(["reward.path=x"], "reward.path", "no effect without the role")],
+    scoring.nothing_is_learnt: [
+        (["reward.functions=[{name: regex}]"], "reward.functions", "no effect in stage eval"),
+        (["reward.shuffle=true"], "reward.shuffle", "no effect in stage eval"),
+    ],
+    data.chat_templates_have_a_tokenizer: [
+        (["evaluation.chat_template=true"], "evaluation.chat_template", "needs a tokenizer")
+    ],
 }

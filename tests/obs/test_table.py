@@ -21,11 +21,10 @@ def test_intervals_stand_beside_their_metrics_and_prefixes_beside_each_other() -
         "eval_ema/score_ci95": 0.5,
     }
     output = io.StringIO()
-    Console(file=output, width=80).print(metrics_table("evaluation after step 3", metrics))
+    Console(file=output, width=80).print(metrics_table(metrics))
     lines = [line.split() for line in output.getvalue().splitlines() if line.strip()]
-    assert lines[0] == ["evaluation", "after", "step", "3"]
-    assert lines[1] == ["metric", "eval", "±", "95%", "eval_ema", "±", "95%"]
-    assert lines[3:] == [
+    assert lines[0] == ["metric", "eval", "±", "95%", "eval_ema", "±", "95%"]
+    assert lines[2:] == [
         ["score", "0.1235", "0.01", "-2", "0.5"],
         ["samples", "64", "-"],
         ["exact", "1", "-", "-"],

@@ -80,6 +80,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         model.checkpoints_share_the_tokens,
         data.lengths_fit,
         *scoring.RULES,
+        scoring.nothing_is_learnt,
     ),
 }
 """By stage."""

@@ -14,6 +14,7 @@ from megarl.config.schema import (
     Algo,
     Evaluation,
     Group,
+    HeldOut,
     Model,
     Normalisation,
     PairData,
@@ -66,9 +67,12 @@ def named_sources(
     yield from ((field, source) for field, source in found.items() if source is not None)
 
 
-def chat_templates_have_a_tokenizer(model: Model, data: AnyData | None, ptx: PTX | None) -> Iterator[Problem]:
+def chat_templates_have_a_tokenizer(
+    model: Model, data: AnyData | None, evaluation: Evaluation | None, ptx: PTX | None
+) -> Iterator[Problem]:
     """A random model has no tokenizer of its own."""
-    for field, rows in (("data", data), ("ptx", ptx)):
+    held_out = evaluation if isinstance(evaluation, HeldOut) else None
+    for field, rows in (("data", data), ("evaluation", held_out), ("ptx", ptx)):
         if rows is not None and rows.chat_template and model.tokenizer is None and model.path is None:
             fix = "set model.tokenizer, or set it to false"
             yield Problem(field=f"{field}.chat_template", value="True", rule="needs a tokenizer", fix=fix)

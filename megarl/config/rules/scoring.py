@@ -103,6 +103,13 @@ def evaluations_sample(evaluation: Evaluation | None) -> Iterator[Problem]:
         yield Problem(field="evaluation.pass_at", value=value, rule=rule, fix=fix)
 
 
+def nothing_is_learnt(reward: Reward) -> Iterator[Problem]:
+    """An evaluation by itself reports its sources one by one."""
+    where = "in stage eval, which reports each source by itself"
+    otherwise = "or name functions in evaluation.functions"
+    yield from unused("reward", reward, ("weight", "functions", "dense", "shuffle"), where, otherwise)
+
+
 def averages_are_kept(actor: Policy, evaluation: PeriodicEvaluation | None) -> Iterator[Problem]:
     """An average that is evaluated is kept."""
     if evaluation is not None and evaluation.ema and actor.ema is None:
