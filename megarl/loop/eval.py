@@ -39,6 +39,9 @@ def evaluate(config: EvalConfig) -> Summary:
     check_gpus(config)
     directory = EvaluationDirectory(config)
     session = Session(config.cluster, directory.logs, config.cluster.address)
+    if data.left_out.rows:
+        data.left_out.write(directory.left_out)
+        print(data.left_out.told(directory.left_out), flush=True)
     with closing(directory), EvaluationReporter(config, directory) as reporter, session:
         result = _result(config, session, directory, data)
         reporter.write(result, f"{config.model.path or 'a random model'} on {config.evaluation.prompts.path}")
