@@ -42,7 +42,7 @@ def pairwise(
     """
     difference = chosen - rejected
     wanted = difference if margins is None or kind == "logexp" else difference - margins
-    values = functional.softplus(-wanted)
+    values = -functional.logsigmoid(wanted)
     if centering:
         values = values + centering * (chosen + rejected).square()
     return LossTerms(values=values, metrics=_metrics(chosen, rejected))
@@ -121,7 +121,7 @@ def span(chosen: Tensor, rejected: Tensor, spans: Spans) -> LossTerms:
         Metrics also: ``margin``, chosen - rejected; ``chosen`` and ``rejected``, the scores.
     """
     counted = torch.where(spans.mask, chosen - rejected, torch.zeros_like(chosen))
-    values = (functional.softplus(-counted) * spans.mask).sum(-1) / spans.mask.sum(-1).clamp(min=1)
+    values = -(functional.logsigmoid(counted) * spans.mask).sum(-1) / spans.mask.sum(-1).clamp(min=1)
     ends = chosen.gather(-1, spans.chosen_last[:, None]), rejected.gather(-1, spans.rejected_last[:, None])
     return LossTerms(values=values, metrics=_metrics(*(end.squeeze(-1) for end in ends)))
 

@@ -33,21 +33,25 @@ WEIGHTS = {
 
 
 def rollout_weights(args: Args) -> Args:
+    """``changed_fraction`` is that of the bounds, before the weights are normalised, and of tokens by themselves."""
     (train, rollout), mask, kind = floats(args, "train", "rollout"), take_mask(args), args.pop("kind")
     options = {
         "upper": args.pop("upper", 2.0),
         "lower": args.pop("lower", None),
-        "batch_normalise": args.pop("batch_normalize", False),
         "log_clamp": args.pop("safety", MAX_LOG_RATIO),
     }
+    weigh, normalise = pick(WEIGHTS, kind), args.pop("batch_normalize", False)
     done(args)
-    weights = pick(WEIGHTS, kind)(train, rollout, mask, local, **options)
-    told = metrics.correction_metrics(weights, train, rollout, mask, reduce=local)
+    weights = weigh(train, rollout, mask, local, **options, batch_normalise=normalise)
+    told, bounded = (
+        metrics.correction_metrics(own, train, rollout, mask, reduce=local)
+        for own in (weights, weigh(train, rollout, mask, local, **options))
+    )
     return {
         "weights": weights,
         "mean": told["rollout_corr/weight_mean"],
         "ess": told["rollout_corr/ess"],
-        "changed_fraction": told["rollout_corr/changed_fraction"] if kind.startswith("token") else None,
+        "changed_fraction": bounded["rollout_corr/changed_fraction"] if kind.startswith("token") else None,
     }
 
 
