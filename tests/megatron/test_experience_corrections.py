@@ -1,0 +1,171 @@
+"""Rollouts of another policy than the one in training: weights, what is left out, and which columns an update gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.config.schema import Algo
+from megarl.megatron.experience import build_experience
+from megarl.types import ExperienceChunk, ExperienceTerms, Ragged, VersionSpan
+from tests.megatron.samples import columns_of, random_chunks
+from tests.oracle import corrections
+
+RANDOM = np.random.default_rng(4)
+ROWS = [(chunk, row) for chunk in range(4) for row in range(3)]
+VERSION = 9
+"""Of the actor before the update."""
+
+
+def aged(chunk: Any) -> Any:
+    """A chunk whose responses begin under one version and end under a later one, with log-probabilities of its own."""
+    lengths = chunk.response_ids.lengths
+    cuts = [int(RANDOM.integers(n)) for n in lengths]
+    return replace(
+        chunk,
+        rollout_logprobs=Ragged.from_rows([RANDOM.normal(scale=0.5, size=n) for n in lengths], np.float32),
+        versions=tuple(
+            tuple(
+                VersionSpan(start=start, stop=stop, version=version, engine_id=0)
+                for start, stop, version in ((0, cut, 6), (cut, int(n), 8))
+                if start < stop
+            )
+            for cut, n in zip(cuts, lengths, strict=True)
+        ),
+    )
+
+
+CHUNKS = [aged(chunk) for chunk in random_chunks()[0]]
+ROLLOUT = {i: chunk.rollout_logprobs for i, chunk in enumerate(CHUNKS)}
+NOISE = {i: RANDOM.normal(scale=0.4, size=len(own.values)) for i, own in ROLLOUT.items()}
+OLD = {i: Ragged(values=(own.values + NOISE[i]).astype(np.float32), offsets=own.offsets) for i, own in ROLLOUT.items()}
+SCORES = {i: np.arange(3, dtype=np.float32) for i in range(4)}
+UNLEARNT = frozenset({(2, 1)})
+Built = dict[int, ExperienceChunk]
+
+
+def build(correction: dict[str, Any], *, recomputed: bool = True) -> tuple[Built, dict[str, float]]:
+    algo = Algo.model_validate({"advantage": "reinforce", "correction": correction})
+    columns = columns_of(SCORES, old=OLD if recomputed else None, unlearnt=UNLEARNT)
+    terms = ExperienceTerms(kl_coef=0.0, version=VERSION, groups=4)
+    built, report = build_experience(
+        list(range(4)), CHUNKS, columns, algo, None, terms, lambda vector: vector, lambda vector: vector
+    )
+    return built, dict(report.metrics)
+
+
+def pair(chunk: int, row: int) -> tuple[list[float], list[float]]:
+    return OLD[chunk][row].tolist(), ROLLOUT[chunk][row].tolist()
+
+
+def weights_are(built: Built, expected: Callable[[int, int], Any]) -> None:
+    for chunk, row in ROWS:
+        weights = built[chunk].weights
+        assert weights is not None
+        want = 0.0 if (chunk, row) in UNLEARNT else expected(chunk, row)
+        np.testing.assert_allclose(weights[row], np.broadcast_to(want, weights[row].shape), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"],
+)
+def test_weights_are_those_of_their_name_on_what_is_learnt(name: str) -> None:
+    built, metrics = build({"weights": {"name": name, "upper": 1.4, "lower": 0.7}})
+    naive = getattr(corrections, name)
+    weights_are(built, lambda chunk, row: naive(*pair(chunk, row), upper=1.4, lower=0.7))
+    all_weights = np.concatenate([naive(*pair(*where), upper=1.4, lower=0.7) for where in ROWS])
+    assert metrics["rollout_corr/weight_mean"] == pytest.approx(all_weights.mean(), rel=1e-5)
+    assert 0 < metrics["rollout_corr/ess"] < 1
+
+
+def test_weights_of_mean_one_are_so_over_the_step() -> None:
+    built, _ = build({"weights": {"name": "token_truncate", "upper": 1.4, "batch_normalise": True}})
+    plain = corrections.normalised([corrections.token_truncate(*pair(*where), upper=1.4) for where in ROWS])
+    expected = dict(zip(ROWS, plain, strict=True))
+    weights_are(built, lambda chunk, row: expected[chunk, row])
+
+
+def test_every_region_must_keep_a_token() -> None:
+    """A bound on tokens and one on sequences, with weights besides."""
+    built, metrics = build(
+        {
+            "weights": {"name": "token_truncate", "upper": 2.0},
+            "reject": [
+                {"statistic": "token_k1", "lower": 0.6, "upper": 1.5},
+                {"statistic": "sequence_mean_k2", "upper": 0.09},
+            ],
+        }
+    )
+
+    def expected(chunk: int, row: int) -> np.ndarray:
+        old, rollout = (np.array(own) for own in pair(chunk, row))
+        d = old - rollout
+        inside = (np.exp(-d) >= 0.6) & (np.exp(-d) <= 1.5)
+        return np.minimum(np.exp(d), 2.0) * inside * float((d**2 / 2).mean() <= 0.09)
+
+    weights_are(built, expected)
+    kept = np.concatenate([np.broadcast_to(expected(*where) != 0, len(pair(*where)[0])) for where in ROWS])
+    assert 0 < kept.mean() < 1
+    assert metrics["rollout_corr/kept_fraction"] == pytest.approx(kept.mean())
+
+
+def test_the_second_moment_is_that_of_the_step() -> None:
+    built, _ = build({"m2po": {"threshold": 0.05}})
+    differences = [(np.array(pair(*where)[0]) - np.array(pair(*where)[1])).tolist() for where in ROWS]
+    kept = dict(zip(ROWS, corrections.second_moment(differences, threshold=0.05), strict=True))
+    assert 0 < np.mean([x for own in kept.values() for x in own]) < 1
+    weights_are(built, lambda chunk, row: kept[chunk, row])
+
+
+def test_without_corrections_weights_are_there_where_something_is_not_learnt() -> None:
+    built, metrics = build({})
+    weights_are(built, lambda _chunk, _row: 1.0)
+    assert "rollout_corr/weight_mean" not in metrics
+    d = np.concatenate([OLD[i].values.astype(np.float64) - ROLLOUT[i].values for i in range(4)])
+    assert metrics["rollout_corr/kl"] == pytest.approx(-d.mean(), rel=1e-4)
+    assert metrics["rollout/logprob_gap"] == pytest.approx(np.abs(d).mean(), rel=1e-5)
+    assert all(chunk.rollout_logprobs is chunk.proximal_weights is None for chunk in built.values())
+
+
+def test_the_engines_log_probabilities_may_stand_for_the_old_ones() -> None:
+    built, metrics = build({"old_logprobs": "rollout"}, recomputed=False)
+    assert all(built[i].old_logprobs is ROLLOUT[i] for i in range(4))
+    assert not [name for name in metrics if name.startswith("rollout_corr/")], "there is nothing to compare"
+    total = -sum(ROLLOUT[i].values.astype(np.float64).sum() for i in range(4))
+    assert metrics["objective/entropy"] == pytest.approx(total / 12, rel=1e-5)
+
+
+@pytest.mark.parametrize("method", ["loglinear", "linear"])
+def test_the_loss_gets_what_it_interpolates_with(method: str) -> None:
+    """Tokens of version 6 are 3 versions old: (3 - 1) / 3 of the way; those of 8 are the last version's: none of it."""
+    built, _ = build({"old_logprobs": method}, recomputed=False)
+    for chunk, row in ROWS:
+        assert built[chunk].old_logprobs is built[chunk].rollout_logprobs is ROLLOUT[chunk]
+        alpha, spans = built[chunk].proximal_weights, CHUNKS[chunk].versions[row]
+        assert alpha is not None
+        expected = [2 / 3 if span.version == 6 else 0.0 for span in spans for _ in range(span.start, span.stop)]
+        np.testing.assert_allclose(alpha[row], expected, rtol=1e-6)
+
+
+def test_masking_of_sequences_reads_the_engines_log_probabilities() -> None:
+    built, _ = build({"sequence_mask": {"delta": 1e-4}})
+    assert all(built[i].rollout_logprobs is ROLLOUT[i] for i in range(4))
+
+
+def test_staleness_is_that_of_tokens() -> None:
+    _, metrics = build({})
+    ages = [
+        VERSION - span.version
+        for chunk in CHUNKS
+        for spans in chunk.versions
+        for span in spans
+        for _ in range(span.start, span.stop)
+    ]
+    assert metrics["staleness/mean"] == pytest.approx(np.mean(ages))
+    assert metrics["staleness/max"] == 3
+    assert "staleness/min" not in metrics
