@@ -24,7 +24,8 @@ class Snapshot:
 
     Args:
         weights: local parameters.
-        moments: for each kind and parameter, the rank's run of it: where it starts in the flattened parameter, and it.
+        moments: for each kind (the average of the weights, too) and parameter, the rank's run of it: where it starts in
+            the flattened parameter, and it.
         adam_steps: the step counts of the optimizer's state, without repetitions.
         counters: the role's own.
         shard_map: of the parameters.
@@ -42,6 +43,8 @@ def snapshot(role: Any) -> Snapshot:
     names = {parameter: name for name, parameter in role.model.parameters().items()}
     moments: dict[tuple[str, str], tuple[int, torch.Tensor]] = {}
     adam_steps: set[float] = set()
+    if role.average is not None:
+        moments |= _average(role)
     for optimizer in role.trainer.optimizer.chained_optimizers:
         for parameter in optimizer.model_param_gbuf_map:
             start = optimizer._get_model_param_range_map(parameter)["param"].start
@@ -57,6 +60,13 @@ def snapshot(role: Any) -> Snapshot:
         counters=(role.steps_taken, role.skipped_in_a_row),
         shard_map=role.shard_map,
     )
+
+
+def _average(role: Any) -> dict[tuple[str, str], tuple[int, torch.Tensor]]:
+    from megarl.megatron.shards import shards
+
+    runs = {shard.name: shard.span.start for shard in shards(role.model, role.trainer)}
+    return {("average", name): (runs[name], values.clone()) for name, values in role.average.values.items()}
 
 
 def canonical(snapshots: Sequence[Snapshot]) -> dict[str, torch.Tensor]:
@@ -108,7 +118,8 @@ def make_roles(
     for name, layout in layouts.items():
         head = None if name == "actor" else torch.linspace(-1, 1, 32).view(1, 32).to(dtype)
         roles[name] = load_role(models[name], name, layout, rank, cache, trainable=True, head=head, dtype=dtype)
-        roles[name].start_training(Optimizer(**SCHEDULE), total_steps=TOTAL_STEPS)
+        decay = 0.8 if name == "actor" else None
+        roles[name].start_training(Optimizer(**SCHEDULE), total_steps=TOTAL_STEPS, decay=decay)
     return roles
 
 

@@ -14,6 +14,7 @@ from megarl.types import Layout
 from tests.megatron.samples import random_chunks
 from tests.megatron.test_parity import layout_id
 from tests.megatron.tiny import load_role, save_model
+from tests.oracle.adam import Adam, AdamSettings
 from tests.pool import RankPool
 
 
@@ -49,7 +50,11 @@ SETTINGS = Optimizer(lr=8e-3, schedule="linear", warmup=0.5, eps=1e-4, clip_grad
 RATES = [8e-3 / 3, 16e-3 / 3, 8e-3, 4e-3]
 
 
-def _train(rank: int, directory: Path, layout: Layout) -> dict[str, Any]:
+TENSORFLOW = SETTINGS.model_copy(update={"adam": "tensorflow", "betas": (0.9, 0.999)})
+"""The second moment's correction is far from 1 in the first steps."""
+
+
+def _train(rank: int, directory: Path, layout: Layout, settings: Optimizer = SETTINGS) -> dict[str, Any]:
     """Four steps on the same samples; before each, the same loss without a step."""
     from megarl.data.schedule import inference_schedule, update_schedules
     from megarl.megatron.groups import GroupCache
@@ -57,7 +62,7 @@ def _train(rank: int, directory: Path, layout: Layout) -> dict[str, Any]:
 
     rollouts, infos = random_chunks()
     role = load_role(directory, "actor", layout, rank, GroupCache(), trainable=True, head=None)
-    role.start_training(SETTINGS, total_steps=4)
+    role.start_training(settings, total_steps=4)
 
     def loss_of(schedule: Any) -> Any:
         def loss(batch: Any, hidden: torch.Tensor) -> Any:
@@ -76,17 +81,24 @@ def _train(rank: int, directory: Path, layout: Layout) -> dict[str, Any]:
     return {"steps": steps, "evaluated": evaluated, "last_stage": role.coords.pp == layout.pp - 1}
 
 
-def _losses(directory: Path) -> list[float]:
-    """The same with Hugging Face's model and torch's Adam."""
+def _losses(directory: Path, settings: Optimizer = SETTINGS) -> list[float]:
+    """The same with Hugging Face's model, and Adam by its formulas."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    adam = torch.optim.AdamW(model.parameters(), betas=SETTINGS.betas, eps=SETTINGS.eps, weight_decay=0.0)
+    naive = AdamSettings(
+        lr=1.0,
+        betas=settings.betas,
+        eps=settings.eps,
+        clip_grad=None,
+        tensorflow=settings.adam == "tensorflow",
+        schedule=RATES.__getitem__,
+    )
+    adam = Adam(model, naive)
     chunks, infos = random_chunks()
     losses = []
-    for rate in RATES:
-        adam.param_groups[0]["lr"] = rate
-        adam.zero_grad()
+    for _ in RATES:
+        model.zero_grad()
         loss = torch.zeros(())
         for info in infos:
             prompt, response = (
@@ -116,3 +128,13 @@ def test_steps_take_their_rate_and_evaluation_takes_none(pool: RankPool, tmp_pat
         for step, evaluation in zip(result["steps"], result["evaluated"], strict=True):
             assert evaluation.keys() == {"loss", "entropy"}
             assert evaluation == pytest.approx({name: step[name] for name in evaluation}, rel=1e-5)
+
+
+@pytest.mark.dist
+def test_adam_as_tensorflow_has_it(pool: RankPool, tmp_path: Path) -> None:
+    directory, layout = save_model(tmp_path / "model"), Layout(tp=2, dp=2)
+    expected, other = (_losses(directory, settings) for settings in (TENSORFLOW, SETTINGS))
+    assert expected[-1] != pytest.approx(other[-1], rel=1e-2), "the style does not matter here"
+    for result in pool.run(_train, directory, layout, TENSORFLOW, world_size=4):
+        if result["last_stage"]:
+            assert [step["loss"] for step in result["steps"]] == pytest.approx(expected, rel=2e-4)

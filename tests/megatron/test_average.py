@@ -1,0 +1,160 @@
+"""The average of a role's weights, and a reference that follows the actor, against plain recurrences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config.schema import Optimizer
+from megarl.types import Layout
+from tests.checkpoint.training import train
+from tests.megatron.test_parity import layout_id
+from tests.megatron.tiny import load_role, save_model
+from tests.pool import RankPool
+
+pytestmark = pytest.mark.dist
+
+LAYOUTS = [Layout(), Layout(tp=2, dp=2, sequence_parallel=True), Layout(pp=2, vpp=2, dp=2)]
+SETTINGS = Optimizer(lr=3e-2)
+
+Weights = dict[str, torch.Tensor]
+
+
+def _weights(role: Any) -> Weights:
+    return {name: parameter.detach().float().clone() for name, parameter in role.model.parameters().items()}
+
+
+def _averaged(role: Any) -> Weights:
+    """The average, as the model has it; afterwards the model has its weights again, bit for bit."""
+    before = _weights(role)
+    role.average.use(True)
+    role.average.use(True)
+    average = _weights(role)
+    role.average.use(False)
+    after = _weights(role)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    return average
+
+
+def _trained(rank: int, directory: Path, layout: Layout, dtype: torch.dtype, decay: float) -> tuple[Any, ...]:
+    """The weights before and after each of four steps, of which one is skipped, and the average after each."""
+    from megarl.megatron.groups import GroupCache
+
+    role = load_role(directory, "actor", layout, rank, GroupCache(), trainable=True, head=None, dtype=dtype)
+    role.start_training(SETTINGS, total_steps=4, decay=decay)
+    weights, averages = [_weights(role)], [_averaged(role)]
+    for step in range(4):
+        train(role, step, 1, broken=[1])
+        weights.append(_weights(role))
+        averages.append(_averaged(role))
+    return weights, averages
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)
+def test_the_average_follows_every_step_that_is_taken(pool: RankPool, tmp_path: Path, layout: Layout) -> None:
+    directory = save_model(tmp_path / "model")
+    args = (directory, layout, torch.float32, 0.75)
+    for weights, averages in pool.run(_trained, *args, world_size=layout.world_size):
+        expected = weights[0]
+        for step, (now, average) in enumerate(zip(weights, averages, strict=True)):
+            if step not in (0, 2):  # the second step is skipped
+                expected = {name: 0.75 * expected[name] + 0.25 * now[name] for name in now}
+            for name, values in average.items():
+                torch.testing.assert_close(values, expected[name], rtol=1e-6, atol=1e-6)
+        moved = max((weights[-1][name] - averages[-1][name]).abs().max() for name in weights[-1])
+        assert moved > 1e-3, "nothing is averaged"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_decay_it_is_the_actor_and_with_all_the_start(
+    pool: RankPool, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    directory = save_model(tmp_path / "model")
+    for decay in (0.0, 1.0):
+        for weights, averages in pool.run(_trained, directory, LAYOUTS[1], dtype, decay, world_size=4):
+            for now, average in zip(weights, averages, strict=True):
+                want = now if decay == 0.0 else weights[0]
+                assert all(torch.equal(average[name], want[name]) for name in want)
+
+
+def _slow(rank: int, directory: Path) -> tuple[float, float]:
+    """How far a slow average of bfloat16 weights has come: as kept, and in bfloat16."""
+    from megarl.megatron.groups import GroupCache
+    from megarl.megatron.shards import shards
+
+    role = load_role(directory, "actor", Layout(), rank, GroupCache(), trainable=True, head=None, dtype=torch.bfloat16)
+    role.start_training(Optimizer(lr=1e-4), total_steps=4, decay=0.999)
+    start = {name: values.clone() for name, values in role.average.values.items()}
+    rounded = {name: values.bfloat16() for name, values in start.items()}
+    for step in range(4):
+        train(role, step, 1)
+        for shard in shards(role.model, role.trainer):
+            rounded[shard.name] = 0.999 * rounded[shard.name] + 0.001 * shard.main.detach().bfloat16()
+    kept = [(values - start[name]).abs().mean() for name, values in role.average.values.items()]
+    lost = [(values.float() - start[name]).abs().mean() for name, values in rounded.items()]
+    return float(torch.stack(kept).mean()), float(torch.stack(lost).mean())
+
+
+def test_an_average_of_16_bit_weights_moves(pool: RankPool, tmp_path: Path) -> None:
+    """In 16 bits it would move by rounding alone, further than the weights themselves, or not at all."""
+    ((kept, lost),) = pool.run(_slow, save_model(tmp_path / "model"), world_size=1)
+    assert 1e-8 < kept < 1e-6
+    assert not 0.1 * kept < lost < 10 * kept
+
+
+def _refused(rank: int, directory: Path, out: Path) -> None:
+    from megarl.megatron.groups import GroupCache
+    from megarl.megatron.state import save_role
+
+    role = load_role(directory, "actor", Layout(), rank, GroupCache(), trainable=True, head=None)
+    role.start_training(SETTINGS, total_steps=4, decay=0.5)
+    role.average.use(True)
+    for use in (lambda: train(role, 0, 1), lambda: save_role(role, out)):
+        with pytest.raises(AssertionError, match="actor has its average for its weights"):
+            use()
+
+
+def test_an_average_in_use_is_neither_trained_nor_saved(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(_refused, save_model(tmp_path / "model"), tmp_path / "out", world_size=1)
+
+
+def _following(
+    rank: int, directory: Path, other: Path, layout: Layout, dtype: torch.dtype, out: Path
+) -> tuple[Weights, ...]:
+    """The actor after a step, the reference before and after it follows, and another with its state."""
+    from megarl.megatron.groups import GroupCache
+    from megarl.megatron.state import restore_role, save_role
+
+    cache = GroupCache()
+    make = {"layout": layout, "rank": rank, "cache": cache, "head": None, "dtype": dtype}
+    actor = load_role(directory, "actor", trainable=True, **make)
+    actor.start_training(SETTINGS, total_steps=1)
+    train(actor, 0, 1)
+    reference = load_role(other, "reference", trainable=False, **make)
+    before = _weights(reference)
+    reference.follow(actor, 0.6)
+    save_role(reference, out)
+    resumed = load_role(directory, "reference", trainable=False, **make)
+    restore_role(resumed, out)
+    return _weights(actor), before, _weights(reference), _weights(resumed)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [(LAYOUTS[1], torch.float32), (LAYOUTS[2], torch.bfloat16)], ids=["float32", "bfloat16"]
+)
+def test_the_reference_follows_and_is_resumed(
+    pool: RankPool, tmp_path: Path, layout: Layout, dtype: torch.dtype
+) -> None:
+    directory, other = save_model(tmp_path / "model"), save_model(tmp_path / "other", seed=1)
+    ranks = pool.run(_following, directory, other, layout, dtype, tmp_path / "reference", world_size=4)
+    for actor, before, after, resumed in ranks:
+        for name, values in after.items():
+            want = (0.6 * actor[name] + 0.4 * before[name]).to(dtype).float()
+            torch.testing.assert_close(values, want, rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-6)
+            assert torch.equal(resumed[name], values), name
+    replicas = [ranks[rank] for rank in range(4) if layout.coords(rank).tp == 0 and layout.coords(rank).pp == 0]
+    for one in replicas[1:]:
+        assert all(torch.equal(one[2][name], replicas[0][2][name]) for name in one[2]), "replicas differ"
