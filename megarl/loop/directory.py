@@ -147,8 +147,9 @@ class RunDirectory(RunPaths):
         if changed:
             write_durably(self.path / f"config.until-step-{step}.yaml", old)
         self.summary.unlink(missing_ok=True)
-        if self.export.exists():
-            shutil.rmtree(self.export)
+        for export in (self.export, average_directory(self.export)):
+            if export.exists():
+                shutil.rmtree(export)
         for path in self._lines:
             cut_lines(path, step if self.latest is not None else -1)
 
@@ -196,6 +197,11 @@ def _writing(config: RunConfig) -> Iterator[None]:
         yield
     except OSError as error:
         raise _refused(config, f"can be written ({error.strerror})", _ANOTHER) from None
+
+
+def average_directory(export: Path) -> Path:
+    """Where the average of the weights lies of an exported actor."""
+    return export.with_name(f"{export.name}-ema")
 
 
 def _locked(path: Path, config: RunConfig) -> Any:
