@@ -50,8 +50,8 @@ def token_truncate(
 ) -> Tensor:
     """Truncated importance weights per token: the variance of the tail is traded for bias.
 
-    w = clamp(exp(d), lower, upper). Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL
-    training" (2025), TIS, as in verl and OpenRLHF.
+    w = clamp(exp(old - rollout), lower, upper). Source: Yao et al., "Your efficient RL framework secretly brings you
+    off-policy RL training" (2025), TIS, as in verl and OpenRLHF.
 
     Args:
         old_logprobs, rollout_logprobs, response_mask, reduce: see the module.
@@ -80,8 +80,9 @@ def token_mask(
 ) -> Tensor:
     """Importance weights per token, tokens beyond the bounds dropped.
 
-    w = exp(d) where lower <= exp(d) <= upper, else 0. Source: IcePop (Ling team, "Every step evolves", 2025); with an
-    upper bound alone the behaviour cap of AReaL's decoupled PPO (Fu et al., 2025), where it is 5.
+    w = exp(old - rollout) where that is within lower and upper, else 0. Source: IcePop (Ling team, "Every step
+    evolves", 2025); with an upper bound alone the behaviour cap of AReaL's decoupled PPO (Fu et al., 2025), where it is
+    5.
 
     Args:
         old_logprobs, rollout_logprobs, response_mask, reduce: see the module.
@@ -110,7 +111,8 @@ def sequence_truncate(
 ) -> Tensor:
     """Truncated importance weights of whole sequences, on each of their tokens.
 
-    w = clamp(exp(sum of d over the row), lower, upper). Source: verl's sequence-level truncated importance sampling.
+    w = clamp(exp(sum(old - rollout)), lower, upper), the sum over the response. Source: verl's sequence-level truncated
+    importance sampling.
 
     Args:
         old_logprobs, rollout_logprobs, response_mask, reduce: see the module.
@@ -140,7 +142,8 @@ def sequence_mask(
 ) -> Tensor:
     """Importance weights of whole sequences, sequences beyond the bounds dropped.
 
-    w = s = exp(sum of d over the row) where lower <= s <= upper, else 0. Source: TRL's sequence_mask, with upper 3.
+    w = exp(sum(old - rollout)), the sum over the response, where that is within lower and upper, else 0. Source: TRL's
+    sequence_mask, with upper 3.
 
     Args:
         old_logprobs, rollout_logprobs, response_mask, reduce: see the module.
@@ -170,7 +173,8 @@ def geometric_truncate(
 ) -> Tensor:
     """The truncated geometric mean of a sequence's ratios, on each of its tokens.
 
-    w = clamp(exp(mean of d over the row), lower, upper). Source: AReaL's rejection settings at the level of sequences.
+    w = clamp(exp(mean(old - rollout)), lower, upper), the mean over the response. Source: AReaL's rejection settings at
+    the level of sequences.
 
     Args:
         old_logprobs, rollout_logprobs, response_mask, reduce: see the module.
@@ -200,7 +204,8 @@ def geometric_mask(
 ) -> Tensor:
     """Importance weights per token, of sequences whose geometric mean ratio is within the bounds.
 
-    w = exp(d) where lower <= exp(mean of d over the row) <= upper, else 0. Source: OpenRLHF's seq-mask-tis.
+    w = exp(old - rollout) where exp(mean(old - rollout)), the mean over the response, is within lower and upper, else
+    0. Source: OpenRLHF's seq-mask-tis.
 
     Args:
         old_logprobs, rollout_logprobs, response_mask, reduce: see the module.
@@ -230,9 +235,10 @@ def rejection(
 ) -> Tensor:
     """Which tokens a hard trust region around the rollout policy keeps: those whose statistic is within its bounds.
 
-    Per token k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d; of a sequence their sum, mean or maximum over its tokens,
-    which then stay or go together. k2 and k3 must be at most ``upper``; the bounds of k1 are bounds of exp(-d), that
-    is log(lower) <= k1 <= log(upper). Several regions keep what each of them keeps. Source: verl's rollout rejection.
+    With d = old - rollout, per token k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d; of a sequence their sum, mean or
+    maximum over its tokens, which then stay or go together. k2 and k3 must be at most ``upper``; the bounds of k1 are
+    bounds of exp(-d), that is log(lower) <= k1 <= log(upper). Several regions keep what each of them keeps. Source:
+    verl's rollout rejection.
 
     Args:
         old_logprobs, rollout_logprobs, response_mask: see the module.

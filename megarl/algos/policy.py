@@ -38,11 +38,11 @@ def ppo(
 ) -> LossTerms:
     """PPO's clipped objective, a maximum of two terms per token.
 
-    l = max(-A * r, -A * clamp(r, 1 - clip, 1 + clip_high)). With ``dual_clip`` c, l is at most -A * c where A < 0; with
-    ``delta``, the first term is -A * min(r, delta); with ``ratio_clamp`` (low, high), r is clamped to it before all
-    else. Source: Schulman et al., "Proximal policy optimization algorithms" (2017); clip_high is DAPO's (Yu et al.,
-    2025); dual_clip that of Ye et al., "Mastering complex control in MOBA games" (2020); delta is TRL's and
-    INTELLECT-2's; ratio_clamp ColossalChat's.
+    l = max(-A * r, -A * clamp(r, 1 - clip, 1 + clip_high)) with r = exp(new - old). With ``dual_clip`` c, l is at most
+    -A * c where A < 0; with ``delta``, the first term is -A * min(r, delta); with ``ratio_clamp`` (low, high), r is
+    clamped to it before all else. Source: Schulman et al., "Proximal policy optimization algorithms" (2017); clip_high
+    is DAPO's (Yu et al., 2025); dual_clip that of Ye et al., "Mastering complex control in MOBA games" (2020); delta is
+    TRL's and INTELLECT-2's; ratio_clamp ColossalChat's.
 
     Args:
         new_logprobs, old_logprobs, advantages, response_mask: see the module.
@@ -79,8 +79,8 @@ def gspo(
 ) -> LossTerms:
     """PPO's clipped objective with one ratio per sequence, the geometric mean of its tokens' ratios.
 
-    s = exp(sum(d) / n) over the row's n counting tokens, and l = max(-A * s, -A * clamp(s, 1 - clip, 1 + clip_high)).
-    Its aggregation is sequence_mean. Source: Zheng et al., "Group sequence policy optimization" (2025).
+    l = max(-A * s, -A * clamp(s, 1 - clip, 1 + clip_high)) with s = exp(mean(new - old)) over the counting tokens of
+    the response. Its aggregation is sequence_mean. Source: Zheng et al., "Group sequence policy optimization" (2025).
 
     Args:
         new_logprobs, old_logprobs, advantages, response_mask: see the module.
@@ -111,8 +111,8 @@ def cispo(
 ) -> LossTerms:
     """REINFORCE with a clipped importance weight: every token keeps its gradient.
 
-    l = -w * A * new with w = clamp(r, 1 - clip, 1 + clip_high), without a gradient. Source: MiniMax, "MiniMax-M1:
-    scaling test-time compute efficiently with lightning attention" (2025), where clip is 1 or more.
+    l = -w * A * new with w = clamp(exp(new - old), 1 - clip, 1 + clip_high), which has no gradient. Source: MiniMax,
+    "MiniMax-M1: scaling test-time compute efficiently with lightning attention" (2025), where clip is 1 or more.
 
     Args:
         new_logprobs, old_logprobs, advantages, response_mask: see the module.
@@ -136,8 +136,8 @@ def cispo_upper(
 ) -> LossTerms:
     """CISPO whose importance weight has an upper bound alone.
 
-    l = -w * A * new with w = min(r, max_ratio), without a gradient. Source: TRL's CISPO, whose ``epsilon_high`` is this
-    bound.
+    l = -w * A * new with w = min(exp(new - old), max_ratio), which has no gradient. Source: TRL's CISPO, whose
+    ``epsilon_high`` is this bound.
 
     Args:
         new_logprobs, old_logprobs, advantages, response_mask: see the module.
@@ -160,8 +160,9 @@ def sapo(
 ) -> LossTerms:
     """A soft gate in place of the clip.
 
-    l = -(4 / tau) * sigmoid(tau * (r - 1)) * A, tau = tau_pos where A > 0, else tau_neg; at r = 1 the gradient is that
-    of PPO. Source: Gao et al., "Soft adaptive policy optimization" (2025), as in verl, TRL and AReaL.
+    l = -(4 / tau) * sigmoid(tau * (r - 1)) * A with r = exp(new - old) and tau = tau_pos where A > 0, else tau_neg; at
+    r = 1 the gradient is that of PPO. Source: Gao et al., "Soft adaptive policy optimization" (2025), as in verl, TRL
+    and AReaL.
 
     Args:
         new_logprobs, old_logprobs, advantages, response_mask: see the module.
@@ -188,9 +189,9 @@ def gmpo(
 ) -> LossTerms:
     """The geometric mean of the clipped token ratios of a sequence.
 
-    l = -mean(A) * exp(mean(e)) over the row's counting tokens, on each of them; e = min(d, clamp(d, -clip, clip_high))
-    where A >= 0 and the maximum of the two elsewhere. Its aggregation is sequence_mean. Source: Zhao et al.,
-    "Geometric-mean policy optimization" (2025).
+    l = -mean(A) * exp(mean(e)) over the counting tokens of the response, on each of them; with d = new - old, e =
+    min(d, clamp(d, -clip, clip_high)) where A >= 0, and the maximum of the two elsewhere. Its aggregation is
+    sequence_mean. Source: Zhao et al., "Geometric-mean policy optimization" (2025).
 
     Args:
         new_logprobs, old_logprobs, advantages, response_mask: see the module.

@@ -24,8 +24,9 @@ def mse(
 ) -> LossTerms:
     """The squared error, of the value or of the value kept near its old one, whichever is the larger.
 
-    l = scale * max((V - G)^2, (clamp(V, V_old - clip, V_old + clip) - G)^2); without a clip, scale * (V - G)^2. Where
-    the clipped branch wins there is no gradient. Source: the PPO of openai/baselines and lm-human-preferences.
+    l = scale * max((V - G)^2, (clamp(V, V_old - clip, V_old + clip) - G)^2) of a value V and a return G; without a
+    clip, scale * (V - G)^2. Where the clipped branch wins there is no gradient. Source: the PPO of openai/baselines and
+    lm-human-preferences.
 
     Args:
         values, old_values, returns: see the module.
@@ -46,9 +47,9 @@ def huber(
 ) -> LossTerms:
     """The squared error that grows linearly from an error of delta on, so that outliers pull less; clipped as mse.
 
-    h(e) = e^2 where |e| <= delta, else delta * (2 * |e| - delta);
-    l = scale * max(h(V - G), h(clamp(V, V_old - clip, V_old + clip) - G)). Source: AReaL's critic; Huber, "Robust
-    estimation of a location parameter" (1964), whose function is h / 2.
+    l = scale * max(h(V - G), h(clamp(V, V_old - clip, V_old + clip) - G)) of a value V and a return G, with h(e) = e^2
+    where |e| <= delta, else delta * (2 * |e| - delta). Source: AReaL's critic; Huber, "Robust estimation of a location
+    parameter" (1964), whose function is h / 2.
 
     Args:
         values, old_values, returns: see the module.
