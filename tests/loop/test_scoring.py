@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megarl.config.schema import Algo, Reward, RewardFunction
-from megarl.loop.evaluate import means_with_intervals
+from megarl.algos.scores import ScoreScale
+from megarl.config.schema import Algo, Reward, RewardFunction, Scores
+from megarl.loop.judging import Judged, judged, keeper
+from megarl.loop.sampling import Sampled, sample_metrics
 from megarl.loop.scoring import (
-    Scale,
+    Scorer,
     Scoring,
     columns_of,
-    group_outcomes,
     in_order,
     permutation_seed,
+    sources_of,
     total_scores,
+    unscored_metrics,
 )
 from megarl.types import SampleInfo
 
+NONE = math.nan
 
-def sample(prompt: str, index: int, chunk: int, row: int, *, finished: bool = True) -> SampleInfo:
+
+def sample(prompt: str, index: int, chunk: int, row: int, *, finished: bool = True, tokens: int = 1) -> SampleInfo:
     return SampleInfo(
         sample_id=f"1/{prompt}/{index}",
         prompt_id=prompt,
         chunk=chunk,
         row=row,
-        prompt_tokens=1,
-        response_tokens=1,
+        prompt_tokens=3,
+        response_tokens=tokens,
         finished=finished,
     )
 
@@ -47,10 +50,34 @@ SAMPLES = (
 VALUES = np.array([1, 2, 3, 4, 5], np.float32)
 
 
+def judge(
+    found: list[float] | dict[str, list[float]],
+    *,
+    reward: Reward | None = None,
+    greedy: dict[str, float] | None = None,
+    samples: tuple[SampleInfo, ...] = SAMPLES,
+    seed: int = 0,
+    **algo: Any,
+) -> Judged:
+    """What an algorithm is told of samples with these scores."""
+    by_source = found if isinstance(found, dict) else {"reward_model": found}
+    sources = {name: np.float32(values) for name, values in by_source.items()}
+    likeliest = None
+    if greedy is not None:
+        of_prompts = [sample(prompt, 0, 0, row) for row, prompt in enumerate(greedy)]
+        likeliest = Scoring(samples=of_prompts, wait=lambda: {"reward_model": np.float32(list(greedy.values()))})
+    rollouts: Any = SimpleNamespace(samples=samples)
+    sampled = Sampled(
+        prompts=(), rollouts=rollouts, scoring=Scoring(samples=samples, wait=lambda: sources), greedy=likeliest
+    )
+    return judged(sampled, reward or Reward(), Algo.model_validate(algo), seed=seed)[0]
+
+
 def test_values_go_where_their_samples_are_and_come_back() -> None:
     columns = columns_of(VALUES, SAMPLES)
     assert {chunk: column.tolist() for chunk, column in columns.items()} == {0: [4, 2], 1: [3, 1], 2: [5]}
     assert in_order(columns, SAMPLES).tolist() == VALUES.tolist()
+    assert columns_of(np.array([True, False, True, True, False]), SAMPLES)[1].tolist() == [True, True]
 
 
 def answered(*results: Any) -> Any:
@@ -59,65 +86,189 @@ def answered(*results: Any) -> Any:
 
 
 def test_sources_are_in_the_order_of_the_samples() -> None:
-    model = answered({0: np.float32([4, 2]), 2: np.float32([5])}, None, {1: np.float32([3, 1])})
-    rules = answered(
-        {1: {"f": np.float32([30, 10]), "g": np.float32([0, 1])}},
-        {
+    model = answered({0: np.float32([4, 2]), 2: np.float32([math.inf])}, None, {1: np.float32([3, 1])})
+    rules: Any = SimpleNamespace(
+        wait=lambda: {
+            1: {"f": np.float32([30, 10]), "g": np.float32([0, 1])},
             0: {"f": np.float32([40, 20]), "g": np.float32([0, 1])},
-            2: {"f": np.float32([50]), "g": np.float32([1])},
-        },
+            2: {"f": np.float32([NONE]), "g": np.float32([1])},
+        }
     )
-    found = Scoring(samples=SAMPLES, model=model, rules=rules, scale=Scale(mean=1.0, std=2.0)).wait()
+    found = sources_of(model, rules, SAMPLES, scale=ScoreScale(mean=1.0, std=2.0))
     assert {name: values.tolist() for name, values in found.items()} == {
-        "reward_model": [0, 0.5, 1, 1.5, 2],
-        "f": [10, 20, 30, 40, 50],
+        "reward_model": pytest.approx([0, 0.5, 1, 1.5, NONE], nan_ok=True),
+        "f": pytest.approx([10, 20, 30, 40, NONE], nan_ok=True),
         "g": [1, 1, 0, 0, 1],
     }
+    assert unscored_metrics(found) == {
+        "rewards/unscored": 1,
+        "rewards/unscored/reward_model": 1,
+        "rewards/unscored/f": 1,
+        "rewards/unscored/g": 0,
+    }
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_scorers_see_responses_up_to_a_token_and_the_model_may_score_them_all(dense: bool) -> None:
+    whole: Any = SimpleNamespace(samples=SAMPLES, chunks="whole")
+    cut: Any = SimpleNamespace(samples=[sample("b", 0, 0, 0, finished=False)], chunks="cut")
+    asked: list[Any] = []
+
+    def called(method: str) -> Any:
+        def submit(schedule: Any, chunks: Any) -> Any:
+            asked.append((method, schedule, chunks))
+            return SimpleNamespace(wait=lambda: [{0: np.float32([7])}], chunks=f"columns of {chunks}")
+
+        return submit
+
+    def truncate(rollouts: Any, token: int, after: int) -> Any:
+        assert (rollouts, token, after) == (whole, 13, 2)
+        return cut
+
+    parts: dict[str, Any] = {
+        "model": SimpleNamespace(scores=called("scores"), token_scores=called("token_scores")),
+        "engines": SimpleNamespace(truncate=truncate),
+        "truncate_at": None if dense else SimpleNamespace(token=13, after=2),
+    }
+    scorer = Scorer(
+        plan=lambda samples: Any if samples is SAMPLES else "of cut",
+        scale=ScoreScale(),
+        rules=None,
+        dense=dense,
+        **parts,
+    )
+    scoring = scorer.submit(whole, {}, ())
+    if dense:
+        assert (asked, scoring.dense) == ([("token_scores", Any, "whole")], "columns of whole")
+        return
+    assert asked == [("scores", "of cut", "cut")]
+    assert scoring.samples is cut.samples, "what is finished is what the scorers see"
+    assert scoring.dense is None
+    assert scoring.wait()["reward_model"].tolist() == [7]
 
 
 def test_the_total_is_weighted_then_clipped_and_a_missing_end_has_its_own_score() -> None:
     functions = (RewardFunction(name="here:f", weight=2.0), RewardFunction(name="there:f", weight=-1.0))
     reward = Reward(weight=3.0, functions=functions)
     sources = {"reward_model": VALUES, "f_2": VALUES * 4, "f_1": np.float32([0, 0, 0, 1, -5])}
-    plain = total_scores(sources, SAMPLES, reward, Algo(), seed=0)
-    assert plain.tolist() == [-1, -2, -3, -2, -15]
-    shaped = total_scores(sources, SAMPLES, reward, Algo(score_clip=2.0, missing_end_score=-7.0), seed=0)
-    assert shaped.tolist() == [-1, -2, -7, -2, -2]
+    assert total_scores(sources, SAMPLES, reward, Scores()).tolist() == [-1, -2, -3, -2, -15]
+    shapes = Scores.model_validate({"clip": 2.0, "missing_end": {"name": "replace", "score": -7.0}})
+    assert total_scores(sources, SAMPLES, reward, shapes).tolist() == [-1, -2, -7, -2, -2]
+    one_sided = Scores.model_validate({"clip": [-2.5, 9], "missing_end": {"name": "subtract", "penalty": 0.5}})
+    assert total_scores(sources, SAMPLES, reward, one_sided).tolist() == [-1, -2, -3, -2, -2.5]
+    scored_by_token = Reward(weight=3.0, functions=functions, dense="scores")
+    assert total_scores(sources, SAMPLES, scored_by_token, Scores()).tolist() == [-4, -8, -12, -14, -30]
+
+
+def test_a_sample_that_one_source_could_not_score_has_no_score() -> None:
+    """Not even one for its missing end."""
+    functions = (RewardFunction(name="here:f"),)
+    sources = {"reward_model": np.float32([1, NONE, 3, 4, 5]), "f": np.float32([1, 1, NONE, 1, 1])}
+    shapes = Scores.model_validate({"clip": 4.5, "missing_end": "zero"})
+    found = total_scores(sources, SAMPLES, Reward(functions=functions), shapes)
+    assert found.tolist() == pytest.approx([2, NONE, NONE, 4.5, 4.5], nan_ok=True)
+
+
+def test_samples_are_compared_with_those_of_their_prompt() -> None:
+    told = judge([0, 5, 2, 5, 9], advantage="grpo")
+    deviation = math.sqrt(2)  # of 0 and 2, with Bessel's correction
+    assert told.outcomes is not None
+    assert told.outcomes.tolist() == pytest.approx([-1 / deviation, 0, 1 / deviation, 0, 0], rel=1e-5)
+    assert told.groups.tolist() == [0, 1, 0, 1, 2]
+    assert told.metrics["group/zero_std_fraction"] == pytest.approx(2 / 3)
+    assert told.metrics["group/single"] == 1
+    assert told.metrics["scores/reward_model"] == pytest.approx(4.2)
+    assert told.learnt.all()
+    facts = told.facts(SAMPLES)
+    assert facts[1].outcomes is not None
+    assert facts[1].outcomes.tolist() == pytest.approx([1 / deviation, -1 / deviation], rel=1e-5)
+    assert (facts[0].groups.tolist(), facts[2].scores.tolist()) == ([1, 1], [9])
+
+
+def test_a_sample_without_a_score_is_compared_with_none() -> None:
+    told = judge([0, 5, NONE, 1, 9], advantage="rloo")
+    assert told.outcomes is not None
+    assert told.outcomes.tolist() == [0, 4, 0, -4, 0]
+    assert told.metrics["rewards/unscored"] == 1
+    assert told.metrics["group/single"] == 2
+    assert told.metrics["group/std_mean"] == pytest.approx(2 / 3)
+    nothing = judge([NONE] * 5, advantage="rloo")
+    assert nothing.outcomes is not None
+    assert nothing.outcomes.tolist() == [0] * 5
+    assert math.isnan(nothing.metrics["scores/reward_model"])
+
+
+def test_what_did_not_end_may_be_compared_with_and_not_learnt() -> None:
+    told = judge([0, 5, 2, 5, 9], advantage="rloo", scores={"missing_end": "mask"})
+    assert told.outcomes is not None
+    assert told.outcomes.tolist() == [-2, 0, 2, 0, 0]
+    assert told.learnt.tolist() == [True, True, False, True, True]
+
+
+def test_remax_compares_with_the_likeliest_response_whose_score_is_shaped_alike() -> None:
+    told = judge([0, 5, 2, 5, 9], advantage="remax", greedy={"a": 4, "b": 1, "c": 100}, scores={"clip": 6})
+    assert told.outcomes is not None
+    assert told.outcomes.tolist() == [-1, 1, 1, 1, 0]
+    unknown = judge([0, 5, 2, 5, 9], advantage="remax", greedy={"a": 4, "b": NONE, "c": 0})
+    assert unknown.outcomes is not None
+    assert unknown.outcomes.tolist() == [0, 1, 0, 1, 9]
+
+
+def test_gdpo_compares_source_by_source() -> None:
+    """Each source's two scores of a prompt are a deviation of sqrt(1/2) from their mean, whatever their scale."""
+    reward = Reward(weight=2.0, functions=(RewardFunction(name="here:f", weight=0.5),))
+    sources = {"reward_model": [0.0, 1, 1, 0, 7], "f": [0.0, 300, 100, 900, 7]}
+    told = judge(sources, reward=reward, advantage="gdpo")
+    unit = math.sqrt(0.5)
+    assert told.outcomes is not None
+    expected = [-2.5 * unit, (2 - 0.5) * unit, 2.5 * unit, (-2 + 0.5) * unit, 0]
+    assert told.outcomes.tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_shuffled_control_gives_the_same_scores_to_others() -> None:
     reward, count = Reward(shuffle=True), 100
-    samples = [sample(str(index), 0, 0, index) for index in range(count)]
+    samples = tuple(sample(str(index), 0, 0, index) for index in range(count))
     scores = np.arange(count, dtype=np.float32)
     seeds = [permutation_seed(3, step) for step in (1, 2)]
-    first, second = (total_scores({"reward_model": scores}, samples, reward, Algo(), seed=seed) for seed in seeds)
-    again = total_scores({"reward_model": scores}, samples, reward, Algo(), seed=seeds[0])
+    first, second, again = (
+        judge(scores.tolist(), reward=reward, samples=samples, seed=seed).scores for seed in (*seeds, seeds[0])
+    )
     assert first.tolist() == again.tolist()
     assert first.tolist() != second.tolist()
     assert sorted(first) == sorted(second) == scores.tolist()
     assert sum(first == scores) < 10
 
 
-def test_samples_are_compared_with_those_of_their_prompt() -> None:
-    outcomes, metrics = group_outcomes(np.float32([0, 5, 2, 5, 9]), SAMPLES)
-    deviation = math.sqrt(2)  # of 0 and 2, with Bessel's correction
-    assert outcomes.tolist() == pytest.approx([-1 / deviation, 0, 1 / deviation, 0, 0], rel=1e-5)
-    assert metrics["group/zero_std_fraction"] == pytest.approx(2 / 3)
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        ({"name": "nonzero_std", "tol": 0.5}, [True, False, True, False, False]),
+        ({"name": "open_range", "low": 0, "high": 2}, [True, True, True, True, False]),
+    ],
+)
+def test_a_filter_looks_at_the_scored_samples_of_a_prompt(chosen: dict[str, Any], expected: list[bool]) -> None:
+    keep = keeper(Reward(), Algo.model_validate({"filter": chosen}))
+    assert keep({"reward_model": np.float32([0, 1, 2, 1.5, 9])}, SAMPLES).tolist() == expected
+    assert not keep({"reward_model": np.float32([NONE] * 5)}, SAMPLES).any()
 
 
-def test_the_scale_of_reference_samples_is_kept_beside_the_model(tmp_path: Path) -> None:
-    scale = Scale.of(np.float32([1, 3, 3, 5]))
-    assert (scale.mean, scale.std) == (3, math.sqrt(2))
-    scale.write(tmp_path)
-    assert Scale.read(str(tmp_path)) == scale
-    assert json.loads((tmp_path / "reward_normalisation.json").read_text()) == {"mean": 3.0, "std": math.sqrt(2)}
-    assert scale.apply(np.float32([3, 5])).tolist() == pytest.approx([0, math.sqrt(2)])
-    assert Scale.read(str(tmp_path / "elsewhere")) == Scale.read(None) == Scale(mean=0.0, std=1.0)
-
-
-def test_an_interval_is_that_of_a_mean() -> None:
-    found = means_with_intervals({"exact": np.float32([0, 1, 1, 0]), "one": np.float32([7])})
-    assert found["eval/exact"] == 0.5
-    assert found["eval/exact_ci95"] == pytest.approx(1.959964 * math.sqrt(1 / 3) / 2)
-    assert found["eval/one"] == 7
-    assert math.isnan(found["eval/one_ci95"])
+def test_lengths_and_ends_are_those_of_the_step() -> None:
+    samples = (
+        sample("a", 0, 0, 0, tokens=4),
+        sample("a", 1, 0, 1, tokens=8, finished=False),
+        sample("b", 0, 0, 2, tokens=8),
+    )
+    assert sample_metrics(samples, 8) == pytest.approx(
+        {
+            "rollout/samples": 3,
+            "response_length/mean": 20 / 3,
+            "response_length/min": 4,
+            "response_length/max": 8,
+            "response_length/clip_ratio": 2 / 3,
+            "prompt_length/mean": 3,
+            "prompt_length/min": 3,
+            "prompt_length/max": 3,
+            "truncated_fraction": 1 / 3,
+            "stop_token_fraction": 2 / 3,
+        }
+    )

@@ -71,7 +71,7 @@ def updated(
         critic=SimpleNamespace(warmup_steps=warmup),
     )
     roles: Any = {"actor": FakeRole("actor", log, list(kls)), "critic": FakeRole("critic", log, [0.0] * 6)}
-    told = Updater(config, roles, texts).update(object(), plan(step, together=stop is None), kl_coef=0.5)  # pyright: ignore[reportArgumentType]
+    told = Updater(config, roles, texts).update(object(), plan(step, together=stop is None), kl_coef=0.5)
     return told, log
 
 
