@@ -12,6 +12,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "megarl"
 ALGOS = PACKAGE / "algos"
+PAGES = ("kinds", "parts", "reference")
+"""Modules of the documentation: what they name is not used by that."""
 
 Name = tuple[str, str]
 """A module of megarl.algos, and a name in it."""
@@ -84,8 +86,8 @@ def public(algos: dict[Path, ast.Module]) -> set[Name]:
 
 
 def test_every_public_function_is_used_by_the_system() -> None:
-    algos = parsed(ALGOS)
-    outside = {file: tree for file, tree in parsed(PACKAGE).items() if file not in algos}
+    algos = {file: tree for file, tree in parsed(ALGOS).items() if file.stem not in PAGES}
+    outside = {file: tree for file, tree in parsed(PACKAGE).items() if ALGOS not in file.parents}
     there, used = public(algos), reached(outside, algos)
     assert {("policy", "gspo"), ("aggregation", "weighted_sum"), ("m2po", "m2po")} <= there & used, "nothing is found"
     assert there - used == DOCUMENTED.keys()
