@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from megarl.cluster.resharder import Resharder
 from megarl.cluster.session import Session
@@ -11,7 +12,7 @@ from megarl.config import PPOConfig, RAFTConfig
 from megarl.config.schema import TruncateAt
 from megarl.loop.assets import model_directory, template_directory
 from megarl.loop.datasets import PromptSets
-from megarl.loop.directory import RunDirectory
+from megarl.loop.directory import RunDirectory, average_directory
 from megarl.loop.evaluate import training_evaluator
 from megarl.loop.gate import check_agreement, scored_probe
 from megarl.loop.scoring import scorer_of
@@ -20,8 +21,10 @@ from megarl.loop.stage import EvaluationResult, Metrics
 from megarl.loop.turns import Turns
 from megarl.weights.specs import model_spec
 
+C = TypeVar("C", bound=PPOConfig | RAFTConfig)
 
-class Online:
+
+class Online(Generic[C]):
     """Trainers and engines of a run, and the actor's weights on their way from the ones to the others.
 
     Args:
@@ -35,14 +38,14 @@ class Online:
 
     def __init__(
         self,
-        config: PPOConfig | RAFTConfig,
+        config: C,
         session: Session,
         directory: RunDirectory,
         data: PromptSets,
         phase: Callable[[str], None],
         truncate_at: TruncateAt | None,
     ) -> None:
-        self._run, self._phase = config, phase
+        self._config, self._tokenizer, self._phase = config, data.tokenizer, phase
         self._model_dir = model_directory(config, directory.path)
         self.trainers = launch_trainers(config, session)
         self._roles = self.trainers.roles
@@ -60,7 +63,7 @@ class Online:
         """Starts every process, loads every model, and connects the actor with the engines, still without weights."""
         engines = self._engines.start()
         rules = None if self._rules is None else self._rules.start()
-        if self._run.rollout.sleep:
+        if self._config.rollout.sleep:
             engines.wait()  # asleep: starting both at once, the devices would have to hold both
         self.trainers.start(self._model_dir)
         engines.wait()
@@ -70,15 +73,15 @@ class Online:
 
     def begin(self, step: int) -> Metrics:
         """Brings the actor's weights into the engines, and looks whether both compute the same, each in its turn."""
-        gate = self._run.resharding.gate
-        scored = None if gate is None else scored_probe(self._run, self._roles["actor"])
+        gate = self._config.resharding.gate
+        scored = None if gate is None else scored_probe(self._config, self._roles["actor"])
         transfer = self._to_engines(step)
         agreement = {} if scored is None else check_agreement(scored, self._engines).metrics()
         return {**transfer, **agreement}
 
     def _sync(self, step: int) -> Metrics:
         """Brings the actor's weights into the engines where that is due."""
-        due = step % self._run.rollout.sync_every == 0 or step == self._run.run.steps
+        due = step % self._config.rollout.sync_every == 0 or step == self._config.run.steps
         return self._to_engines(step) if due else {}
 
     def _to_engines(self, version: int) -> Metrics:
@@ -98,10 +101,15 @@ class Online:
         self._turns.to_trainers()
 
     def finish(self, export: Path) -> Metrics:
-        """Writes the actor."""
+        """Writes the actor, and beside it the average of its weights where there is one."""
         self._phase("export")
         self.make_room()
-        self._roles["actor"].export(export, template_directory(self._run, self._model_dir)).wait()
+        actor, template = self._roles["actor"], template_directory(self._config, self._model_dir)
+        actor.export(export, template).wait()
+        if self._config.actor.ema is not None:
+            actor.use_average(True).wait()
+            actor.export(average_directory(export), template).wait()
+            actor.use_average(False).wait()
         return {}
 
     def close(self) -> None:

@@ -8,35 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from megarl.algos.controllers import kl_controller
 from megarl.algos.value_norm import ValueMoments
 from megarl.cluster.group import reported
-from megarl.cluster.resharder import Resharder
 from megarl.cluster.session import Session
 from megarl.cluster.shell import ChunkRefs
 from megarl.config import PPOConfig
 from megarl.data.columns import Columns
-from megarl.loop.assets import model_directory, template_directory
 from megarl.loop.datasets import PromptSets
 from megarl.loop.directory import RunDirectory
-from megarl.loop.evaluate import training_evaluator
-from megarl.loop.gate import check_agreement, scored_probe
 from megarl.loop.judging import Judged, judged, keeper
+from megarl.loop.online import Online
 from megarl.loop.ptx import TextMixture
 from megarl.loop.samples import shown_samples
 from megarl.loop.sampling import DynamicSampling, Sampled, Sampler, sample_metrics
 from megarl.loop.schedules import StepPlan
-from megarl.loop.scoring import Sources, permutation_seed, scorer_of
-from megarl.loop.setup import launch_engines, launch_rules, launch_trainers
-from megarl.loop.stage import EvaluationResult, Metrics, StepResult
-from megarl.loop.turns import Turns
+from megarl.loop.scoring import Sources, permutation_seed
+from megarl.loop.stage import StepResult
 from megarl.loop.updating import Updater
 from megarl.obs.timers import Timers
 from megarl.types import DenseScale, ExperienceChunk, ExperienceReport, ExperienceTerms
-from megarl.weights.specs import model_spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +49,7 @@ class Experience:
     metrics: Mapping[str, float]
 
 
-class PPO:
+class PPO(Online[PPOConfig]):
     """A run of PPO: rollouts, scores, experience, updates, and the weights back into the engines.
 
     Args:
@@ -76,22 +69,12 @@ class PPO:
         phase: Callable[[str], None],
     ) -> None:
         algo, reward = config.algo, config.reward
-        self._config, self._data, self._phase = config, data, phase
-        self._model_dir = model_directory(config, directory.path)
-        self.trainers = launch_trainers(config, session)
-        self._engines = launch_engines(config, config.rollout, session, self._model_dir, weights="sync")
-        self._roles = self.trainers.roles
-        spec = model_spec(config.model.hf_config())
-        self._resharder = Resharder(session, config, self._roles["actor"], self._engines, spec)
-        self._turns = Turns(self.trainers, self._engines, self._resharder, sleep=config.rollout.sleep)
-        self._rules = launch_rules(config, session, self._model_dir)
-        scorer = scorer_of(config, reward, self._roles, self._rules, self._engines, algo.scores.truncate_at)
-        self._scale = scorer.scale
+        super().__init__(config, session, directory, data, phase, algo.scores.truncate_at)
         self._sampler = Sampler(
             config,
             data.train,
             self._engines,
-            scorer,
+            self._scorer,
             self._turns,
             self.trainers.chunks,
             dynamic=None
@@ -105,29 +88,6 @@ class PPO:
         self._value_norm: Mapping[str, float] | None = None
         if config.critic is not None and config.critic.value_norm is not None:
             self._value_norm = asdict(ValueMoments())
-        self._version = 0
-        self._evaluator = training_evaluator(config, data, self._engines, scorer, self.trainers, self._turns)
-        self.evaluate_every = None if config.evaluation is None else config.evaluation.every
-
-    def start(self) -> None:
-        """Starts every process, loads every model, and connects the actor with the engines, still without weights."""
-        engines = self._engines.start()
-        rules = None if self._rules is None else self._rules.start()
-        if self._config.rollout.sleep:
-            engines.wait()  # asleep: starting both at once, the devices would have to hold both
-        self.trainers.start(self._model_dir)
-        engines.wait()
-        if rules is not None:
-            rules.wait()
-        self._resharder.connect().wait()
-
-    def begin(self, step: int) -> Metrics:
-        """Brings the actor's weights into the engines, and looks whether both compute the same, each in its turn."""
-        gate = self._config.resharding.gate
-        scored = None if gate is None else scored_probe(self._config, self._roles["actor"])
-        transfer = self._to_engines(step)
-        agreement = {} if scored is None else check_agreement(scored, self._engines).metrics()
-        return {**transfer, **agreement}
 
     def step(self, step: int) -> StepResult:
         """One iteration: rollouts, an update, and where it is due version ``step`` in the engines."""
@@ -144,10 +104,8 @@ class PPO:
                 experience = self._experience(sampled, plan)
             with timers("update"):
                 updates = self._updater.update(experience.chunks, plan, kl_coef=self._kl.coef)
-            transfer: Metrics = {}
-            if step % config.rollout.sync_every == 0 or step == config.run.steps:
-                with timers("sync"):
-                    transfer = self._to_engines(step)
+            with timers("sync"):
+                transfer = self._sync(step)
         kl = {"sequence_sum": "objective/kl", "token_mean": "objective/kl_token_mean"}[config.algo.kl.unit]
         self._kl.update(experience.metrics[kl], len(rollouts.samples))
         seconds = timers.take()
@@ -163,7 +121,7 @@ class PPO:
             "perf/tokens_per_second": tokens / seconds["time/step"],
         }
         shown = shown_samples(
-            rollouts, experience.told.scores, experience.sources, self._data.tokenizer, config.tracking.samples
+            rollouts, experience.told.scores, experience.sources, self._tokenizer, config.tracking.samples
         )
         return StepResult(step=step, metrics=metrics, updates=updates, samples=shown)
 
@@ -203,30 +161,14 @@ class PPO:
             chunks=building.chunks, sources=sources, told=told, metrics={**report.metrics, **told.metrics}
         )
 
-    def _to_engines(self, version: int) -> Metrics:
-        """Brings the actor's weights into the engines."""
-        self._version = version
-        return self._turns.to_engines(version).metrics()
-
     @property
     def _dense(self) -> DenseScale | None:
         """What the reward model's scores after every token are worth."""
         reward = self._config.reward
         if reward.dense is None:
             return None
-        gain, bias = reward.weight * self._scale.gain, reward.weight * self._scale.bias
+        gain, bias = reward.weight * self._scorer.scale.gain, reward.weight * self._scorer.scale.bias
         return DenseScale(gain=gain, bias=bias, differences=reward.dense == "differences")
-
-    def evaluate(self, step: int) -> EvaluationResult | None:
-        """Answers and scores the held-out prompts, with the weights of the last sync."""
-        if self._evaluator is None:
-            return None
-        self._phase("evaluation")
-        return self._evaluator.evaluate(step, self._version)
-
-    def make_room(self) -> None:
-        """Lets engines sleep that share the devices."""
-        self._turns.to_trainers()
 
     def state(self) -> dict[str, Any]:
         """Where the prompts, the texts, the penalty and the scale of the values stand."""
@@ -243,16 +185,3 @@ class PPO:
         self._updater.load(state["texts"])
         self._kl.load(state["kl"])
         self._value_norm = state["value_norm"]
-
-    def finish(self, export: Path) -> Metrics:
-        """Writes the actor."""
-        self._phase("export")
-        self.make_room()
-        self._roles["actor"].export(export, template_directory(self._config, self._model_dir)).wait()
-        return {}
-
-    def close(self) -> None:
-        """Lets every process end by itself."""
-        engines = self._engines.close()
-        self.trainers.close()
-        engines.wait()

@@ -28,7 +28,7 @@ from megarl.obs.timers import Timers
 from megarl.types import SampleInfo
 
 
-class RewardRanked(Online):
+class RewardRanked(Online[RAFTConfig]):
     """A run of RAFT: rollouts, scores, a selection, its likelihood, and the weights back into the engines.
 
     Args:
@@ -48,7 +48,6 @@ class RewardRanked(Online):
         phase: Callable[[str], None],
     ) -> None:
         super().__init__(config, session, directory, data, phase, config.scores.truncate_at)
-        self._config, self._tokenizer = config, data.tokenizer
         chunks = self.trainers.chunks
         self._sampler = Sampler(config, data.train, self._engines, self._scorer, self._turns, chunks)
 
