@@ -24,7 +24,7 @@ help:
 	@echo 'matrix every layout of the debug run on one recorded batch, and every family in live engines, about 15 minutes'
 	@echo 'lint   lint, format check and types'
 	@echo 'bench  run the benchmarks'
-	@echo 'docs   write the page of all configuration fields'
+	@echo 'docs   write the pages of configuration fields and algorithms'
 	@echo 'clean  remove outputs and caches, but not $(VENV)'
 	@echo 'lock   resolve $(LOCK) again; UPGRADE=1 takes the newest versions'
 
@@ -67,6 +67,7 @@ bench: setup
 
 docs: setup
 	$(BIN)/python -m megarl.config.reference > docs/configuration.md
+	$(BIN)/python -m megarl.algos.reference > docs/algorithms.md
 
 clean:
 	rm -rf runs build dist megarl.egg-info .pytest_cache .ruff_cache .hypothesis

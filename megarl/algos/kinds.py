@@ -21,6 +21,7 @@ class Kind:
         keywords: of every call, by name.
         returns: what they return.
         level: of a field whose own functions are of two kinds: what they say of themselves; None elsewhere.
+        own: whether the field takes functions of the user's own.
     """
 
     title: str
@@ -30,7 +31,11 @@ class Kind:
     keywords: tuple[str, ...] = ()
     returns: str
     level: str | None = None
+    own: bool = True
 
+
+FIXED: Final = ("dtype", "log_clamp")
+"""Keyword arguments that are no choice: what is computed in, and what keeps exponentials finite."""
 
 KINDS: Final[tuple[Kind, ...]] = (
     Kind(
@@ -91,6 +96,7 @@ KINDS: Final[tuple[Kind, ...]] = (
         functions=registry.MISSING_ENDS,
         arguments=("scores", "finished"),
         returns="[N]",
+        own=False,
     ),
     Kind(
         title="Weights of rollouts",

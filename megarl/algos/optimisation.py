@@ -44,7 +44,8 @@ def divided(items: Sequence[T], parts: int) -> list[Sequence[T]]:
     """The items in order in so many parts, whose sizes differ by one at most.
 
     An epoch in mini-batches, of an optimizer step each, and a mini-batch in micro-batches: no sample is left over to
-    make a smaller last one, which would weigh more.
+    make a smaller last one, which would weigh more. Source: the loops of lm-human-preferences, whose batches are
+    multiples of their parts.
 
     Args:
         items: in the order of the epoch's permutation.

@@ -17,6 +17,8 @@ Placement = Literal["last_valid", "last_column", "after_last", "every_valid"]
 def kl_penalties(kl: Tensor, response_mask: Tensor, *, kl_coef: float) -> Tensor:
     """-kl_coef * kl[t], the part of a token's reward that is not the score; 0 off the mask.
 
+    Source: lm-human-preferences; Stiennon et al., "Learning to summarize from human feedback" (2020).
+
     Args:
         kl: [B, R] nats, an estimate per token.
         response_mask: [B, R] bool.

@@ -15,7 +15,10 @@ from torch import Tensor
 
 
 def clip_scores(scores: Tensor, low: float, high: float) -> Tensor:
-    """Scores within [low, high]; before anything is subtracted from them, be it the mean of a group."""
+    """Scores within [low, high]; before anything is subtracted from them, be it the mean of a group.
+
+    Source: DeepSpeed-Chat and ColossalChat, +-5; AReaL, +-20; OpenRLHF, +-10 and after the mean.
+    """
     return scores.clamp(low, high)
 
 
@@ -116,6 +119,9 @@ def score_scale(
     raw: Tensor, *, target_mean: float = 0.0, target_std: float = 1.0, ddof: Literal[0, 1] = 0
 ) -> ScoreScale:
     """The scale that gives these raw scores of reference samples the mean and deviation that are asked for.
+
+    gain = target_std / deviation;  bias = target_mean - gain * mean. Source: lm-human-preferences, with the population
+    deviation; lm-human-preference-details, with the sample deviation.
 
     Args:
         raw: [N].

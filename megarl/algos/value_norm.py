@@ -46,7 +46,8 @@ def updated(
 ) -> ValueMoments:
     """The moments after another batch, whose tokens count alike; a batch without a token changes nothing.
 
-    m <- beta * m + (1 - beta) * mean over the batch, of the returns, of their squares and of 1.
+    m <- beta * m + (1 - beta) * mean over the batch, of the returns, of their squares and of 1. Source: AReaL,
+    exponential running moments; PopArt (van Hasselt et al., 2016).
 
     Args:
         moments: so far.

@@ -1,0 +1,75 @@
+"""The algorithms behind a single field each, which are no choice by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from megarl.algos import (
+    advantages,
+    controllers,
+    corrections,
+    evaluation,
+    m2po,
+    mixing,
+    normalisers,
+    optimisation,
+    overlong,
+    rewards,
+    scores,
+    selection,
+    sequences,
+    value_norm,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """An algorithm.
+
+    Args:
+        title: of those that it belongs to.
+        field: of the configuration that asks for it.
+        choice: the field's value that does; None for any, or for the field's being there.
+        function: itself.
+    """
+
+    title: str
+    field: str
+    choice: str | None = None
+    function: Callable[..., Any]
+
+
+_REWARDS, _SCORES, _STALE = "Rewards of tokens", "Scores", "Rollouts of another policy"
+_UPDATES, _VALUES, _MODELS, _HELD_OUT = "Optimizer steps", "Values", "Scale of reward models", "Evaluations"
+
+PARTS: Final[tuple[Part, ...]] = (
+    Part(title=_SCORES, field="algo.scores.clip", function=scores.clip_scores),
+    Part(title=_SCORES, field="algo.scores.truncate_at", function=sequences.first_end),
+    Part(title=_SCORES, field="algo.scores.missing_end", choice="mask", function=scores.keep_finished),
+    Part(title=_SCORES, field="reward.functions", choice="soft_overlong", function=overlong.overlong_penalty),
+    Part(title=_REWARDS, field="algo.kl.coef", function=rewards.kl_penalties),
+    Part(title=_REWARDS, field="algo.kl.target", function=controllers.AdaptiveKL),
+    Part(title=_REWARDS, field="algo.scores.placement", function=rewards.token_rewards),
+    Part(title=_REWARDS, field="reward.dense", function=rewards.dense_rewards),
+    Part(title=_REWARDS, field="algo.normalise.rewards", function=normalisers.whiten_rewards),
+    Part(title=_REWARDS, field="algo.kl.cumulative", function=advantages.from_outcomes),
+    Part(title=_STALE, field="algo.correction.old_logprobs", function=corrections.proximal_logprobs),
+    Part(title=_STALE, field="algo.correction.reject", function=corrections.rejection),
+    Part(title=_STALE, field="algo.correction.sequence_mask", function=corrections.off_policy_sequences),
+    Part(title=_STALE, field="algo.correction.m2po", function=m2po.m2po),
+    Part(title=_UPDATES, field="algo.mini_batches", function=optimisation.divided),
+    Part(title=_UPDATES, field="algo.early_stop", function=optimisation.exceeds_target),
+    Part(title=_UPDATES, field="ptx.mode", function=mixing.ptx_shares),
+    Part(title=_UPDATES, field="actor.ema", function=mixing.ema),
+    Part(title=_UPDATES, field="algo.kl.reference_sync", function=mixing.ema),
+    Part(title=_UPDATES, field="actor.optimizer.adam", choice="tensorflow", function=optimisation.tensorflow_eps),
+    Part(title=_UPDATES, field="actor.optimizer.schedule", choice="anneal", function=optimisation.linear_anneal),
+    Part(title=_UPDATES, field="raft.strategy", choice="local", function=selection.best_of_groups),
+    Part(title=_UPDATES, field="raft.strategy", choice="top", function=selection.best_fraction),
+    Part(title=_VALUES, field="critic.value_norm", function=value_norm.updated),
+    Part(title=_MODELS, field="normalisation", function=scores.score_scale),
+    Part(title=_HELD_OUT, field="evaluation.pass_at", function=evaluation.pass_rate),
+    Part(title=_HELD_OUT, field="evaluation.samples_per_prompt", function=evaluation.clustered_mean),
+)
