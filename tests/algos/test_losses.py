@@ -271,3 +271,17 @@ def test_metrics_carry_no_gradient() -> None:
     losses += [with_term(losses[0], "kl", leaf, coef=0.1)]
     for loss in losses:
         assert not any(x.requires_grad for x in {**loss.metrics, **loss.spreads}.values())
+
+
+def test_losses_stay_on_the_device_of_their_arguments() -> None:
+    x, mask = torch.zeros(2, 3, device="meta"), torch.ones(2, 3, dtype=torch.bool, device="meta")
+    losses = [function(x, x, x, mask) for function in POLICY_LOSSES.values()]
+    losses += [function(x, x, x) for function in VALUE_LOSSES.values()]
+    losses += [preference.pairwise(x, x, x), preference.best_of_n(x, mask.sum(-1))]
+    losses += [preference.span(x, x, preference.spans_of(x.long(), x.long(), pad=0)), weighted(losses[0], x)]
+    for loss in losses:
+        assert {loss.values.device.type, *(v.device.type for v in loss.metrics.values())} == {"meta"}
+    for weigh in registry.ROLLOUT_WEIGHTS.values():
+        assert weigh(x, x, mask, local).device.type == "meta"
+    for aggregate in AGGREGATIONS.values():
+        assert aggregate(mask, total_tokens=6, total_sequences=2).device.type == "meta"

@@ -111,7 +111,7 @@ def policy_loss(args: Args) -> Args:
     asked = {name: args.pop(name, default) for name, default in DEFAULTS.items()}
     done(args)
     read = pick(OPTIONS, variant)
-    unread = {name for name, default in DEFAULTS.items() if name not in read and asked[name] != default}
+    unread = {name for name in ("dual_clip", "delta", "ratio_clamp") if name not in read and asked[name] is not None}
     if unread:
         raise UnsupportedError(f"{variant} with {unread}")
     options = {ours: asked[name] for name, ours in read.items()}
