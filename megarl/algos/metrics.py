@@ -156,17 +156,19 @@ def value_metrics(returns: Tensor, old_values: Tensor, response_mask: Tensor, *,
         returns: [B, R].
         old_values: [B, R], of the critic before the update.
         response_mask: [B, R] bool.
-        reduce: called four times, whether this rank has rows or not.
+        reduce: called six times, whether this rank has rows or not.
 
     Returns:
         ``value/explained_variance``, 1 - var(returns - values) / (var(returns) + 1e-5): 1 is perfect, and 0 no better
-        than a constant; ``value/mean``; ``returns/mean`` and ``returns/var``.
+        than a constant; ``value/mean`` and ``value/var``; ``returns/mean`` and ``returns/var``.
     """
     target = masked_moments(returns, response_mask, reduce)
     error = masked_moments(returns - old_values, response_mask, reduce)
+    values = masked_moments(old_values, response_mask, reduce)
     return {
         "value/explained_variance": float(1 - error.sample_variance / (target.sample_variance + 1e-5)),
-        "value/mean": float(target.mean - error.mean),
+        "value/mean": float(values.mean),
+        "value/var": float(values.variance),
         "returns/mean": float(target.mean),
         "returns/var": float(target.variance),
     }
