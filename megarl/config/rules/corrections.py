@@ -18,6 +18,9 @@ def ratios_differ_from_one(algo: Algo) -> Iterator[Problem]:
         where = "with algo.correction.old_logprobs = rollout: the ratio to the engines is 1"
         names = ("weights", "reject", "m2po")
         yield from unused("algo.correction", correction, names, where, "or recompute the old log-probabilities")
+    elif correction.old_logprobs != "recompute":
+        where = f"with algo.correction.old_logprobs = {correction.old_logprobs}, which are known in the update alone"
+        yield from unused("algo.correction", correction, ("reject", "m2po"), where, "or recompute them")
 
 
 def bounds_are_in_order(algo: Algo) -> Iterator[Problem]:
