@@ -12,15 +12,28 @@ import torch
 
 from megarl.algos import corrections, policy, registry, values
 from megarl.algos.aggregation import sequence_mean, token_mean, weighted_sum
+from megarl.algos.controllers import AdaptiveKL
 from megarl.algos.m2po import m2po
 from megarl.algos.metrics import objective_metrics
 from megarl.algos.mixing import ema
+from megarl.algos.normalisation import Reduce
 from megarl.algos.preference import span, spans_of
+from megarl.algos.rewards import kl_penalties
 from megarl.algos.scores import keep_finished
 from megarl.algos.terms import LossTerms, weighted
-from tests.algos.adapters.common import local
+from megarl.weights.specs.model import model_spec
+from tests.algos.adapters.common import local, on_ranks
 from tests.algos.examples import MASK, POLICY_LOSSES, VALUE_LOSSES, gradient, step_weights, tokens, total
 from tests.algos.inputs import numbers
+from tests.algos.vector_adapter import run
+from tests.megatron.tiny import GPT2_SIZES
+
+
+def test_p03_dropout_in_the_passes_of_the_update() -> None:
+    """A model that was trained with it is rebuilt without: the first ratio of an update is 1."""
+    rates = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.1)
+    built = model_spec({"model_type": "gpt2", **GPT2_SIZES, **rates}).transformer(tp=1).transformer
+    assert {built[name] for name in ("hidden_dropout", "attention_dropout")} == {0.0}
 
 
 def test_p04_a_mean_of_means_of_micro_batches() -> None:
@@ -31,6 +44,31 @@ def test_p04_a_mean_of_means_of_micro_batches() -> None:
     parts = [weighted_sum(loss[i : i + 1], step_weights(mask[i : i + 1], token_mean, **totals)) for i in range(2)]
     assert float(sum(parts)) == pytest.approx(2.0)
     assert (1.0 + 6.0) / 2 == 3.5, "what micro-batch means would make of it"
+
+
+def test_p05_a_kl_coefficient_that_drifts_apart_over_ranks() -> None:
+    """The controllers of all ranks see the divergence of all samples, whatever their own say."""
+    kl, old, scores = torch.ones(MASK.shape), numbers(*MASK.shape, seed=1), numbers(4, seed=2)
+
+    def coefficient(rows: slice, reduce: Reduce) -> float:
+        own = kl[rows], torch.zeros_like(kl[rows]), MASK[rows]
+        told = objective_metrics(scores[rows], old[rows], *own, reduce=reduce)
+        controller = AdaptiveKL(0.1, target=3.0, horizon=100.0)
+        controller.update(told["objective/kl"], 4)
+        return controller.coef
+
+    one, *others = on_ranks(coefficient, [(slice(0, 1),), (slice(1, 4),), (slice(0, 0),)])
+    assert others == [one, one]
+    assert one == coefficient(slice(0, 4), local) != coefficient(slice(0, 1), local)
+
+
+def test_p06_a_controller_that_is_fed_with_penalties() -> None:
+    kl, nothing = numbers(*MASK.shape, seed=0), torch.zeros(*MASK.shape)
+    told = [
+        objective_metrics(torch.zeros(4), nothing, kl, kl_penalties(kl, MASK, kl_coef=coef), MASK, reduce=local)
+        for coef in (0.1, 0.9)
+    ]
+    assert told[0]["objective/kl"] == told[1]["objective/kl"] == pytest.approx(kl[MASK].sum().item() / 4)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -54,6 +92,13 @@ def test_p10_an_entropy_of_what_stands_in_the_padding() -> None:
         filled = torch.where(MASK, old, filler)
         told.append(objective_metrics(scores, filled, kl, penalties, MASK, reduce=local)["objective/entropy"])
     assert told == pytest.approx([-old[MASK].sum().item() / 4] * 3)
+
+
+def test_p11_an_entropy_before_the_temperature() -> None:
+    logits = numbers(1, 2, 5, seed=0)
+    args = {"logits": logits.tolist(), "labels": [[0, 1]], "temperature": 0.5}
+    entropy = torch.tensor(run({"fn": "token_statistics", "args": args})["entropy"]).double()
+    torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=logits / 0.5).entropy())
 
 
 def test_p12_a_value_loss_without_its_half_and_with_another_clip_fraction() -> None:
