@@ -30,7 +30,7 @@ def tensorflow_eps(eps: float, beta2: float, step: int) -> float:
 
     eps / sqrt(1 - beta2^step). TensorFlow adds eps to sqrt(v), PyTorch to sqrt(v / (1 - beta2^step)): with the same
     epsilon, its first steps are larger where gradients are small. Source: Huang et al., "The N implementation details
-    of RLHF with PPO" (2024).
+    of RLHF with PPO" (2023).
 
     Args:
         eps: TensorFlow's.
