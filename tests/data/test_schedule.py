@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.schedule import inference_schedule, mini_batch_members, step_schedule, update_schedules
+from megarl.data.schedule import (
+    inference_schedule,
+    mini_batch_members,
+    step_schedule,
+    under_one_length,
+    update_schedules,
+)
 from megarl.types import Layout, SampleInfo, Schedule
 
 
@@ -225,6 +232,24 @@ def test_a_sample_longer_than_the_budget_makes_a_pack_of_its_own_length() -> Non
     schedule = inference_schedule(make_samples([(3, 3), (10, 40), (3, 3)], 3), Layout(tp=4, sequence_parallel=True), 8)
     assert [[r.tokens for r in pack] for pack in schedule.ranks[0].packs] == [[50], [6, 6]]
     assert schedule.ranks[0].pack_tokens == 52
+
+
+def test_passes_of_one_step_have_packs_of_one_length() -> None:
+    layout = Layout(dp=2, pp=2, vpp=2)
+    one, other = (
+        step_schedule(make_samples([(5, 5)] * 3, 3), layout, 8),
+        step_schedule(make_samples([(1, 2)], 1), layout, 8),
+    )
+    long, short = under_one_length(one, other)
+    assert long == one
+    for rank, before in zip(short.ranks, other.ranks, strict=True):
+        assert (before.pack_tokens, rank.pack_tokens) == (3, 10)
+        assert replace(rank, pack_tokens=3) == before, "rows and denominators are its own"
+
+
+def test_sequences_without_a_response_do_not_count() -> None:
+    (rank,) = step_schedule(make_samples([(5, 0), (1, 2), (3, 0)], 3), Layout(), 8).ranks
+    assert (rank.total_rows, rank.total_sequences, rank.total_response_tokens) == (3, 1, 2)
 
 
 @pytest.mark.parametrize(

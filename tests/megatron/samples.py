@@ -12,14 +12,20 @@ from megarl.types import Ragged, RolloutChunk, SampleFacts, SampleInfo, VersionS
 
 
 def random_chunks(
-    chunks: int = 4, rows: int = 3, vocab: int = 100, max_prompt: int = 7, max_response: int = 9, seed: int = 0
+    chunks: int = 4,
+    rows: int = 3,
+    vocab: int = 100,
+    max_prompt: int = 7,
+    min_response: int = 1,
+    max_response: int = 9,
+    seed: int = 0,
 ) -> tuple[list[RolloutChunk], list[SampleInfo]]:
-    """Chunks of random tokens; lengths vary from 1 token up."""
+    """Chunks of random tokens; lengths vary, those of prompts from 1 token up."""
     rng = np.random.default_rng(seed)
     made, infos = [], []
     for chunk in range(chunks):
         prompts = [rng.integers(vocab, size=rng.integers(1, max_prompt + 1)) for _ in range(rows)]
-        responses = [rng.integers(vocab, size=rng.integers(1, max_response + 1)) for _ in range(rows)]
+        responses = [rng.integers(vocab, size=rng.integers(min_response, max_response + 1)) for _ in range(rows)]
         ids = tuple(f"{chunk * rows + row}:0" for row in range(rows))
         finished = rng.integers(2, size=rows).astype(bool)
         made.append(

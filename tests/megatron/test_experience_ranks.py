@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
+from megarl.algos import registry
 from megarl.config.schema import Algo, ValueNorm
+from megarl.config.schema.correction import Reject
 from megarl.megatron.experience import build_experience
 from megarl.types import DenseScale, ExperienceChunk, ExperienceReport, ExperienceTerms, Ragged
 from tests.megatron.samples import columns_of, random_chunks
@@ -44,11 +46,26 @@ CASES: dict[str, dict[str, Any]] = {
         "algo": {"advantage": "grpo", "normalise": {"advantages": "grouped_tokens"}},
         "outcomes": True,
     },
+    "whitened rewards to go": {"algo": {"advantage": "reinforce_pp"}},
     "interpolated": {
         "algo": {"advantage": "reinforce", "correction": {"old_logprobs": "loglinear"}},
         "recomputed": False,
     },
 }
+
+_COMPARED = {"advantage": "reinforce", "normalise": {"advantages": "none"}}
+CASES |= {
+    f"{name} of {what}": {"algo": {**_COMPARED, "correction": {"weights": {"name": name, "batch_normalise": scaled}}}}
+    for name in registry.ROLLOUT_WEIGHTS
+    for what, scaled in (("mean 1", True), ("any mean", False))
+}
+CASES |= {
+    f"without {statistic}": {
+        "algo": {**_COMPARED, "correction": {"reject": [{"statistic": statistic, "upper": 1.2}]}},
+    }
+    for statistic in get_args(Reject.model_fields["statistic"].annotation)
+}
+"""Every correction that looks at the engines' log-probabilities, beside whatever else must be the same."""
 
 SPREADS = {
     "two ranks": [[0, 3, 4], [1, 2, 5]],
@@ -59,7 +76,7 @@ SPREADS = {
 
 def column(seed: int, more: int = 0) -> dict[int, Ragged]:
     random = np.random.default_rng(seed)
-    chunks, _ = random_chunks(CHUNKS)
+    chunks, _ = random_chunks(CHUNKS, min_response=0)
     return {
         i: Ragged.from_rows([random.normal(size=n + more) * 0.5 for n in chunk.response_ids.lengths], np.float32)
         for i, chunk in enumerate(chunks)
@@ -69,8 +86,8 @@ def column(seed: int, more: int = 0) -> dict[int, Ragged]:
 def built(
     own: list[int], case: dict[str, Any], reduce: Any, largest: Any
 ) -> tuple[dict[int, ExperienceChunk], ExperienceReport]:
-    """The experience of some chunks, of which one sample has no score and another is not learnt."""
-    chunks, _ = random_chunks(CHUNKS)
+    """The experience of some chunks: one sample has no score, another is not learnt, and some have no token."""
+    chunks, _ = random_chunks(CHUNKS, min_response=0)
     sampled = [
         replace(chunk, rollout_logprobs=logprobs) for chunk, logprobs in zip(chunks, column(0).values(), strict=True)
     ]
@@ -125,6 +142,7 @@ def test_ranks_build_what_one_would(pool: RankPool, spread: list[list[int]]) -> 
             assert sorted(chunks) == sorted(own), name
             assert found.metrics.keys() == report.metrics.keys(), name
             assert dict(found.metrics) == pytest.approx(dict(report.metrics), rel=1e-6, abs=1e-7), name
+            assert found == results[0][name][1], f"{name}: ranks do not say the same, bit for bit"
             assert found.value_norm == (None if report.value_norm is None else pytest.approx(report.value_norm)), name
             for chunk, columns in chunks.items():
                 same(columns, expected[chunk], f"{name}, chunk {chunk}")
@@ -137,6 +155,15 @@ def same(found: ExperienceChunk, expected: ExperienceChunk, what: str) -> None:
             np.testing.assert_allclose(one.values, other.values, rtol=1e-5, atol=1e-6, err_msg=f"{what}: {field.name}")
         else:
             assert one == other, f"{what}: {field.name}"
+
+
+def test_the_cases_have_every_registered_function() -> None:
+    algos = [Algo.model_validate(case["algo"]) for case in CASES.values()]
+    assert {algo.advantage.name for algo in algos} > registry.TOKEN_ADVANTAGES.keys()
+    assert {algo.normaliser.name for algo in algos if algo.normaliser is not None} == registry.NORMALISERS.keys()
+    assert {
+        algo.correction.weights.name for algo in algos if algo.correction.weights
+    } == registry.ROLLOUT_WEIGHTS.keys()
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.endswith("corrected")])
