@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megarl.algos.preference import best_of_n, pairwise, span, spans_of
-from megarl.algos.registry import bound
+from megarl.algos.registry import PREFERENCE_LOSSES, bound
 from megarl.algos.terms import LossTerms
 from megarl.config.schema import Own
 from megarl.config.schema.reward_model import BestOfN, Pairwise, RewardLoss, Span
@@ -102,7 +102,7 @@ def _comparison(role: Role, settings: RewardLoss, chunks: Chunks[TextChunk]) -> 
                 return _span(role, batch, hidden)
 
         case Own():
-            own = bound({}, settings.name, settings.options)
+            own = bound(PREFERENCE_LOSSES, settings.name, settings.options)
 
             def compare(batch: MicroBatch, hidden: Tensor, scores: Tensor) -> LossTerms:
                 return own(*scores.unbind(-1))
