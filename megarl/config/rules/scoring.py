@@ -46,6 +46,9 @@ def dense_scores_are_read(algo: Algo, reward: Reward) -> Iterator[Problem]:
         where = f"with advantage {algo.advantage.name}, which compares scores"
         yield from unused("reward", reward, ("dense",), where, "or choose gae")
     yield from unused("algo.scores", algo.scores, ("placement",), "with reward.dense", "or set reward.dense to null")
+    if algo.filter is not None:
+        rule, fix = "null with reward.dense: prompts are filtered by the scores of responses", "set one of them to null"
+        yield Problem(field="algo.filter", value=algo.filter.name, rule=rule, fix=fix)
     if algo.scores.truncate_at is not None:
         rule, fix = "null with reward.dense, which scores every token", "remove it, or set reward.dense to null"
         yield Problem(field="algo.scores.truncate_at", value="given", rule=rule, fix=fix)
