@@ -102,3 +102,10 @@ def stubborn(answer: Answer) -> float:
     if answer.prompt_id == "b":
         time.sleep(600)
     return 1.0
+
+
+def hangs_once_in_a_while(answer: Answer, *, every: int) -> float:
+    """On each prompt whose number is a multiple."""
+    if int(answer.prompt_id) % every == 0:
+        time.sleep(600)
+    return 1.0

@@ -1,0 +1,140 @@
+"""What evaluations say of scores, by hand; and whose weights they are of."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.config.schema import Evaluation, SourceFields
+from megarl.loop.evaluate import TrainingEvaluator, held_out_metrics
+from megarl.loop.stage import EvaluationResult
+from megarl.types import SampleInfo
+
+Z = 1.959963984540054
+NAN = math.nan
+
+
+def evaluation(**settings: Any) -> Evaluation:
+    return Evaluation(prompts=SourceFields(path="somewhere"), **settings)
+
+
+def samples(prompts: str, lengths: list[int] | None = None, finished: list[bool] | None = None) -> list[SampleInfo]:
+    """One per letter, of the prompt of that name."""
+    return [
+        SampleInfo(
+            sample_id=f"0/{prompt}/{index}",
+            prompt_id=prompt,
+            chunk=0,
+            row=index,
+            prompt_tokens=1,
+            response_tokens=1 if lengths is None else lengths[index],
+            finished=True if finished is None else finished[index],
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def test_means_have_intervals_over_prompts() -> None:
+    exact = np.float32([1, 1, 0, 0, 1, 0])
+    found = held_out_metrics({"exact": exact}, samples("aabbcc"), evaluation())
+    assert (found["prompts"], found["samples"], found["exact"]) == (3, 6, 0.5)
+    assert found["exact_ci95"] == pytest.approx(Z * statistics.stdev([1, 0, 0.5]) / math.sqrt(3))
+    alone = held_out_metrics({"exact": exact}, samples("abcdef"), evaluation())
+    assert alone["exact_ci95"] == pytest.approx(Z * statistics.stdev([1, 1, 0, 0, 1, 0]) / math.sqrt(6))
+
+
+def test_the_reward_model_is_called_score_and_is_not_passed_where_a_function_says_what_is_right() -> None:
+    scores = {"reward_model": np.float32([3, 4]), "exact": np.float32([0, 1])}
+    found = held_out_metrics(scores, samples("ab"), evaluation(pass_at=[1]))
+    assert (found["score"], found["exact"]) == (3.5, 0.5)
+    assert {name for name in found if "pass_at" in name} == {"exact_pass_at_1", "exact_pass_at_1_ci95"}
+    model = held_out_metrics({"reward_model": np.float32([3, 4])}, samples("ab"), evaluation(pass_at=[1], success_at=4))
+    assert model["score_pass_at_1"] == 0.5
+
+
+def test_passes_are_the_part_of_all_choices_of_k_answers_that_have_a_success() -> None:
+    by_prompt = {"a": [0.2, 0.5, 0.9, 0.1], "b": [0.0, 0.0, 0.5, 0.0], "c": [0.4, 0.4, 0.4, 0.4]}
+    values = np.float32([score for own in by_prompt.values() for score in own])
+    found = held_out_metrics({"f": values}, samples("aaaabbbbcccc"), evaluation(pass_at=[1, 2, 4], success_at=0.5))
+    for k in (1, 2, 4):
+        rates = [
+            statistics.mean(max(chosen) >= 0.5 for chosen in itertools.combinations(own, k))
+            for own in by_prompt.values()
+        ]
+        assert found[f"f_pass_at_{k}"] == pytest.approx(statistics.mean(rates))
+        assert found[f"f_pass_at_{k}_ci95"] == pytest.approx(Z * statistics.stdev(rates) / math.sqrt(3))
+
+
+def test_samples_without_a_score_are_left_out_and_counted() -> None:
+    scores = {"f": np.float32([1, NAN, 0, 0, NAN, NAN]), "g": np.float32([1, 1, NAN, 1, 1, NAN])}
+    found = held_out_metrics(scores, samples("aabbcc"), evaluation(pass_at=[1, 2]))
+    assert found["f"] == pytest.approx(1 / 3)
+    assert (found["unscored"], found["unscored/f"], found["unscored/g"]) == (4, 3, 2)
+    assert found["f_pass_at_1"] == 0.5, "of a and b: c has no scored sample"
+    assert found["f_pass_at_2"] == 0, "of b alone"
+    assert math.isnan(found["f_pass_at_2_ci95"])
+    nothing = held_out_metrics({"f": np.float32([NAN, NAN])}, samples("ab"), evaluation(pass_at=[1]))
+    assert math.isnan(nothing["f"])
+    assert math.isnan(nothing["f_pass_at_1"])
+    assert nothing["unscored"] == 2
+
+
+def test_lengths() -> None:
+    given = samples("aab", lengths=[2, 4, 9], finished=[True, True, False])
+    found = held_out_metrics({"f": np.float32([0, 0, 0])}, given, evaluation())
+    assert (found["response_length"], found["response_length_max"]) == (5, 9)
+    assert found["truncated_fraction"] == pytest.approx(1 / 3)
+
+
+class Actor:
+    """Has its weights, or their average for its weights."""
+
+    weights = "actor"
+
+    def use_average(self, wanted: bool) -> Any:
+        self.weights = "average" if wanted else "actor"
+        return SimpleNamespace(wait=lambda: None)
+
+
+def training(average: bool) -> tuple[TrainingEvaluator, list[str]]:
+    """An evaluator in training, and what happens in order."""
+    notes: list[str] = []
+    actor = Actor()
+
+    def evaluate(step: int, answered: Callable[[], None], *, prefix: str = "eval") -> EvaluationResult:
+        answered()
+        return EvaluationResult(step=step, metrics={f"{prefix}/f": float(len(notes))})
+
+    turns = SimpleNamespace(
+        back_to_engines=lambda version: notes.append(f"version {version}: the engines' weights"),
+        to_engines=lambda version: notes.append(f"version {version}: {actor.weights}"),
+        to_trainers=lambda: notes.append("answered"),
+    )
+    evaluator: Any = SimpleNamespace(evaluate=evaluate)
+    return TrainingEvaluator(evaluator, actor, turns, average=average), notes  # pyright: ignore[reportArgumentType]
+
+
+def test_the_average_is_evaluated_beside_the_actor_whose_weights_come_back() -> None:
+    evaluator, notes = training(average=True)
+    result = evaluator.evaluate(4, 3)
+    assert notes == [
+        "version 3: the engines' weights",
+        "answered",
+        "version 3: average",
+        "answered",
+        "version 3: actor",
+    ]
+    assert (result.step, result.metrics) == (4, {"eval/f": 2.0, "eval_ema/f": 4.0})
+
+
+def test_without_an_average_the_engines_keep_their_weights() -> None:
+    evaluator, notes = training(average=False)
+    assert evaluator.evaluate(1, 1).metrics == {"eval/f": 2.0}
+    assert notes == ["version 1: the engines' weights", "answered"]
