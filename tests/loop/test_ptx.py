@@ -1,0 +1,77 @@
+"""Texts beside the rollouts: whose turn it is, what counts of them, and where a resumed run goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from megarl.config import PPOConfig, load
+from megarl.data.demonstrations import Demonstration
+from megarl.data.schedule import step_schedule
+from megarl.loop.ptx import TextMixture
+from megarl.types import SampleInfo, Schedule
+
+TEXTS = [
+    Demonstration(key=str(i), prompt_ids=np.arange(2, dtype=np.int32), response_ids=np.arange(i + 1, dtype=np.int32))
+    for i in range(5)
+]
+
+
+class Session:
+    """Shares chunks with nobody."""
+
+    def share(self, chunks: Any) -> Any:
+        return dict(enumerate(chunks))
+
+
+def mixture(*overrides: str) -> TextMixture:
+    fields = ["ptx.data=owner/texts", "ptx.max_tokens=8", "ptx.sequences_per_mini_batch=3", "ptx.coef=0.5"]
+    config = load("configs/debug/ppo.yaml", [*fields, *overrides])
+    assert isinstance(config, PPOConfig)
+    return TextMixture(config, TEXTS, Session())  # type: ignore[arg-type]
+
+
+def steps(count: int, mixed: TextMixture) -> tuple[Schedule, ...]:
+    sample = SampleInfo(sample_id="a", prompt_id="a", chunk=0, row=0, prompt_tokens=3, response_tokens=1, finished=True)
+    return tuple(step_schedule([sample], mixed._layout, 16) for _ in range(count))
+
+
+def taken(schedule: Schedule, chunks: Any) -> list[tuple[int, int]]:
+    """Tokens of each text of a step, and those that count."""
+    rows = [row for rank in schedule.ranks for pack in rank.packs for row in pack]
+    for row in rows:
+        assert len(chunks[row.chunk].prompt_ids[row.row]) + len(chunks[row.chunk].response_ids[row.row]) == row.tokens
+    return sorted((row.tokens, row.response_tokens) for row in rows)
+
+
+def test_every_step_has_texts_of_its_own_and_all_come_in_turn() -> None:
+    mixed = mixture()
+    lengthened, texts = mixed.next(steps(5, mixed))
+    seen: list[tuple[int, int]] = []
+    for own, along in zip(lengthened, texts.schedules, strict=True):
+        assert len({rank.pack_tokens for schedule in (own, along) for rank in schedule.ranks}) == 1
+        found = taken(along, texts.chunks)
+        assert len(found) == 3
+        assert along.ranks[0].total_response_tokens == sum(counted for _, counted in found)
+        seen += found
+    every = [(i + 3, i + 2) for i in range(5)]  # all tokens but the first
+    assert sorted(seen) == sorted(3 * every), "15 texts are three times all of them"
+
+
+def test_responses_alone_count_where_that_is_asked() -> None:
+    mixed = mixture("ptx.loss_on=response")
+    _, texts = mixed.next(steps(5, mixed))
+    found = [row for along in texts.schedules for row in taken(along, texts.chunks)]
+    assert sorted(found) == sorted(3 * [(i + 3, i + 1) for i in range(5)])
+
+
+def test_a_resumed_run_goes_on_with_the_next_text() -> None:
+    straight, first, second = mixture(), mixture(), mixture()
+    straight.next(steps(2, straight))
+    first.next(steps(2, first))
+    second.load(first.state())
+    one, other = (mixed.next(steps(3, mixed))[1] for mixed in (straight, second))
+    assert [taken(along, one.chunks) for along in one.schedules] == [
+        taken(along, other.chunks) for along in other.schedules
+    ]
