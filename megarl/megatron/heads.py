@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
+from megarl.megatron.divergence import divergence
 from megarl.megatron.logprobs import logprobs_and_entropy, vocab_shard
 from megarl.megatron.model import RoleModel, ScalarHead
 from megarl.megatron.pipeline import MicroBatch
@@ -26,9 +27,38 @@ def response_logprobs(
     assert batch.batch is not None
     weight = model.chunks[-1].output_weight()
     shard = vocab_shard(model.groups.tp, len(weight), vocab_size)
-    chosen = _at(model, hidden, batch.batch.source_positions)
+    chosen = response_states(model, batch, hidden)
     labels = torch.from_numpy(batch.batch.labels).to(hidden.device)
     return logprobs_and_entropy(chosen, weight, labels, shard, temperature=temperature)
+
+
+def response_states(model: RoleModel, batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+    """[T, H]: what the output layer makes the distribution of each response token of."""
+    assert batch.batch is not None
+    return _at(model, hidden, batch.batch.source_positions)
+
+
+def response_divergence(
+    model: RoleModel,
+    batch: MicroBatch,
+    hidden: torch.Tensor,
+    reference: RoleModel,
+    ref_states: torch.Tensor,
+    *,
+    vocab_size: int,
+    temperature: float,
+) -> torch.Tensor:
+    """[T] float32 nats: KL(policy || reference) of the distribution of each response token.
+
+    Args:
+        hidden: as for response_logprobs.
+        reference: a model of the same layout.
+        ref_states: [T, H], its response_states of the same rows.
+    """
+    weight, ref_weight = (of.chunks[-1].output_weight() for of in (model, reference))
+    shard = vocab_shard(model.groups.tp, len(weight), vocab_size)
+    states = response_states(model, batch, hidden)
+    return divergence(states, weight, ref_states, ref_weight, shard, temperature=temperature)
 
 
 def response_values(model: RoleModel, batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:

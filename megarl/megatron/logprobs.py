@@ -80,18 +80,18 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs = torch.empty(len(hidden), dtype=_wide(hidden), device=hidden.device)
+        logprobs = torch.empty(len(hidden), dtype=wide(hidden), device=hidden.device)
         entropy, log_z = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for begin in range(0, len(hidden), chunk_tokens):
             part = slice(begin, begin + chunk_tokens)
-            logits = _logits(hidden[part], weight, shard, temperature)
+            logits = shard_logits(hidden[part], weight, shard, temperature)
             top = logits.max(-1).values if shard.size else torch.full_like(log_z[part], -torch.inf)
-            _over_shards(top, shard, dist.ReduceOp.MAX)
+            over_shards(top, shard, dist.ReduceOp.MAX)
             exp = (logits - top.unsqueeze(-1)).exp_()
             local, here = _local_labels(labels[part], shard)
             target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1) * here if shard.size else torch.zeros_like(top)
             sums = torch.stack([exp.sum(-1), (exp * logits).sum(-1), target])
-            _over_shards(sums, shard)
+            over_shards(sums, shard)
             log_z[part] = top + sums[0].log()
             logprobs[part] = sums[2] - log_z[part]
             entropy[part] = log_z[part] - sums[1] / sums[0]
@@ -104,11 +104,11 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         hidden, weight, labels, log_z, entropy = ctx.saved_tensors
         shard: VocabShard = ctx.shard
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=_wide(weight))  # so that chunks do not add up rounding
+        grad_weight = torch.zeros_like(weight, dtype=wide(weight))  # so that chunks do not add up rounding
         rows = weight[: shard.size]
         for begin in range(0, len(hidden), ctx.chunk_tokens):
             part = slice(begin, begin + ctx.chunk_tokens)
-            logits = _logits(hidden[part], weight, shard, ctx.temperature)
+            logits = shard_logits(hidden[part], weight, shard, ctx.temperature)
             log_p = logits - log_z[part].unsqueeze(-1)
             p = log_p.exp()
             # d logprob / d logits = onehot - p;   d entropy / d logits = -p (log p + entropy)
@@ -120,22 +120,22 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             grad = (grad / ctx.temperature).to(weight.dtype)
             grad_hidden[part] = grad @ rows
             grad_weight[: shard.size] += grad.T @ hidden[part]
-        _over_shards(grad_hidden, shard)
+        over_shards(grad_hidden, shard)
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
-def _over_shards(tensor: torch.Tensor, shard: VocabShard, op: Any = dist.ReduceOp.SUM) -> None:
+def over_shards(tensor: torch.Tensor, shard: VocabShard, op: Any = dist.ReduceOp.SUM) -> None:
     """Reduces in place; a rank alone need not wait for the communication thread."""
     if shard.group.size() > 1:
         dist.all_reduce(tensor, op, group=shard.group)
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, shard: VocabShard, temperature: float) -> torch.Tensor:
+def shard_logits(hidden: torch.Tensor, weight: torch.Tensor, shard: VocabShard, temperature: float) -> torch.Tensor:
     """[T, size], in float32 or better: only the real rows, so that padding is in no sum."""
-    return (hidden @ weight[: shard.size].T).to(_wide(hidden)) / temperature
+    return (hidden @ weight[: shard.size].T).to(wide(hidden)) / temperature
 
 
-def _wide(tensor: torch.Tensor) -> torch.dtype:
+def wide(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

@@ -24,6 +24,7 @@ from megarl.data.packing import Chunks, gather
 from megarl.megatron.heads import response_logprobs, response_values
 from megarl.megatron.measures import Measures, measured
 from megarl.megatron.pipeline import MicroBatch
+from megarl.megatron.reference import ReferenceDivergence
 from megarl.megatron.role import Loss, Role, StepLoss
 from megarl.megatron.supervised_losses import sft_loss
 from megarl.types import ExperienceChunk, Ragged, RankSchedule
@@ -85,6 +86,7 @@ def policy_loss(
     temperature: float,
     kl_coef: float,
     share: float = 1.0,
+    reference: Role | None = None,
 ) -> StepLoss:
     """The actor's loss: policy loss + kl_coef * KL - entropy_coef * entropy, each aggregated alike.
 
@@ -92,8 +94,13 @@ def policy_loss(
         temperature: of the rollouts.
         kl_coef: of the step, loss per nat, where the penalty is in the loss.
         share: what the whole is multiplied by, beside other losses of the step.
+        reference: of the role's layout; needed where the penalty is of the whole distribution.
     """
     loss_function = bound(POLICY_LOSSES, algo.policy_loss.name, algo.policy_loss.options)
+    divergence = None
+    if algo.kl.of_distributions:
+        assert reference is not None, "the penalty is of the reference's distributions"
+        divergence = ReferenceDivergence(role, reference, experience, temperature=temperature)
 
     def of_tokens(batch: MicroBatch, hidden: Tensor, rows: _Rows) -> _Tokens:
         flat, entropy = response_logprobs(
@@ -104,12 +111,17 @@ def policy_loss(
         terms = weighted(loss_function(new, old, rows("advantages"), rows.mask), _weights(algo, new, old, rows))
         parts = {"policy": terms.values}
         if algo.kl.placement == "loss" and algo.kl.coef > 0:
-            parts["kl"] = _kl(algo, new, old, rows("ref_logprobs"))
+            parts["kl"] = (
+                _kl(algo, new, old, rows("ref_logprobs"))
+                if divergence is None
+                else align(divergence(batch, hidden), rows.mask)
+            )
             terms = with_term(terms, "kl", parts["kl"], coef=kl_coef)
         terms = with_term(terms, "entropy", align(entropy, rows.mask), coef=-algo.entropy_coef)
         return _Tokens(terms=terms, parts=parts)
 
-    return _aggregated(algo, experience, of_tokens, share)
+    step_loss = _aggregated(algo, experience, of_tokens, share)
+    return step_loss if divergence is None else divergence.before(step_loss)
 
 
 def value_loss(role: Role, algo: Algo, experience: Chunks[ExperienceChunk]) -> StepLoss:

@@ -61,7 +61,9 @@ def load_role(config: RunConfig, name: RoleName, rank: int, cache: GroupCache, m
     return role
 
 
-def loss_of(config: RunConfig, role: Role, chunks: Chunks[Any], *, kl_coef: float) -> StepLoss:
+def loss_of(
+    config: RunConfig, role: Role, chunks: Chunks[Any], *, kl_coef: float, reference: Role | None = None
+) -> StepLoss:
     """What the stage trains a role with.
 
     Args:
@@ -69,11 +71,19 @@ def loss_of(config: RunConfig, role: Role, chunks: Chunks[Any], *, kl_coef: floa
         role: that is trained.
         chunks: what the loss reads, with the columns that the stage has.
         kl_coef: of a penalty in the loss, per nat.
+        reference: where the process has one that the loss asks; see ``losses.policy_loss``.
     """
     if isinstance(config, PPOConfig):
         if role.head == "lm":
-            temperature, (share, _) = config.rollout.temperature, _shares(config)
-            return policy_loss(role, config.algo, chunks, temperature=temperature, kl_coef=kl_coef, share=share)
+            return policy_loss(
+                role,
+                config.algo,
+                chunks,
+                temperature=config.rollout.temperature,
+                kl_coef=kl_coef,
+                share=_shares(config)[0],
+                reference=reference,
+            )
         return value_loss(role, config.algo, chunks)
     if isinstance(config, RewardModelConfig):
         return preference_loss(role, config.reward.loss, chunks)

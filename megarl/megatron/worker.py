@@ -164,8 +164,10 @@ class MegatronWorker:
             kl_coef: of a penalty in the loss, per nat.
             texts, text_chunks: what each step takes along, by the configuration's ``ptx``.
         """
-        trained = self._at_work(role)
-        loss, mixed = loss_of(self._config, trained, chunks, kl_coef=kl_coef), None
+        asks = isinstance(self._config, PPOConfig) and role == "actor" and self._config.algo.kl.of_distributions
+        trained = self._turns.take(role, "reference") if asks else self._at_work(role)
+        reference = self._roles["reference"] if asks else None
+        loss, mixed = loss_of(self._config, trained, chunks, kl_coef=kl_coef, reference=reference), None
         if texts is not None and text_chunks is not None:
             mixed = Mixed(schedules=texts, chunks=text_chunks, loss_of=text_loss_of(self._config, trained))
         steps = trained.update(schedules, chunks, loss, mixed)

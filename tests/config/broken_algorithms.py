@@ -96,14 +96,24 @@ ALGORITHMS: Cases = {
         (["algo.kl.cumulative=false"], "algo.kl.cumulative", "which adds up rewards by itself"),
         ([*IN_LOSS, "algo.kl.cumulative=false"], "algo.kl.cumulative", "no effect with algo.kl.in = loss"),
         (["algo.kl.importance=true"], "algo.kl.importance", "no effect with algo.kl.in = reward"),
+        (
+            [*IN_LOSS, "algo.kl={estimator: full, importance: true}"],
+            "algo.kl.importance",
+            "which is no estimate from samples",
+        ),
     ],
     penalty.estimators_fit_their_place: [
         (["algo.kl.in=loss"], "algo.kl.estimator", "where the gradient of k1 is 0 on average"),
         (["algo.kl.estimator=full"], "algo.kl.estimator", "full needs the whole distribution"),
         (["algo.kl.estimator=k3+"], "algo.kl.estimator", "differs from k3 in its gradient alone"),
     ],
-    penalty.references_follow_within_a_group: [
-        (["algo.kl.reference_sync.every=2"], REFERENCE, "the actor's layout (tp 2, pp 2, vpp 1, ep 1)"),
+    penalty.references_share_the_actors_ranks: [
+        (
+            ["algo.kl.reference_sync.every=2"],
+            REFERENCE,
+            "the actor's layout (tp 2, pp 2, vpp 1, ep 1, sequence_parallel False) with algo.kl.reference_sync",
+        ),
+        ([*IN_LOSS, "algo.kl.estimator=full"], REFERENCE, "with algo.kl.estimator = full"),
         (
             [
                 "algo.kl.reference_sync.every=2",
@@ -122,6 +132,11 @@ ALGORITHMS: Cases = {
             "the ratio to the engines is 1",
         ),
         (
+            ["rollout.sync_every=3", "algo.correction={old_logprobs: linear, m2po: {threshold: 0.1}}"],
+            "algo.correction.m2po",
+            "known in the update alone",
+        ),
+        (
             ["algo.correction={old_logprobs: rollout, m2po: {}}"],
             "algo.correction.m2po",
             "the ratio to the engines is 1",
@@ -134,7 +149,7 @@ ALGORITHMS: Cases = {
     ],
     corrections.bounds_are_in_order: [
         (
-            ["algo.correction.weights={lower: 2.0}"],
+            ["algo.correction.weights={name: token_mask, lower: 2.0}"],
             "algo.correction.weights.lower",
             "below algo.correction.weights.upper",
         ),
@@ -160,7 +175,7 @@ ALGORITHMS: Cases = {
     corrections.normalised_weights_are_known: [
         (
             [
-                "algo.correction={old_logprobs: loglinear, weights: {batch_normalise: true}}",
+                "algo.correction={old_logprobs: loglinear, weights: {name: token_mask, batch_normalise: true}}",
                 "rollout.sync_every=2",
             ],
             "algo.correction.weights.batch_normalise",

@@ -72,6 +72,7 @@ CASES: dict[str, Case] = {
     ),
     "gmpo": Case(algo={"policy_loss": {"name": "gmpo", "clip": 0.1}, "aggregation": "sequence_mean", "kl": _kl("k3")}),
     "reinforce": Case(algo={"policy_loss": "reinforce", "kl": _kl("k1")}),
+    "whole distributions": Case(algo={"kl": _kl("full")}),
     "masked sequences": Case(algo={"correction": {"sequence_mask": {"delta": 0.02}}, "kl": _kl("k1+")}),
     "stale token_truncate": Case(algo={"correction": _stale("loglinear", "token_truncate")}),
     "stale token_mask": Case(algo={"correction": _stale("linear", "token_mask")}),
@@ -177,6 +178,9 @@ def updates(
         roles[name] = load_role(directory, name, layout, rank, cache, trainable=True, head=head)
         roles[name].start_training(SETTINGS, total_steps=2, decay=0.6)
         start[name] = {key: value.detach().clone() for key, value in roles[name].model.parameters().items()}
+    reference = load_role(directory, "reference", layout, rank, cache, trainable=False, head=None)
+    for value in reference.model.parameters().values():
+        value.data.mul_(1.3)  # to differ from the actor
     if not stored.exists():
         passes = inference_schedule(samples(), layout, budget).ranks[0]
         logprobs = roles["actor"].logprobs(passes, chunks(), temperature=TEMPERATURE)
@@ -187,7 +191,7 @@ def updates(
     for name, case in CASES.items():
         role = roles["critic" if case.critic else "actor"]
         restart(role, start[role.name])
-        steps = two_steps(role, case, columns, budget)
+        steps = two_steps(role, case, columns, budget, reference)
         found[name] = (steps if role.reports else [], deviation(role, start[role.name], stored / f"{name}.pt"))
     return found
 
@@ -204,7 +208,7 @@ def restart(role: Any, start: Mapping[str, torch.Tensor]) -> None:
         role.average.values[shard.name].copy_(shard.main.detach())
 
 
-def two_steps(role: Any, case: Case, columns: Any, budget: int) -> list[dict[str, float]]:
+def two_steps(role: Any, case: Case, columns: Any, budget: int, reference: Any = None) -> list[dict[str, float]]:
     """The steps of a case."""
     from megarl.data.batches import on_all_tokens
     from megarl.data.schedule import step_schedule, under_one_length
@@ -228,7 +232,8 @@ def two_steps(role: Any, case: Case, columns: Any, budget: int) -> list[dict[str
         loss = value_loss(role, algo, columns)
     else:
         share = 1 - (case.texts or 0.0)
-        loss = policy_loss(role, algo, columns, temperature=TEMPERATURE, kl_coef=KL_COEF, share=share)
+        options = {"temperature": TEMPERATURE, "kl_coef": KL_COEF, "share": share, "reference": reference}
+        loss = policy_loss(role, algo, columns, **options)
     return role.update([plan.ranks[role.coords.dp] for plan in plans], columns, loss, mixed)
 
 

@@ -40,6 +40,9 @@ def penalty_is_one(algo: Algo) -> Iterator[Problem]:
         yield from unused("algo.kl", kl, ("cumulative",), where, "or choose a comparison of samples, such as rloo")
     if kl.placement == "reward":
         yield from unused("algo.kl", kl, ("importance",), "with algo.kl.in = reward", "or set algo.kl.in to loss")
+    elif kl.of_distributions:
+        where = "with algo.kl.estimator = full, which is no estimate from samples"
+        yield from unused("algo.kl", kl, ("importance",), where, "or set algo.kl.estimator to k3")
 
 
 def estimators_fit_their_place(algo: Algo) -> Iterator[Problem]:
@@ -61,27 +64,29 @@ def estimators_fit_their_place(algo: Algo) -> Iterator[Problem]:
         yield Problem(field=field, value=name, rule=rule, fix=f"set it to {name[:-1]}, or set algo.kl.in to loss")
 
 
-def references_follow_within_a_group(algo: Algo, groups: Groups) -> Iterator[Problem]:
-    """Each rank of the actor updates the same shards of the reference, which it holds too."""
-    if algo.kl.reference_sync is None or algo.kl.coef == 0:
+def references_share_the_actors_ranks(algo: Algo, groups: Groups) -> Iterator[Problem]:
+    """Where actor and reference look at each other's weights or states, each rank has the same part of both."""
+    kl = algo.kl
+    if kl.coef > 0 and kl.reference_sync is not None:
+        where, fix = "with algo.kl.reference_sync", "set algo.kl.reference_sync to null"
+    elif kl.of_distributions:
+        where, fix = "with algo.kl.estimator = full", "set algo.kl.estimator to k3"
+    else:
         return
     for name, group in groups.items():
         if "reference" not in group.roles:
             continue
         field = f"groups.{name}.roles.reference"
         if "actor" not in group.roles:
-            fix = "place it in the actor's group, or set algo.kl.reference_sync to null"
-            rule = "in the group of the actor with algo.kl.reference_sync"
-            yield Problem(field=field, value=f"in {name}", rule=rule, fix=fix)
+            rule = f"in the group of the actor {where}"
+            yield Problem(field=field, value=f"in {name}", rule=rule, fix=f"place it in the actor's group, or {fix}")
             continue
-        sizes = ("tp", "pp", "vpp", "ep")
-        actor = {size: getattr(group.roles["actor"], size) for size in sizes}
-        reference = {size: getattr(group.roles["reference"], size) for size in sizes}
+        sizes = ("tp", "pp", "vpp", "ep", "sequence_parallel")
+        actor, reference = ({size: getattr(group.roles[of], size) for size in sizes} for of in ("actor", "reference"))
         if actor != reference:
-            layout = ", ".join(f"{size} {value}" for size, value in actor.items())
-            value = ", ".join(f"{size} {value}" for size, value in reference.items())
-            rule = f"the actor's layout ({layout}) with algo.kl.reference_sync"
-            yield Problem(field=field, value=value, rule=rule, fix="give both the same layout")
+            layout, value = (", ".join(f"{size} {of[size]}" for size in sizes) for of in (actor, reference))
+            rule = f"the actor's layout ({layout}) {where}"
+            yield Problem(field=field, value=value, rule=rule, fix=f"give both the same layout, or {fix}")
 
 
-RULES = (penalty_has_a_reference, penalty_is_one, estimators_fit_their_place, references_follow_within_a_group)
+RULES = (penalty_has_a_reference, penalty_is_one, estimators_fit_their_place, references_share_the_actors_ranks)

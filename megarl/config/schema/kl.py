@@ -73,3 +73,8 @@ class KL(Section):
     """In the loss: multiply the estimate by the probability ratio of the actor to its old self."""
     reference_sync: ReferenceSync | None = None
     """Let the reference follow the actor; null keeps it as it is."""
+
+    @property
+    def of_distributions(self) -> bool:
+        """Whether the update asks the reference for its distributions, and not for sampled tokens alone."""
+        return self.placement == "loss" and self.coef > 0 and self.estimator.name == "full"
