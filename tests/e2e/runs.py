@@ -17,6 +17,15 @@ from tests.leftovers import Trace
 
 ROOT = Path(__file__).parents[2]
 DEBUG = "configs/debug/ppo.yaml"
+PARTS = (
+    "algo.filter=nonzero_std",  # the responses that the length limit ends all score -1
+    "algo.early_stop={kl: 10}",
+    "algo.kl.target=6",
+    "algo.correction.weights={name: token_mask, upper: 5}",
+    "critic.value_norm={}",
+)
+"""Overrides of the debug run: parts of the algorithm that have a state, or more calls than its own."""
+
 LIMIT_S = 280
 # A shell starts its background jobs with SIGINT ignored, and the tests may run in one.
 _INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"

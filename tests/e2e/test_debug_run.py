@@ -10,7 +10,7 @@ import pytest
 
 from megarl.config import load
 from tests.e2e.conftest import DebugRun
-from tests.e2e.runs import DEBUG, lines, train
+from tests.e2e.runs import DEBUG, PARTS, lines, train
 
 STAGES = ("offload", "agree", "pack", "transfer", "verify", "load", "commit", "reset")
 SYNC = {f"sync/{stage}_seconds" for stage in STAGES} | {
@@ -33,7 +33,7 @@ def test_it_writes_a_line_per_step(debug_run: DebugRun) -> None:
     for line in metrics:
         assert all(math.isfinite(value) for value in line.values()), line
         assert line["rollout/samples"] == 16
-        assert 1 <= line["rollout/response_tokens_mean"] <= line["rollout/response_tokens_max"] <= 32
+        assert 1 <= line["response_length/mean"] <= line["response_length/max"] <= 32
         assert line["policy/grad_norm"] > 0
         assert line["value/grad_norm"] > 0
         assert line["policy/skipped"] == line["value/skipped"] == 0
@@ -47,7 +47,7 @@ def test_it_writes_a_line_per_step(debug_run: DebugRun) -> None:
 def test_no_id_is_sampled_that_is_not_in_use(debug_run: DebugRun) -> None:
     """The model has 100 ids, of which the configuration uses 96; a random model likes all of them alike."""
     samples = [np.load(file)["response_ids"] for file in debug_run.recorded.iterdir()]
-    assert len(samples) == 48
+    assert len(samples) > 48, "the filter took a single round of each step"
     assert max(ids.max() for ids in samples) < 96
 
 
@@ -81,19 +81,19 @@ def test_its_directory_says_what_ran(debug_run: DebugRun) -> None:
     assert {path.name for path in debug_run.directory.iterdir()} == files | folders | {"config.yaml", ".lock"}
     resolved = load(debug_run.directory / "config.yaml")
     overrides = [f"run.dir={debug_run.directory}", f"rollout.record={debug_run.recorded}", "checkpoint.every=2"]
-    assert resolved == load(Path(DEBUG), overrides)
+    assert resolved == load(Path(DEBUG), [*overrides, *PARTS])
 
 
 def test_a_finished_run_says_so_and_stays_as_it_is(debug_run: DebugRun) -> None:
     told = {path: path.read_bytes() for path in debug_run.directory.glob("*.json*")}
-    again = train(debug_run.directory, f"rollout.record={debug_run.recorded}")
+    again = train(debug_run.directory, f"rollout.record={debug_run.recorded}", *PARTS)
     assert again.status == 0, again.errors
     assert "is finished: it has taken its 3 steps" in again.output
     assert told == {path: path.read_bytes() for path in debug_run.directory.glob("*.json*")}
 
 
 def test_a_run_is_not_gone_on_with_as_another(debug_run: DebugRun) -> None:
-    refused = train(debug_run.directory, "run.seed=2")
+    refused = train(debug_run.directory, "run.seed=2", *PARTS)
     assert refused.status == 2
     assert "run.seed = 2" in refused.errors
     assert "Traceback" not in refused.errors

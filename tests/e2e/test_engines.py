@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.conftest import DebugRun
-from tests.e2e.runs import lines, train
+from tests.e2e.runs import PARTS, lines, train
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -21,7 +21,7 @@ TIMES = ("time/", "sync/", "perf/")
 
 def test_samples_and_updates_do_not_depend_on_the_engines(debug_run: DebugRun, tmp_path: Path) -> None:
     recorded, directory = tmp_path / "recorded", tmp_path / "run"
-    finished = train(directory, f"rollout.record={recorded}", "rollout.sleep=true", *TWO_NODES)
+    finished = train(directory, f"rollout.record={recorded}", "rollout.sleep=true", *TWO_NODES, *PARTS)
     assert finished.status == 0, finished.errors
     finished.assert_clean()
 

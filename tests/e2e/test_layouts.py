@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import DebugRun
-from tests.e2e.runs import lines, train
+from tests.e2e.runs import PARTS, lines, train
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -46,7 +46,7 @@ def test_the_first_update_does_not_depend_on_the_layout(debug_run: DebugRun, tmp
     recorded.mkdir()
     for sample in debug_run.recorded.glob("1%2F*"):  # of step 1; the others are generated
         shutil.copy(sample, recorded)
-    finished = train(tmp_path / "run", f"rollout.replay={recorded}", *LAYOUTS[name])
+    finished = train(tmp_path / "run", f"rollout.replay={recorded}", *PARTS, *LAYOUTS[name])
     assert finished.status == 0, finished.errors
     finished.assert_clean()
     expected, found = (lines(run / "updates.jsonl")[0] for run in (debug_run.directory, tmp_path / "run"))

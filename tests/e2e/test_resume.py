@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import DebugRun
-from tests.e2e.runs import lines, train
+from tests.e2e.runs import PARTS, lines, train
 
 pytestmark = pytest.mark.e2e
 
@@ -32,7 +32,7 @@ def resumed(debug_run: DebugRun, tmp_path_factory: pytest.TempPathFactory) -> Pa
     (directory / "checkpoints" / ".step-3.staged").mkdir()
     with (directory / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 3, "obj')
-    finished = train(directory, "checkpoint.every=2")
+    finished = train(directory, "checkpoint.every=2", *PARTS)
     assert finished.status == 0, finished.errors
     assert "going on after step 2" in finished.output
     finished.assert_clean()
@@ -56,7 +56,7 @@ def test_a_resumed_run_keeps_the_checkpoints(debug_run: DebugRun, resumed: Path)
 
 def test_a_finished_run_says_so(debug_run: DebugRun) -> None:
     before = {path: path.stat().st_mtime_ns for path in debug_run.directory.rglob("*")}
-    finished = train(debug_run.directory, "checkpoint.every=2")
+    finished = train(debug_run.directory, "checkpoint.every=2", *PARTS)
     assert finished.status == 0, finished.errors
     assert "is finished: it has taken its 3 steps" in finished.output
     assert {path: path.stat().st_mtime_ns for path in debug_run.directory.rglob("*")} == before
