@@ -205,9 +205,7 @@ CASES: dict[str, Case] = {
     ),
     "rloo": Case(
         reference=True,
-        settings=Settings(
-            actor=USUAL, shapes=[WITHIN_10], kl_coef=0.01, compare=comparisons.rloo, policy=CLIPPED
-        ),
+        settings=Settings(actor=USUAL, shapes=[WITHIN_10], kl_coef=0.01, compare=comparisons.rloo, policy=CLIPPED),
     ),
     "grpo": Case(
         reference=True,
@@ -324,4 +322,5 @@ CASES: dict[str, Case] = {
             policy=policy.reinforce,
         ),
     ),
+    "raft": Case(best=0.2, prompts=16, samples=1, mini_batches=1, settings=Settings(actor=TORCH)),
 }

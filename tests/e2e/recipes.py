@@ -15,16 +15,19 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from megarl.data.prompts import random_prompts
 from megarl.data.schedule import mini_batch_members
+from megarl.data.streams import Stream
 from megarl.types import SampleInfo
 from tests.e2e.runs import ROOT, finish, started
-from tests.oracle import models, ppo, scores
+from tests.oracle import models, ppo, scores, selection, supervised
 from tests.oracle.models import Sample
 
 SEED = 1
 STEPS = 2
 """In the first, the actor is the reference and the critic knows nothing; the second has all terms."""
 DIVISOR = 7
+PROMPTS = {"count": 64, "min_tokens": 2, "max_tokens": 8, "seed": 0}
 TEXTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7], [9, 3, 2, 3, 8, 4, 6]]
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -66,6 +69,7 @@ class Case:
         mixes: whether ``TEXTS`` are mixed in.
         average: whether the average of the actor is exported.
         truncation: the token that ends what is scored, and the index from which on it does.
+        best: the part of the samples that is learned as demonstrations, None for a policy gradient.
     """
 
     settings: ppo.Settings
@@ -84,6 +88,7 @@ class Case:
     mixes: bool = False
     average: bool = False
     truncation: tuple[int, int] | None = None
+    best: float | None = None
 
 
 def run(name: str, case: Case, directory: Path) -> None:
@@ -124,19 +129,20 @@ def _sizes(name: str, case: Case, directory: Path) -> dict[str, Any]:
             "record": str(directory / "recorded"),
         },
         "data": {
-            "random": {"count": 64, "min_tokens": 2, "max_tokens": 8},
+            "random": PROMPTS,
             "prompts_per_step": case.prompts,
             "samples_per_prompt": case.samples,
         },
-        "algo": {"ppo_epochs": case.epochs, "mini_batches": case.mini_batches},
         "actor": {"optimizer": moving},
         "reward": {
-            "functions": [
-                {"name": "tests.e2e.rules:remainder", "args": {"divisor": case.divisor, "shift": case.shift}}
-            ]
+            "functions": [{"name": "tests.e2e.rules:remainder", "args": {"divisor": case.divisor, "shift": case.shift}}]
         },
         "tracking": {"tensorboard": False},
     }
+    if case.best:
+        overlay["raft"] = {"epochs": case.epochs, "mini_batches": case.mini_batches}
+    else:
+        overlay["algo"] = {"ppo_epochs": case.epochs, "mini_batches": case.mini_batches}
     if case.critic is not None:
         overlay["critic"] = {"optimizer": moving}
     if case.critic == "loaded":
@@ -169,12 +175,37 @@ def reward_model(directory: Path) -> None:
 # ---- the same by the oracle
 
 
-def naive(case: Case, directory: Path) -> tuple[ppo.Outcome, list[list[Sample]], dict[str, Tensor]]:
-    """What the oracle makes of the recorded rollouts, the samples of each step, and the weights before the first."""
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What the oracle makes of the recorded rollouts.
+
+    Args:
+        actor_steps, critic_steps: all of them.
+        actor: after the last.
+        start: its weights before the first.
+        average: of its weights.
+        left_out: prompts that were answered in vain.
+    """
+
+    actor_steps: Sequence[ppo.Step]
+    critic_steps: Sequence[ppo.Step]
+    actor: nn.Module
+    start: Mapping[str, Tensor]
+    average: Mapping[str, Tensor]
+    left_out: int
+
+
+def naive(case: Case, directory: Path) -> Expected:
+    """The same run by the oracle."""
     config = json.loads((directory / "run/model/config.json").read_text())
     state = load_file(directory / "run/model/model.safetensors")
     actor = models.causal_lm(config, state)
-    samples = [learned(recorded(directory / "recorded", step, case), case) for step in range(1, STEPS + 1)]
+    answered = [recorded(directory / "recorded", step, case) for step in range(1, STEPS + 1)]
+    if case.best is not None:
+        batches = [[whole(sample) for sample in selection.best_of_all(own, case.best)] for own in answered]
+        steps, tuned = supervised.fine_tune(actor, batches, case.settings.actor)
+        return Expected(actor_steps=steps, critic_steps=[], actor=tuned, start=state, average={}, left_out=0)
+    samples = [learned(own, case) for own in answered]
     texts = [Sample(sample_id="", prompt_ids=ids[:1], response_ids=ids[1:]) for ids in TEXTS]
     iterations = [
         ppo.Iteration(
@@ -186,7 +217,20 @@ def naive(case: Case, directory: Path) -> tuple[ppo.Outcome, list[list[Sample]],
         for step, own in enumerate(samples, 1)
     ]
     outcome = ppo.ppo_run(actor, actor, critic_of(case, config, state, directory), iterations, case.settings)
-    return outcome, samples, state
+    return Expected(
+        actor_steps=outcome.actor_steps,
+        critic_steps=outcome.critic_steps,
+        actor=outcome.actor,
+        start=state,
+        average=outcome.average,
+        left_out=(sum(map(len, answered)) - sum(map(len, samples))) // case.samples,
+    )
+
+
+def whole(sample: Sample) -> Sample:
+    """The same text, all of whose tokens count but the first, which nothing predicts."""
+    text = [*sample.prompt_ids, *sample.response_ids]
+    return replace(sample, prompt_ids=text[:1], response_ids=text[1:])
 
 
 def critic_of(case: Case, config: Mapping[str, Any], state: Mapping[str, Tensor], directory: Path) -> nn.Module | None:
@@ -229,15 +273,15 @@ def recorded(directory: Path, step: int, case: Case) -> list[Sample]:
 
 
 def learned(samples: Sequence[Sample], case: Case) -> list[Sample]:
-    """Those of the prompts that the recipe keeps."""
-    shaped = {s.sample_id: scores.shaped(s, case.settings.shapes) for s in samples}
+    """Those of the first prompts that the recipe keeps, in the order in which they were asked."""
+    prompts = random_prompts(**PROMPTS, vocab_size=MODEL["vocab_size"])
     kept: list[Sample] = []
-    for sample in samples:
-        group = [shaped[other.sample_id] for other in samples if other.group == sample.group]
-        if case.keeps([score for score in group if score is not None]):
-            kept.append(sample)
-    assert len(kept) == case.prompts * case.samples, f"{len(kept)} of {len(samples)} samples"
-    return kept
+    for prompt in Stream(prompts, SEED).next(len(prompts)):
+        group = [sample for sample in samples if sample.sample_id.split("/")[1] == prompt.prompt_id]
+        shaped = [scores.shaped(sample, case.settings.shapes) for sample in group]
+        if group and case.keeps([score for score in shaped if score is not None]):
+            kept += group
+    return kept[: case.prompts * case.samples]
 
 
 def mini_batches(samples: Sequence[Sample], case: Case, step: int) -> list[list[str]]:

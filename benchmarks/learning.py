@@ -1,0 +1,320 @@
+"""What every algorithm makes of the demo's task: nine algorithms, three seeds, one fine-tuned model, one reward model.
+
+    python -m benchmarks.learning                              what is done and what is missing
+    python -m benchmarks.learning --algorithm grpo --seed 0    one cell
+    python -m benchmarks.learning --next                       the first that is missing
+    python -m benchmarks.learning --report                     docs/learning.md and its picture, from the cells
+
+A cell is `megarl train` of a file in configs/learning with a seed; from where the repository is. A cell that was
+interrupted goes on from its last checkpoint. The first one makes the models that all start from, in runs/learning;
+results are small files in benchmarks/results/learning. A result of a file that has changed since is missing again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from megarl.config.files import merged
+from megarl.demo.checkpoint import write_checkpoint
+from megarl.demo.data import write_data
+from megarl.demo.results import TRUE_SCORE, read_lines
+
+CONFIGS: Final = Path("configs/learning")
+DIRECTORY: Final = Path("runs/learning")
+RESULTS: Final = Path("benchmarks/results/learning")
+PAGE: Final = Path("docs/learning.md")
+PICTURE: Final = Path("docs/learning.svg")
+ALGORITHMS: Final = {
+    "ppo": "PPO",
+    "grpo": "GRPO",
+    "rloo": "RLOO",
+    "reinforce_pp": "REINFORCE++",
+    "remax": "ReMax",
+    "dapo": "DAPO",
+    "gspo": "GSPO",
+    "decoupled_ppo": "decoupled PPO",
+    "raft": "RAFT",
+}
+"""By the names of their files."""
+SEEDS: Final = (0, 1, 2)
+SHARED_SEED: Final = 0
+"""Of the data and of the models that all cells start from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One algorithm with one seed."""
+
+    algorithm: str
+    seed: int
+
+    @property
+    def config(self) -> Path:
+        return CONFIGS / f"{self.algorithm}.yaml"
+
+    @property
+    def run_dir(self) -> Path:
+        return DIRECTORY / "cells" / f"{self.algorithm}-{self.seed}"
+
+    @property
+    def result(self) -> Path:
+        return RESULTS / f"{self.algorithm}-{self.seed}.json"
+
+    def settings(self) -> str:
+        """What stands in its file and in those that the file inherits, as a short hash."""
+        raw, _ = merged(self.config, [])
+        return hashlib.sha256(json.dumps(raw, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+    def read(self) -> dict[str, Any] | None:
+        """Its result; None where there is none of these settings."""
+        if not self.result.exists():
+            return None
+        result = json.loads(self.result.read_text(encoding="utf-8"))
+        return result if result["settings"] == self.settings() else None
+
+
+CELLS: Final = tuple(Cell(algorithm=algorithm, seed=seed) for seed in SEEDS for algorithm in ALGORITHMS)
+"""All, in the order in which they are done."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = _options(arguments)
+    if options.report:
+        report()
+    elif options.next:
+        missing = [cell for cell in CELLS if cell.read() is None]
+        if not missing:
+            print("every cell is done: --report writes the page")
+            return
+        work(missing[0])
+    elif options.algorithm is not None:
+        work(Cell(algorithm=options.algorithm, seed=options.seed))
+    else:
+        for cell in CELLS:
+            print(f"{cell.algorithm:14} seed {cell.seed}  {'missing' if cell.read() is None else 'done'}")
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--algorithm", choices=ALGORITHMS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--next", action="store_true", help="the first cell that is missing")
+    parser.add_argument("--report", action="store_true", help="write the page and its picture")
+    return parser.parse_args(arguments)
+
+
+# ---- running
+
+
+def work(cell: Cell) -> None:
+    """Makes a cell's result; an interrupted run of the same settings goes on."""
+    share()
+    marker = cell.run_dir / "settings"
+    if marker.exists() and marker.read_text(encoding="utf-8") != cell.settings():
+        shutil.rmtree(cell.run_dir)
+    (cell.run_dir).mkdir(parents=True, exist_ok=True)
+    marker.write_text(cell.settings(), encoding="utf-8")
+    start = time.perf_counter()
+    train(cell.config, f"run.dir={cell.run_dir / 'run'}", f"run.seed={cell.seed}")
+    result = {
+        "algorithm": cell.algorithm,
+        "seed": cell.seed,
+        "settings": cell.settings(),
+        "last_invocation_seconds": round(time.perf_counter() - start),
+        **measured(cell.run_dir / "run"),
+    }
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    cell.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(
+        f"{cell.result}: {result['evaluations'][0]['true_score']:.3f} -> {result['evaluations'][-1]['true_score']:.3f}"
+    )
+
+
+def share() -> None:
+    """Makes the data, the fine-tuned model and the reward model, where they are not there."""
+    if not (DIRECTORY / "data").exists():
+        write_checkpoint(DIRECTORY / "model", SHARED_SEED)
+        write_data(DIRECTORY / "made", SHARED_SEED)
+        (DIRECTORY / "made").rename(DIRECTORY / "data")
+    for stage, start in (("sft", "model"), ("reward_model", "sft/export")):
+        if (DIRECTORY / stage / "export").exists():
+            continue
+        kind = "demonstrations" if stage == "sft" else "pairs"
+        overrides = [
+            f"run.dir={DIRECTORY / stage}",
+            f"run.seed={SHARED_SEED}",
+            f"model.path={DIRECTORY / start}",
+            f"data.train={DIRECTORY / 'data' / kind}_train.jsonl",
+            f"data.evaluation={DIRECTORY / 'data' / kind}_held_out.jsonl",
+            "checkpoint.every=100",
+        ]
+        if stage == "reward_model":
+            overrides.append(f"normalisation.prompts={DIRECTORY / 'data'}/prompts_train.jsonl")
+        train(Path("configs/demo") / f"{stage}.yaml", *overrides)
+
+
+def train(config: Path, *overrides: str) -> None:
+    """`megarl train` to its end; where it fails, it has said why, and this ends too."""
+    status = subprocess.run([sys.executable, "-m", "megarl", "train", str(config), *overrides], check=False).returncode
+    if status:
+        sys.exit(status)
+
+
+def measured(run_dir: Path) -> dict[str, Any]:
+    """What a run came to: its evaluations, and by step the score of the reward model and the divergence."""
+    steps = read_lines(run_dir / "metrics.jsonl")
+    return {
+        "evaluations": [
+            {
+                "step": row["step"],
+                "samples": row["eval/samples"],
+                "true_score": round(row[f"eval/{TRUE_SCORE}"], 4),
+                "half_width": round(row[f"eval/{TRUE_SCORE}_ci95"], 4),
+                "reward_model_score": round(row["eval/score"], 4),
+            }
+            for row in read_lines(run_dir / "evaluations.jsonl")
+        ],
+        "steps": len(steps),
+        "samples": sum(row["rollout/samples"] for row in steps),
+        "seconds_in_steps": round(sum(row["time/step"] for row in steps)),
+        "score": [round(row["objective/score"], 4) for row in steps],
+        "kl": [round(row["objective/kl"], 4) for row in steps if "objective/kl" in row],
+    }
+
+
+# ---- the page
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What an algorithm came to over its seeds: true scores, mean over the seeds.
+
+    Args:
+        seeds: that are done.
+        spread: the largest end of a seed less the smallest.
+        half_width: of the 95% interval of a single seed's end.
+        kl: from the fine-tuned model at the end, nats per response; None where it was not measured.
+    """
+
+    name: str
+    seeds: int
+    steps: int
+    samples: int
+    start: float
+    end: float
+    smallest_gain: float
+    spread: float
+    half_width: float
+    kl: float | None
+
+    @property
+    def learns(self) -> bool:
+        """Every seed gains, and the mean gain is beyond the spread of the seeds and the error of an evaluation."""
+        return self.smallest_gain > 0 and self.end - self.start > max(self.spread, 2 * self.half_width)
+
+
+def summed_up(name: str, results: Sequence[Mapping[str, Any]]) -> Summary:
+    """One line of the table."""
+    starts, ends = ([r["evaluations"][i]["true_score"] for r in results] for i in (0, -1))
+    kl = [r["kl"][-1] for r in results if r["kl"]]
+    return Summary(
+        name=name,
+        seeds=len(results),
+        steps=results[0]["steps"],
+        samples=results[0]["samples"],
+        start=statistics.fmean(starts),
+        end=statistics.fmean(ends),
+        smallest_gain=min(end - start for start, end in zip(starts, ends, strict=True)),
+        spread=max(ends) - min(ends),
+        half_width=max(r["evaluations"][-1]["half_width"] for r in results),
+        kl=statistics.fmean(kl) if kl else None,
+    )
+
+
+def table(summaries: Sequence[Summary]) -> str:
+    """Markdown."""
+    head = "| algorithm | seeds | steps | samples | start | end | gain | spread of the ends | KL | learns |\n"
+    rule = "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
+    return head + rule + "".join(_row(summary) for summary in summaries)
+
+
+def _row(s: Summary) -> str:
+    kl = "-" if s.kl is None else f"{s.kl:.2f}"
+    numbers = f"{s.start:.3f} | {s.end:.3f} | {s.end - s.start:+.3f} | {s.spread:.3f} | {kl}"
+    return f"| {s.name} | {s.seeds} | {s.steps} | {s.samples:,} | {numbers} | {'yes' if s.learns else '**no**'} |\n"
+
+
+INTRODUCTION: Final = """# Does it learn?
+
+Written by `python -m benchmarks.learning --report` from the results in
+[benchmarks/results/learning](../benchmarks/results/learning); do not edit it.
+
+Every algorithm trains the model of the [demo](../README.md): sort letters, `up kdxbq:` wants `bdkqx`. All start from
+one fine-tuned model, which is right in about a third of its answers, and learn from the scores of one reward model.
+The true score is the part of 1,024 held-out prompts that a checker finds answered exactly, sampled at temperature 1; no
+algorithm sees it. The settings are in [configs/learning](../configs/learning): the recipes of
+[configs/recipes](../configs/recipes), with the rates and sizes of this small task.
+
+![true score on held-out prompts, by samples](learning.svg)
+
+Start and end are means over the seeds; a single true score has a 95% interval of about ±0.03. An algorithm learns where
+every seed gains, and where the mean gain is beyond the spread of the seeds' ends and the width of that interval. KL is
+that of the last step from the fine-tuned model, nats per response.
+
+"""
+
+
+def report() -> None:
+    """Writes the page and its picture from the results that are there."""
+    results = {
+        name: [result for cell in CELLS if cell.algorithm == name and (result := cell.read()) is not None]
+        for name in ALGORITHMS
+    }
+    done = {name: own for name, own in results.items() if own}
+    if not done:
+        sys.exit("there are no results yet: begin with --next")
+    summaries = [summed_up(ALGORITHMS[name], own) for name, own in done.items()]
+    draw(done)
+    missing = [f"{ALGORITHMS[cell.algorithm]} with seed {cell.seed}" for cell in CELLS if cell.read() is None]
+    still = f"\nNot run yet: {', '.join(missing)}.\n" if missing else ""
+    failed = [s.name for s in summaries if not s.learns]
+    verdict = f"\nNot beyond the margin: {', '.join(failed)}.\n" if failed else "\nEach of them learns.\n"
+    PAGE.write_text(INTRODUCTION + table(summaries) + verdict + still, encoding="utf-8")
+    print(f"{PAGE} and {PICTURE} have {sum(map(len, done.values()))} of {len(CELLS)} cells")
+
+
+def draw(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """One panel per algorithm: a line per seed, and where it started."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    panels = figure.subplots(3, 3, sharex=True, sharey=True)
+    for axes, (name, title) in zip(panels.flat, ALGORITHMS.items(), strict=True):
+        for result in results.get(name, ()):
+            steps = [evaluation["step"] for evaluation in result["evaluations"]]
+            scores = [evaluation["true_score"] for evaluation in result["evaluations"]]
+            axes.plot(steps, scores, marker=".", linewidth=1, label=f"seed {result['seed']}")
+            axes.axhline(scores[0], color="0.8", linewidth=0.8, zorder=0)
+        axes.set(title=title, ylim=(0, 1))
+        axes.grid(alpha=0.2)
+    for axes in panels[-1]:
+        axes.set_xlabel("step")
+    panels[0][0].legend(fontsize="small")
+    with rc_context({"svg.hashsalt": "learning"}):
+        figure.savefig(PICTURE, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,51 @@
+"""The recipes: complete but for what they leave to the user, with their sources, and listed in the documentation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megarl.config import load
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "configs/recipes").glob("*.yaml"))
+TINY = ROOT / "configs/debug/base.yaml"
+
+
+def given(recipe: Path, place: Path) -> dict[str, Any]:
+    """What a user adds, with the roles that the recipe names."""
+    own = yaml.safe_load(recipe.read_text())
+    roles = ["actor", *["critic"] * ("critic" in own), *["reference"] * ("kl" in own.get("algo", {}))]
+    added: dict[str, Any] = {
+        "defaults": [str(TINY), str(recipe)],
+        "run": {"dir": str(place / "run"), "steps": 100},
+        "groups": {"train": {"devices": 0, "roles": {role: {} for role in [*roles, "reward"]}}},
+        "rollout": {"devices": 1, "max_new_tokens": 32, "max_model_len": 64},
+        "data": {"random": {"count": 1024, "min_tokens": 4, "max_tokens": 16}},
+    }
+    if "critic" in own:
+        added["critic"] = {"path": str(place)}
+    if "ptx" in own:
+        added["ptx"] = {"data": str(ROOT / "configs/debug/data/demonstrations.jsonl"), "max_tokens": 64}
+    return added
+
+
+@pytest.mark.parametrize("recipe", FILES, ids=lambda file: file.stem)
+def test_a_recipe_wants_what_it_says_and_nothing_else(recipe: Path, tmp_path: Path) -> None:
+    model = yaml.safe_load(TINY.read_text())["model"]["random"]["config"]
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(given(recipe, tmp_path)))
+    config = load(tmp_path / "mine.yaml")
+    assert config.stage == ("raft" if recipe.stem == "raft" else "ppo")
+
+
+@pytest.mark.parametrize("recipe", FILES, ids=lambda file: file.stem)
+def test_a_recipe_names_its_source_and_its_differences(recipe: Path) -> None:
+    text = recipe.read_text()
+    for heading in ("# Source: ", "# Yours: ", "# Differs from its source:\n# - "):
+        assert text.count(heading) == 1, heading
+    assert f"| `{recipe.stem}` |" in (ROOT / "docs/recipes.md").read_text()
