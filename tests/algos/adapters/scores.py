@@ -24,10 +24,6 @@ KL_ESTIMATORS = {
     "k1+": kl.k1_plus,
     "k3+": kl.k3_plus,
 }
-POSITIONS = {
-    "exclusive_cumsum": padding.position_ids,
-    "cumsum_minus_1": padding.position_ids_with_padding_at_one,
-}
 HEADS = {"inv_sqrt_d_plus_1": "inverse_sqrt", "inv_d_plus_1": "inverse"}
 
 
@@ -55,7 +51,9 @@ def token_statistics(args: Args) -> Args:
 
 
 def position_ids(args: Args) -> Args:
-    place = pick(POSITIONS, args.pop("style", "exclusive_cumsum"))
+    """Any other style is the one other convention that the specification has."""
+    exclusive = args.pop("style", "exclusive_cumsum") == "exclusive_cumsum"
+    place = padding.position_ids if exclusive else padding.position_ids_with_padding_at_one
     return {"position_ids": place(*take(args, "attention_mask"))}
 
 
@@ -153,9 +151,14 @@ def run_controller(args: Args) -> Args:
     return {"values": values}
 
 
+def interval(clip: Any) -> tuple[float, float] | None:
+    """Bounds; a number alone is both, below and above 0."""
+    return clip if clip is None else tuple(clip) if isinstance(clip, list) else (-clip, clip)
+
+
 def shape_rewards(args: Args) -> Args:
     (values, divergence), mask = floats(args, "scores", "kl"), take_mask(args)
-    clip, placement = args.pop("clip", None), args.pop("placement", "last_valid")
+    clip, placement = interval(args.pop("clip", None)), args.pop("placement", "last_valid")
     penalties = kl_penalties(divergence, mask, kl_coef=args.pop("coef"))
     done(args)
     if clip is not None:
@@ -166,10 +169,9 @@ def shape_rewards(args: Args) -> Args:
 def run_dense_rewards(args: Args) -> Args:
     (divergence, dense), mask = floats(args, "kl", "dense"), take_mask(args)
     penalties = kl_penalties(divergence, mask, kl_coef=args.pop("coef"))
-    clip, differences = args.pop("clip", None), args.pop("delta", False)
+    options = {"clip": interval(args.pop("clip", None)), "differences": args.pop("delta", False)}
     done(args)
-    limits = None if clip is None else (-clip, clip)
-    return {"rewards": dense_rewards(dense, penalties, mask, differences=differences, clip=limits)}
+    return {"rewards": dense_rewards(dense, penalties, mask, **options)}
 
 
 RUNNERS: dict[str, Runner] = {
