@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-control test matrix lint bench docs clean lock
+.PHONY: help setup demo demo-control learning test matrix lint bench docs clean lock
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Where pip finds the CPU build of torch, when its configured indexes have none; other packages never come from there.
@@ -20,6 +20,7 @@ help:
 	@echo 'setup  install the locked environment into $(VENV)'
 	@echo 'demo   train a small model in three stages on virtual CPU devices, about 12 minutes; SEED=1 is another one'
 	@echo 'demo-control  the PPO stage of the last demo again, with shuffled rewards'
+	@echo 'learning  every algorithm on the task of the demo, three seeds each, about two hours; goes on where it was'
 	@echo 'test   lint, types and all tests that need no GPU'
 	@echo 'matrix every layout of the debug run on one recorded batch, and every family in live engines, about 15 minutes'
 	@echo 'lint   lint, format check and types'
@@ -50,6 +51,10 @@ demo: setup
 
 demo-control: setup
 	$(BIN)/python -m megarl.demo --control --seed $(SEED)
+
+learning: setup
+	$(BIN)/python -m benchmarks.learning --all
+	$(BIN)/python -m benchmarks.learning --report
 
 lint: setup
 	$(BIN)/ruff check

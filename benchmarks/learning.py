@@ -3,6 +3,7 @@
     python -m benchmarks.learning                              what is done and what is missing
     python -m benchmarks.learning --algorithm grpo --seed 0    one cell
     python -m benchmarks.learning --next                       the first that is missing
+    python -m benchmarks.learning --all                        all that are missing, one after the other
     python -m benchmarks.learning --report                     docs/learning.md and its picture, from the cells
 
 A cell is `megarl train` of a file in configs/learning with a seed; from where the repository is. A cell that was
@@ -92,12 +93,12 @@ def main(arguments: Sequence[str]) -> None:
     options = _options(arguments)
     if options.report:
         report()
-    elif options.next:
+    elif options.next or options.all:
         missing = [cell for cell in CELLS if cell.read() is None]
+        for cell in missing if options.all else missing[:1]:
+            work(cell)
         if not missing:
             print("every cell is done: --report writes the page")
-            return
-        work(missing[0])
     elif options.algorithm is not None:
         work(Cell(algorithm=options.algorithm, seed=options.seed))
     else:
@@ -110,6 +111,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--algorithm", choices=ALGORITHMS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--next", action="store_true", help="the first cell that is missing")
+    parser.add_argument("--all", action="store_true", help="all that are missing, one after the other")
     parser.add_argument("--report", action="store_true", help="write the page and its picture")
     return parser.parse_args(arguments)
 

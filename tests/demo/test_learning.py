@@ -1,0 +1,81 @@
+"""The learning benchmark: its configurations, and the table that it makes of results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import learning
+from benchmarks.learning import ALGORITHMS, CELLS, Cell, report, summed_up, table
+from megarl.config import ConfigError, load
+from megarl.config.problems import Problem
+
+
+def result(start: float, end: float, kl: list[float] | None = None) -> dict[str, Any]:
+    evaluations = [
+        {"step": step, "samples": 1024, "true_score": score, "half_width": 0.03, "reward_model_score": 0.0}
+        for step, score in ((0, start), (30, end))
+    ]
+    return {"evaluations": evaluations, "steps": 30, "samples": 3840, "kl": kl or [], "seed": 0}
+
+
+def problems(config: Path) -> Sequence[Problem]:
+    try:
+        load(config)
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_configuration_lacks_nothing_but_the_models_and_data_that_are_made(algorithm: str) -> None:
+    assert all("runs/learning/" in problem.value for problem in problems(Cell(algorithm=algorithm, seed=0).config))
+
+
+def test_three_seeds_of_nine_algorithms() -> None:
+    assert len(CELLS) == len(set(CELLS)) == 27
+    assert [cell.seed for cell in CELLS[:9]] == [0] * 9
+
+
+def test_a_summary_by_hand() -> None:
+    found = summed_up("GRPO", [result(0.3, 0.8, [0.0, 1.0]), result(0.4, 0.7, [0.0, 2.0])])
+    assert (found.start, found.end) == pytest.approx((0.35, 0.75))
+    assert (found.smallest_gain, found.spread, found.kl) == pytest.approx((0.3, 0.1, 1.5))
+    row = "| GRPO | 2 | 30 | 3,840 | 0.350 | 0.750 | +0.400 | 0.100 | 1.50 | yes |"
+    assert table([found]).splitlines()[-1] == row
+
+
+@pytest.mark.parametrize(
+    ("ends", "learns"),
+    [
+        ([0.8, 0.85, 0.9], True),
+        ([0.35, 0.36, 0.34], False),  # within the error of an evaluation
+        ([0.29, 0.9, 0.9], False),  # one seed lost
+        ([0.31, 0.9, 0.4], False),  # the seeds differ more than they gain
+    ],
+)
+def test_learning_is_a_gain_beyond_spread_and_error(ends: list[float], learns: bool) -> None:
+    assert summed_up("x", [result(0.3, end) for end in ends]).learns == learns
+
+
+def test_the_page_says_what_is_missing_and_what_does_not_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RESULTS", "PAGE", "PICTURE"):
+        monkeypatch.setattr(learning, name, tmp_path / name.lower())
+    (tmp_path / "results").mkdir()
+    for algorithm, end in (("ppo", 0.8), ("raft", 0.31)):
+        for seed in (0, 1, 2):
+            cell = Cell(algorithm=algorithm, seed=seed)
+            stored = {**result(0.3, end), "seed": seed, "settings": cell.settings()}
+            cell.result.write_text(json.dumps(stored))
+    stale = Cell(algorithm="grpo", seed=0)
+    stale.result.write_text(json.dumps({**result(0.3, 0.9), "settings": "of another file"}))
+    monkeypatch.setattr(learning, "draw", lambda _: None)
+    report()
+    page = (tmp_path / "page").read_text()
+    assert "Not beyond the margin: RAFT." in page
+    assert "| PPO | 3 |" in page
+    assert "GRPO with seed 0" in page
