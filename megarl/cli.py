@@ -5,6 +5,8 @@ A mistake of the user is one message, with exit code 2.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -35,18 +37,13 @@ def train(config_path: ConfigPath, overrides: Overrides = None) -> None:
     """Train as CONFIG describes: SFT, a reward model, PPO or RAFT; go on where run.dir has a checkpoint."""
     config = _load(config_path, overrides)
     from megarl.config import ConfigError, Problem, TrainingConfig
-    from megarl.errors import RunError
     from megarl.loop import run
 
-    if not isinstance(config, TrainingConfig):
-        problem = Problem(field="stage", value=config.stage, rule="a stage that trains", fix="use megarl eval")
-        _stop(ConfigError([problem], str(config_path)), exit_code=2)
-    try:
+    with _told(config_path):
+        if not isinstance(config, TrainingConfig):
+            problem = Problem(field="stage", value=config.stage, rule="a stage that trains", fix="use megarl eval")
+            raise ConfigError([problem])
         run.train(config)
-    except ConfigError as error:
-        _stop(ConfigError(error.problems, str(config_path)), exit_code=2)
-    except RunError as error:
-        _stop(error, exit_code=1)
 
 
 @app.command("eval")
@@ -54,32 +51,24 @@ def evaluate(config_path: ConfigPath, overrides: Overrides = None) -> None:
     """Let the model that CONFIG names, any Hugging Face directory, answer held-out prompts, and report the scores."""
     config = _load(config_path, overrides)
     from megarl.config import ConfigError, EvalConfig, Problem
-    from megarl.errors import RunError
     from megarl.loop import eval as evaluation
 
-    if not isinstance(config, EvalConfig):
-        problem = Problem(field="stage", value=config.stage, rule="the stage eval", fix="use megarl train")
-        _stop(ConfigError([problem], str(config_path)), exit_code=2)
-    try:
+    with _told(config_path):
+        if not isinstance(config, EvalConfig):
+            problem = Problem(field="stage", value=config.stage, rule="the stage eval", fix="use megarl train")
+            raise ConfigError([problem])
         evaluation.evaluate(config)
-    except ConfigError as error:
-        _stop(ConfigError(error.problems, str(config_path)), exit_code=2)
-    except RunError as error:
-        _stop(error, exit_code=1)
 
 
 @plans.command("config")
 def plan(config_path: ConfigPath, overrides: Overrides = None) -> None:
     """Check CONFIG and print what it would run where, without starting anything."""
     config = _load(config_path, overrides)
-    from megarl.config import ConfigError
     from megarl.loop.preflight import check
     from megarl.plan import print_plan
 
-    try:
+    with _told(config_path):
         check(config)
-    except ConfigError as error:
-        _stop(ConfigError(error.problems, str(config_path)), exit_code=2)
     print_plan(config)
 
 
@@ -102,6 +91,20 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
         return load(path, overrides or [], preflight.problems)
     except ConfigError as error:
         _stop(error, exit_code=2)
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Ends the command with what stopped it: 2 for a mistake in the file, 1 where the run could not go on."""
+    from megarl.config import ConfigError
+    from megarl.errors import RunError
+
+    try:
+        yield
+    except ConfigError as error:
+        _stop(ConfigError(error.problems, str(path)), exit_code=2)
+    except RunError as error:
+        _stop(error, exit_code=1)
 
 
 def _stop(error: Exception, *, exit_code: int) -> NoReturn:
