@@ -64,6 +64,9 @@ def test_the_debug_runs_can_start() -> None:
     sets = check(load(DEBUG.with_stem("reward_model")))
     assert isinstance(sets, PairSets)
     assert (len(sets.train), len(sets.held_out or ()), len(sets.reference)) == (32, 8, 32)
+    sets = check(load(DEBUG.with_stem("raft")))
+    assert isinstance(sets, PromptSets)
+    assert (len(sets.train), len(sets.held_out)) == (32, 0)
 
 
 @pytest.mark.parametrize(
@@ -173,6 +176,22 @@ def test_every_source_of_every_stage_is_read(tmp_path: Path, stage: str, field: 
     assert text.startswith("configuration: 1 problem\n")
     assert f"{field} = {source.path}" in text
     assert "line 1: " in text
+
+
+def test_preferences_are_read_as_their_loss_needs_them(tmp_path: Path) -> None:
+    row = {"prompt_ids": [1], "candidates_ids": [[2], [3], [4]], "best": 2}
+    source = jsonl(tmp_path, [row, {**row, "best": 0}, {**row, "candidates_ids": [[2], [2], [2]]}])
+    overrides = ["reward.loss=best_of_n", "data.evaluation=null", f"data.train={{path: {source.path}}}"]
+    sets = check(load(DEBUG.with_stem("reward_model"), overrides))
+    assert isinstance(sets, PairSets)
+    assert [[ids.tolist() for ids in one.responses] for one in sets.train] == [[[4], [2], [3]], [[2], [3], [4]]]
+    assert sets.left_out.metrics() == {"data/dropped_empty": 0, "data/dropped_equal": 1}
+    text = refusal(*overrides, "data.equal=refuse", stage="reward_model")
+    assert "line 3: the better response is the same as another" in text
+    assert "data.too_long, empty and equal" in text
+    text = refusal("reward.loss={name: pairwise, margin: true}", stage="reward_model")
+    assert "32 of 32 rows are broken:" in text
+    assert "pairs.jsonl, line 1 (and 31 more): margin is None" in text
 
 
 def test_there_is_something_to_replay(tmp_path: Path) -> None:

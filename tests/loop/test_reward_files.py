@@ -1,0 +1,39 @@
+"""What stands beside a reward model, by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.algos.scores import ScoreScale
+from megarl.loop.reward_files import PreferenceStatistics, read_scale, write_scale
+
+
+def test_a_scale_is_what_was_written(tmp_path: Path) -> None:
+    scale = ScoreScale(mean=3.0, std=2.0, target_mean=1.0, target_std=0.5)
+    write_scale(scale, tmp_path)
+    assert read_scale(str(tmp_path)) == scale
+    assert read_scale(None) == read_scale(str(tmp_path / "nothing")) == ScoreScale()
+
+
+def test_statistics_of_pairs(tmp_path: Path) -> None:
+    statistics = PreferenceStatistics.of(np.array([[3.0, 1.0], [1.0, 1.0], [2.0, 4.0]], dtype=np.float32))
+    assert statistics.preferences == 3
+    assert statistics.accuracy == pytest.approx(1 / 3), "a tie is no success"
+    assert statistics.mean == pytest.approx({"chosen": 2.0, "rejected": 2.0, "margin": 0.0})
+    assert statistics.std == pytest.approx(
+        {"chosen": math.sqrt(2 / 3), "rejected": math.sqrt(2), "margin": math.sqrt(8 / 3)}
+    )
+    statistics.write(tmp_path)
+    assert json.loads((tmp_path / "reward_statistics.json").read_text())["mean"]["chosen"] == 2.0
+    assert statistics.metrics()["held_out/rejected_std"] == pytest.approx(math.sqrt(2))
+
+
+def test_of_several_the_lead_is_over_the_next() -> None:
+    statistics = PreferenceStatistics.of(np.array([[3.0, 1.0, 2.0], [0.0, -4.0, 1.0]], dtype=np.float32))
+    assert statistics.accuracy == 0.5
+    assert statistics.mean == pytest.approx({"chosen": 1.5, "rejected": 0.0, "margin": 0.0})
