@@ -117,7 +117,8 @@ def k3_plus(
 def full(logits: Tensor, ref_logits: Tensor) -> Tensor:
     """sum over the vocabulary of p * (log p - log q): the KL itself, not an estimate.
 
-    Source: TRL 0.10, "full".
+    In the loss alone. The reference is then run again before each optimizer step, in the group of the actor and under
+    its layout, and one of its hidden states is kept per token. Source: TRL 0.10, "full".
 
     Args:
         logits: [..., V], of the policy, divided by the temperature; may carry a gradient.

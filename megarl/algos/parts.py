@@ -69,6 +69,7 @@ PARTS: Final[tuple[Part, ...]] = (
     Part(title=_UPDATES, field="raft.strategy", choice="local", function=selection.best_of_groups),
     Part(title=_UPDATES, field="raft.strategy", choice="top", function=selection.best_fraction),
     Part(title=_VALUES, field="critic.value_norm", function=value_norm.updated),
+    Part(title=_MODELS, field="reward.head_std", function=scores.head_std),
     Part(title=_MODELS, field="normalisation", function=scores.score_scale),
     Part(title=_HELD_OUT, field="evaluation.pass_at", function=evaluation.pass_rate),
     Part(title=_HELD_OUT, field="evaluation.samples_per_prompt", function=evaluation.clustered_mean),
