@@ -54,7 +54,7 @@ def _training(rank: int, directory: Path, dtype: torch.dtype, *, turns: bool) ->
     make = {"directory": directory, "layout": LAYOUT, "rank": rank, "cache": cache, "head": None, "dtype": dtype}
     actor = load_role(name="actor", trainable=True, **make)
     other = load_role(name="reference", trainable=False, **make)
-    actor.start_training(SETTINGS, total_steps=3)
+    actor.start_training(SETTINGS, total_steps=3, decay=0.9)
     held = {name: parameter.data for name, parameter in actor.model.parameters().items()}
     weights = LiveWeights(actor.model.parameters())
     (plan,) = update_schedules(infos, LAYOUT, 40, mini_batches=1, epochs=1, seed=0, step=0)
@@ -65,7 +65,7 @@ def _training(rank: int, directory: Path, dtype: torch.dtype, *, turns: bool) ->
         steps += taking.take("actor").update([own], rollouts, _loss_of(actor))
         gradients = actor.trainer._gradient_buffers()
         parameters = [*actor.model.parameters().values()]
-        state = [*actor.trainer.state()]
+        state = [*actor.trainer.state(), *actor.average.values.values()]
         before = _nbytes([*parameters, *state])
         taking.take("reference").logprobs(inference, rollouts, temperature=1.0)
         released.append({"before": before, "after": _nbytes([*parameters, *state]), "gradients": _nbytes(gradients)})
@@ -74,13 +74,14 @@ def _training(rank: int, directory: Path, dtype: torch.dtype, *, turns: bool) ->
     last = taking.take("actor").logprobs(inference, rollouts, temperature=1.0)
     taking.rest()
     taking.rest()
-    taking.take("actor")
+    taking.take("actor", "reference")
+    other.model.require_memory()
     return {
         "steps": steps,
         "logprobs": None if last is None else {chunk: rows.values.copy() for chunk, rows in last.items()},
         "held": {name: tensor.clone() for name, tensor in held.items()},
         "weights": {name: tensor.clone() for name, tensor in weights.items()},
-        "state": [tensor.detach().clone() for tensor in actor.trainer.state()],
+        "state": [tensor.detach().clone() for tensor in (*actor.trainer.state(), *actor.average.values.values())],
         "released": released,
     }
 

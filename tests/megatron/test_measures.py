@@ -1,0 +1,68 @@
+"""What a step tells of its micro-batches, on two ranks, by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megarl.algos.terms import LossTerms
+from megarl.megatron.measures import Measures, combined, measured
+from tests.pool import RankPool
+
+RATIOS = {0: [[[1.0, 3.0]], [[2.0, 99.0]]], 1: [[[6.0, -99.0]], []]}
+"""By rank and micro-batch, [B, R]; of the second of rank 0 and the first of rank 1, the second token does not count."""
+MASKS = {0: [[[True, True]], [[True, False]]], 1: [[[True, False]], []]}
+
+
+def _told(rank: int) -> dict[str, float]:
+    import torch.distributed as dist
+
+    parts = []
+    for values, counted in zip(RATIOS[rank], MASKS[rank], strict=True):
+        mask = torch.tensor(counted, dtype=torch.bool).view(-1, 2)
+        ratio = torch.tensor(values).view(-1, 2)
+        terms = LossTerms(values=ratio, metrics={"double": 2 * ratio}, spreads={"ratio": ratio})
+        parts.append(measured(terms, mask, mask.float() / 4))
+    parts.append(Measures(sums={"text": torch.tensor(0.5)}))  # a micro-batch of another kind
+    assert dist.group.WORLD is not None
+    return combined(parts, dist.group.WORLD)
+
+
+@pytest.mark.dist
+def test_a_step_tells_of_all_that_counts_on_all_ranks(pool: RankPool) -> None:
+    one, other = pool.run(_told, world_size=2)
+    assert one == other
+    # 1, 3, 2 and 6: mean 3, mean square 12.5.
+    assert one == {
+        "double": 6.0,
+        "ratio_mean": 3.0,
+        "ratio_var": 3.5,
+        "ratio_max": 6.0,
+        "ratio_min": 1.0,
+        "text": 1.0,
+    }
+
+
+def _nothing(rank: int) -> dict[str, float]:
+    import torch.distributed as dist
+
+    terms = LossTerms(values=torch.zeros(1, 2), metrics={}, spreads={"ratio": torch.full((1, 2), math.nan)})
+    assert dist.group.WORLD is not None
+    return combined([measured(terms, torch.zeros(1, 2, dtype=torch.bool), torch.zeros(1, 2))], dist.group.WORLD)
+
+
+@pytest.mark.dist
+def test_a_step_without_a_token_has_no_extremes(pool: RankPool) -> None:
+    assert pool.run(_nothing, world_size=1) == [{"ratio_mean": 0.0, "ratio_var": 0.0}]
+
+
+def test_a_small_variance_keeps_its_digits() -> None:
+    """In float32 the mean of the squares of numbers near 1 has no digit left of a variance of 1e-10."""
+    ratio = 1 + torch.tensor([[-1e-5, 1e-5]])
+    told = measured(
+        LossTerms(values=ratio, metrics={}, spreads={"ratio": ratio}), torch.ones(1, 2).bool(), torch.full((1, 2), 0.5)
+    )
+    variance = told.squares["ratio"] - told.sums["ratio_mean"] ** 2
+    assert float(variance) == pytest.approx(ratio.double().var(correction=0).item(), rel=1e-4)
