@@ -44,3 +44,16 @@ def test_a_checkpoint_changes_nothing(updates: list[tuple[float, int]], cut: int
     for update in updates[cut:]:
         second.update(*update)
     assert second.coef == whole.coef
+
+
+@given(st.floats(-1e6, 1e6), st.integers(1, 4096), st.floats(0.01, 100), st.floats(100, 1e5))
+def test_t17_an_update_moves_the_coefficient_by_a_fifth_of_samples_over_horizon_at_most(
+    kl: float, samples: int, target: float, horizon: float
+) -> None:
+    controller = AdaptiveKL(0.3, target=target, horizon=horizon)
+    controller.update(kl, samples)
+    most = 0.2 * samples / horizon
+    assert controller.coef >= 0.3 * (1 - most) - 1e-12
+    assert controller.coef <= 0.3 * (1 + most) + 1e-12
+    if controller.coef != 0.3:
+        assert (controller.coef > 0.3) == (kl > target)
