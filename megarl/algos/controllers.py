@@ -55,7 +55,7 @@ class AdaptiveKL:
 
     Args:
         coef: at the start, reward or loss per nat.
-        target: of the mean divergence of a response, the sum over its tokens, nats.
+        target: of the mean divergence of a response, the sum over its tokens or their mean, nats.
         horizon: samples.
     """
 
@@ -67,7 +67,7 @@ class AdaptiveKL:
         """Takes note of a step, for the coefficient of the next.
 
         Args:
-            kl: mean divergence of the step's responses, over all ranks, nats.
+            kl: mean divergence of the step's responses, over all ranks, nats; of what the target is of.
             samples: of the step, over all ranks.
         """
         error = min(max(kl / self._target - 1, -MAX_ERROR), MAX_ERROR)
