@@ -94,7 +94,7 @@ def test_plan_prints_placement_and_batches() -> None:
     assert ["actor", "train", "0-3", "2", "2", "1", "1", "1", "no", "128"] in rows
     assert ["reward", "train", "0-3", "1", "1", "1", "4", "1", "no", "128"] in rows
     assert "2 epochs x 4 mini-batches of 4 samples = 8 optimizer steps" in result.stdout
-    assert "KL (k1) in the reward, coefficient 0.05" in result.stdout
+    assert "KL by k1 in the reward, coefficient 0.05" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -105,12 +105,40 @@ def test_plan_prints_placement_and_batches() -> None:
             "reward_model",
             ["8 pairs", "32 answers to prompts of", "reward: 0.001 in 4 optimizer steps, cosine to 0.0001"],
         ),
+        ("raft", ["6 prompts x 4 = 24 samples", "selection     local", "2 epochs x 2 mini-batches = 4 optimizer steps"]),
+        ("eval", ["prompts.jsonl, 4 sampled for each", "seed 1, into runs/debug-eval"]),
     ],
 )
 def test_plan_reads_every_stage(stage: str, said: list[str]) -> None:
     result = CliRunner().invoke(app, ["plan", str(DEBUG.with_stem(stage))], env={"COLUMNS": "120"})
     assert result.exit_code == 0, result.stderr
     assert all(text in result.stdout for text in said), result.stdout
+
+
+def test_plan_says_every_part_of_an_algorithm() -> None:
+    overrides = [
+        "algo.filter=nonzero_std",
+        "algo.policy_loss={name: ppo, clip_high: 0.28}",
+        "algo.correction={weights: {name: token_mask, upper: 5}, reject: [{statistic: token_k2, upper: 1}], m2po: {}}",
+        "algo.early_stop={kl: 0.1, factor: 2}",
+        "algo.kl={target: 6.0, reference_sync: {every: 2}}",
+        "groups.train.roles.reference={tp: 2, pp: 2}",
+        "critic.warmup_steps=1",
+        "actor.ema={}",
+        "rollout.sync_every=2",
+    ]
+    result = CliRunner().invoke(app, ["plan", str(DEBUG), *overrides], env={"COLUMNS": "120"})
+    assert result.exit_code == 0, result.stderr
+    said = dict((line[:13].strip(), line[14:]) for line in result.stdout.splitlines())
+    assert said["filter"] == "nonzero_std (tol 0), of up to 10 rounds of prompts"
+    assert said["advantages"].startswith("gae (gamma 1, lam 0.95), normalised by whiten (ddof 0,")
+    assert said["policy loss"] == "ppo (clip 0.2, clip_high 0.28), as token_mean"
+    assert said["value loss"] == "mse (clip 0.2, scale 0.5), alone in 1 step at first"
+    assert said["corrections"] == "token_mask (upper 5), token_k2 up to 1, m2po (threshold 0.04)"
+    assert said["early stop"].startswith("after an epoch that moves the policy by more than 0.2 nats")
+    assert said["penalty"].endswith("adapted to 6 nats; the reference moves by 0.6 to the actor every 2 steps")
+    assert said["average"] == "of the actor, decay 0.992"
+    assert said["weights"] == "into the engines every 2 steps"
 
 
 def put(directory: Path, module: str, text: str, version: str) -> None:

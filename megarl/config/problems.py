@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import yaml
 
 _LONGEST_VALUE = 80
 
@@ -44,5 +47,8 @@ class ConfigError(ValueError):
 
 def shown(value: object) -> str:
     """A value as text, short enough for a line."""
-    text = "null" if value is None else value if isinstance(value, str) else repr(value)
+    if isinstance(value, Mapping):
+        text = yaml.safe_dump(value, default_flow_style=True, width=math.inf).strip()
+    else:
+        text = "null" if value is None else value if isinstance(value, str) else repr(value)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."

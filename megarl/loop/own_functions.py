@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from megarl.algos.kinds import KINDS, Kind
 from megarl.config import PPOConfig, Problem, RunConfig
 from megarl.config.problems import shown
 from megarl.config.schema import Own, Section
 from megarl.plugins import check_options, resolve
+
+if TYPE_CHECKING:
+    from megarl.algos.kinds import Kind
 
 
 def check_own_functions(config: RunConfig) -> list[Problem]:
@@ -46,5 +49,7 @@ def _wrong(field: str, own: Own, *, importance: bool) -> Iterator[Problem]:
 
 def _kind(field: str, level: str | None) -> Kind:
     """What the functions of a field are called with."""
+    from megarl.algos.kinds import KINDS  # and with it torch, which a run without such functions does not need yet
+
     (kind,) = (kind for kind in KINDS if kind.field == field and kind.level == level)
     return kind

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RewardModelConfig, RunConfig, SFTConfig, TrainingConfig
 from megarl.config.schema import Optimizer, Rollout
+from megarl.plan.algorithm import algorithm_lines, selection_lines
 
 _KEY_WIDTH = 14
 
@@ -66,31 +67,13 @@ def _rollouts(config: PPOConfig | RAFTConfig) -> Iterator[tuple[str, str]]:
     yield "step", f"{data.prompts_per_step} prompts x {data.samples_per_prompt} = {samples} samples"
     yield "lengths", _lengths(config.rollout)
     yield "scores", " + ".join(_scores(config)) + (", shuffled" if config.reward.shuffle else "")
-    yield from _algorithm(config, samples) if isinstance(config, PPOConfig) else _selection(config)
+    yield from algorithm_lines(config) if isinstance(config, PPOConfig) else selection_lines(config)
+    if config.rollout.sync_every > 1:
+        yield "weights", f"into the engines every {config.rollout.sync_every} steps"
+    if config.actor.ema is not None:
+        yield "average", f"of the actor, decay {config.actor.ema.decay:g}"
     if config.evaluation is not None:
         yield "evaluation", f"{config.evaluation.prompts.path}, {_when(config.evaluation.every)}"
-
-
-def _algorithm(config: PPOConfig, samples: int) -> Iterator[tuple[str, str]]:
-    """What is made of the samples of a step."""
-    algo = config.algo
-    normaliser = "" if algo.normaliser is None else f", normalised by {algo.normaliser.name}"
-    yield "advantages", f"{algo.advantage.name}{normaliser}; {_penalty(config)}"
-    yield "loss", f"{algo.policy_loss.name}, {algo.aggregation.name}"
-    yield (
-        "update",
-        f"{_counted(algo.ppo_epochs, 'epoch')} x {algo.mini_batches} mini-batches of {samples // algo.mini_batches} "
-        f"samples = {algo.ppo_epochs * algo.mini_batches} optimizer steps",
-    )
-
-
-def _selection(config: RAFTConfig) -> Iterator[tuple[str, str]]:
-    """Which samples of a step are learnt."""
-    raft = config.raft
-    options = "".join(f", {key} {value:g}" for key, value in raft.strategy.options.items())
-    yield "selection", f"{raft.strategy.name}{options}"
-    steps = raft.epochs * raft.mini_batches
-    yield "update", f"{_counted(raft.epochs, 'epoch')} x {raft.mini_batches} mini-batches = {steps} optimizer steps"
 
 
 def _evaluation(config: EvalConfig) -> Iterator[tuple[str, str]]:
@@ -131,24 +114,13 @@ def _scores(config: PPOConfig | RAFTConfig) -> Iterator[str]:
         yield f"{function.weight:g} x {function.name}"
 
 
-def _penalty(config: PPOConfig) -> str:
-    kl = config.algo.kl
-    if kl.coef == 0:
-        return "no KL penalty"
-    target = "" if kl.target is None else f", adapted to {kl.target:g} nats"
-    return f"KL ({kl.estimator.name}) in the {kl.placement}, coefficient {kl.coef:g}{target}"
-
-
 def _course(optimizer: Optimizer, steps: int) -> str:
     """The course of a learning rate over the optimizer steps of a run."""
     rise = f"rising over the first {optimizer.warmup:.0%}, then " if optimizer.warmup else ""
-    end = "constant" if optimizer.schedule == "constant" else f"{optimizer.schedule} to {optimizer.final_lr:g}"
+    ends = {"constant": "constant", "anneal": "annealed to 0 by the steps of the run"}
+    end = ends.get(optimizer.schedule) or f"{optimizer.schedule} to {optimizer.final_lr:g}"
     return f"{optimizer.lr:g} in {steps} optimizer steps, {rise}{end}"
 
 
 def _when(every: int | None) -> str:
     return "before the first step and after the last" if every is None else f"every {every} steps"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

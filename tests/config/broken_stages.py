@@ -65,8 +65,8 @@ RAFT: Cases = {
     ],
     data.selections_fill_mini_batches: [
         (["data.samples_per_prompt=1"], "data.samples_per_prompt", "at least 2 with raft.strategy = local"),
-        (["raft.mini_batches=5"], "raft.mini_batches", "at most 4, the samples that are selected"),
-        (["raft={strategy: top, mini_batches: 4}"], "raft.mini_batches", "at most 3, the samples that are selected"),
+        (["raft.mini_batches=7"], "raft.mini_batches", "at most 6, the samples that are selected"),
+        (["raft={strategy: top, mini_batches: 5}"], "raft.mini_batches", "at most 4, the samples that are selected"),
     ],
     data.discarded_ends_have_no_score: [
         (
@@ -81,7 +81,7 @@ RAFT: Cases = {
         (["scores.truncate_at.token=96"], "scores.truncate_at.token", "below 96"),
         (["reward.dense=scores", "groups.train.roles.reward={}"], "reward.dense", "no rewards of tokens"),
     ],
-    scoring.scores_have_a_source: [(["reward.functions=[]"], "reward", "reward.functions has a rule")],
+    scoring.scores_have_a_source: [(["groups.train.roles.reward=null"], "reward", "reward.functions has a rule")],
     scoring.averages_are_kept: [
         (["evaluation={prompts: a/b, ema: true, functions: [{name: length}]}"], "evaluation.ema", "needs actor.ema")
     ],

@@ -52,9 +52,7 @@ def test_a_name_alone_and_a_name_with_options() -> None:
 
 def test_options_without_a_name_are_those_of_the_default() -> None:
     assert debug("algo.normalise.advantages.name=auto").algo.normalise.advantages.name == "auto"
-    loss = debug("algo.correction.weights.upper=5").algo.correction.weights
-    assert loss is not None
-    assert (loss.name, loss.options["upper"]) == ("token_truncate", 5)
+    assert debug("algo.value_loss.clip=0.7").algo.value_loss.options == {"clip": 0.7, "scale": 0.5}
 
 
 def test_a_function_of_ones_own_has_arguments() -> None:
@@ -106,6 +104,12 @@ def test_unknown_names_list_those_there_are() -> None:
     assert found["algo.advantage"].rule.endswith("package.module:function")
     assert found["algo.policy_loss"].value == "xyz"
     assert "{name: ..., option: ...}" in found["algo.value_loss"].fix
+
+
+def test_what_is_off_by_default_needs_a_name() -> None:
+    found = problems("algo.correction.weights.upper=5", "algo.filter.tol=0.1")
+    assert found["algo.correction.weights"].value == "{upper: 5}"
+    assert "{name: ..., option: ...}" in found["algo.filter"].fix
 
 
 def test_unknown_options_say_which_choices_have_them() -> None:

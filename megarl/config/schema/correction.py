@@ -72,7 +72,7 @@ class Correction(Section):
     old_logprobs: Literal["recompute", "rollout", "loglinear", "linear"] = "recompute"
     """Where the ratio's old log-probabilities are from: computed before the update, the engines', or between the
     engines' and the actor's by the age of the weights."""
-    weights: Annotated[RolloutWeights | Own, Chosen(RolloutWeights)] | None = None
+    weights: Annotated[RolloutWeights | Own, Chosen()] | None = None
     """Factors of the token losses; null is none."""
     reject: tuple[Reject, ...] = Field(default=(), strict=False)
     """Bounds that a token or its response must all keep."""

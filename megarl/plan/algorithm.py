@@ -1,0 +1,85 @@
+"""What an algorithm does with the samples of a step, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.config import PPOConfig, RAFTConfig
+from megarl.config.schema import Algo, Choice
+
+
+def algorithm_lines(config: PPOConfig) -> Iterator[tuple[str, str]]:
+    """The parts of an algorithm, as pairs of a key and a text; those that are off are left out."""
+    algo, samples = config.algo, config.data.prompts_per_step * config.data.samples_per_prompt
+    if algo.filter is not None:
+        yield "filter", f"{_named(algo.filter)}, of up to {_counted(algo.filter_rounds, 'round')} of prompts"
+    normaliser = "" if algo.normaliser is None else f", normalised by {_named(algo.normaliser)}"
+    yield "advantages", f"{_named(algo.advantage)}{normaliser}"
+    yield "penalty", _penalty(algo)
+    yield "policy loss", f"{_named(algo.policy_loss)}, as {_named(algo.aggregation)}"
+    if config.critic is not None:
+        steps = config.critic.warmup_steps
+        alone = f", alone in {_counted(steps, 'step')} at first" if steps else ""
+        yield "value loss", f"{_named(algo.value_loss)}{alone}"
+    corrections = ", ".join(_corrections(algo))
+    if corrections:
+        yield "corrections", corrections
+    yield (
+        "update",
+        f"{_counted(algo.ppo_epochs, 'epoch')} x {algo.mini_batches} mini-batches of {samples // algo.mini_batches} "
+        f"samples = {algo.ppo_epochs * algo.mini_batches} optimizer steps",
+    )
+    if algo.early_stop is not None:
+        most = algo.early_stop.factor * algo.early_stop.kl
+        yield "early stop", f"after an epoch that moves the policy by more than {most:g} nats per token"
+    if config.ptx is not None:
+        ptx = config.ptx
+        yield "texts", f"{ptx.sequences_per_mini_batch} rows of {ptx.data.path} a step, {ptx.mode} {ptx.coef:g}"
+
+
+def selection_lines(config: RAFTConfig) -> Iterator[tuple[str, str]]:
+    """Which samples of a step are learnt."""
+    raft = config.raft
+    yield "selection", _named(raft.strategy)
+    steps = raft.epochs * raft.mini_batches
+    yield "update", f"{_counted(raft.epochs, 'epoch')} x {raft.mini_batches} mini-batches = {steps} optimizer steps"
+
+
+def _penalty(algo: Algo) -> str:
+    kl = algo.kl
+    if kl.coef == 0:
+        return "none"
+    target = "" if kl.target is None else f", adapted to {kl.target:g} nats"
+    sync, follows = kl.reference_sync, ""
+    if sync is not None:
+        follows = f"; the reference moves by {sync.weight:g} to the actor every {_counted(sync.every, 'step')}"
+    return f"KL by {_named(kl.estimator)} in the {kl.placement}, coefficient {kl.coef:g}{target}{follows}"
+
+
+def _corrections(algo: Algo) -> Iterator[str]:
+    correction = algo.correction
+    if correction.old_logprobs != "recompute":
+        yield f"old log-probabilities {correction.old_logprobs}"
+    if correction.weights is not None:
+        yield _named(correction.weights)
+    yield from (f"{reject.statistic} up to {reject.upper:g}" for reject in correction.reject)
+    if correction.sequence_mask is not None:
+        yield f"sequence mask (delta {correction.sequence_mask.delta:g})"
+    if correction.m2po is not None:
+        yield f"m2po (threshold {correction.m2po.threshold:g})"
+
+
+def _named(choice: Choice) -> str:
+    """A choice with its options, but for those that are null or false."""
+    given = {key: value for key, value in choice.options.items() if value is not None and value is not False}
+    options = [f"{key} {_shown(value)}" for key, value in given.items()]
+    name = dict(choice)["name"]
+    return f"{name} ({', '.join(options)})" if options else str(name)
+
+
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else "yes" if value is True else str(value)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
