@@ -105,7 +105,7 @@ def test_plan_prints_placement_and_batches() -> None:
             "reward_model",
             ["8 pairs", "32 answers to prompts of", "reward: 0.001 in 4 optimizer steps, cosine to 0.0001"],
         ),
-        ("raft", ["6 prompts x 4 = 24 samples", "selection     local", "2 epochs x 2 mini-batches = 4 optimizer steps"]),
+        ("raft", ["6 prompts x 4 = 24 samples", "selection     local", "2 epochs x 2 mini-batches = 4 optimizer"]),
         ("eval", ["prompts.jsonl, 4 sampled for each", "seed 1, into runs/debug-eval"]),
     ],
 )
@@ -129,7 +129,7 @@ def test_plan_says_every_part_of_an_algorithm() -> None:
     ]
     result = CliRunner().invoke(app, ["plan", str(DEBUG), *overrides], env={"COLUMNS": "120"})
     assert result.exit_code == 0, result.stderr
-    said = dict((line[:13].strip(), line[14:]) for line in result.stdout.splitlines())
+    said = {line[:13].strip(): line[14:] for line in result.stdout.splitlines()}
     assert said["filter"] == "nonzero_std (tol 0), of up to 10 rounds of prompts"
     assert said["advantages"].startswith("gae (gamma 1, lam 0.95), normalised by whiten (ddof 0,")
     assert said["policy loss"] == "ppo (clip 0.2, clip_high 0.28), as token_mean"
