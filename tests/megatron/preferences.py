@@ -133,3 +133,22 @@ def naively_tuned_on_all(directory: Path) -> Naive:
         )
     config = json.loads((directory / "config.json").read_text())
     return supervised.fine_tune(models.causal_lm(config, state_of(directory)), whole, adam_of(SETTINGS))
+
+
+def scaled(rank: int, directory: Path, layout: Layout, dtype: torch.dtype) -> list[Any]:
+    """Scores before the head is scaled by 3, after it, and after an optimizer step that moves nothing."""
+    from megarl.data.schedule import inference_schedule
+    from megarl.megatron.groups import GroupCache
+    from megarl.megatron.supervised_losses import preference_loss
+
+    head = random_head(directory)
+    role = load_role(directory, "reward", layout, rank, GroupCache(), trainable=True, head=head, dtype=dtype)
+    role.start_training(SETTINGS.model_copy(update={"lr": 1e-30, "weight_decay": 0.0}), total_steps=1)
+    samples, chunks = batches(2)[0]
+    inference = inference_schedule(samples, layout, 40).ranks[role.coords.dp]
+    told = [role.scores(inference, chunks)]
+    role.scale_head(3.0)
+    told.append(role.scores(inference, chunks))
+    step = step_schedule(samples, layout, 40, rows_per_unit=2).ranks[role.coords.dp]
+    role.update([step], chunks, preference_loss(role, settings_of("span"), chunks))
+    return [*told, role.scores(inference, chunks)]

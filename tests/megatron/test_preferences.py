@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from megarl.types import Layout
 from tests.megatron.compare import check, state_of
-from tests.megatron.preferences import LOSSES, compared, naively_compared, naively_tuned_on_all, tuned_on_all
+from tests.megatron.preferences import LOSSES, compared, naively_compared, naively_tuned_on_all, scaled, tuned_on_all
 from tests.megatron.supervised import Naive, headed_state
 from tests.megatron.test_parity import layout_id
 from tests.megatron.tiny import save_model
@@ -57,3 +59,16 @@ def test_the_losses_equal_the_naive_ones(
 def test_every_token_can_be_learnt(pool: RankPool, directory: Path, tuned: Naive, layout: Layout, budget: int) -> None:
     results = pool.run(tuned_on_all, directory, layout, budget, world_size=layout.world_size)
     check(results, *tuned, state_of(directory))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_a_head_can_be_scaled(pool: RankPool, directory: Path, dtype: torch.dtype, tolerance: float) -> None:
+    """The weights that the optimizer steps are scaled with it: a step does not bring the old ones back."""
+    layout = Layout(pp=2, dp=2)
+    for told in pool.run(scaled, directory, layout, dtype, world_size=layout.world_size):
+        before, *scaled_and_stepped = told
+        for after in scaled_and_stepped:
+            assert (before is None) == (after is None)
+            for chunk, scores in (before or {}).items():
+                np.testing.assert_allclose(after[chunk], 3 * scores, rtol=tolerance)
