@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -77,6 +77,7 @@ ORACLES = sorted(COMPARISONS.keys() - {"reinforce_pp_baseline"})
 
 
 @pytest.mark.parametrize("name", ORACLES)
+@settings(max_examples=30)
 @given(drawn)
 def test_comparisons_are_those_of_the_oracle(name: str, rows: list[tuple[int, float | None, bool, int]]) -> None:
     options = OPTIONS.get(name, {})
@@ -90,6 +91,7 @@ def test_comparisons_are_those_of_the_oracle(name: str, rows: list[tuple[int, fl
 
 
 @pytest.mark.parametrize("name", sorted(COMPARISONS))
+@settings(max_examples=30)
 @given(drawn, seeds)
 def test_t2_the_order_of_the_samples_is_no_matter(
     name: str, rows: list[tuple[int, float | None, bool, int]], seed: int
@@ -111,6 +113,7 @@ def test_t2_the_order_of_the_samples_is_no_matter(
 
 
 @pytest.mark.parametrize("name", sorted(COMPARISONS))
+@settings(max_examples=30)
 @given(drawn)
 def test_what_has_no_score_gets_nothing_and_changes_nothing(
     name: str, rows: list[tuple[int, float | None, bool, int]]
@@ -125,6 +128,7 @@ def test_what_has_no_score_gets_nothing_and_changes_nothing(
 
 
 @pytest.mark.parametrize("name", sorted(COMPARISONS.keys() - {"remax", "gdpo"}))
+@settings(max_examples=30)
 @given(drawn, st.sampled_from([-4.0, 0.25, 8.0]))
 def test_t9_a_constant_added_to_all_scores_changes_nothing(
     name: str, rows: list[tuple[int, float | None, bool, int]], shift: float
