@@ -284,14 +284,16 @@ def report() -> None:
         for name in ALGORITHMS
     }
     done = {name: own for name, own in results.items() if own}
-    if not done:
-        sys.exit("there are no results yet: begin with --next")
     summaries = [summed_up(ALGORITHMS[name], own) for name, own in done.items()]
     draw(done)
-    missing = [f"{ALGORITHMS[cell.algorithm]} with seed {cell.seed}" for cell in CELLS if cell.read() is None]
+    missing = [
+        f"{title} (seeds {', '.join(map(str, seeds))})"
+        for name, title in ALGORITHMS.items()
+        if (seeds := [cell.seed for cell in CELLS if cell.algorithm == name and cell.read() is None])
+    ]
     still = f"\nNot run yet: {', '.join(missing)}.\n" if missing else ""
     failed = [s.name for s in summaries if not s.learns]
-    verdict = f"\nNot beyond the margin: {', '.join(failed)}.\n" if failed else "\nEach of them learns.\n"
+    verdict = f"\nNot beyond the margin: {', '.join(failed)}.\n" if failed else ""
     PAGE.write_text(INTRODUCTION + table(summaries) + verdict + still, encoding="utf-8")
     print(f"{PAGE} and {PICTURE} have {sum(map(len, done.values()))} of {len(CELLS)} cells")
 
@@ -313,7 +315,8 @@ def draw(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         axes.grid(alpha=0.2)
     for axes in panels[-1]:
         axes.set_xlabel("step")
-    panels[0][0].legend(fontsize="small")
+    if "ppo" in results:
+        panels[0][0].legend(fontsize="small")
     with rc_context({"svg.hashsalt": "learning"}):
         figure.savefig(PICTURE, metadata={"Date": None})
 

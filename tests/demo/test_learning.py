@@ -78,4 +78,4 @@ def test_the_page_says_what_is_missing_and_what_does_not_learn(tmp_path: Path, m
     page = (tmp_path / "page").read_text()
     assert "Not beyond the margin: RAFT." in page
     assert "| PPO | 3 |" in page
-    assert "GRPO with seed 0" in page
+    assert "GRPO (seeds 0, 1, 2)" in page
