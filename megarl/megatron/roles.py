@@ -51,7 +51,7 @@ def load_role(config: RunConfig, name: RoleName, rank: int, cache: GroupCache, m
         tensors[parameter] = head
     role.load(tensors)
     if name in config.trained:
-        average = getattr(config.actor, "ema", None) if name == "actor" else None
+        average = config.actor.ema if name == "actor" and isinstance(config, PPOConfig | RAFTConfig) else None
         role.start_training(
             config.optimizer(name),
             config.optimizer_steps(name),

@@ -1,0 +1,106 @@
+"""What holds of an update whatever its numbers: before it nothing has moved; what does not count changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.schema import Algo
+from megarl.types import ExperienceChunk, Layout, Ragged
+from tests.megatron.compare import everywhere
+from tests.megatron.layouts import KL_COEF, SETTINGS, STEPS, TEMPERATURE, chunks, experience, restart, samples
+from tests.megatron.tiny import load_role, random_head, save_model
+from tests.pool import RankPool
+
+LAYOUT = Layout(tp=2, dp=2)
+EMPTY = {2, 5}
+"""Samples without a response token."""
+PLAIN = {"policy_loss": {"name": "ppo", "clip": 0.1}, "aggregation": "sequence_mean"}
+STALE = {**PLAIN, "correction": {"old_logprobs": "loglinear", "weights": {"name": "token_mask", "upper": 5.0}}}
+
+Told = dict[str, dict[str, float]]
+
+
+def _filled(column: Ragged, value: float) -> Ragged:
+    return replace(column, values=column.values * 0 + value)
+
+
+def _with(columns: Mapping[int, ExperienceChunk], **changes: Mapping[int, Ragged]) -> dict[int, ExperienceChunk]:
+    return {i: replace(chunk, **{name: new[i] for name, new in changes.items()}) for i, chunk in columns.items()}
+
+
+def _updates(rank: int, directory: Path) -> Told:
+    """One step in several ways, by name; those that are to be the same have one beginning."""
+    from megarl.data.schedule import inference_schedule, step_schedule
+    from megarl.megatron.groups import GroupCache
+    from megarl.megatron.losses import policy_loss, value_loss
+
+    cache, roles = GroupCache(), {}
+    for name in ("actor", "critic"):
+        head = random_head(directory) if name == "critic" else None
+        roles[name] = load_role(directory, name, LAYOUT, rank, cache, trainable=True, head=head)
+        roles[name].start_training(SETTINGS, total_steps=1, decay=0.5)
+    actor, critic = roles["actor"], roles["critic"]
+    start = {name: {k: p.detach().clone() for k, p in role.model.parameters().items()} for name, role in roles.items()}
+    passes = inference_schedule(samples(), LAYOUT, 20).ranks[actor.coords.dp]
+    now = everywhere(actor.logprobs(passes, chunks(), temperature=TEMPERATURE))
+    values = everywhere(critic.values(passes, chunks()))
+    columns = experience(now)
+    told: Told = {}
+
+    def step(name: str, fields: dict[str, Any], own: Any, members: list[int] = STEPS[0], longer: int = 0) -> None:
+        role = critic if name.startswith("critic") else actor
+        restart(role, start[role.name])
+        algo, everything = Algo.model_validate(fields), samples()
+        ranked = step_schedule([everything[i] for i in members], LAYOUT, 20).ranks[role.coords.dp]
+        loss = (
+            value_loss(role, algo, own)
+            if role is critic
+            else policy_loss(role, algo, own, temperature=TEMPERATURE, kl_coef=KL_COEF)
+        )
+        (told[name],) = role.update([replace(ranked, pack_tokens=ranked.pack_tokens + longer)], own, loss)
+
+    step("first", PLAIN, _with(columns, old_logprobs=now))
+    step("critic first", {"value_loss": {"name": "mse", "clip": 0.1}}, _with(columns, old_values=values))
+    step("same", PLAIN, columns)
+    step("same without empty rows", PLAIN, columns, [i for i in STEPS[0] if i not in EMPTY])
+    step("same with longer padding", PLAIN, columns, longer=17)
+    step("same in another order", PLAIN, columns, STEPS[0][::-1])
+    sampled = {i: chunk.rollout_logprobs for i, chunk in columns.items()}
+    fresh = _with(columns, old_logprobs=sampled)
+    step("decoupled", PLAIN, fresh)
+    step(
+        "decoupled from itself", STALE, _with(fresh, proximal_weights={i: _filled(c, 0.0) for i, c in sampled.items()})
+    )
+    return told if actor.reports else {}
+
+
+@pytest.fixture(scope="module")
+def told(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Told:
+    results = pool.run(_updates, save_model(tmp_path_factory.mktemp("model")), world_size=4)
+    assert results[0] == results[2], "replicas tell of an update alike, bit for bit"
+    return results[0]
+
+
+@pytest.mark.dist
+def test_nothing_has_moved_before_the_first_step(told: Told) -> None:
+    first = told["first"]
+    for name in ("ratio_mean", "ratio_max", "ratio_min"):
+        assert first[name] == pytest.approx(1.0, abs=1e-5)
+    assert first["approxkl"] < 1e-10
+    assert abs(first["ppo_kl"]) < 1e-6
+    assert first["clipfrac"] == told["critic first"]["clipfrac"] == 0.0
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["same", "decoupled"])
+def test_what_does_not_count_changes_nothing(told: Told, kind: str) -> None:
+    alike = {name: step for name, step in told.items() if name.startswith(kind)}
+    assert len(alike) > 1
+    assert alike[kind]["grad_norm"] > 0.1
+    for name, step in alike.items():
+        assert step == pytest.approx(alike[kind], rel=1e-5, abs=1e-6), name
