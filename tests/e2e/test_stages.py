@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,8 +18,8 @@ VOCABULARY = 96
 """Ids in use; the model has some more, without probability."""
 
 
-def run(config: str, directory: Path) -> Finished:
-    with started(["train", f"configs/debug/{config}.yaml", f"run.dir={directory}"]) as program:
+def run(config: str, directory: Path, *overrides: str) -> Finished:
+    with started(["train", f"configs/debug/{config}.yaml", f"run.dir={directory}", *overrides]) as program:
         return finish(*program)
 
 
@@ -42,21 +43,30 @@ def nll(directory: Path) -> float:
 
 
 @torch.no_grad()
-def preferences(directory: Path) -> tuple[float, float]:
-    """Accuracy and loss on the held-out pairs, one sequence at a time: Bradley-Terry, and centring with weight 0.01."""
+def scored(directory: Path, head: torch.Tensor | None = None) -> np.ndarray:
+    """[pairs, 2] scores of the held-out pairs, one sequence at a time; with another head than the directory's."""
     from transformers import AutoModelForSequenceClassification
 
-    model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
-    right, loss = 0, 0.0
-    pairs = held_out("pairs")
-    for row in pairs:
-        chosen, rejected = (
+    model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32, num_labels=1)
+    if head is not None:
+        model.score.weight.copy_(head)
+    scores = [
+        [
             float(model.score(model.model(torch.tensor([row["prompt_ids"] + row[side]])).last_hidden_state)[0, -1, 0])
             for side in ("chosen_ids", "rejected_ids")
-        )
-        right += chosen > rejected
-        loss += math.log1p(math.exp(rejected - chosen)) + 0.01 * (chosen + rejected) ** 2
-    return right / len(pairs), loss / len(pairs)
+        ]
+        for row in held_out("pairs")
+    ]
+    return np.array(scores)
+
+
+def pairs_and_bad_ones(file: Path) -> Path:
+    """The pairs of the debug run, with rows of no use before, among and after them."""
+    pairs = lines(ROOT / "configs/debug/data/pairs.jsonl")
+    bad = {"prompt_ids": [5], "chosen_ids": [6, 0], "rejected_ids": [6, 0]}
+    rows = [bad, *pairs[:5], {**bad, "rejected_ids": []}, bad, *pairs[5:], {**bad, "chosen_ids": [6] * 80}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
 
 
 def test_sft_learns_and_says_what_transformers_says(tmp_path: Path) -> None:
@@ -72,15 +82,59 @@ def test_sft_learns_and_says_what_transformers_says(tmp_path: Path) -> None:
     assert [line["sft/lr"] for line in steps] == pytest.approx([5e-4, 1e-3, 2e-3 / 3, 1e-3 / 3])
 
 
-def test_a_reward_model_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
-    done = run("reward_model", tmp_path / "run")
+@pytest.fixture(scope="module")
+def rewarded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The directory of a reward model's training on pairs of which some are of no use, and what it printed."""
+    directory = tmp_path_factory.mktemp("reward")
+    train = pairs_and_bad_ones(directory / "pairs.jsonl")
+    done = run(
+        "reward_model", directory / "run", f"data.train={train}", "data.too_long=drop", "normalisation.before=true"
+    )
     assert done.status == 0, done.errors
     done.assert_clean()
-    _, after = lines(tmp_path / "run" / "evaluations.jsonl")
-    accuracy, loss = preferences(tmp_path / "run" / "export")
-    assert after["eval/accuracy"] == pytest.approx(accuracy)
-    assert after["eval/loss"] == pytest.approx(loss, rel=1e-5)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    scale = json.loads((tmp_path / "run" / "export" / "reward_normalisation.json").read_text())
-    assert summary["export"] == {"normalisation/mean": scale["mean"], "normalisation/std": scale["std"]}
-    assert scale["std"] > 0
+    return directory, done.output
+
+
+def test_a_reward_model_is_what_transformers_makes_of_it(rewarded: tuple[Path, str]) -> None:
+    run = rewarded[0] / "run"
+    _, after = lines(run / "evaluations.jsonl")
+    chosen, rejected = scored(run / "export").T
+    loss = np.log1p(np.exp(rejected - chosen)) + 0.01 * (chosen + rejected) ** 2
+    assert after["eval/accuracy"] == pytest.approx((chosen > rejected).mean())
+    assert after["eval/loss"] == pytest.approx(loss.mean(), rel=1e-5)
+    told = json.loads((run / "export" / "reward_statistics.json").read_text())
+    columns = {"chosen": chosen, "rejected": rejected, "margin": chosen - rejected}
+    assert told["mean"] == pytest.approx({name: own.mean() for name, own in columns.items()}, rel=1e-4, abs=1e-6)
+    assert told["std"] == pytest.approx({name: own.std() for name, own in columns.items()}, rel=1e-4, abs=1e-6)
+    assert (told["preferences"], told["accuracy"]) == (8, pytest.approx((chosen > rejected).mean()))
+    summary = json.loads((run / "summary.json").read_text())
+    scale = json.loads((run / "export" / "reward_normalisation.json").read_text())
+    assert summary["export"]["normalisation/std"] == scale["std"] > 0
+    assert summary["export"]["normalisation/mean"] == scale["mean"]
+    assert summary["export"]["held_out/margin_mean"] == told["mean"]["margin"]
+
+
+def test_its_head_is_scaled_before_the_first_step(rewarded: tuple[Path, str]) -> None:
+    """The scores of the new head, N(0, 1 / sqrt(hidden + 1)), divided by their deviation on the reference samples."""
+    run = rewarded[0] / "run"
+    before, _ = lines(run / "evaluations.jsonl")
+    start = json.loads((run / "summary.json").read_text())["start"]
+    head = torch.randn(1, 128, generator=torch.Generator().manual_seed(0)) / math.sqrt(129)
+    chosen, rejected = scored(run / "model", head).T / start["normalisation/before_std"]
+    assert before["eval/chosen"] == pytest.approx(chosen.mean(), rel=1e-4)
+    assert before["eval/rejected"] == pytest.approx(rejected.mean(), rel=1e-4)
+
+
+def test_rows_of_no_use_are_named_and_counted(rewarded: tuple[Path, str]) -> None:
+    directory, output = rewarded
+    faults = {1: "equal", 7: "empty", 8: "equal", 36: "too_long"}
+    told = lines(directory / "run" / "left_out.jsonl")
+    assert {row["where"]: row["fault"] for row in told} == {
+        f"{directory}/pairs.jsonl, line {line}": fault for line, fault in faults.items()
+    }
+    assert {row["field"] for row in told} == {"data.train"}
+    assert f"{directory}/pairs.jsonl, line 1 (and 1 more): the better response is the same as another" in output
+    for line in lines(directory / "run" / "metrics.jsonl"):
+        counts = (line[f"data/dropped_{fault}"] for fault in ("equal", "empty", "too_long"))
+        assert tuple(counts) == (2, 1, 1)
+        assert line["data/epochs"] == line["step"] * 8 / 32
