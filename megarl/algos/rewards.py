@@ -35,11 +35,11 @@ def token_rewards(
 ) -> Tensor:
     """The penalties, plus the score at one token of the row.
 
-    ``placement``: last_valid, the row's last counting token; last_column, the last column; after_last, the one after
-    the last counting token, where there is one, else that token; every_valid, each counting token, which multiplies the
-    score by the length. A row without a counting token has no reward. Source: InstructGPT (Ouyang et al., 2022),
-    OpenRLHF, verl (last_valid); lm-human-preferences, whose responses fill the row (last_column); DeepSpeed-Chat and
-    TRL (after_last); ColossalChat (every_valid).
+    ``placement``: last_valid, the row's last counting token; every_valid, each counting token, which multiplies the
+    score by the length; last_column, the last column, and after_last, the column after the last counting token (that
+    token where there is none), which only a padded row has: a configuration does not offer them. A row without a
+    counting token has no reward. Source: InstructGPT (Ouyang et al., 2022), OpenRLHF, verl (last_valid); ColossalChat
+    (every_valid); lm-human-preferences, whose responses fill the row (last_column); DeepSpeed-Chat, TRL (after_last).
 
     Args:
         scores: [B], one per response.
