@@ -42,6 +42,17 @@ def test_the_configuration_of_the_readme_is_whole(tmp_path: Path) -> None:
     load(path, [f"model.path={tmp_path}", f"data.prompts={tmp_path}/prompts.jsonl"])
 
 
+@pytest.mark.parametrize(("stage", "section"), [("reward_model", "reward"), ("raft", "raft")])
+def test_the_settings_of_the_stages_load(tmp_path: Path, stage: str, section: str) -> None:
+    text = (REPOSITORY / "docs" / "stages.md").read_text(encoding="utf-8")
+    (block,) = re.findall(rf"^    {section}:\n(?:    .*\n)+", text, flags=re.MULTILINE)
+    path = tmp_path / "run.yaml"
+    defaults = f"defaults: [{REPOSITORY}/configs/debug/{stage}.yaml]\n"
+    path.write_text(defaults + textwrap.dedent(block), encoding="utf-8")
+    overrides = ["reward.optimizer.final_lr=0"] if stage == "reward_model" else []
+    assert load(path, overrides) != load(REPOSITORY / "configs" / "debug" / f"{stage}.yaml")
+
+
 def test_make_targets_exist() -> None:
     named = set(re.findall(r"`make (\w+)", README + CONTRIBUTING))
     assert {"setup", "demo", "test", "lint", "bench", "clean"} <= named
