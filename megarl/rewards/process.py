@@ -124,7 +124,7 @@ def _launched() -> _Child:
     with theirs:
         program = _PROGRAM.format(path=repr(sys.path), descriptor=theirs.fileno(), parent=os.getpid())
         process = subprocess.Popen(
-            [sys.executable, "-c", program],
+            [sys.executable, "-u", "-c", program],  # what a function prints is not lost when it is ended
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             start_new_session=True,
