@@ -65,6 +65,13 @@ class RankPool:
         init_method = f"tcp://127.0.0.1:{free_port()}" if connected else None
         for pipe in self._pipes[:world_size]:
             pipe.send((function, world_size, init_method, args))
+        try:
+            return self._results(world_size, timeout, dying)
+        except BaseException:
+            self.close()  # whoever is still at work would answer the next test
+            raise
+
+    def _results(self, world_size: int, timeout: float, dying: Collection[int]) -> list[Any]:
         results: list[Any] = [None] * world_size
         waiting, deadline = set(range(world_size)), time.monotonic() + timeout
         while waiting:
@@ -72,7 +79,6 @@ class RankPool:
                 [self._pipes[rank] for rank in waiting], timeout=max(0.0, deadline - time.monotonic())
             )
             if not ready:
-                self.close()
                 raise AssertionError(f"ranks {sorted(waiting)} of {world_size} did not finish within {timeout:.0f} s")
             for rank in [r for r in waiting if self._pipes[r] in ready]:
                 ok, results[rank] = self._receive(rank)
@@ -80,7 +86,6 @@ class RankPool:
                     assert (ok, results[rank]) == DIED, f"rank {rank} lives: {results[rank]}"
                     results[rank] = None
                 elif not ok:
-                    self.close()
                     raise AssertionError(f"rank {rank} of {world_size} failed:\n{results[rank]}")
                 waiting.remove(rank)
         if dying:

@@ -36,6 +36,11 @@ def test_metrics_of_updates_are_means_over_those_that_have_them() -> None:
     assert result.all_metrics() == {"version": 1, "a": 2.0, "b": 4.0}
 
 
+def test_extremes_of_updates_are_the_largest_and_the_smallest() -> None:
+    updates = [{"ratio_max": 1.5, "ratio_min": 0.5}, {"ratio_max": 1.0, "ratio_min": 0.25}]
+    assert StepResult(step=1, metrics={}, updates=updates).all_metrics() == {"ratio_max": 1.5, "ratio_min": 0.25}
+
+
 def test_every_file_has_its_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = load(DEBUG, [f"run.dir={tmp_path}", "run.steps=1"])
     directory = RunDirectory(config)
