@@ -1,7 +1,11 @@
-"""GRPO on a rule, with roles and engine that take turns on their devices; against the same run where all stay there."""
+"""GRPO on a rule, with roles and engine that take turns on their devices; against the same run where all stay there.
+
+Another rule raises on every fourth prompt, and every evaluation is of the actor and of the average of its weights.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +18,27 @@ from tests.e2e.runs import Finished, finish, lines, started
 pytestmark = pytest.mark.e2e
 
 
+FUNCTIONS = [
+    {"name": "soft_overlong", "args": {"max_tokens": 32, "buffer_tokens": 32}},
+    {"name": "tests.rewards.functions:raises_once_in_a_while", "args": {"every": 4}},
+]
+
+
 def run(directory: Path, *overrides: str) -> Finished:
-    with started(["train", "configs/debug/grpo.yaml", f"run.dir={directory}", *overrides]) as program:
+    settings = [
+        f"reward.functions={json.dumps(FUNCTIONS)}",
+        "evaluation={every: 1, ema: true}",
+        "actor.ema.decay=0.5",
+    ]
+    with started(["train", "configs/debug/grpo.yaml", f"run.dir={directory}", *settings, *overrides]) as program:
         return finish(*program)
+
+
+def scored_lengths(recorded: Path, step: int) -> tuple[list[int], int]:
+    """Of a step's responses that have a score, and how many have none."""
+    files = list(recorded.glob(f"{step}%2F*.npz"))
+    scored = [file for file in files if int(file.name.split("%2F")[1]) % 4]
+    return [len(np.load(file)["response_ids"]) for file in scored], len(files) - len(scored)
 
 
 def test_a_rule_scores_and_taking_turns_changes_nothing(tmp_path: Path) -> None:
@@ -30,17 +52,27 @@ def test_a_rule_scores_and_taking_turns_changes_nothing(tmp_path: Path) -> None:
     )
     assert stay.status == 0, stay.errors
 
+    assert "return 1 / min(int(answer.prompt_id) % every, 1)" in turns.errors
+    assert turns.errors.count("gave prompt") == 1
+
     metrics = lines(tmp_path / "turns" / "metrics.jsonl")
     for line in metrics:
-        lengths = [len(np.load(file)["response_ids"]) for file in recorded.glob(f"{line['step']}%2F*.npz")]
-        assert len(lengths) == 16
-        assert line["scores/soft_overlong"] == pytest.approx(-np.mean(lengths) / 32, rel=1e-5)
-        assert line["objective/score"] == pytest.approx(line["scores/soft_overlong"], rel=1e-5)
+        lengths, unscored = scored_lengths(recorded, line["step"])
+        assert len(lengths) + unscored == 16
+        assert line["rewards/unscored"] == line["rewards/unscored/raises_once_in_a_while"] == unscored > 0
+        assert line["rewards/unscored/soft_overlong"] == 0
+        assert line["objective/score"] == pytest.approx(1 - np.mean(lengths) / 32, rel=1e-5)
+        assert line["rollout/logprob_gap"] < 1e-5, "the engine answered with the average"
         assert line["group/zero_std_fraction"] < 1
         assert line["policy/grad_norm"] > 0
         assert not any(name.startswith("value/") for name in line)
-    for evaluation in lines(tmp_path / "turns" / "evaluations.jsonl"):
-        assert evaluation["eval/soft_overlong"] == pytest.approx(-evaluation["eval/response_tokens"] / 32, rel=1e-5)
+    first, *later = lines(tmp_path / "turns" / "evaluations.jsonl")
+    assert [evaluation["step"] for evaluation in later] == [1, 2]
+    for evaluation in (first, *later):
+        assert evaluation["eval/soft_overlong"] == pytest.approx(-evaluation["eval/response_length"] / 32, rel=1e-5)
+    of_actor, of_average = ({k: v for k, v in first.items() if k.startswith(p)} for p in ("eval/", "eval_ema/"))
+    assert [name.partition("/")[2] for name in of_actor] == [name.partition("/")[2] for name in of_average]
+    assert list(of_actor.values()) == list(of_average.values()), "the average begins as the actor"
 
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         mine, theirs = (

@@ -109,3 +109,8 @@ def hangs_once_in_a_while(answer: Answer, *, every: int) -> float:
     if int(answer.prompt_id) % every == 0:
         time.sleep(600)
     return 1.0
+
+
+def raises_once_in_a_while(answer: Answer, *, every: int) -> float:
+    """On each prompt whose number is a multiple; 1 on the others."""
+    return 1 / min(int(answer.prompt_id) % every, 1)
