@@ -52,6 +52,8 @@ class Call:
         watch: of the session.
         chunks: references to the results by chunk.
         streams: of a call that yields pairs, by process: what has come so far.
+        results: the small results that are there, by process.
+        seconds: that these processes took; not of streams.
     """
 
     label: str
@@ -62,6 +64,7 @@ class Call:
     chunks: ChunkRefs[Any] = field(default_factory=lambda: ChunkRefs({}))
     streams: Sequence[ray.ObjectRefGenerator] = ()
     results: dict[int, Any] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)
 
     def wait(self) -> list[Any]:
         """The small results, by process.
@@ -80,11 +83,21 @@ class Call:
         Raises:
             RayError: it has failed.
         """
-        result = ray.get(self.done[index])
+        done = ray.get(self.done[index])
         if not self.streams:
-            return result
+            self.seconds[index] = done.seconds
+            return done.result
         refs = list(self.streams[index])
         return list(zip(ray.get(refs[::2]), refs[1::2], strict=True))  # a failure comes in place of something small
+
+    def longest(self) -> float:
+        """Waits for the call; the seconds of the process that took most of them.
+
+        Raises:
+            WorkerError: a process failed or exceeded its time, in this call or another.
+        """
+        self.wait()
+        return max(self.seconds.values())
 
     @property
     def unanswered(self) -> list[Process]:

@@ -15,7 +15,6 @@ from megarl.data.columns import Columns
 from megarl.types import (
     ExperienceTerms,
     Layout,
-    Ragged,
     RankSchedule,
     RoleName,
     RolloutChunk,
@@ -111,24 +110,22 @@ class Role:
         self.name: RoleName = name
         self.layout = layout
 
-    def logprobs(
-        self, schedule: Schedule, rollouts: ChunkRefs[RolloutChunk], *, temperature: float
-    ) -> ChunkRefs[Ragged]:
-        """Log-probabilities of the responses, nats."""
+    def logprobs(self, schedule: Schedule, rollouts: ChunkRefs[RolloutChunk], *, temperature: float) -> Call:
+        """Log-probabilities of the responses, nats, as its chunks."""
 
         def args(own: RankSchedule) -> tuple[Any, ...]:
             return self.name, own, rollouts.only(own.chunks), temperature
 
-        return self._each("logprobs", schedule, args).chunks
+        return self._each("logprobs", schedule, args)
 
     def probe(self, schedule: Schedule, chunks: Sequence[TextChunk]) -> Call:
         """Log-probabilities at temperature 1 of a few given responses; ``merged`` reads the results."""
         args = [(self.name, own, {chunk: chunks[chunk] for chunk in own.chunks}, 1.0) for own in self._own(schedule)]
         return self.group.call_each(f"{self.name}.probe", "inference", "logprobs", args)
 
-    def values(self, schedule: Schedule, rollouts: ChunkRefs[RolloutChunk]) -> ChunkRefs[Ragged]:
-        """Values of the responses' tokens."""
-        return self._each("values", schedule, lambda own: (self.name, own, rollouts.only(own.chunks))).chunks
+    def values(self, schedule: Schedule, rollouts: ChunkRefs[RolloutChunk]) -> Call:
+        """Values of the responses' tokens, as its chunks."""
+        return self._each("values", schedule, lambda own: (self.name, own, rollouts.only(own.chunks)))
 
     def scores(self, schedule: Schedule, chunks: ChunkRefs[RolloutChunk] | ChunkRefs[TextChunk]) -> Call:
         """Scores of the samples; ``merged`` reads the results."""
@@ -136,7 +133,7 @@ class Role:
         return self.group.call_each(f"{self.name}.scores", "inference", "scores", args)
 
     def token_scores(self, schedule: Schedule, rollouts: ChunkRefs[RolloutChunk]) -> Call:
-        """The scores that responses have after each of their tokens; the last of a response is that of ``scores``."""
+        """Scores of the responses so far, one more than tokens, as its chunks; ``merged`` reads the samples'."""
         return self._each("token_scores", schedule, lambda own: (self.name, own, rollouts.only(own.chunks)))
 
     def build_experience(

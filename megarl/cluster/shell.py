@@ -8,7 +8,9 @@ import importlib
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import ray
@@ -53,6 +55,14 @@ class ChunkRefs(Generic[T]):
         return ChunkRefs, (self._refs,)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """What a method returned that is small, and how long it took, seconds."""
+
+    result: Any
+    seconds: float
+
+
 class Shell:
     """Makes an object at its first call, and runs its methods one at a time, in the order in which they were called.
 
@@ -87,9 +97,11 @@ class Shell:
         module, _, name = self._target.partition(":")
         return getattr(importlib.import_module(module), name)(*self._args, **self._kwargs)
 
-    def run(self, method: str, args: tuple[Any, ...]) -> Any:
+    def run(self, method: str, args: tuple[Any, ...]) -> Timed:
         """The method's result."""
-        return getattr(self._object, method)(*args)
+        start = time.perf_counter()
+        result = getattr(self._object, method)(*args)
+        return Timed(result=result, seconds=time.perf_counter() - start)
 
     def run_by_chunk(self, method: str, args: tuple[Any, ...], chunks: Sequence[int]) -> Any:
         """The method's results as separate objects: what is small first, then the value of each chunk in this order.
@@ -97,9 +109,10 @@ class Shell:
         The method returns a mapping from chunk to value, or such a mapping and something small. Without
         chunks, Ray expects the first object alone.
         """
-        result = getattr(self._object, method)(*args)
-        by_chunk, small = result if isinstance(result, tuple) else (result, None)
-        return (small, *(by_chunk[chunk] for chunk in chunks)) if chunks else small
+        timed = self.run(method, args)
+        by_chunk, small = timed.result if isinstance(timed.result, tuple) else (timed.result, None)
+        first = Timed(result=small, seconds=timed.seconds)
+        return (first, *(by_chunk[chunk] for chunk in chunks)) if chunks else first
 
     def run_stream(self, method: str, args: tuple[Any, ...]) -> Iterator[Any]:
         """The pairs that the method yields, as separate objects: what is small first, then what stays here."""
@@ -107,12 +120,12 @@ class Shell:
             yield small
             yield large
 
-    def free_address(self, host: str | None) -> str:
+    def free_address(self, host: str | None) -> Timed:
         """A host and port at which this process may listen; None is the node's own address."""
         host = host or ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind((host, 0))
-            return f"{host}:{probe.getsockname()[1]}"
+            return Timed(result=f"{host}:{probe.getsockname()[1]}", seconds=0.0)
 
 
 def _print_to(log_file: str) -> None:

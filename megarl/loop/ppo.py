@@ -12,6 +12,7 @@ from typing import Any
 
 from megarl.algos.controllers import kl_controller
 from megarl.algos.value_norm import ValueMoments
+from megarl.cluster.calls import Call
 from megarl.cluster.group import reported
 from megarl.cluster.session import Session
 from megarl.cluster.shell import ChunkRefs
@@ -127,24 +128,23 @@ class PPO(Online[PPOConfig]):
 
     def _experience(self, sampled: Sampled, plan: StepPlan) -> Experience:
         """The roles and the rules look at the rollouts, all at once; then the actor's ranks build what updates read."""
-        config, algo, rollouts = self._config, self._config.algo, sampled.rollouts
+        config, algo, rollouts = self._config, self._config.algo, sampled.rollouts.chunks
         actor, critic, reference = self._roles["actor"], self._roles.get("critic"), self._roles.get("reference")
-        old = ref = values = None
+        temperature = config.rollout.temperature
+        calls: dict[str, Call] = {}
         if algo.correction.old_logprobs == "recompute":
-            old = actor.logprobs(plan.inference("actor"), rollouts.chunks, temperature=config.rollout.temperature)
+            calls["logprobs"] = actor.logprobs(plan.inference("actor"), rollouts, temperature=temperature)
         if reference is not None:
-            ref = reference.logprobs(
-                plan.inference("reference"), rollouts.chunks, temperature=config.rollout.temperature
-            )
+            calls["ref"] = reference.logprobs(plan.inference("reference"), rollouts, temperature=temperature)
         if critic is not None:
-            values = critic.values(plan.inference("critic"), rollouts.chunks)
-        seed = permutation_seed(config.run.seed, plan.step)
-        told, sources = judged(sampled, config.reward, algo, seed=seed)
+            calls["values"] = critic.values(plan.inference("critic"), rollouts)
+        told, sources = judged(sampled, config.reward, algo, seed=permutation_seed(config.run.seed, plan.step))
+        by_role = {name: call.chunks for name, call in calls.items()}
         columns = Columns(
-            samples=told.facts(rollouts.samples),
-            old_logprobs=old,
-            ref_logprobs=ref,
-            values=values,
+            samples=told.facts(sampled.rollouts.samples),
+            old_logprobs=by_role.get("logprobs"),
+            ref_logprobs=by_role.get("ref"),
+            values=by_role.get("values"),
             dense=sampled.scoring.dense,
         )
         terms = ExperienceTerms(
@@ -154,11 +154,15 @@ class PPO(Online[PPOConfig]):
             value_norm=self._value_norm,
             dense=self._dense,
         )
-        building = actor.build_experience(plan.inference("actor"), rollouts.chunks, columns, terms)
+        building = actor.build_experience(plan.inference("actor"), rollouts, columns, terms)
         report: ExperienceReport = reported(building)
         self._value_norm = report.value_norm
+        seconds = {"reward": sampled.scoring.seconds(), **{name: call.longest() for name, call in calls.items()}}
         return Experience(
-            chunks=building.chunks, sources=sources, told=told, metrics={**report.metrics, **told.metrics}
+            chunks=building.chunks,
+            sources=sources,
+            told=told,
+            metrics={**report.metrics, **told.metrics, **{f"time/{name}": spent for name, spent in seconds.items()}},
         )
 
     @property

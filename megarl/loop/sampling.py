@@ -159,6 +159,7 @@ class Sampler:
         rows = [draw * size + sample for draw in chosen for sample in range(size)]
         answered = Rollouts.joined([rollouts for rollouts, _, _ in rounds])
         scored = [sample for _, scoring, _ in rounds for sample in scoring.samples]
+        seconds = sum(scoring.seconds() for _, scoring, _ in rounds)
         scores = {name: np.concatenate([sources[name] for _, _, sources in rounds])[rows] for name in rounds[0][2]}
         if len(rows) < len(scored):
             answered = self._engines.pick(answered, [answered.samples[row] for row in rows], self._chunks)
@@ -168,7 +169,11 @@ class Sampler:
             "filter/groups_kept": len(kept) / len(prompts),
             "filter/filled": max(wanted - len(kept), 0),
         }
-        scoring = Scoring(samples=[scored[row] for row in rows], wait=lambda: scores)
+        scoring = Scoring(
+            samples=[scored[row] for row in rows],
+            wait=lambda: scores,
+            seconds=lambda: seconds,
+        )
         return [prompts[draw] for draw in chosen], answered, scoring, metrics
 
 

@@ -47,12 +47,14 @@ class Scoring:
         samples: as they are scored: of responses that are truncated for it, lengths and ends are those that a scorer
             sees.
         wait: returns the scores of the samples, in their order; raises WorkerError where a source failed.
+        seconds: waits likewise; returns what the source took that took longest.
         dense: the reward model's raw scores, of each response one before its first token and one after each; None
             where it scores responses alone. Its source is the last of them then.
     """
 
     samples: Sequence[SampleInfo]
     wait: Callable[[], Sources]
+    seconds: Callable[[], float] = float
     dense: ChunkRefs[Ragged] | None = None
 
 
@@ -97,6 +99,7 @@ class Scorer:
         return Scoring(
             samples=rollouts.samples,
             wait=lambda: sources_of(model, rules, rollouts.samples, scale=self.scale),
+            seconds=lambda: max(call.longest() for call in (model, rules.call if rules else None) if call is not None),
             dense=model.chunks if model is not None and self.dense else None,
         )
 

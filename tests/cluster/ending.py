@@ -54,7 +54,7 @@ class Run:
     def inference(self) -> None:
         """Trainers compute log-probabilities, which an update waits for."""
         actor = self._actor()
-        old = actor.logprobs(self._schedule, self._session.share([0, 1]), temperature=1.0)
+        old = actor.logprobs(self._schedule, self._session.share([0, 1]), temperature=1.0).chunks
         actor.update([self._schedule], old).wait()
 
     def update(self) -> None:
