@@ -69,6 +69,10 @@ ALGORITHMS: Cases = {
         (["algo.policy_loss=gspo"], "algo.aggregation", "sequence_mean with policy loss gspo"),
         (["algo.policy_loss=gmpo", "algo.aggregation=token_sum"], "algo.aggregation", "weigh them by their length"),
     ],
+    algorithm.ratios_have_room: [
+        (["algo.policy_loss.delta=1.2"], "algo.policy_loss.delta", "above 1 + clip_high = 1.2"),
+        (["algo.policy_loss={clip_high: 0.5, ratio_clamp: [0, 1.4]}"], "algo.policy_loss.ratio_clamp", "[0.8, 1.5]"),
+    ],
     algorithm.filters_compare: [
         (["algo.filter_rounds=3"], "algo.filter_rounds", "no effect without algo.filter"),
         (["algo.filter=nonzero_std", f"{SAMPLES}=1"], SAMPLES, "a sample alone has no deviation"),
@@ -203,6 +207,11 @@ ALGORITHMS: Cases = {
     scoring.processes_have_functions: [
         (["reward.processes=2"], "reward.processes", "no effect without functions"),
         (["reward.time_limit=2"], "reward.time_limit", "no effect without functions"),
+    ],
+    scoring.shaped_scores_are_compared: [
+        ([*GRPO, "algo={advantage: gdpo, scores: {clip: 2}}"], "algo.scores.clip", "the score of each source as it is"),
+        ([*GRPO, "algo.advantage=gdpo"], "algo.scores.missing_end", "the score of each source as it is"),
+        ([*GRPO, "algo.advantage=masked_rloo"], "algo.scores.missing_end", "compares the responses that ended"),
     ],
     scoring.dense_scores_are_read: [
         (

@@ -63,6 +63,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         *corrections.RULES,
         data.mini_batches_are_equal,
         data.texts_are_mixed_in,
+        scoring.shaped_scores_are_compared,
         scoring.dense_scores_are_read,
         scoring.scores_end_within_responses,
         training.critic_rate_falls,

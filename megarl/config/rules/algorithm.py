@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megarl.config.problems import Problem
+from megarl.config.problems import Problem, shown
 from megarl.config.rules.placement import placed
 from megarl.config.rules.unused import unused
 from megarl.config.schema import Algo, Critic, Group, PromptData, Rollout, TrainingRun
 from megarl.config.schema.advantages import GAE, VAPO, OwnAdvantage
 from megarl.config.schema.algo import NonzeroStd, OpenRange
 from megarl.config.schema.choices import Own
-from megarl.config.schema.losses import GMPO, GSPO
+from megarl.config.schema.losses import GMPO, GSPO, PPO
 from megarl.config.schema.normalisation import GroupedTokens, Levels, Whiten
 
 Groups = Mapping[str, Group]
@@ -115,6 +115,21 @@ def responses_weigh_alike(algo: Algo) -> Iterator[Problem]:
         yield Problem(field="algo.aggregation", value=algo.aggregation.name, rule=rule, fix=fix)
 
 
+def ratios_have_room(algo: Algo) -> Iterator[Problem]:
+    """Bounds of the probability ratio are in order, and beyond the clip: within it they would be the clip."""
+    loss, field = algo.policy_loss, "algo.policy_loss"
+    if not isinstance(loss, PPO):
+        return
+    highest = 1 + (loss.clip if loss.clip_high is None else loss.clip_high)
+    if loss.delta is not None and loss.delta <= highest:
+        rule, fix = f"above 1 + clip_high = {highest:g}, where the other branch ends", "raise it, or set it to null"
+        yield Problem(field=f"{field}.delta", value=f"{loss.delta:g}", rule=rule, fix=fix)
+    if loss.ratio_clamp is not None and not (loss.ratio_clamp[0] <= 1 - loss.clip and highest <= loss.ratio_clamp[1]):
+        rule = f"contains the interval of the clip, [{1 - loss.clip:g}, {highest:g}]"
+        value, fix = shown(list(loss.ratio_clamp)), "widen it, or set it to null"
+        yield Problem(field=f"{field}.ratio_clamp", value=value, rule=rule, fix=fix)
+
+
 def filters_compare(algo: Algo, data: PromptData) -> Iterator[Problem]:
     """A filter can keep something, and rounds are those of a filter."""
     if algo.filter is None:
@@ -167,6 +182,7 @@ RULES = (
     normalisers_are_whole,
     token_rewards_are_read,
     responses_weigh_alike,
+    ratios_have_room,
     filters_compare,
     epochs_can_stop,
     warm_ups_end,

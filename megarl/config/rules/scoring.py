@@ -38,6 +38,19 @@ def processes_have_functions(reward: Reward, evaluation: Evaluation | None) -> I
         yield from unused("reward", reward, names, "without functions", "or give reward.functions")
 
 
+def shaped_scores_are_compared(algo: Algo) -> Iterator[Problem]:
+    """What is done to the score of a response reaches the comparison."""
+    if algo.advantage.name == "gdpo":
+        names, where = ("clip", "missing_end"), "with advantage gdpo, which compares the score of each source as it is"
+    elif algo.advantage.name == "masked_rloo":
+        names, where = ("missing_end",), "with advantage masked_rloo, which compares the responses that ended"
+    else:
+        return
+    if algo.scores.missing_end is not None and algo.scores.missing_end.name == "mask":
+        names = tuple(name for name in names if name != "missing_end")
+    yield from unused("algo.scores", algo.scores, names, where, "or choose grpo")
+
+
 def dense_scores_are_read(algo: Algo, reward: Reward) -> Iterator[Problem]:
     """Scores after every token are rewards of tokens."""
     if reward.dense is None:

@@ -20,7 +20,7 @@ class RandomModel(Section):
 
 
 class Model(Section):
-    """The model that is trained; in PPO the reference starts as its copy, the critic from its body."""
+    """The model that is trained or evaluated; in PPO the reference starts as its copy, the critic from its body."""
 
     path: str | None = None
     """Directory of a Hugging Face checkpoint (config.json and safetensors)."""
