@@ -138,30 +138,14 @@ class Sampler:
     def _selected(
         self, dynamic: DynamicSampling, step: int, version: int
     ) -> tuple[list[Prompt], Rollouts, Scoring, Mapping[str, float]]:
-        """Rounds until there are enough draws to keep; what is too much goes by the order of the prompts."""
+        """The draws that make a step; what is too much goes by the order of the prompts."""
         wanted, size = self._prompts_per_step, self._samples_per_prompt
-        prompts: list[Prompt] = []
-        rounds: list[tuple[Rollouts, Scoring, Sources]] = []
-        kept: list[int] = []
-        while len(rounds) < dynamic.rounds and len(kept) < wanted:
-            self._turns.back_to_engines(version)
-            new = self._stream.next(wanted)
-            rollouts = self._answers(new, prompts, step)
-            if self._scorer.model is not None:
-                self._turns.to_trainers()
-            scoring = self._scoring(rollouts, new)
-            sources = scoring.wait()
-            keeps = dynamic.keep(sources, scoring.samples)[::size]
-            kept += (len(prompts) + np.flatnonzero(keeps)).tolist()
-            prompts += new
-            rounds.append((rollouts, scoring, sources))
+        rounds, kept = self._rounds(dynamic, step, version)
+        prompts = [prompt for own in rounds for prompt in own.prompts]
         chosen = _filled(kept, len(prompts), wanted)
         rows = [draw * size + sample for draw in chosen for sample in range(size)]
-        answered = Rollouts.joined([rollouts for rollouts, _, _ in rounds])
-        scored = [sample for _, scoring, _ in rounds for sample in scoring.samples]
-        seconds = sum(scoring.seconds() for _, scoring, _ in rounds)
-        scores = {name: np.concatenate([sources[name] for _, _, sources in rounds])[rows] for name in rounds[0][2]}
-        if len(rows) < len(scored):
+        answered = Rollouts.joined([own.rollouts for own in rounds])
+        if len(rows) < len(answered.samples):
             answered = self._engines.pick(answered, [answered.samples[row] for row in rows], self._chunks)
         metrics = {
             "filter/rounds": len(rounds),
@@ -169,12 +153,43 @@ class Sampler:
             "filter/groups_kept": len(kept) / len(prompts),
             "filter/filled": max(wanted - len(kept), 0),
         }
-        scoring = Scoring(
-            samples=[scored[row] for row in rows],
-            wait=lambda: scores,
-            seconds=lambda: seconds,
-        )
-        return [prompts[draw] for draw in chosen], answered, scoring, metrics
+        return [prompts[draw] for draw in chosen], answered, _joined_scores(rounds, rows), metrics
+
+    def _rounds(self, dynamic: DynamicSampling, step: int, version: int) -> tuple[list[_Round], list[int]]:
+        """Rounds until enough draws are kept, and which these are, numbered over the rounds."""
+        rounds: list[_Round] = []
+        drawn: list[Prompt] = []
+        kept: list[int] = []
+        while len(rounds) < dynamic.rounds and len(kept) < self._prompts_per_step:
+            self._turns.back_to_engines(version)
+            prompts = self._stream.next(self._prompts_per_step)
+            rollouts = self._answers(prompts, drawn, step)
+            if self._scorer.model is not None:
+                self._turns.to_trainers()
+            scoring = self._scoring(rollouts, prompts)
+            rounds.append(_Round(prompts=prompts, rollouts=rollouts, scoring=scoring, sources=scoring.wait()))
+            keeps = dynamic.keep(rounds[-1].sources, scoring.samples)[:: self._samples_per_prompt]
+            kept += (len(drawn) + np.flatnonzero(keeps)).tolist()
+            drawn += prompts
+        return rounds, kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Round:
+    """The draws of one round of generation, and their scores."""
+
+    prompts: Sequence[Prompt]
+    rollouts: Rollouts
+    scoring: Scoring
+    sources: Sources
+
+
+def _joined_scores(rounds: Sequence[_Round], rows: Sequence[int]) -> Scoring:
+    """The scores, which are there, of some samples, numbered over the rounds."""
+    samples = [sample for own in rounds for sample in own.scoring.samples]
+    scores = {name: np.concatenate([own.sources[name] for own in rounds])[rows] for name in rounds[0].sources}
+    seconds = sum(own.scoring.seconds() for own in rounds)
+    return Scoring(samples=[samples[row] for row in rows], wait=lambda: scores, seconds=lambda: seconds)
 
 
 def _filled(kept: Sequence[int], drawn: int, wanted: int) -> list[int]:
