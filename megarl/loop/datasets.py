@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -186,6 +186,7 @@ def read_pair_sets(config: RewardModelConfig, reader: DataReader) -> PairSets:
     held_out = None
     if data.evaluation is not None:
         held_out = read("data.evaluation", data.evaluation, data.max_tokens)
+        reader.problems += _of_one_size(train, held_out, data.evaluation.path)
     reference: list[Prompt] = []
     if normalisation is not None and rollout is not None:
         room = rollout.max_model_len - rollout.max_new_tokens
@@ -194,3 +195,11 @@ def read_pair_sets(config: RewardModelConfig, reader: DataReader) -> PairSets:
     return PairSets(
         train=train, held_out=held_out, reference=reference, tokenizer=reader.tokenizer, left_out=reader.left_out
     )
+
+
+def _of_one_size(train: Sequence[Preference], held_out: Sequence[Preference], path: str) -> Iterator[Problem]:
+    """Candidates are as many in both sources, if both have rows."""
+    if train and held_out and len(train[0].responses) != len(held_out[0].responses):
+        rule = f"has {len(train[0].responses)} candidates a row, as data.train ({len(held_out[0].responses)} are there)"
+        fix = "take rows with as many candidates"
+        yield Problem(field="data.evaluation", value=path, rule=rule, fix=fix)

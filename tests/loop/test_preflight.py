@@ -189,6 +189,9 @@ def test_preferences_are_read_as_their_loss_needs_them(tmp_path: Path) -> None:
     text = refusal(*overrides, "data.equal=refuse", stage="reward_model")
     assert "line 3: the better response is the same as another" in text
     assert "data.too_long, empty and equal" in text
+    four = jsonl(tmp_path, [{**row, "candidates_ids": [[2], [3], [4], [5]]}], "four.jsonl")
+    text = refusal(*overrides, f"data.evaluation={{path: {four.path}}}", stage="reward_model")
+    assert "rule: has 3 candidates a row, as data.train (4 are there)" in text
     text = refusal("reward.loss={name: pairwise, margin: true}", stage="reward_model")
     assert "32 of 32 rows are broken:" in text
     assert "pairs.jsonl, line 1 (and 31 more): margin is None" in text
