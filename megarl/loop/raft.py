@@ -22,7 +22,7 @@ from megarl.loop.directory import RunDirectory
 from megarl.loop.online import Online
 from megarl.loop.samples import shown_samples
 from megarl.loop.sampling import Sampled, Sampler, sample_metrics
-from megarl.loop.scoring import Values, permutation_seed, total_scores, unscored_metrics
+from megarl.loop.scoring import Sources, Values, permutation_seed, total_scores, unscored_metrics
 from megarl.loop.stage import StepResult
 from megarl.obs.timers import Timers
 from megarl.types import SampleInfo
@@ -63,7 +63,7 @@ class RewardRanked(Online[RAFTConfig]):
             samples = sampled.rollouts.samples
             with timers("scores"):
                 sources = sampled.scoring.wait()
-                scores = self._scores(sampled, step)
+                scores = self._scores(sources, sampled.scoring.samples, step)
             chosen = selected(scores, sampled.scoring.samples, config.raft, config.data.samples_per_prompt)
             with timers("update"):
                 updates = self._update([samples[index] for index in chosen], sampled, step)
@@ -87,10 +87,10 @@ class RewardRanked(Online[RAFTConfig]):
         shown = shown_samples(sampled.rollouts, scores, sources, self._tokenizer, config.tracking.samples)
         return StepResult(step=step, metrics=metrics, updates=updates, samples=shown)
 
-    def _scores(self, sampled: Sampled, step: int) -> Values:
+    def _scores(self, sources: Sources, samples: Sequence[SampleInfo], step: int) -> Values:
         """[N], what the selection sees."""
         reward = self._config.reward
-        scores = total_scores(sampled.scoring.wait(), sampled.scoring.samples, reward, self._config.scores)
+        scores = total_scores(sources, samples, reward, self._config.scores)
         if reward.shuffle:
             seed = torch.Generator().manual_seed(permutation_seed(self._config.run.seed, step))
             scores = scores[torch.randperm(len(scores), generator=seed).numpy()]
