@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.algos.advantages import gae
 from megarl.algos.comparisons import Samples
+from megarl.algos.corrections import token_truncate
+from megarl.algos.kl import k2
+from megarl.algos.normalisation import Groups, Reduce
+from megarl.algos.normalisers import levels
 from megarl.algos.terms import LossTerms
 
 NOT_A_FUNCTION = 3
@@ -51,3 +56,25 @@ def easy(scores: Tensor, *, least: float) -> bool:
 async def later(samples: Samples) -> Tensor:
     """Not a plain function."""
     return samples.scores
+
+
+# ---- those of ours, under other names: what they make is what ours make
+
+
+def same_gae(rewards: Tensor, values: Tensor | None, response_mask: Tensor, *, lam: float) -> tuple[Tensor, Tensor]:
+    assert values is not None
+    return gae(rewards, values, response_mask, lam=lam)
+
+
+def same_levels(advantages: Tensor, response_mask: Tensor, groups: Groups, reduce: Reduce) -> Tensor:
+    return levels(advantages, response_mask, groups, reduce, std="group")
+
+
+def same_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    return k2(logprobs, ref_logprobs)
+
+
+def same_truncation(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor, reduce: Reduce, *, upper: float
+) -> Tensor:
+    return token_truncate(old_logprobs, rollout_logprobs, response_mask, reduce, upper=upper)
