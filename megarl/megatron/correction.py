@@ -17,12 +17,9 @@ from megarl.megatron.aligned import Aligned
 
 
 def corrects(correction: Correction) -> bool:
-    """Whether weights or masks are made of the two log-probabilities before the update."""
-    return (
-        (correction.weights is not None and correction.old_logprobs == "recompute")
-        or bool(correction.reject)
-        or correction.m2po is not None
-    )
+    """Whether weights or masks are made of log-probabilities that are known before the update."""
+    asked = correction.weights is not None or bool(correction.reject) or correction.m2po is not None
+    return asked and correction.old_logprobs == "recompute"
 
 
 def correction_weights(own: Aligned, correction: Correction, reduce: Reduce) -> Tensor | None:
