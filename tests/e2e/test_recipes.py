@@ -60,12 +60,15 @@ def test_a_recipe_is_what_its_source_says(name: str, runs: dict[str, Future[Path
     check_weights(load_file(directory / "export/model.safetensors"), dict(expected.actor.named_parameters()), expected)
     assert (directory / "export-ema").exists() == case.average
     if case.average:
-        check_weights(load_file(directory / "export-ema/model.safetensors"), expected.average, expected)
+        # It has moved by a hundredth of the way, which float32 beside the weights knows to three digits.
+        check_weights(load_file(directory / "export-ema/model.safetensors"), expected.average, expected, part=5e-3)
     if CASES[name].divisor == 2:
         assert expected.left_out > 0, "the filter had nothing to do"
 
 
-def check_weights(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], run: Expected) -> None:
+def check_weights(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], run: Expected, *, part: float = 1e-3
+) -> None:
     """How far the weights are off, in parts of how far they moved.
 
     Adam divides by the size of the gradient, so that elements whose gradient is rounding move as far as others.
@@ -73,4 +76,4 @@ def check_weights(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], r
     for name, weight in expected.items():
         moved = (weight - run.start[name]).norm().item()
         assert moved > 0, name
-        assert (found[name] - weight).norm().item() <= 1e-3 * moved, name
+        assert (found[name] - weight).norm().item() <= part * moved, name
