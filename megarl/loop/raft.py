@@ -61,7 +61,7 @@ class RewardRanked(Online[RAFTConfig]):
             with timers("rollout"):
                 sampled = self._sampler.next(step, self._version)
             samples = sampled.rollouts.samples
-            with timers("scores"):
+            with timers("reward"):
                 sources = sampled.scoring.wait()
                 scores = self._scores(sources, sampled.scoring.samples, step)
             chosen = selected(scores, sampled.scoring.samples, config.raft, config.data.samples_per_prompt)
