@@ -5,30 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.config import ConfigError, PPOConfig, Problem, RewardModelConfig, RunConfig, SFTConfig
+from megarl.config import (
+    ConfigError,
+    EvalConfig,
+    PPOConfig,
+    Problem,
+    RAFTConfig,
+    RewardModelConfig,
+    RunConfig,
+    SFTConfig,
+)
 from megarl.config.problems import shown
+from megarl.config.schema import HeldOut, PairData, PromptData, TextData
 from megarl.data.tokenizer import Tokenizer, model_tokenizer
 from megarl.loop.datasets import (
     DataReader,
     PairSets,
     PromptSets,
     TextSets,
+    read_held_out,
     read_pair_sets,
     read_prompt_sets,
     read_text_sets,
 )
 from megarl.loop.models import check_models, stated_vocab_size, vocab_size
+from megarl.loop.own_functions import check_own_functions
 from megarl.obs.wandb import has_wandb
-from megarl.rewards import check_fields, check_functions, labels
+from megarl.rewards import check_fields, check_functions
 from megarl.rollout.stop_tokens import stop_token_ids
 
 Sets = PromptSets | TextSets | PairSets
-
-_TAKEN = {
-    "reward.functions": ("reward_model",),
-    "evaluation.functions": ("reward_model", "score", "response_tokens", "finished", "samples"),
-}
-"""What functions cannot be called: the reward model among the sources of a score, and what evaluations report too."""
+StageConfig = SFTConfig | RewardModelConfig | PPOConfig | RAFTConfig | EvalConfig
 
 
 def check(config: RunConfig) -> Sets:
@@ -62,6 +69,7 @@ def _examine(config: RunConfig) -> tuple[Sets | None, list[Problem]]:
         found += of_data
     if isinstance(config, PPOConfig):
         found += _replay(config)
+    found += check_own_functions(config)
     if config.tracking.wandb_project is not None and not has_wandb():
         field, value = "tracking.wandb_project", config.tracking.wandb_project
         fix = "install it with pip install 'megarl[wandb]', or set it to null"
@@ -71,40 +79,47 @@ def _examine(config: RunConfig) -> tuple[Sets | None, list[Problem]]:
 
 def _data(config: RunConfig, vocab: int) -> tuple[Sets | None, list[Problem]]:
     """The data of the stage, and what is wrong with it, its tokenizer and its reward functions."""
-    assert isinstance(config, SFTConfig | RewardModelConfig | PPOConfig)
+    assert isinstance(config, StageConfig)
     try:
         tokenizer = _tokenizer(config, vocab)
     except ValueError as error:
         fix = "name the tokenizer of the model with model.tokenizer"
         field, value = "model.tokenizer", shown(config.model.tokenizer or config.model.path)
         return None, [Problem(field=field, value=value, rule=str(error), fix=fix)]
-    reader = DataReader(tokenizer, vocab, chat_template=config.data.chat_template, drop=config.data.drop)
+    _, rows = _rows(config)
+    reader = DataReader(tokenizer, vocab, chat_template=rows.chat_template, drop=rows.drop)
     ends = list(_ends(config, tokenizer))
-    if isinstance(config, PPOConfig):
-        sets = read_prompt_sets(config, reader, vocab)
+    if isinstance(config, PPOConfig | RAFTConfig | EvalConfig):
+        read_by_itself = isinstance(config, EvalConfig)
+        sets = read_held_out(config, reader) if read_by_itself else read_prompt_sets(config, reader, vocab)
         return sets, [*ends, *reader.problems, *_functions(config, sets)]
     sets = read_text_sets(config, reader) if isinstance(config, SFTConfig) else read_pair_sets(config, reader)
     return sets, [*ends, *reader.problems]
 
 
-def _tokenizer(config: SFTConfig | RewardModelConfig | PPOConfig, vocab: int) -> Tokenizer | None:
+def _rows(config: StageConfig) -> tuple[str, TextData | PairData | PromptData | HeldOut]:
+    """The section that says how rows are read, and its name."""
+    return ("evaluation", config.evaluation) if isinstance(config, EvalConfig) else ("data", config.data)
+
+
+def _tokenizer(config: StageConfig, vocab: int) -> Tokenizer | None:
     """The run's tokenizer, if there is one.
 
     Raises:
         ValueError: it does not fit the model, or there is none and something needs one.
     """
-    tokenizer = model_tokenizer(config.model)
+    tokenizer, (section, rows) = model_tokenizer(config.model), _rows(config)
     if tokenizer is not None:
-        tokenizer.check(vocab_size=vocab, chat_template=config.data.chat_template)
+        tokenizer.check(vocab_size=vocab, chat_template=rows.chat_template)
         return tokenizer
     stop = () if isinstance(config, SFTConfig) or config.rollout is None else config.rollout.stop
-    for name, needed in (("rollout.stop", bool(stop)), ("data.chat_template", config.data.chat_template)):
+    for name, needed in (("rollout.stop", bool(stop)), (f"{section}.chat_template", rows.chat_template)):
         if needed:
             raise ValueError(f"{name} needs a tokenizer, and the model's directory has none")
     return None
 
 
-def _ends(config: SFTConfig | RewardModelConfig | PPOConfig, tokenizer: Tokenizer | None) -> Iterator[Problem]:
+def _ends(config: StageConfig, tokenizer: Tokenizer | None) -> Iterator[Problem]:
     """Where responses are generated, the engines stop at the token with which the tokenizer ends a response."""
     rollout = None if isinstance(config, SFTConfig) else config.rollout
     if rollout is None or tokenizer is None or config.model.path is None:
@@ -120,16 +135,12 @@ def _ends(config: SFTConfig | RewardModelConfig | PPOConfig, tokenizer: Tokenize
         )
 
 
-def _functions(config: PPOConfig, sets: PromptSets) -> Iterator[Problem]:
+def _functions(config: PPOConfig | RAFTConfig | EvalConfig, sets: PromptSets) -> Iterator[Problem]:
     """The reward functions, against their own signatures and the prompts that they will see."""
     named = [("reward.functions", config.reward.functions, sets.train)]
     if config.evaluation is not None:
         named.append(("evaluation.functions", config.evaluation.functions, sets.held_out))
     for where, functions, prompts in named:
-        for index, label in enumerate(labels(functions)):
-            if label in _TAKEN[where]:
-                rule = f"not named {label}: metrics and scores have another of that name"
-                yield Problem(field=f"{where}.{index}.name", value=functions[index].name, rule=rule, fix="rename it")
         wrong = check_functions(functions, where=where, tokenizer=sets.tokenizer is not None)
         yield from wrong or check_fields(functions, prompts, where=where)
 
