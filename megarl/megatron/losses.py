@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -78,6 +79,13 @@ class _Tokens:
     parts: Mapping[str, Tensor]
 
 
+class _Totals(TypedDict):
+    """The denominators of a step; see ``algos.aggregation``."""
+
+    total_tokens: int
+    total_sequences: int
+
+
 def policy_loss(
     role: Role,
     algo: Algo,
@@ -108,7 +116,8 @@ def policy_loss(
         )
         new = align(flat, rows.mask)
         old = _old_logprobs(algo, new, rows)
-        terms = weighted(loss_function(new, old, rows("advantages"), rows.mask), _weights(algo, new, old, rows))
+        terms = loss_function(new, old, rows("advantages"), rows.mask)
+        terms = weighted(_telling(terms, ppo_kl=old - new), _weights(algo, new, old, rows))
         parts = {"policy": terms.values}
         if algo.kl.placement == "loss" and algo.kl.coef > 0:
             parts["kl"] = (
@@ -131,6 +140,7 @@ def value_loss(role: Role, algo: Algo, experience: Chunks[ExperienceChunk]) -> S
     def of_tokens(batch: MicroBatch, hidden: Tensor, rows: _Rows) -> _Tokens:
         values, returns = align(response_values(role.model, batch, hidden), rows.mask), rows("returns")
         terms = loss_function(values, rows("old_values"), returns)
+        terms = _telling(terms, error=(values - returns).square())
         weights = rows.optional("value_weights")
         terms = terms if weights is None else weighted(terms, weights)
         return _Tokens(terms=replace(terms, spreads={**terms.spreads, "returns": returns}), parts={})
@@ -164,6 +174,11 @@ def _old_logprobs(algo: Algo, new: Tensor, rows: _Rows) -> Tensor:
     if method in ("loglinear", "linear"):
         return proximal_logprobs(old, new, rows("proximal_weights"), method=method)
     return old
+
+
+def _telling(terms: LossTerms, **metrics: Tensor) -> LossTerms:
+    """The same terms, which tell what the run looks at even where a user's own loss does not."""
+    return replace(terms, metrics={**{name: values.detach() for name, values in metrics.items()}, **terms.metrics})
 
 
 def _weights(algo: Algo, new: Tensor, old: Tensor, rows: _Rows) -> Tensor:
@@ -203,14 +218,13 @@ def _aggregated(
     aggregate = bound(AGGREGATIONS, algo.aggregation.name, algo.aggregation.options)
 
     def of_step(schedule: RankSchedule) -> Loss:
-        tokens_in_step, sequences_in_step = schedule.total_response_tokens, schedule.total_sequences
+        totals = _Totals(total_tokens=schedule.total_response_tokens, total_sequences=schedule.total_sequences)
 
         def loss(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Measures]:
             rows = _Rows(batch, experience, hidden.device)
             tokens = of_tokens(batch, hidden, rows)
-            weights = aggregate(rows.mask, total_tokens=tokens_in_step, total_sequences=sequences_in_step)
-            mean = token_mean(rows.mask, total_tokens=tokens_in_step, total_sequences=sequences_in_step)
-            told = measured(tokens.terms, rows.mask, mean)
+            weights = aggregate(rows.mask, **totals)
+            told = measured(tokens.terms, rows.mask, token_mean(rows.mask, **totals, dtype=torch.float64))
             parts = {f"{name}_loss": weighted_sum(part.detach(), weights) for name, part in tokens.parts.items()}
             return share * weighted_sum(tokens.terms.values, weights), replace(told, sums={**told.sums, **parts})
 

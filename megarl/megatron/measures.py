@@ -46,7 +46,8 @@ def measured(terms: LossTerms, mask: Tensor, weights: Tensor) -> Measures:
     Args:
         terms: [B, R].
         mask: [B, R] bool, what counts.
-        weights: [B, R] of a mean over what counts in the step.
+        weights: [B, R] of a mean over what counts in the step; float64, or their sum is off 1 by more than a small
+            variance.
     """
 
     def mean(values: Tensor) -> Tensor:

@@ -141,7 +141,7 @@ def _spread(scores: Tensor) -> LossTerms:
 
 def _mean(terms: LossTerms, weight: float) -> Measures:
     everything = torch.ones_like(terms.values, dtype=torch.bool)
-    return measured(terms, everything, torch.full_like(terms.values, weight))
+    return measured(terms, everything, torch.full_like(terms.values, weight, dtype=torch.float64))
 
 
 def _are_units(rows: Sequence[PackRow], size: int) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megarl.algos.terms import LossTerms
 from megarl.config.schema import Algo, Optimizer
 from megarl.types import ExperienceChunk, Layout, Ragged, SampleInfo, TextChunk
 from tests.megatron.tiny import load_role, random_head
@@ -80,6 +81,8 @@ CASES: dict[str, Case] = {
     "stale sequence_mask": Case(algo={"correction": _stale("loglinear", "sequence_mask")}),
     "stale geometric_truncate": Case(algo={"correction": _stale("linear", "geometric_truncate")}),
     "stale geometric_mask": Case(algo={"correction": _stale("linear", "geometric_mask")}),
+    "own policy loss": Case(algo={"policy_loss": {"name": f"{__name__}:own_policy_loss", "args": {"scale": 2.0}}}),
+    "own value loss": Case(algo={"value_loss": f"{__name__}:own_value_loss"}, critic=True),
     "mse": Case(algo={"value_loss": {"name": "mse", "clip": 0.1}}, critic=True),
     "mse unclipped": Case(algo={"value_loss": {"name": "mse", "clip": None}, "aggregation": "token_sum"}, critic=True),
     "huber": Case(
@@ -87,6 +90,23 @@ CASES: dict[str, Case] = {
         critic=True,
     ),
 }
+
+
+def own_policy_loss(
+    new_logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    scale: float,
+) -> LossTerms:
+    """A user's own, which tells nothing."""
+    return LossTerms(values=-scale * advantages * (new_logprobs - old_logprobs).exp(), metrics={})
+
+
+def own_value_loss(values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor) -> LossTerms:
+    """A user's own, which tells nothing."""
+    return LossTerms(values=(values - returns).abs(), metrics={})
 
 
 def samples() -> list[SampleInfo]:

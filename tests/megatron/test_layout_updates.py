@@ -64,4 +64,14 @@ def test_the_cases_have_every_registered_function() -> None:
         "ROLLOUT_WEIGHTS": {algo.correction.weights.name for algo in policies if algo.correction.weights},
     }
     for table, names in used.items():
-        assert names == set(getattr(registry, table)), table
+        registered = {name for name in names if ":" not in name}
+        assert registered == set(getattr(registry, table)), table
+
+
+@pytest.mark.dist
+def test_losses_of_ones_own_tell_what_a_run_looks_at(alone: tuple[Path, Path, Found]) -> None:
+    _, _, found = alone
+    for step in found["own policy loss"][0]:
+        assert {"ppo_kl", "entropy", "policy_loss"} <= step.keys()
+    for step, other in zip(found["own value loss"][0], found["mse"][0], strict=True):
+        assert {"error", "returns_var"} <= step.keys() <= other.keys()
