@@ -12,6 +12,7 @@ from megarl.config.schema import Optimizer, Rollout
 from megarl.plan.algorithm import algorithm_lines, selection_lines
 
 _KEY_WIDTH = 14
+_PREFERENCES = {"best_of_n": "prompts with candidates"}
 
 
 def print_plan(config: RunConfig, console: Console | None = None) -> None:
@@ -89,11 +90,11 @@ def _supervised(config: SFTConfig | RewardModelConfig) -> Iterator[tuple[str, st
     yield "data", data.train.path
     if isinstance(config, SFTConfig):
         yield "step", f"{config.data.sequences_per_step} sequences of up to {data.max_tokens} tokens"
+        yield "loss", {"response": "on the responses", "all": "on all tokens"}[config.data.loss_on]
     else:
-        yield (
-            "step",
-            f"{config.data.pairs_per_step} pairs, each response with its prompt up to {data.max_tokens} tokens",
-        )
+        rows = f"{config.data.pairs_per_step} {_PREFERENCES.get(config.reward.loss.name, 'pairs')}"
+        yield "step", f"{rows}, each response with its prompt up to {data.max_tokens} tokens"
+        yield "loss", config.reward.loss.name
     if data.evaluation is not None:
         yield "evaluation", f"{data.evaluation.path}, {_when(data.evaluate_every)}"
     if isinstance(config, RewardModelConfig) and config.normalisation is not None and config.rollout is not None:
