@@ -88,7 +88,7 @@ def _no_choice(field: str, value: object, table: Mapping[str, type[BaseModel]]) 
     if name is None:
         fix = "give a name, or a name and its options: {name: ..., option: ...}"
         return Problem(field=field, value=shown(cast(object, value)), rule=rule, fix=fix)
-    near = difflib.get_close_matches(str(name), table, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(name).lower(), table, n=1, cutoff=0.5)
     fix = f"did you mean {near[0]}?" if near else "choose one of them; see docs/configuration.md"
     return Problem(field=field, value=shown(name), rule=rule, fix=fix)
 

@@ -103,6 +103,7 @@ def test_unknown_names_list_those_there_are() -> None:
     assert found["algo.advantage"].rule.startswith("one of gae, vapo, reinforce")
     assert found["algo.advantage"].rule.endswith("package.module:function")
     assert found["algo.policy_loss"].value == "xyz"
+    assert problems("algo.advantage=Dr-GRPO")["algo.advantage"].fix == "did you mean dr_grpo?"
     assert "{name: ..., option: ...}" in found["algo.value_loss"].fix
 
 
