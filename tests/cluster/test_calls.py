@@ -27,12 +27,16 @@ def test_calls_return_at_once_and_run_in_the_order_of_submission(group: WorkerGr
     assert orders == [["first", "slow", "quick"]] * 3
     assert slow.wait() == [0, 1, 2]
     assert submitted < 0.4
+    assert 0.5 <= slow.longest() < time.perf_counter() - start, (
+        "the time of the ranks, the wait for a turn not included"
+    )
 
 
 def test_a_column_comes_back_by_chunk_from_the_ranks_that_report_it(group: WorkerGroup) -> None:
     reporters = {1: [0, 3], 2: [1, 2]}
     call = group.call("column", "update", "column", reporters, chunks=[(), (0, 3), (1, 2)])
     assert call.wait() == [None, "by 1", "by 2"]
+    assert call.longest() > 0
     assert [int(call.chunks[chunk][0]) for chunk in range(len(call.chunks))] == [0, 1, 2, 3]
 
 
