@@ -201,11 +201,11 @@ def naive(case: Case, directory: Path) -> Expected:
     state = load_file(directory / "run/model/model.safetensors")
     actor = models.causal_lm(config, state)
     answered = [recorded(directory / "recorded", step, case) for step in range(1, STEPS + 1)]
+    samples = [learned(own, case) for own in answered]
     if case.best is not None:
-        batches = [[whole(sample) for sample in selection.best_of_all(own, case.best)] for own in answered]
+        batches = [[whole(sample) for sample in selection.best_of_all(own, case.best)] for own in samples]
         steps, tuned = supervised.fine_tune(actor, batches, case.settings.actor)
         return Expected(actor_steps=steps, critic_steps=[], actor=tuned, start=state, average={}, left_out=0)
-    samples = [learned(own, case) for own in answered]
     texts = [Sample(sample_id="", prompt_ids=ids[:1], response_ids=ids[1:]) for ids in TEXTS]
     iterations = [
         ppo.Iteration(

@@ -44,10 +44,9 @@ def test_a_recipe_is_what_its_source_says(name: str, runs: dict[str, Future[Path
     directory, case = runs[name].result() / "run", CASES[name]
     expected = naive(case, directory.parent)
     updates = lines(directory / "updates.jsonl")
-    policy = "policy" if case.best is None else "sft"
-    of_policy = "loss/total" if case.best is None else "sft/loss"
+    of_actor = ("raft/loss", "raft/grad_norm") if case.best else ("loss/total", "policy/grad_norm")
     for steps, loss, norm in (
-        (expected.actor_steps, of_policy, f"{policy}/grad_norm"),
+        (expected.actor_steps, *of_actor),
         (expected.critic_steps, "value/loss", "value/grad_norm"),
     ):
         told = [line for line in updates if loss in line]
