@@ -23,6 +23,8 @@ PARTS = (
     "algo.kl.target=6",
     "algo.correction.weights={name: token_mask, upper: 5}",
     "critic.value_norm={}",
+    "actor.ema.decay=0.9",
+    "ptx={data: tests/e2e/texts.jsonl, max_tokens: 16, sequences_per_mini_batch: 3, coef: 0.1}",
 )
 """Overrides of the debug run: parts of the algorithm that have a state, or more calls than its own."""
 

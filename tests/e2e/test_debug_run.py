@@ -77,7 +77,7 @@ def test_it_writes_a_line_per_optimizer_step(debug_run: DebugRun) -> None:
 
 def test_its_directory_says_what_ran(debug_run: DebugRun) -> None:
     files = {f"{name}.jsonl" for name in ("metrics", "updates", "samples", "evaluations")} | {"summary.json"}
-    folders = {"logs", "model", "checkpoints", "export", "tensorboard"}
+    folders = {"logs", "model", "checkpoints", "export", "export-ema", "tensorboard"}
     assert {path.name for path in debug_run.directory.iterdir()} == files | folders | {"config.yaml", ".lock"}
     resolved = load(debug_run.directory / "config.yaml")
     overrides = [f"run.dir={debug_run.directory}", f"rollout.record={debug_run.recorded}", "checkpoint.every=2"]

@@ -45,8 +45,9 @@ def test_a_resumed_run_tells_the_same(debug_run: DebugRun, resumed: Path, file: 
 
 
 def test_a_resumed_run_trains_the_same_model(debug_run: DebugRun, resumed: Path) -> None:
-    straight = debug_run.directory / "export" / "model.safetensors"
-    assert (resumed / "export" / "model.safetensors").read_bytes() == straight.read_bytes()
+    for export in ("export", "export-ema"):
+        straight = debug_run.directory / export / "model.safetensors"
+        assert (resumed / export / "model.safetensors").read_bytes() == straight.read_bytes(), export
 
 
 def test_a_resumed_run_keeps_the_checkpoints(debug_run: DebugRun, resumed: Path) -> None:
