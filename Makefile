@@ -20,7 +20,7 @@ help:
 	@echo 'setup  install the locked environment into $(VENV)'
 	@echo 'demo   train a small model in three stages on virtual CPU devices, about 12 minutes; SEED=1 is another one'
 	@echo 'demo-control  the PPO stage of the last demo again, with shuffled rewards'
-	@echo 'learning  every algorithm on the task of the demo, three seeds each, about two hours; goes on where it was'
+	@echo 'learning  every algorithm on the task of the demo, three seeds each, some two hours; goes on where it was'
 	@echo 'test   lint, types and all tests that need no GPU'
 	@echo 'matrix every layout of the debug run on one recorded batch, and every family in live engines, about 15 minutes'
 	@echo 'lint   lint, format check and types'
