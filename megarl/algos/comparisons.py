@@ -72,11 +72,23 @@ def rloo(samples: Samples, *, singleton: Singleton = "zero") -> Tensor:
 
 
 def masked_rloo(samples: Samples) -> Tensor:
-    """s - mean of the others, within each group, among the samples that ended; 0 for those that did not.
+    """s - (sum of the scores of the others that ended) / (n - 1), within each group, where n samples ended.
+
+    A group in which at most one sample ended gets 0. What a sample gets that did not end itself is of no use: such
+    samples are to be masked out of the loss.
 
     Source: NeMo-Aligner, REINFORCE.
     """
-    return _within_groups(samples, lambda scores, _: _left_out(scores), takes_part=samples.scored & samples.finished)
+
+    def rule(scores: Tensor, members: Tensor) -> Tensor:
+        ended = samples.finished[members]
+        if ended.sum() < 2:
+            return torch.zeros_like(scores)
+        outcomes = scores - scores[ended].sum() / (ended.sum() - 1)
+        outcomes[ended] = _left_out(scores[ended])
+        return outcomes
+
+    return _within_groups(samples, rule)
 
 
 def rloo_std(samples: Samples, *, eps: float = 1e-6) -> Tensor:
@@ -169,7 +181,6 @@ def _within_groups(
     samples: Samples,
     rule: Callable[[Tensor, Tensor], Tensor],
     *,
-    takes_part: Tensor | None = None,
     singleton: Singleton = "zero",
 ) -> Tensor:
     """Applies the rule to each group of at least two samples.
@@ -177,10 +188,9 @@ def _within_groups(
     Args:
         samples: of the step.
         rule: of the scores of a group in float64 and its members' numbers, [n] each, n > 1; gives [n].
-        takes_part: [N] bool; None: whoever has a score.
         singleton: what a sample gets that is alone.
     """
-    members = (samples.scored if takes_part is None else takes_part).nonzero().flatten()
+    members = samples.scored.nonzero().flatten()
     members = members[samples.groups[members].argsort(stable=True)]
     advantages = torch.zeros_like(samples.scores)
     starts = samples.groups[members].diff().nonzero().flatten() + 1

@@ -211,6 +211,13 @@ ALGORITHMS: Cases = {
     scoring.shaped_scores_are_compared: [
         ([*GRPO, "algo={advantage: gdpo, scores: {clip: 2}}"], "algo.scores.clip", "the score of each source as it is"),
         ([*GRPO, "algo.advantage=gdpo"], "algo.scores.missing_end", "the score of each source as it is"),
+    ],
+    scoring.masked_comparisons_mask: [
+        (
+            [*GRPO, "algo={advantage: masked_rloo, scores: {missing_end: null}}"],
+            "algo.scores.missing_end",
+            "compares the responses that ended",
+        ),
         ([*GRPO, "algo.advantage=masked_rloo"], "algo.scores.missing_end", "compares the responses that ended"),
     ],
     scoring.dense_scores_are_read: [

@@ -71,8 +71,20 @@ def batch_std(samples: Sequence[Sample], scores: Scores, *, eps: float = 1e-6) -
 
 
 def masked_rloo(samples: Sequence[Sample], scores: Scores) -> list[float]:
-    """Leave-one-out over the samples that the model ended itself; 0 for the others."""
-    return rloo(samples, [score if sample.finished else None for sample, score in zip(samples, scores, strict=True)])
+    """score - (sum of the others that the model ended itself) / (their number in the group, itself included, - 1).
+
+    A sample that did not end itself is no part of the number; it is masked out of the loss.
+    """
+    known = [(sample, score) for sample, score in zip(samples, scores, strict=True) if score is not None]
+    advantages: list[float] = []
+    for sample, score in zip(samples, scores, strict=True):
+        ended = [(other, theirs) for other, theirs in known if other.group == sample.group and other.finished]
+        if score is None or len(ended) < 2:
+            advantages.append(0.0)
+        else:
+            others = sum(theirs for other, theirs in ended if other is not sample)
+            advantages.append(score - others / (len(ended) - 1))
+    return advantages
 
 
 def remax(samples: Sequence[Sample], scores: Scores) -> list[float]:

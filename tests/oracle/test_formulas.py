@@ -95,7 +95,7 @@ def test_comparisons_by_hand() -> None:
     assert compared([1.0, 3.0], comparisons.remax, greedy_score=[0.5, 0.25]) == [0.5, 2.75]
     close(compared([1.0, 3.0, 2.0], comparisons.pass_at_k), [0.0, 1 / (1 + 1e-6), 0.0])
     masked = compared([9.0, 1.0, 3.0], comparisons.masked_rloo, finished=[False, True, True])
-    assert masked == [0.0, -2.0, 2.0]
+    assert masked == [5.0, -2.0, 2.0]
     assert compared([2.0, 2.0, 5.0, 2.0], comparisons.gpg, group=[0, 0, 1, 1]) == [0.0, 0.0, 3.0, -3.0]
 
 

@@ -64,6 +64,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         data.mini_batches_are_equal,
         data.texts_are_mixed_in,
         scoring.shaped_scores_are_compared,
+        scoring.masked_comparisons_mask,
         scoring.dense_scores_are_read,
         scoring.scores_end_within_responses,
         training.critic_rate_falls,

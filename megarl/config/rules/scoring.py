@@ -40,15 +40,22 @@ def processes_have_functions(reward: Reward, evaluation: Evaluation | None) -> I
 
 def shaped_scores_are_compared(algo: Algo) -> Iterator[Problem]:
     """What is done to the score of a response reaches the comparison."""
-    if algo.advantage.name == "gdpo":
-        names, where = ("clip", "missing_end"), "with advantage gdpo, which compares the score of each source as it is"
-    elif algo.advantage.name == "masked_rloo":
-        names, where = ("missing_end",), "with advantage masked_rloo, which compares the responses that ended"
-    else:
+    if algo.advantage.name != "gdpo":
         return
-    if algo.scores.missing_end is not None and algo.scores.missing_end.name == "mask":
-        names = tuple(name for name in names if name != "missing_end")
-    yield from unused("algo.scores", algo.scores, names, where, "or choose grpo")
+    masks = algo.scores.missing_end is not None and algo.scores.missing_end.name == "mask"
+    where = "with advantage gdpo, which compares the score of each source as it is"
+    yield from unused(
+        "algo.scores", algo.scores, ("clip",) if masks else ("clip", "missing_end"), where, "or choose grpo"
+    )
+
+
+def masked_comparisons_mask(algo: Algo) -> Iterator[Problem]:
+    """Responses that did not end are not compared, and must not teach."""
+    missing = algo.scores.missing_end
+    if algo.advantage.name == "masked_rloo" and (missing is None or missing.name != "mask"):
+        value = "null" if missing is None else missing.name
+        rule = "mask with advantage masked_rloo, which compares the responses that ended alone"
+        yield Problem(field="algo.scores.missing_end", value=value, rule=rule, fix="set it to mask, or choose rloo")
 
 
 def dense_scores_are_read(algo: Algo, reward: Reward) -> Iterator[Problem]:

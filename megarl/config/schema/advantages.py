@@ -62,9 +62,8 @@ class Baseline(Choice):
 
 
 class Plain(Choice):
-    """Among the samples of a prompt: the score minus a baseline. masked_rloo: the mean of the others that ended, and 0
-    for those that did not; gpg: the mean, times samples over samples with an advantage; remax: the score of the
-    likeliest response."""
+    """Among the samples of a prompt: the score minus a baseline. masked_rloo: the mean of the others that ended; gpg:
+    the mean, times samples over samples with an advantage; remax: the score of the likeliest response."""
 
     name: Literal["masked_rloo", "gpg", "remax"] = "masked_rloo"
 
