@@ -306,7 +306,7 @@ def proximal_weights(versions: Tensor, current_version: int) -> Tensor:
 
     Args:
         versions: [B, R], the policy version that sampled each token; negative for none.
-        current_version: of the policy in training, before the update.
+        current_version: of the policy in training, which the update makes: one more than the engines can have.
 
     Returns:
         [B, R], in the default float type.

@@ -76,7 +76,7 @@ def _proximal_weights(own: Aligned, algo: Algo, terms: ExperienceTerms) -> Tenso
     """[B, R]: how far the old policy of each token is on the way from the engines' to the one in training."""
     if algo.correction.old_logprobs not in INTERPOLATED:
         return None
-    return proximal_weights(own.versions, terms.version)
+    return proximal_weights(own.versions, terms.version + 1)
 
 
 def _chunk(

@@ -142,13 +142,14 @@ def test_the_engines_log_probabilities_may_stand_for_the_old_ones() -> None:
 
 @pytest.mark.parametrize("method", ["loglinear", "linear"])
 def test_the_loss_gets_what_it_interpolates_with(method: str) -> None:
-    """Tokens of version 6 are 3 versions old: (3 - 1) / 3 of the way; those of 8 are the last version's: none of it."""
+    """Of the way from the weights that sampled to those that the update makes, the proximal ones are a step back."""
     built, _ = build({"old_logprobs": method}, recomputed=False)
     for chunk, row in ROWS:
         assert built[chunk].old_logprobs is built[chunk].rollout_logprobs is ROLLOUT[chunk]
         alpha, spans = built[chunk].proximal_weights, CHUNKS[chunk].versions[row]
         assert alpha is not None
-        expected = [2 / 3 if span.version == 6 else 0.0 for span in spans for _ in range(span.start, span.stop)]
+        ages = [VERSION - span.version for span in spans for _ in range(span.start, span.stop)]
+        expected = [{0: 0.0, 1: 1 / 2, 3: 3 / 4}[age] for age in ages]
         np.testing.assert_allclose(alpha[row], expected, rtol=1e-6)
 
 
