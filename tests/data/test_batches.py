@@ -87,8 +87,8 @@ def test_pairs_of_any_number_keep_together(lengths: list[tuple[str, int, int, in
         assert chosen[1:] == (list(range(p)), [7] * c)
         assert rejected[1:] == (list(range(p)), [8] * r)
     schedule = step_schedule(samples, Layout(dp=2), 16, rows_per_unit=2)
-    for pack in (pack for rank in schedule.ranks for pack in rank.packs):
-        for chosen, rejected in zip(pack[::2], pack[1::2], strict=True):
+    for own in (own for rank in schedule.ranks for own in rank.packs):
+        for chosen, rejected in zip(own[::2], own[1::2], strict=True):
             assert made[chosen.chunk].response_ids[chosen.row][0] == 7
             assert made[rejected.chunk].response_ids[rejected.row][0] == 8
             assert chosen.prompt_tokens == rejected.prompt_tokens

@@ -126,7 +126,7 @@ def test_margins(tmp_path: Path) -> None:
     assert margins_of(source, margins=True) == [0.5, -1.0, 3.0]
     assert margins_of(source) == [None] * 3
     for broken in (True, "2", None):
-        with pytest.raises(ValueError, match="line 1: margin is .*: it must be a number"):
+        with pytest.raises(ValueError, match=r"line 1: margin is .*: it must be a number"):
             margins_of(jsonl(tmp_path, [{**pair, "margin": broken}], "broken.jsonl"), margins=True)
 
 
