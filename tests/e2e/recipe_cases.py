@@ -177,6 +177,8 @@ CASES: dict[str, Case] = {
         reference=True,
         divisor=2,
         keeps=selection.between,
+        prompts=8,
+        samples=2,
         mini_batches=1,
         settings=Settings(
             actor=USUAL,
@@ -267,6 +269,8 @@ CASES: dict[str, Case] = {
     "cispo": Case(
         divisor=2,
         keeps=selection.deviating,
+        prompts=8,
+        samples=2,
         settings=Settings(
             actor=adam(betas=(0.9, 0.95), eps=1e-15, clip_grad=1.0),
             compare=GRPO,
