@@ -45,8 +45,9 @@ def test_a_summary_by_hand() -> None:
     found = summed_up("GRPO", [result(0.3, 0.8, [0.0, 1.0]), result(0.4, 0.7, [0.0, 2.0])])
     assert (found.start, found.end) == pytest.approx((0.35, 0.75))
     assert (found.smallest_gain, found.spread, found.kl) == pytest.approx((0.3, 0.1, 1.5))
-    row = "| GRPO | 2 | 30 | 3,840 | 0.350 | 0.750 | +0.400 | 0.100 | 1.50 | yes |"
-    assert table([found]).splitlines()[-1] == row
+    row = "| GRPO | 2 | 30 | 3,840 | 0.350 | 0.750 | +0.400 | 0.100 | 1.50 | open |"
+    assert table([found]).splitlines()[-1] == row, "a seed is missing"
+    assert table([summed_up("GRPO", [result(0.3, 0.8)] * 3)]).splitlines()[-1].endswith("| - | yes |")
 
 
 @pytest.mark.parametrize(
