@@ -83,10 +83,10 @@ def whiten_sharded(args: Args) -> Args:
 
 
 def whitening_options(args: Args) -> Args:
+    """Any other form is the one that the specification has without a divisor."""
     options = pick_options(args, "eps", "form")
-    if options.get("form") in ("mean_only", "none"):
-        return {"mean_only": True}
-    return options
+    divides = options.get("form", "var_plus_eps") in ("var_plus_eps", "var_clamp", "std_plus_eps")
+    return options if divides else {"mean_only": True}
 
 
 def run_grouped_tokens(args: Args) -> Args:
@@ -101,7 +101,8 @@ def level_norm(args: Args) -> Args:
     mask = torch.ones_like(x).bool() if given is None else torch.tensor(given).bool()
     groups = consecutive(len(x), args.pop("group_size", 1))
     options = pick_options(args, "leave_one_out", "unbiased", "eps")
-    level = {"mean": args.pop("mean_level"), "std": args.pop("std_level")}
+    asked = {"mean": args.pop("mean_level", None), "std": args.pop("std_level", None)}
+    level = {name: None if chosen == "none" else chosen for name, chosen in asked.items()}
     done(args)
     rows = (len(x), -1)
     normalised = levels(x.reshape(rows), mask.reshape(rows), groups, local, **level, **options)
@@ -171,6 +172,7 @@ def reinforce_pp(args: Args) -> Args:
 
 
 def whitened(advantages: Tensor, mask: Tensor, options: Args) -> Tensor:
+    options |= whitening_options({"form": options.pop("form")}) if "form" in options else {}
     return whiten_advantages(advantages, mask, consecutive(len(mask), 1), local, **options)
 
 

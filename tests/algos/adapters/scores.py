@@ -24,7 +24,6 @@ KL_ESTIMATORS = {
     "k1+": kl.k1_plus,
     "k3+": kl.k3_plus,
 }
-HEADS = {"inv_sqrt_d_plus_1": "inverse_sqrt", "inv_d_plus_1": "inverse"}
 
 
 class Alone:
@@ -106,7 +105,9 @@ def run_overlong_penalty(args: Args) -> Args:
 
 
 def head_init_std(args: Args) -> Args:
-    return {"std": scores.head_std(args["hidden"], rule=pick(HEADS, args.get("style", "inv_sqrt_d_plus_1")))}
+    """Any other style is the one other rule that the specification has."""
+    usual = args.get("style", "inv_sqrt_d_plus_1") == "inv_sqrt_d_plus_1"
+    return {"std": scores.head_std(args["hidden"], rule="inverse_sqrt" if usual else "inverse")}
 
 
 def reward_norm(args: Args) -> Args:

@@ -92,7 +92,7 @@ def aggregate(args: Args) -> Args:
 def aggregate_layout(args: Args) -> Args:
     """Context parallelism (``cp``) is not among ours: a response is on one rank."""
     (loss,), mask = floats(args, "loss"), take_mask(args)
-    parts = [torch.tensor(micro_batch) for rank in args["layout"] for micro_batch in rank]
+    parts = [torch.tensor(rows, dtype=torch.int64) for rank in args["layout"] for rows in rank]
     effective = sum(weighted_sum(loss[rows], step_weights(dict(args), mask, rows)) for rows in parts)
     return {"global": weighted_sum(loss, step_weights(dict(args), mask)), "effective": effective}
 
