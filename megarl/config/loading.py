@@ -71,7 +71,7 @@ def _checked(raw: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
     """
     stage = raw.get("stage")
     if not isinstance(stage, str) or stage not in STAGES:
-        rule, fix = f"one of {', '.join(STAGES)}", "say which stage of training the file describes"
+        rule, fix = f"one of {', '.join(STAGES)}", "say what the file describes, such as stage: ppo"
         value = shown(stage) if "stage" in raw else "(missing)"
         return None, [Problem(field="stage", value=value, rule=rule, fix=fix)]
     schema = STAGES[stage]

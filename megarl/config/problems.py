@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import yaml
 
@@ -50,5 +51,6 @@ def shown(value: object) -> str:
     if isinstance(value, Mapping):
         text = yaml.safe_dump(value, default_flow_style=True, width=math.inf).strip()
     else:
-        text = "null" if value is None else value if isinstance(value, str) else repr(value)
+        plain = list(cast(tuple[object, ...], value)) if isinstance(value, tuple) else value
+        text = "null" if plain is None else plain if isinstance(plain, str) else repr(plain)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from megarl.config.problems import Problem, shown
 from megarl.config.schema import Choice, RunConfig
@@ -29,7 +30,6 @@ def schema_problems(error: ValidationError, schema: type[RunConfig]) -> list[Pro
 
 def _problem(schema: type[RunConfig], kind: str, loc: Sequence[int | str], message: str, value: object) -> Problem:
     path, here = keys(schema, loc)
-    _, parent = keys(schema, loc[:-1])
     field, last = ".".join(map(str, path)), str(path[-1])
     if loc[-1] == "[key]":
         return _bad_key(field, last, kind, keys(schema, loc[:-2])[1])
@@ -37,12 +37,22 @@ def _problem(schema: type[RunConfig], kind: str, loc: Sequence[int | str], messa
         return _unknown(schema, loc, field, value)
     if kind.startswith("union_tag"):
         return _no_choice(field, value, choices(here))
-    known = fields(parent) if section(parent) is not None else {}
-    description = (known[last].description if last in known else None) or "see docs/configuration.md"
+    description = _description(schema, loc)
     if kind == "missing":
         return Problem(field=field, value="(missing)", rule="required", fix=f"add it: {description}")
     rule = _TYPES.get(kind) or message.removeprefix("Value error, ").removeprefix("Input ")
     return Problem(field=field, value=shown(value), rule=rule, fix=f"correct it: {description}")
+
+
+def _description(schema: type[RunConfig], loc: Sequence[int | str]) -> str:
+    """What the field is for; of an entry of a list or a mapping, what those are for."""
+    for end in range(len(loc) - 1, -1, -1):
+        _, owner = keys(schema, loc[:end])
+        if isinstance(owner, type) and issubclass(owner, BaseModel):
+            info = fields(owner).get(str(loc[end]))
+            if info is not None and info.description:
+                return " ".join(info.description.split())
+    return "see docs/configuration.md"
 
 
 def _bad_key(field: str, key: str, kind: str, mapping: Any) -> Problem:
@@ -62,7 +72,7 @@ def _unknown(schema: type[RunConfig], loc: Sequence[int | str], field: str, valu
         return Problem(field=field.removesuffix("."), value=shown(value), rule=rule, fix="remove one of them")
     known = list(fields(owner)) if section(owner) is not None else []
     if not issubclass(owner, Choice):
-        elsewhere = [f"{field.removesuffix(key)}{path}" for path in _deeper(owner, key)][:3]
+        elsewhere = [f"{field.removesuffix(key)}{path}" for path in _deeper(owner, key, value)][:3]
         fix = f"did you mean {' or '.join(elsewhere)}?" if elsewhere else _suggestion(key, known)
         return Problem(field=field, value=shown(value), rule="unknown key", fix=fix)
     known.remove("name")
@@ -73,12 +83,17 @@ def _unknown(schema: type[RunConfig], loc: Sequence[int | str], field: str, valu
     return Problem(field=field, value=shown(value), rule=f"unknown option of {loc[-2]}; {options}", fix=fix)
 
 
-def _deeper(owner: type[BaseModel], key: str) -> Iterator[str]:
-    """Where below a section there is a field of that name, in a section of its own or as an option of a choice."""
+def _deeper(owner: type[BaseModel], key: str, value: object) -> Iterator[str]:
+    """Where below a section there is a field of that name that may hold keys, or a plain value, as the given one does;
+    in a section of its own or as an option of a choice."""
     for path, below in sections(owner):
-        schemas = choices(below).values() or (below,)
-        if "<" not in path and any(key in fields(schema) for schema in schemas):
+        found = [fields(schema)[key] for schema in choices(below).values() or (below,) if key in fields(schema)]
+        if "<" not in path and any(not isinstance(value, Mapping) or _may_hold_keys(info) for info in found):
             yield f"{path}.{key}"
+
+
+def _may_hold_keys(info: FieldInfo) -> bool:
+    return bool(choices(info.annotation)) or section(info.annotation) is not None
 
 
 def _no_choice(field: str, value: object, table: Mapping[str, type[BaseModel]]) -> Problem:
@@ -94,7 +109,7 @@ def _no_choice(field: str, value: object, table: Mapping[str, type[BaseModel]]) 
 
 
 def _suggestion(key: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(key, known, n=1)
     if near:
         return f"did you mean {near[0]}?"
     return f"remove it; known here: {', '.join(known)}" if known else "remove it"

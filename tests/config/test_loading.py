@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megarl.config import ConfigError, PPOConfig, Problem, load, save
 from megarl.types import Layout
-from tests.config.debug import DEBUG, REPOSITORY, by_field, debug, refused, without
+from tests.config.debug import DEBUG, GRPO, REPOSITORY, by_field, debug, refused, without
 
 
 def write(path: Path, text: str) -> Path:
@@ -134,6 +134,50 @@ def test_unknown_keys_of_entries_and_sources_suggest_the_near_one() -> None:
     fixes = {problem.field: problem.fix for problem in caught.value.problems}
     assert fixes["reward.functions.0.wieght"] == "did you mean weight?"
     assert fixes["data.prompts.splits"] == "did you mean split?"
+
+
+def test_entries_without_keys_are_named_with_what_they_are_for() -> None:
+    with pytest.raises(ConfigError) as caught:
+        debug(
+            "reward.functions=[length]", "algo.correction.reject=[null]", "groups.more=3", "actor.optimizer.betas=[1]"
+        )
+    told = {problem.field: (problem.value, problem.rule, problem.fix) for problem in caught.value.problems}
+    no_keys = "should be keys with values"
+    assert told["reward.functions.0"][:2] == ("length", no_keys)
+    assert told["algo.correction.reject.0"][:2] == ("null", no_keys)
+    assert told["groups.more"][:2] == ("3", no_keys)
+    assert told["reward.functions.0"][2] == "correct it: Rules that score the responses, too or alone."
+    assert "running means" in told["actor.optimizer.betas.1"][2]
+
+
+def test_a_value_is_sought_among_values_and_keys_among_keys() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(DEBUG.with_stem("sft"), ["rollout={tp: 1}", "lr=1e-5", "data.prompts=a/b"])
+    fixes = {problem.field: problem.fix for problem in caught.value.problems}
+    assert fixes["rollout"].startswith("remove it")  # cluster.time_limits.rollout is a number
+    assert fixes["lr"] == "did you mean actor.optimizer.lr?"
+    assert fixes["data.prompts"].startswith("remove it")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "value", "fix"),
+    [
+        (
+            ["algo.correction.reject=[{statistic: k7, upper: 2}]"],
+            "algo.correction.reject.0.statistic",
+            "k7",
+            "over a response. k1 is log p(engines)",  # two lines in the schema
+        ),
+        ([*GRPO, "algo={advantage: gdpo, scores: {clip: 3}}"], "algo.scores.clip", "[-3.0, 3.0]", "remove it"),
+    ],
+)
+def test_fixes_stand_in_one_line_and_lists_are_those_of_yaml(
+    overrides: list[str], field: str, value: str, fix: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        debug(*overrides)
+    told = {problem.field: problem for problem in caught.value.problems}[field]
+    assert (told.value, fix in told.fix, "\n" in told.fix) == (value, True, False)
 
 
 def test_problems_of_fields_and_between_fields_come_together() -> None:
