@@ -17,6 +17,7 @@ from megarl.files import sync
 
 _WEIGHTS = "the checkpoints have its weights"
 _STREAM = "the checkpoints have its place in this data"
+_MISSING = "(missing)"
 _HEAD = "its scores would mean something else from here on"
 
 FIXED: Final[Mapping[str, str]] = {
@@ -35,6 +36,7 @@ FIXED: Final[Mapping[str, str]] = {
     "critic.head": _WEIGHTS,
     "critic.head_std": _WEIGHTS,
     "critic.head_seed": _WEIGHTS,
+    "critic.value_norm": "the values are of the scale of its moments, which the checkpoints have",
     "reward.path": _HEAD,
     "reward.head_std": _HEAD,
     "reward.head_seed": _HEAD,
@@ -61,18 +63,11 @@ def broken_promises(old: str, config: TrainingConfig, latest: Checkpoint | None)
         What keeps the run from going on, and whether anything differs at all.
     """
     before, now = yaml.safe_load(old), yaml.safe_load(yaml.safe_dump(config.model_dump(mode="json", by_alias=True)))
-    fields_before, fields_now = dict(_leaves(before)), dict(_leaves(now))
     fix = "put it back, or start a new run in another run.dir"
     problems = [
-        Problem(
-            field=field,
-            value=shown(fields_now.get(field, "(missing)")),
-            rule=f"stays {shown(fields_before.get(field, '(missing)'))} when a run goes on: {why}",
-            fix=fix,
-        )
+        Problem(field=field, value=given, rule=f"stays {kept} when a run goes on: {why}", fix=fix)
         for name, why in FIXED.items()
-        for field in sorted(fields_before.keys() | fields_now.keys())
-        if (field == name or field.startswith(f"{name}.")) and fields_before.get(field) != fields_now.get(field)
+        for field, kept, given in _differences(name, _at(before, name), _at(now, name))
     ]
     if latest is not None:
         problems += _unfit(config, latest)
@@ -91,13 +86,21 @@ def _unfit(config: TrainingConfig, latest: Checkpoint) -> Iterator[Problem]:
         yield Problem(field="run.steps", value=str(config.run.steps), rule=rule, fix="raise it")
 
 
-def _leaves(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of a nested dict by dotted path; an empty one is a value."""
-    for name, value in fields.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(cast(Mapping[str, Any], value), f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+def _at(fields: Any, path: str) -> Any:
+    """What a nested dict has at a dotted path."""
+    for key in path.split("."):
+        fields = cast(Mapping[str, Any], fields).get(key, _MISSING) if isinstance(fields, Mapping) else _MISSING
+    return fields
+
+
+def _differences(field: str, kept: Any, given: Any) -> Iterator[tuple[str, str, str]]:
+    """The fields, from one on, whose values differ, with both; a section that only one side has is one of them."""
+    if isinstance(kept, Mapping) and isinstance(given, Mapping):
+        both: list[Mapping[str, Any]] = [kept, given]
+        for key in sorted({key for fields in both for key in fields}):
+            yield from _differences(f"{field}.{key}", *(fields.get(key, _MISSING) for fields in both))
+    elif kept != given:
+        yield field, shown(kept), shown(given)
 
 
 def cut_lines(path: Path, last: int) -> None:

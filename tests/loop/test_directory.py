@@ -129,6 +129,7 @@ REFUSED: dict[str, list[str]] = {
     "model.random.config.num_hidden_layers=8": ["model.random.config.num_hidden_layers"],
     "data.random.count=99": ["data.random.count"],
     "critic.head_std=0.1": ["critic.head_std"],
+    "critic.value_norm={}": ["critic.value_norm"],
     "algo.kl.coef=0.5": ["algo.kl.coef"],
     "run.steps=5": ["run.steps"],
 }
@@ -146,10 +147,12 @@ def test_all_that_may_not_change_is_told_at_once_with_both_values(run: Path) -> 
         field
         for override in ("model.random.config.num_hidden_layers=8", "model.random.seed=5", "run.seed=5")
         for field in REFUSED[override]
-    ] + ["data.random.count", "critic.head_std", "algo.kl.coef", "run.steps"]
+    ] + ["data.random.count", "critic.head_std", "critic.value_norm", "algo.kl.coef", "run.steps"]
     seed = next(problem for problem in refusal.value.problems if problem.field == "run.seed")
     assert (seed.value, seed.rule.split(":")[0]) == ("5", "stays 1 when a run goes on")
     assert "another run.dir" in seed.fix
+    scale = next(problem for problem in refusal.value.problems if problem.field == "critic.value_norm")
+    assert (scale.value, scale.rule.split(":")[0]) == ("{beta: 0.99995, eps: 1.0e-05}", "stays null when a run goes on")
 
 
 def test_another_source_of_data_is_refused_whole(run: Path, tmp_path: Path) -> None:
