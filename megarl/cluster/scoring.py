@@ -17,9 +17,6 @@ from megarl.types import Prompt, RolloutChunk, SampleInfo
 
 SCORER = "megarl.cluster.scoring:ScoringProcess"
 
-_PART = 0.9
-"""Of the phase's time limit, what the calls of a step may take: the run must not end because a function is slow."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredChunks:
@@ -126,7 +123,7 @@ class RuleScorers:
         self._watch, self._functions, self._warn = session.watch, tuple(functions), warn
         self._told: set[str] = set()
         devices, count = len(session.placement.slots), reward.processes
-        arguments = (tokenizer, self._functions, reward, _PART * limits.scoring)
+        arguments = (tokenizer, self._functions, reward, limits.calls)
         self.processes = [
             session.launch_beside(f"scorer {index}", index * devices // count, SCORER, *arguments)
             for index in range(count)

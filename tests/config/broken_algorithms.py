@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from megarl.config.rules import algorithm, corrections, data, penalty, scoring, training
-from tests.config.debug import ACTOR, FUNCTIONS, GRPO, Cases, without
+from tests.config.debug import ACTOR, FUNCTIONS, GRPO, PTX, Cases, without
 
 REFERENCE = "groups.train.roles.reference"
 IN_LOSS = ["algo.kl.in=loss", "algo.kl.estimator=k3"]
 SAMPLES = "data.samples_per_prompt"
 EVALUATION = "evaluation={prompts: a/b, functions: [{name: length}]}"
-PTX = "ptx={data: a/b, max_tokens: 32, sequences_per_mini_batch: 4, coef: 0.5}"
 
 # rule -> (overrides of the debug run, the field that is named, a part of the rule's text)
 ALGORITHMS: Cases = {
@@ -197,7 +196,10 @@ ALGORITHMS: Cases = {
             "have older weights otherwise",
         ),
     ],
-    scoring.scores_have_a_source: [(without("train", ["reward"]), "reward", "reward.functions has a rule")],
+    scoring.scores_have_a_source: [
+        (without("train", ["reward"]), "reward", "reward.functions has a rule"),
+        (["reward={weight: 0.0, functions: [{name: length, weight: 0}]}"], "reward", "nothing could be learnt"),
+    ],
     scoring.reward_settings_have_their_model: [
         ([*without("train", ["reward"]), FUNCTIONS, "reward.path=x"], "reward.path", "no effect without the role"),
         ([*without("train", ["reward"]), FUNCTIONS, "reward.weight=2.0"], "reward.weight", "no effect without"),
@@ -207,6 +209,9 @@ ALGORITHMS: Cases = {
     scoring.processes_have_functions: [
         (["reward.processes=2"], "reward.processes", "no effect without functions"),
         (["reward.time_limit=2"], "reward.time_limit", "no effect without functions"),
+    ],
+    scoring.calls_end_in_time: [
+        ([FUNCTIONS, "cluster.time_limits.scoring=60"], "reward.time_limit", "at most 54, nine tenths of"),
     ],
     scoring.shaped_scores_are_compared: [
         ([*GRPO, "algo={advantage: gdpo, scores: {clip: 2}}"], "algo.scores.clip", "the score of each source as it is"),

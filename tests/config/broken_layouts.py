@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.config.rules import data, generation, model, placement, resharding
-from tests.config.debug import ACTOR, MIXTURE, SPARE, Cases, without
+from tests.config.debug import ACTOR, MIXTURE, PTX, SPARE, Cases, without
 
 # rule -> (overrides of the debug run, the field that is named, a part of the rule's text)
 LAYOUTS: Cases = {
@@ -169,6 +169,7 @@ LAYOUTS: Cases = {
     data.random_prompts_are_ids: [
         (["data.chat_template=true"], "data.chat_template", "no effect with data.random"),
         (["data.too_long=drop"], "data.too_long", "no effect with data.random"),
+        ([PTX, "data.chat_template=true"], "data.chat_template", "no effect with data.random"),
     ],
     data.mini_batches_are_equal: [(["algo.mini_batches=3"], "algo.mini_batches", "= 16")],
     data.lengths_fit: [(["rollout.max_new_tokens=49"], "rollout.max_model_len", "max_new_tokens = 49")],

@@ -52,6 +52,7 @@ GRPO = [
     "algo={advantage: grpo, value_loss: mse, kl: {coef: 0}}",
 ]
 FUNCTIONS = "reward.functions=[{name: length}]"
+PTX = "ptx={data: a/b, max_tokens: 32, sequences_per_mini_batch: 4, coef: 0.5}"
 MIXTURE = [
     "model.random.config={model_type: mixtral, num_local_experts: 6, num_experts_per_tok: 2}",
     f"{ACTOR}.sequence_parallel=true",

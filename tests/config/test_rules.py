@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from megarl.config import ConfigError, build
 from megarl.config.loading import load
 from megarl.config.rules import RULES, model
-from tests.config.broken_algorithms import ALGORITHMS, EVALUATION, PTX
+from tests.config.broken_algorithms import ALGORITHMS, EVALUATION
 from tests.config.broken_layouts import LAYOUTS
 from tests.config.broken_stages import EVAL, RAFT, REWARD_MODEL, SFT
-from tests.config.debug import ACTOR, DEBUG, FUNCTIONS, GRPO, MIXTURE, Cases, debug, refused, without
+from tests.config.debug import ACTOR, DEBUG, FUNCTIONS, GRPO, MIXTURE, PTX, Cases, debug, refused, without
 
 ALL: list[tuple[str, Cases]] = [
     ("ppo", LAYOUTS),
@@ -61,6 +61,9 @@ def test_a_broken_rule_is_reported(stage: str, overrides: list[str], field: str,
         ["algo.kl.reference_sync.every=2", "groups.train.roles.reference={tp: 2, pp: 2}"],
         ["algo.kl={in: loss, estimator: full}", "groups.train.roles.reference={tp: 2, pp: 2}"],
         ["algo={filter: nonzero_std, filter_rounds: 3, early_stop: {kl: 0.1}}"],
+        [FUNCTIONS, "reward.weight=0", "cluster.time_limits.scoring=67"],
+        ["model.tokenizer=x", "data={chat_template: true, too_long: drop}", EVALUATION],
+        [PTX, "data.too_long=drop"],
         [PTX, "actor.ema={}", EVALUATION, "evaluation={ema: true, pass_at: [1, 4], samples_per_prompt: 4}"],
         ["actor.optimizer={schedule: anneal, adam: tensorflow}", "critic={warmup_steps: 1, value_norm: {}}"],
         ["reward={dense: differences}"],

@@ -96,13 +96,14 @@ def one_prompt_source(data: PromptData) -> Iterator[Problem]:
         yield Problem(field="data.random.count", value=value, rule=rule, fix=fix)
 
 
-def random_prompts_are_ids(data: PromptData) -> Iterator[Problem]:
-    """Random prompts are neither text nor too long."""
-    unused = {"chat_template": data.chat_template, "too_long": data.too_long == "drop"}
-    for name, given in unused.items():
-        if data.random is not None and given:
-            rule = "has no effect with data.random"
-            yield Problem(field=f"data.{name}", value=str(getattr(data, name)), rule=rule, fix="remove it")
+def random_prompts_are_ids(data: PromptData, evaluation: Evaluation | None, ptx: PTX | None) -> Iterator[Problem]:
+    """Random prompts are neither text nor too long; how other rows are read may still be said."""
+    if data.random is None:
+        return
+    names: list[str] = []
+    if evaluation is None:
+        names = ["chat_template"] if ptx is not None else ["chat_template", "too_long"]
+    yield from unused("data", data, names, "with data.random, and no rows that are read", "or give data.prompts")
 
 
 def mini_batches_are_equal(algo: Algo, data: PromptData) -> Iterator[Problem]:

@@ -8,7 +8,18 @@ from megarl.config.problems import Problem, shown
 from megarl.config.rules.model import known
 from megarl.config.rules.placement import placed
 from megarl.config.rules.unused import unused
-from megarl.config.schema import Algo, Evaluation, Group, Model, PeriodicEvaluation, Policy, Reward, Rollout, Scores
+from megarl.config.schema import (
+    Algo,
+    Cluster,
+    Evaluation,
+    Group,
+    Model,
+    PeriodicEvaluation,
+    Policy,
+    Reward,
+    Rollout,
+    Scores,
+)
 
 Groups = Mapping[str, Group]
 
@@ -19,6 +30,9 @@ def scores_have_a_source(groups: Groups, reward: Reward) -> Iterator[Problem]:
         fix = "add reward to the roles of a group, or give reward.functions"
         rule = "a group has the role reward, or reward.functions has a rule"
         yield Problem(field="reward", value="nothing scores", rule=rule, fix=fix)
+    elif not any(weight for weight in _weights(groups, reward)):
+        rule, fix = "one that is not 0: nothing could be learnt", "raise reward.weight, or that of a function"
+        yield Problem(field="reward", value="all weights 0", rule=rule, fix=fix)
 
 
 def reward_settings_have_their_model(groups: Groups, reward: Reward) -> Iterator[Problem]:
@@ -36,6 +50,15 @@ def processes_have_functions(reward: Reward, evaluation: Evaluation | None) -> I
     if not reward.functions and (evaluation is None or not evaluation.functions):
         names = ("processes", "time_limit", "retries")
         yield from unused("reward", reward, names, "without functions", "or give reward.functions")
+
+
+def calls_end_in_time(cluster: Cluster, reward: Reward, evaluation: Evaluation | None) -> Iterator[Problem]:
+    """A call of a rule may take as long as all calls of a step together, and no longer."""
+    most = cluster.time_limits.calls
+    if (reward.functions or (evaluation is not None and evaluation.functions)) and reward.time_limit > most:
+        rule = f"at most {most:g}, nine tenths of cluster.time_limits.scoring, which all calls of a step have together"
+        fix = "lower it, or raise cluster.time_limits.scoring"
+        yield Problem(field="reward.time_limit", value=f"{reward.time_limit:g}", rule=rule, fix=fix)
 
 
 def shaped_scores_are_compared(algo: Algo) -> Iterator[Problem]:
@@ -140,6 +163,13 @@ def averages_are_kept(actor: Policy, evaluation: PeriodicEvaluation | None) -> I
         yield Problem(field="evaluation.ema", value="True", rule="needs actor.ema", fix=fix)
 
 
+def _weights(groups: Groups, reward: Reward) -> Iterator[float]:
+    """Of everything that scores."""
+    if placed(groups, "reward"):
+        yield reward.weight
+    yield from (function.weight for function in reward.functions)
+
+
 def _truncation(field: str, scores: Scores, model: Model, rollout: Rollout) -> Iterator[Problem]:
     """A token that is no token, or a response that is never so long."""
     cut = scores.truncate_at
@@ -157,6 +187,7 @@ def _truncation(field: str, scores: Scores, model: Model, rollout: Rollout) -> I
 RULES = (
     reward_settings_have_their_model,
     processes_have_functions,
+    calls_end_in_time,
     evaluations_report_something,
     evaluations_weigh_nothing,
     evaluations_sample,

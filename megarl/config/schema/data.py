@@ -69,7 +69,8 @@ class PromptData(Section):
     chat_template: bool = False
     """Text prompts are what a user says: put them into the tokenizer's chat template. Chats always are."""
     too_long: Literal["refuse", "drop"] = "refuse"
-    """What becomes of rows that leave no room for the response: an error, or left out and counted."""
+    """What becomes of rows that leave no room for the response, and of longer rows of ptx.data: an error, or left out
+    and counted."""
     prompts_per_step: Count
     """Prompts that are answered in a step."""
     samples_per_prompt: Count = 1

@@ -30,6 +30,11 @@ class TimeLimits(Section):
     """Writing or reading one role's part of a checkpoint, or of an export."""
 
     @property
+    def calls(self) -> float:
+        """What the calls of a step's reward functions may take together: a run must not end because one is slow."""
+        return 0.9 * self.scoring
+
+    @property
     def patience(self) -> float:
         """How long a rank waits for its peers, seconds: longer than any call may take.
 
