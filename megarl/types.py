@@ -308,7 +308,8 @@ class ExperienceChunk:
         old_values: float32, by the critic before the update; None without one.
         advantages, returns: float32; returns is None without a critic, and in the units of its values.
         weights: float32, what the terms of the policy loss are multiplied with; None where nothing is.
-        value_weights: likewise, of the value loss.
+        kept: float32, 0 where the actor learns nothing, 1 elsewhere; None where it learns from all.
+        value_kept: likewise, of the critic.
     """
 
     sample_ids: tuple[str, ...]
@@ -322,7 +323,8 @@ class ExperienceChunk:
     advantages: Ragged
     returns: Ragged | None = None
     weights: Ragged | None = None
-    value_weights: Ragged | None = None
+    kept: Ragged | None = None
+    value_kept: Ragged | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

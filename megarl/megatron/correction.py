@@ -1,6 +1,7 @@
-"""What the loss of each token is multiplied with: corrections for rollouts of another policy, and what is left out.
+"""Corrections for rollouts of another policy, and which tokens actor and critic learn nothing from.
 
-Shape legend: B rows, R response tokens of the longest.
+Weights are factors of the policy loss. What is left out is so in every term of the loss, the penalty and the bonus as
+well; the denominators stay. Shape legend: B rows, R response tokens of the longest.
 """
 
 from __future__ import annotations
@@ -16,45 +17,48 @@ from megarl.config.schema import Correction
 from megarl.megatron.aligned import Aligned
 
 
-def corrects(correction: Correction) -> bool:
-    """Whether weights or masks are made of log-probabilities that are known before the update."""
-    asked = correction.weights is not None or bool(correction.reject) or correction.m2po is not None
-    return asked and correction.old_logprobs == "recompute"
-
-
 def correction_weights(own: Aligned, correction: Correction, reduce: Reduce) -> Tensor | None:
-    """[B, R], 0 off the mask: the weights of the rollouts, times what the trust regions keep; None without either.
+    """[B, R], 0 off the mask: the weights of the rollouts; None without any that are known before the update.
 
     Args:
         own: the samples of a rank.
         correction: of the algorithm.
         reduce: called equally often on every rank, with samples or without.
     """
-    if not corrects(correction):
+    if correction.weights is None or correction.old_logprobs != "recompute":
         return None
-    columns = own.old, own.rollout, own.mask
-    weights = own.mask.float()
-    if correction.weights is not None:
-        weights = bound(ROLLOUT_WEIGHTS, correction.weights.name, correction.weights.options)(*columns, reduce)
+    weigh = bound(ROLLOUT_WEIGHTS, correction.weights.name, correction.weights.options)
+    return weigh(own.old, own.rollout, own.mask, reduce)
+
+
+def trusted_tokens(own: Aligned, correction: Correction, reduce: Reduce) -> Tensor | None:
+    """[B, R] bool, False off the mask: the tokens that all trust regions keep; None without any.
+
+    Args:
+        own, correction, reduce: see ``correction_weights``.
+    """
+    if not correction.reject and correction.m2po is None:
+        return None
+    columns, trusted = (own.old, own.rollout, own.mask), own.mask
     for bounds in correction.reject:
-        weights = weights * rejection(*columns, statistic=bounds.statistic, upper=bounds.upper, lower=bounds.lower)
+        trusted = trusted & rejection(*columns, statistic=bounds.statistic, upper=bounds.upper, lower=bounds.lower)
     if correction.m2po is not None:
-        weights = weights * m2po(*columns, reduce, threshold=correction.m2po.threshold)
-    return weights
+        trusted = trusted & m2po(*columns, reduce, threshold=correction.m2po.threshold)
+    return trusted
 
 
-def policy_weights(own: Aligned, corrected: Tensor | None, reduce: Reduce) -> Tensor | None:
-    """[B, R]: the corrections on what the policy learns of, 0 on what it does not; None where that is 1 everywhere."""
+def kept_tokens(own: Aligned, trusted: Tensor | None, reduce: Reduce) -> Tensor | None:
+    """[B, R] bool: what the actor learns from; None where that is everything on all ranks."""
     left_out = _any(~own.learnt, reduce)
-    if corrected is None and not left_out:
+    if trusted is None and not left_out:
         return None
-    kept = keep_finished(own.mask, own.learnt).float()
-    return kept if corrected is None else corrected * kept
+    kept = keep_finished(own.mask, own.learnt)
+    return kept if trusted is None else kept & trusted
 
 
-def value_weights(own: Aligned, reduce: Reduce) -> Tensor | None:
-    """[B, R]: 0 on samples without a score, 1 on the others; None where all have one."""
-    return own.counted.float() if _any(~own.scored, reduce) else None
+def value_kept_tokens(own: Aligned, reduce: Reduce) -> Tensor | None:
+    """[B, R] bool: what the critic learns from, the responses with a score; None where that is all of them."""
+    return own.counted if _any(~own.scored, reduce) else None
 
 
 def _any(rows: Tensor, reduce: Reduce) -> bool:

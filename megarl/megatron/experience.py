@@ -14,7 +14,7 @@ from megarl.config.schema import Algo, ValueNorm
 from megarl.data.columns import Columns
 from megarl.data.packing import Chunks
 from megarl.megatron.aligned import Aligned, aligned, by_chunk
-from megarl.megatron.correction import correction_weights, policy_weights, value_weights
+from megarl.megatron.correction import correction_weights, kept_tokens, trusted_tokens, value_kept_tokens
 from megarl.megatron.credit import credit
 from megarl.megatron.experience_metrics import experience_metrics
 from megarl.types import ExperienceChunk, ExperienceReport, ExperienceTerms, Ragged, RolloutChunk
@@ -54,7 +54,9 @@ def build_experience(
     if value_norm is not None and moments is not None and values is not None:
         values = denormalised(values, scale_of(moments, eps=value_norm.eps))
     earned = credit(own, values, algo, terms.dense, reduce, kl_coef=terms.kl_coef)
-    corrected = correction_weights(own, algo.correction, reduce)
+    weights = correction_weights(own, algo.correction, reduce)
+    trusted = trusted_tokens(own, algo.correction, reduce)
+    corrected = _product(weights, trusted)
     metrics = experience_metrics(own, earned, values, corrected, algo, terms, reduce, largest)
     returns = earned.returns
     if value_norm is not None and moments is not None and returns is not None:
@@ -64,12 +66,20 @@ def build_experience(
     tensors = {
         "advantages": earned.advantages,
         "returns": returns,
-        "weights": policy_weights(own, corrected, reduce),
-        "value_weights": None if returns is None else value_weights(own, reduce),
+        "weights": weights,
+        "kept": kept_tokens(own, trusted, reduce),
+        "value_kept": None if returns is None else value_kept_tokens(own, reduce),
         "proximal_weights": _proximal_weights(own, algo, terms),
     }
     split = {name: by_chunk(tensor, own.mask, chunks) for name, tensor in tensors.items() if tensor is not None}
     return {i: _chunk(i, chunk, columns, algo, split) for i, chunk in chunks.items()}, report
+
+
+def _product(weights: Tensor | None, trusted: Tensor | None) -> Tensor | None:
+    """[B, R]: the weights where the tokens are trusted, 0 elsewhere; None without either."""
+    if weights is None or trusted is None:
+        return weights if trusted is None else trusted.float()
+    return weights * trusted
 
 
 def _proximal_weights(own: Aligned, algo: Algo, terms: ExperienceTerms) -> Tensor | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megarl.algos.aggregation import token_mean, weighted_sum
 from megarl.algos.corrections import off_policy_sequences, proximal_logprobs
+from megarl.algos.normalisation import on_mask
 from megarl.algos.policy import MAX_LOG_RATIO
 from megarl.algos.registry import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, ROLLOUT_WEIGHTS, VALUE_LOSSES, bound
 from megarl.algos.terms import LossTerms, weighted, with_term
@@ -55,6 +56,11 @@ class _Rows:
         present = any(getattr(self._experience[row.chunk], name) is not None for row in self._rows)
         return self(name) if present else None
 
+    def kept(self, name: str) -> Tensor:
+        """[B, R] bool: the response tokens that a column keeps; all of them without such a column."""
+        column = self.optional(name)
+        return self.mask if column is None else column > 0
+
 
 class _Column:
     """One column of the experience, by chunk."""
@@ -73,10 +79,14 @@ class _Tokens:
     Args:
         terms: [B, R].
         parts: [B, R] by name, aggregated as the loss is.
+        kept: [B, R] bool, what the loss is made of. Denominators are those of all response tokens.
+        told: [B, R] bool, what the metrics of the terms are means over.
     """
 
     terms: LossTerms
     parts: Mapping[str, Tensor]
+    kept: Tensor
+    told: Tensor
 
 
 class _Totals(TypedDict):
@@ -127,7 +137,7 @@ def policy_loss(
             )
             terms = with_term(terms, "kl", parts["kl"], coef=kl_coef)
         terms = with_term(terms, "entropy", align(entropy, rows.mask), coef=-algo.entropy_coef)
-        return _Tokens(terms=terms, parts=parts)
+        return _Tokens(terms=terms, parts=parts, kept=rows.kept("kept"), told=rows.mask)
 
     step_loss = _aggregated(algo, experience, of_tokens, share)
     return step_loss if divergence is None else divergence.before(step_loss)
@@ -141,9 +151,9 @@ def value_loss(role: Role, algo: Algo, experience: Chunks[ExperienceChunk]) -> S
         values, returns = align(response_values(role.model, batch, hidden), rows.mask), rows("returns")
         terms = loss_function(values, rows("old_values"), returns)
         terms = _telling(terms, error=(values - returns).square())
-        weights = rows.optional("value_weights")
-        terms = terms if weights is None else weighted(terms, weights)
-        return _Tokens(terms=replace(terms, spreads={**terms.spreads, "returns": returns}), parts={})
+        terms = replace(terms, spreads={**terms.spreads, "returns": returns})
+        kept = rows.kept("value_kept")
+        return _Tokens(terms=terms, parts={}, kept=kept, told=kept)
 
     return _aggregated(algo, experience, of_tokens, 1.0)
 
@@ -214,7 +224,7 @@ def _aggregated(
     of_tokens: Callable[[MicroBatch, Tensor, _Rows], _Tokens],
     share: float,
 ) -> StepLoss:
-    """Weights that hold the step's denominators; means that are told are over the response tokens of the step."""
+    """Weights that hold the step's denominators, which are of all response tokens, left out or not."""
     aggregate = bound(AGGREGATIONS, algo.aggregation.name, algo.aggregation.options)
 
     def of_step(schedule: RankSchedule) -> Loss:
@@ -223,8 +233,8 @@ def _aggregated(
         def loss(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Measures]:
             rows = _Rows(batch, experience, hidden.device)
             tokens = of_tokens(batch, hidden, rows)
-            weights = aggregate(rows.mask, **totals)
-            told = measured(tokens.terms, rows.mask, token_mean(rows.mask, **totals, dtype=torch.float64))
+            weights = on_mask(aggregate(rows.mask, **totals), tokens.kept)
+            told = measured(tokens.terms, tokens.told, token_mean(rows.mask, **totals, dtype=torch.float64))
             parts = {f"{name}_loss": weighted_sum(part.detach(), weights) for name, part in tokens.parts.items()}
             return share * weighted_sum(tokens.terms.values, weights), replace(told, sums={**told.sums, **parts})
 

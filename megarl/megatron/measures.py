@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algos.aggregation import weighted_sum
+from megarl.algos.normalisation import on_mask
 from megarl.algos.terms import LossTerms
 
 Named = Mapping[str, Tensor]
@@ -27,13 +28,17 @@ class Measures:
     """Of a micro-batch.
 
     Args:
-        sums: a step's are their sums; those of a mean, whose weights hold the denominator of the step.
-        squares: likewise, of squares; those of ``name`` and the sum ``name_mean`` make the variance of a step.
+        sums: a step's are their sums.
+        means: of weighted values; a step's are their sums over that of ``weight``.
+        squares: likewise, of squares; those of ``name`` and the mean ``name_mean`` make the variance of a step.
+        weight: of all that counts; None where there are no means.
         maxima, minima: a step's are the largest and the smallest; infinite in a micro-batch where nothing counts.
     """
 
     sums: Named = field(default_factory=_none)
+    means: Named = field(default_factory=_none)
     squares: Named = field(default_factory=_none)
+    weight: Tensor | None = None
     maxima: Named = field(default_factory=_none)
     minima: Named = field(default_factory=_none)
 
@@ -46,38 +51,44 @@ def measured(terms: LossTerms, mask: Tensor, weights: Tensor) -> Measures:
     Args:
         terms: [B, R].
         mask: [B, R] bool, what counts.
-        weights: [B, R] of a mean over what counts in the step; float64, or their sum is off 1 by more than a small
-            variance.
+        weights: [B, R], alike on all tokens of the step.
     """
+    counting = on_mask(weights.double(), mask)
 
     def mean(values: Tensor) -> Tensor:
-        return weighted_sum(values.double(), weights.double())
+        return weighted_sum(values.double(), counting)
 
     def counted(values: Tensor, bound: float) -> Tensor:
         return torch.cat([values[mask], values.new_full((1,), bound)])
 
     spreads = terms.spreads.items()
     return Measures(
-        sums={name: mean(values) for name, values in terms.metrics.items()}
+        means={name: mean(values) for name, values in terms.metrics.items()}
         | {f"{name}_mean": mean(values) for name, values in spreads},
         squares={name: mean(values.double().square()) for name, values in spreads},
+        weight=counting.sum(),
         maxima={name: counted(values, -math.inf).max() for name, values in spreads},
         minima={name: counted(values, math.inf).min() for name, values in spreads},
     )
 
 
 def combined(parts: Sequence[Measures], group: dist.ProcessGroup) -> dict[str, float]:
-    """What a step tells: sums, ``{name}_var``, ``{name}_max`` and ``{name}_min``; collective.
+    """What a step tells: sums, means, ``{name}_var``, ``{name}_max`` and ``{name}_min``; collective.
 
-    A step in which nothing counts has no extremes.
+    A step in which nothing counts has means of 0 and no extremes.
 
     Args:
         parts: of this rank's micro-batches. Every rank has the same kinds of them, however many of each.
         group: the ranks that share the step.
     """
     told = _over_all([part.sums for part in parts], dist.ReduceOp.SUM, group)
-    squares = _over_all([part.squares for part in parts], dist.ReduceOp.SUM, group)
-    told |= {f"{name}_var": max(square - told[f"{name}_mean"] ** 2, 0.0) for name, square in squares.items()}
+    weighed = [part for part in parts if part.weight is not None]
+    weight = _over_all([{"": part.weight} for part in weighed if part.weight is not None], dist.ReduceOp.SUM, group)
+    whole = weight.get("") or 1.0
+    means = _over_all([part.means for part in weighed], dist.ReduceOp.SUM, group)
+    told |= {name: total / whole for name, total in means.items()}
+    squares = _over_all([part.squares for part in weighed], dist.ReduceOp.SUM, group)
+    told |= {f"{name}_var": max(total / whole - told[f"{name}_mean"] ** 2, 0.0) for name, total in squares.items()}
     maxima = _over_all([part.maxima for part in parts], dist.ReduceOp.MAX, group)
     minima = _over_all([part.minima for part in parts], dist.ReduceOp.MIN, group)
     told |= {f"{name}_max": value for name, value in maxima.items() if math.isfinite(value)}

@@ -70,7 +70,7 @@ def preference_loss(role: Role, settings: RewardLoss, chunks: Chunks[TextChunk])
             scores = row_scores(role.model, batch, hidden)
             terms = compare(batch, hidden, scores.view(-1, responses))
             told, spread = _mean(terms, responses / rows), _mean(_spread(scores), 1 / rows)
-            return terms.values.sum() * (responses / rows), replace(spread, sums={**told.sums, **spread.sums})
+            return terms.values.sum() * (responses / rows), replace(spread, means={**told.means, **spread.means})
 
         return loss
 

@@ -26,8 +26,8 @@ STEPS = [[0, 1, 2, 3, 4, 6, 7, 8, 11], [5, 9, 10]]
 """Samples of each optimizer step."""
 TEXTS = [[0, 7], [4]]
 """Samples that the steps take along as texts, in one of the cases."""
-UNWEIGHTED = {1, 8}
-"""Samples whose tokens weigh nothing."""
+LEFT_OUT = {1, 8}
+"""Samples that actor and critic learn nothing from."""
 TEMPERATURE, KL_COEF = 0.9, 0.3
 SETTINGS = Optimizer(lr=1.0, eps=1.0, weight_decay=0.0, clip_grad=1.0)
 """With an eps far above every gradient Adam's step is in proportion to it, and so is its error."""
@@ -147,10 +147,13 @@ def experience(logprobs: Mapping[int, Ragged]) -> dict[int, ExperienceChunk]:
         noise = rng.normal(size=len(values.values)) * scale
         return Ragged(values=(values.values + noise).astype(np.float32), offsets=values.offsets)
 
-    def weights(chunk: int, values: Ragged) -> Ragged:
-        per_row = [0.0 if 3 * chunk + row in UNWEIGHTED else 1.0 for row in range(3)]
-        uniform = rng.uniform(0.5, 1.5, size=len(values.values)) * np.repeat(per_row, values.lengths)
+    def weights(values: Ragged) -> Ragged:
+        uniform = rng.uniform(0.5, 1.5, size=len(values.values))
         return Ragged(values=uniform.astype(np.float32), offsets=values.offsets)
+
+    def kept(chunk: int, values: Ragged) -> Ragged:
+        per_row = [0.0 if 3 * chunk + row in LEFT_OUT else 1.0 for row in range(3)]
+        return Ragged(values=np.repeat(per_row, values.lengths).astype(np.float32), offsets=values.offsets)
 
     made = {}
     for index, chunk in enumerate(chunks()):
@@ -169,8 +172,9 @@ def experience(logprobs: Mapping[int, Ragged]) -> dict[int, ExperienceChunk]:
             old_values=near(zero, 0.5),
             advantages=Ragged(values=signs * np.abs(near(zero, 1.0).values), offsets=own.offsets),
             returns=near(zero, 1.0),
-            weights=weights(index, own),
-            value_weights=weights(index, own),
+            weights=weights(own),
+            kept=kept(index, own),
+            value_kept=kept(index, own),
         )
     return made
 

@@ -230,9 +230,9 @@ def test_a_sample_without_a_score_is_in_no_statistic_and_not_learnt() -> None:
     normalised = dict(zip(others, normalisation.whiten(list(raw.values())), strict=True))
     for built, expected in ((unscored, raw), (white, normalised)):
         close(of(built, "advantages"), lambda chunk, row, own=expected: own.get((chunk, row), 0.0))
-        close(of(built, "weights"), lambda chunk, row: float((chunk, row) != (1, 2)))
-        close(of(built, "value_weights"), lambda chunk, row: float((chunk, row) != (1, 2)))
-    assert all(chunk.weights is chunk.value_weights is None for chunk in whole[0].values())
+        close(of(built, "kept"), lambda chunk, row: float((chunk, row) != (1, 2)))
+        close(of(built, "value_kept"), lambda chunk, row: float((chunk, row) != (1, 2)))
+    assert all(chunk.weights is chunk.kept is chunk.value_kept is None for chunk in whole[0].values())
     metrics = unscored[1].metrics
     assert metrics["objective/score"] == pytest.approx(sum(SCORES[c][r] for c, r in others) / 11)
     assert metrics["objective/kl"] == pytest.approx(sum(gap(*where).sum() for where in others) / 11, rel=1e-5)
@@ -243,16 +243,16 @@ def test_a_step_without_any_score_teaches_nothing() -> None:
     chunks, report = build(columns=columns_of(scores, old=OLD, ref=REF, values=VALUES))
     for chunk in chunks.values():
         assert not chunk.advantages.values.any()
-        assert chunk.weights is not None
-        assert not chunk.weights.values.any()
+        assert chunk.kept is not None
+        assert not chunk.kept.values.any()
     assert all(math.isfinite(value) for value in report.metrics.values())
 
 
 def test_samples_may_be_compared_with_but_not_learnt() -> None:
     masked = frozenset({(0, 1), (3, 0)})
     built = build(IN_REWARD, columns_of(SCORES, old=OLD, ref=REF, values=VALUES, unlearnt=masked))
-    close(of(built, "weights"), lambda chunk, row: float((chunk, row) not in masked))
-    assert all(chunk.value_weights is None for chunk in built[0].values()), "the critic learns from all"
+    close(of(built, "kept"), lambda chunk, row: float((chunk, row) not in masked))
+    assert all(chunk.value_kept is None for chunk in built[0].values()), "the critic learns from all"
     for i in range(4):
         assert np.array_equal(built[0][i].advantages.values, build(IN_REWARD)[0][i].advantages.values)
 

@@ -62,22 +62,26 @@ def pair(chunk: int, row: int) -> tuple[list[float], list[float]]:
     return OLD[chunk][row].tolist(), ROLLOUT[chunk][row].tolist()
 
 
-def weights_are(built: Built, expected: Callable[[int, int], Any]) -> None:
+def weights_are(built: Built, expected: Callable[[int, int], Any], column: str = "weights") -> None:
     for chunk, row in ROWS:
-        weights = built[chunk].weights
-        assert weights is not None
-        want = 0.0 if (chunk, row) in UNLEARNT else expected(chunk, row)
-        np.testing.assert_allclose(weights[row], np.broadcast_to(want, weights[row].shape), rtol=1e-5, atol=1e-6)
+        weights = getattr(built[chunk], column)[row]
+        np.testing.assert_allclose(weights, np.broadcast_to(expected(chunk, row), weights.shape), rtol=1e-5, atol=1e-6)
+
+
+def kept_are(built: Built, expected: Callable[[int, int], Any]) -> None:
+    """Those, but for what is not learnt."""
+    weights_are(built, lambda chunk, row: 0.0 if (chunk, row) in UNLEARNT else expected(chunk, row), "kept")
 
 
 @pytest.mark.parametrize(
     "name",
     ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"],
 )
-def test_weights_are_those_of_their_name_on_what_is_learnt(name: str) -> None:
+def test_weights_are_those_of_their_name(name: str) -> None:
     built, metrics = build({"weights": {"name": name, "upper": 1.4, "lower": 0.7}})
     naive = getattr(corrections, name)
     weights_are(built, lambda chunk, row: naive(*pair(chunk, row), upper=1.4, lower=0.7))
+    kept_are(built, lambda _chunk, _row: 1.0)
     all_weights = np.concatenate([naive(*pair(*where), upper=1.4, lower=0.7) for where in ROWS])
     assert metrics["rollout_corr/weight_mean"] == pytest.approx(all_weights.mean(), rel=1e-5)
     assert 0 < metrics["rollout_corr/ess"] < 1
@@ -102,16 +106,22 @@ def test_every_region_must_keep_a_token() -> None:
         }
     )
 
-    def expected(chunk: int, row: int) -> np.ndarray:
+    def gap(chunk: int, row: int) -> np.ndarray:
         old, rollout = (np.array(own) for own in pair(chunk, row))
-        d = old - rollout
-        inside = (np.exp(-d) >= 0.6) & (np.exp(-d) <= 1.5)
-        return np.minimum(np.exp(d), 2.0) * inside * float((d**2 / 2).mean() <= 0.09)
+        return old - rollout
 
-    weights_are(built, expected)
-    kept = np.concatenate([np.broadcast_to(expected(*where) != 0, len(pair(*where)[0])) for where in ROWS])
+    def expected(chunk: int, row: int) -> np.ndarray:
+        d = gap(chunk, row)
+        inside = (np.exp(-d) >= 0.6) & (np.exp(-d) <= 1.5)
+        return inside & ((d**2 / 2).mean() <= 0.09)
+
+    kept_are(built, expected)
+    weights_are(built, lambda chunk, row: np.minimum(np.exp(gap(chunk, row)), 2.0))
+    kept = np.concatenate([expected(*where) for where in ROWS])
     assert 0 < kept.mean() < 1
     assert metrics["rollout_corr/kept_fraction"] == pytest.approx(kept.mean())
+    weights = np.concatenate([np.minimum(np.exp(gap(*where)), 2.0) for where in ROWS])
+    assert metrics["rollout_corr/weight_mean"] == pytest.approx((weights * kept).mean(), rel=1e-5)
 
 
 def test_the_second_moment_is_that_of_the_step() -> None:
@@ -119,12 +129,13 @@ def test_the_second_moment_is_that_of_the_step() -> None:
     differences = [(np.array(pair(*where)[0]) - np.array(pair(*where)[1])).tolist() for where in ROWS]
     kept = dict(zip(ROWS, corrections.second_moment(differences, threshold=0.05), strict=True))
     assert 0 < np.mean([x for own in kept.values() for x in own]) < 1
-    weights_are(built, lambda chunk, row: kept[chunk, row])
+    kept_are(built, lambda chunk, row: kept[chunk, row])
 
 
-def test_without_corrections_weights_are_there_where_something_is_not_learnt() -> None:
+def test_without_corrections_there_are_no_weights() -> None:
     built, metrics = build({})
-    weights_are(built, lambda _chunk, _row: 1.0)
+    kept_are(built, lambda _chunk, _row: 1.0)
+    assert all(chunk.weights is None for chunk in built.values())
     assert "rollout_corr/weight_mean" not in metrics
     d = np.concatenate([OLD[i].values.astype(np.float64) - ROLLOUT[i].values for i in range(4)])
     assert metrics["rollout_corr/kl"] == pytest.approx(-d.mean(), rel=1e-4)

@@ -64,5 +64,5 @@ def test_a_small_variance_keeps_its_digits() -> None:
     told = measured(
         LossTerms(values=ratio, metrics={}, spreads={"ratio": ratio}), torch.ones(1, 2).bool(), torch.full((1, 2), 0.5)
     )
-    variance = told.squares["ratio"] - told.sums["ratio_mean"] ** 2
+    variance = told.squares["ratio"] - told.means["ratio_mean"] ** 2
     assert float(variance) == pytest.approx(ratio.double().var(correction=0).item(), rel=1e-4)

@@ -12,7 +12,7 @@ import pytest
 from megarl.config.schema import Algo
 from megarl.types import ExperienceChunk, Layout, Ragged
 from tests.megatron.compare import everywhere
-from tests.megatron.layouts import KL_COEF, SETTINGS, STEPS, TEMPERATURE, chunks, experience, restart, samples
+from tests.megatron.layouts import KL_COEF, LEFT_OUT, SETTINGS, STEPS, TEMPERATURE, chunks, experience, restart, samples
 from tests.megatron.tiny import load_role, random_head, save_model
 from tests.pool import RankPool
 
@@ -21,6 +21,9 @@ EMPTY = {2, 5}
 """Samples without a response token."""
 PLAIN = {"policy_loss": {"name": "ppo", "clip": 0.1}, "aggregation": "sequence_mean"}
 STALE = {**PLAIN, "correction": {"old_logprobs": "loglinear", "weights": {"name": "token_mask", "upper": 5.0}}}
+
+REGULAR = {**PLAIN, "entropy_coef": 0.1, "kl": {"in": "loss", "estimator": "k3", "coef": KL_COEF}}
+VALUES = {"value_loss": {"name": "mse", "clip": 0.1}}
 
 Told = dict[str, dict[str, float]]
 
@@ -31,6 +34,16 @@ def _filled(column: Ragged, value: float) -> Ragged:
 
 def _with(columns: Mapping[int, ExperienceChunk], **changes: Mapping[int, Ragged]) -> dict[int, ExperienceChunk]:
     return {i: replace(chunk, **{name: new[i] for name, new in changes.items()}) for i, chunk in columns.items()}
+
+
+def _spoilt(index: int, chunk: ExperienceChunk) -> Ragged:
+    """The returns, with nonsense where the critic learns nothing."""
+    assert chunk.returns is not None
+    spoilt = chunk.returns.values.copy()
+    for row in range(3):
+        if 3 * index + row in LEFT_OUT:
+            spoilt[chunk.returns.offsets[row] : chunk.returns.offsets[row + 1]] = 1e6
+    return replace(chunk.returns, values=spoilt)
 
 
 def _updates(rank: int, directory: Path) -> Told:
@@ -65,7 +78,10 @@ def _updates(rank: int, directory: Path) -> Told:
         (told[name],) = role.update([replace(ranked, pack_tokens=ranked.pack_tokens + longer)], own, loss)
 
     step("first", PLAIN, _with(columns, old_logprobs=now))
-    step("critic first", {"value_loss": {"name": "mse", "clip": 0.1}}, _with(columns, old_values=values))
+    step("critic first", VALUES, _with(columns, old_values=values))
+    step("nothing kept", REGULAR, _with(columns, kept={i: _filled(c, 0.0) for i, c in now.items()}))
+    step("critic of some", VALUES, _with(columns, returns={i: _spoilt(i, chunk) for i, chunk in columns.items()}))
+    step("critic of these alone", VALUES, columns, [i for i in STEPS[0] if i not in LEFT_OUT])
     step("same", PLAIN, columns)
     step("same without empty rows", PLAIN, columns, [i for i in STEPS[0] if i not in EMPTY])
     step("same with longer padding", PLAIN, columns, longer=17)
@@ -104,3 +120,22 @@ def test_what_does_not_count_changes_nothing(told: Told, kind: str) -> None:
     assert alike[kind]["grad_norm"] > 0.1
     for name, step in alike.items():
         assert step == pytest.approx(alike[kind], rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.dist
+def test_what_is_left_out_is_so_in_the_penalty_and_the_bonus_too(told: Told) -> None:
+    step = told["nothing kept"]
+    assert step["loss"] == step["policy_loss"] == step["kl_loss"] == step["grad_norm"] == 0.0
+    assert step["kl"] > 0, "metrics are those of all tokens"
+
+
+@pytest.mark.dist
+def test_what_the_critic_does_not_learn_from_is_in_none_of_its_metrics(told: Told) -> None:
+    """Nor in its loss, whose denominator is that of all tokens all the same."""
+    some, alone = told["critic of some"], told["critic of these alone"]
+    of_both = {"vpred", "error", "clipfrac", *(f"returns_{kind}" for kind in ("mean", "var", "max", "min"))}
+    assert {name: some[name] for name in of_both} == pytest.approx({name: alone[name] for name in of_both}, rel=1e-5)
+    everything = samples()
+    tokens = [everything[i].response_tokens for i in STEPS[0]]
+    left_out = sum(everything[i].response_tokens for i in LEFT_OUT.intersection(STEPS[0]))
+    assert some["loss"] == pytest.approx(alone["loss"] * (1 - left_out / sum(tokens)), rel=1e-5)

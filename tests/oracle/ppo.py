@@ -9,6 +9,7 @@ The choices, in the order of the computation:
   the sum of the KL terms from the token on, or with ``cumulative`` off the token's own.
 - ``normalise`` changes the advantages; the returns stay.
 - ``weigh`` are factors of each token's policy loss, from old and rollout log-probabilities; no denominator changes.
+- With ``mask_unfinished`` a sample that did not end adds nothing to the actor's loss, but to its denominators.
 - Losses are weighted sums over the response tokens of a mini-batch, the weights by ``aggregate``. Actor: policy loss
   - entropy_coef * H. Text that is mixed in has its mean negative log-likelihood L per token: + coef * L (add), or
   (1 - coef) of the policy loss + coef * L (convex), or half of the first (deepspeed).
@@ -70,6 +71,7 @@ class Experience:
     ref_logprobs: list[float]
     advantages: list[float]
     weights: list[float]
+    learnt: float = 1.0
     rewards: list[float] = field(default_factory=list)
     old_values: list[float] = field(default_factory=list)
     returns: list[float] = field(default_factory=list)
@@ -212,7 +214,7 @@ def build_experience(
 def _measured(actor: nn.Module, reference: nn.Module, critic: Any, sample: Sample, settings: Settings) -> Experience:
     """What the models say of a sample, and what its tokens weigh."""
     recomputed = token_statistics(actor, sample, settings.temperature)[0].tolist()
-    weights = [0.0 if settings.mask_unfinished and not sample.finished else 1.0] * len(recomputed)
+    weights = [1.0] * len(recomputed)
     for weigh in settings.weigh:
         weights = [a * b for a, b in zip(weights, weigh(recomputed, sample.rollout_logprobs), strict=True)]
     return Experience(
@@ -221,6 +223,7 @@ def _measured(actor: nn.Module, reference: nn.Module, critic: Any, sample: Sampl
         old_values=[] if critic is None else token_values(critic, sample).tolist(),
         advantages=[],
         weights=weights,
+        learnt=0.0 if settings.mask_unfinished and not sample.finished else 1.0,
     )
 
 
@@ -298,7 +301,7 @@ def policy_terms(
         estimate = settings.kl_estimate(new, new.new_tensor(experience.ref_logprobs))
         loss = loss + settings.kl_coef * estimate
         penalty["kl"] = estimate.detach()
-    return loss, {
+    return experience.learnt * loss, {
         **penalty,
         "ratio": torch.exp(new - old).detach(),
         "clipfrac": clipped,

@@ -239,17 +239,20 @@ def test_tied_embeddings_are_one_parameter() -> None:
     assert torch.equal(model.lm_head.weight, state["model.embed_tokens.weight"])
 
 
-def test_weights_are_of_the_policy_loss_alone() -> None:
-    """With all weights 0, the entropy bonus moves the actor."""
+def test_weights_are_of_the_policy_loss_and_masks_of_all_of_it() -> None:
+    """With all weights 0, the entropy bonus moves the actor; with all samples masked, nothing does."""
     actor, reference = language_model(0), language_model(2)
     common = {"actor": AdamSettings(lr=1e-2), "compare": comparisons.dr_grpo, "normalise": normalisation.whiten}
     everyone = [[s.sample_id for s in SAMPLES]]
     silent = Settings(**common, entropy_coef=0.1, weigh=[lambda old, _: [0.0] * len(old)])
     step = ppo_iteration(actor, reference, None, SAMPLES, everyone, silent).actor_steps[0]
     assert step.loss == pytest.approx(-0.1 * step.metrics["entropy"], rel=1e-6)
-    masked = Settings(**common, mask_unfinished=True)
+    masked = Settings(**common, entropy_coef=0.1, mask_unfinished=True)
     experience = ppo_iteration(actor, reference, None, SAMPLES, everyone, masked).experience
-    assert [own.weights for own in experience.values()] == [[1.0] * 3, [1.0], [0.0] * 2]
+    assert [own.learnt for own in experience.values()] == [1.0, 1.0, 0.0]
+    unfinished = [replace(sample, finished=False) for sample in SAMPLES]
+    step = ppo_iteration(actor, reference, None, unfinished, everyone, masked).actor_steps[0]
+    assert step.loss == step.grad_norm == 0.0
 
 
 @pytest.mark.parametrize(("mixing", "own", "text"), [("add", 1, 2), ("convex", -1, 2), ("deepspeed", 0.5, 1)])

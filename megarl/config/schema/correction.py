@@ -53,7 +53,7 @@ class Reject(Section):
 
 
 class SequenceMask(Section):
-    """Responses with a negative advantage that the actor has moved away from are not trained on."""
+    """Responses with a negative advantage that the actor has moved away from are left out of the policy loss."""
 
     delta: NotNegative = 1e-4
     """Largest mean of log p(engines) - log p(actor) over a response, nats."""
@@ -77,6 +77,6 @@ class Correction(Section):
     reject: tuple[Reject, ...] = Field(default=(), strict=False)
     """Bounds that a token or its response must all keep."""
     sequence_mask: SequenceMask | None = None
-    """Leave out responses that the actor has moved away from; null does not."""
+    """Leave responses that the actor has moved away from out of the policy loss; null does not."""
     m2po: M2PO | None = None
     """Leave out the tokens with the largest log-ratios; null does not."""
