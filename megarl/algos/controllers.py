@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 MAX_ERROR = 0.2
@@ -51,7 +52,7 @@ class AdaptiveKL:
     """Moves the coefficient in proportion to how far the divergence is from its target.
 
     coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon. Source: Ziegler et al., "Fine-tuning language
-    models from human preferences" (2019).
+    models from human preferences" (2019). A divergence that is not a number leaves it.
 
     Args:
         coef: at the start, reward or loss per nat.
@@ -70,6 +71,8 @@ class AdaptiveKL:
             kl: mean divergence of the step's responses, over all ranks, nats; of what the target is of.
             samples: of the step, over all ranks.
         """
+        if math.isnan(kl):
+            return
         error = min(max(kl / self._target - 1, -MAX_ERROR), MAX_ERROR)
         self.coef *= 1 + error * samples / self._horizon
 

@@ -44,7 +44,8 @@ class ValueScale:
 def updated(
     moments: ValueMoments, returns: Tensor, response_mask: Tensor, reduce: Reduce, *, beta: float = 0.99995
 ) -> ValueMoments:
-    """The moments after another batch, whose tokens count alike; a batch without a token changes nothing.
+    """The moments after another batch, whose tokens count alike; one without a token, or with a return that is not
+    finite, changes nothing.
 
     m <- beta * m + (1 - beta) * mean over the batch, of the returns, of their squares and of 1. Source: AReaL,
     exponential running moments; PopArt (van Hasselt et al., 2016).
@@ -59,7 +60,7 @@ def updated(
     own = returns[response_mask].double()
     sums = reduce(torch.stack([own.new_tensor(own.numel()), own.sum(), own.square().sum()]))
     number, total, squares = (float(x) for x in sums)
-    if number == 0:
+    if number == 0 or not math.isfinite(squares):
         return moments
 
     def moved(average: float, new: float) -> float:

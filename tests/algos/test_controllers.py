@@ -57,3 +57,11 @@ def test_t17_an_update_moves_the_coefficient_by_a_fifth_of_samples_over_horizon_
     assert controller.coef <= 0.3 * (1 + most) + 1e-12
     if controller.coef != 0.3:
         assert (controller.coef > 0.3) == (kl > target)
+
+
+def test_a_divergence_that_is_no_number_does_not_spoil_the_coefficient() -> None:
+    controller = AdaptiveKL(0.15, target=6.0, horizon=10000.0)
+    controller.update(float("nan"), 512)
+    assert controller.coef == 0.15
+    controller.update(float("inf"), 512)  # far beyond the target: the largest move
+    assert controller.coef == pytest.approx(0.15 * (1 + 0.2 * 512 / 10000))

@@ -121,6 +121,8 @@ def test_moments_move_by_their_decay_and_are_those_of_all_ranks() -> None:
     for own in on_ranks(course, [(slice(0, 1),), (slice(1, 4),), (slice(0, 0),)]):
         assert vars(own) == pytest.approx(vars(whole))
     assert updated(whole, batches[0], torch.zeros_like(MASK), local) == whole
+    for spoilt in (math.nan, math.inf):  # the return of a token
+        assert updated(whole, torch.where(MASK.cumsum(-1) == 1, spoilt, batches[0]), MASK, local) == whole
 
 
 def test_values_come_back_from_the_critics_units() -> None:
