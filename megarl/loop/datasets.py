@@ -69,12 +69,19 @@ class DataReader:
         vocab_size: ids must lie below it.
         chat_template: text prompts are what a user says in a chat.
         drop: faults of rows that are left out; rows with others are errors.
+        rules: the fields that say which these are.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, vocab_size: int, *, chat_template: bool, drop: Collection[Fault]
+        self,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        *,
+        chat_template: bool,
+        drop: Collection[Fault],
+        rules: Sequence[str],
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self._rules = tokenizer, ", ".join(rules)
         self._drop, self._left_out = frozenset(drop), list[tuple[str, LeftOut]]()
         self.problems: list[Problem] = []
         self._options: dict[str, Any] = {"vocab_size": vocab_size, "chat_template": chat_template, "drop": drop}
@@ -121,7 +128,7 @@ class DataReader:
         try:
             rows = load(source, self.tokenizer, max_tokens=max_tokens, **{**self._options, **own})
         except (OSError, ValueError) as error:
-            fix = "correct the path or the rows (docs/data.md); of rows without use, see data.too_long, empty and equal"
+            fix = f"correct the path or the rows (docs/data.md); what becomes of rows without use: {self._rules}"
             self.problems.append(Problem(field=field, value=source.path, rule=str(error), fix=fix))
             return []
         self._left_out += [(field, row) for row in rows.left_out]

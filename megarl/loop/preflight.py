@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 from megarl.config import (
     ConfigError,
@@ -16,7 +17,7 @@ from megarl.config import (
     SFTConfig,
 )
 from megarl.config.problems import shown
-from megarl.config.schema import HeldOut, PairData, PromptData, TextData
+from megarl.config.schema import Fault, HeldOut, PairData, PromptData, TextData
 from megarl.data.tokenizer import Tokenizer, model_tokenizer
 from megarl.loop.datasets import (
     DataReader,
@@ -67,7 +68,7 @@ def _examine(config: RunConfig) -> tuple[Sets | None, list[Problem]]:
     if vocab is not None:
         sets, of_data = _data(config, vocab)
         found += of_data
-    if isinstance(config, PPOConfig):
+    if isinstance(config, PPOConfig | RAFTConfig):
         found += _replay(config)
     found += check_own_functions(config)
     if config.tracking.wandb_project is not None and not has_wandb():
@@ -86,8 +87,9 @@ def _data(config: RunConfig, vocab: int) -> tuple[Sets | None, list[Problem]]:
         fix = "name the tokenizer of the model with model.tokenizer"
         field, value = "model.tokenizer", shown(config.model.tokenizer or config.model.path)
         return None, [Problem(field=field, value=value, rule=str(error), fix=fix)]
-    _, rows = _rows(config)
-    reader = DataReader(tokenizer, vocab, chat_template=rows.chat_template, drop=rows.drop)
+    section, rows = _rows(config)
+    rules = [f"{section}.{fault}" for fault in get_args(Fault) if fault in type(rows).model_fields]
+    reader = DataReader(tokenizer, vocab, chat_template=rows.chat_template, drop=rows.drop, rules=rules)
     ends = list(_ends(config, tokenizer))
     if isinstance(config, PPOConfig | RAFTConfig | EvalConfig):
         read_by_itself = isinstance(config, EvalConfig)
@@ -145,7 +147,7 @@ def _functions(config: PPOConfig | RAFTConfig | EvalConfig, sets: PromptSets) ->
         yield from wrong or check_fields(functions, prompts, where=where)
 
 
-def _replay(config: PPOConfig) -> Iterator[Problem]:
+def _replay(config: PPOConfig | RAFTConfig) -> Iterator[Problem]:
     replay = config.rollout.replay
     if replay is not None and not list(Path(replay).glob("*.npz")):
         fix = "name a directory that rollout.record wrote"

@@ -156,7 +156,22 @@ def test_a_broken_file_of_prompts_is_refused_with_its_line(tmp_path: Path) -> No
 def test_prompts_that_leave_no_room_are_refused(tmp_path: Path) -> None:
     text = refusal(*prompts(tmp_path, *[2] * 8, 33))
     assert "line 9: 33 tokens are too many: at most 32 fit" in text
-    assert "data.too_long" in text
+    assert text.endswith("what becomes of rows without use: data.too_long")
+
+
+@pytest.mark.parametrize(
+    ("stage", "field", "rules"),
+    [
+        ("sft", "data.train", "data.too_long, data.empty"),
+        ("reward_model", "data.train", "data.too_long, data.empty, data.equal"),
+        ("eval", "evaluation.prompts", "evaluation.too_long"),
+    ],
+)
+def test_broken_rows_are_told_with_the_rules_that_the_stage_has(
+    tmp_path: Path, stage: str, field: str, rules: str
+) -> None:
+    source = jsonl(tmp_path, [{"prompt_ids": [1] * 99, "response_ids": [2], "chosen_ids": [2], "rejected_ids": [3]}])
+    assert refusal(f"{field}={source.path}", stage=stage).endswith(f"rows without use: {rules}")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +203,7 @@ def test_preferences_are_read_as_their_loss_needs_them(tmp_path: Path) -> None:
     assert sets.left_out.metrics() == {"data/dropped_empty": 0, "data/dropped_equal": 1}
     text = refusal(*overrides, "data.equal=refuse", stage="reward_model")
     assert "line 3: the better response is the same as another" in text
-    assert "data.too_long, empty and equal" in text
+    assert "data.too_long, data.empty, data.equal" in text
     four = jsonl(tmp_path, [{**row, "candidates_ids": [[2], [3], [4], [5]]}], "four.jsonl")
     text = refusal(*overrides, f"data.evaluation={{path: {four.path}}}", stage="reward_model")
     assert "rule: has 3 candidates a row, as data.train (4 are there)" in text
@@ -197,8 +212,9 @@ def test_preferences_are_read_as_their_loss_needs_them(tmp_path: Path) -> None:
     assert "pairs.jsonl, line 1 (and 31 more): margin is None" in text
 
 
-def test_there_is_something_to_replay(tmp_path: Path) -> None:
-    assert "holds recorded rollouts" in refusal(f"rollout.replay={tmp_path}")
+@pytest.mark.parametrize("stage", ["ppo", "raft"])
+def test_there_is_something_to_replay(tmp_path: Path, stage: str) -> None:
+    assert "holds recorded rollouts" in refusal(f"rollout.replay={tmp_path}", stage=stage)
 
 
 def test_a_step_needs_its_prompts(tmp_path: Path) -> None:
