@@ -103,10 +103,29 @@ def test_plan_prints_placement_and_batches() -> None:
         ("sft", ["16 sequences of up to 64 tokens", "actor: 0.001 in 4 optimizer steps, rising over the first 25%"]),
         (
             "reward_model",
-            ["8 pairs", "32 answers to prompts of", "reward: 0.001 in 4 optimizer steps, cosine to 0.0001"],
+            [
+                "8 pairs",
+                "pairwise (kind logsigmoid, centering 0.01)",
+                "32 answers to prompts of",
+                "reward: 0.001 in 4 optimizer steps, cosine to 0.0001",
+            ],
         ),
-        ("raft", ["6 prompts x 4 = 24 samples", "selection     local", "2 epochs x 2 mini-batches = 4 optimizer"]),
-        ("eval", ["prompts.jsonl, 4 sampled for each", "seed 1, into runs/debug-eval"]),
+        (
+            "raft",
+            [
+                "6 prompts x 4 = 24 samples",
+                "selection     local, of responses that ended",
+                "2 epochs x 2 mini-batches = 4 optimizer",
+            ],
+        ),
+        (
+            "eval",
+            [
+                "prompts.jsonl, 4 sampled for each",
+                "soft_overlong; pass@k for k in [1, 4]",
+                "seed 1, into runs/debug-eval",
+            ],
+        ),
     ],
 )
 def test_plan_reads_every_stage(stage: str, said: list[str]) -> None:
@@ -126,17 +145,24 @@ def test_plan_says_every_part_of_an_algorithm() -> None:
         "critic.warmup_steps=1",
         "actor.ema={}",
         "rollout.sync_every=2",
+        "algo.scores={clip: 3, truncate_at: {token: 5, after: 3}, missing_end: mask, placement: every_valid}",
+        "ptx={data: configs/debug/data/demonstrations.jsonl, max_tokens: 64, sequences_per_mini_batch: 2, coef: 27.8}",
     ]
     result = CliRunner().invoke(app, ["plan", str(DEBUG), *overrides], env={"COLUMNS": "120"})
     assert result.exit_code == 0, result.stderr
     said = {line[:13].strip(): line[14:] for line in result.stdout.splitlines()}
     assert said["filter"] == "nonzero_std (tol 0), of up to 10 rounds of prompts"
     assert said["advantages"].startswith("gae (gamma 1, lam 0.95), normalised by whiten (ddof 0,")
-    assert said["policy loss"] == "ppo (clip 0.2, clip_high 0.28), as token_mean"
+    assert said["policy loss"] == "ppo (clip 0.2, clip_high 0.28), as token_mean, entropy bonus 0.01"
     assert said["value loss"] == "mse (clip 0.2, scale 0.5), alone in 1 step at first"
     assert said["corrections"] == "token_mask (upper 5), token_k2 up to 1, m2po (threshold 0.04)"
     assert said["early stop"].startswith("after an epoch that moves the policy by more than 0.2 nats")
     assert said["penalty"].endswith("adapted to 6 nats; the reference moves by 0.6 to the actor every 2 steps")
+    assert said["scores"] == (
+        "1 x a random reward model, of responses up to token 5 from place 3 on, clipped to [-3, 3], "
+        "mask without an end, on every token"
+    )
+    assert said["texts"] == "2 rows of configs/debug/data/demonstrations.jsonl in each of these, add 27.8"
     assert said["average"] == "of the actor, decay 0.992"
     assert said["weights"] == "into the engines every 2 steps"
 

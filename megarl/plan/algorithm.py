@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.config import PPOConfig, RAFTConfig
-from megarl.config.schema import Algo, Choice
+from megarl.config.schema import Algo, Choice, Scores
 
 
 def algorithm_lines(config: PPOConfig) -> Iterator[tuple[str, str]]:
     """The parts of an algorithm, as pairs of a key and a text; those that are off are left out."""
     algo, samples = config.algo, config.data.prompts_per_step * config.data.samples_per_prompt
     if algo.filter is not None:
-        yield "filter", f"{_named(algo.filter)}, of up to {_counted(algo.filter_rounds, 'round')} of prompts"
-    normaliser = "" if algo.normaliser is None else f", normalised by {_named(algo.normaliser)}"
-    yield "advantages", f"{_named(algo.advantage)}{normaliser}"
+        yield "filter", f"{named(algo.filter)}, of up to {_counted(algo.filter_rounds, 'round')} of prompts"
+    normaliser = "" if algo.normaliser is None else f", normalised by {named(algo.normaliser)}"
+    yield "advantages", f"{named(algo.advantage)}{normaliser}"
     yield "penalty", _penalty(algo)
-    yield "policy loss", f"{_named(algo.policy_loss)}, as {_named(algo.aggregation)}"
+    entropy = f", entropy bonus {algo.entropy_coef:g}" if algo.entropy_coef else ""
+    yield "policy loss", f"{named(algo.policy_loss)}, as {named(algo.aggregation)}{entropy}"
     if config.critic is not None:
         steps = config.critic.warmup_steps
         alone = f", alone in {_counted(steps, 'step')} at first" if steps else ""
-        yield "value loss", f"{_named(algo.value_loss)}{alone}"
+        yield "value loss", f"{named(algo.value_loss)}{alone}"
     corrections = ", ".join(_corrections(algo))
     if corrections:
         yield "corrections", corrections
@@ -34,15 +35,41 @@ def algorithm_lines(config: PPOConfig) -> Iterator[tuple[str, str]]:
         yield "early stop", f"after an epoch that moves the policy by more than {most:g} nats per token"
     if config.ptx is not None:
         ptx = config.ptx
-        yield "texts", f"{ptx.sequences_per_mini_batch} rows of {ptx.data.path} a step, {ptx.mode} {ptx.coef:g}"
+        yield (
+            "texts",
+            f"{ptx.sequences_per_mini_batch} rows of {ptx.data.path} in each of these, {ptx.mode} {ptx.coef:g}",
+        )
 
 
 def selection_lines(config: RAFTConfig) -> Iterator[tuple[str, str]]:
     """Which samples of a step are learnt."""
     raft = config.raft
-    yield "selection", _named(raft.strategy)
+    only = ["that ended"] if raft.discard_unfinished else []
+    if raft.min_score is not None:
+        only.append(f"of a score from {raft.min_score:g} on")
+    yield "selection", named(raft.strategy) + (f", of responses {' and '.join(only)}" if only else "")
     steps = raft.epochs * raft.mini_batches
     yield "update", f"{_counted(raft.epochs, 'epoch')} x {raft.mini_batches} mini-batches = {steps} optimizer steps"
+
+
+def shaping(scores: Scores) -> Iterator[str]:
+    """What becomes of a score before the algorithm sees it."""
+    if scores.truncate_at is not None:
+        yield f"of responses up to token {scores.truncate_at.token} from place {scores.truncate_at.after} on"
+    if scores.clip is not None:
+        yield f"clipped to [{scores.clip[0]:g}, {scores.clip[1]:g}]"
+    if scores.missing_end is not None:
+        yield f"{named(scores.missing_end)} without an end"
+    if scores.placement != "last_valid":
+        yield "on every token"
+
+
+def named(choice: Choice) -> str:
+    """A choice with its options, but for those that are null or false."""
+    given = {key: value for key, value in choice.options.items() if value is not None and value is not False}
+    options = [f"{key} {_shown(value)}" for key, value in given.items()]
+    name = dict(choice)["name"]
+    return f"{name} ({', '.join(options)})" if options else str(name)
 
 
 def _penalty(algo: Algo) -> str:
@@ -53,7 +80,7 @@ def _penalty(algo: Algo) -> str:
     sync, follows = kl.reference_sync, ""
     if sync is not None:
         follows = f"; the reference moves by {sync.weight:g} to the actor every {_counted(sync.every, 'step')}"
-    return f"KL by {_named(kl.estimator)} in the {kl.placement}, coefficient {kl.coef:g}{target}{follows}"
+    return f"KL by {named(kl.estimator)} in the {kl.placement}, coefficient {kl.coef:g}{target}{follows}"
 
 
 def _corrections(algo: Algo) -> Iterator[str]:
@@ -61,20 +88,12 @@ def _corrections(algo: Algo) -> Iterator[str]:
     if correction.old_logprobs != "recompute":
         yield f"old log-probabilities {correction.old_logprobs}"
     if correction.weights is not None:
-        yield _named(correction.weights)
+        yield named(correction.weights)
     yield from (f"{reject.statistic} up to {reject.upper:g}" for reject in correction.reject)
     if correction.sequence_mask is not None:
         yield f"sequence mask (delta {correction.sequence_mask.delta:g})"
     if correction.m2po is not None:
         yield f"m2po (threshold {correction.m2po.threshold:g})"
-
-
-def _named(choice: Choice) -> str:
-    """A choice with its options, but for those that are null or false."""
-    given = {key: value for key, value in choice.options.items() if value is not None and value is not False}
-    options = [f"{key} {_shown(value)}" for key, value in given.items()]
-    name = dict(choice)["name"]
-    return f"{name} ({', '.join(options)})" if options else str(name)
 
 
 def _shown(value: object) -> str:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RewardModelConfig, RunConfig, SFTConfig, TrainingConfig
 from megarl.config.schema import Optimizer, Rollout
-from megarl.plan.algorithm import algorithm_lines, selection_lines
+from megarl.plan.algorithm import algorithm_lines, named, selection_lines, shaping
 
 _KEY_WIDTH = 14
 _PREFERENCES = {"best_of_n": "prompts with candidates"}
@@ -67,7 +67,9 @@ def _rollouts(config: PPOConfig | RAFTConfig) -> Iterator[tuple[str, str]]:
     yield "prompts", data.prompts.path if data.prompts is not None else f"{made and made.count} random ones"
     yield "step", f"{data.prompts_per_step} prompts x {data.samples_per_prompt} = {samples} samples"
     yield "lengths", _lengths(config.rollout)
-    yield "scores", " + ".join(_scores(config)) + (", shuffled" if config.reward.shuffle else "")
+    shaped = shaping(config.algo.scores if isinstance(config, PPOConfig) else config.scores)
+    shuffled = ["shuffled"] if config.reward.shuffle else []
+    yield "scores", ", ".join([" + ".join(_scores(config)), *shaped, *shuffled])
     yield from algorithm_lines(config) if isinstance(config, PPOConfig) else selection_lines(config)
     if config.rollout.sync_every > 1:
         yield "weights", f"into the engines every {config.rollout.sync_every} steps"
@@ -83,6 +85,9 @@ def _evaluation(config: EvalConfig) -> Iterator[tuple[str, str]]:
     how = "the likeliest" if evaluation.greedy else f"{evaluation.samples_per_prompt} sampled"
     yield "prompts", f"{evaluation.prompts.path}, {how} for each"
     yield "lengths", _lengths(config.rollout)
+    model = [config.reward.path or "a random reward model"] if config.has_role("reward") else []
+    passes = f"; pass@k for k in {list(evaluation.pass_at)}" if evaluation.pass_at else ""
+    yield "scores", ", ".join([*model, *(function.name for function in evaluation.functions)]) + passes
 
 
 def _supervised(config: SFTConfig | RewardModelConfig) -> Iterator[tuple[str, str]]:
@@ -94,7 +99,7 @@ def _supervised(config: SFTConfig | RewardModelConfig) -> Iterator[tuple[str, st
     else:
         rows = f"{config.data.pairs_per_step} {_PREFERENCES.get(config.reward.loss.name, 'pairs')}"
         yield "step", f"{rows}, each response with its prompt up to {data.max_tokens} tokens"
-        yield "loss", config.reward.loss.name
+        yield "loss", named(config.reward.loss)
     if data.evaluation is not None:
         yield "evaluation", f"{data.evaluation.path}, {_when(data.evaluate_every)}"
     if isinstance(config, RewardModelConfig) and config.normalisation is not None and config.rollout is not None:
@@ -110,7 +115,8 @@ def _lengths(rollout: Rollout) -> str:
 def _scores(config: PPOConfig | RAFTConfig) -> Iterator[str]:
     reward = config.reward
     if config.has_role("reward"):
-        yield f"{reward.weight:g} x {reward.path or 'a random reward model'}"
+        dense = f" after every token ({reward.dense})" if reward.dense else ""
+        yield f"{reward.weight:g} x {reward.path or 'a random reward model'}{dense}"
     for function in reward.functions:
         yield f"{function.weight:g} x {function.name}"
 
