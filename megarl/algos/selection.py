@@ -61,14 +61,15 @@ def nonzero_std(scores: Tensor, *, tol: float = 0.0) -> bool:
 def open_range(scores: Tensor, *, low: float = 0.0, high: float = 1.0) -> bool:
     """Whether a prompt is neither too hard nor too easy.
 
-    low < mean < high. Source: OpenRLHF's dynamic filtering.
+    low < mean < high, in the precision of the scores. Source: OpenRLHF's dynamic filtering.
 
     Args:
         scores: [n], of the samples of one prompt.
         low: mean that is too low.
         high: mean that is too high.
     """
-    return low < float(scores.double().mean()) < high
+    bounds, mean = scores.new_tensor([low, high]), scores.double().mean().to(scores.dtype)
+    return bool(bounds[0] < mean) and bool(mean < bounds[1])
 
 
 def _first_best(scores: Tensor, members: Tensor) -> int:

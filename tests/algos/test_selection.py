@@ -59,3 +59,9 @@ def test_the_bounds_of_a_range_are_outside() -> None:
     assert {mean: open_range(torch.tensor([mean, mean])) for mean in means} == means
     assert not open_range(torch.tensor([0.25, 0.75]), low=0.5)
     assert open_range(torch.tensor([0.25, 1.0]), low=0.5, high=0.75)
+
+
+def test_a_bound_is_what_the_scores_can_be() -> None:
+    """0.2 in float32 is a little more than in float64."""
+    assert not open_range(torch.full((3,), 0.2), low=0.2)
+    assert not open_range(torch.full((3,), 0.7), high=0.7)
