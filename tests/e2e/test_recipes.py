@@ -29,9 +29,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         run(name, CASES[name], directory)
         return directory
 
-    chosen = [item.callspec.params["name"] for item in request.session.items if hasattr(item, "callspec")]
+    tests = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     with ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(finished, name) for name in chosen if name in CASES}
+        yield {name: pool.submit(finished, name) for name in (test.callspec.params["name"] for test in tests)}
         pool.shutdown(cancel_futures=True)
 
 
