@@ -29,9 +29,10 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         run(name, CASES[name], directory)
         return directory
 
-    tests = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    here = [item for item in request.session.items if item.path == request.path]
+    chosen = [item.callspec.params["name"] for item in here if hasattr(item, "callspec")]
     with ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(finished, name) for name in (test.callspec.params["name"] for test in tests)}
+        yield {name: pool.submit(finished, name) for name in chosen}
         pool.shutdown(cancel_futures=True)
 
 
