@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import load
+from megarl.config import PPOConfig, load
+from megarl.rewards import check_functions
 from megarl.weights.specs import FAMILIES
 from tests.config.debug import REPOSITORY, debug
 
@@ -40,6 +41,18 @@ def test_the_configuration_of_the_readme_is_whole(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(model), encoding="utf-8")
     (tmp_path / "prompts.jsonl").touch()
     load(path, [f"model.path={tmp_path}", f"data.prompts={tmp_path}/prompts.jsonl"])
+
+
+def test_the_example_of_the_recipes_can_be_run(tmp_path: Path) -> None:
+    text = (REPOSITORY / "docs" / "recipes.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^    defaults: .*\n(?:    .*\n)+", text, flags=re.MULTILINE)
+    path = tmp_path / "mine.yaml"
+    path.write_text(textwrap.dedent(block).replace("[configs", f"[{REPOSITORY}/configs"), encoding="utf-8")
+    model = {**debug().model.hf_config(), "max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(model), encoding="utf-8")
+    config = load(path, [f"model.path={tmp_path}"])
+    assert isinstance(config, PPOConfig)
+    assert not check_functions(config.reward.functions)
 
 
 @pytest.mark.parametrize(("stage", "section"), [("reward_model", "reward"), ("raft", "raft")])
