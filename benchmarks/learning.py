@@ -268,9 +268,10 @@ Every algorithm trains the model of the [demo](../README.md): sort letters, `up 
 one fine-tuned model, which is right in about a third of its answers, and learn from the scores of one reward model.
 The true score is the part of 1,024 held-out prompts that a checker finds answered exactly, sampled at temperature 1; no
 algorithm sees it. The settings are in [configs/learning](../configs/learning): the recipes of
-[configs/recipes](../configs/recipes), with the rates and sizes of this small task.
+[configs/recipes](../configs/recipes), and of PPO the defaults, with the rates and sizes of this small task. RAFT
+selects the best answer to each prompt, and answers four times as many a step.
 
-![true score on held-out prompts, by samples](learning.svg)
+![true score on held-out prompts, by step](learning.svg)
 
 Start and end are means over the seeds; a single true score has a 95% interval of about ±0.03. An algorithm learns where
 every seed gains, and where the mean gain is beyond the spread of the seeds' ends and the width of that interval. KL is
