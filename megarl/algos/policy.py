@@ -59,11 +59,7 @@ def ppo(
         ratio = ratio.clamp(*ratio_clamp)
     unclipped = -advantages * (ratio if delta is None else ratio.clamp(max=delta))
     clipped = -advantages * ratio.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high))
-    values, is_bounded = torch.maximum(unclipped, clipped), torch.zeros_like(clipped, dtype=torch.bool)
-    if dual_clip is not None:
-        bound = -advantages * dual_clip
-        is_bounded = (advantages < 0) & (values > bound)
-        values = torch.where(is_bounded, bound, values)
+    values, is_bounded = _bounded(torch.maximum(unclipped, clipped), advantages, dual_clip)
     return _terms(values, difference, clipped > unclipped, log_clamp=log_clamp, is_bounded=is_bounded)
 
 
@@ -75,17 +71,20 @@ def gspo(
     *,
     clip: float = 3e-4,
     clip_high: float | None = 4e-4,
+    dual_clip: float | None = None,
     log_clamp: float = MAX_LOG_RATIO,
 ) -> LossTerms:
     """PPO's clipped objective with one ratio per sequence, the geometric mean of its tokens' ratios.
 
     l = max(-A * s, -A * clamp(s, 1 - clip, 1 + clip_high)) with s = exp(mean(new - old)) over the counting tokens of
-    the response. Its aggregation is sequence_mean. Source: Zheng et al., "Group sequence policy optimization" (2025).
+    the response. With ``dual_clip`` c, l is at most -A * c where A < 0. Its aggregation is sequence_mean. Source: Zheng
+    et al., "Group sequence policy optimization" (2025); with a dual clip as in OpenRLHF and AReaL.
 
     Args:
         new_logprobs, old_logprobs, advantages, response_mask: see the module.
         clip: how far s may fall below 1.
         clip_high: how far s may rise above 1; None: as far as it may fall.
+        dual_clip: see ppo.
         log_clamp: most |log s|, nats.
 
     Returns:
@@ -95,8 +94,15 @@ def gspo(
     ratio = row_mean(difference, response_mask).clamp(-log_clamp, log_clamp).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high))
-    values = torch.maximum(unclipped, clipped)
-    return _terms(values, difference, clipped > unclipped, log_clamp=log_clamp, sequence_ratio=ratio)
+    values, is_bounded = _bounded(torch.maximum(unclipped, clipped), advantages, dual_clip)
+    return _terms(
+        values,
+        difference,
+        clipped > unclipped,
+        log_clamp=log_clamp,
+        is_bounded=is_bounded,
+        sequence_ratio=ratio,
+    )
 
 
 def cispo(
@@ -241,6 +247,15 @@ def row_mean(values: Tensor, response_mask: Tensor) -> Tensor:
 def _counted(difference: Tensor, advantages: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Both with 0 off the mask: what stands there, even what is not a number, has no gradient either."""
     return on_mask(difference, response_mask), on_mask(advantages, response_mask)
+
+
+def _bounded(values: Tensor, advantages: Tensor, dual_clip: float | None) -> tuple[Tensor, Tensor]:
+    """The values under the bound of a dual clip, and where it decides."""
+    if dual_clip is None:
+        return values, torch.zeros_like(values, dtype=torch.bool)
+    bound = -advantages * dual_clip
+    is_bounded = (advantages < 0) & (values > bound)
+    return torch.where(is_bounded, bound, values), is_bounded
 
 
 def _truncated_reinforce(

@@ -23,6 +23,7 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     "ppo delta": partial(policy.ppo, delta=1.5),
     "ppo ratio clamp": partial(policy.ppo, ratio_clamp=(0.5, 1.6)),
     "gspo": partial(policy.gspo, clip=0.1, clip_high=0.15),
+    "gspo dual clip": partial(policy.gspo, clip=0.1, clip_high=0.15, dual_clip=1.2),
     "cispo": partial(policy.cispo, clip=0.2, clip_high=0.3),
     "cispo upper": partial(policy.cispo_upper, max_ratio=1.3),
     "sapo": policy.sapo,

@@ -39,6 +39,7 @@ SAME_POLICY: list[tuple[Callable[..., LossTerms], Callable[..., naive_policy.Los
     (policy.ppo, naive_policy.ppo, {"clip": 0.1, "clip_high": 0.28, "dual_clip": 1.4}),
     (policy.ppo, naive_policy.ppo, {"ratio_clamp": (0.7, 1.1)}),
     (policy.gspo, naive_policy.gspo, {"clip": 0.05, "clip_high": 0.1}),
+    (policy.gspo, naive_policy.gspo, {"clip": 0.05, "clip_high": 0.1, "dual_clip": 1.1}),
     (policy.cispo, naive_policy.cispo, {"clip": 0.2, "clip_high": 0.3}),
     (policy.sapo, naive_policy.sapo, {"tau_pos": 0.9, "tau_neg": 1.2}),
     (policy.gmpo, naive_policy.gmpo, {"clip": 0.2, "clip_high": 0.3}),

@@ -29,10 +29,18 @@ def ppo(
     return _clipped(ratio, advantages, clip, clip_high, dual_clip)
 
 
-def gspo(new: Tensor, old: Tensor, advantages: Tensor, *, clip: float = 3e-4, clip_high: float = 4e-4) -> Loss:
+def gspo(
+    new: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    *,
+    clip: float = 3e-4,
+    clip_high: float = 4e-4,
+    dual_clip: float | None = None,
+) -> Loss:
     """PPO's loss with the geometric mean of the ratios of the whole response in place of each."""
     ratio = torch.exp((new - old).mean()).expand(len(new))
-    return _clipped(ratio, advantages, clip, clip_high, None)
+    return _clipped(ratio, advantages, clip, clip_high, dual_clip)
 
 
 def cispo(

@@ -34,6 +34,8 @@ class GSPO(Choice):
     """How far below 1 the response's ratio earns."""
     clip_high: Positive | None = 4e-4
     """How far above 1; null is as far as below."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Where the advantage is negative: the loss is at most this many times its size; null does not limit it."""
 
 
 class CISPO(Choice):

@@ -39,7 +39,7 @@ OPTIONS = {
         "delta": "delta",
         "ratio_clamp": "ratio_clamp",
     },
-    "gspo": {"eps_low": "clip", "eps_high": "clip_high"},
+    "gspo": {"eps_low": "clip", "eps_high": "clip_high", "dual_clip": "dual_clip"},
     "cispo": {"eps_low": "clip", "eps_high": "clip_high"},
     "cispo_upper": {"eps_high": "max_ratio"},
     "sapo": {"tau_pos": "tau_pos", "tau_neg": "tau_neg"},
