@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -53,21 +55,25 @@ class FunctionProcess:
         Raises:
             RunError: a function cannot be loaded.
         """
-        self._running()
+        self._running(math.inf)
 
-    def call(self, function: int, answer: Answer, time_limit: float) -> float:
+    def call(self, function: int, answer: Answer, time_limit: float, deadline: float = math.inf) -> float:
         """The score of an answer.
 
         Args:
             function: its number.
             time_limit: seconds, from when the function begins.
+            deadline: by ``time.monotonic``, of the call and of the start of a new child, where it needs one.
 
         Raises:
             CallError: the function failed, took too long, ended its process, or returned something else than one
-                finite number.
-            RunError: see ``start``.
+                finite number; or a new child could not load the functions.
         """
-        connection = self._running().connection
+        try:
+            connection = self._running(deadline).connection
+        except RunError as error:
+            raise CallError(str(error)) from None
+        time_limit = min(time_limit, max(deadline - time.monotonic(), 0.0))
         try:
             connection.send((function, answer))
             answered = connection.poll(time_limit)
@@ -99,22 +105,23 @@ class FunctionProcess:
             return "nothing: the kernel holds it up"
         return f"exit status {status}" if status >= 0 else signal.Signals(-status).name
 
-    def _running(self) -> _Child:
+    def _running(self, deadline: float) -> _Child:
         if self._child is not None and self._child.connection.poll():  # nothing is expected: it has hung up
             self.close()
         if self._child is None:
             self._child = _launched()
-            problem = self._loaded(self._child.connection)
+            problem = self._loaded(self._child.connection, deadline)
             if problem:
                 self.close()
                 raise RunError(f"reward functions: the process that is to run them cannot begin: {problem}")
         return self._child
 
-    def _loaded(self, connection: Connection[Any, Any]) -> str:
+    def _loaded(self, connection: Connection[Any, Any], deadline: float) -> str:
         """Sends the functions; what is wrong with them."""
+        patience = None if math.isinf(deadline) else max(deadline - time.monotonic(), 0.0)
         try:
             connection.send(self._functions)
-            return connection.recv()
+            return connection.recv() if connection.poll(patience) else "no time was left to load them"
         except (EOFError, OSError):
             return self.close()
 

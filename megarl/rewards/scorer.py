@@ -96,10 +96,10 @@ class RuleScorer:
     def _called(self, function: int, answer: Answer, deadline: float) -> float | Unscored:
         """A function's score of an answer, after as many calls as it may have."""
         reason, calls = "no time was left of cluster.time_limits.scoring", 0
-        while calls <= self._retries and (left := deadline - time.monotonic()) > 0:
+        while calls <= self._retries and time.monotonic() < deadline:
             calls += 1
             try:
-                return self._process.call(function, answer, min(self._time_limit, left))
+                return self._process.call(function, answer, self._time_limit, deadline)
             except CallError as error:
                 reason = str(error)
         return Unscored(prompt_id=answer.prompt_id, reason=reason, calls=calls)

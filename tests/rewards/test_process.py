@@ -113,6 +113,44 @@ def test_functions_that_cannot_be_loaded_are_an_error_of_the_run() -> None:
         process.start()
 
 
+LOADS_ONCE = """
+import os, time
+from pathlib import Path
+
+if Path("loaded").exists():
+    {again}
+Path("loaded").touch()
+
+
+def ends(answer):
+    os._exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("again", "told"),
+    [
+        (
+            "raise OSError('the port is in use')",
+            r"cannot begin: a module that can be imported:(.|\n)*the port is in use",
+        ),
+        ("os._exit(7)", "cannot begin: exit status 7"),
+        ("time.sleep(600)", "cannot begin: no time was left to load them"),
+    ],
+)
+def test_functions_that_cannot_be_loaded_again_fail_in_their_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str, told: str
+) -> None:
+    (tmp_path / "loads_once.py").write_text(LOADS_ONCE.format(again=again))
+    monkeypatch.chdir(tmp_path)
+    process = FunctionProcess([RewardFunction(name="loads_once:ends")])
+    process.start()
+    for reason in ("its process ended by exit status 3", told):
+        with pytest.raises(CallError, match=reason):
+            process.call(0, answer(), 60.0, time.monotonic() + 3)
+    process.close()
+
+
 @pytest.mark.parametrize("value", [True, 2, np.float32(0.5), np.bool_(True), Fraction(1, 2), -3.0e38])
 def test_any_finite_number_is_a_score(value: Any) -> None:
     assert reply(functions.anything, answer(returns=value)) == float(value)
