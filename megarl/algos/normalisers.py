@@ -95,9 +95,10 @@ def levels(
     """(A - mean) / (deviation + eps), each over the step (batch), over each prompt's samples (group), or not (None).
 
     c = A - mean, with ``leave_one_out`` the mean of the other tokens; the deviation is sqrt(sum(c^2) / (n - 1)), with
-    n in place of n - 1 unless ``unbiased``: around what was subtracted, be it another level's mean. Without a level for
-    the mean c is A, and without one for the deviation c is the result. Source: AReaL, NormConfig; its presets are
-    batch and batch (PPO), group and batch (LitePPO), group and none (Dr. GRPO; with leave_one_out RLOO).
+    n in place of n - 1 unless ``unbiased``: around what was subtracted, be it another level's mean. A token alone has no
+    others, whose mean is then 0, and no unbiased deviation, which is then 1. Without a level for the mean c is A, and
+    without one for the deviation c is the result. Source: AReaL, NormConfig; its presets are batch and batch (PPO),
+    group and batch (LitePPO), group and none (Dr. GRPO; with leave_one_out RLOO).
     """
     together = Groups(index=torch.zeros_like(groups.index), count=1)
     of_level = {"batch": together, "group": groups}
@@ -109,6 +110,8 @@ def levels(
         moments = grouped_moments(centred.square(), response_mask, of_level[std], reduce)
         total = moments.mean * moments.count
         deviation = (total / (moments.count - int(unbiased)).clamp(min=1)).sqrt()
+        if unbiased:
+            deviation = torch.where(moments.count > 1, deviation, torch.ones_like(deviation))
         centred = centred / (deviation[of_level[std].index, None] + eps)
     return centred.to(advantages.dtype)
 

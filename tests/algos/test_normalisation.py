@@ -115,7 +115,8 @@ def test_levels_are_those_of_a_loop_over_tokens(
 
     def scale(row: int) -> float:
         squares = [x**2 for i, r in enumerate(centred) if std == "batch" or groups[i] == groups[row] for x in r]
-        return math.sqrt(sum(squares) / max(len(squares) - unbiased, 1)) + 1e-5
+        alone = unbiased and len(squares) == 1
+        return (1.0 if alone else math.sqrt(sum(squares) / max(len(squares) - unbiased, 1))) + 1e-5
 
     expected = [[x / (1.0 if std is None else scale(i)) for x in row] for i, row in enumerate(centred)]
 
@@ -123,6 +124,17 @@ def test_levels_are_those_of_a_loop_over_tokens(
         return levels(values, mask, groups, reduce, mean=mean, std=std, leave_one_out=loo, unbiased=unbiased)
 
     batch.check(on_ranks(ours, batch.shards), expected)
+
+
+def test_a_token_alone_in_its_group_keeps_its_size() -> None:
+    """Without others it has no unbiased deviation to be divided by: its own size would make it +-1."""
+    values, mask = torch.tensor([[4.0, 0.0], [-2.0, 3.0]]).double(), torch.tensor([[1, 0], [1, 1]]).bool()
+    groups = Groups(index=torch.tensor([0, 1]), count=2)
+    own = levels(values, mask, groups, local, mean=None, std="group", eps=0.0)
+    assert own[0].tolist() == [4.0, 0.0]
+    assert own[1].tolist() == pytest.approx([-2.0 / math.sqrt(13.0), 3.0 / math.sqrt(13.0)])
+    others = levels(values, mask, groups, local, mean="group", std="group", leave_one_out=True, eps=0.0)
+    assert others[0].tolist() == [4.0, 0.0]
 
 
 @pytest.mark.parametrize("ddof", [0, 1])
