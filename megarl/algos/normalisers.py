@@ -95,9 +95,9 @@ def levels(
     """(A - mean) / (deviation + eps), each over the step (batch), over each prompt's samples (group), or not (None).
 
     c = A - mean, with ``leave_one_out`` the mean of the other tokens; the deviation is sqrt(sum(c^2) / (n - 1)), with
-    n in place of n - 1 unless ``unbiased``: around what was subtracted, be it another level's mean. A token alone has no
-    others, whose mean is then 0, and no unbiased deviation, which is then 1. Without a level for the mean c is A, and
-    without one for the deviation c is the result. Source: AReaL, NormConfig; its presets are batch and batch (PPO),
+    n in place of n - 1 unless ``unbiased``: around what was subtracted, be it another level's mean. A token alone has
+    no others, whose mean is then 0, and no unbiased deviation, which is then 1. Without a level for the mean c is A,
+    and without one for the deviation c is the result. Source: AReaL, NormConfig; its presets are batch and batch (PPO),
     group and batch (LitePPO), group and none (Dr. GRPO; with leave_one_out RLOO).
     """
     together = Groups(index=torch.zeros_like(groups.index), count=1)
