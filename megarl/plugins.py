@@ -70,7 +70,7 @@ def _imported(name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ValueError(f"a module that can be imported here ({error})") from error
-    except Exception as error:  # the user's own code
+    except (Exception, SystemExit) as error:  # the user's own code
         raise ValueError("a module that can be imported:\n" + "".join(traceback.format_exception(error))) from error
 
 

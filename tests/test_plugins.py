@@ -38,6 +38,13 @@ def test_what_is_none_is_told(name: str, rule: str) -> None:
         resolve(name)
 
 
+def test_a_module_that_ends_the_program_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "of_mine_that_ends.py").write_text("import sys\n\nsys.exit('no licence')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"that can be imported:(.|\n)*SystemExit: no licence"):
+        resolve("of_mine_that_ends:f")
+
+
 def test_the_working_directory_is_looked_through(tmp_path: Path) -> None:
     (tmp_path / "of_mine.py").write_text("def double(x):\n    return 2 * x\n")
     code = "from megarl.plugins import resolve; print(resolve('of_mine:double')(21))"
