@@ -63,8 +63,9 @@ class ScalarHead(torch.nn.Module):
         self.weight.is_embedding_or_output_parameter = True
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[T, H] -> [T] float32."""
-        return (hidden @ self.weight.T).squeeze(-1).float()
+        """[T, H] -> [T] float32, in which it is computed: in 16 bits scores that are near each other would be equal."""
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        return (hidden.to(wide) @ self.weight.to(wide).T).squeeze(-1).float()
 
 
 class PackedModel(GPTModel):
