@@ -18,6 +18,8 @@ from megarl.config.schema.choices import SHORTHAND
 INHERIT_KEY = "defaults"
 
 _MAPPING = "the file must hold keys and values"
+FREE = frozenset({"args", "columns", "config"})
+"""Keys whose values are mappings of the user's own: no choices, whatever they hold under ``name``."""
 _KEY_PATH = re.compile(r"[\w-]+(\.[\w-]+)*")
 
 
@@ -108,7 +110,7 @@ def _merge(below: DictConfig, above: DictConfig) -> DictConfig:
 def _make_room(below: DictConfig, above: DictConfig) -> None:
     """Removes what a mapping above replaces as a whole, and makes a text to which it adds keys a mapping."""
     for key in map(str, above):
-        if OmegaConf.is_interpolation(above, key) or OmegaConf.is_interpolation(below, key):
+        if key in FREE or OmegaConf.is_interpolation(above, key) or OmegaConf.is_interpolation(below, key):
             continue
         under, over = below.get(key), above.get(key)
         if not isinstance(over, DictConfig):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import pytest
 from pydantic import BaseModel
 
 from megarl.config import ConfigError, PPOConfig, Problem, load, save
+from megarl.config.files import FREE
 from megarl.config.schema import STAGES
 from megarl.config.schema.advantages import Advantage
 from megarl.config.schema.algo import Filter
@@ -21,7 +22,7 @@ from megarl.config.schema.losses import Aggregation, PolicyLoss, ValueLoss
 from megarl.config.schema.normalisation import Normaliser
 from megarl.config.schema.reward_model import RewardLoss
 from megarl.config.schema.scores import MissingEnd
-from megarl.config.schema.walk import choices, fields, section, sections
+from megarl.config.schema.walk import choices, fields, plain, section, sections
 from tests.config.debug import DEBUG, debug, refused
 
 
@@ -75,6 +76,23 @@ def test_another_name_starts_without_the_options_of_the_former_one(tmp_path: Pat
     assert over(tmp_path, below, overrides=("algo.policy_loss.name=cispo",)).algo.policy_loss.options["clip"] == 0.2
     same = over(tmp_path, below, "algo: {policy_loss: {name: ppo, clip: 0.1}}")
     assert (same.algo.policy_loss.options["clip"], same.algo.policy_loss.options["dual_clip"]) == (0.1, 3.0)
+
+
+def test_a_name_among_the_users_own_keys_is_no_choice(tmp_path: Path) -> None:
+    below = "algo: {policy_loss: {name: 'my.losses:f', args: {name: one, power: 3}}}"
+    loss = over(tmp_path, below, overrides=("algo.policy_loss.args.name=other",)).algo.policy_loss
+    assert loss.options == {"name": "other", "power": 3}
+
+
+def test_mappings_of_the_users_own_are_known_to_the_merging_of_files() -> None:
+    found: set[str] = set()
+    for schema in STAGES.values():
+        for _, below in [("", schema), *sections(schema)]:
+            for owner in choices(below).values() or (below,):
+                for key, info in fields(owner).items():
+                    if get_origin(plain(info.annotation)) is Mapping and section(info.annotation) is None:
+                        found.add(key)
+    assert found == FREE
 
 
 def test_a_source_by_its_path_takes_further_keys() -> None:
