@@ -46,7 +46,8 @@ class ReferenceSync(Section):
     every: Count
     """Steps between two updates of the reference."""
     weight: Annotated[float, Field(gt=0, le=1)] = 0.6
-    """Weight of the actor."""
+    """Weight of the actor. The reference is rounded to its dtype each time: in bfloat16, with less than 0.5, it stays
+    where it is while the actor is less than 1 / (2 * weight) units in the last place away."""
 
 
 class KL(Section):
