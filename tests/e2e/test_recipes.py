@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -29,7 +30,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         run(name, CASES[name], directory)
         return directory
 
-    here = [item for item in request.session.items if item.path == request.path]
+    here: list[Any] = [item for item in request.session.items if item.path == request.path]
     chosen = [item.callspec.params["name"] for item in here if hasattr(item, "callspec")]
     with ThreadPoolExecutor(2) as pool:
         yield {name: pool.submit(finished, name) for name in chosen}
