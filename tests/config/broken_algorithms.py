@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.config.rules import algorithm, corrections, data, penalty, scoring, training
+from megarl.config.rules import algorithm, corrections, data, generation, penalty, scoring, training
 from tests.config.debug import ACTOR, FUNCTIONS, GRPO, PTX, Cases, without
 
 REFERENCE = "groups.train.roles.reference"
@@ -29,9 +29,19 @@ ALGORITHMS: Cases = {
         ([*GRPO, f"{SAMPLES}=1", "algo.advantage=dr_grpo"], SAMPLES, "at least 2 with advantage dr_grpo"),
         ([*GRPO, f"{SAMPLES}=2", "algo.advantage=rloo_std"], SAMPLES, "at least 3 with advantage rloo_std"),
     ],
-    algorithm.compared_samples_differ: [
-        ([*GRPO, "rollout.top_k=1"], "rollout.top_k", "would all be the same"),
-        ([*GRPO, "algo.advantage=remax", "rollout.top_k=1"], "rollout.top_k", "would all be the same"),
+    algorithm.samples_differ_from_the_likeliest: [
+        ([*GRPO, "algo.advantage=remax", f"{SAMPLES}=1", "rollout.top_k=1"], "rollout.top_k", "the likeliest response"),
+    ],
+    generation.samples_differ: [
+        (["rollout.top_k=1"], SAMPLES, "would all be the same"),
+        (
+            ["rollout.top_k=1", EVALUATION, "evaluation.samples_per_prompt=2"],
+            "evaluation.samples_per_prompt",
+            "would all be the same",
+        ),
+    ],
+    penalty.references_follow_in_time: [
+        (["algo.kl.reference_sync.every=3"], "algo.kl.reference_sync.every", "below run.steps = 3")
     ],
     algorithm.decays_are_read: [
         (

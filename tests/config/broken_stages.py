@@ -68,6 +68,7 @@ RAFT: Cases = {
         (["raft.mini_batches=7"], "raft.mini_batches", "at most 6, the samples that are selected"),
         (["raft={strategy: top, mini_batches: 5}"], "raft.mini_batches", "at most 4, the samples that are selected"),
     ],
+    generation.samples_differ: [(["rollout.top_k=1"], "data.samples_per_prompt", "would all be the same")],
     data.discarded_ends_have_no_score: [
         (
             ["raft.discard_unfinished=true", "scores.missing_end=replace"],

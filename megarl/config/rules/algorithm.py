@@ -59,10 +59,10 @@ def groups_of_samples_are_compared(algo: Algo, data: PromptData) -> Iterator[Pro
         yield Problem(field="data.samples_per_prompt", value=str(data.samples_per_prompt), rule=rule, fix=fix)
 
 
-def compared_samples_differ(algo: Algo, rollout: Rollout) -> Iterator[Problem]:
-    """Samples that are all the likeliest response have no advantage over each other, nor over it."""
-    if not algo.of_tokens and rollout.top_k == 1:
-        rule = f"more than 1 with advantage {algo.advantage.name}: the samples of a prompt would all be the same"
+def samples_differ_from_the_likeliest(algo: Algo, rollout: Rollout) -> Iterator[Problem]:
+    """The likeliest response has no advantage over itself."""
+    if algo.advantage.name == "remax" and rollout.top_k == 1:
+        rule = "more than 1 with advantage remax, which compares the samples with the likeliest response"
         yield Problem(field="rollout.top_k", value="1", rule=rule, fix="set it to null")
 
 
@@ -177,7 +177,7 @@ RULES = (
     advantages_have_their_critic,
     value_losses_have_a_critic,
     groups_of_samples_are_compared,
-    compared_samples_differ,
+    samples_differ_from_the_likeliest,
     decays_are_read,
     normalisers_are_whole,
     token_rewards_are_read,

@@ -10,7 +10,7 @@ from megarl.config.problems import Problem, shown
 from megarl.config.rules.model import known
 from megarl.config.rules.placement import beyond_the_cluster
 from megarl.config.rules.unused import unused
-from megarl.config.schema import Cluster, Group, Model, Rollout, Tracking
+from megarl.config.schema import Cluster, Evaluation, Group, Model, PromptData, Rollout, Tracking
 
 Groups = Mapping[str, Group]
 
@@ -109,6 +109,18 @@ def record_or_replay(rollout: Rollout) -> Iterator[Problem]:
     if not Path(rollout.replay).is_dir():
         fix = "correct the path, or make it with rollout.record"
         yield Problem(field="rollout.replay", value=rollout.replay, rule="a directory that exists", fix=fix)
+
+
+def samples_differ(rollout: Rollout, data: PromptData | None, evaluation: Evaluation | None) -> Iterator[Problem]:
+    """Who takes the likeliest token each time answers a prompt once: the other answers would be the same."""
+    named = {
+        "data.samples_per_prompt": 1 if data is None else data.samples_per_prompt,
+        "evaluation.samples_per_prompt": 1 if evaluation is None else evaluation.samples_per_prompt,
+    }
+    for field, samples in named.items():
+        if rollout.top_k == 1 and samples > 1:
+            rule, fix = "1 with rollout.top_k = 1: the answers to a prompt would all be the same", "set it to 1"
+            yield Problem(field=field, value=str(samples), rule=rule, fix=f"{fix}, or rollout.top_k to null")
 
 
 def nothing_to_record(rollout: Rollout | None) -> Iterator[Problem]:

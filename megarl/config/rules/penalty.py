@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from megarl.config.problems import Problem
 from megarl.config.rules.placement import placed
 from megarl.config.rules.unused import unused
-from megarl.config.schema import Algo, Group
+from megarl.config.schema import Algo, Group, TrainingRun
 
 Groups = Mapping[str, Group]
 
@@ -89,4 +89,19 @@ def references_share_the_actors_ranks(algo: Algo, groups: Groups) -> Iterator[Pr
             yield Problem(field=field, value=value, rule=rule, fix=f"give both the same layout, or {fix}")
 
 
-RULES = (penalty_has_a_reference, penalty_is_one, estimators_fit_their_place, references_share_the_actors_ranks)
+def references_follow_in_time(algo: Algo, run: TrainingRun) -> Iterator[Problem]:
+    """The reference moves before the last step, after which nothing looks at it."""
+    sync = algo.kl.reference_sync
+    if algo.kl.coef > 0 and sync is not None and sync.every >= run.steps:
+        rule = f"below run.steps = {run.steps}: the reference would not move before the last step"
+        fix = "lower it, raise run.steps, or set algo.kl.reference_sync to null"
+        yield Problem(field="algo.kl.reference_sync.every", value=str(sync.every), rule=rule, fix=fix)
+
+
+RULES = (
+    penalty_has_a_reference,
+    penalty_is_one,
+    estimators_fit_their_place,
+    references_share_the_actors_ranks,
+    references_follow_in_time,
+)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from megarl.config.schema.base import Natural, NotNegative, Section
+from megarl.config.schema.base import Natural, NotNegative, Positive, Section
 from megarl.config.schema.choices import Choice, Chosen
 
 
@@ -36,7 +36,7 @@ class SubtractPenalty(Choice):
     """A penalty is taken off its score."""
 
     name: Literal["subtract"] = "subtract"
-    penalty: NotNegative
+    penalty: Positive
     """The penalty."""
 
 
