@@ -41,18 +41,24 @@ def _problem(schema: type[RunConfig], kind: str, loc: Sequence[int | str], messa
     if kind == "missing":
         return Problem(field=field, value="(missing)", rule="required", fix=f"add it: {description}")
     rule = _TYPES.get(kind) or message.removeprefix("Value error, ").removeprefix("Input ")
-    return Problem(field=field, value=shown(value), rule=rule, fix=f"correct it: {description}")
+    named = isinstance(value, str) and "name" in _fields_of(here)
+    fix = f"write it as {{name: {value}}}" if named else f"correct it: {description}"
+    return Problem(field=field, value=shown(value), rule=rule, fix=fix)
 
 
 def _description(schema: type[RunConfig], loc: Sequence[int | str]) -> str:
     """What the field is for; of an entry of a list or a mapping, what those are for."""
     for end in range(len(loc) - 1, -1, -1):
         _, owner = keys(schema, loc[:end])
-        if isinstance(owner, type) and issubclass(owner, BaseModel):
-            info = fields(owner).get(str(loc[end]))
-            if info is not None and info.description:
-                return " ".join(info.description.split())
+        info = _fields_of(owner).get(str(loc[end]))
+        if info is not None and info.description:
+            return " ".join(info.description.split())
     return "see docs/configuration.md"
+
+
+def _fields_of(annotation: Any) -> dict[str, FieldInfo]:
+    """The fields of a section; of lists and mappings of sections, and of plain values, none."""
+    return fields(annotation) if isinstance(annotation, type) and issubclass(annotation, BaseModel) else {}
 
 
 def _bad_key(field: str, key: str, kind: str, mapping: Any) -> Problem:

@@ -142,11 +142,13 @@ def test_entries_without_keys_are_named_with_what_they_are_for() -> None:
             "reward.functions=[length]", "algo.correction.reject=[null]", "groups.more=3", "actor.optimizer.betas=[1]"
         )
     told = {problem.field: (problem.value, problem.rule, problem.fix) for problem in caught.value.problems}
+    assert refused("reward.functions=length")["reward.functions"] == "should be a list"
     no_keys = "should be keys with values"
     assert told["reward.functions.0"][:2] == ("length", no_keys)
     assert told["algo.correction.reject.0"][:2] == ("null", no_keys)
     assert told["groups.more"][:2] == ("3", no_keys)
-    assert told["reward.functions.0"][2] == "correct it: Rules that score the responses, too or alone."
+    assert told["reward.functions.0"][2] == "write it as {name: length}"
+    assert told["algo.correction.reject.0"][2] == "correct it: Bounds that a token or its response must all keep."
     assert "running means" in told["actor.optimizer.betas.1"][2]
 
 
