@@ -73,6 +73,10 @@ class ScoringProcess:
             unscored = {**failed, **unscored}
         return ScoredChunks(columns=columns, unscored=unscored)
 
+    def close(self) -> None:
+        """Ends the child, and what the functions have started in it."""
+        self._scorer.close()
+
 
 @dataclass(frozen=True, kw_only=True)
 class PendingScores:
@@ -150,6 +154,10 @@ class RuleScorers:
         args = [(numbers, rollouts.chunks.only(share), share) for share in shares]
         call = self._watch.submit("scorers.score", "scoring", "score", self.processes[:count], args)
         return PendingScores(call=call, tell=self._tell)
+
+    def close(self) -> Call:
+        """Lets every process end its child."""
+        return self._watch.submit("scorers.close", "start", "close", self.processes, [()] * len(self.processes))
 
     def _tell(self, name: str, unscored: Unscored) -> None:
         """Shows a function's first failure; the metrics count them all."""

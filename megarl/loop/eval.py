@@ -83,7 +83,8 @@ def _result(config: EvalConfig, session: Session, directory: EvaluationDirectory
     engines.wake_weights()
     engines.wake_cache()
     result = evaluator.evaluate(0, engines.sleep)
-    ending = engines.close()
+    ending = [engines.close()] if rules is None else [engines.close(), rules.close()]
     trainers.close()
-    ending.wait()
+    for call in ending:
+        call.wait()
     return result

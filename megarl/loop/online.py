@@ -114,6 +114,9 @@ class Online(Generic[C]):
 
     def close(self) -> None:
         """Lets every process end by itself."""
-        engines = self._engines.close()
+        ending = [self._engines.close()]
+        if self._rules is not None:
+            ending.append(self._rules.close())
         self.trainers.close()
-        engines.wait()
+        for call in ending:
+            call.wait()

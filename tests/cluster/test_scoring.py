@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -108,3 +109,13 @@ def test_a_function_that_hangs_costs_its_time_and_its_sample(scorers: RuleScorer
     for column in scores.values():
         np.testing.assert_array_equal(column["stubborn"], np.float32([1, math.nan]))
     assert "it took longer than 0.5 s, and was ended" in warnings[-1]
+
+
+@pytest.mark.dist
+def test_the_children_end_when_they_are_told_to(scorers: RuleScorers) -> None:
+    scores = scorers.score([PROCESS], rollouts(2), PROMPTS).wait()
+    children = {int(pid) for column in scores.values() for pid in column["process"]}
+    assert len(children) == 2
+    assert all(Path(f"/proc/{pid}").exists() for pid in children)
+    scorers.close().wait()
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
