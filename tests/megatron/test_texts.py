@@ -55,4 +55,5 @@ def test_shares_of_nothing_and_of_all(pool: RankPool, tmp_path: Path) -> None:
             assert {name: step[name] for name in same} == pytest.approx({name: want[name] for name in same}, rel=1e-5)
     for step in found["share 1"][0]:
         assert step["loss"] == pytest.approx(step["ptx_loss"], rel=1e-6)
-    assert found["none"][0][0]["grad_norm"] != pytest.approx(found["texts"][0][0]["grad_norm"], rel=0.1)
+    none, texts = (found[name][0][0]["grad_norm"] for name in ("none", "texts"))
+    assert none != pytest.approx(texts, rel=1e-3), "what is compared above to 1e-5 differs"
