@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing.util
 from collections.abc import Iterator
 
 import pytest
@@ -13,9 +12,6 @@ from tests.pool import RankPool
 # Reproducible, and without a time limit per example: the machine may be busy.
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
-
-# Made now: one made in the time of a session would be in the session's directory, and gone when Python removes it.
-multiprocessing.util.get_temp_dir()
 
 
 @pytest.fixture(scope="session")

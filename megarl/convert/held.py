@@ -18,7 +18,16 @@ from megarl.weights.specs import ModelSpec
 
 WEIGHT = "weight."
 """What the keys of a role's weights begin with, in a run's checkpoint."""
-_TRAINING = ("optimizer.*", "chained_*", "opt_param_scheduler*", "rng_state*", "rerun_state*", "exp_avg*", "master.*")
+_TRAINING = (
+    "optimizer.*",
+    "chained_*",
+    "opt_param_scheduler*",
+    "rng_state*",
+    "rerun_state*",
+    "exp_avg*",
+    "master.*",
+    "average.*",
+)
 """Keys of what a checkpoint has besides weights."""
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")

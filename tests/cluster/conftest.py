@@ -1,4 +1,4 @@
-"""One Ray for all tests of the cluster."""
+"""One Ray for all tests of the cluster, which ends with them: its directory for temporary files does too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAKE_WORKER = "tests.cluster.fakes:FakeWorker"
 FAKE_ENGINE = "tests.cluster.fakes:FakeEngine"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     with Session(load(DEBUG).cluster, tmp_path_factory.mktemp("logs")) as running:
         yield running
