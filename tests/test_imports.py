@@ -44,6 +44,7 @@ TORCH_FREE = (
     "doctor",
     "cli",
     "convert.cli",
+    "rollout.engine",  # what torch caches, it reads from the environment that an engine sets
     "weights.regions",
     "weights.planner",
     "weights.specs",

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from megarl.algos.sequences import first_end
-from megarl.data.alignment import align, response_mask
 from megarl.data.packing import Chunks
 from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleRequest, VersionSpan
 
@@ -63,31 +60,6 @@ def picked(chunks: Chunks[RolloutChunk], rows: Sequence[tuple[int, int]]) -> Rol
         rollout_logprobs=column("rollout_logprobs"),
         finished=np.array([chunks[chunk].finished[row] for chunk, row in rows], dtype=np.bool_),
         versions=tuple(chunks[chunk].versions[row] for chunk, row in rows),
-    )
-
-
-def truncated(chunk: RolloutChunk, token: int, after: int) -> RolloutChunk:
-    """Ends every response with its first ``token`` at an index of at least ``after``; where it has one, it is finished.
-
-    Source: the style and summary tasks of lm-human-preferences, whose reward model reads no further.
-    """
-    mask = response_mask(chunk.response_ids.lengths.tolist())
-    ids = align(torch.from_numpy(chunk.response_ids.values.copy()), mask)
-    kept = first_end(ids, mask, [token], after=after)
-    ends: list[int] = kept.lengths.tolist()
-
-    def cut(column: Ragged) -> Ragged:
-        return Ragged.from_rows((row[:end] for row, end in zip(column, ends, strict=True)), column.values.dtype)
-
-    return replace(
-        chunk,
-        response_ids=cut(chunk.response_ids),
-        rollout_logprobs=cut(chunk.rollout_logprobs),
-        finished=kept.found.numpy(),
-        versions=tuple(
-            tuple(replace(span, stop=min(span.stop, end)) for span in spans if span.start < end)
-            for spans, end in zip(chunk.versions, ends, strict=True)
-        ),
     )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from megarl.data.packing import Chunks
-from megarl.rollout.chunks import Response, into_chunk, picked, truncated
+from megarl.rollout.chunks import Response, into_chunk, picked
 from megarl.rollout.environment import set_vllm_environment
 from megarl.rollout.requests import Requests
 from megarl.rollout.sampling import generation_params, scoring_params
@@ -266,11 +266,13 @@ class RolloutEngine:
         Args:
             chunks: of any engine.
             own: which of them to cut.
-            token, after: see ``chunks.truncated``.
+            token, after: see ``truncation.truncated``.
 
         Returns:
             The chunks, and by chunk the tokens of each response and whether it has the token.
         """
+        from megarl.rollout.truncation import truncated
+
         cut = {chunk: truncated(chunks[chunk], token, after) for chunk in own}
         return cut, {chunk: (new.response_ids.lengths.tolist(), new.finished.tolist()) for chunk, new in cut.items()}
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from megarl.rollout.chunks import Response, into_chunk, picked, truncated
+from megarl.rollout.chunks import Response, into_chunk, picked
+from megarl.rollout.truncation import truncated
 from megarl.types import Prompt, SampleInfo, SampleRequest, VersionSpan
 
 
