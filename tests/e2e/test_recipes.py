@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -72,9 +73,15 @@ def check_weights(
 ) -> None:
     """How far the weights are off, in parts of how far they moved.
 
-    Adam divides by the size of the gradient, so that elements whose gradient is rounding move as far as others.
+    Adam divides by the size of the gradient, so that an element whose gradient is rounding moves as far as others, in
+    either direction: the few whose gradient was 1e-5 of the largest or less, and not 0, are left out.
     """
     for name, weight in expected.items():
-        moved = (weight - run.start[name]).norm().item()
+        known = torch.ones_like(weight, dtype=torch.bool)
+        for step in run.actor_steps:
+            size = step.gradients[name].abs()
+            known &= (size == 0) | (size > 1e-5 * size.max())
+        assert known.float().mean() > 0.99, name
+        moved = (weight - run.start[name])[known].norm().item()
         assert moved > 0, name
-        assert (found[name] - weight).norm().item() <= part * moved, name
+        assert (found[name] - weight)[known].norm().item() <= part * moved, name
