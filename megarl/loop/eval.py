@@ -18,7 +18,7 @@ from megarl.loop.evaluation_report import EvaluationReporter
 from megarl.loop.preflight import check
 from megarl.loop.report import Summary
 from megarl.loop.scoring import scorer_of
-from megarl.loop.setup import check_gpus, launch_engines, launch_rules, launch_trainers
+from megarl.loop.setup import check_gpus, launch_engines, launch_rules, launch_trainers, start_all
 from megarl.loop.stage import EvaluationResult
 from megarl.obs.metrics import as_json
 
@@ -60,14 +60,7 @@ def _result(config: EvalConfig, session: Session, directory: EvaluationDirectory
     trainers = launch_trainers(config, session)
     engines = launch_engines(config, config.rollout, session, model_dir, weights="files")
     rules = launch_rules(config, session, model_dir)
-    starting = engines.start()
-    loading = None if rules is None else rules.start()
-    if config.rollout.sleep:
-        starting.wait()  # asleep: starting both at once, the devices would have to hold both
-    trainers.start(model_dir)
-    starting.wait()
-    if loading is not None:
-        loading.wait()
+    start_all(trainers, engines, rules, model_dir, sleep=config.rollout.sleep)
     print(f"the processes print into {directory.logs}", flush=True)
     evaluator = Evaluator(
         config.evaluation,

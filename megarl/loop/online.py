@@ -16,7 +16,7 @@ from megarl.loop.directory import RunDirectory, average_directory
 from megarl.loop.evaluate import training_evaluator
 from megarl.loop.gate import check_agreement, scored_probe
 from megarl.loop.scoring import scorer_of
-from megarl.loop.setup import launch_engines, launch_rules, launch_trainers
+from megarl.loop.setup import launch_engines, launch_rules, launch_trainers, start_all
 from megarl.loop.stage import EvaluationResult, Metrics
 from megarl.loop.turns import Turns
 from megarl.weights.specs import model_spec
@@ -61,14 +61,7 @@ class Online(Generic[C]):
 
     def start(self) -> None:
         """Starts every process, loads every model, and connects the actor with the engines, still without weights."""
-        engines = self._engines.start()
-        rules = None if self._rules is None else self._rules.start()
-        if self._config.rollout.sleep:
-            engines.wait()  # asleep: starting both at once, the devices would have to hold both
-        self.trainers.start(self._model_dir)
-        engines.wait()
-        if rules is not None:
-            rules.wait()
+        start_all(self.trainers, self._engines, self._rules, self._model_dir, sleep=self._config.rollout.sleep)
         self._resharder.connect().wait()
 
     def begin(self, step: int) -> Metrics:

@@ -28,9 +28,9 @@ from megarl.loop.datasets import PairSets
 from megarl.loop.directory import RunDirectory
 from megarl.loop.reward_files import PreferenceStatistics, write_scale
 from megarl.loop.scoring import in_order
-from megarl.loop.setup import launch_engines
+from megarl.loop.setup import launch_engines, start_all
 from megarl.loop.stage import Metrics
-from megarl.loop.supervised import Supervised
+from megarl.loop.supervised import Supervised, Task
 
 
 class RewardModel(Supervised):
@@ -57,11 +57,13 @@ class RewardModel(Supervised):
             session,
             directory,
             phase,
-            role="reward",
-            train=data.train,
-            held_out=data.held_out,
-            per_step=config.data.pairs_per_step,
-            sequences_per_row=len(data.train[0].responses),
+            Task(
+                role="reward",
+                train=data.train,
+                held_out=data.held_out,
+                per_step=config.data.pairs_per_step,
+                sequences_per_row=len(data.train[0].responses),
+            ),
         )
         self._preferences, self._reference_prompts = data.held_out, data.reference
         self._normalisation = config.normalisation
@@ -72,12 +74,7 @@ class RewardModel(Supervised):
 
     def start(self) -> None:
         """Starts the trainers, and the engines with the model as it is."""
-        engines = self._engines and self._engines.start()
-        if engines is not None and self._engines_sleep:
-            engines.wait()  # asleep: starting both at once, the devices would have to hold both
-        super().start()
-        if engines is not None:
-            engines.wait()
+        start_all(self.trainers, self._engines, None, self._model_dir, sleep=self._engines_sleep)
 
     def begin(self, step: int) -> Metrics:
         """Before the first step, scales the head, if that is asked for."""

@@ -94,6 +94,29 @@ def launch_trainers(config: RunConfig, session: Session) -> Trainers:
     return Trainers(groups=groups, roles=roles)
 
 
+def start_all(
+    trainers: Trainers, engines: RolloutGroup | None, rules: RuleScorers | None, model_dir: str, *, sleep: bool
+) -> None:
+    """Starts every process and loads every model; waits for all of them.
+
+    Args:
+        trainers, engines, rules: that were launched; None where there are none.
+        model_dir: Hugging Face directory of the model.
+        sleep: engines are asleep once they have started: before the trainers, as the devices cannot hold both at once.
+
+    Raises:
+        WorkerError: a process failed to start.
+    """
+    starting = None if engines is None else engines.start()
+    loading = None if rules is None else rules.start()
+    if sleep and starting is not None:
+        starting.wait()
+    trainers.start(model_dir)
+    for call in (starting, loading):
+        if call is not None:
+            call.wait()
+
+
 def launch_engines(
     config: RunConfig,
     rollout: Rollout,

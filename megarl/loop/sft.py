@@ -8,7 +8,7 @@ from megarl.cluster.session import Session
 from megarl.config import SFTConfig
 from megarl.loop.datasets import TextSets
 from megarl.loop.directory import RunDirectory
-from megarl.loop.supervised import Supervised
+from megarl.loop.supervised import Supervised, Task
 
 
 class SFT(Supervised):
@@ -35,10 +35,11 @@ class SFT(Supervised):
             session,
             directory,
             phase,
-            role="actor",
-            train=data.train,
-            held_out=data.held_out,
-            per_step=config.data.sequences_per_step,
-            sequences_per_row=1,
-            all_tokens=config.data.loss_on == "all",
+            Task(
+                role="actor",
+                train=data.train,
+                held_out=data.held_out,
+                per_step=config.data.sequences_per_step,
+                all_tokens=config.data.loss_on == "all",
+            ),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,11 @@ from megarl.obs.timers import Timers
 from megarl.types import RoleName
 
 
-class Supervised:
-    """One role, trained on rows of text.
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is learned, and by whom.
 
     Args:
-        config: of the run.
-        session: where everything runs.
-        directory: of the run.
-        phase: is told what the run does.
         role: that is trained.
         train: rows to learn from.
         held_out: rows to look at; None without any.
@@ -39,27 +36,39 @@ class Supervised:
         all_tokens: the loss is on the tokens of the prompts as well.
     """
 
+    role: RoleName
+    train: Sequence[Demonstration] | Sequence[Preference]
+    held_out: Sequence[Demonstration] | Sequence[Preference] | None
+    per_step: int
+    sequences_per_row: int = 1
+    all_tokens: bool = False
+
+
+class Supervised:
+    """One role, trained on rows of text.
+
+    Args:
+        config: of the run.
+        session: where everything runs.
+        directory: of the run.
+        phase: is told what the run does.
+        task: what is learned.
+    """
+
     def __init__(
         self,
         config: SFTConfig | RewardModelConfig,
         session: Session,
         directory: RunDirectory,
         phase: Callable[[str], None],
-        *,
-        role: RoleName,
-        train: Sequence[Demonstration] | Sequence[Preference],
-        held_out: Sequence[Demonstration] | Sequence[Preference] | None,
-        per_step: int,
-        sequences_per_row: int,
-        all_tokens: bool = False,
+        task: Task,
     ) -> None:
         self._config, self._session, self._phase = config, session, phase
         self._model_dir = model_directory(config, directory.path)
         self.trainers = launch_trainers(config, session)
-        self._role = self.trainers.roles[role]
-        self._layout, self._budget = config.layout(role), config.role(role).tokens_per_micro_batch
-        self._rows, self._held_out = Stream(train, config.run.seed), held_out
-        self._per_step, self._sequences_per_row, self._all_tokens = per_step, sequences_per_row, all_tokens
+        self._role = self.trainers.roles[task.role]
+        self._layout, self._budget = config.layout(task.role), config.role(task.role).tokens_per_micro_batch
+        self._task, self._rows = task, Stream(task.train, config.run.seed)
         self.evaluate_every = config.data.evaluate_every
 
     def start(self) -> None:
@@ -76,7 +85,7 @@ class Supervised:
         timers = Timers()
         self._phase("update")
         with timers("step"):
-            samples, chunks, schedule = self._batch(self._rows.next(self._per_step))
+            samples, chunks, schedule = self._batch(self._rows.next(self._task.per_step))
             updates = reported(self._role.update((schedule,), chunks))
         seconds = timers.take()
         tokens = sum(sample.tokens for sample in samples)
@@ -89,17 +98,17 @@ class Supervised:
 
     def evaluate(self, step: int) -> EvaluationResult | None:
         """The loss and its metrics on the held-out rows."""
-        if self._held_out is None:
+        if self._task.held_out is None:
             return None
         self._phase("evaluation")
-        _, chunks, schedule = self._batch(self._held_out)
+        _, chunks, schedule = self._batch(self._task.held_out)
         metrics = reported(self._role.evaluate(schedule, chunks))
-        return EvaluationResult(step=step, metrics={"eval/samples": len(self._held_out), **metrics})
+        return EvaluationResult(step=step, metrics={"eval/samples": len(self._task.held_out), **metrics})
 
     def _batch(self, rows: Sequence[Any]) -> Any:
         samples, chunks = text_batch(rows, self._layout.dp)
-        counted = on_all_tokens(samples) if self._all_tokens else samples
-        schedule = step_schedule(counted, self._layout, self._budget, rows_per_unit=self._sequences_per_row)
+        counted = on_all_tokens(samples) if self._task.all_tokens else samples
+        schedule = step_schedule(counted, self._layout, self._budget, rows_per_unit=self._task.sequences_per_row)
         return samples, self._session.share(chunks), schedule
 
     def make_room(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.megatron.logprobs import VocabShard, over_shards, shard_logits, wide
+from megarl.megatron.logprobs import VocabShard, linear_gradients, over_shards, shard_logits, wide
 
 
 def divergence(
@@ -69,20 +69,15 @@ class _Divergence(torch.autograd.Function):
     def backward(ctx: Any, grad_result: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, ref_hidden, ref_weight, result = ctx.saved_tensors
         shard: VocabShard = ctx.shard
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=wide(weight))  # so that chunks do not add up rounding
-        rows = weight[: shard.size]
-        for begin in range(0, len(hidden), ctx.chunk_tokens):
-            part = slice(begin, begin + ctx.chunk_tokens)
+
+        def of_logits(part: slice) -> torch.Tensor:
             log_p = _log_softmax(hidden[part], weight, shard, ctx.temperature)
             log_q = _log_softmax(ref_hidden[part], ref_weight, shard, ctx.temperature)
             # d KL / d logits = p (log p - log q - KL)
             slope = log_p.exp() * (log_p - log_q - result[part].unsqueeze(-1))
-            grad = (slope * grad_result[part].unsqueeze(-1) / ctx.temperature).to(weight.dtype)
-            grad_hidden[part] = grad @ rows
-            grad_weight[: shard.size] += grad.T @ hidden[part]
-        over_shards(grad_hidden, shard)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+            return slope * grad_result[part].unsqueeze(-1) / ctx.temperature
+
+        return *linear_gradients(hidden, weight, shard, ctx.chunk_tokens, of_logits), None, None, None, None, None
 
 
 def _log_softmax(hidden: torch.Tensor, weight: torch.Tensor, shard: VocabShard, temperature: float) -> torch.Tensor:

@@ -7,6 +7,7 @@ logits, and gives no entropy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,11 +104,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, labels, log_z, entropy = ctx.saved_tensors
         shard: VocabShard = ctx.shard
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=wide(weight))  # so that chunks do not add up rounding
-        rows = weight[: shard.size]
-        for begin in range(0, len(hidden), ctx.chunk_tokens):
-            part = slice(begin, begin + ctx.chunk_tokens)
+
+        def of_logits(part: slice) -> torch.Tensor:
             logits = shard_logits(hidden[part], weight, shard, ctx.temperature)
             log_p = logits - log_z[part].unsqueeze(-1)
             p = log_p.exp()
@@ -117,11 +115,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             local, here = _local_labels(labels[part], shard)
             if shard.size:
                 grad.scatter_add_(-1, local.unsqueeze(-1), (grad_logprobs[part] * here).unsqueeze(-1))
-            grad = (grad / ctx.temperature).to(weight.dtype)
-            grad_hidden[part] = grad @ rows
-            grad_weight[: shard.size] += grad.T @ hidden[part]
-        over_shards(grad_hidden, shard)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+            return grad / ctx.temperature
+
+        return *linear_gradients(hidden, weight, shard, ctx.chunk_tokens, of_logits), None, None, None, None
 
 
 def over_shards(tensor: torch.Tensor, shard: VocabShard, op: Any = dist.ReduceOp.SUM) -> None:
@@ -133,6 +129,36 @@ def over_shards(tensor: torch.Tensor, shard: VocabShard, op: Any = dist.ReduceOp
 def shard_logits(hidden: torch.Tensor, weight: torch.Tensor, shard: VocabShard, temperature: float) -> torch.Tensor:
     """[T, size], in float32 or better: only the real rows, so that padding is in no sum."""
     return (hidden @ weight[: shard.size].T).to(wide(hidden)) / temperature
+
+
+def linear_gradients(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    shard: VocabShard,
+    chunk_tokens: int,
+    of_logits: Callable[[slice], torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of hidden states and output weights, from those of ``hidden @ weight.T``, a chunk of tokens at a time.
+
+    Args:
+        hidden: [T, H].
+        weight: [rows, H].
+        shard: which rows these are.
+        chunk_tokens: tokens of a chunk.
+        of_logits: the gradient of a chunk's tokens, [tokens, size].
+
+    Returns:
+        That of ``hidden``, summed over the shards, and that of ``weight``, of this rank's rows.
+    """
+    grad_hidden = torch.empty_like(hidden)
+    grad_weight = torch.zeros_like(weight, dtype=wide(weight))  # so that chunks do not add up rounding
+    for begin in range(0, len(hidden), chunk_tokens):
+        part = slice(begin, begin + chunk_tokens)
+        grad = of_logits(part).to(weight.dtype)
+        grad_hidden[part] = grad @ weight[: shard.size]
+        grad_weight[: shard.size] += grad.T @ hidden[part]
+    over_shards(grad_hidden, shard)
+    return grad_hidden, grad_weight.to(weight.dtype)
 
 
 def wide(tensor: torch.Tensor) -> torch.dtype:
