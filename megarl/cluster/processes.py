@@ -63,8 +63,8 @@ class Remains:
             grace_s: seconds for processes to end by themselves: some clean up after their parents.
         """
         deadline = time.monotonic() + grace_s
-        self.note()
         while left := marked_processes(self._mark):
+            self._files |= shared_memory_of(left)
             if time.monotonic() > deadline + _STUCK_S:
                 raise RunError(f"processes {left} of the run do not end even when killed: a driver may be stuck")
             if time.monotonic() > deadline:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from typing import Any, Generic, TypeVar
 
 import ray
@@ -85,6 +86,8 @@ class Shell:
         log_file: str,
     ) -> None:
         _print_to(log_file)
+        # It removes what this process shares and does not live to remove: it must run before anything is shared.
+        resource_tracker.ensure_running()
         os.environ.update(env)
         if local_devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(local_devices, os.environ.get("CUDA_VISIBLE_DEVICES"))

@@ -242,6 +242,7 @@ CASES: dict[str, Case] = {
     ),
     "dapo": Case(
         divisor=2,
+        samples=2,  # their scores are often equal
         keeps=selection.deviating,
         changes={
             "reward": {
