@@ -3,9 +3,9 @@
 An estimator is a function of (rewards, values, response_mask), with options by keyword:
 
 Args:
-    rewards: [B, R].
+    rewards: [B, R], the penalty of each token, plus the score of the response where it is placed.
     values: [B, R], of the state before each token; None without a critic.
-    response_mask: [B, R] bool.
+    response_mask: [B, R] bool; in a run False on responses without a score.
 
 Returns:
     advantages, and returns for the critic to learn, [B, R] each, 0 off the mask.

@@ -2,12 +2,11 @@
 
 The weights contain the denominator of a whole optimizer step, over its micro-batches and ranks, so that the sum does
 not depend on how the step is split. It is that of the original masks: tokens that a correction drops stay in it. An
-aggregation is a function like those below:
+aggregation is a function of (response_mask), with total_tokens, total_sequences and options by keyword:
 
     response_mask: [B, R] bool, of some rows of the step.
     total_tokens: counting tokens of the step, over all micro-batches and ranks.
     total_sequences: rows of the step with a counting token, over all micro-batches and ranks.
-    dtype: of the weights.
 
 It returns [B, R], 0 off the mask.
 """
@@ -26,7 +25,8 @@ def token_mean(
     Every counting token weighs 1 / total_tokens. Source: OpenRLHF, verl and DAPO (Yu et al., 2025).
 
     Args:
-        response_mask, total_tokens, total_sequences, dtype: see the module.
+        response_mask, total_tokens, total_sequences: see the module.
+        dtype: of the weights.
     """
     del total_sequences
     return response_mask.to(dtype) / max(total_tokens, 1)
@@ -40,7 +40,8 @@ def token_sum(
     Every counting token weighs 1: the learning rate is in proportion to the tokens of a step. Source: verl.
 
     Args:
-        response_mask, total_tokens, total_sequences, dtype: see the module.
+        response_mask, total_tokens, total_sequences: see the module.
+        dtype: of the weights.
     """
     del total_tokens, total_sequences
     return response_mask.to(dtype)
@@ -55,7 +56,8 @@ def sequence_mean(
     Source: GRPO (Shao et al., 2024) and GSPO (Zheng et al., 2025).
 
     Args:
-        response_mask, total_tokens, total_sequences, dtype: see the module.
+        response_mask, total_tokens, total_sequences: see the module.
+        dtype: of the weights.
     """
     del total_tokens
     lengths = response_mask.sum(-1, keepdim=True).clamp(min=1)
@@ -70,7 +72,8 @@ def sequence_sum(
     Every counting token weighs 1 / total_sequences. Source: verl's seq-mean-token-sum.
 
     Args:
-        response_mask, total_tokens, total_sequences, dtype: see the module.
+        response_mask, total_tokens, total_sequences: see the module.
+        dtype: of the weights.
     """
     del total_tokens
     return response_mask.to(dtype) / max(total_sequences, 1)
@@ -90,7 +93,8 @@ def sequence_sum_norm(
     R1-Zero-like training" (2025), with the longest response as the constant.
 
     Args:
-        response_mask, total_tokens, total_sequences, dtype: see the module.
+        response_mask, total_tokens, total_sequences: see the module.
+        dtype: of the weights.
         tokens: the constant, the same in all steps.
     """
     del total_tokens

@@ -1,7 +1,7 @@
 """An advantage per sample, from comparing the scores of the samples of a step.
 
-A comparison is a function of Samples, with options by keyword, that returns [N]. Samples without a score are left out
-of every statistic and get 0, and so does a sample that has no other to be compared with.
+A comparison is a function of (samples), which are ``Samples``, with options by keyword, that returns [N]. Samples
+without a score are left out of every statistic and get 0, and so does a sample that has no other to be compared with.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Samples:
     """All samples of a step, on all ranks: those of a group need not be neighbours.
 
     Args:
-        scores: [N] float32 or float64, as the algorithm takes them; anything where there is none.
+        scores: [N] float32 or float64, as the algorithm takes them; in a run float32, NaN where not ``scored``.
         groups: [N] int64, the number of each sample's prompt, from 0 on.
         lengths: [N] int64, response tokens.
         finished: [N] bool, True where the model ended the response itself.
-        scored: [N] bool, False where no score could be had.
-        components: [N, K], the score by source; None where nothing asks for it.
-        weights: K, of the sources in the score.
-        greedy_scores: [N], of the likeliest response to the same prompt; None where nothing asks for it.
+        scored: [N] bool, False where there is no score, for example after a reward function failed.
+        components: [N, K] floats, the score by source before weights and clipping; None: not known. A run gives it.
+        weights: K floats, of the sources in the score.
+        greedy_scores: [N], of the likeliest response to the same prompt, NaN without a score; None but for ``remax``.
     """
 
     scores: Tensor

@@ -18,6 +18,7 @@ class Kind:
         field: of the configuration.
         functions: by name.
         arguments: of every call, by position.
+        further: arguments by position that only some calls have, each with the field that asks for it.
         keywords: of every call, by name.
         returns: what they return.
         level: of a field whose own functions are of two kinds: what they say of themselves; None elsewhere.
@@ -28,6 +29,7 @@ class Kind:
     field: str
     functions: Mapping[str, Callable[..., Any]]
     arguments: tuple[str, ...]
+    further: tuple[tuple[str, str], ...] = ()
     keywords: tuple[str, ...] = ()
     returns: str
     level: str | None = None
@@ -51,7 +53,7 @@ KINDS: Final[tuple[Kind, ...]] = (
         field="algo.advantage",
         functions=registry.COMPARISONS,
         arguments=("samples",),
-        returns="[N], in the order of the samples",
+        returns="[N] floats, in the order of the samples, 0 for those without a score",
         level="sample",
     ),
     Kind(
@@ -66,14 +68,14 @@ KINDS: Final[tuple[Kind, ...]] = (
         field="algo.policy_loss",
         functions=registry.POLICY_LOSSES,
         arguments=("new_logprobs", "old_logprobs", "advantages", "response_mask"),
-        returns="megarl.algos.terms.LossTerms, its values [B, R]",
+        returns="`LossTerms`, its values [B, R]",
     ),
     Kind(
         title="Value losses",
         field="algo.value_loss",
         functions=registry.VALUE_LOSSES,
         arguments=("values", "old_values", "returns"),
-        returns="megarl.algos.terms.LossTerms, its values [B, R]",
+        returns="`LossTerms`, its values [B, R]",
     ),
     Kind(
         title="Aggregation",
@@ -88,6 +90,7 @@ KINDS: Final[tuple[Kind, ...]] = (
         field="algo.kl.estimator",
         functions=registry.KL_ESTIMATORS,
         arguments=("logprobs", "ref_logprobs"),
+        further=(("importance", "algo.kl.importance"),),
         returns="[B, R] nats",
     ),
     Kind(
@@ -110,13 +113,13 @@ KINDS: Final[tuple[Kind, ...]] = (
         field="algo.filter",
         functions=registry.FILTERS,
         arguments=("scores",),
-        returns="whether the prompt is kept",
+        returns="a bool, whether the prompt is kept",
     ),
     Kind(
         title="Losses of reward models",
         field="reward.loss",
         functions=registry.PREFERENCE_LOSSES,
         arguments=("chosen", "rejected"),
-        returns="megarl.algos.terms.LossTerms, its values [P]",
+        returns="`LossTerms`, its values [P]",
     ),
 )

@@ -2,15 +2,16 @@
 
 With d = log policy - log reference at a token sampled from the policy, each is an estimate per token (J. Schulman,
 "Approximating KL divergence", 2020). All are elementwise, and differentiable in ``logprobs``, for a penalty in the
-loss. An estimator is a function of (logprobs, ref_logprobs, importance), with options by keyword:
+loss. An estimator is a function of (logprobs, ref_logprobs), with options by keyword; with ``algo.kl.importance`` it is
+called with (logprobs, ref_logprobs, importance):
 
-Args:
     logprobs: any shape, nats, of the policy.
     ref_logprobs: same shape, nats, of the reference.
-    importance: same shape, or None; weights that the estimates are multiplied by before they are limited, without a
-        gradient: the ratio of the policy to whatever sampled the tokens.
-    max_log_ratio: d is clamped to +- this; None: it is not.
-    limit: the estimate is clamped to +- this; None: it is not. Where something is clamped, it has no gradient.
+    importance: same shape; weights that the estimates are multiplied by before they are limited, without a gradient:
+        the ratio of the policy to whatever sampled the tokens.
+
+Of the options, ``max_log_ratio`` clamps d to +- this, and ``limit`` the estimate; None does not. Where something is
+clamped, it has no gradient.
 """
 
 from __future__ import annotations

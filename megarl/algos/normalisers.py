@@ -4,7 +4,7 @@ A normaliser of advantages is a function of (advantages, response_mask, groups, 
 
 Args:
     advantages: [B, R], this rank's rows.
-    response_mask: [B, R] bool.
+    response_mask: [B, R] bool; in a run False on responses without a score.
     groups: normalisation.Groups, the prompt of each row, numbered over the whole step.
     reduce: normalisation.Reduce, called equally often by every rank, whether it has rows or not.
 

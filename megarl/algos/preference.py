@@ -1,5 +1,12 @@
 """Losses of the reward model, per pair of responses or per ranking of several.
 
+A function of your own is one of (chosen, rejected), with options by keyword:
+
+    chosen: [P] float32, the scores of the preferred responses; carries the gradient.
+    rejected: [P] float32, the scores of the others; carries the gradient.
+
+The loss is the mean of its values over all pairs of the step.
+
 Metrics of all: ``accuracy``, 1 where the preferred response scores more than every other.
 """
 

@@ -9,8 +9,11 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from megarl.algos.comparisons import Samples
 from megarl.algos.kinds import FIXED, KINDS, Kind
+from megarl.algos.normalisation import Groups
 from megarl.algos.parts import PARTS, Part
+from megarl.algos.terms import LossTerms
 
 _INTRODUCTION = """\
 # Algorithms
@@ -26,21 +29,56 @@ Logarithms are natural, log-probabilities are in nats, and masks are True where 
 
 Each field of the following table also takes a function of yours as `package.module:function`, with its keyword
 arguments as `args`. The module must be importable from the directory that `megarl` is run in. `megarl plan CONFIG`
-imports it and holds the arguments against its signature, before anything starts.
+imports it and compares the arguments with its signature, before anything starts.
 
 {kinds}
-- Options are keyword arguments; the arguments of the table come first, by position.
-- Tensors of tokens are [B, R], float32, on the device of the role; off the mask they are anything, and what you return
-  there counts for nothing. A rank may have no rows at all.
-- `samples` is a `megarl.algos.comparisons.Samples` of the whole step, on the CPU: scores, groups, lengths and more.
-- `reduce` sums a float64 vector over the ranks. It is the one way to a statistic of the whole step: call it equally
-  often whatever rows there are. Everything else must be a function of the rows alone, or results depend on the layout.
-- A loss returns `megarl.algos.terms.LossTerms`: the loss of each token, which carries the gradient, and what is told
-  of it by name.
-- An own `algo.advantage` compares samples, or with `level: token` makes advantages of the rewards of tokens; `values`
-  is None without a critic.
+- The arguments of the table come first, by position; those with `=`, and your options, are keyword arguments. The
+  section of each field below gives their shapes.
+- Tensors of tokens are [B, R], float32. Make tensors of your own on their device. Off the mask their values may be
+  anything, and what you return there is not used. A rank may have no rows at all: B is then 0.
+- `reduce` takes a float64 vector and returns its sum over the ranks. It is the only way to a statistic of the whole
+  step. Every rank must call it equally often, whatever rows it has. Everything else must depend on the rows alone, or
+  the results change with the layout.
+- An `algo.advantage` of your own compares samples (`level: sample`, the default), or makes advantages from the rewards
+  of tokens (`level: token`). There `values` is None without a critic, and the returns are then not used.
+- With `level: sample` the function gets all samples of the step at once, on the CPU. What it returns for a sample is
+  the advantage of each of its tokens; a KL penalty in the reward is added afterwards.
+- Advantages of your own are normalised only where `algo.normalise.advantages` names a normaliser.
+- A loss returns the loss of each token (or pair). What it reports becomes metrics of the step: `policy/NAME`,
+  `value/NAME` or `reward_model/NAME`.
 
-For example, a policy loss with a price on leaving the old policy in place of a clip, in a file `my_losses.py`:
+These are the records, with all their fields.
+
+{records}
+An example of an advantage: how far a score is above the median of its prompt's scores, in a file `my_advantages.py`.
+Only samples with a score count in a median; the others keep the advantage 0. A sample without others gets 0 too, as it
+is its own median.
+
+```python
+import torch
+from torch import Tensor
+
+from megarl.algos.comparisons import Samples
+
+
+def above_the_median(samples: Samples, *, scale: float = 1.0) -> Tensor:
+    \"\"\"scale * (s - median of the prompt's scores), [N]; 0 for samples without a score.\"\"\"
+    advantages = torch.zeros_like(samples.scores)
+    for group in samples.groups[samples.scored].unique():
+        members = samples.scored & (samples.groups == group)
+        scores = samples.scores[members]
+        advantages[members] = scale * (scores - scores.quantile(0.5))
+    return advantages
+```
+
+The configuration names it:
+
+```yaml
+algo:
+  advantage: {name: my_advantages:above_the_median, args: {scale: 2.0}}
+```
+
+An example of a policy loss: it has no clip, and adds a penalty on ratios far from 1, in a file `my_losses.py`.
 
 ```python
 import torch
@@ -64,7 +102,7 @@ def damped(
     return LossTerms(values=values, metrics={"approxkl": moved.detach().square() / 2})
 ```
 
-and what names it in the configuration:
+The configuration names it:
 
 ```yaml
 algo:
@@ -79,27 +117,33 @@ _ALSO = {
 }
 """Names of a function that another name stands for already: what is different about them."""
 
+_RECORDS = (Samples, Groups, LossTerms)
+
 _OF_THE_DATA = {"pairwise": ("`margin` = false",)}
 """Options that say what of the data a function is given."""
 
 
 def markdown() -> str:
     """The whole page."""
-    parts, told = [_INTRODUCTION.replace("{kinds}", _kinds())], set[str]()
+    parts, told = [_INTRODUCTION.replace("{kinds}", _kinds()).replace("{records}", _records())], set[str]()
 
     def begin(title: str, functions: Iterable[Callable[..., Any]]) -> None:
-        """A heading, and what the modules of the functions say of all of them."""
-        modules = [name for name in dict.fromkeys(function.__module__ for function in functions) if name not in told]
+        """A heading, and below it what the functions' module says of all of them, where they are of one."""
+        modules = {function.__module__ for function in functions}
+        opening = [_of_module(name) for name in modules - told if len(modules) == 1]
         told.update(modules)
-        parts.append("\n\n".join([f"## {title}", *map(_of_module, modules)]) + "\n")
+        parts.append("\n\n".join([f"## {title}", *opening]) + "\n")
 
     for kind in KINDS:
         begin(f"{kind.title}: `{kind.field}`", kind.functions.values())
         parts += _functions(kind)
     for title in dict.fromkeys(part.title for part in PARTS):
-        own = [part for part in PARTS if part.title == title]
-        begin(title, [part.function for part in own])
-        parts += [_part(part) for part in own]
+        own: dict[Callable[..., Any], list[Part]] = {}
+        for part in PARTS:
+            if part.title == title:
+                own.setdefault(part.function, []).append(part)
+        begin(title, own)
+        parts += [_part(function, places) for function, places in own.items()]
     return "\n".join(parts)
 
 
@@ -109,9 +153,16 @@ def _kinds() -> str:
     for kind in KINDS:
         if kind.own:
             level = f", `level: {kind.level}`" if kind.level is not None else ""
-            arguments = [*kind.arguments, *(f"{name}=" for name in kind.keywords)]
-            rows.append(f"| `{kind.field}`{level} | `{', '.join(arguments)}` | {kind.returns} |")
+            arguments = f"`{', '.join([*kind.arguments, *(f'{name}=' for name in kind.keywords)])}`"
+            arguments += "".join(f"; then `{name}` with `{field}: true`" for name, field in kind.further)
+            rows.append(f"| `{kind.field}`{level} | {arguments} | {kind.returns} |")
     return "\n".join(rows) + "\n"
+
+
+def _records() -> str:
+    """What own functions are given or return that is more than a tensor, with every field."""
+    told = [f"`{record.__module__}.{record.__name__}`: {inspect.getdoc(record)}" for record in _RECORDS]
+    return "\n\n".join(map(_listed, told)) + "\n"
 
 
 def _functions(kind: Kind) -> Iterator[str]:
@@ -119,9 +170,10 @@ def _functions(kind: Kind) -> Iterator[str]:
         yield f"### `{name}`\n\n{_options(name, function, kind.keywords)}{_ALSO.get(name) or _text(function)}\n"
 
 
-def _part(part: Part) -> str:
-    choice = "" if part.choice is None else f": {part.choice}"
-    return f"### `{part.field}{choice}`\n\n{_text(part.function)}\n"
+def _part(function: Callable[..., Any], places: Iterable[Part]) -> str:
+    """An algorithm, once, below all fields that ask for it."""
+    fields = [part.field if part.choice is None else f"{part.field}: {part.choice}" for part in places]
+    return f"### {', '.join(f'`{field}`' for field in fields)}\n\n{_text(function)}\n"
 
 
 def _options(name: str, function: Callable[..., Any], keywords: Sequence[str]) -> str:
@@ -152,11 +204,16 @@ def _text(function: Callable[..., Any]) -> str:
 
 
 def _of_module(name: str) -> str:
-    """What a module says of all its functions; arguments become a list."""
-    text = inspect.getdoc(sys.modules[name]) or ""
+    """What a module says of all its functions."""
+    return _listed(inspect.getdoc(sys.modules[name]) or "")
+
+
+def _listed(text: str) -> str:
+    """A whole docstring, whose arguments become a list."""
     text = re.sub(r"^Args:\n", "\n", text, flags=re.MULTILINE)
     text = re.sub(r"^Returns:\n +", "\nThey return ", text, flags=re.MULTILINE)
-    return _in_markdown(re.sub(r"^    (\w+(?:, \w+)*): ", r"- `\1`: ", text, flags=re.MULTILINE))
+    text = re.sub(r"^    (\w+(?:, \w+)*): ", r"- `\1`: ", text, flags=re.MULTILINE)
+    return _in_markdown(re.sub(r"^ {8}", "  ", text, flags=re.MULTILINE))
 
 
 def _in_markdown(text: str) -> str:

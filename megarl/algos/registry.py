@@ -34,9 +34,9 @@ TOKEN_ADVANTAGES: Final[Mapping[str, Callable[..., tuple[Tensor, Tensor]]]] = {
     "reinforce_pp": advantages.reinforce,
 }
 COMPARISONS: Final[Mapping[str, Callable[..., Tensor]]] = {
-    "reinforce_pp_baseline": comparisons.dr_grpo,
     "grpo": comparisons.grpo,
     "dr_grpo": comparisons.dr_grpo,
+    "reinforce_pp_baseline": comparisons.dr_grpo,
     "rloo": comparisons.rloo,
     "rloo_std": comparisons.rloo_std,
     "masked_rloo": comparisons.masked_rloo,

@@ -36,16 +36,16 @@ def token_rewards(
     """The penalties, plus the score at one token of the row.
 
     ``placement``: last_valid, the row's last counting token; every_valid, each counting token, which multiplies the
-    score by the length; last_column, the last column, and after_last, the column after the last counting token (that
-    token where there is none), which only a padded row has: a configuration does not offer them. A row without a
-    counting token has no reward. Source: InstructGPT (Ouyang et al., 2022), OpenRLHF, verl (last_valid); ColossalChat
-    (every_valid); lm-human-preferences, whose responses fill the row (last_column); DeepSpeed-Chat, TRL (after_last).
+    score by the length. A row without a counting token has no reward. Source: InstructGPT (Ouyang et al., 2022),
+    OpenRLHF, verl (last_valid); ColossalChat (every_valid).
 
     Args:
         scores: [B], one per response.
         penalties: [B, R], of ``kl_penalties``.
         response_mask: [B, R] bool.
-        placement: of the score.
+        placement: of the score. Two more are of padded rows, which a run has none of: last_column, the last column
+            (lm-human-preferences, whose responses fill the row), and after_last, the column after the last counting
+            token, or that token where there is none (DeepSpeed-Chat, TRL).
 
     Returns:
         [B, R]; 0 off the mask, but for a score that is placed there.

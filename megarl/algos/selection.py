@@ -1,4 +1,11 @@
-"""Which samples are learnt from: the best for rejection fine-tuning, and prompts whose samples say something."""
+"""Which samples are trained on: those of prompts that pass a filter, and the best for rejection fine-tuning.
+
+A filter is a function of (scores), with options by keyword, that is called once for each prompt:
+
+    scores: [n] float32, as the algorithm takes them, of the prompt's samples that have a score; n is at least 1.
+
+It returns a bool, whether the prompt is kept. A prompt without a scored sample is not kept.
+"""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ class LossTerms:
 
     Args:
         values: [B, R] by token, or [P] by pair; differentiable.
-        metrics: by name, of the same shape, float, detached; their means over what counts in a step are told.
-        spreads: by name, likewise; told as ``{name}_mean``, ``{name}_var``, ``{name}_max`` and ``{name}_min``.
+        metrics: by name, tensors of the same shape, float, detached; the means over what counts in a step are reported.
+        spreads: likewise, may be left out; reported as ``{name}_mean``, ``{name}_var``, ``{name}_max``, ``{name}_min``.
     """
 
     values: Tensor

@@ -38,8 +38,7 @@ def _wrong(field: str, own: Own, *, importance: bool) -> Iterator[Problem]:
         fix = "name one that can be imported from the working directory; see docs/algorithms.md"
         yield Problem(field=f"{field}.name", value=own.name, rule=str(error), fix=fix)
         return
-    further = ("importance",) if importance and field == "algo.kl.estimator" else ()
-    given = (*kind.arguments, *further)
+    given = (*kind.arguments, *(name for name, _ in kind.further if importance))
     try:
         check_options(function, own.args, name=own.name, positional=len(given), given=kind.keywords)
     except ValueError as error:

@@ -1,18 +1,22 @@
-"""The page of algorithms is that of the functions, complete, and its example works as it stands."""
+"""The page of algorithms is that of the functions, complete, and its examples work as they stand."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
 from megarl.algos import registry
+from megarl.algos.comparisons import Samples
 from megarl.algos.kinds import KINDS
+from megarl.algos.normalisation import Groups
 from megarl.algos.parts import PARTS
 from megarl.algos.reference import markdown
 from megarl.algos.terms import LossTerms
@@ -83,34 +87,72 @@ def field(schema: object, path: list[str]) -> object:
     return inside if len(path) == 1 else field(inside, path[1:])
 
 
-# ---- the example
+def test_the_table_and_the_sections_agree_on_what_own_functions_are_called_with() -> None:
+    rows = re.findall(r"^\| `[\w.]+`(?:, `level: \w+`)? \| (.*?) \|", PAGE, flags=re.MULTILINE)
+    own = [kind for kind in KINDS if kind.own]
+    assert len(rows) == len(own)
+    for kind, row in zip(own, rows, strict=True):
+        called = re.findall(r"\w+", re.sub(r"; then (`\w+`) with `.*`", r"\1", row))
+        assert called == [*kind.arguments, *(name for name, _ in kind.further), *kind.keywords]
+        opening = PAGE.split(f"\n## {kind.title}: ")[1].split("\n### ")[0]
+        assert called == (re.findall(r"^- `(\w+)`: ", opening, flags=re.MULTILINE) or ["samples"])
 
 
-def block(language: str) -> str:
-    found = re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
-    assert len(found) == 1
-    return found[0]
+def test_records_are_there_with_all_their_fields() -> None:
+    for record in (Samples, Groups, LossTerms):
+        below = PAGE.split(f"\n`{record.__module__}.{record.__name__}`: ")[1]
+        told = re.findall(r"^- `(\w+)`: ", below.split("\n\n")[1], flags=re.MULTILINE)
+        assert told == [own.name for own in dataclasses.fields(record)]
+
+
+# ---- the examples
+
+
+@contextmanager
+def example(file: str, debug: str, directory: Path) -> Iterator[PPOConfig]:
+    """A debug run with the example of that file on top of it, in a directory that has the file."""
+    found = re.search(rf"`{file}`.*?```python\n(.*?)```.*?```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
+    assert found is not None
+    (directory / file).write_text(found[1])
+    (directory / "run.yaml").write_text(f"defaults: [{REPOSITORY / 'configs' / 'debug' / debug}]\n{found[2]}")
+    path = list(sys.path)
+    try:
+        config = load(directory / "run.yaml")
+        assert isinstance(config, PPOConfig)
+        assert check_own_functions(config) == []
+        yield config
+    finally:
+        sys.path[:] = path
+        sys.modules.pop(file.removesuffix(".py"), None)
 
 
 @pytest.fixture
-def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PPOConfig]:
-    """The debug run with the example on top of it, in a directory that has its file."""
-    (tmp_path / "my_losses.py").write_text(block("python"))
-    debug = REPOSITORY / "configs" / "debug" / "ppo.yaml"
-    (tmp_path / "run.yaml").write_text(f"defaults: [{debug}]\n{block('yaml')}")
-    path = list(sys.path)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     monkeypatch.chdir(tmp_path)
-    config = load(tmp_path / "run.yaml")
-    assert isinstance(config, PPOConfig)
-    yield config
-    sys.path[:] = path
-    sys.modules.pop("my_losses", None)
+    return tmp_path
 
 
-def test_the_example_is_accepted_and_computes_what_it_says(example: PPOConfig) -> None:
-    assert check_own_functions(example) == []
-    chosen = example.algo.policy_loss
-    damped = registry.bound(registry.POLICY_LOSSES, chosen.name, chosen.options)
+def test_the_advantage_is_accepted_and_computes_what_it_says(here: Path) -> None:
+    with example("my_advantages.py", "grpo.yaml", here) as config:
+        chosen = config.algo.advantage
+        compare = registry.bound(registry.COMPARISONS, chosen.name, chosen.options)
+    missing = float("nan")
+    samples = Samples(
+        scores=torch.tensor([1.0, 5.0, 4.0, missing, 2.0, missing, 8.0, 2.0]),
+        groups=torch.tensor([0, 1, 0, 0, 0, 1, 2, 2]),
+        lengths=torch.full((8,), 3),
+        finished=torch.ones(8, dtype=torch.bool),
+        scored=torch.tensor([True, True, True, False, True, False, True, True]),
+    )
+    # medians: 2 of 1, 4, 2; 5 of one; 5 of 8, 2; each difference times 2
+    assert compare(samples).tolist() == [-2.0, 0.0, 4.0, 0.0, 0.0, 0.0, 6.0, -6.0]
+
+
+def test_the_loss_is_accepted_and_computes_what_it_says(here: Path) -> None:
+    with example("my_losses.py", "ppo.yaml", here) as config:
+        chosen = config.algo.policy_loss
+        damped = registry.bound(registry.POLICY_LOSSES, chosen.name, chosen.options)
     new = torch.tensor([[0.5, 0.0]], dtype=torch.float64, requires_grad=True)
     old, mask = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[True, False]])
     terms = damped(new, old, torch.full((1, 2), 2.0, dtype=torch.float64), mask)

@@ -54,7 +54,7 @@ def checkpoints_are_readable(
                 field=field,
                 value=path,
                 rule=f"a directory with a readable config.json ({type(error).__name__})",
-                fix="correct the path, or download the checkpoint to it",
+                fix=f"correct the path; a model of the hub is downloaded by: hf download NAME --local-dir {path}",
             )
 
 
