@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import PPOConfig, load
+from megarl.config import ConfigError, PPOConfig, load
+from megarl.loop.directory import RunPaths, average_directory
 from megarl.rewards import check_functions
 from megarl.weights.specs import FAMILIES
 from tests.config.debug import REPOSITORY, debug
@@ -41,6 +42,25 @@ def test_the_configuration_of_the_readme_is_whole(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(model), encoding="utf-8")
     (tmp_path / "prompts.jsonl").touch()
     load(path, [f"model.path={tmp_path}", f"data.prompts={tmp_path}/prompts.jsonl"])
+
+
+def test_the_readme_names_everything_that_a_run_directory_has(tmp_path: Path) -> None:
+    table = README.split("(`run.dir`) has:")[1].split("\n\n")[1]
+    told = set(re.findall(r"`([\w.-]+)(?:/[^`]*)?`", table))
+    paths = RunPaths(debug(f"run.dir={tmp_path}"))
+    places = [getattr(paths, name) for name, member in vars(RunPaths).items() if isinstance(member, property)]
+    paths.close()
+    assert {place.name for place in places if isinstance(place, Path)} <= told
+    assert {"checkpoints", average_directory(paths.export).name} <= told
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/evaluation.md"])
+def test_a_name_of_the_hub_is_refused_with_the_command_of_the_documents(page: str) -> None:
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    (command,) = re.findall(r"^    (hf download .*)$", text, flags=re.MULTILINE)
+    model, directory = re.findall(r"^hf download (\S+) --local-dir (\S+)$", command)[0]
+    with pytest.raises(ConfigError, match=command.replace(model, "NAME").replace(directory, model)):
+        debug(f"model={{path: {model}, random: null}}")
 
 
 def test_the_example_of_the_recipes_can_be_run(tmp_path: Path) -> None:

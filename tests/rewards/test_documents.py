@@ -5,17 +5,22 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 import yaml
 
+from megarl.config import load
 from megarl.config.schema import Reward
+from megarl.loop.datasets import PromptSets
+from megarl.loop.preflight import check
 from megarl.rewards import RULES, check_functions
 from megarl.rewards.registry import bind
 from tests.rewards.answers import answer
 
-PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
+REPOSITORY = Path(__file__).parents[2]
+PAGE = (REPOSITORY / "docs" / "rewards.md").read_text(encoding="utf-8")
 
 
 def test_every_function_is_described_with_its_arguments() -> None:
@@ -32,13 +37,33 @@ def test_every_function_is_described_with_its_arguments() -> None:
 
 def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (configuration,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
-    (module,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-    (tmp_path / "my_rewards.py").write_text(module)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.chdir(tmp_path)
+    _write_module(tmp_path, monkeypatch)
     functions = Reward(**yaml.safe_load(configuration)["reward"]).functions
     assert not check_functions(functions)
     assert [bind(function)(answer("Thanks, 7.", answer="#### 7")) for function in functions] == [1.0, 0.5]
+
+
+def test_the_run_without_a_model_can_be_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write_module(tmp_path, monkeypatch)
+    (command,) = re.findall(r'^    python -c "(.*)"$', PAGE, flags=re.MULTILINE)
+    exec(command)
+    rows = re.findall(r'^    (\{"prompt": .*\})$', PAGE, flags=re.MULTILINE)
+    Path("prompts.jsonl").write_text("\n".join(rows))
+    (block,) = re.findall(r"^    defaults: .*\n(?:    .*\n)+", PAGE, flags=re.MULTILINE)
+    Path("try.yaml").write_text(textwrap.dedent(block).replace("[configs", f"[{REPOSITORY}/configs"))
+    data = check(load("try.yaml"))
+    assert isinstance(data, PromptSets)
+    # a token before the text, and one for each character of "Say something: " and "Name some letters: "
+    assert [len(prompt.token_ids) for prompt in data.train] == [16, 20]
+
+
+def _write_module(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's own function, in the working directory."""
+    (module,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    (directory / "my_rewards.py").write_text(module)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    monkeypatch.chdir(directory)
 
 
 def _written(default: object) -> str:
