@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
@@ -46,6 +47,7 @@ def markdown() -> str:
     """The whole page."""
     parts = [
         _INTRODUCTION,
+        _contents(),
         _table("All stages", RunConfig, fields(RunConfig)),
         _table("Stages that train", TrainingConfig, _own(TrainingConfig, RunConfig)),
     ]
@@ -53,13 +55,32 @@ def markdown() -> str:
         base = TrainingConfig if issubclass(schema, TrainingConfig) else RunConfig
         parts.append(_table(f"Stage `{stage}`", schema, _own(schema, base)))
     for below, places in _places():
-        heading = ", ".join(f"`{path}`" for path in places)
-        stages = {stage for found in places.values() for stage in found}
-        if len(stages) < len(STAGES):
-            heading += f" ({', '.join(stage for stage in STAGES if stage in stages)})"
-        table = choices(below)
+        heading, table = _heading(places), choices(below)
         parts.append(_choices(heading, table) if table else _table(heading, below, fields(below)))
     return "\n".join(parts)
+
+
+def _contents() -> str:
+    """Links to the sections of each stage, by path."""
+    rows = ["| stage | its sections |", "| --- | --- |"]
+    for stage in STAGES:
+        found = {path: _heading(places) for _, places in _places() for path in places if stage in places[path]}
+        links = [_link(f"`{path}`", heading) for path, heading in sorted(found.items())]
+        rows.append(f"| {_link(f'`{stage}`', f'Stage `{stage}`')} | {', '.join(links)} |")
+    both = f"{_link('all stages', 'All stages')}, and of {_link('those that train', 'Stages that train')}"
+    return "\n".join(["## Contents", "", f"Fields of {both}.", "", *rows]) + "\n"
+
+
+def _link(text: str, heading: str) -> str:
+    """To a heading, by the name that GitHub gives it."""
+    return f"[{text}](#{re.sub(r'[^a-z0-9_ -]', '', heading.lower()).replace(' ', '-')})"
+
+
+def _heading(places: Mapping[str, Sequence[str]]) -> str:
+    """Of a section: all its paths, and its stages unless it is of all."""
+    stages = {stage for found in places.values() for stage in found}
+    paths = ", ".join(f"`{path}`" for path in places)
+    return paths if len(stages) == len(STAGES) else f"{paths} ({', '.join(s for s in STAGES if s in stages)})"
 
 
 def _own(schema: type[BaseModel], base: type[BaseModel]) -> dict[str, FieldInfo]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from megarl.config.reference import markdown
 from megarl.config.schema import STAGES
 from tests.config.debug import REPOSITORY
@@ -17,6 +19,17 @@ def test_the_page_has_the_nested_fields() -> None:
     assert "| `in` | `reward` or `loss` | `reward` |" in page
     assert "| `prompts_per_step` | int | required |" in page
     assert "| `stop` | list of text | `[]` |" in page
+
+
+def test_the_contents_lead_to_the_headings() -> None:
+    contents = markdown().partition("## Contents\n")[2].partition("\n## ")[0]
+    links = dict.fromkeys(re.findall(r"\]\(#([\w-]+)\)", contents))
+    headings = re.findall(r"^## (.*)$", markdown(), flags=re.MULTILINE)
+    anchors = ["".join(c for c in text.lower().replace(" ", "-") if c.isalnum() or c in "-_") for text in headings]
+    assert sorted(links) == sorted(set(anchors) - {"contents"})
+    (eval_row,) = re.findall(r"^\| \[`eval`\]\(#stage-eval\) \| (.*) \|$", contents, flags=re.MULTILINE)
+    assert "[`run`](#run-eval)" in eval_row
+    assert "](#run-sft-reward_model-ppo-raft)" not in eval_row
 
 
 def test_rows_are_lines() -> None:
