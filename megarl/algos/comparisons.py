@@ -74,8 +74,8 @@ def rloo(samples: Samples, *, singleton: Singleton = "zero") -> Tensor:
 def masked_rloo(samples: Samples) -> Tensor:
     """s - (sum of the scores of the others that ended) / (n - 1), within each group, where n samples ended.
 
-    A group in which at most one sample ended gets 0. What a sample gets that did not end itself is of no use: such
-    samples are to be masked out of the loss.
+    A group in which at most one sample ended gets 0. The advantage of a sample that did not end itself has no
+    meaning: mask such samples out of the loss.
 
     Source: NeMo-Aligner, REINFORCE.
     """

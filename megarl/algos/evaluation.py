@@ -1,4 +1,4 @@
-"""What samples of held-out prompts say of a policy, and how sure it is."""
+"""Estimates from samples of held-out prompts, and their errors."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def pairwise(
     """The negative log-likelihood of the preferences under the model of Bradley and Terry.
 
     logsigmoid: l = -log sigmoid(chosen - rejected - margin) + centering * (chosen + rejected)^2;
-    logexp: the same as log(1 + exp(rejected - chosen)), which knows no margin. Both are computed without overflow.
+    logexp: the same as log(1 + exp(rejected - chosen)), without a margin. Both are computed without overflow.
     Source: Bradley and Terry (1952); the margin is that of Llama 2 (Touvron et al., 2023), the term that keeps the
     scores around 0 that of Eisenstein et al., "Helping or herding?" (2023); logexp as in ColossalChat and OpenRLHF.
 

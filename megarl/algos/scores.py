@@ -1,6 +1,6 @@
-"""What becomes of the scores of responses before anything learns from them, and the scale of a reward model.
+"""What is done to the scores of responses before advantages are made of them, and the scale of a reward model.
 
-Their order: the scale of the reward model, the limits, then the score of a response that did not end; comparisons of
+The order is: the scale of the reward model, the limits, then the score of a response that did not end; comparisons of
 samples and rewards of tokens come after all of these.
 """
 
@@ -67,7 +67,7 @@ def zero_missing_end(scores: Tensor, finished: Tensor) -> Tensor:
 
 
 def keep_finished(response_mask: Tensor, finished: Tensor) -> Tensor:
-    """The tokens of responses that ended: the policy learns nothing from the others, whatever they score.
+    """The tokens of responses that ended: the others do not train the policy, whatever they score.
 
     Their scores still count in what others are compared with, and their tokens in the denominators. Source: TRL,
     mask_truncated_completions; NeMo-Aligner, is_end.

@@ -55,7 +55,7 @@ def best_fraction(scores: Tensor, discarded: Tensor, *, fraction: float = 0.2) -
 def nonzero_std(scores: Tensor, *, tol: float = 0.0) -> bool:
     """Whether the scores of a prompt's samples differ.
 
-    The population deviation is above ``tol``; with tol 0, the largest score is above the smallest, which knows no
+    The population deviation is above ``tol``; with tol 0, the largest score is above the smallest, without any
     rounding. Source: DAPO's dynamic sampling (Yu et al., 2025), as in verl and slime.
 
     Args:
