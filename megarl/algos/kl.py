@@ -30,8 +30,8 @@ def k1(
 ) -> Tensor:
     """d: unbiased, of either sign.
 
-    Its gradient is 1, whose mean over the policy's tokens is 0: as a loss it has no effect on average. Source: Ziegler et
-    al., "Fine-tuning language models from human preferences" (2019); OpenRLHF and AReaL limit it to 10.
+    Its gradient is 1, whose mean over the policy's tokens is 0: as a loss it has no effect on average. Source: Ziegler
+    et al., "Fine-tuning language models from human preferences" (2019); OpenRLHF and AReaL limit it to 10.
     """
     return _limited(_log_ratio(logprobs, ref_logprobs, max_log_ratio), importance, limit)
 
