@@ -269,7 +269,8 @@ one fine-tuned model, which is right in about a third of its answers, and learn 
 The true score is the part of 1,024 held-out prompts that a checker finds answered exactly, sampled at temperature 1; no
 algorithm sees it. The settings are in [configs/learning](../configs/learning): the recipes of
 [configs/recipes](../configs/recipes), and of PPO the defaults, with the rates and sizes of this small task. RAFT
-selects the best answer to each prompt, and answers four times as many a step.
+selects the best answer to each prompt, and answers four times as many a step. Rates and sizes were not tuned for each
+algorithm, so this is no ranking.
 
 ![true score on held-out prompts, by step](learning.svg)
 
