@@ -1,4 +1,4 @@
-"""Metrics of an iteration's samples, over all ranks."""
+"""Metrics of an iteration's samples, over all ranks; what would be a mean over nothing is not among them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def correction_metrics(
     Returns:
         ``rollout_corr/weight_mean``, over all tokens; ``ess``, the effective share of the tokens,
         sum(w)^2 / (n * sum(w^2)); ``changed_fraction``, tokens whose weight is not exp(old - rollout);
-        ``kept_fraction``; ``kept_weight_mean`` and ``kept_log_ratio``, old - rollout nats, over the kept tokens.
+        ``kept_fraction``; ``kept_weight_mean`` and ``kept_log_ratio``, old - rollout nats, over the kept tokens, where
+        there are any.
     """
     counted = on_mask(weights, response_mask)
     kept = counted != 0
@@ -96,25 +97,27 @@ def correction_metrics(
     ]
     sums = reduce(torch.stack([x.double() for x in own]))
     tokens, kept_tokens, changed, total, squares, log_ratios = (float(x) for x in sums)
-    return {
+    told = {
         "rollout_corr/weight_mean": total / max(tokens, 1.0),
         "rollout_corr/ess": total * total / (tokens * squares) if squares else 0.0,
         "rollout_corr/changed_fraction": changed / max(tokens, 1.0),
         "rollout_corr/kept_fraction": kept_tokens / max(tokens, 1.0),
-        "rollout_corr/kept_weight_mean": total / max(kept_tokens, 1.0),
-        "rollout_corr/kept_log_ratio": log_ratios / max(kept_tokens, 1.0),
     }
+    if kept_tokens:
+        told["rollout_corr/kept_weight_mean"] = total / kept_tokens
+        told["rollout_corr/kept_log_ratio"] = log_ratios / kept_tokens
+    return told
 
 
 def objective_metrics(
-    scores: Tensor, old_logprobs: Tensor, kl: Tensor, penalties: Tensor, response_mask: Tensor, *, reduce: Reduce
+    scores: Tensor, old_logprobs: Tensor, kl: Tensor | None, penalties: Tensor, response_mask: Tensor, *, reduce: Reduce
 ) -> dict[str, float]:
     """Means over sequences, in the definitions of lm-human-preferences.
 
     Args:
         scores: [B].
         old_logprobs: [B, R] nats.
-        kl: [B, R] nats, the divergence from the reference.
+        kl: [B, R] nats, the divergence from the reference; None without one, on all ranks.
         penalties: [B, R], the rewards without the score.
         response_mask: [B, R] bool.
         reduce: called once, whether this rank has rows or not.
@@ -123,13 +126,14 @@ def objective_metrics(
         ``objective/kl``, nats per sequence; ``objective/kl_per_token``, the mean over tokens, and
         ``objective/kl_token_mean``, the mean over sequences of the means over their tokens; ``objective/entropy``, the
         mean of -sum(old) nats; ``objective/score``; ``objective/non_score_reward``; ``objective/rlhf_reward``, the two
-        together.
+        together. Nothing of the divergence without a reference, and nothing at all where no rank has rows.
     """
+    drift = torch.zeros_like(old_logprobs) if kl is None else kl
     sums = [
-        torch.tensor(float(len(scores)), dtype=torch.float64, device=kl.device),
+        torch.tensor(float(len(scores)), dtype=torch.float64, device=drift.device),
         response_mask.sum().double(),
-        on_mask(kl, response_mask).double().sum(),
-        row_mean(kl.double(), response_mask).sum(),
+        on_mask(drift, response_mask).double().sum(),
+        row_mean(drift.double(), response_mask).sum(),
         on_mask(-old_logprobs, response_mask).double().sum(),
         on_mask(penalties, response_mask).double().sum(),
         scores.double().sum(),
@@ -137,11 +141,15 @@ def objective_metrics(
     sequences, tokens, kl_sum, kl_means, entropy, non_score, score = (
         float(total) for total in reduce(torch.stack(sums))
     )
-    sequences, tokens = max(sequences, 1.0), max(tokens, 1.0)
-    return {
+    if not sequences:
+        return {}
+    divergence = {
         "objective/kl": kl_sum / sequences,
-        "objective/kl_per_token": kl_sum / tokens,
+        "objective/kl_per_token": kl_sum / max(tokens, 1.0),
         "objective/kl_token_mean": kl_means / sequences,
+    }
+    return {
+        **({} if kl is None else divergence),
         "objective/entropy": entropy / sequences,
         "objective/score": score / sequences,
         "objective/non_score_reward": non_score / sequences,
@@ -160,11 +168,14 @@ def value_metrics(returns: Tensor, old_values: Tensor, response_mask: Tensor, *,
 
     Returns:
         ``value/explained_variance``, 1 - var(returns - values) / (var(returns) + 1e-5): 1 is perfect, and 0 no better
-        than a constant; ``value/mean`` and ``value/var``; ``returns/mean`` and ``returns/var``.
+        than a constant; ``value/mean`` and ``value/var``; ``returns/mean`` and ``returns/var``. Nothing where no token
+        of any rank counts.
     """
     target = masked_moments(returns, response_mask, reduce)
     error = masked_moments(returns - old_values, response_mask, reduce)
     values = masked_moments(old_values, response_mask, reduce)
+    if not target.count:
+        return {}
     return {
         "value/explained_variance": float(1 - error.sample_variance / (target.sample_variance + 1e-5)),
         "value/mean": float(values.mean),

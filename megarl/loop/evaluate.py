@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from statistics import NormalDist
 
@@ -144,7 +145,7 @@ def held_out_metrics(scores: Sources, samples: Sequence[SampleInfo], evaluation:
 
     Means over the samples that have a score, ``NAME``, with the half widths of their 95% intervals, ``NAME_ci95``: a
     normal interval, whose error counts the samples of a prompt as alike. With few prompts (under 30, say) it is too
-    narrow, and with one it is not known.
+    narrow. What nothing is known of is left out: means without a score, and the half widths of a single prompt.
 
     Args:
         scores: [N] by source; NaN where a sample has none.
@@ -169,10 +170,11 @@ def held_out_metrics(scores: Sources, samples: Sequence[SampleInfo], evaluation:
 
 
 def _mean(name: str, values: Values, groups: torch.Tensor) -> dict[str, float]:
-    """The mean of the values that are known, and the half width of its interval."""
+    """The mean of the values that are known, and the half width of its interval, where these are known themselves."""
     known = torch.from_numpy(~np.isnan(values))
     mean, error = clustered_mean(torch.from_numpy(values)[known], groups[known])
-    return {name: mean, f"{name}_ci95": _ERRORS * error}
+    told = {name: mean, f"{name}_ci95": _ERRORS * error}
+    return {key: value for key, value in told.items() if not math.isnan(value)}
 
 
 def _passes(name: str, values: Values, groups: torch.Tensor, evaluation: Evaluation) -> dict[str, float]:

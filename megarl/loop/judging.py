@@ -18,8 +18,17 @@ from megarl.algos.metrics import group_metrics
 from megarl.algos.registry import COMPARISONS, FILTERS, bound
 from megarl.config.schema import Algo, Reward
 from megarl.loop.sampling import Keep, Sampled
-from megarl.loop.scoring import Scoring, Sources, Values, columns_of, total_scores, unscored_metrics, weights_of
-from megarl.types import SampleFacts, SampleInfo
+from megarl.loop.scoring import (
+    Scoring,
+    Sources,
+    Values,
+    columns_of,
+    known_means,
+    total_scores,
+    unscored_metrics,
+    weights_of,
+)
+from megarl.types import RoleName, SampleFacts, SampleInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +48,13 @@ class Judged:
     learnt: npt.NDArray[np.bool_]
     groups: npt.NDArray[np.int64]
     metrics: dict[str, float]
+
+    @property
+    def learners(self) -> frozenset[RoleName]:
+        """The roles that can learn from a sample at least; without any, their gradients would be 0."""
+        scored = np.isfinite(self.scores)
+        learnt: dict[RoleName, bool] = {"actor": bool((scored & self.learnt).any()), "critic": bool(scored.any())}
+        return frozenset(role for role, learns in learnt.items() if learns)
 
     def facts(self, samples: Sequence[SampleInfo]) -> dict[int, SampleFacts]:
         """By chunk, for whoever builds the experience."""
@@ -80,7 +96,7 @@ def judged(sampled: Sampled, reward: Reward, algo: Algo, *, seed: int) -> tuple[
     groups = group_numbers(samples)
     finished = np.array([sample.finished for sample in samples])
     masks = algo.scores.missing_end is not None and algo.scores.missing_end.name == "mask"
-    means = {f"scores/{name}": _mean(values) for name, values in sources.items()}
+    means = known_means({f"scores/{name}": values for name, values in sources.items()})
     numbers = torch.from_numpy(scores)
     compared = Samples(
         scores=numbers,
@@ -140,9 +156,3 @@ def _greedy(greedy: Scoring, samples: Sequence[SampleInfo], reward: Reward, algo
     totals = total_scores(greedy.wait(), greedy.samples, reward, algo.scores)
     of_prompt = {sample.prompt_id: total for sample, total in zip(greedy.samples, totals, strict=True)}
     return torch.tensor([of_prompt[sample.prompt_id] for sample in samples])
-
-
-def _mean(values: Values) -> float:
-    """Of those that are numbers; not a number without any."""
-    scored = values[np.isfinite(values)]
-    return float(scored.mean()) if len(scored) else float("nan")

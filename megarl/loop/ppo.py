@@ -104,11 +104,14 @@ class PPO(Online[PPOConfig]):
             with timers("experience"):
                 experience = self._experience(sampled, plan)
             with timers("update"):
-                updates = self._updater.update(experience.chunks, plan, kl_coef=self._kl.coef)
+                updates = self._updater.update(
+                    experience.chunks, plan, kl_coef=self._kl.coef, learners=experience.told.learners
+                )
             with timers("sync"):
                 transfer = self._sync(step)
         kl = {"sequence_sum": "objective/kl", "token_mean": "objective/kl_token_mean"}[config.algo.kl.unit]
-        self._kl.update(experience.metrics[kl], len(rollouts.samples))
+        if kl in experience.metrics:  # there is a reference, and a response with a score
+            self._kl.update(experience.metrics[kl], len(rollouts.samples))
         seconds = timers.take()
         tokens = sum(sample.tokens for sample in rollouts.samples)
         metrics = {

@@ -22,7 +22,7 @@ from megarl.loop.directory import RunDirectory
 from megarl.loop.online import Online
 from megarl.loop.samples import shown_samples
 from megarl.loop.sampling import Sampled, Sampler, sample_metrics
-from megarl.loop.scoring import Sources, Values, permutation_seed, total_scores, unscored_metrics
+from megarl.loop.scoring import Sources, Values, known_means, permutation_seed, total_scores, unscored_metrics
 from megarl.loop.stage import StepResult
 from megarl.obs.timers import Timers
 from megarl.types import SampleInfo
@@ -73,11 +73,10 @@ class RewardRanked(Online[RAFTConfig]):
         tokens = sum(sample.tokens for sample in samples)
         metrics = {
             "version": step,
-            "objective/score": _mean(scores),
-            **{f"scores/{name}": _mean(values) for name, values in sources.items()},
+            **known_means({"objective/score": scores, "raft/selected_score": scores[chosen]}),
+            **known_means({f"scores/{name}": values for name, values in sources.items()}),
             **unscored_metrics(sources),
             "raft/selected": len(chosen),
-            "raft/selected_score": _mean(scores[chosen]),
             **sample_metrics(samples, config.rollout.max_new_tokens),
             "update/steps": len(updates),
             **transfer,
@@ -150,9 +149,3 @@ def selected(
         return best_fraction(values, out, fraction=raft.strategy.fraction).numpy()
     draws = torch.arange(len(scores)) // samples_per_prompt
     return best_of_groups(values, draws, out).numpy()
-
-
-def _mean(scores: Values) -> float:
-    """Of those that are numbers; not a number without any."""
-    known = scores[np.isfinite(scores)]
-    return float(known.mean()) if len(known) else float("nan")

@@ -195,6 +195,12 @@ def unscored_metrics(sources: Sources) -> dict[str, float]:
     return {"rewards/unscored": int(np.any(list(missing.values()), axis=0).sum()), **metrics}
 
 
+def known_means(named: Sources) -> dict[str, float]:
+    """The mean of each that are numbers, by its name; of those alone that have any."""
+    known = {name: values[np.isfinite(values)] for name, values in named.items()}
+    return {name: float(values.mean()) for name, values in known.items() if len(values)}
+
+
 def columns_of(values: npt.NDArray[T], samples: Sequence[SampleInfo]) -> dict[int, npt.NDArray[T]]:
     """[N] values -> one column per chunk."""
     places: dict[int, dict[int, int]] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,23 +32,27 @@ class Updater:
         self._actor, self._critic = roles["actor"], roles.get("critic")
 
     def update(
-        self, experience: ChunkRefs[ExperienceChunk], plan: StepPlan, *, kl_coef: float
+        self,
+        experience: ChunkRefs[ExperienceChunk],
+        plan: StepPlan,
+        *,
+        kl_coef: float,
+        learners: Container[RoleName],
     ) -> list[dict[str, float]]:
         """Takes the optimizer steps; while a critic warms up, it alone.
+
+        A role that has nothing to learn forgoes its steps: Adam would move its weights without a gradient, too.
 
         Args:
             experience: of the step.
             plan: of the step.
             kl_coef: of a penalty in the loss, per nat.
+            learners: the roles that have something to learn from the experience.
 
         Returns:
             What both roles tell of each optimizer step.
         """
-        algo, critic = self._config.algo, self._config.critic
-        warming = critic is not None and plan.step <= critic.warmup_steps
-        trained = [
-            role for role in (self._actor, self._critic) if role is not None and not (warming and role is self._actor)
-        ]
+        algo, trained = self._config.algo, self._trained(plan, learners)
         passes = list(zip(*(plan.passes(role.name) for role in trained), strict=True))
         told: list[dict[str, float]] = []
         for taken, of_roles in enumerate(passes, start=1):
@@ -58,7 +62,7 @@ class Updater:
             ]
             steps = [dict(ChainMap(*of_step)) for of_step in zip(*map(reported, calls), strict=True)]
             told += steps
-            stop = None if warming else algo.early_stop
+            stop = algo.early_stop if self._actor in trained else None
             if stop is not None and exceeds_target(moved(steps, of_roles[0]), target=stop.kl, factor=stop.factor):
                 left = sum(len(schedules) for schedules, *_ in passes[taken:])
                 for role in trained:
@@ -77,6 +81,20 @@ class Updater:
         """Goes on from there."""
         if self._texts is not None:
             self._texts.load(state)
+
+    def _trained(self, plan: StepPlan, learners: Container[RoleName]) -> list[Role]:
+        """The roles that take optimizer steps; those that are due and have nothing to learn forgo theirs."""
+        critic = self._config.critic
+        warming = critic is not None and plan.step <= critic.warmup_steps
+        trained: list[Role] = []
+        for role in (self._actor, self._critic):
+            if role is None or (warming and role is self._actor):
+                continue
+            if role.name in learners or (role is self._actor and self._texts is not None):
+                trained.append(role)
+            else:
+                role.forgo(sum(map(len, plan.passes(role.name))))
+        return trained
 
     def _submit(
         self, role: Role, schedules: Sequence[Schedule], experience: ChunkRefs[ExperienceChunk], kl_coef: float

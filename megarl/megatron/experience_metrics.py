@@ -30,7 +30,7 @@ def experience_metrics(
     reduce: Reduce,
     largest: Reduce,
 ) -> dict[str, float]:
-    """The metrics of a rank's samples with those of all others, equal on all ranks.
+    """The metrics of a rank's samples with those of all others, equal on all ranks; none over samples of no rank.
 
     Args:
         own: the samples.
@@ -41,10 +41,10 @@ def experience_metrics(
         terms: of the step.
         reduce, largest: sum and largest over the ranks; each calls equally often, with samples or without.
     """
-    drift = torch.zeros_like(own.old) if own.ref is None else k1(own.old, own.ref)
     scored, counted = own.scored, own.counted
     scores = own.scores if own.dense is None else (earned.rewards - earned.penalties).sum(-1)
-    kept = (scores[scored], own.old[scored], drift[scored], earned.penalties[scored], own.mask[scored])
+    drift = None if own.ref is None else k1(own.old, own.ref)[scored]
+    kept = (scores[scored], own.old[scored], drift, earned.penalties[scored], own.mask[scored])
     metrics = {**objective_metrics(*kept, reduce=reduce), "objective/kl_coef": terms.kl_coef}
     if values is not None and earned.returns is not None:
         metrics |= value_metrics(earned.returns, values, counted, reduce=reduce)

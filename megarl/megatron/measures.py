@@ -75,7 +75,7 @@ def measured(terms: LossTerms, mask: Tensor, weights: Tensor) -> Measures:
 def combined(parts: Sequence[Measures], group: dist.ProcessGroup) -> dict[str, float]:
     """What a step tells: sums, means, ``{name}_var``, ``{name}_max`` and ``{name}_min``; collective.
 
-    A step in which nothing counts has means of 0 and no extremes.
+    A step in which nothing counts has neither means nor extremes.
 
     Args:
         parts: of this rank's micro-batches. Every rank has the same kinds of them, however many of each.
@@ -84,11 +84,12 @@ def combined(parts: Sequence[Measures], group: dist.ProcessGroup) -> dict[str, f
     told = _over_all([part.sums for part in parts], dist.ReduceOp.SUM, group)
     weighed = [part for part in parts if part.weight is not None]
     weight = _over_all([{"": part.weight} for part in weighed if part.weight is not None], dist.ReduceOp.SUM, group)
-    whole = weight.get("") or 1.0
-    means = _over_all([part.means for part in weighed], dist.ReduceOp.SUM, group)
-    told |= {name: total / whole for name, total in means.items()}
-    squares = _over_all([part.squares for part in weighed], dist.ReduceOp.SUM, group)
-    told |= {f"{name}_var": max(total / whole - told[f"{name}_mean"] ** 2, 0.0) for name, total in squares.items()}
+    whole = weight.get("", 0.0)
+    if whole:
+        means = _over_all([part.means for part in weighed], dist.ReduceOp.SUM, group)
+        told |= {name: total / whole for name, total in means.items()}
+        squares = _over_all([part.squares for part in weighed], dist.ReduceOp.SUM, group)
+        told |= {f"{name}_var": max(total / whole - told[f"{name}_mean"] ** 2, 0.0) for name, total in squares.items()}
     maxima = _over_all([part.maxima for part in parts], dist.ReduceOp.MAX, group)
     minima = _over_all([part.minima for part in parts], dist.ReduceOp.MIN, group)
     told |= {f"{name}_max": value for name, value in maxima.items() if math.isfinite(value)}

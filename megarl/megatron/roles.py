@@ -112,8 +112,10 @@ def told(config: RunConfig, name: RoleName, step: Mapping[str, float]) -> dict[s
         return {f"{config.stage}/{metric}": value for metric, value in step.items()}
     if name == "actor":
         return {_LOSSES.get(metric, f"policy/{metric}"): value for metric, value in step.items()}
-    explained = explained_variance(step["error"], step["returns_var"])
-    return {f"value/{metric}": value for metric, value in {**step, "explained_variance_after": explained}.items()}
+    values = {f"value/{metric}": value for metric, value in step.items()}
+    if "error" not in step:  # no response of the mini-batch has a score
+        return values
+    return {**values, "value/explained_variance_after": explained_variance(step["error"], step["returns_var"])}
 
 
 def _directory(config: RunConfig, name: RoleName) -> str | None:

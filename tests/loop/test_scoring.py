@@ -195,7 +195,8 @@ def test_a_sample_without_a_score_is_compared_with_none() -> None:
     nothing = judge([NONE] * 5, advantage="rloo")
     assert nothing.outcomes is not None
     assert nothing.outcomes.tolist() == [0] * 5
-    assert math.isnan(nothing.metrics["scores/reward_model"])
+    assert "scores/reward_model" not in nothing.metrics
+    assert (told.learners, nothing.learners) == ({"actor", "critic"}, set())
 
 
 def test_what_did_not_end_may_be_compared_with_and_not_learnt() -> None:
@@ -203,6 +204,9 @@ def test_what_did_not_end_may_be_compared_with_and_not_learnt() -> None:
     assert told.outcomes is not None
     assert told.outcomes.tolist() == [-2, 0, 2, 0, 0]
     assert told.learnt.tolist() == [True, True, False, True, True]
+    assert told.learners == {"actor", "critic"}
+    of_the_unfinished = judge([NONE, NONE, 2, NONE, NONE], advantage="rloo", scores={"missing_end": "mask"})
+    assert of_the_unfinished.learners == {"critic"}
 
 
 def test_remax_compares_with_the_likeliest_response_whose_score_is_shaped_alike() -> None:

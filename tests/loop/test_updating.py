@@ -9,12 +9,13 @@ import pytest
 
 from megarl.config.schema import EarlyStop
 from megarl.loop.updating import Updater, moved
-from megarl.types import RankSchedule, Schedule
+from megarl.types import RankSchedule, RoleName, Schedule
 
 TOKENS = (10, 30)
 """Response tokens of the two optimizer steps of an epoch."""
 
 EPOCHS = 3
+BOTH: frozenset[RoleName] = frozenset({"actor", "critic"})
 
 
 class FakeRole:
@@ -62,6 +63,7 @@ def updated(
     warmup: int = 0,
     every: int | None = None,
     texts: Any = None,
+    learners: frozenset[RoleName] = BOTH,
 ) -> tuple[list[dict[str, float]], list[tuple[str, Any]]]:
     """What the steps of a step tell, and what was asked."""
     log: list[tuple[str, Any]] = []
@@ -71,7 +73,8 @@ def updated(
         critic=SimpleNamespace(warmup_steps=warmup),
     )
     roles: Any = {"actor": FakeRole("actor", log, list(kls)), "critic": FakeRole("critic", log, [0.0] * 6)}
-    told = Updater(config, roles, texts).update(object(), plan(step, together=stop is None), kl_coef=0.5)
+    updater = Updater(config, roles, texts)
+    told = updater.update(object(), plan(step, together=stop is None), kl_coef=0.5, learners=learners)
     return told, log
 
 
@@ -121,6 +124,25 @@ def test_texts_go_along_with_the_actor_alone() -> None:
     _, log = updated([0.0] * 6, texts=texts)
     assert [entry for entry in log if entry[0] == "texts"] == [("texts", "6 texts")]
     assert log[0][0] == "actor"
+
+
+@pytest.mark.parametrize("stop", [None, EarlyStop(kl=0.01)])
+def test_a_role_with_nothing_to_learn_forgoes_its_steps(stop: EarlyStop | None) -> None:
+    told, log = updated([], stop=stop, learners=frozenset(), every=2)
+    assert told == []
+    assert log == [("actor forgoes", 6), ("critic forgoes", 6), ("reference", "follows")]
+    told, log = updated([], stop=stop, learners=frozenset({"critic"}))
+    assert {name for name, _ in log} == {"actor forgoes", "critic"}
+    assert [sorted(step) for step in told] == [["value/kl_coef", "value/ppo_kl"]] * 6
+    _, log = updated([], step=1, warmup=1, learners=frozenset())
+    assert log == [("critic forgoes", 6)], "an actor that waits has no steps to forgo"
+
+
+def test_texts_are_learnt_without_a_score() -> None:
+    texts = SimpleNamespace(next=lambda schedules: (schedules, "texts"))
+    told, log = updated([0.0] * 6, texts=texts, learners=frozenset())
+    assert {name for name, _ in log} == {"critic forgoes", "actor", "texts"}
+    assert len(told) == 6
 
 
 def test_the_mean_is_over_tokens() -> None:

@@ -125,7 +125,8 @@ def test_a_penalty_in_the_loss_is_not_in_the_rewards() -> None:
     without = build(columns=columns_of(SCORES, old=OLD, values=VALUES))
     assert in_loss[1].metrics["objective/non_score_reward"] == 0.0
     assert in_loss[1].metrics["objective/kl"] != 0.0
-    assert without[1].metrics["objective/kl"] == 0.0
+    assert not without[1].metrics.keys() & {"objective/kl", "objective/kl_per_token", "objective/kl_token_mean"}
+    assert without[1].metrics["objective/entropy"] == in_loss[1].metrics["objective/entropy"]
     for i in range(4):
         assert in_loss[0][i].ref_logprobs is REF[i]
         assert np.array_equal(in_loss[0][i].advantages.values, without[0][i].advantages.values)
@@ -246,6 +247,8 @@ def test_a_step_without_any_score_teaches_nothing() -> None:
         assert chunk.kept is not None
         assert not chunk.kept.values.any()
     assert all(math.isfinite(value) for value in report.metrics.values())
+    measured = {name for name in report.metrics if name.startswith(("objective/", "value/", "returns/", "rewards/"))}
+    assert measured == {"objective/kl_coef"}, "the others would be means over nothing"
 
 
 def test_samples_may_be_compared_with_but_not_learnt() -> None:
