@@ -12,7 +12,7 @@ from megarl.cluster.session import Session
 from megarl.cluster.shell import ChunkRefs
 from megarl.config.schema import Reward, RewardFunction, TimeLimits
 from megarl.data.tokenizer import load_tokenizer
-from megarl.rewards import RuleScorer, Scores, Unscored, labels
+from megarl.rewards import Failures, RuleScorer, Scores, labels
 from megarl.types import Prompt, RolloutChunk, SampleInfo
 
 SCORER = "megarl.cluster.scoring:ScoringProcess"
@@ -24,11 +24,11 @@ class ScoredChunks:
 
     Args:
         columns: by chunk.
-        unscored: by the name of the function, its first failure.
+        failures: the first of each kind.
     """
 
     columns: Mapping[int, Scores]
-    unscored: Mapping[str, Unscored]
+    failures: Failures
 
 
 class ScoringProcess:
@@ -67,11 +67,11 @@ class ScoringProcess:
         """
         deadline = time.monotonic() + self._seconds
         columns: dict[int, Scores] = {}
-        unscored: dict[str, Unscored] = {}
+        failures: Failures = {}
         for chunk, of_rows in prompts.items():
             columns[chunk], failed = self._scorer.score(functions, rollouts[chunk], of_rows, deadline)
-            unscored = {**failed, **unscored}
-        return ScoredChunks(columns=columns, unscored=unscored)
+            failures = {**failed, **failures}
+        return ScoredChunks(columns=columns, failures=failures)
 
     def close(self) -> None:
         """Ends the child, and what the functions have started in it."""
@@ -84,11 +84,11 @@ class PendingScores:
 
     Args:
         call: to all processes.
-        tell: is told of each function's first failure.
+        tell: is told of each process's first failures of each kind.
     """
 
     call: Call
-    tell: Callable[[str, Unscored], None]
+    tell: Callable[[Failures], None]
 
     def wait(self) -> dict[int, Scores]:
         """The scores by chunk; NaN where a function left a sample without one.
@@ -98,8 +98,7 @@ class PendingScores:
         """
         results: list[ScoredChunks] = self.call.wait()
         for result in results:
-            for name, unscored in result.unscored.items():
-                self.tell(name, unscored)
+            self.tell(result.failures)
         return {chunk: scores for result in results for chunk, scores in result.columns.items()}
 
 
@@ -112,7 +111,7 @@ class RuleScorers:
         functions: all that will be called.
         reward: how many processes, and the limits of the calls.
         limits: of the phases of a step.
-        warn: is told of the first failure of each function.
+        warn: is told of the first failure of each kind of each function.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class RuleScorers:
         warn: Callable[[str], None],
     ) -> None:
         self._watch, self._functions, self._warn = session.watch, tuple(functions), warn
-        self._told: set[str] = set()
+        self._told: set[tuple[str, str]] = set()
         devices, count = len(session.placement.slots), reward.processes
         arguments = (tokenizer, self._functions, reward, limits.calls)
         self.processes = [
@@ -159,16 +158,17 @@ class RuleScorers:
         """Lets every process end its child."""
         return self._watch.submit("scorers.close", "start", "close", self.processes, [()] * len(self.processes))
 
-    def _tell(self, name: str, unscored: Unscored) -> None:
-        """Shows a function's first failure; the metrics count them all."""
-        if name in self._told:
-            return
-        self._told.add(name)
-        self._warn(
-            f"reward function {name!r} gave prompt {unscored.prompt_id!r} no score (calls: {unscored.calls}); the "
-            "response counts as unscored, and so will others, which the metric rewards/unscored counts from now on.\n"
-            f"{unscored.reason}"
-        )
+    def _tell(self, failures: Failures) -> None:
+        """Shows each kind of failure of a function once; the metrics count them all."""
+        for (name, kind), unscored in failures.items():
+            if (name, kind) in self._told:
+                continue
+            self._told.add((name, kind))
+            self._warn(
+                f"reward function {name!r} gave prompt {unscored.prompt_id!r} no score (calls: {unscored.calls}); the "
+                "response counts as unscored. Failures alike are not shown again: rewards/unscored counts them all.\n"
+                f"{unscored.failure.reason}"
+            )
 
 
 def _prompts_by_chunk(samples: Sequence[SampleInfo], prompts: Mapping[str, Prompt]) -> dict[int, list[Prompt]]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import closing
-from dataclasses import asdict
 
 from megarl.cluster.session import Session
 from megarl.config import EvalConfig
-from megarl.files import write_durably
 from megarl.loop.assets import model_directory
 from megarl.loop.datasets import PromptSets
 from megarl.loop.directory import EvaluationDirectory
@@ -20,7 +17,6 @@ from megarl.loop.report import Summary
 from megarl.loop.scoring import scorer_of
 from megarl.loop.setup import check_gpus, launch_engines, launch_rules, launch_trainers, start_all
 from megarl.loop.stage import EvaluationResult
-from megarl.obs.metrics import as_json
 
 _CHUNKS_PER_ENGINE = 8
 """Small enough for engines to share the work evenly."""
@@ -46,10 +42,8 @@ def evaluate(config: EvalConfig) -> Summary:
         result = _result(config, session, directory, data)
         reporter.write(result, f"{config.model.path or 'a random model'} on {config.evaluation.prompts.path}")
     seconds = time.perf_counter() - start
-    summary = Summary(
-        stage=config.stage, steps=0, seconds=seconds, start={}, last_step={}, evaluation=result.metrics, export={}
-    )
-    write_durably(directory.summary, json.dumps(as_json(asdict(summary)), indent=2) + "\n")
+    summary = Summary(stage=config.stage, steps=0, seconds=seconds, evaluation=result.metrics)
+    summary.write(directory.summary)
     print(f"{len(data.held_out)} prompts in {seconds:.0f} s; samples are in {directory.samples}", flush=True)
     return summary
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from megarl.config import TrainingConfig
+from megarl.config import PPOConfig, RAFTConfig, TrainingConfig
 from megarl.files import write_durably
 from megarl.loop.directory import RunDirectory
 from megarl.loop.evaluation_report import EvaluationReporter
 from megarl.loop.left_out import LeftOutRows
 from megarl.loop.stage import EvaluationResult, Metrics, StepResult
+from megarl.loop.unscored import count_responses, told_of_step
 from megarl.obs.metrics import JsonlSink, as_json
 from megarl.obs.progress import Display, open_display
 
@@ -53,7 +56,7 @@ _NOTHING: Final = LeftOutRows()
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A finished run, as summary.json has it.
+    """A finished run, as summary.json has it, which leaves out what is empty.
 
     Args:
         stage: of training.
@@ -61,6 +64,7 @@ class Summary:
         seconds: of this process.
         start: metrics of the start, the first sync's for example.
         last_step: metrics of the last step that this process took.
+        responses: of the whole run, how many were ``sampled``, and how many of them are ``unscored``.
         evaluation: metrics of its last evaluation.
         export: what is to be said of the exported model.
     """
@@ -68,10 +72,16 @@ class Summary:
     stage: str
     steps: int
     seconds: float
-    start: Metrics
-    last_step: Metrics
-    evaluation: Metrics
-    export: Metrics
+    start: Metrics = field(default_factory=dict)
+    last_step: Metrics = field(default_factory=dict)
+    responses: Mapping[str, int] = field(default_factory=dict)
+    evaluation: Metrics = field(default_factory=dict)
+    export: Metrics = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        """Writes summary.json."""
+        told = {name: value for name, value in asdict(self).items() if value != {}}
+        write_durably(path, json.dumps(as_json(told), indent=2) + "\n")
 
 
 def read_summary(directory: RunDirectory) -> Summary:
@@ -86,7 +96,7 @@ def read_summary(directory: RunDirectory) -> Summary:
 
 
 class Reporter:
-    """Writes what a run tells; the last one to be closed.
+    """Writes what a run tells, from its start to its end or interruption; the last one to be closed.
 
     Args:
         config: of the run.
@@ -114,6 +124,7 @@ class Reporter:
             for lines in (self._metrics, self._updates):
                 opened.callback(lines.close)
             self._evaluations = opened.enter_context(EvaluationReporter(config, directory, taken=self._taken))
+            print(_starting(config), flush=True)
             self._display = self._open_display()
             opened.callback(lambda: self._display.close())
             self._opened = opened.pop_all()
@@ -123,6 +134,10 @@ class Reporter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._opened.close()
+        if kind is not None and issubclass(kind, KeyboardInterrupt | SystemExit):
+            steps = self._directory.checkpoints.steps()
+            again = f"goes on after step {steps[-1]}, the last checkpoint's" if steps else "begins it again"
+            print(f"interrupted; nothing of the run is left running. The same command {again}", file=sys.stderr)
 
     def _open_display(self) -> Display:
         columns = _COLUMNS[self._config.stage]
@@ -155,6 +170,9 @@ class Reporter:
             self._evaluations.samples.write(result.step, "train", result.samples)
         for sink in (self._metrics, *self._evaluations.trackers, self._display):
             sink.write(result.step, metrics)
+        line = told_of_step(result.step, metrics)
+        if line is not None:
+            print(line, flush=True)
         self._last_step = metrics
 
     def evaluated(self, result: EvaluationResult | None) -> None:
@@ -177,9 +195,22 @@ class Reporter:
             seconds=seconds,
             start=self._start,
             last_step=self._last_step,
+            responses=count_responses(self._directory.metrics),
             evaluation=self._evaluation,
             export=export,
         )
-        write_durably(self._directory.summary, json.dumps(as_json(asdict(summary)), indent=2) + "\n")
-        print(f"{summary.steps} steps in {seconds:.0f} s; the model is in {self._directory.export}", flush=True)
+        summary.write(self._directory.summary)
+        unscored = summary.responses.get("unscored", 0)
+        without = f"{unscored} of {summary.responses['sampled']} responses had no score; " if unscored else ""
+        told = f"{summary.steps} steps in {seconds:.0f} s; {without}the model is in {self._directory.export}"
+        print(told, flush=True)
         return summary
+
+
+def _starting(config: TrainingConfig) -> str:
+    """What is starting: models may take minutes to load."""
+    processes = sum(len(config.device_list(group)) for group in config.groups)
+    if isinstance(config, PPOConfig | RAFTConfig):
+        processes += config.rollout.engines
+    address = config.cluster.address
+    return f"starting {'Ray and ' if address is None else ''}{processes} processes{f' at {address}' if address else ''}"

@@ -3,14 +3,14 @@
 from megarl.rewards.answer import Answer
 from megarl.rewards.checks import check_fields, check_functions
 from megarl.rewards.registry import RULES, labels
-from megarl.rewards.scorer import RuleScorer, Scores, Unscored
+from megarl.rewards.scorer import Failures, RuleScorer, Scores
 
 __all__ = [
     "RULES",
     "Answer",
+    "Failures",
     "RuleScorer",
     "Scores",
-    "Unscored",
     "check_fields",
     "check_functions",
     "labels",

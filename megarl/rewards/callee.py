@@ -7,6 +7,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from numbers import Real
 from typing import Any
@@ -19,7 +20,22 @@ from megarl.rewards.registry import bind
 
 Request = tuple[int, Answer]
 """Which function to call, and with what."""
-Reply = float | str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """What a call came to that has no score.
+
+    Args:
+        kind: alike for failures that are shown once, few words.
+        reason: a sentence, or the function's traceback.
+    """
+
+    kind: str
+    reason: str
+
+
+Reply = float | Failure
 """A score, or what went wrong."""
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -62,6 +78,8 @@ def reply(function: Callable[[Answer], Any], answer: Answer) -> Reply:
         shown = repr(value)
     except Exception as error:  # the user's own code
         own = error.__traceback__ and error.__traceback__.tb_next
-        return "".join(traceback.format_exception(type(error), error, own)).rstrip()
+        told = "".join(traceback.format_exception(type(error), error, own)).rstrip()
+        return Failure(kind=type(error).__name__, reason=told)
     short = shown if len(shown) <= 200 else f"{shown[:200]}..."
-    return f"it returned {short}, a {type(value).__name__}: it must return one finite number"
+    kind = type(value).__name__
+    return Failure(kind=kind, reason=f"it returned {short}, a {kind}: it must return one finite number")

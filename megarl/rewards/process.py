@@ -18,6 +18,7 @@ from typing import Any
 from megarl.config.schema import RewardFunction
 from megarl.errors import RunError
 from megarl.rewards.answer import Answer
+from megarl.rewards.callee import Failure, Reply
 
 _PROGRAM = "import sys; sys.path[:] = {path}; from megarl.rewards.callee import serve; serve({descriptor}, {parent})"
 _REAP_S = 10.0
@@ -25,7 +26,15 @@ _REAP_S = 10.0
 
 
 class CallError(RuntimeError):
-    """A call of a reward function came to nothing; the message says why."""
+    """A call of a reward function came to nothing; the message says why.
+
+    Args:
+        failure: what it came to.
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.reason)
+        self.failure = failure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,18 +81,18 @@ class FunctionProcess:
         try:
             connection = self._running(deadline).connection
         except RunError as error:
-            raise CallError(str(error)) from None
+            raise CallError(Failure(kind="no process", reason=str(error))) from None
         time_limit = min(time_limit, max(deadline - time.monotonic(), 0.0))
         try:
             connection.send((function, answer))
             answered = connection.poll(time_limit)
-            reply: float | str = connection.recv() if answered else ""
+            reply: Reply = connection.recv() if answered else math.nan
         except (EOFError, OSError):
-            raise CallError(f"its process ended by {self.close()}") from None
+            raise CallError(Failure(kind="end", reason=f"its process ended by {self.close()}")) from None
         if not answered:
             self.close()
-            raise CallError(f"it took longer than {time_limit:g} s, and was ended")
-        if isinstance(reply, str):
+            raise CallError(Failure(kind="time", reason=f"it took longer than {time_limit:g} s, and was ended"))
+        if isinstance(reply, Failure):
             raise CallError(reply)
         return reply
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from megarl.config.schema import RewardFunction
 from megarl.rewards.answer import Answer
+from megarl.rewards.callee import Failure
 from megarl.rewards.process import CallError, FunctionProcess
 from megarl.types import Prompt, RolloutChunk
 
@@ -26,13 +27,17 @@ class Unscored:
 
     Args:
         prompt_id: of its prompt.
-        reason: a sentence, or the function's traceback.
+        failure: of the last call.
         calls: that were made, retries included.
     """
 
     prompt_id: str
-    reason: str
+    failure: Failure
     calls: int
+
+
+Failures = Mapping[tuple[str, str], Unscored]
+"""By the name of a function and the kind of failure, the first of them."""
 
 
 class RuleScorer:
@@ -64,7 +69,7 @@ class RuleScorer:
 
     def score(
         self, functions: Mapping[str, int], chunk: RolloutChunk, prompts: Sequence[Prompt], deadline: float
-    ) -> tuple[Scores, dict[str, Unscored]]:
+    ) -> tuple[Scores, Failures]:
         """Every function's score of every sample.
 
         Args:
@@ -74,17 +79,17 @@ class RuleScorer:
             deadline: by ``time.monotonic``; what is not scored by then stays without a score.
 
         Returns:
-            The scores, and the first failure of each function that had one.
+            The scores, and the first failure of each kind.
         """
         assert len(prompts) == len(chunk.sample_ids), f"{len(prompts)} prompts for {len(chunk.sample_ids)} samples"
         scores = {name: np.full(len(prompts), math.nan, np.float32) for name in functions}
-        unscored: dict[str, Unscored] = {}
+        unscored: dict[tuple[str, str], Unscored] = {}
         for row, prompt in enumerate(prompts):
             answer = self._answer(chunk, row, prompt)
             for name, number in functions.items():
                 scored = self._called(number, answer, deadline)
                 if isinstance(scored, Unscored):
-                    unscored.setdefault(name, scored)
+                    unscored.setdefault((name, scored.failure.kind), scored)
                 else:
                     scores[name][row] = scored
         return scores, unscored
@@ -95,14 +100,14 @@ class RuleScorer:
 
     def _called(self, function: int, answer: Answer, deadline: float) -> float | Unscored:
         """A function's score of an answer, after as many calls as it may have."""
-        reason, calls = "no time was left of cluster.time_limits.scoring", 0
+        failure, calls = Failure(kind="deadline", reason="no time was left of cluster.time_limits.scoring"), 0
         while calls <= self._retries and time.monotonic() < deadline:
             calls += 1
             try:
                 return self._process.call(function, answer, self._time_limit, deadline)
             except CallError as error:
-                reason = str(error)
-        return Unscored(prompt_id=answer.prompt_id, reason=reason, calls=calls)
+                failure = error.failure
+        return Unscored(prompt_id=answer.prompt_id, failure=failure, calls=calls)
 
     def _answer(self, chunk: RolloutChunk, row: int, prompt: Prompt) -> Answer:
         response_ids = tuple(chunk.response_ids[row].tolist())

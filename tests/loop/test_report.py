@@ -10,7 +10,7 @@ import pytest
 
 from megarl.config import load
 from megarl.loop.directory import RunDirectory
-from megarl.loop.report import Reporter
+from megarl.loop.report import Reporter, read_summary
 from megarl.loop.stage import EvaluationResult, StepResult
 from megarl.obs.samples import ShownSample
 from tests.loop.test_assets import DEBUG
@@ -51,7 +51,11 @@ def test_every_file_has_its_lines(tmp_path: Path, capsys: pytest.CaptureFixture[
         reporter.evaluated(None)
         reporter.finished({"normalisation/mean": 0.5}, 12.3)
     printed = capsys.readouterr().out
-    assert "started in 3 s" in printed
+    assert printed.splitlines()[:2] == [
+        "starting Ray and 5 processes",
+        f"started in 3 s; the processes print into {directory.logs}",
+    ]
+    assert "no score" not in printed
     assert "evaluation after step 1" in printed
     assert ["exact", "0.25", "0.1"] in [line.split() for line in printed.splitlines()]
     assert "1 steps in 12 s" in printed
@@ -74,6 +78,54 @@ def test_every_file_has_its_lines(tmp_path: Path, capsys: pytest.CaptureFixture[
         "evaluation": {"eval/exact": 0.25, "eval/exact_ci95": 0.1},
         "export": {"normalisation/mean": 0.5},
     }
+
+
+def unscored(step: int, **counts: int) -> StepResult:
+    """A step of 16 responses, some of which two functions have left without a score."""
+    of_sources = {f"rewards/unscored/{name}": count for name, count in counts.items()}
+    metrics = {"rewards/unscored": max(counts.values()), **of_sources, "rollout/samples": 16}
+    return StepResult(step=step, metrics=metrics, updates=[])
+
+
+def test_responses_without_a_score_are_told_in_their_steps_and_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run that goes on after its first step, too."""
+    config = load(DEBUG, [f"run.dir={tmp_path}", "run.steps=3"])
+    directory = RunDirectory(config)
+    with Reporter(config, directory, taken=0) as reporter:
+        reporter.write(unscored(1, mixed=16, length=3))
+    with Reporter(config, directory, taken=1) as reporter:
+        reporter.write(unscored(2, mixed=0, length=0))
+        reporter.write(unscored(3, mixed=2, length=0))
+        reporter.finished({}, 12.3)
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if "no score" in line] == [
+        "step 1: 16 of 16 responses have no score (mixed: 16, length: 3)",
+        "step 3: 2 of 16 responses have no score (mixed: 2)",
+        f"3 steps in 12 s; 18 of 48 responses had no score; the model is in {directory.export}",
+    ]
+    summary = json.loads(directory.summary.read_text())
+    assert summary["responses"] == {"sampled": 48, "unscored": 18}
+    assert not summary.keys() & {"start", "evaluation", "export"}, "there is nothing in them"
+    read_summary(directory)
+    assert "it has taken its 3 steps" in capsys.readouterr().out
+
+
+def test_a_run_that_is_interrupted_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load(DEBUG, [f"run.dir={tmp_path}"])
+    directory = RunDirectory(config)
+
+    def end(kind: type[BaseException]) -> str:
+        with pytest.raises(kind), Reporter(config, directory, taken=0):
+            raise kind
+        return capsys.readouterr().err
+
+    assert end(KeyboardInterrupt).endswith("The same command begins it again\n")
+    for step in (2, 4):
+        (directory.path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+    assert end(SystemExit).endswith("The same command goes on after step 4, the last checkpoint's\n")
+    assert end(ValueError) == ""
 
 
 def test_updates_are_counted_over_the_whole_run(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from megarl.config.schema import RewardFunction
 from megarl.errors import RunError
-from megarl.rewards.callee import reply
+from megarl.rewards.callee import Failure, reply
 from megarl.rewards.process import CallError, FunctionProcess
 from tests.rewards import functions
 from tests.rewards.answers import answer, own
@@ -171,12 +171,15 @@ def test_any_finite_number_is_a_score(value: Any) -> None:
     ],
 )
 def test_anything_else_is_refused_and_shown(value: Any, shown: str) -> None:
-    assert reply(functions.anything, answer(returns=value)) == f"it returned {shown}: it must return one finite number"
+    reason = f"it returned {shown}: it must return one finite number"
+    assert reply(functions.anything, answer(returns=value)) == Failure(kind=type(value).__name__, reason=reason)
 
 
 def test_the_traceback_of_a_function_is_its_own() -> None:
-    told = reply(lambda given: functions.quotient(given, size=1), answer(tokens=1))
-    assert isinstance(told, str)
+    failure = reply(lambda given: functions.quotient(given, size=1), answer(tokens=1))
+    assert isinstance(failure, Failure)
+    assert failure.kind == "ZeroDivisionError"
+    told = failure.reason
     assert told.startswith("Traceback (most recent call last):\n")
     assert "return 1.0 / (len(answer.response_ids) - size)" in told
     assert told.endswith("ZeroDivisionError: float division by zero")

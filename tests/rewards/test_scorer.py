@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from megarl.config.schema import RewardFunction
-from megarl.rewards import RuleScorer
-from megarl.rewards.scorer import Scores, Unscored
+from megarl.rewards import Failures, RuleScorer, Scores
+from megarl.rewards.callee import Failure
+from megarl.rewards.scorer import Unscored
 from tests.rewards.answers import decode, own, prompt, rollout
 
 PROMPTS = [prompt("pa", "a", answer="one"), prompt("pb", "b", answer="three"), prompt("pa", "a", answer="one")]
@@ -36,7 +37,7 @@ def scorer() -> Iterator[RuleScorer]:
     made.close()
 
 
-def score(scorer: RuleScorer, functions: Mapping[str, int], seconds: float = 60) -> tuple[Scores, dict[str, Unscored]]:
+def score(scorer: RuleScorer, functions: Mapping[str, int], seconds: float = 60) -> tuple[Scores, Failures]:
     return scorer.score(functions, CHUNK, PROMPTS, time.monotonic() + seconds)
 
 
@@ -57,10 +58,12 @@ def test_what_a_function_fails_on_stays_without_a_score_and_the_others_go_on(sco
     np.testing.assert_array_equal(scores["quotient"], np.float32([math.nan, 0.5, 0.5]))
     assert scores["length"].tolist() == [1.5, 2.5, 2.5]
     np.testing.assert_array_equal(scores["stubborn"], np.float32([1, math.nan, 1]))
-    assert set(unscored) == {"quotient", "stubborn"}
-    assert (unscored["quotient"].prompt_id, unscored["quotient"].calls) == ("a", 2)
-    assert unscored["quotient"].reason.endswith("ZeroDivisionError: float division by zero")
-    assert unscored["stubborn"] == Unscored(prompt_id="b", reason="it took longer than 0.3 s, and was ended", calls=2)
+    (quotient, stubborn) = unscored
+    assert (quotient, stubborn) == (("quotient", "ZeroDivisionError"), ("stubborn", "time"))
+    assert (unscored[quotient].prompt_id, unscored[quotient].calls) == ("a", 2)
+    assert unscored[quotient].failure.reason.endswith("ZeroDivisionError: float division by zero")
+    slow = Failure(kind="time", reason="it took longer than 0.3 s, and was ended")
+    assert unscored[stubborn] == Unscored(prompt_id="b", failure=slow, calls=2)
 
 
 def test_a_function_that_fails_for_a_while_is_asked_again(tmp_path: Path) -> None:
@@ -82,7 +85,8 @@ def test_a_step_of_functions_that_hang_ends_in_its_time() -> None:
     assert time.monotonic() - start < 5
     slow.close()
     assert np.isnan(scores["sleeps"]).all()
-    assert unscored["sleeps"].calls == 1, "the first sample was tried"
+    assert [own.calls for own in unscored.values()] == [1, 0], "the first sample was tried"
+    assert set(unscored) == {("sleeps", "time"), ("sleeps", "deadline")}
 
 
 def test_without_a_tokenizer_there_are_ids_and_no_text() -> None:
@@ -91,3 +95,17 @@ def test_without_a_tokenizer_there_are_ids_and_no_text() -> None:
     blind.close()
     assert scores["contains"].tolist() == [0, 0, 0]
     assert scores["length"].tolist() == [3, 5, 5]
+
+
+def test_the_first_failure_of_each_kind_is_told() -> None:
+    returned = [math.nan, 1.0, "one", math.inf, "two"]
+    prompts = [prompt(f"p{index}", f"{index}", returns=value) for index, value in enumerate(returned)]
+    odd = RuleScorer([own("anything")], None, time_limit=60, retries=0)
+    chunk = rollout(prompts, ["."] * len(prompts), [True] * len(prompts))
+    scores, failures = odd.score({"anything": 0}, chunk, prompts, time.monotonic() + 60)
+    odd.close()
+    np.testing.assert_array_equal(scores["anything"], np.float32([math.nan, 1, math.nan, math.nan, math.nan]))
+    assert {kind: own.prompt_id for kind, own in failures.items()} == {
+        ("anything", "float"): prompts[0].prompt_id,
+        ("anything", "str"): prompts[2].prompt_id,
+    }
