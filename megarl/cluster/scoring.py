@@ -12,7 +12,7 @@ from megarl.cluster.session import Session
 from megarl.cluster.shell import ChunkRefs
 from megarl.config.schema import Reward, RewardFunction, TimeLimits
 from megarl.data.tokenizer import load_tokenizer
-from megarl.rewards import Failures, RuleScorer, Scores, labels
+from megarl.rewards import Failures, RuleScorer, Scores, Unscored, labels
 from megarl.types import Prompt, RolloutChunk, SampleInfo
 
 SCORER = "megarl.cluster.scoring:ScoringProcess"
@@ -67,10 +67,11 @@ class ScoringProcess:
         """
         deadline = time.monotonic() + self._seconds
         columns: dict[int, Scores] = {}
-        failures: Failures = {}
+        failures: dict[tuple[str, str], Unscored] = {}
         for chunk, of_rows in prompts.items():
             columns[chunk], failed = self._scorer.score(functions, rollouts[chunk], of_rows, deadline)
-            failures = {**failed, **failures}
+            for kind, unscored in failed.items():
+                failures.setdefault(kind, unscored)
         return ScoredChunks(columns=columns, failures=failures)
 
     def close(self) -> None:

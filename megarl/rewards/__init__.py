@@ -3,7 +3,7 @@
 from megarl.rewards.answer import Answer
 from megarl.rewards.checks import check_fields, check_functions
 from megarl.rewards.registry import RULES, labels
-from megarl.rewards.scorer import Failures, RuleScorer, Scores
+from megarl.rewards.scorer import Failures, RuleScorer, Scores, Unscored
 
 __all__ = [
     "RULES",
@@ -11,6 +11,7 @@ __all__ = [
     "Failures",
     "RuleScorer",
     "Scores",
+    "Unscored",
     "check_fields",
     "check_functions",
     "labels",

@@ -37,6 +37,7 @@ def test_a_signal_ends_it(tmp_path: Path, number: int, status: int, after: str) 
         finished = finish(*run)
     assert finished.status == status, finished.errors
     assert "Traceback" not in finished.errors
+    assert "interrupted; nothing of the run is left running. The same command begins it again" in finished.errors
     finished.assert_clean()
 
 
