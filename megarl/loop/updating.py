@@ -107,11 +107,13 @@ class Updater:
 
 
 def moved(steps: Sequence[Mapping[str, float]], schedules: Sequence[Schedule]) -> float:
-    """The mean of log p(old) - log p(new) over the tokens of some optimizer steps, nats.
+    """The mean of log p(old) - log p(new) over the tokens of some optimizer steps, nats; 0 if none of them counts.
 
     Args:
         steps: what the actor told of each.
         schedules: of each.
     """
-    tokens = [schedule.ranks[0].total_response_tokens for schedule in schedules]
-    return float(np.average([step["policy/ppo_kl"] for step in steps], weights=tokens))
+    name = "policy/ppo_kl"  # not told where no token counts
+    known = [(step[name], schedule) for step, schedule in zip(steps, schedules, strict=True) if name in step]
+    tokens = [schedule.ranks[0].total_response_tokens for _, schedule in known]
+    return float(np.average([distance for distance, _ in known], weights=tokens)) if known else 0.0

@@ -148,3 +148,8 @@ def test_texts_are_learnt_without_a_score() -> None:
 def test_the_mean_is_over_tokens() -> None:
     steps = [{"policy/ppo_kl": 0.4}, {"policy/ppo_kl": 0.0}]
     assert moved(steps, [schedule(10), schedule(30)]) == pytest.approx(0.1)
+
+
+def test_steps_in_which_no_token_counts_are_not_in_the_mean() -> None:
+    assert moved([{"policy/ppo_kl": 0.4}, {}], [schedule(10), schedule(30)]) == pytest.approx(0.4)
+    assert moved([{}], [schedule(10)]) == 0.0
