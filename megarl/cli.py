@@ -29,7 +29,7 @@ app.add_typer(convert)
 app.add_typer(plans)
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Settings to override.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Settings to override.")]
 
 
 @app.command()
@@ -68,8 +68,8 @@ def plan(config_path: ConfigPath, overrides: Overrides = None) -> None:
     from megarl.plan import print_plan
 
     with _told(config_path):
-        check(config)
-    print_plan(config)
+        sets = check(config)
+    print_plan(config, sets)
 
 
 @app.command()
@@ -88,7 +88,7 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
     from megarl.loop import preflight
 
     try:
-        return load(path, overrides or [], preflight.problems)
+        return load(path, overrides or [], preflight.check)
     except ConfigError as error:
         _stop(error, exit_code=2)
 
@@ -102,7 +102,7 @@ def _told(path: Path) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        _stop(ConfigError(error.problems, str(path)), exit_code=2)
+        _stop(ConfigError(error.problems, str(path), error.unchecked), exit_code=2)
     except RunError as error:
         _stop(error, exit_code=1)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import os
+import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Function = Callable[..., Any]
@@ -31,6 +33,28 @@ def resolve(name: str) -> Function:
     if not callable(function) or inspect.isclass(function) or inspect.iscoroutinefunction(function):
         raise ValueError(f"a plain function, not {_kind(function)}")
     return function
+
+
+def suggestion(name: str) -> str | None:
+    """What to do about a name that ``resolve`` refuses; None where nothing is near it."""
+    path, colon, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
+    module_name = path.removesuffix(".py").strip("./").replace("/", ".")
+    if not module_name or not attribute:
+        return None
+    if colon != ":" or module_name != path:
+        return f"write {module_name}:{attribute}"
+    known = [found.name for found in pkgutil.iter_modules([os.getcwd()])]
+    package, dot, rest = module_name.partition(".")
+    if module_name in sys.modules:
+        functions = [key for key, value in vars(sys.modules[module_name]).items() if inspect.isfunction(value)]
+        near = [f"{module_name}:{other}" for other in _nearest(attribute, functions)]
+    else:
+        near = [f"{other}{dot}{rest}:{attribute}" for other in _nearest(package, known)]
+    return f"did you mean {near[0]}?" if near and near[0] != name else None
+
+
+def _nearest(name: str, known: Sequence[str]) -> list[str]:
+    return difflib.get_close_matches(name, known, n=1)
 
 
 def check_options(
@@ -77,4 +101,6 @@ def _imported(name: str) -> Any:
 def _kind(value: object) -> str:
     if inspect.isclass(value):
         return "a class"
-    return "a coroutine" if inspect.iscoroutinefunction(value) else f"a {type(value).__name__}"
+    if inspect.iscoroutinefunction(value):
+        return "a coroutine"
+    return f"a value of the type {type(value).__name__}"

@@ -105,6 +105,7 @@ def test_plan_prints_placement_and_batches() -> None:
             "reward_model",
             [
                 "8 pairs",
+                "configs/debug/data/pairs.jsonl: 32 rows; 1 epoch in 4 steps of 8\n",
                 "pairwise (kind logsigmoid, centering 0.01)",
                 "32 answers to prompts of",
                 "reward: 0.001 in 4 optimizer steps, cosine to 0.0001",
@@ -121,7 +122,7 @@ def test_plan_prints_placement_and_batches() -> None:
         (
             "eval",
             [
-                "prompts.jsonl, 4 sampled for each",
+                "prompts.jsonl: 32 rows; 4 sampled for each",
                 "soft_overlong; pass@k for k in [1, 4]",
                 "seed 1, into runs/debug-eval",
             ],
@@ -162,7 +163,7 @@ def test_plan_says_every_part_of_an_algorithm() -> None:
         "1 x a random reward model, of responses up to token 5 from place 3 on, clipped to [-3, 3], "
         "mask without an end, on every token"
     )
-    assert said["texts"] == "2 rows of configs/debug/data/demonstrations.jsonl in each of these, add 27.8"
+    assert said["texts"] == "2 rows of configs/debug/data/demonstrations.jsonl (32 rows) in each of these, add 27.8"
     assert said["average"] == "of the actor, decay 0.992"
     assert said["weights"] == "into the engines every 2 steps"
 

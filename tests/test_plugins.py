@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.plugins import check_options, resolve
+from megarl.plugins import check_options, resolve, suggestion
 
 HERE = "tests.own_functions"
 
@@ -27,7 +27,7 @@ def test_a_function_is_found_by_module_and_name() -> None:
         (f"{HERE}:", "written as package.module:function"),
         ("nowhere_at_all:f", "No module named 'nowhere_at_all'"),
         (f"{HERE}:cubic", f"{HERE} has no 'cubic'"),
-        (f"{HERE}:NOT_A_FUNCTION", "not a int"),
+        (f"{HERE}:NOT_A_FUNCTION", "of the type int"),
         (f"{HERE}:Samples", "not a class"),
         (f"{HERE}:later", "not a coroutine"),
         ("tests.rewards.broken:anything", "Traceback"),
@@ -36,6 +36,29 @@ def test_a_function_is_found_by_module_and_name() -> None:
 def test_what_is_none_is_told(name: str, rule: str) -> None:
     with pytest.raises(ValueError, match=rule.replace("'", ".")):
         resolve(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("of_mine.py:double", "write of_mine:double"),
+        ("./below/of_mine.py:double", "write below.of_mine:double"),
+        ("of_mine.double", "write of_mine:double"),
+        ("of_mind:double", "did you mean of_mine:double?"),
+        (f"{HERE}:quadratik", f"did you mean {HERE}:quadratic?"),
+        (f"{HERE}:NOT_A_FUNCTION", None),
+        ("nowhere_at_all:f", None),
+        ("quadratic", None),
+    ],
+)
+def test_a_name_beside_the_mark_has_a_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fix: str | None
+) -> None:
+    (tmp_path / "of_mine.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"function|module"):
+        resolve(name)
+    assert suggestion(name) == fix
 
 
 def test_a_module_that_ends_the_program_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

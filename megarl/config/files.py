@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from megarl.config.schema.choices import SHORTHAND
 
 INHERIT_KEY = "defaults"
 
+_LISTED = 10
+"""Files that a message names at most."""
 _MAPPING = "the file must hold keys and values"
 FREE = frozenset({"args", "columns", "config"})
 """Keys whose values are mappings of the user's own: no choices, whatever they hold under ``name``."""
@@ -83,7 +86,7 @@ def _read(path: Path, inheritors: tuple[Path, ...], problems: list[Problem]) -> 
     except OSError as error:
         if error.strerror is None:  # OmegaConf's own: the file is read, and holds a single value
             return wrong(_MAPPING, "write key: value lines")
-        return wrong(f"the file must be readable ({error.strerror})", "correct the path")
+        return wrong(f"the file must be readable ({error.strerror})", _other_file(path, inheritors))
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         return wrong(f"the file must be YAML: {' '.join(str(error).split())}", "correct the file")
     if not isinstance(own, DictConfig):
@@ -98,6 +101,16 @@ def _read(path: Path, inheritors: tuple[Path, ...], problems: list[Problem]) -> 
         return _merge(tree, own)
     except TypeError as error:
         return wrong(f"a key must be a list, or hold keys, in all files alike ({error})", "correct the file")
+
+
+def _other_file(path: Path, inheritors: tuple[Path, ...]) -> str:
+    """What to do about a file that is not there: the one that may have been meant, or those that there are."""
+    there = {file.name: file for file in sorted(path.parent.glob("*.y*ml")) if file.resolve() not in inheritors}
+    near = difflib.get_close_matches(path.name, there, n=1) or [name for name in there if Path(name).stem == path.name]
+    if near:
+        return f"did you mean {there[near[0]]}?"
+    listed = ", ".join([*list(there)[:_LISTED], *["..."] * (len(there) > _LISTED)])
+    return f"correct the path; {path.parent} has {listed}" if there else "correct the path"
 
 
 def _merge(below: DictConfig, above: DictConfig) -> DictConfig:

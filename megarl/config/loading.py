@@ -18,30 +18,39 @@ from megarl.config.schema.walk import keys
 from megarl.config.schema_problems import schema_problems
 from megarl.files import write_durably
 
+_BEYOND = "Models, rows of data and functions"
+"""What is looked at where every field is sound in itself."""
+
 
 def load(
     path: str | Path,
     overrides: Sequence[str] = (),
-    further: Callable[[RunConfig], Sequence[Problem]] = lambda _: (),
+    further: Callable[[RunConfig], object] = lambda _: None,
 ) -> RunConfig:
     """Reads, merges and checks a configuration.
 
     Args:
         path: a YAML file; ``defaults`` lists the files that it inherits, relative to it.
         overrides: ``key.path=value``, as on the command line.
-        further: looks beyond the configuration. It is asked where something is wrong already and every field is
-            sound in itself, so that one report has everything.
+        further: looks beyond the configuration, and raises a ConfigError. It is asked where something is wrong already
+            and every field is sound in itself, so that one report has everything.
 
     Raises:
         ConfigError: anything is wrong; it lists every problem.
     """
     raw, unread = merged(Path(path), overrides)
     config, problems = _checked(raw)
-    problems = [*unread, *problems]
-    if config is not None and problems:
-        problems += [problem for problem in further(config) if not any(_same(problem, known) for known in problems)]
+    problems, unchecked = [*unread, *problems], ""
+    if config is None:
+        unchecked = _BEYOND
+    elif problems:
+        try:
+            further(config)
+        except ConfigError as error:
+            problems += [found for found in error.problems if not any(_same(found, known) for known in problems)]
+            unchecked = error.unchecked
     if config is None or problems:
-        raise ConfigError(problems, str(path))
+        raise ConfigError(problems, str(path), unchecked)
     return config
 
 

@@ -38,12 +38,14 @@ class ConfigError(ValueError):
     Args:
         problems: at least one.
         source: the file that was loaded, for the heading.
+        unchecked: what could not be looked at yet because of them, as the beginning of a sentence; empty for nothing.
     """
 
-    def __init__(self, problems: Sequence[Problem], source: str = "configuration") -> None:
-        self.problems = tuple(problems)
+    def __init__(self, problems: Sequence[Problem], source: str = "configuration", unchecked: str = "") -> None:
+        self.problems, self.unchecked = tuple(problems), unchecked
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__("\n".join([f"{source}: {count}", *map(str, problems)]))
+        later = [f"{unchecked} are checked once the above is mended."] if unchecked else []
+        super().__init__("\n".join([f"{source}: {count}", *map(str, problems), *later]))
 
 
 def shown(value: object) -> str:

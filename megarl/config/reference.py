@@ -21,8 +21,12 @@ _INTRODUCTION = """\
 A run is described by a YAML file. `defaults:` lists files that it inherits, relative to it; later ones win over
 earlier ones, and the file itself over all. `key.path=value` on the command line wins over the files. `null` removes an
 inherited group or role. `${key.path}` refers to another field. Paths of models, data and runs are relative to the
-directory that `megarl` is run in. Unknown keys are errors, and every problem is reported at once; `megarl plan CONFIG`
-checks without running.
+directory that `megarl` is run in. Unknown keys are errors. `megarl plan CONFIG` checks without running.
+
+Every problem is reported at once, of two checks. The first looks at each field, at the rules between fields, and
+whether files are there. The second looks into the models and the rows of the data, and at the functions. It is made as
+soon as every field is sound in itself, and rows are read as soon as the model is known; its findings join the same
+report. A report that could not go so far says so in its last line.
 
 Where a field is one of several choices, its value is a name, or a name with options of its own:
 

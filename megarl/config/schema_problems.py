@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from megarl.config.problems import Problem, shown
 from megarl.config.schema import Choice, RunConfig
-from megarl.config.schema.choices import SHORTHAND
+from megarl.config.schema.choices import SHORTHAND, Own
 from megarl.config.schema.walk import choices, fields, keys, section, sections
+from megarl.plugins import suggestion
 
 _TYPES = {
     "dict_type": "should be keys with values",
@@ -21,14 +24,30 @@ _TYPES = {
     "tuple_type": "should be a list",
 }
 """What pydantic says in Python's words, in those of YAML."""
+_BOUNDS = {
+    "greater_than": "raise it above {}",
+    "greater_than_equal": "raise it to {} or more",
+    "less_than": "lower it below {}",
+    "less_than_equal": "lower it to {} or less",
+}
+_CORRECTIONS = {
+    **dict.fromkeys(("int_type", "int_from_float"), "write a whole number"),
+    "float_type": "write a number",
+    "bool_type": "write true or false",
+    "string_type": "write text, in quotes where it looks like something else",
+    "tuple_type": "write a list: [...]",
+    **dict.fromkeys(("dict_type", "model_type"), "write keys with values: {key: value}"),
+}
+"""What to do about each of pydantic's errors."""
 
 
 def schema_problems(error: ValidationError, schema: type[RunConfig]) -> list[Problem]:
     """One problem for each error of a validation of a stage's schema."""
-    return [_problem(schema, str(e["type"]), e["loc"], e["msg"], e["input"]) for e in error.errors(include_url=False)]
+    return [_problem(schema, e) for e in error.errors(include_url=False)]
 
 
-def _problem(schema: type[RunConfig], kind: str, loc: Sequence[int | str], message: str, value: object) -> Problem:
+def _problem(schema: type[RunConfig], error: ErrorDetails) -> Problem:
+    kind, loc, value, limits = error["type"], error["loc"], error["input"], error.get("ctx", {})
     path, here = keys(schema, loc)
     field, last = ".".join(map(str, path)), str(path[-1])
     if loc[-1] == "[key]":
@@ -40,10 +59,22 @@ def _problem(schema: type[RunConfig], kind: str, loc: Sequence[int | str], messa
     description = _description(schema, loc)
     if kind == "missing":
         return Problem(field=field, value="(missing)", rule="required", fix=f"add it: {description}")
-    rule = _TYPES.get(kind) or message.removeprefix("Value error, ").removeprefix("Input ")
+    rule = _TYPES.get(kind) or error["msg"].removeprefix("Value error, ").removeprefix("Input ")
     named = isinstance(value, str) and "name" in _fields_of(here)
-    fix = f"write it as {{name: {value}}}" if named else f"correct it: {description}"
+    fix = f"write it as {{name: {value}}}" if named else f"{_correction(kind, limits, value)}; it is: {description}"
     return Problem(field=field, value=shown(value), rule=rule, fix=fix)
+
+
+def _correction(kind: str, limits: Mapping[str, Any], value: object) -> str:
+    """What to write in place of a value."""
+    if kind == "literal_error":
+        known = re.findall(r"'([^']+)'", limits["expected"])
+        near = difflib.get_close_matches(str(value), known, n=1)
+        return f"did you mean {near[0]}?" if near else "choose one of them"
+    if kind in _BOUNDS:
+        (limit,) = limits.values()
+        return _BOUNDS[kind].format(f"{limit:g}" if isinstance(limit, float) else limit)
+    return _CORRECTIONS.get(kind, "correct it")
 
 
 def _description(schema: type[RunConfig], loc: Sequence[int | str]) -> str:
@@ -110,7 +141,8 @@ def _no_choice(field: str, value: object, table: Mapping[str, type[BaseModel]]) 
         fix = "give a name, or a name and its options: {name: ..., option: ...}"
         return Problem(field=field, value=shown(cast(object, value)), rule=rule, fix=fix)
     near = difflib.get_close_matches(str(name).lower(), table, n=1, cutoff=0.5)
-    fix = f"did you mean {near[0]}?" if near else "choose one of them; see docs/configuration.md"
+    own = suggestion(str(name)) if any(issubclass(choice, Own) for choice in table.values()) else None
+    fix = f"did you mean {near[0]}?" if near else own or "choose one of them; see docs/configuration.md"
     return Problem(field=field, value=shown(name), rule=rule, fix=fix)
 
 

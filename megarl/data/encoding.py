@@ -123,7 +123,8 @@ class Encoder:
         """
         tokens = sum(map(len, parts))
         if tokens > self._max_tokens:
-            raise UnusableRowError("too_long", f"{tokens} tokens are too many: at most {self._max_tokens} fit")
+            reason = f"{tokens} tokens are too many: at most {max(self._max_tokens, 0)} fit"
+            raise UnusableRowError("too_long", reason, tokens)
 
     def _need(self) -> Tokenizer:
         if self._tokenizer is None:

@@ -18,11 +18,18 @@ T = TypeVar("T")
 
 
 class UnusableRowError(ValueError):
-    """A row can be read and is of no use, for the reason that the message gives."""
+    """A row can be read and is of no use, for the reason that the message gives.
 
-    def __init__(self, fault: Fault, message: str) -> None:
+    Args:
+        fault: the kind of reason.
+        message: the reason.
+        tokens: of a row that is too long.
+    """
+
+    def __init__(self, fault: Fault, message: str, tokens: int = 0) -> None:
         super().__init__(message)
         self.fault: Fault = fault
+        self.tokens = tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +100,8 @@ def read_rows(source: SourceFields) -> Iterator[Row]:
         yield from _READERS[path.suffix](path)
     elif path.is_file():
         raise ValueError(f"{path}: a file of data ends in {' or '.join(_READERS)}")
-    elif not path.is_dir() and (path.is_absolute() or source.path.startswith(".") or source.path.count("/") > 1):
-        raise ValueError(f"{path}: there is no such directory, and no Hugging Face data set has such a name")
+    elif not path.is_dir() and (path.is_absolute() or source.path.startswith(".") or source.path.count("/") != 1):
+        raise ValueError(f"{path}: there is no such directory, and the name of a Hugging Face data set is owner/name")
     else:
         yield from _dataset(source)
 
@@ -117,6 +124,7 @@ def parse_rows(
     made: list[T] = []
     left_out: list[LeftOut] = []
     broken: list[tuple[str, str]] = []
+    longest = 0
     for row in read_rows(source):
         try:
             made.append(parse(row, _renamed(row.columns(), source.columns)))
@@ -125,11 +133,13 @@ def parse_rows(
                 left_out.append(LeftOut(where=row.where, fault=error.fault, reason=str(error)))
             else:
                 broken.append((row.where, str(error)))
+                longest = max(longest, error.tokens)
         except ValueError as error:
             broken.append((row.where, str(error)))
     if broken:
         listed = report(broken)
-        heading = [f"{len(broken)} of {len(made) + len(left_out) + len(broken)} rows are broken:"]
+        most = f"; the longest has {longest} tokens" if longest else ""
+        heading = [f"{len(broken)} of {len(made) + len(left_out) + len(broken)} rows are broken{most}:"]
         raise ValueError("\n      ".join([*(heading if len(broken) > 1 else []), *listed]))
     if not made:
         of_no_use = "\n      ".join([f"none of its {len(left_out)} rows is of use:", *report(_reasons(left_out))])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -39,6 +39,11 @@ class PromptSets:
     left_out: LeftOutRows
     texts: Sequence[Demonstration] = ()
 
+    @property
+    def rows(self) -> Mapping[str, Sequence[object]]:
+        """What was made of each source, by its field."""
+        return {"data.prompts": self.train, "evaluation.prompts": self.held_out, "ptx.data": self.texts}
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextSets:
@@ -48,6 +53,11 @@ class TextSets:
     held_out: Sequence[Demonstration] | None
     tokenizer: Tokenizer | None
     left_out: LeftOutRows
+
+    @property
+    def rows(self) -> Mapping[str, Sequence[object]]:
+        """What was made of each source, by its field."""
+        return {"data.train": self.train, "data.evaluation": self.held_out or ()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +69,15 @@ class PairSets:
     reference: Sequence[Prompt]
     tokenizer: Tokenizer | None
     left_out: LeftOutRows
+
+    @property
+    def rows(self) -> Mapping[str, Sequence[object]]:
+        """What was made of each source, by its field."""
+        return {
+            "data.train": self.train,
+            "data.evaluation": self.held_out or (),
+            "normalisation.prompts": self.reference,
+        }
 
 
 class DataReader:
@@ -91,25 +110,27 @@ class DataReader:
         """Rows that were left out so far."""
         return LeftOutRows(faults=self._drop, rows=tuple(self._left_out))
 
-    def prompts(self, field: str, source: SourceFields, max_tokens: int, *, at_least: int = 1) -> list[Prompt]:
-        """Prompts of at most ``max_tokens``, and at least so many of them."""
+    def prompts(
+        self, field: str, source: SourceFields, max_tokens: int, *, at_least: tuple[str, int] | None = None
+    ) -> list[Prompt]:
+        """Prompts of at most ``max_tokens``, and at least as many of them as a field says, given with its value."""
         return self._read(load_prompts, field, source, max_tokens, at_least)
 
     def demonstrations(self, field: str, source: SourceFields, max_tokens: int) -> list[Demonstration]:
         """Demonstrations of at most ``max_tokens``."""
-        return self._read(load_demonstrations, field, source, max_tokens, 1)
+        return self._read(load_demonstrations, field, source, max_tokens)
 
     def texts(self, field: str, source: SourceFields, max_tokens: int, *, chat_template: bool) -> list[Demonstration]:
         """Demonstrations of a source that says itself whether its prompts are what a user says."""
-        return self._read(load_demonstrations, field, source, max_tokens, 1, chat_template=chat_template)
+        return self._read(load_demonstrations, field, source, max_tokens, chat_template=chat_template)
 
     def pairs(self, field: str, source: SourceFields, max_tokens: int, *, margins: bool) -> list[Preference]:
         """Pairs of at most ``max_tokens`` with either response."""
-        return self._read(partial(load_pairs, margins=margins), field, source, max_tokens, 1)
+        return self._read(partial(load_pairs, margins=margins), field, source, max_tokens)
 
     def candidates(self, field: str, source: SourceFields, max_tokens: int) -> list[Preference]:
         """Prompts with candidates, of at most ``max_tokens`` with any of them."""
-        return self._read(load_candidates, field, source, max_tokens, 1)
+        return self._read(load_candidates, field, source, max_tokens)
 
     def _read(
         self,
@@ -117,7 +138,7 @@ class DataReader:
         field: str,
         source: SourceFields,
         max_tokens: int,
-        at_least: int,
+        at_least: tuple[str, int] | None = None,
         **own: Any,
     ) -> list[T]:
         """The rows; none where something is wrong.
@@ -132,10 +153,10 @@ class DataReader:
             self.problems.append(Problem(field=field, value=source.path, rule=str(error), fix=fix))
             return []
         self._left_out += [(field, row) for row in rows.left_out]
-        if len(rows.items) < at_least:
-            left = f", {len(rows.left_out)} are left out" if rows.left_out else ""
-            rule = f"has {at_least} rows or more ({len(rows.items)} are usable{left})"
-            fix = "add rows, or ask for fewer"
+        if at_least is not None and len(rows.items) < at_least[1]:
+            left = f", and {len(rows.left_out)} that are left out" if rows.left_out else ""
+            rule = f"has rows for {at_least[0]} = {at_least[1]}: {len(rows.items)} to use are there{left}"
+            fix = f"add rows, or lower {at_least[0]}"
             self.problems.append(Problem(field=field, value=source.path, rule=rule, fix=fix))
         return list(rows.items)
 
@@ -146,7 +167,9 @@ def read_prompt_sets(config: PPOConfig | RAFTConfig, reader: DataReader, vocab_s
     room = config.rollout.max_model_len - config.rollout.max_new_tokens
     train: list[Prompt] = []
     if data.prompts is not None:
-        train = reader.prompts("data.prompts", data.prompts, room, at_least=data.prompts_per_step)
+        train = reader.prompts(
+            "data.prompts", data.prompts, room, at_least=("data.prompts_per_step", data.prompts_per_step)
+        )
     elif made is not None and made.min_tokens <= made.max_tokens:
         train = random_prompts(
             count=made.count,
@@ -197,8 +220,8 @@ def read_pair_sets(config: RewardModelConfig, reader: DataReader) -> PairSets:
     reference: list[Prompt] = []
     if normalisation is not None and rollout is not None:
         room = rollout.max_model_len - rollout.max_new_tokens
-        field, needed = "normalisation.prompts", normalisation.samples
-        reference = reader.prompts(field, normalisation.prompts, room, at_least=needed)
+        needed = ("normalisation.samples", normalisation.samples)
+        reference = reader.prompts("normalisation.prompts", normalisation.prompts, room, at_least=needed)
     return PairSets(
         train=train, held_out=held_out, reference=reference, tokenizer=reader.tokenizer, left_out=reader.left_out
     )

@@ -179,8 +179,9 @@ class EvaluationDirectory(RunPaths):
         super().__init__(config)
         with _writing(config):
             if self.config.exists() and (self.finished or not self._is_evaluation()):
+                there = "a finished evaluation" if self._is_evaluation() else "a run of training"
                 fix = f"{_ANOTHER}, or remove the directory"
-                raise _refused(config, "has no run yet: it would be lost", fix)
+                raise _refused(config, f"has nothing that would be lost; {there} is there", fix)
             for path in self._lines:
                 path.unlink(missing_ok=True)
             shutil.rmtree(self.tensorboard, ignore_errors=True)

@@ -119,7 +119,7 @@ def _checkpoint(role: RoleName, path: str, spec: ModelSpec | None) -> Iterator[P
         yield from _trainable(f"{role}.path", spec)
     head: HeadName = "score" if role == "reward" else "value"
     if head == "score" and spec.head != head:
-        fix = "choose a reward model's checkpoint, or set it to null for a random head on the model"
+        fix = "choose a reward model's checkpoint"
         yield Problem(field=f"{role}.path", value=path, rule=f"a model with a {head} head", fix=fix)
     else:
         yield from _files(f"{role}.path", path, spec.manifest(head, new_head=head == "value"))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megarl.config import PPOConfig, Problem, RunConfig
 from megarl.config.problems import shown
 from megarl.config.schema import Own, Section
-from megarl.plugins import check_options, resolve
+from megarl.plugins import check_options, resolve, suggestion
 
 if TYPE_CHECKING:
     from megarl.algos.kinds import Kind
@@ -35,7 +35,8 @@ def _wrong(field: str, own: Own, *, importance: bool) -> Iterator[Problem]:
     try:
         function = resolve(own.name)
     except ValueError as error:
-        fix = "name one that can be imported from the working directory; see docs/algorithms.md"
+        usual = "name one that can be imported from the working directory; see docs/algorithms.md"
+        fix = suggestion(own.name) or usual
         yield Problem(field=f"{field}.name", value=own.name, rule=str(error), fix=fix)
         return
     given = (*kind.arguments, *(name for name, _ in kind.further if importance))

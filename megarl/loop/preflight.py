@@ -46,18 +46,14 @@ def check(config: RunConfig) -> Sets:
         The data.
 
     Raises:
-        ConfigError: the run could not be; every problem is listed.
+        ConfigError: the run could not be, of a configuration that may break rules between its fields as well; every
+            problem is listed.
     """
     sets, problems = _examine(config)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems, unchecked="" if sets is not None else "Rows of data")
     assert sets is not None
     return sets
-
-
-def problems(config: RunConfig) -> list[Problem]:
-    """Whatever is wrong, of a configuration that may break rules between its fields as well."""
-    return _examine(config)[1]
 
 
 def _examine(config: RunConfig) -> tuple[Sets | None, list[Problem]]:
@@ -68,6 +64,7 @@ def _examine(config: RunConfig) -> tuple[Sets | None, list[Problem]]:
     if vocab is not None:
         sets, of_data = _data(config, vocab)
         found += of_data
+    found += _functions(config, sets)
     if isinstance(config, PPOConfig | RAFTConfig):
         found += _replay(config)
     found += check_own_functions(config)
@@ -79,7 +76,7 @@ def _examine(config: RunConfig) -> tuple[Sets | None, list[Problem]]:
 
 
 def _data(config: RunConfig, vocab: int) -> tuple[Sets | None, list[Problem]]:
-    """The data of the stage, and what is wrong with it, its tokenizer and its reward functions."""
+    """The data of the stage, and what is wrong with it and its tokenizer."""
     assert isinstance(config, StageConfig)
     try:
         tokenizer = _tokenizer(config, vocab)
@@ -94,7 +91,7 @@ def _data(config: RunConfig, vocab: int) -> tuple[Sets | None, list[Problem]]:
     if isinstance(config, PPOConfig | RAFTConfig | EvalConfig):
         read_by_itself = isinstance(config, EvalConfig)
         sets = read_held_out(config, reader) if read_by_itself else read_prompt_sets(config, reader, vocab)
-        return sets, [*ends, *reader.problems, *_functions(config, sets)]
+        return sets, [*ends, *reader.problems]
     sets = read_text_sets(config, reader) if isinstance(config, SFTConfig) else read_pair_sets(config, reader)
     return sets, [*ends, *reader.problems]
 
@@ -137,13 +134,22 @@ def _ends(config: StageConfig, tokenizer: Tokenizer | None) -> Iterator[Problem]
         )
 
 
-def _functions(config: PPOConfig | RAFTConfig | EvalConfig, sets: PromptSets) -> Iterator[Problem]:
-    """The reward functions, against their own signatures and the prompts that they will see."""
-    named = [("reward.functions", config.reward.functions, sets.train)]
+def _functions(config: RunConfig, sets: Sets | None) -> Iterator[Problem]:
+    """The reward functions, against their own signatures and the prompts that they will see, where these are read."""
+    if not isinstance(config, PPOConfig | RAFTConfig | EvalConfig):
+        return
+    read = sets if isinstance(sets, PromptSets) else None
+    named = [("reward.functions", config.reward.functions, () if read is None else read.train)]
     if config.evaluation is not None:
-        named.append(("evaluation.functions", config.evaluation.functions, sets.held_out))
+        functions = config.evaluation.functions
+        named.append(("evaluation.functions", functions, () if read is None else read.held_out))
     for where, functions, prompts in named:
-        wrong = check_functions(functions, where=where, tokenizer=sets.tokenizer is not None)
+        wrong = check_functions(
+            functions,
+            where=where,
+            tokenizer=read is None or read.tokenizer is not None,
+            longest=config.rollout.max_new_tokens,
+        )
         yield from wrong or check_fields(functions, prompts, where=where)
 
 

@@ -21,7 +21,6 @@ _MISSING = "(missing)"
 _HEAD = "its scores would mean something else from here on"
 
 FIXED: Final[Mapping[str, str]] = {
-    "stage": "a run is of one stage",
     "model": _WEIGHTS,
     "run.seed": "the order of the data and the seeds of the samples follow from it",
     "data.prompts": _STREAM,
@@ -64,6 +63,9 @@ def broken_promises(old: str, config: TrainingConfig, latest: Checkpoint | None)
     """
     before, now = yaml.safe_load(old), yaml.safe_load(yaml.safe_dump(config.model_dump(mode="json", by_alias=True)))
     fix = "put it back, or start a new run in another run.dir"
+    if _at(before, "stage") != config.stage:  # whatever else differs follows from it
+        rule = f"stays {_at(before, 'stage')} when a run goes on: a run is of one stage"
+        return [Problem(field="stage", value=config.stage, rule=rule, fix=fix)], True
     problems = [
         Problem(field=field, value=given, rule=f"stays {kept} when a run goes on: {why}", fix=fix)
         for name, why in FIXED.items()

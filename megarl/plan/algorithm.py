@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megarl.config import PPOConfig, RAFTConfig
 from megarl.config.schema import Algo, Choice, Scores
+from megarl.plan.rows import counted
 
 
-def algorithm_lines(config: PPOConfig) -> Iterator[tuple[str, str]]:
-    """The parts of an algorithm, as pairs of a key and a text; those that are off are left out."""
+def algorithm_lines(config: PPOConfig, rows: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The parts of an algorithm, as pairs of a key and a text; those that are off are left out.
+
+    Args:
+        rows: what is said of each source of data, by its field.
+    """
     algo, samples = config.algo, config.data.prompts_per_step * config.data.samples_per_prompt
     if algo.filter is not None:
-        yield "filter", f"{named(algo.filter)}, of up to {_counted(algo.filter_rounds, 'round')} of prompts"
+        yield "filter", f"{named(algo.filter)}, of up to {counted(algo.filter_rounds, 'round')} of prompts"
     normaliser = "" if algo.normaliser is None else f", normalised by {named(algo.normaliser)}"
     yield "advantages", f"{named(algo.advantage)}{normaliser}"
     yield "penalty", _penalty(algo)
@@ -20,15 +25,16 @@ def algorithm_lines(config: PPOConfig) -> Iterator[tuple[str, str]]:
     yield "policy loss", f"{named(algo.policy_loss)}, as {named(algo.aggregation)}{entropy}"
     if config.critic is not None:
         steps = config.critic.warmup_steps
-        alone = f", alone in {_counted(steps, 'step')} at first" if steps else ""
+        alone = f", alone in {counted(steps, 'step')} at first" if steps else ""
         yield "value loss", f"{named(algo.value_loss)}{alone}"
     corrections = ", ".join(_corrections(algo))
     if corrections:
         yield "corrections", corrections
     yield (
         "update",
-        f"{_counted(algo.ppo_epochs, 'epoch')} x {algo.mini_batches} mini-batches of {samples // algo.mini_batches} "
-        f"samples = {algo.ppo_epochs * algo.mini_batches} optimizer steps",
+        f"{counted(algo.ppo_epochs, 'epoch')} x {_mini_batches(algo.mini_batches)} of "
+        f"{counted(samples // algo.mini_batches, 'sample')} = "
+        f"{counted(algo.ppo_epochs * algo.mini_batches, 'optimizer step')}",
     )
     if algo.early_stop is not None:
         most = algo.early_stop.factor * algo.early_stop.kl
@@ -37,7 +43,8 @@ def algorithm_lines(config: PPOConfig) -> Iterator[tuple[str, str]]:
         ptx = config.ptx
         yield (
             "texts",
-            f"{ptx.sequences_per_mini_batch} rows of {ptx.data.path} in each of these, {ptx.mode} {ptx.coef:g}",
+            f"{counted(ptx.sequences_per_mini_batch, 'row')} of {ptx.data.path} ({rows['ptx.data']}) in each of these, "
+            f"{ptx.mode} {ptx.coef:g}",
         )
 
 
@@ -48,8 +55,8 @@ def selection_lines(config: RAFTConfig) -> Iterator[tuple[str, str]]:
     if raft.min_score is not None:
         only.append(f"of a score from {raft.min_score:g} on")
     yield "selection", named(raft.strategy) + (f", of responses {' and '.join(only)}" if only else "")
-    steps = raft.epochs * raft.mini_batches
-    yield "update", f"{_counted(raft.epochs, 'epoch')} x {raft.mini_batches} mini-batches = {steps} optimizer steps"
+    steps = counted(raft.epochs * raft.mini_batches, "optimizer step")
+    yield "update", f"{counted(raft.epochs, 'epoch')} x {_mini_batches(raft.mini_batches)} = {steps}"
 
 
 def shaping(scores: Scores) -> Iterator[str]:
@@ -79,7 +86,7 @@ def _penalty(algo: Algo) -> str:
     target = "" if kl.target is None else f", adapted to {kl.target:g} nats"
     sync, follows = kl.reference_sync, ""
     if sync is not None:
-        follows = f"; the reference moves by {sync.weight:g} to the actor every {_counted(sync.every, 'step')}"
+        follows = f"; the reference moves by {sync.weight:g} to the actor every {counted(sync.every, 'step')}"
     return f"KL by {named(kl.estimator)} in the {kl.placement}, coefficient {kl.coef:g}{target}{follows}"
 
 
@@ -96,9 +103,9 @@ def _corrections(algo: Algo) -> Iterator[str]:
         yield f"m2po (threshold {correction.m2po.threshold:g})"
 
 
+def _mini_batches(count: int) -> str:
+    return counted(count, "mini-batch", "mini-batches")
+
+
 def _shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else "yes" if value is True else str(value)
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

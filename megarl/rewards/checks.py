@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_type_hints
@@ -10,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from megarl.config.problems import Problem, shown
 from megarl.config.schema import RewardFunction
-from megarl.plugins import Function, check_options
+from megarl.plugins import Function, check_options, suggestion
 from megarl.rewards.registry import RULES, labels, resolve
 from megarl.types import Prompt
 
@@ -29,7 +30,11 @@ _TAKEN = (
 
 
 def check_functions(
-    functions: Sequence[RewardFunction], *, where: str = "reward.functions", tokenizer: bool = True
+    functions: Sequence[RewardFunction],
+    *,
+    where: str = "reward.functions",
+    tokenizer: bool = True,
+    longest: int | None = None,
 ) -> list[Problem]:
     """Imports the functions and holds their arguments against them; runs none of them.
 
@@ -37,11 +42,12 @@ def check_functions(
         functions: of the configuration.
         where: they stand there, for messages.
         tokenizer: whether the run has one.
+        longest: tokens of the longest response that there may be; None where that is not known.
     """
     problems = [
         problem
         for index, function in enumerate(functions)
-        for problem in _problems(function, f"{where}.{index}", tokenizer=tokenizer)
+        for problem in _problems(function, f"{where}.{index}", tokenizer=tokenizer, longest=longest)
     ]
     names = labels(functions)
     if len(set(names)) < len(names):
@@ -69,11 +75,13 @@ def check_fields(
     return problems
 
 
-def _problems(function: RewardFunction, where: str, *, tokenizer: bool) -> Iterator[Problem]:
+def _problems(function: RewardFunction, where: str, *, tokenizer: bool, longest: int | None) -> Iterator[Problem]:
     try:
         target = resolve(function.name)
     except ValueError as error:
-        fix = "name a built-in function, or one that can be imported from the working directory; see docs/rewards.md"
+        usual = "name a built-in function, or one that can be imported from the working directory; see docs/rewards.md"
+        near = difflib.get_close_matches(function.name, RULES, n=1)
+        fix = f"did you mean {near[0]}?" if near else suggestion(function.name) or usual
         yield Problem(field=f"{where}.name", value=function.name, rule=str(error), fix=fix)
         return
     if labels([function])[0] in _TAKEN:
@@ -85,7 +93,8 @@ def _problems(function: RewardFunction, where: str, *, tokenizer: bool) -> Itera
         yield Problem(field=f"{where}.args", value=shown(dict(function.args)), rule=str(error), fix=_FIX)
         return
     if function.name in RULES:
-        yield from _values(target, function.args, f"{where}.args")
+        wrong = list(_values(target, function.args, f"{where}.args"))
+        yield from wrong or _overlong(function, f"{where}.args", longest)
         if RULES[function.name].reads_text and not tokenizer:
             fix = "set model.tokenizer, or choose a function that reads token ids"
             yield Problem(field=f"{where}.name", value=function.name, rule="reads text: needs a tokenizer", fix=fix)
@@ -100,6 +109,19 @@ def _values(function: Function, args: Mapping[str, Any], where: str) -> Iterator
         except ValidationError as error:
             rule = error.errors()[0]["msg"].removeprefix("Value error, ").removeprefix("Input ")
             yield Problem(field=f"{where}.{name}", value=shown(value), rule=rule, fix=_FIX)
+
+
+def _overlong(function: RewardFunction, where: str, longest: int | None) -> Iterator[Problem]:
+    """The penalty begins within a response, and is full at its largest length at the latest."""
+    if function.name != "soft_overlong":
+        return
+    most, rising = function.args["max_tokens"], function.args["buffer_tokens"]
+    if rising > most:
+        rule = f"at most max_tokens = {most}: the penalty would begin before the response"
+        yield Problem(field=f"{where}.buffer_tokens", value=str(rising), rule=rule, fix=f"set it to {most} or less")
+    if longest is not None and most > longest:
+        rule = f"at most rollout.max_new_tokens = {longest}: no response is longer"
+        yield Problem(field=f"{where}.max_tokens", value=str(most), rule=rule, fix=f"set it to {longest}")
 
 
 def _field_argument(function: RewardFunction) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,9 +48,7 @@ def resolve(name: str) -> Function:
     if name in RULES:
         return RULES[name].function
     if ":" not in name:
-        near = difflib.get_close_matches(name, RULES, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"one of {', '.join(RULES)}, or package.module:function{hint}")
+        raise ValueError(f"one of {', '.join(RULES)}, or package.module:function")
     return plugins.resolve(name)
 
 

@@ -151,8 +151,13 @@ LAYOUTS: Cases = {
         (["rollout.max_model_len=129"], "rollout.max_model_len", "max_position_embeddings = 128")
     ],
     model.checkpoints_share_the_tokens: [],  # in a test of its own: it needs a checkpoint
+    data.run_directories_can_be_made: [
+        (["run.dir=README.md"], "run.dir", "README.md is a file"),
+        (["run.dir=README.md/run"], "run.dir", "README.md is a file"),
+    ],
     data.files_exist: [
         (["data.random=null", "data.prompts=/nowhere.jsonl"], "data.prompts", "a file that exists"),
+        (["data.random=null", "data.prompts=nope"], "data.prompts", "a file that exists"),
         (["data.random=null", "data.prompts=data.csv"], "data.prompts", "ends in .jsonl or .parquet"),
         (["data.random=null", "data.prompts={path: p.parquet, split: train}"], "data.prompts.split", "this is a file"),
         (["evaluation={prompts: /nowhere.jsonl}"], "evaluation.prompts", "a file that exists"),

@@ -42,7 +42,7 @@ REWARD_MODEL: Cases = {
     generation.nothing_to_show: [(["tracking.samples=0"], "tracking.samples", "no effect in a stage without rollouts")],
     model.layouts_split_the_model: [(["model.random.config.num_attention_heads=5"], f"{REWARD}.tp", "= 5")],
     data.files_exist: [(["normalisation.prompts=/nowhere.jsonl"], "normalisation.prompts", "a file that exists")],
-    data.lengths_fit: [(["rollout.max_model_len=32"], "rollout.max_model_len", "a prompt (1 tokens)")],
+    data.lengths_fit: [(["rollout.max_model_len=32"], "rollout.max_model_len", "covers the longest prompt and")],
     data.micro_batches_hold_a_sample: [
         (["data.max_tokens=65"], f"{REWARD}.tokens_per_micro_batch", "twice data.max_tokens, for a pair, = 130")
     ],
@@ -109,6 +109,13 @@ EVAL: Cases = {
     ],
     generation.nothing_to_record: [(["rollout.replay=x"], "rollout.replay", "does not train on rollouts")],
     data.files_exist: [(["evaluation.prompts=/nowhere.jsonl"], "evaluation.prompts", "a file that exists")],
+    scoring.reward_heads_have_a_source: [
+        (
+            ["model={path: /nowhere, random: null}", "groups.train={devices: 0, roles: {reward: {}}}"],
+            "reward.path",
+            "would score at random",
+        )
+    ],
     scoring.evaluations_report_something: [(["evaluation.functions=[]"], "evaluation.functions", "the role reward")],
     scoring.evaluations_sample: [
         (["evaluation.pass_at=[1, 8]"], "evaluation.pass_at", "at most evaluation.samples_per_prompt = 4")

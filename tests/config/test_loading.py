@@ -81,9 +81,33 @@ def test_every_unusable_file_is_reported_at_once(tmp_path: Path) -> None:
     assert [Path(problem.value).name for problem in caught.value.problems] == ["nowhere.yaml", "broken.yaml"]
 
 
-def test_a_missing_file_is_one_problem(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
-        load(tmp_path / "nowhere.yaml")
+def test_a_missing_file_is_one_problem_and_a_near_one_is_named(tmp_path: Path) -> None:
+    for name, fix in (("nowhere", "correct the path"), ("ppo", "mine/ppo.yaml?"), ("x", "has ppo.yaml, sft.yaml")):
+        with pytest.raises(ConfigError, match="No such file") as caught:
+            load(tmp_path / "mine" / name)
+        (problem,) = caught.value.problems
+        assert fix in problem.fix
+        (tmp_path / "mine").mkdir(exist_ok=True)
+        for file in ("ppo.yaml", "sft.yaml"):
+            write(tmp_path / "mine" / file, "a: 1")
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("run.steps=0", "raise it to 1 or more; it is: Steps to take"),
+        ("run.steps=1.5", "write a whole number; it is: Steps to take"),
+        ("actor.optimizer.warmup=1", "lower it below 1; it is: Part of"),
+        ("algo.kl.in=rewards", "did you mean reward?; it is: Where the penalty acts"),
+        ("resharding.verify=x", "write true or false; it is: "),
+        ("algo.policy_loss=my_losses.plain", "write my_losses:plain"),
+        ("algo.policy_loss.clip=1", "lower it below 1; it is: How far below 1"),
+    ],
+)
+def test_a_fix_says_what_to_write(override: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        debug(override)
+    assert caught.value.problems[0].fix.startswith(fix)
 
 
 def test_override_values_are_read_as_yaml() -> None:
@@ -148,7 +172,9 @@ def test_entries_without_keys_are_named_with_what_they_are_for() -> None:
     assert told["algo.correction.reject.0"][:2] == ("null", no_keys)
     assert told["groups.more"][:2] == ("3", no_keys)
     assert told["reward.functions.0"][2] == "write it as {name: length}"
-    assert told["algo.correction.reject.0"][2] == "correct it: Bounds that a token or its response must all keep."
+    assert told["algo.correction.reject.0"][2].endswith(
+        "{key: value}; it is: Bounds that a token or its response must all keep."
+    )
     assert "running means" in told["actor.optimizer.betas.1"][2]
 
 

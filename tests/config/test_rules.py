@@ -91,7 +91,8 @@ def checkpoint(directory: Path, **changes: object) -> Path:
 
 def test_a_checkpoint_is_checked_like_a_random_model(tmp_path: Path) -> None:
     good = checkpoint(tmp_path / "good")
-    assert debug(f"model={{path: {good}, random: null}}").model.hf_config()["hidden_size"] == 128
+    rewarded = [*without("train", ["reward"]), FUNCTIONS]
+    assert debug(f"model={{path: {good}, random: null}}", *rewarded).model.hf_config()["hidden_size"] == 128
     odd = checkpoint(tmp_path / "odd", num_hidden_layers=1)
     assert "num_hidden_layers = 1" in refused(f"model={{path: {odd}, random: null}}")[f"{ACTOR}.pp"]
 

@@ -136,7 +136,9 @@ def sync(
 
 
 def _config(overrides: Sequence[str], directory: Path) -> RunConfig:
-    return load(DEBUG, ["model.random=null", f"model.path={directory}", *overrides])
+    functions = "reward.functions=[{name: soft_overlong, args: {max_tokens: 32, buffer_tokens: 32}}]"
+    given = ["model.random=null", f"model.path={directory}", "groups.train.roles.reward=null", functions]
+    return load(DEBUG, [*given, *overrides])
 
 
 def _send(

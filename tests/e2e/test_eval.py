@@ -28,6 +28,16 @@ def evaluate(run_dir: Path, *overrides: str) -> Finished:
         return finish(*program)
 
 
+def reward_model(model_dir: Path, directory: Path) -> None:
+    """Writes a random model of the same sizes with a score head."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    config = AutoConfig.from_pretrained(model_dir, num_labels=1)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(directory)
+
+
 @torch.no_grad()
 def likeliest(model_dir: Path) -> list[list[int]]:
     """What transformers' ``generate`` answers to each prompt."""
@@ -51,6 +61,7 @@ def likeliest(model_dir: Path) -> list[list[int]]:
 
 def test_an_export_answers_greedily_and_bad_functions_cost_their_samples(debug_run: DebugRun, tmp_path: Path) -> None:
     export, run_dir = debug_run.directory / "export", tmp_path / "run"
+    reward_model(export, tmp_path / "judge")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f"{json.dumps(row)}\n" for row in PROMPTS))
     done = evaluate(
@@ -61,7 +72,7 @@ def test_an_export_answers_greedily_and_bad_functions_cost_their_samples(debug_r
         f"evaluation.prompts={prompts}",
         "evaluation={greedy: true, samples_per_prompt: 1, pass_at: [1]}",
         f"evaluation.functions={json.dumps(FUNCTIONS)}",
-        "reward={time_limit: 3, retries: 0, processes: 2}",
+        f"reward={{path: {tmp_path / 'judge'}, time_limit: 3, retries: 0, processes: 2}}",
         "tracking.samples=12",
     )
     assert done.status == 0, done.errors

@@ -38,12 +38,15 @@ def test_a_random_model_is_what_its_seed_and_its_configuration_say(tmp_path: Pat
 
 def test_a_given_model_is_used_where_it_lies(tmp_path: Path) -> None:
     made = model_directory(load(DEBUG), tmp_path)
-    config = load(DEBUG, ["model.random=null", f"model.path={made}"])
+    overlong = "{name: soft_overlong, args: {max_tokens: 32, buffer_tokens: 32}}"
+    rules = ["groups.train.roles.reward=null", f"reward.functions=[{overlong}]"]
+    config = load(DEBUG, ["model.random=null", f"model.path={made}", *rules])
     assert model_directory(config, tmp_path / "run") == made
     assert not (tmp_path / "run").exists()
 
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    config = load(DEBUG, [f"run.dir={tmp_path / 'file' / 'run'}"])
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="can be written"):
-        RunDirectory(load(DEBUG, [f"run.dir={tmp_path / 'file' / 'run'}"]))
+        RunDirectory(config)

@@ -155,6 +155,10 @@ def test_all_that_may_not_change_is_told_at_once_with_both_values(run: Path) -> 
     assert (scale.value, scale.rule.split(":")[0]) == ("{beta: 0.99995, eps: 1.0e-05}", "stays null when a run goes on")
 
 
+def test_another_stage_is_one_problem(run: Path) -> None:
+    assert problems(load(DEBUG.with_stem("sft"), [f"run.dir={run}"])) == ["stage"]
+
+
 def test_another_source_of_data_is_refused_whole(run: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"token_ids": [1]}\n')

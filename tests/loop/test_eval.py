@@ -44,7 +44,9 @@ def test_a_finished_evaluation_and_other_runs_are_kept(tmp_path: Path) -> None:
     with closing(RunDirectory(debug(f"run.dir={tmp_path / 'training'}"))) as training:
         training.evaluations.write_text("{}\n")
     for run in ("finished", "training"):
-        with pytest.raises(ConfigError, match=r"(?s)run\.dir = .*has no run yet.*choose another run\.dir"):
+        with pytest.raises(
+            ConfigError, match=r"(?s)run\.dir = .*has nothing that would be lost.*choose another run\.dir"
+        ):
             EvaluationDirectory(configured(tmp_path / run))
         assert (tmp_path / run / "evaluations.jsonl").read_text() == "{}\n"
 

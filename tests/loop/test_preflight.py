@@ -14,11 +14,14 @@ import pytest
 from megarl.config import ConfigError, load
 from megarl.data.tokenizer import load_tokenizer
 from megarl.loop.assets import write_random_model
-from megarl.loop.preflight import PairSets, PromptSets, TextSets, check, problems
+from megarl.loop.preflight import PairSets, PromptSets, TextSets, check
 from tests.data.rows import chatml_tokenizer, jsonl
 
 DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "ppo.yaml"
 MODEL = "model.random.config"
+OVERLONG = "{name: soft_overlong, args: {max_tokens: 32, buffer_tokens: 32}}"
+RULES = ["groups.train.roles.reward=null", f"reward.functions=[{OVERLONG}]"]
+"""No reward model: beside a checkpoint it would need one of its own."""
 LLAMA = [f"{MODEL}.model_type=llama", f"{MODEL}.architectures=[LlamaForCausalLM]"]
 
 
@@ -95,15 +98,15 @@ def test_a_reward_model_needs_a_score_head(tmp_path: Path) -> None:
 
 def test_a_checkpoint_has_the_files_of_its_configuration(whole: Path, tmp_path: Path) -> None:
     model = "model={{path: {}, random: null}}".format
-    assert isinstance(check(load(DEBUG, [model(whole), f"critic.path={whole}"])), PromptSets)
-    assert "neither model.safetensors nor" in refusal(model(checkpoint(tmp_path / "bare")))
+    assert isinstance(check(load(DEBUG, [*RULES, model(whole), f"critic.path={whole}"])), PromptSets)
+    assert "neither model.safetensors nor" in refusal(*RULES, model(checkpoint(tmp_path / "bare")))
     shallow = shutil.copytree(whole, tmp_path / "shallow")
     fields = json.loads((shallow / "config.json").read_text())
     (shallow / "config.json").write_text(json.dumps({**fields, "num_hidden_layers": 2, "layer_types": None}))
     assert "unknown: model.layers.2." in refusal(f"critic.path={shallow}")
     cut = shutil.copytree(whole, tmp_path / "cut")
     (cut / "model.safetensors").write_bytes((whole / "model.safetensors").read_bytes()[:1000])
-    assert "model.safetensors is corrupted" in refusal(model(cut))
+    assert "model.safetensors is corrupted" in refusal(*RULES, model(cut))
 
 
 def test_a_tokenizer_fits_the_model(whole: Path, tmp_path: Path) -> None:
@@ -125,7 +128,7 @@ def test_roles_read_the_same_tokens(whole: Path, tmp_path: Path) -> None:
     one, two = list(tokens)[:2]
     swapped = {**tokens, one: tokens[two], two: tokens[one]}
     (other / "tokenizer.json").write_text(json.dumps({**json.loads(text), "model": {"vocab": swapped}}))
-    given = ["model.random=null", f"model.path={whole}"]
+    given = [*RULES, "model.random=null", f"model.path={whole}"]
     assert isinstance(check(load(DEBUG, [*given, f"critic.path={whole}"])), PromptSets)
     assert f"its tokenizer is the one of {whole}" in refusal(*given, f"critic.path={other}")
 
@@ -134,17 +137,17 @@ def test_engines_stop_where_the_tokenizer_ends_a_response(whole: Path, tmp_path:
     end = load_tokenizer(whole).end_token_id
     other = shutil.copytree(whole, tmp_path / "other")
     (other / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
-    text = refusal("model.random=null", f"model.path={other}")
+    text = refusal(*RULES, "model.random=null", f"model.path={other}")
     assert f"the engines stop at [0], not at the tokenizer's end token, {end}" in text
     assert f"add {end}" in text
-    given = ["model.random=null", f"model.path={other}", f"rollout.stop_token_ids=[{end}]"]
+    given = [*RULES, "model.random=null", f"model.path={other}", f"rollout.stop_token_ids=[{end}]"]
     assert isinstance(check(load(DEBUG, given)), PromptSets)
 
 
 def test_texts_that_stop_need_the_tokenizer_that_the_directory_lacks(whole: Path, tmp_path: Path) -> None:
     bare = shutil.copytree(whole, tmp_path / "bare", ignore=shutil.ignore_patterns("*token*"))
     model = f"model={{path: {bare}, random: null}}"
-    assert "rollout.stop needs a tokenizer" in refusal(model, "rollout.stop=[x]")
+    assert "rollout.stop needs a tokenizer" in refusal(*RULES, model, "rollout.stop=[x]")
 
 
 def test_a_broken_file_of_prompts_is_refused_with_its_line(tmp_path: Path) -> None:
@@ -218,7 +221,7 @@ def test_there_is_something_to_replay(tmp_path: Path, stage: str) -> None:
 
 
 def test_a_step_needs_its_prompts(tmp_path: Path) -> None:
-    assert "has 8 rows or more (3 are usable)" in refusal(*prompts(tmp_path, 2, 2, 2))
+    assert "has rows for data.prompts_per_step = 8: 3 to use are there" in refusal(*prompts(tmp_path, 2, 2, 2))
 
 
 def test_prompts_have_ids_in_use_only(tmp_path: Path) -> None:
@@ -273,7 +276,7 @@ def test_rules_and_data_are_reported_together(tmp_path: Path) -> None:
     overrides = ["run.stepz=3", "data.random=null", f"data.prompts={source.path}"]
     overrides += ["groups.train.roles.actor.tp=3", "reward.path=/nowhere", "groups.b={devices: 0, roles: {actor: {}}}"]
     with pytest.raises(ConfigError) as error:
-        load(DEBUG, overrides, problems)
+        load(DEBUG, overrides, check)
     fields = [problem.field for problem in error.value.problems]
     assert {"run.stepz", "groups.train.roles.actor", "groups.b.devices", "reward.path", "data.prompts"} <= set(fields)
     assert fields.count("reward.path") == 1
@@ -297,7 +300,7 @@ def test_rules_and_data_are_reported_together(tmp_path: Path) -> None:
 )
 def test_a_broken_rule_does_not_trip_what_looks_further(overrides: list[str]) -> None:
     with pytest.raises(ConfigError):
-        load(DEBUG, overrides, problems)
+        load(DEBUG, overrides, check)
 
 
 def test_a_critic_is_not_trained_in_float16(tmp_path: Path) -> None:
@@ -309,6 +312,36 @@ def test_a_critic_is_not_trained_in_float16(tmp_path: Path) -> None:
 def test_tracking_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.loop.preflight.has_wandb", lambda: False)
     assert "needs the package wandb" in refusal("tracking.wandb_project=mine")
+
+
+def test_what_is_not_there_is_said_in_one_report() -> None:
+    """A model, prompts and a module of functions that are all missing; and that no row was read."""
+    overrides = [
+        "model={path: /nowhere, random: null, vocab_size: null}",
+        "data={random: null, prompts: nowhere.jsonl}",
+        *RULES,
+    ]
+    with pytest.raises(ConfigError) as error:
+        load(DEBUG, [*overrides, "reward.functions=[{name: 'nowhere_at_all:f'}]"], check)
+    fields = {problem.field for problem in error.value.problems}
+    assert fields == {"model.path", "data.prompts", "reward.functions.0.name"}
+    assert str(error.value).endswith("\nRows of data are checked once the above is mended.")
+
+
+def test_a_field_that_is_not_sound_puts_the_rest_off() -> None:
+    with pytest.raises(ConfigError) as error:
+        load(DEBUG, ["run.steps=0", "reward.functions=[{name: exact_mach}]"], check)
+    assert [problem.field for problem in error.value.problems] == ["run.steps"]
+    assert str(error.value).endswith("Models, rows of data and functions are checked once the above is mended.")
+
+
+def test_prompts_without_room_are_told_how_much_they_need(tmp_path: Path) -> None:
+    lengths = [f"rollout.{name}" for name in ("max_new_tokens=32", "max_model_len=30")]
+    with pytest.raises(ConfigError) as error:
+        load(DEBUG, [*prompts(tmp_path, *[2] * 7, 9), *lengths], check)
+    assert "8 of 8 rows are broken; the longest has 9 tokens:" in str(error.value)
+    assert "2 tokens are too many: at most 0 fit" in str(error.value)
+    assert "set it to 32 and the tokens of the longest prompt or more" in str(error.value)
 
 
 def test_plan_refuses_what_train_would(tmp_path: Path) -> None:

@@ -34,13 +34,13 @@ def test_nothing_is_wrong_with_complete_functions() -> None:
 @pytest.mark.parametrize(
     ("function", "field", "rule"),
     [
-        (named("exact_mach"), "name", "did you mean exact_match?"),
+        (named("exact_mach"), "name", "one of contains, exact_match"),
         (named("exact_mach"), "name", "package.module:function"),
         (named("no_such_module:f"), "name", "No module named 'no_such_module'"),
         (named("tests.rewards.functions:lenght"), "name", "tests.rewards.functions has no 'lenght'"),
         (named("tests.rewards.functions:"), "name", "a function, written as package.module:function"),
         (named("tests.rewards.broken:f"), "name", 'RATE = {}["no such rate"]'),
-        (own("NUMBER"), "name", "not a int"),
+        (own("NUMBER"), "name", "of the type int"),
         (own("Length"), "name", "not a class"),
         (own("later"), "name", "not a coroutine"),
         (own("score"), "name", "none of prompts, response_length,"),
@@ -50,12 +50,14 @@ def test_nothing_is_wrong_with_complete_functions() -> None:
         (named("regex", pattern="("), "args.pattern", "a regular expression: missing )"),
         (named("extracted_match", pattern="(a)(b)"), "args.pattern", "with one group"),
         (named("soft_overlong", max_tokens=8, buffer_tokens=0), "args.buffer_tokens", "greater than or equal to 1"),
+        (named("soft_overlong", max_tokens=8, buffer_tokens=9), "args.buffer_tokens", "at most max_tokens = 8"),
+        (named("soft_overlong", max_tokens=17, buffer_tokens=9), "args.max_tokens", "rollout.max_new_tokens = 16"),
         (named("soft_overlong", max_tokens="8", buffer_tokens=1), "args.max_tokens", "valid integer"),
         (named("last_number", tolerance=-0.1), "args.tolerance", "greater than or equal to 0"),
     ],
 )
 def test_a_mistake_is_told_with_its_field_and_rule(function: RewardFunction, field: str, rule: str) -> None:
-    (problem,) = check_functions([named("contains"), function], where="evaluation.functions")
+    (problem,) = check_functions([named("contains"), function], where="evaluation.functions", longest=16)
     assert problem.field == f"evaluation.functions.1.{field}"
     assert rule in problem.rule
 

@@ -1,7 +1,8 @@
-"""Where the data is, and the arithmetic of batches and lengths."""
+"""Where the data and the run are, and the arithmetic of batches and lengths."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from megarl.config.schema import (
     PairData,
     PromptData,
     Rollout,
+    Run,
     Scores,
     SourceFields,
     TextData,
@@ -30,6 +32,7 @@ Groups = Mapping[str, Group]
 AnyData = TextData | PairData | PromptData
 
 _FILES = (".jsonl", ".parquet")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _OTHER_FILES = (".arrow", ".csv", ".gz", ".json", ".tsv", ".txt", ".zip", ".zst")
 
 
@@ -42,6 +45,10 @@ def files_exist(
             if Path(source.path).suffix in _OTHER_FILES:
                 rule = f"a file that ends in {' or '.join(_FILES)}, or the name of a Hugging Face data set"
                 yield Problem(field=field, value=source.path, rule=rule, fix="convert the file")
+            elif not Path(source.path).is_dir() and not _HUB_NAME.fullmatch(source.path):
+                rule = f"a file that exists and ends in {' or '.join(_FILES)}, or the name of a Hugging Face data set"
+                fix = "correct the path, or write the name with its owner, such as openai/gsm8k"
+                yield Problem(field=field, value=source.path, rule=rule, fix=fix)
             continue
         if not Path(source.path).is_file():
             yield Problem(field=field, value=source.path, rule="a file that exists", fix="correct the path")
@@ -50,6 +57,15 @@ def files_exist(
             if value is not None:
                 rule = "has an effect for a Hugging Face data set alone; this is a file"
                 yield Problem(field=f"{field}.{name}", value=value, rule=rule, fix="remove it")
+
+
+def run_directories_can_be_made(run: Run) -> Iterator[Problem]:
+    """No file is where the run is to be."""
+    path = Path(run.dir)
+    for place in (path, *path.parents):
+        if place.exists() and not place.is_dir():
+            rule = f"a directory, or one that can be made; {place} is a file"
+            yield Problem(field="run.dir", value=run.dir, rule=rule, fix="choose another directory")
 
 
 def named_sources(
@@ -158,14 +174,15 @@ def lengths_fit(data: PromptData | PairData | None, rollout: Rollout | None) -> 
     if rollout is None:
         return
     made = data.random if isinstance(data, PromptData) else None
-    prompt = 1 if made is None else made.max_tokens
+    prompt, longest = (1, "") if made is None else (made.max_tokens, f" ({made.max_tokens} tokens)")
     needed = prompt + rollout.max_new_tokens
     if rollout.max_model_len < needed:
+        sum_of = f"{rollout.max_new_tokens} and the tokens of the longest prompt" if made is None else f"{needed}"
         yield Problem(
             field="rollout.max_model_len",
             value=str(rollout.max_model_len),
-            rule=f"covers a prompt ({prompt} tokens) and rollout.max_new_tokens = {rollout.max_new_tokens}",
-            fix=f"set it to {needed} or more, or lower rollout.max_new_tokens",
+            rule=f"covers the longest prompt{longest} and rollout.max_new_tokens = {rollout.max_new_tokens}",
+            fix=f"set it to {sum_of} or more, or lower rollout.max_new_tokens",
         )
 
 
@@ -213,5 +230,5 @@ def reference_samples_have_engines(normalisation: Normalisation | None, rollout:
         yield Problem(field="rollout", value="given", rule="has an effect with normalisation alone", fix=fix)
 
 
-RULES = (files_exist, chat_templates_have_a_tokenizer, micro_batches_hold_a_sample)
+RULES = (files_exist, run_directories_can_be_made, chat_templates_have_a_tokenizer, micro_batches_hold_a_sample)
 """Of every stage."""

@@ -13,6 +13,7 @@ from megarl.config.schema import (
     Cluster,
     Evaluation,
     Group,
+    HeldOut,
     Model,
     PeriodicEvaluation,
     Policy,
@@ -43,6 +44,14 @@ def reward_settings_have_their_model(groups: Groups, reward: Reward) -> Iterator
     elif reward.path is not None:
         names = ("head_std", "head_seed")
         yield from unused("reward", reward, names, "with reward.path, whose head is loaded", "or remove the path")
+
+
+def reward_heads_have_a_source(groups: Groups, model: Model, reward: Reward) -> Iterator[Problem]:
+    """A language model's checkpoint has no score head; a random one is for trials with a random model."""
+    if placed(groups, "reward") and model.path is not None and reward.path is None:
+        rule = "a reward model with model.path: a random head on that model would score at random"
+        fix = "give it, or remove the role reward from its group"
+        yield Problem(field="reward.path", value="null", rule=rule, fix=fix)
 
 
 def processes_have_functions(reward: Reward, evaluation: Evaluation | None) -> Iterator[Problem]:
@@ -118,7 +127,8 @@ def selections_read_scores(model: Model, rollout: Rollout, scores: Scores, rewar
 def evaluations_report_something(groups: Groups, evaluation: Evaluation | None) -> Iterator[Problem]:
     """Held-out answers are scored."""
     if evaluation is not None and not evaluation.functions and not placed(groups, "reward"):
-        fix = "give evaluation.functions, or remove evaluation"
+        otherwise = "place the role reward" if isinstance(evaluation, HeldOut) else "remove evaluation"
+        fix = f"give evaluation.functions, or {otherwise}"
         rule = "has rules to report, or a group has the role reward"
         yield Problem(field="evaluation.functions", value="[]", rule=rule, fix=fix)
 
@@ -186,6 +196,7 @@ def _truncation(field: str, scores: Scores, model: Model, rollout: Rollout) -> I
 
 RULES = (
     reward_settings_have_their_model,
+    reward_heads_have_a_source,
     processes_have_functions,
     calls_end_in_time,
     evaluations_report_something,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megarl.config.schema.base import Count, NotNegative, Positive
+from megarl.config.schema.base import BelowOne, Count, NotNegative, Positive
 from megarl.config.schema.choices import Choice, Chosen, Own
 
 
@@ -14,7 +14,7 @@ class PPO(Choice):
     """The clipped surrogate, per token."""
 
     name: Literal["ppo"] = "ppo"
-    clip: Positive = 0.2
+    clip: BelowOne = 0.2
     """How far below 1 the probability ratio earns."""
     clip_high: Positive | None = None
     """How far above 1; null is as far as below."""
@@ -30,7 +30,7 @@ class GSPO(Choice):
     """The clipped surrogate of the geometric mean of a response's ratios."""
 
     name: Literal["gspo"] = "gspo"
-    clip: Positive = 3e-4
+    clip: BelowOne = 3e-4
     """How far below 1 the response's ratio earns."""
     clip_high: Positive | None = 4e-4
     """How far above 1; null is as far as below."""
@@ -42,7 +42,7 @@ class CISPO(Choice):
     """The log-probability, weighted with the clipped ratio: clipped tokens keep their gradient."""
 
     name: Literal["cispo"] = "cispo"
-    clip: Positive = 0.2
+    clip: BelowOne = 0.2
     """How far below 1 the ratio may be."""
     clip_high: Positive | None = None
     """How far above 1; null is as far as below."""

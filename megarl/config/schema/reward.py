@@ -14,7 +14,8 @@ class Reward(Section):
     """What scores a response: the reward model where a group has the role reward, and rules; their weighted sum."""
 
     path: str | None = None
-    """Directory of a Hugging Face checkpoint with a score head; null: the model's body with a random head."""
+    """Directory of a Hugging Face checkpoint with a score head; null, with model.random alone: its body with a random
+    head."""
     head_std: Positive = 0.02
     """Standard deviation of the random head's weights."""
     head_seed: Seed = 0

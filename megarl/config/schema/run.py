@@ -17,7 +17,7 @@ class Run(Section):
     """The run itself."""
 
     dir: str
-    """Directory that the run writes; where it has a checkpoint already, training goes on from there."""
+    """Directory that the run writes."""
     seed: Seed = 0
     """Seed of sampling and of the order of the data."""
 
@@ -25,6 +25,8 @@ class Run(Section):
 class TrainingRun(Run):
     """The run itself."""
 
+    dir: str
+    """Directory that the run writes; where it has a checkpoint already, training goes on from there."""
     steps: Count
     """Steps to take: a round of rollouts and its updates, of sft and reward_model an optimizer step."""
 

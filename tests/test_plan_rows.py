@@ -1,0 +1,45 @@
+"""What a plan says of the rows of its data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megarl.config import load
+from megarl.loop.preflight import check
+from megarl.plan.run import plan_lines
+
+DEBUG = Path(__file__).parents[1] / "configs" / "debug"
+
+
+def said(stage: str, *overrides: str) -> dict[str, str]:
+    config = load(DEBUG / f"{stage}.yaml", overrides)
+    return dict(plan_lines(config, check(config)))
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def test_rows_that_are_left_out_are_counted_by_their_rule(tmp_path: Path) -> None:
+    pair = {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}
+    rows = [pair] * 5 + [{**pair, "rejected_ids": [2]}] * 2 + [{**pair, "prompt_ids": [1] * 99}]
+    train, held_out = written(tmp_path / "train.jsonl", rows), written(tmp_path / "held_out.jsonl", [pair, rows[5]])
+    sources = [f"data.train={train}", f"data.evaluation={held_out}", "data.too_long=drop"]
+    lines = said("reward_model", *sources, "data.pairs_per_step=2", "run.steps=1")
+    assert lines["data"] == (
+        f"{train}: 8 rows, 5 used, 3 left out (1 too long, 2 with equal responses); 0.4 epochs in 1 step of 2"
+    )
+    assert lines["evaluation"].startswith(f"{held_out}: 2 rows, 1 used, 1 left out (1 with equal responses); ")
+
+
+def test_prompts_are_told_with_their_epochs(tmp_path: Path) -> None:
+    prompts = written(tmp_path / "prompts.jsonl", [{"prompt_ids": [1, 2]}] * 10)
+    given = [f"data.prompts={prompts}", "run.steps=5"]  # of 4 prompts each
+    assert said("grpo", *given)["prompts"] == f"{prompts}: 10 rows; 2 epochs in 5 steps of 4"
+    filtered = said("grpo", *given, "algo.filter=nonzero_std", "run.steps=1", "actor.optimizer.warmup=0")
+    assert filtered["prompts"].endswith("; at least 0.4 epochs in 1 step of 4")
+    assert said("ppo")["prompts"] == "32 random ones; 0.75 epochs in 3 steps of 8"
+    assert "1 epoch x 1 mini-batch of 16 samples = 1 optimizer step" in said("grpo", "algo.mini_batches=1")["update"]
