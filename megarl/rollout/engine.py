@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -14,7 +13,7 @@ import numpy as np
 
 from megarl.data.packing import Chunks
 from megarl.rollout.chunks import Response, into_chunk, picked
-from megarl.rollout.environment import set_vllm_environment
+from megarl.rollout.environment import set_vllm_environment, temporary_files_in
 from megarl.rollout.requests import Requests
 from megarl.rollout.sampling import generation_params, scoring_params
 from megarl.rollout.state import EngineState
@@ -134,7 +133,7 @@ class RolloutEngine:
             disable_log_stats=True,
             use_tqdm_on_load=False,
         )
-        with _temporary_files_in(self._scratch.name):
+        with temporary_files_in(self._scratch.name):
             self._llm = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)  # the largest batches
         self._requests = Requests(self._llm)
         self._call("prepare", self.shard_maps(), self._vocab_size)
@@ -388,13 +387,3 @@ class RolloutEngine:
 def _flat(logprobs: Any) -> list[float]:
     """The values of vLLM's FlatLogprobs; a prompt's first token has none."""
     return logprobs.logprobs
-
-
-@contextmanager
-def _temporary_files_in(directory: str) -> Iterator[None]:
-    """Has ``tempfile`` make its files there. Of ranks that are ended together, none removes the one they met by."""
-    before, tempfile.tempdir = tempfile.tempdir, directory
-    try:
-        yield
-    finally:
-        tempfile.tempdir = before

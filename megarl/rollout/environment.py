@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _ALWAYS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler runs in the engine's process
@@ -43,3 +46,13 @@ def set_vllm_environment(device: str, scratch_dir: str) -> None:
     for name in _CONTRADICTING:
         os.environ.pop(name, None)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.triton_utils")
+
+
+@contextmanager
+def temporary_files_in(directory: str) -> Iterator[None]:
+    """Has ``tempfile`` make its files there. Of ranks that are ended together, none removes the one they met by."""
+    before, tempfile.tempdir = tempfile.tempdir, directory
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
