@@ -20,14 +20,20 @@ class RemoteError(Exception):
 class EngineProcess:
     """Hosts one engine at a time; an engine that is started replaces the one before, which saves vLLM's import.
 
+    One that did not answer was killed; the next engine gets a process of its own.
+
     Args:
         temporary: directory for the process's temporary files.
     """
 
     def __init__(self, temporary: Path) -> None:
+        self._temporary = temporary
+        self._spawn()
+
+    def _spawn(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, temporary))
+        self._process = context.Process(target=_serve, args=(theirs, self._temporary))
         self._process.start()
         theirs.close()
 
@@ -38,6 +44,8 @@ class EngineProcess:
 
     def start(self, **arguments: Any) -> None:
         """Starts a RolloutEngine with these arguments."""
+        if not self._process.is_alive():
+            self._spawn()
         self._pipe.send(("start", arguments))
         self.end()
 

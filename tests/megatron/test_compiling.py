@@ -1,0 +1,44 @@
+"""Functions that megatron-core wants compiled are compiled when they are called, and not before."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.megatron.platform.compiling import compiled_at_first_call
+
+
+def test_the_engine_is_imported_without_the_compiler() -> None:
+    program = "import sys, megarl.megatron.worker; sys.exit('torch._inductor.compile_fx' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=240).returncode == 0
+
+
+def test_a_function_is_compiled_once_with_its_options_at_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[dict[str, Any]] = []
+
+    def compile_(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        compiled.append(options)
+        return lambda *args, **kwargs: ("compiled", function(*args, **kwargs))
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    with compiled_at_first_call():
+
+        @torch.compile
+        def double(x: int) -> int:
+            return 2 * x
+
+        @torch.compile(dynamic=True)
+        def power(x: int, *, exponent: int) -> int:
+            return x**exponent
+
+    assert torch.compile is compile_
+    assert compiled == []
+    assert [double(3), double(4)] == [("compiled", 6), ("compiled", 8)]
+    assert power(2, exponent=3) == ("compiled", 8)
+    assert compiled == [{}, {"dynamic": True}]
+    assert power.__name__ == "power"
