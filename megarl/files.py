@@ -39,9 +39,17 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Replaces a file at once: after a crash it has its old content or the new one, never a part."""
+def write_durably(path: Path, text: str, mode: int = 0o666) -> None:
+    """Replaces a file at once: after a crash it has its old content or the new one, never a part.
+
+    Args:
+        path: of the file.
+        text: its new content.
+        mode: its permissions, of which the umask takes some away.
+    """
     partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    partial.touch(mode)
     partial.write_text(text, encoding="utf-8")
     sync(partial)
     partial.replace(path)

@@ -14,7 +14,8 @@ from types import FrameType
 
 from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
 
-_SHORT_PATH = 20
+from megarl.cluster.ray_node import new_directory
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -35,12 +36,8 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def temporary_directory() -> Iterator[str]:
-    """A new directory for all temporary files, Ray's and those of processes that start meanwhile; removed at the end.
-
-    Ray has its sockets there, whose paths are limited to 107 bytes, of which Ray adds about 80.
-    """
-    usual = tempfile.gettempdir()
-    directory = tempfile.mkdtemp(prefix="megarl-", dir=usual if len(usual) <= _SHORT_PATH else "/tmp")
+    """A directory for all temporary files, Ray's and those of processes that start meanwhile; removed at the end."""
+    usual, directory = tempfile.gettempdir(), new_directory()
     try:
         with environment({"TMPDIR": directory}):
             tempfile.tempdir = directory  # which this process has looked up already

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megarl.cluster.ray_node import DEVICE, NODE_LABEL
 from megarl.errors import RunError
 
-DEVICE = "device"
 _WAIT_S = 60
 
 
@@ -58,7 +59,7 @@ class Placement:
                 f"ray start --resources '{{\"{DEVICE}\": {devices_per_node}}}'"
             )
         hosts: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
-        bundles = list(range(count)) if virtual else bundles_by_node(hosts, devices_per_node)
+        bundles = list(range(count)) if virtual else bundles_by_node(hosts, devices_per_node, _numbers())
         self.slots: tuple[Slot, ...] = tuple(
             Slot(device=i, node=i // devices_per_node, local=i % devices_per_node, bundle=bundle)
             for i, bundle in enumerate(bundles)
@@ -69,17 +70,19 @@ class Placement:
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self.slots[device].bundle)
 
 
-def bundles_by_node(hosts: dict[int, str], devices_per_node: int) -> list[int]:
+def bundles_by_node(hosts: Mapping[int, str], devices_per_node: int, numbers: Mapping[str, int]) -> list[int]:
     """The bundles in the order of devices: those of one node side by side.
 
     Args:
         hosts: the node of each bundle.
         devices_per_node: bundles that each node must have.
+        numbers: of the nodes that have one; the others come after them, in the order of their bundles.
 
     Raises:
         RuntimeError: a node has another number of them.
     """
-    nodes = {node: index for index, node in enumerate(dict.fromkeys(hosts[b] for b in sorted(hosts)))}
+    found = dict.fromkeys(hosts[bundle] for bundle in sorted(hosts))
+    nodes = {node: index for index, node in enumerate(sorted(found, key=lambda node: numbers.get(node, math.inf)))}
     uneven = [count for count in Counter(hosts.values()).values() if count != devices_per_node]
     if uneven:
         raise RuntimeError(
@@ -87,6 +90,12 @@ def bundles_by_node(hosts: dict[int, str], devices_per_node: int) -> list[int]:
             f"give every node devices_per_node devices"
         )
     return sorted(hosts, key=lambda bundle: (nodes[hosts[bundle]], bundle))
+
+
+def _numbers() -> dict[str, int]:
+    """The number in the run of each node that was started with one."""
+    labels = {node["NodeID"]: node["Labels"] for node in ray.nodes() if node["Alive"]}
+    return {node: int(own[NODE_LABEL]) for node, own in labels.items() if NODE_LABEL in own}
 
 
 def visible_devices(local: Sequence[int], inherited: str | None) -> str:

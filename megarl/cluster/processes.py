@@ -56,6 +56,11 @@ class Remains:
         """Remembers the shared memory of the living processes: once they are killed, nothing tells whose it was."""
         self._files |= shared_memory_of(marked_processes(self._mark))
 
+    def terminate(self) -> None:
+        """Asks the processes to end, with SIGTERM."""
+        for pid in marked_processes(self._mark):
+            _signal(pid, signal.SIGTERM)
+
     def remove(self, grace_s: float) -> None:
         """Waits until no process is left, kills those that outlive the grace, and removes their shared memory.
 
@@ -69,7 +74,7 @@ class Remains:
                 raise RunError(f"processes {left} of the run do not end even when killed: a driver may be stuck")
             if time.monotonic() > deadline:
                 for pid in left:
-                    _kill(pid)
+                    _signal(pid, signal.SIGKILL)
             time.sleep(0.05)
         for file in self._files:
             file.unlink(missing_ok=True)
@@ -97,8 +102,8 @@ def _read(path: Path) -> bytes:
         return b""
 
 
-def _kill(pid: int) -> None:
+def _signal(pid: int, number: signal.Signals) -> None:
     try:
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
     except ProcessLookupError:
         return

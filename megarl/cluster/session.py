@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -21,8 +22,9 @@ from megarl.cluster.environment import (
     random_token,
     temporary_directory,
 )
-from megarl.cluster.placement import DEVICE, Placement
+from megarl.cluster.placement import Placement
 from megarl.cluster.processes import MARK, Remains
+from megarl.cluster.ray_node import DEVICE, ENVIRONMENT
 from megarl.cluster.shell import ChunkRefs, Shell
 from megarl.config.schema import Cluster
 from megarl.errors import RunError
@@ -30,13 +32,7 @@ from megarl.errors import RunError
 T = TypeVar("T")
 
 _LOOPBACK = "127.0.0.1"
-_LOCAL_ENV = {
-    "GLOO_SOCKET_IFNAME": "lo",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the shell sets CUDA_VISIBLE_DEVICES itself
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray would kill the children of a process with it, those too that remove its shared memory.
-    "RAY_kill_child_processes_on_worker_exit": "false",
-}
+_LOCAL_ENV = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"}
 _CPU_ENV = {"OMP_NUM_THREADS": "1"}
 _END_GRACE_S = 5.0
 _MIB = 1 << 20
@@ -123,6 +119,7 @@ class Session:
             target,
             args,
             kwargs,
+            directory=os.getcwd(),
             env=_CPU_ENV if on_cpu else {},
             local_devices=None if on_cpu else gpus,
             log_file=str(log_file),
@@ -169,6 +166,7 @@ class Session:
         ending.callback(ignore_interrupts)
         try:
             ray.init(
+                address="local",  # whatever Ray RAY_ADDRESS names
                 num_cpus=0,
                 resources={DEVICE: self._cluster.nodes * self._cluster.devices_per_node},
                 object_store_memory=self._cluster.object_store_mib * _MIB,

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 import ray
 
 from megarl.cluster.placement import visible_devices
+from megarl.errors import RunError
 
 T = TypeVar("T")
 
@@ -70,9 +71,13 @@ class Shell:
     Args:
         target: ``package.module:Class``.
         args, kwargs: of the class.
+        directory: where the driver works, and every process of its run with it.
         env: environment variables to set before the class's module is imported.
         local_devices: the process's GPUs, numbered on its node; None for a virtual device.
         log_file: where everything goes that the process prints.
+
+    Raises:
+        RunError: this node has no such directory, or none for the log.
     """
 
     def __init__(
@@ -81,11 +86,17 @@ class Shell:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         *,
+        directory: str,
         env: Mapping[str, str],
         local_devices: tuple[int, ...] | None,
         log_file: str,
     ) -> None:
+        for name, path in (("run.dir", os.path.dirname(log_file)), ("the driver's directory", directory)):
+            if not os.path.isdir(path):
+                here = f"node {socket.gethostname()} does not see {path}"
+                raise RunError(f"{here}: {name} must be on a file system that all nodes share")
         _print_to(log_file)
+        os.chdir(directory)
         # It removes what this process shares and does not live to remove: it must run before anything is shared.
         resource_tracker.ensure_running()
         os.environ.update(env)

@@ -1,7 +1,7 @@
 """The configuration of a run: schema, inheritance, overrides, and checks that report everything at once."""
 
 from megarl.config.devices import parse_devices
-from megarl.config.loading import build, load, save
+from megarl.config.loading import as_yaml, build, load, save
 from megarl.config.problems import ConfigError, Problem
 from megarl.config.schema import (
     EvalConfig,
@@ -25,6 +25,7 @@ __all__ = [
     "RunConfig",
     "SFTConfig",
     "TrainingConfig",
+    "as_yaml",
     "build",
     "load",
     "parse_devices",

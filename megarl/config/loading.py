@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from megarl.config.files import merged
 from megarl.config.problems import ConfigError, Problem, shown
+from megarl.config.promises import unpromised
 from megarl.config.rules import broken_rules
 from megarl.config.schema import STAGES, RunConfig
 from megarl.config.schema.walk import keys
@@ -26,6 +27,8 @@ def load(
     path: str | Path,
     overrides: Sequence[str] = (),
     further: Callable[[RunConfig], object] = lambda _: None,
+    *,
+    promised: Collection[Path] = (),
 ) -> RunConfig:
     """Reads, merges and checks a configuration.
 
@@ -34,20 +37,23 @@ def load(
         overrides: ``key.path=value``, as on the command line.
         further: looks beyond the configuration, and raises a ConfigError. It is asked where something is wrong already
             and every field is sound in itself, so that one report has everything.
+        promised: directories that another run will have written before this one begins: what is missing there is no
+            problem.
 
     Raises:
         ConfigError: anything is wrong; it lists every problem.
     """
     raw, unread = merged(Path(path), overrides)
     config, problems = _checked(raw)
-    problems, unchecked = [*unread, *problems], ""
+    problems, unchecked = unpromised([*unread, *problems], raw, promised), ""
     if config is None:
         unchecked = _BEYOND
     elif problems:
         try:
             further(config)
         except ConfigError as error:
-            problems += [found for found in error.problems if not any(_same(found, known) for known in problems)]
+            more = unpromised(error.problems, raw, promised)
+            problems += [found for found in more if not any(_same(found, known) for known in problems)]
             unchecked = error.unchecked
     if config is None or problems:
         raise ConfigError(problems, str(path), unchecked)
@@ -68,8 +74,12 @@ def build(raw: Mapping[str, Any]) -> RunConfig:
 
 def save(config: RunConfig, path: str | Path) -> None:
     """Writes the resolved configuration, at once and durably, so that loading the file gives it again."""
-    text = yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False)
-    write_durably(Path(path), text)
+    write_durably(Path(path), as_yaml(config))
+
+
+def as_yaml(config: RunConfig) -> str:
+    """The resolved configuration as the text of a file."""
+    return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False)
 
 
 def _checked(raw: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megarl.config.problems import Problem, shown
-from megarl.config.schema import Choice, RunConfig
+from megarl.config.schema import Choice
 from megarl.config.schema.choices import SHORTHAND, Own
 from megarl.config.schema.walk import choices, fields, keys, section, sections
 from megarl.plugins import suggestion
@@ -41,12 +41,12 @@ _CORRECTIONS = {
 """What to do about each of pydantic's errors."""
 
 
-def schema_problems(error: ValidationError, schema: type[RunConfig]) -> list[Problem]:
-    """One problem for each error of a validation of a stage's schema."""
+def schema_problems(error: ValidationError, schema: type[BaseModel]) -> list[Problem]:
+    """One problem for each error of a validation of a schema."""
     return [_problem(schema, e) for e in error.errors(include_url=False)]
 
 
-def _problem(schema: type[RunConfig], error: ErrorDetails) -> Problem:
+def _problem(schema: type[BaseModel], error: ErrorDetails) -> Problem:
     kind, loc, value, limits = error["type"], error["loc"], error["input"], error.get("ctx", {})
     path, here = keys(schema, loc)
     field, last = ".".join(map(str, path)), str(path[-1])
@@ -77,7 +77,7 @@ def _correction(kind: str, limits: Mapping[str, Any], value: object) -> str:
     return _CORRECTIONS.get(kind, "correct it")
 
 
-def _description(schema: type[RunConfig], loc: Sequence[int | str]) -> str:
+def _description(schema: type[BaseModel], loc: Sequence[int | str]) -> str:
     """What the field is for; of an entry of a list or a mapping, what those are for."""
     for end in range(len(loc) - 1, -1, -1):
         _, owner = keys(schema, loc[:end])
@@ -101,7 +101,7 @@ def _bad_key(field: str, key: str, kind: str, mapping: Any) -> Problem:
     return Problem(field=field, value="(key)", rule="a name", fix=fix)
 
 
-def _unknown(schema: type[RunConfig], loc: Sequence[int | str], field: str, value: object) -> Problem:
+def _unknown(schema: type[BaseModel], loc: Sequence[int | str], field: str, value: object) -> Problem:
     """A key that the section, or the choice, does not have."""
     key, (_, owner), (_, above) = str(loc[-1]), keys(schema, loc[:-1]), keys(schema, loc[:-2])
     if key == SHORTHAND:

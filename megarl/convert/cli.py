@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
-from megarl.types import RoleName
-
 if TYPE_CHECKING:
     from megarl.convert.memory import Resources
 
@@ -24,6 +22,8 @@ app = typer.Typer(
 )
 
 DtypeName = Literal["float64", "float32", "float16", "bfloat16"]
+RoleName = Literal["actor", "critic", "reference", "reward"]
+"""As of megarl.types, whose records would load numpy for every command."""
 HF = Annotated[Path, typer.Option("--hf", help="Hugging Face directory: config.json and weights.")]
 Template = Annotated[
     Path | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ from megarl.loop.resume import broken_promises, cut_lines
 _CONFIG = "config.yaml"
 _LOCK = ".lock"
 _ANOTHER = "choose another run.dir"
+_TRIES, _GLANCE_S = 3, 0.05
+"""To have the lock: whoever asks for the status of a run takes it for an instant, to see whether it is free."""
 
 
 class RunPaths:
@@ -74,6 +77,11 @@ class RunPaths:
     def samples(self) -> Path:
         """A line of JSON per sample that is kept for reading."""
         return self.path / "samples.jsonl"
+
+    @property
+    def attempts(self) -> Path:
+        """A line of JSON for the start of each process that ran the run, and one for its end."""
+        return self.path / "attempts.jsonl"
 
     @property
     def tensorboard(self) -> Path:
@@ -208,14 +216,14 @@ def average_directory(export: Path) -> Path:
 def _locked(path: Path, config: RunConfig) -> Any:
     """The lock file, open; the lock goes when it is closed, at the latest by the end of the process."""
     lock = path.open("a")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise _refused(
-            config, "is run by one process at a time", f"wait for the other process, or {_ANOTHER}"
-        ) from None
-    return lock
+    for _ in range(_TRIES):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError:
+            time.sleep(_GLANCE_S)
+    lock.close()
+    raise _refused(config, "is run by one process at a time", f"wait for the other process, or {_ANOTHER}")
 
 
 def _refused(config: RunConfig, rule: str, fix: str) -> ConfigError:

@@ -8,6 +8,7 @@ from contextlib import closing
 from megarl.cluster.session import Session
 from megarl.config import EvalConfig
 from megarl.loop.assets import model_directory
+from megarl.loop.attempt import attempt
 from megarl.loop.datasets import PromptSets
 from megarl.loop.directory import EvaluationDirectory
 from megarl.loop.evaluate import Evaluator
@@ -38,12 +39,13 @@ def evaluate(config: EvalConfig) -> Summary:
     if data.left_out.rows:
         data.left_out.write(directory.left_out)
         print(data.left_out.told(directory.left_out), flush=True)
-    with closing(directory), EvaluationReporter(config, directory) as reporter, session:
-        result = _result(config, session, directory, data)
-        reporter.write(result, f"{config.model.path or 'a random model'} on {config.evaluation.prompts.path}")
-    seconds = time.perf_counter() - start
-    summary = Summary(stage=config.stage, steps=0, seconds=seconds, evaluation=result.metrics)
-    summary.write(directory.summary)
+    with closing(directory), attempt(directory):
+        with EvaluationReporter(config, directory) as reporter, session:
+            result = _result(config, session, directory, data)
+            reporter.write(result, f"{config.model.path or 'a random model'} on {config.evaluation.prompts.path}")
+        seconds = time.perf_counter() - start
+        summary = Summary(stage=config.stage, steps=0, seconds=seconds, evaluation=result.metrics)
+        summary.write(directory.summary)
     print(f"{len(data.held_out)} prompts in {seconds:.0f} s; samples are in {directory.samples}", flush=True)
     return summary
 

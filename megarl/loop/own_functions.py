@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from megarl.config import PPOConfig, Problem, RunConfig
@@ -15,7 +16,12 @@ if TYPE_CHECKING:
 
 
 def check_own_functions(config: RunConfig) -> list[Problem]:
-    """Imports the functions and holds their arguments against them; runs none of them."""
+    """Imports the functions and holds their arguments against them; runs none of them.
+
+    A machine without torch, from which runs are only launched, leaves that to the run.
+    """
+    if find_spec("torch") is None:
+        return []
     importance = isinstance(config, PPOConfig) and config.algo.kl.importance
     return [problem for field, own in _named(config, "") for problem in _wrong(field, own, importance=importance)]
 

@@ -18,38 +18,9 @@ from megarl.loop.evaluation_report import EvaluationReporter
 from megarl.loop.left_out import LeftOutRows
 from megarl.loop.stage import EvaluationResult, Metrics, StepResult
 from megarl.loop.unscored import count_responses, told_of_step
+from megarl.obs.columns import COLUMNS
 from megarl.obs.metrics import JsonlSink, as_json
 from megarl.obs.progress import Display, open_display
-
-_COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
-    "sft": {"sft/loss": "loss", "sft/lr": "lr", "sft/grad_norm": "grad norm", "perf/tokens_per_second": "tokens/s"},
-    "reward_model": {
-        "reward_model/loss": "loss",
-        "reward_model/accuracy": "accuracy",
-        "reward_model/lr": "lr",
-        "reward_model/grad_norm": "grad norm",
-        "perf/tokens_per_second": "tokens/s",
-    },
-    "ppo": {
-        "objective/score": "score",
-        "objective/kl": "KL",
-        "response_length/mean": "length",
-        "policy/clipfrac": "clipped",
-        "value/explained_variance": "explained",
-        "rollout/logprob_gap": "gap",
-        "time/rollout": "rollout s",
-        "time/step": "step s",
-    },
-    "raft": {
-        "objective/score": "score",
-        "raft/selected_score": "selected",
-        "raft/loss": "loss",
-        "response_length/mean": "length",
-        "time/rollout": "rollout s",
-        "time/step": "step s",
-    },
-}
-"""What the console shows of each stage's steps: heading by metric."""
 
 _NOTHING: Final = LeftOutRows()
 
@@ -140,7 +111,7 @@ class Reporter:
             print(f"interrupted; nothing of the run is left running. The same command {again}", file=sys.stderr)
 
     def _open_display(self) -> Display:
-        columns = _COLUMNS[self._config.stage]
+        columns = COLUMNS[self._config.stage]
         return open_display(self._config.stage, columns, steps=self._config.run.steps, done=self._taken)
 
     def phase(self, name: str) -> None:
@@ -212,5 +183,7 @@ def _starting(config: TrainingConfig) -> str:
     processes = sum(len(config.device_list(group)) for group in config.groups)
     if isinstance(config, PPOConfig | RAFTConfig):
         processes += config.rollout.engines
-    address = config.cluster.address
-    return f"starting {'Ray and ' if address is None else ''}{processes} processes{f' at {address}' if address else ''}"
+    cluster = config.cluster
+    if cluster.address is None:
+        return f"starting Ray and {processes} processes"
+    return f"starting {processes} processes on {cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"

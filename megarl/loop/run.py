@@ -11,6 +11,7 @@ from megarl.checkpoint import Checkpoint
 from megarl.cluster.group import Role
 from megarl.cluster.session import Session
 from megarl.config import ConfigError, Problem, TrainingConfig
+from megarl.loop.attempt import attempt
 from megarl.loop.directory import RunDirectory
 from megarl.loop.ppo import PPO
 from megarl.loop.preflight import check
@@ -41,7 +42,12 @@ def train(config: TrainingConfig) -> Summary:
         return read_summary(directory)
     taken = 0 if directory.latest is None else directory.latest.step
     session = Session(config.cluster, directory.logs, config.cluster.address)
-    with closing(directory), Reporter(config, directory, taken, data.left_out) as reporter, session:
+    with (
+        closing(directory),
+        attempt(directory, taken),
+        Reporter(config, directory, taken, data.left_out) as reporter,
+        session,
+    ):
         stage: Stage = STAGES[config.stage](config, session, directory, data, reporter.phase)
         if directory.latest is not None:
             _load(stage, directory.latest)

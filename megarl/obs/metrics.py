@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 from rich.console import Console
 
 Metrics = Mapping[str, float]
+
+WRITTEN: Final = "time/written"
+"""In a file's lines: when each was written."""
 
 
 class Sink(Protocol):
@@ -59,18 +63,20 @@ class JsonLines:
 
 
 class JsonlSink:
-    """Appends one JSON object per step to a file, ``step`` first.
+    """Appends one JSON object per step to a file: ``step`` first, and last when it was written, in seconds since 1970.
 
     Args:
         path: see JsonLines.
+        clock: seconds since 1970.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, clock: Callable[[], float] = time.time) -> None:
         self._lines = JsonLines(path)
+        self._clock = clock
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Appends the object of one step."""
-        self._lines.write({"step": step, **metrics})
+        self._lines.write({"step": step, **metrics, WRITTEN: self._clock()})
 
     def close(self) -> None:
         """Closes the file."""

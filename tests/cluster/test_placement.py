@@ -11,12 +11,18 @@ from megarl.types import Layout, PackRow, RankSchedule, Schedule
 
 
 def test_bundles_of_a_node_become_neighbouring_devices() -> None:
-    assert bundles_by_node({0: "b", 1: "a", 2: "b", 3: "a"}, 2) == [0, 2, 1, 3]
+    assert bundles_by_node({0: "b", 1: "a", 2: "b", 3: "a"}, 2, {}) == [0, 2, 1, 3]
+
+
+def test_nodes_with_a_number_come_in_its_order() -> None:
+    hosts = {0: "b", 1: "a", 2: "c", 3: "a", 4: "b", 5: "c"}
+    assert bundles_by_node(hosts, 2, {"c": 0, "a": 1, "b": 2}) == [2, 5, 1, 3, 0, 4]
+    assert bundles_by_node(hosts, 2, {"a": 0}) == [1, 3, 0, 4, 2, 5]
 
 
 def test_nodes_with_another_number_of_devices_are_refused() -> None:
     with pytest.raises(RuntimeError, match="devices_per_node is 2, and Ray placed 3"):
-        bundles_by_node({0: "a", 1: "a", 2: "a", 3: "b"}, 2)
+        bundles_by_node({0: "a", 1: "a", 2: "a", 3: "b"}, 2, {})
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.cluster.shell import Shell
+from megarl.errors import RunError
 from tests.leftovers import Trace
 
 ROOT = Path(__file__).parents[2]
@@ -70,6 +72,7 @@ config = load(DEBUG)
 for _ in range(2):
     with Session(config.cluster, Path(sys.argv[2]), address=sys.argv[1]) as session:
         print(*WorkerGroup(session, config, "train", FAKE_WORKER).call("note", "start", "note", "here").wait())
+        print(ray.get(session.launch("place", [0], "pathlib:Path", ".").actor.run.remote("absolute", ())).result)
 """
 
 
@@ -81,6 +84,7 @@ def test_a_running_cluster_is_joined_and_left_running(short_directory: Path) -> 
         stdout=subprocess.PIPE,
         text=True,
         env=environment,
+        cwd=short_directory,
     ) as cluster:
         assert cluster.stdout is not None
         address = cluster.stdout.readline().strip()
@@ -93,7 +97,21 @@ def test_a_running_cluster_is_joined_and_left_running(short_directory: Path) -> 
             timeout=90,
         )
         cluster.communicate("")
-    assert joined.stdout.split() == ["0", "1", "2", "3"] * 2, joined.stderr
+    assert joined.stdout.split() == ["0", "1", "2", "3", str(ROOT)] * 2, joined.stderr
+
+
+@pytest.mark.parametrize(("log", "place", "named"), [("gone", ".", "run.dir"), (".", "gone", "the driver's directory")])
+def test_a_node_that_does_not_share_the_files_is_told(tmp_path: Path, log: str, place: str, named: str) -> None:
+    with pytest.raises(RunError, match=f"does not see {tmp_path}/gone: {named} must be on a file system that all"):
+        Shell(
+            "pathlib:Path",
+            (),
+            {},
+            directory=str(tmp_path / place),
+            env={},
+            local_devices=None,
+            log_file=str(tmp_path / log / "here.log"),
+        )
 
 
 _TOO_LARGE = """

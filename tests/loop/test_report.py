@@ -28,7 +28,9 @@ EVALUATION = EvaluationResult(step=1, metrics={"eval/exact": 0.25, "eval/exact_c
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """The objects of a file, without the time at which each was written."""
+    objects = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "time/written"} for line in objects]
 
 
 def test_metrics_of_updates_are_means_over_those_that_have_them() -> None:

@@ -15,16 +15,22 @@ from megarl.obs.metrics import ConsoleSink, JsonLines, JsonlSink, Metrics
 
 def test_every_step_is_a_flushed_line(tmp_path: Path) -> None:
     path = tmp_path / "new" / "metrics.jsonl"
-    sink = JsonlSink(path)
+    times = iter([1700000000.25, 1700000012.5])
+    sink = JsonlSink(path, clock=lambda: next(times))
     sink.write(1, {"actor/loss": 0.5, "samples": 16})
-    assert json.loads(path.read_text()) == {"step": 1, "actor/loss": 0.5, "samples": 16}
+    assert path.read_text() == '{"step": 1, "actor/loss": 0.5, "samples": 16, "time/written": 1700000000.25}\n'
     sink.write(2, {"actor/loss": np.float32(0.25), "samples": np.int64(3)})
-    assert json.loads(path.read_text().splitlines()[1]) == {"step": 2, "actor/loss": 0.25, "samples": 3}
+    assert json.loads(path.read_text().splitlines()[1]) == {
+        "step": 2,
+        "actor/loss": 0.25,
+        "samples": 3,
+        "time/written": 1700000012.5,
+    }
     sink.close()
 
 
 def written(path: Path, metrics: Metrics, step: int = 1) -> None:
-    sink = JsonlSink(path)
+    sink = JsonlSink(path, clock=lambda: 7.0)
     sink.write(step, metrics)
     sink.close()
 
@@ -37,13 +43,14 @@ def test_numbers_survive_to_the_last_bit(tmp_path: Path) -> None:
 
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     written(tmp_path / "m", {"a": math.nan, "b": -math.inf, "c": 1.0, "d": np.float32("nan")})
-    assert json.loads((tmp_path / "m").read_text()) == {"step": 1, "a": None, "b": None, "c": 1.0, "d": None}
+    told = json.loads((tmp_path / "m").read_text())
+    assert told == {"step": 1, "a": None, "b": None, "c": 1.0, "d": None, "time/written": 7.0}
 
 
 def test_a_run_that_goes_on_appends(tmp_path: Path) -> None:
     for step in (1, 2):
         written(tmp_path / "m", {}, step)
-    assert (tmp_path / "m").read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert (tmp_path / "m").read_text() == '{"step": 1, "time/written": 7.0}\n{"step": 2, "time/written": 7.0}\n'
 
 
 def test_objects_may_be_nested_and_text_stays_readable(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def nodes_are_joined(cluster: Cluster) -> Iterator[Problem]:
             field="cluster.nodes",
             value=str(cluster.nodes),
             rule="several nodes of GPUs need cluster.address",
-            fix="start Ray on every node and set cluster.address, or set cluster.nodes=1",
+            fix="start it with megarl launch slurm or ray, or join a running Ray with cluster.address",
         )
 
 

@@ -53,7 +53,8 @@ class Cluster(Section):
     device: Literal["cuda", "cpu"] = "cuda"
     """What a device is: a GPU, or a virtual slot of the CPU."""
     address: str | None = None
-    """Address of a running Ray to join, such as 10.0.0.1:6379; null starts one on this machine."""
+    """Address of a running Ray to join, such as 10.0.0.1:6379, or auto, which is the one that RAY_ADDRESS names; null
+    starts one on this machine."""
     object_store_mib: Annotated[int, Field(ge=80)] = 4096
     """Shared memory of each node for rollouts and experience, MiB."""
     time_limits: TimeLimits = TimeLimits()

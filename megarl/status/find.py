@@ -1,0 +1,49 @@
+"""The runs that a directory stands for: itself, or those in it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+_OF_A_RUN = ("config.yaml", "attempts.jsonl", "metrics.jsonl")
+_SUBMITTED = ("slurm/config-*.yaml", "ray/config.yaml")
+
+
+class NoRunError(ValueError):
+    """A path holds no run; the message says what it is."""
+
+
+def find_runs(path: Path) -> list[Path]:
+    """The run of a directory, or, as of a sweep, those in the directories right below it, in their order.
+
+    Raises:
+        NoRunError: there is none.
+        OSError: the directory cannot be read.
+    """
+    if not path.exists():
+        raise NoRunError(f"{path}: there is no such directory; give the run.dir of a run")
+    if not path.is_dir():
+        raise NoRunError(f"{path}: a file; give the directory of a run, its run.dir")
+    if _is_run(path):
+        return [path]
+    below = [found for found in path.iterdir() if _is_run(found)]
+    if not below:
+        raise NoRunError(f"{path}: no run is there or in a directory of it; give the run.dir of a run")
+    return sorted(below, key=_order)
+
+
+def submitted(path: Path) -> list[Path]:
+    """The configurations with which a run was submitted, the last one first; it has them before it begins."""
+    found = (file for pattern in _SUBMITTED for file in path.glob(pattern))
+    return sorted(found, key=lambda file: file.stat().st_mtime, reverse=True)
+
+
+def _is_run(path: Path) -> bool:
+    """What may not be read does not exist."""
+    return any(os.path.exists(path / name) for name in _OF_A_RUN) or bool(submitted(path))
+
+
+def _order(path: Path) -> list[tuple[bool, int, str]]:
+    """By name, and numbers in it by their size: cell-2 is before cell-10."""
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", path.name)]

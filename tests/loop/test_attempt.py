@@ -1,0 +1,93 @@
+"""Every end of a run is noted, and stays the end that it was."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from megarl.config import ConfigError, Problem
+from megarl.errors import RunError
+from megarl.loop.attempt import attempt
+from megarl.loop.directory import RunPaths
+from megarl.obs.attempts import read_attempts
+from tests.config.debug import debug
+
+PROBLEM = Problem(field="data", value="changed", rule="it stays", fix="restore it")
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+def terminated() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+ENDS: dict[str, tuple[Callable[[], None], type[BaseException] | None, tuple[str, str]]] = {
+    "the end": (lambda: None, None, ("finished", "")),
+    "a mistake": (
+        raising(ConfigError([PROBLEM])),
+        ConfigError,
+        ("config error", f"configuration: 1 problem\n{PROBLEM}"),
+    ),
+    "a failure": (raising(RunError("train rank 3 died")), RunError, ("run error", "train rank 3 died")),
+    "anything else": (
+        lambda: 1 // 0,
+        ZeroDivisionError,
+        ("exception", "ZeroDivisionError: integer division or modulo by zero"),
+    ),
+    "an interrupt": (raising(KeyboardInterrupt()), KeyboardInterrupt, ("interrupted", "SIGINT")),
+    "a termination": (terminated, SystemExit, ("interrupted", "SIGTERM")),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_an_end_is_noted_and_stays_what_it_was(tmp_path: Path, name: str) -> None:
+    run, error, told = ENDS[name]
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with closing(RunPaths(debug(f"run.dir={tmp_path}"))) as directory:
+        directory.metrics.write_text('{"step": 5}\n{"step": 6}\n{"st')
+        raised: type[BaseException] | None = None
+        try:
+            with attempt(directory, taken=4):
+                assert read_attempts(directory.attempts)[0].end is None
+                run()
+        except BaseException as found:
+            raised = type(found)
+        assert raised is error
+        (noted,) = read_attempts(directory.attempts)
+    assert (noted.number, noted.step) == (1, 4)
+    assert noted.end is not None
+    assert (noted.end.step, noted.end.reason, noted.end.message) == (6, *told)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_run_without_a_step_ends_where_it_began(tmp_path: Path) -> None:
+    with closing(RunPaths(debug(f"run.dir={tmp_path}"))) as directory:
+        with attempt(directory, taken=4):
+            pass
+        with attempt(directory):
+            pass
+        assert [(found.number, found.end and found.end.step) for found in read_attempts(directory.attempts)] == [
+            (1, 4),
+            (2, 0),
+        ]
+
+
+def test_a_full_disk_does_not_hide_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    directory = RunPaths(debug(f"run.dir={tmp_path}"))
+    with closing(directory), pytest.raises(RunError, match="train rank 3 died"), attempt(directory):
+        raise RunError("train rank 3 died")

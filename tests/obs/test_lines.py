@@ -1,0 +1,43 @@
+"""Files of JSON lines that another process is writing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.obs.lines import read_lines
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Lines of up to 300 bytes, of 60 KB together, so that any block ends within one; the last is being written."""
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "x": "ä" * (step % 50)}) + "\n" for step in range(1000)))
+    with path.open("a") as lines:
+        lines.write('{"step": 1000, "obj')
+    return path
+
+
+@pytest.mark.parametrize("last", [1, 2, 399, 999, 1000, 5000, None])
+def test_the_last_lines_are_those_of_the_whole_file(
+    file: Path, last: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for block in (7, 1024, 1 << 16):
+        monkeypatch.setattr("megarl.obs.lines._BLOCK", block)
+        steps = [line["step"] for line in read_lines(file, last)]
+        assert steps == list(range(1000))[-(last or 1000) :]
+
+
+@pytest.mark.parametrize("text", ["", '{"step": 1', "\0\0\0\n", "[1]\n", "7\n", "\n\n", '{"step"\n'])
+def test_what_is_no_whole_object_is_left_out(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text(text)
+    assert read_lines(path) == read_lines(path, last=3) == []
+    path.write_text(f'{{"step": 0}}\n{text}')
+    assert read_lines(path) == read_lines(path, last=3) == [{"step": 0}]
+
+
+def test_a_missing_file_has_no_lines(tmp_path: Path) -> None:
+    assert read_lines(tmp_path / "none") == read_lines(tmp_path / "none", last=1) == []

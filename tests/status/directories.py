@@ -1,0 +1,85 @@
+"""Directories as runs and jobs leave them, written by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+NOW = 1_700_000_000.0
+"""Tuesday, 14 November 2023, 22:13:20 UTC."""
+MINUTE = 60.0
+
+
+class MadeRun:
+    """A PPO run of 100 steps in a directory; whatever it has was told before NOW.
+
+    Args:
+        path: of the directory; it is made.
+        stage: of the run.
+    """
+
+    def __init__(self, path: Path, stage: str = "ppo") -> None:
+        self.path = path
+        path.mkdir(parents=True)
+        (path / "config.yaml").write_text(f"stage: {stage}\nrun: {{dir: {path}, steps: 100}}\n")
+        (path / ".lock").touch()
+
+    def start(self, number: int, ago: float, step: int = 0, **fields: Any) -> None:
+        """An attempt that began so many seconds ago."""
+        given = {"host": "n1", "pid": 77, "job": None, "restart": 0, **fields}
+        self._line(
+            "attempts.jsonl", {"event": "start", "number": number, "time": NOW - ago, "step": step, **given}, ago
+        )
+
+    def end(self, number: int, ago: float, step: int, reason: str, message: str = "") -> None:
+        """Its end."""
+        told = {"event": "end", "number": number, "time": NOW - ago, "step": step, "reason": reason, "message": message}
+        self._line("attempts.jsonl", told, ago)
+
+    def step(self, step: int, ago: float, **metrics: float | None) -> None:
+        """A step that was told so many seconds ago; ``__`` in a metric's name is the slash."""
+        named = {name.replace("__", "/"): value for name, value in metrics.items()}
+        self._line("metrics.jsonl", {"step": step, **named, "time/written": NOW - ago}, ago)
+
+    def steps(self, last: int, ago: float, apart: float, first: int = 1) -> None:
+        """Steps at even intervals, the last one so many seconds ago."""
+        for step in range(first, last + 1):
+            self.step(step, ago + (last - step) * apart, objective__score=step / 100, objective__kl=0.5)
+
+    def evaluation(self, step: int, ago: float, **metrics: float) -> None:
+        """An evaluation."""
+        named = {f"eval/{name}": value for name, value in metrics.items()}
+        self._line("evaluations.jsonl", {"step": step, **named, "time/written": NOW - ago}, ago)
+
+    def checkpoint(self, step: int) -> None:
+        """A checkpoint that was committed."""
+        (self.path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+        os.utime(self.path / "checkpoints", (NOW - 3600, NOW - 3600))
+
+    def job(self, name: str, stages: Mapping[str, float], end: Mapping[str, Any] | None = None) -> Path:
+        """The directory of a job.
+
+        Args:
+            name: its number and how often it was restarted.
+            stages: how many seconds ago it came to what.
+            end: what its head told.
+        """
+        directory = self.path / "slurm" / name
+        directory.mkdir(parents=True)
+        for log in ("head", "driver", "worker-1", "worker-2"):
+            (directory / f"{log}.log").touch()
+        lines = [json.dumps({"stage": stage, "time": NOW - ago}) + "\n" for stage, ago in stages.items()]
+        (directory / "times.jsonl").write_text("".join(lines))
+        (directory / "attach").touch()
+        if end is not None:
+            (directory / "end.json").write_text(json.dumps(end))
+        return directory
+
+    def _line(self, name: str, entry: Mapping[str, Any], ago: float) -> None:
+        path = self.path / name
+        with path.open("a") as lines:
+            lines.write(json.dumps(entry) + "\n")
+        os.utime(path, (NOW - ago, NOW - ago))

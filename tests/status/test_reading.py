@@ -1,0 +1,243 @@
+"""What is read of a directory: numbers by hand, and files that are not as they should be."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.status.find import NoRunError, find_runs
+from megarl.status.pace import Pace, pace_of
+from megarl.status.reading import RunStatus, read_status
+from megarl.status.saved import Saved
+from tests.status.directories import NOW, MadeRun
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[MadeRun]:
+    """A run whose process holds its lock."""
+    made = MadeRun(tmp_path / "run")
+    with (made.path / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield made
+
+
+def read(run: MadeRun) -> RunStatus:
+    return read_status(run.path, NOW, "login")
+
+
+def line(written: float, seconds: float = 1.0) -> dict[str, float]:
+    return {"time/written": written, "time/step": seconds}
+
+
+def test_the_pace_is_that_of_the_clock() -> None:
+    """100, 40 and 100 s; the 1000 s between two attempts are none of a step."""
+    lines = [line(100), line(200), line(240), line(1240), line(1340)]
+    assert pace_of(lines, [0, 900]) == Pace(steps=3, seconds_per_step=80, longest=100, steps_per_hour=45)
+
+
+def test_the_first_steps_tell_their_own_times() -> None:
+    assert pace_of([line(100, 4.0)], [0]) == Pace(steps=1, seconds_per_step=4, longest=4, steps_per_hour=900)
+    assert pace_of([line(100, 4.0), line(500, 8.0)], [0, 300]) == Pace(
+        steps=2, seconds_per_step=6, longest=8, steps_per_hour=600
+    )
+    assert pace_of([{"time/step": 4.0}], []) == Pace(steps=1, seconds_per_step=4, longest=4, steps_per_hour=900)
+    assert pace_of([], [0]) is pace_of([{"step": 1}], [0]) is pace_of([{"time/step": None}], []) is None
+
+
+def test_the_last_fifty_steps_count(run: MadeRun) -> None:
+    run.start(1, ago=10**6)
+    run.steps(49, ago=4000, apart=1000)
+    run.steps(99, ago=10, apart=20, first=50)
+    assert read(run).progress.pace == Pace(steps=49, seconds_per_step=20, longest=20, steps_per_hour=180)
+
+
+def test_the_time_left_is_what_the_steps_take(run: MadeRun) -> None:
+    run.start(1, ago=9000)
+    run.steps(40, ago=20, apart=60)
+    found = read(run)
+    assert (found.progress.step, found.progress.steps, found.progress.stepped, found.written) == (
+        40,
+        100,
+        NOW - 20,
+        NOW - 20,
+    )
+    assert found.seconds_left == 60 * 60 - 20
+    assert found.overdue is None
+
+
+@pytest.mark.parametrize(("ago", "overdue"), [(179, None), (181, 181)])
+def test_a_step_that_takes_thrice_as_long_as_any_is_overdue(run: MadeRun, ago: float, overdue: float | None) -> None:
+    run.start(1, ago=9000)
+    run.steps(40, ago=ago, apart=60)
+    found = read(run)
+    assert found.overdue == overdue
+    assert found.seconds_left == 59 * 60
+
+
+def test_an_evaluation_or_a_checkpoint_is_a_sign_of_life(run: MadeRun) -> None:
+    run.start(1, ago=9000)
+    run.steps(40, ago=500, apart=60)
+    run.evaluation(40, ago=30, score=1.0)
+    assert read(run).overdue is None
+
+
+def test_an_attempt_without_a_step_is_not_overdue(run: MadeRun) -> None:
+    run.start(1, ago=9000)
+    run.steps(40, ago=5000, apart=60)
+    run.start(2, ago=1000, step=40)
+    assert read(run).overdue is None
+
+
+def test_what_a_resume_would_take_again(run: MadeRun) -> None:
+    run.start(1, ago=9000)
+    run.steps(47, ago=20, apart=60)
+    assert read(run).saved == Saved(step=0, writing=None, again=47, seconds=47 * 60)
+    run.checkpoint(20)
+    run.checkpoint(40)
+    (run.path / "checkpoints" / ".step-47.staged").mkdir()
+    assert read(run).saved == Saved(step=40, writing=47, again=7, seconds=7 * 60)
+
+
+def test_troubles_are_named(run: MadeRun) -> None:
+    for step in range(1, 61):
+        bad = step in (5, 57, 58)  # the first is long past
+        run.step(
+            step,
+            ago=100 - step,
+            policy__skipped=0.25 if bad else 0.0,
+            value__skipped=0.0,
+            rewards__unscored=3 if bad else 0,
+            rollout__samples=16,
+            policy__loss=None if step in (5, 60) else 1.0,
+        )
+    logs = run.path / "logs"
+    logs.mkdir()
+    (logs / "train-rank-0.log").touch()
+    (logs / "train-rank-1.log").write_text("Traceback")
+    assert read(run).troubles == [
+        "step 60: not a finite number: policy/loss",
+        "policy: gradients that were not finite, and were skipped, in 2 of the last 50 steps, last in step 58",
+        "6 of 800 responses of the last 50 steps have no score",
+        f"printed into {logs}: train-rank-1.log",
+    ]
+
+
+def test_a_healthy_run_has_none(run: MadeRun) -> None:
+    run.steps(40, ago=20, apart=60)
+    assert read(run).troubles == []
+
+
+@pytest.mark.parametrize("rest", ["", '{"step": 4, "obj', "\0\0\0\n", "[]\n", '{"version": 4}\n'])
+def test_a_line_that_is_not_whole_is_left_out(run: MadeRun, rest: str) -> None:
+    run.steps(3, ago=20, apart=60)
+    with (run.path / "metrics.jsonl").open("a") as lines:
+        lines.write(rest)
+    assert read(run).progress.step == 3
+
+
+@pytest.mark.parametrize("config", ["", "stage: [", "7\n", "stage: ppo\nrun: 3\n"])
+def test_a_configuration_that_is_none_leaves_the_rest(run: MadeRun, config: str) -> None:
+    run.steps(3, ago=20, apart=60)
+    (run.path / "config.yaml").write_text(config)
+    found = read(run)
+    assert (found.progress.step, found.progress.steps, found.seconds_left) == (3, None, None)
+
+
+def test_an_empty_run_has_nothing_to_tell(run: MadeRun) -> None:
+    for name in ("metrics.jsonl", "evaluations.jsonl", "attempts.jsonl"):
+        (run.path / name).touch()
+    found = read(run)
+    assert (
+        found.state.name,
+        found.progress.step,
+        found.progress.steps,
+        found.progress.pace,
+        found.progress.stepped,
+    ) == ("running", 0, 100, None, None)
+    assert (found.metrics, found.evaluation, found.attempts, found.job) == ({}, {}, [], None)
+
+
+def test_the_last_job_is_the_one_with_the_highest_number(run: MadeRun) -> None:
+    for name in ("99-0", "4711-0", "4711-2"):
+        run.job(name, {"agent started": 60})
+    (run.path / "slurm" / "4712.out").touch()
+    job = read(run).job
+    assert job is not None
+    assert (job.id, job.restart, job.directory) == ("4711", 2, str(run.path / "slurm" / "4711-2"))
+    assert job.logs == ("head.log", "driver.log", "worker-1.log", "worker-2.log")
+    (run.path / "slurm" / "4711-2" / "end.json").write_text('{"exit_code": 1, "rea')
+    assert read(run).job == job
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "printed", "told"),
+    [
+        (143, "srun: error: Node failure on n2\n", ("n2", "node n1 got SIGTERM, as node n2 has failed")),
+        (143, "[n1] srun: error: Node failure on n2\n", (None, "node n1 got SIGTERM")),
+        (1, "srun: error: Node failure on n2\n", (None, "node n1 got SIGTERM")),
+        (143, None, (None, "node n1 got SIGTERM")),
+    ],
+)
+def test_a_job_that_slurm_ends_for_a_node_names_it(
+    run: MadeRun, exit_code: int, printed: str | None, told: tuple[str | None, str]
+) -> None:
+    run.job("4711-0", {"agent started": 60}, {"exit_code": exit_code, "reason": "node n1 got SIGTERM", "node": None})
+    name, told_by_slurm = ("4712", "srun: error: Node failure on n2\n") if printed is None else ("4711", printed)
+    text = "a line of the run\n" * 9000 + told_by_slurm + "slurmstepd: error: *** STEP\n"
+    (run.path / "slurm" / f"{name}.out").write_text(text)
+    job = read(run).job
+    assert job is not None
+    assert job.end is not None
+    assert (job.end.node, job.end.reason) == told
+
+
+def test_a_sweep_is_its_runs_in_order(tmp_path: Path) -> None:
+    for cell in (10, 2, 0):
+        MadeRun(tmp_path / f"cell-{cell}-seed-{cell}")
+    submitted = tmp_path / "cell-1" / "slurm"
+    submitted.mkdir(parents=True)
+    (submitted / "config-0123abcd.yaml").touch()
+    (tmp_path / "slurm").mkdir()
+    assert [path.name for path in find_runs(tmp_path)] == [
+        "cell-0-seed-0",
+        "cell-1",
+        "cell-2-seed-2",
+        "cell-10-seed-10",
+    ]
+    assert find_runs(submitted.parent) == [submitted.parent]
+
+
+def test_the_output_of_a_sweeps_run_is_beside_it(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path / "cell-1-seed-5")
+    assert read(run).output is None
+    (tmp_path / "slurm").mkdir()
+    for name in ("4711_0.out", "4711_1.out", "4711_11.out"):
+        (tmp_path / "slurm" / name).touch()
+    assert read(run).output == str(tmp_path / "slurm" / "4711_1.out")
+
+
+def test_what_is_no_run_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for path, told in (
+        (tmp_path / "none", "there is no such directory"),
+        (file, "a file"),
+        (tmp_path, "no run is there"),
+    ):
+        with pytest.raises(NoRunError, match=told):
+            find_runs(path)
+
+
+def test_a_run_that_has_not_begun_is_what_was_submitted_last(run: MadeRun) -> None:
+    (run.path / "config.yaml").unlink()
+    (run.path / "slurm").mkdir()
+    for name, steps, ago in (("0", 5, 30), ("1", 6, 10), ("2", 7, 20)):
+        file = run.path / "slurm" / f"config-{name}.yaml"
+        file.write_text(f"stage: sft\nrun: {{steps: {steps}}}\n")
+        os.utime(file, (NOW - ago, NOW - ago))
+    found = read(run)
+    assert (found.stage, found.progress.steps, found.submitted) == ("sft", 6, NOW - 10)

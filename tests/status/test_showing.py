@@ -1,0 +1,223 @@
+"""What people read of a status, and what the command does."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from megarl.cli import app
+from megarl.status import command, one, several
+from megarl.status.reading import read_status
+from megarl.status.state import StateName
+from tests.config.debug import REPOSITORY
+from tests.status.directories import NOW, MadeRun
+
+PAGE = (REPOSITORY / "docs" / "status.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(autouse=True)
+def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MadeRun:
+    """A run on another machine, gone on with by a second job, that has stood still for 47 minutes."""
+    monkeypatch.chdir(tmp_path)
+    made = MadeRun(Path("runs/ppo"))
+    made.start(1, ago=90000, job="4710")
+    made.end(1, ago=20000, step=21, reason="run error", message="train rank 3 died in update\nand so on")
+    made.start(2, ago=8000, step=20, job="4711")
+    made.steps(20, ago=30000, apart=120)
+    made.steps(47, ago=47 * 60, apart=120, first=21)
+    made.evaluation(40, ago=4000, score=1.5, score_ci95=0.25, samples=64)
+    made.checkpoint(40)
+    made.job("4711-0", {"agent started": 8100, "driver started": 8010})
+    return made
+
+
+def lines(run: MadeRun, host: str = "login") -> list[str]:
+    return ["".join((label.ljust(12), text)) for label, text, _ in one.rows(read_status(run.path, NOW, host))]
+
+
+def test_a_run_that_hangs_is_as_in_the_document(run: MadeRun) -> None:
+    with (run.path / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert lines(run) == _example()
+
+
+def _example() -> list[str]:
+    """What the document shows."""
+    (block,) = re.findall(r"^    run  .*\n(?:    .*\n)+", PAGE, flags=re.MULTILINE)
+    return [line[4:] for line in block.splitlines()]
+
+
+def test_the_document_has_every_state() -> None:
+    assert set(re.findall(r"^\| ([a-z]+) \| [A-Z`]", PAGE, flags=re.MULTILINE)) == set(get_args(StateName))
+
+
+def test_a_run_that_cannot_be_seen_is_silent(run: MadeRun) -> None:
+    told = "state       silent on n1 (job 4711): last written 47 min ago; login cannot see the processes of n1"
+    assert lines(run)[1] == told
+    assert lines(run)[-4].endswith("after step 20; silent")
+
+
+def test_the_end_and_its_reason(run: MadeRun) -> None:
+    run.end(2, ago=600, step=47, reason="config error", message="configuration: 1 problem\n  data = changed")
+    told = lines(run)
+    assert told[1:4] == [
+        "state       failed, 10 min ago (22:03): its last attempt says so: config error",
+        "            configuration: 1 problem",
+        "              data = changed",
+    ]
+    assert "            2: 20:00 on n1 (job 4711), after step 20; config error after step 47, 2 h 3 min later" in told
+    assert not [line for line in told if "does it hang" in line or " left" in line]
+
+
+def test_a_run_that_was_resumed_says_that_it_has_no_step_yet(run: MadeRun) -> None:
+    run.end(2, ago=600, step=47, reason="interrupted", message="SIGTERM")
+    run.start(3, ago=120, step=40)
+    assert "            no step yet of the attempt that began 2 min ago (22:11)" in lines(run)
+
+
+def test_a_run_that_was_submitted_again_says_so(run: MadeRun) -> None:
+    run.end(2, ago=600, step=47, reason="run error", message="train rank 3 died")
+    config = run.path / "slurm" / "config-0123abcd.yaml"
+    config.touch()
+    os.utime(config, (NOW - 9000, NOW - 9000))
+    assert lines(run)[3].startswith("step ")
+    os.utime(config, (NOW - 300, NOW - 300))
+    output = run.path / "slurm" / "4712.out"
+    output.write_text("module: command not found")
+    assert lines(run)[3] == "            prepared for a cluster 5 min ago; nothing has begun since"
+    assert f"            {output}: what the last job printed" in lines(run)
+
+
+def test_an_evaluation_by_itself_has_no_steps(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path / "run", stage="eval")
+    (run.path / "config.yaml").write_text("stage: eval\nrun: {dir: run}\n")
+    run.start(1, ago=600)
+    run.evaluation(0, ago=60, score=1.5, score_ci95=0.25)
+    run.end(1, ago=50, step=0, reason="finished")
+    (run.path / "summary.json").write_text("{}")
+    assert lines(run)[1:4] == [
+        "state       finished, 50 s ago (22:12): summary.json is there",
+        "evaluation  score 1.5 ± 0.25",
+        "attempts    1: 22:03 on n1, after step 0; finished after step 0, 9 min later",
+    ]
+
+
+def test_many_attempts_are_the_last_ones(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path / "run")
+    for number in range(1, 13):
+        run.start(number, ago=1000 - number)
+    told = lines(run, "n1")
+    assert "attempts    12, of which the last:" in told
+    assert [line.split(":")[0].strip() for line in told if ", after step 0; " in line] == [str(n) for n in range(5, 13)]
+    assert told[-2].endswith("after step 0; killed")
+    assert told[-3].endswith("after step 0; killed: it could not say why")
+
+
+def shown(*runs: MadeRun) -> list[str]:
+    out = io.StringIO()
+    statuses = [read_status(run.path, NOW, "login") for run in runs]
+    Console(file=out, width=40).print(several.show(statuses), soft_wrap=True)
+    return out.getvalue().splitlines()
+
+
+def test_several_runs_are_aligned_rows(run: MadeRun) -> None:
+    other = MadeRun(Path("a-new-run"), stage="sft")
+    assert shown(run, other) == [
+        "run        state    step    steps/h  left  last step   saved  metrics",
+        "runs/ppo   silent   47/100  30       -     47 min ago  40     score 0.47, KL 0.5",
+        "a-new-run  waiting  0/100   -        -     -           -",
+    ]
+    run.end(2, ago=600, step=47, reason="run error", message="train rank 3 died " * 9)
+    assert shown(run)[1].endswith(f"score 0.47, KL 0.5, {('train rank 3 died ' * 9)[:57]}...")
+
+
+def test_the_command_answers_on_a_machine_that_has_little(run: MadeRun) -> None:
+    """A login node has no torch, no Ray and no numpy; the configuration's schema is not loaded."""
+    code = """
+import sys
+absent = ("torch", "transformers", "ray", "vllm", "megatron.core", "numpy", "omegaconf")
+sys.modules.update(dict.fromkeys(absent))
+from megarl.cli import main
+main()
+"""
+    arguments = [sys.executable, "-c", code, "status", str(run.path.absolute())]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "47 of 100 (47%)" in done.stdout
+    assert "\x1b" not in done.stdout, "no terminal is there"
+
+
+def test_json_has_all_of_it(run: MadeRun) -> None:
+    MadeRun(Path("sweep") / "cell-0")
+    MadeRun(Path("sweep") / "cell-1")
+    done = CliRunner().invoke(app, ["status", "--json", "runs/ppo", "sweep"])
+    assert done.exit_code == 0
+    first, *others = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [other["directory"] for other in others] == ["sweep/cell-0", "sweep/cell-1"]
+    assert (first["progress"]["step"], first["progress"]["steps"]) == (47, 100)
+    assert (first["saved"]["again"], first["job"]["id"]) == (7, "4711")
+    assert first["progress"]["pace"]["steps_per_hour"] == 30
+    assert first["attempts"][0]["end"]["message"].startswith("train rank 3 died")
+    assert first["metrics"]["objective/score"] == 0.47
+
+
+def test_a_directory_without_a_run_is_told_after_the_others(run: MadeRun) -> None:
+    done = CliRunner().invoke(app, ["status", "nowhere", "runs"])
+    assert done.exit_code == 2
+    assert done.stderr == "nowhere: there is no such directory; give the run.dir of a run\n"
+    assert "47 of 100" in done.stdout
+
+
+def test_a_directory_that_cannot_be_read_does_not_hide_the_others(run: MadeRun) -> None:
+    (MadeRun(Path("other")).path / "metrics.jsonl").mkdir()  # an error of the system that root gets, too
+    done = CliRunner().invoke(app, ["status", "other", "runs"])
+    assert (done.exit_code, done.stderr) == (2, "other/metrics.jsonl: Is a directory\n")
+    assert "47 of 100" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--watch", "runs"], ["--watch", "--json", "runs"]])
+def test_only_a_terminal_is_watched(run: MadeRun, arguments: list[str]) -> None:
+    done = CliRunner().invoke(app, ["status", *arguments])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith("--watch: ")
+
+
+def test_a_watched_run_is_looked_at_until_an_interrupt(run: MadeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    naps = iter(range(48, 51))
+
+    def nap(_: float) -> None:
+        step = next(naps)
+        if step == 50:
+            raise KeyboardInterrupt
+        run.step(step, ago=0)
+
+    monkeypatch.setattr(command.time, "sleep", nap)
+    out = io.StringIO()
+    command.watch([run.path], as_json=False, console=Console(file=out, width=100, height=40, force_terminal=True))
+    screen, last = out.getvalue().split("\x1b[?1049l")
+    for step in (47, 48, 49):
+        assert f"{step} of 100" in screen
+    assert "49 of 100" in last
+    assert "\x1b[?25h" in out.getvalue(), "the cursor is still hidden"

@@ -1,0 +1,198 @@
+"""What a run is said to be at, from directories as their ends leave them."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from megarl.loop.directory import RunPaths
+from megarl.status import lock
+from megarl.status.reading import read_status
+from megarl.status.state import State
+from tests.config.debug import debug
+from tests.status.directories import MINUTE, NOW, MadeRun
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> MadeRun:
+    return MadeRun(tmp_path / "run")
+
+
+def state(run: MadeRun, host: str = "n1") -> State:
+    return read_status(run.path, NOW, host).state
+
+
+@contextmanager
+def held(run: MadeRun) -> Iterator[None]:
+    with (run.path / ".lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.mark.parametrize("host", ["n1", "login"])
+def test_who_holds_the_lock_runs(run: MadeRun, host: str) -> None:
+    run.start(1, ago=9000)
+    run.steps(3, ago=8000, apart=60)
+    with held(run):
+        assert state(run, host).name == "running"
+        (run.path / "attempts.jsonl").unlink()
+        assert state(run, host).name == "running"
+
+
+def test_a_summary_is_the_end(run: MadeRun) -> None:
+    run.start(1, ago=900)
+    run.end(1, ago=60, step=100, reason="finished")
+    (run.path / "summary.json").write_text("{}")
+    assert state(run) == State(name="finished", because="summary.json is there", since=NOW - 60)
+
+
+@pytest.mark.parametrize(
+    ("reason", "name"),
+    [
+        ("interrupted", "interrupted"),
+        ("config error", "failed"),
+        ("run error", "failed"),
+        ("exception", "failed"),
+        ("finished", "finished"),
+    ],
+)
+def test_an_end_that_was_told_is_believed(run: MadeRun, reason: str, name: str) -> None:
+    run.start(1, ago=900)
+    run.end(1, ago=800, step=1, reason="exception", message="another one")
+    run.start(2, ago=700)
+    run.end(2, ago=60, step=7, reason=reason, message="train rank 3 died")
+    found = state(run, "login")
+    assert (found.name, found.since) == (name, NOW - 60)
+    assert found.message == ("" if reason == "finished" else "train rank 3 died")
+
+
+def test_a_process_that_is_gone_from_its_own_machine_was_killed(run: MadeRun) -> None:
+    run.start(1, ago=900)
+    run.steps(3, ago=300, apart=60)
+    found = state(run)
+    assert (found.name, found.since) == ("killed", NOW - 300)
+    assert "process 77 on n1 could not say why" in found.message
+
+
+def test_a_killed_process_is_told_from_one_that_runs(tmp_path: Path) -> None:
+    path = MadeRun(tmp_path / "run").path
+    code = f"""
+import fcntl, pathlib
+from megarl.obs.attempts import AttemptLog
+run = pathlib.Path({str(path)!r})
+lock = (run / ".lock").open("a")
+fcntl.flock(lock, fcntl.LOCK_EX)
+AttemptLog(run / "attempts.jsonl").start(0)
+print("started", flush=True)
+input()
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"started\n"
+        assert read_status(path).state.name == "running"
+    finally:
+        process.kill()
+        process.communicate()
+    found = read_status(path)
+    assert found.state.name == "killed"
+    assert f"process {process.pid} on {socket.gethostname()} " in found.state.message
+
+
+@pytest.mark.parametrize(("apart", "ago", "name"), [(60, 500, "running"), (60, 700, "silent"), (900, 2600, "running")])
+def test_a_process_on_another_machine_is_judged_by_what_it_wrote(
+    run: MadeRun, apart: float, ago: float, name: str
+) -> None:
+    run.start(1, ago=9000)
+    run.steps(3, ago=ago, apart=apart)
+    found = state(run, "login")
+    assert found.name == name
+    assert found.because.endswith("login cannot see the processes of n1")
+    assert found.because.startswith("last written ")
+
+
+@pytest.mark.parametrize(("ago", "name"), [(25 * MINUTE, "running"), (35 * MINUTE, "silent")])
+def test_a_process_that_loads_its_model_has_time(run: MadeRun, ago: float, name: str) -> None:
+    run.start(1, ago=ago)
+    assert state(run, "login").name == name
+
+
+def test_a_lock_that_nobody_can_ask_for_proves_nothing(run: MadeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    run.start(1, ago=60)
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    assert lock.is_locked(run.path / ".lock") is None
+    assert state(run) == State(name="running", because="last written 60 s ago; its lock cannot be read")
+
+
+def test_a_job_that_ended_tells_of_a_driver_that_could_not(run: MadeRun) -> None:
+    run.start(1, ago=900, job="4711", restart=1)
+    run.steps(3, ago=300, apart=60)
+    end = {"exit_code": 1, "reason": "node n2 was lost: its agent is gone", "node": "n2"}
+    run.job("4711-0", {"agent started": 5000}, {"exit_code": 0, "reason": "finished", "node": None})
+    run.job("4711-1", {"agent started": 1000, "driver started": 910}, end)
+    found = state(run, "login")
+    assert (found.name, found.message) == ("killed", "node n2 was lost: its agent is gone")
+    assert found.because == "job 4711 has ended with exit code 1"
+
+
+@pytest.mark.parametrize(("code", "name"), [(1, "failed"), (143, "interrupted")])
+def test_a_job_knows_why_it_interrupted_its_driver(run: MadeRun, code: int, name: str) -> None:
+    run.start(1, ago=900, job="4711")
+    run.end(1, ago=90, step=3, reason="interrupted", message="SIGTERM")
+    run.job("4711-0", {"agent started": 1000}, {"exit_code": code, "reason": "why it was", "node": None})
+    assert (state(run).name, state(run).message) == (name, "why it was")
+
+
+def test_the_cause_that_the_driver_told_goes_before_the_exit_code(run: MadeRun) -> None:
+    run.start(1, ago=900, job="4711")
+    run.end(1, ago=90, step=3, reason="run error", message="train rank 3 died")
+    run.job("4711-0", {"agent started": 1000}, {"exit_code": 1, "reason": "the driver exited with 1", "node": None})
+    assert state(run).message == "train rank 3 died"
+
+
+STAGES = {"agent started": 60.0, "all connected": 30.0}
+
+
+def test_a_job_whose_run_has_not_begun_again_is_starting(run: MadeRun) -> None:
+    run.start(1, ago=900, job="4711")
+    run.end(1, ago=90, step=3, reason="interrupted", message="SIGTERM")
+    run.job("4712-0", STAGES)
+    assert state(run) == State(name="starting", because="job 4712: all connected 30 s ago")
+
+
+def test_a_job_that_ended_before_its_run_began_says_why(run: MadeRun) -> None:
+    (run.path / "config.yaml").unlink()
+    run.job("4712-0", STAGES, {"exit_code": 1, "reason": "node n2 did not come within 600 s", "node": "n2"})
+    (run.path / "slurm" / "config-0123abcd.yaml").write_text("stage: sft\nrun: {steps: 7}\n")
+    found = read_status(run.path, NOW, "login")
+    assert (found.state.name, found.state.message) == ("failed", "node n2 did not come within 600 s")
+    assert (found.stage, found.progress.step, found.progress.steps) == ("sft", 0, 7)
+
+
+def test_a_run_that_nobody_began_waits(run: MadeRun) -> None:
+    assert state(run).name == "waiting"
+
+
+def test_a_run_without_attempts_is_not_guessed_at(run: MadeRun) -> None:
+    run.steps(3, ago=300, apart=60)
+    assert state(run) == State(name="unknown", because="nothing tells who ran it; last written 5 min ago")
+
+
+def test_whoever_looks_at_the_lock_refuses_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looking = (tmp_path / ".lock").open("w")
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    monkeypatch.setattr("time.sleep", lambda seconds: looking.close())
+    with closing(RunPaths(debug(f"run.dir={tmp_path}"))):
+        assert looking.closed
+        assert lock.is_locked(tmp_path / ".lock")
+    assert lock.is_locked(tmp_path / ".lock") is False
