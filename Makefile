@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-control learning test matrix lint bench docs clean lock
+.PHONY: help setup slurm nemo-run ray demo demo-control learning test matrix lint bench docs clean lock
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Where pip finds the CPU build of torch, when its configured indexes have none; other packages never come from there.
@@ -14,10 +14,28 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements/cpu.txt
 INSTALLED := $(VENV)/installed
-PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps
+PIP_OPTIONS := -qq --disable-pip-version-check --no-deps
+PIP_INSTALL := $(BIN)/python -m pip install $(PIP_OPTIONS)
+# Of the newest NeMo-Run, which does not live with vLLM.
+NEMO_RUN := .venv-nemo-run
+NEMO_RUN_LOCK := requirements/nemo-run.txt
+# Of a Ray head with its dashboard, on top of $(VENV).
+RAY := .venv-ray
+RAY_LOCK := requirements/ray.txt
+
+# A Python without ensurepip (Debian's) makes the environment without pip; its own pip then installs one there.
+define environment
+@'$(PYTHON)' -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
+	echo "The lock is for Python 3.11 and '$(PYTHON)' is another one: add PYTHON=/path/to/python3.11" >&2; exit 1; }
+@'$(PYTHON)' -m venv $(1) 2> /dev/null || { \
+	'$(PYTHON)' -m venv --without-pip $(1) && '$(PYTHON)' -m pip --python $(1)/bin/python install -qq pip; }
+endef
 
 help:
 	@echo 'setup  install the locked environment into $(VENV)'
+	@echo 'slurm  install what the tests with a real Slurm start (Debian packages, as root); without it they are skipped'
+	@echo 'nemo-run  install the newest NeMo-Run into $(NEMO_RUN), which launches runs but has no torch'
+	@echo 'ray    install Ray with its dashboard into $(RAY), on top of $(VENV): the tests submit jobs to it'
 	@echo 'demo   train a small model in three stages on virtual CPU devices, about 12 minutes; SEED=1 is another one'
 	@echo 'demo-control  the PPO stage of the last demo again, with shuffled rewards'
 	@echo 'learning  every algorithm on the task of the demo, three seeds each, some two hours; goes on where it was'
@@ -26,24 +44,42 @@ help:
 	@echo 'lint   lint, format check and types'
 	@echo 'bench  run the benchmarks'
 	@echo 'docs   write the pages of configuration fields and algorithms'
-	@echo 'clean  remove outputs and caches, but not $(VENV)'
-	@echo 'lock   resolve $(LOCK) again; UPGRADE=1 takes the newest versions'
+	@echo 'clean  remove outputs and caches, but not $(VENV), $(NEMO_RUN) and $(RAY)'
+	@echo 'lock   resolve $(LOCK), $(NEMO_RUN_LOCK) and $(RAY_LOCK) again; UPGRADE=1 takes the newest versions'
 
 setup: $(INSTALLED)
 
-# A Python without ensurepip (Debian's) makes the environment without pip; its own pip then installs one there.
 $(INSTALLED): $(LOCK) pyproject.toml
-	@'$(PYTHON)' -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
-		echo "The lock is for Python 3.11 and '$(PYTHON)' is another one: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo 'Installing into $(VENV) (about two minutes)'
-	@'$(PYTHON)' -m venv $(VENV) 2> /dev/null || { \
-		'$(PYTHON)' -m venv --without-pip $(VENV) && '$(PYTHON)' -m pip --python $(BIN)/python install -qq pip; }
+	$(call environment,$(VENV))
 	@awk '/^[^ ]/ { keep = /^torch==/ } keep' $(LOCK) > $(VENV)/torch.txt
 	@$(PIP_INSTALL) --require-hashes -r $(VENV)/torch.txt 2> $(VENV)/torch.log || \
 		$(PIP_INSTALL) --require-hashes --extra-index-url '$(TORCH_INDEX)' -r $(VENV)/torch.txt || \
 		{ cat $(VENV)/torch.log >&2; exit 1; }
 	@$(PIP_INSTALL) --require-hashes -r $(LOCK)
 	@$(PIP_INSTALL) --no-build-isolation --editable .
+	@touch $@
+
+slurm:
+	@'$(PYTHON)' tests/slurm/packages.py
+
+nemo-run: $(NEMO_RUN)/installed
+
+$(NEMO_RUN)/installed: $(NEMO_RUN_LOCK) pyproject.toml
+	@echo 'Installing into $(NEMO_RUN) (about a minute)'
+	$(call environment,$(NEMO_RUN))
+	@$(NEMO_RUN)/bin/python -m pip install $(PIP_OPTIONS) --no-compile --require-hashes -r $(NEMO_RUN_LOCK)
+	@$(NEMO_RUN)/bin/python -m pip install $(PIP_OPTIONS) --no-build-isolation --editable .
+	@touch $@
+
+ray: $(RAY)/installed
+
+$(RAY)/installed: $(RAY_LOCK) $(INSTALLED)
+	@echo 'Installing into $(RAY)'
+	@$(BIN)/python -m venv --without-pip $(RAY)
+	@echo "import site; site.addsitedir('$(CURDIR)/$(VENV)/lib/python3.11/site-packages')" \
+		> $(RAY)/lib/python3.11/site-packages/below.pth
+	@$(BIN)/python -m pip --python $(RAY)/bin/python install $(PIP_OPTIONS) --no-compile --require-hashes -r $(RAY_LOCK)
 	@touch $@
 
 demo: setup
@@ -61,7 +97,7 @@ lint: setup
 	$(BIN)/ruff format --check
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
-test: lint
+test: lint nemo-run ray
 	$(BIN)/python -m pytest -m 'not gpu and not matrix'
 
 matrix: setup
@@ -79,9 +115,11 @@ clean:
 	find megarl tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Keeps the versions that the lock has, unless UPGRADE=1. TORCH_INDEX= (empty) leaves the index of torch to uv's own settings.
+RESOLVE = $(BIN)/uv pip compile --quiet --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+	$(if $(UPGRADE),--upgrade) --generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links \
+	--custom-compile-command 'make lock'
 lock: setup
-	$(BIN)/uv pip compile --quiet pyproject.toml requirements/cpu.in --extra dev --extra launch \
-		--override requirements/cpu.override --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
-		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match) \
-		$(if $(UPGRADE),--upgrade) --generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links \
-		--custom-compile-command 'make lock' --output-file $(LOCK)
+	$(RESOLVE) pyproject.toml requirements/cpu.in --extra dev --extra launch --override requirements/cpu.override \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match) --output-file $(LOCK)
+	$(RESOLVE) requirements/nemo-run.in --output-file $(NEMO_RUN_LOCK)
+	$(RESOLVE) requirements/ray.in --output-file $(RAY_LOCK)

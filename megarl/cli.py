@@ -1,4 +1,4 @@
-"""The command line: ``megarl train | eval | plan | convert | doctor``.
+"""The command line: ``megarl train | eval | launch | status | plan | convert | doctor``.
 
 A mistake of the user is one message, with exit code 2.
 """
@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from megarl.convert.cli import app as convert
+from megarl.launch.cli import app as launchers
 from megarl.plan.cli import app as plans
+from megarl.status.cli import status
 
 if TYPE_CHECKING:
     from megarl.config import RunConfig
@@ -27,6 +29,7 @@ app = typer.Typer(
 )
 app.add_typer(convert)
 app.add_typer(plans)
+app.add_typer(launchers)
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Settings to override.")]
@@ -35,29 +38,26 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE",
 @app.command()
 def train(config_path: ConfigPath, overrides: Overrides = None) -> None:
     """Train as CONFIG describes: SFT, a reward model, PPO or RAFT; go on where run.dir has a checkpoint."""
-    config = _load(config_path, overrides)
-    from megarl.config import ConfigError, Problem, TrainingConfig
-    from megarl.loop import run
-
-    with _told(config_path):
-        if not isinstance(config, TrainingConfig):
-            problem = Problem(field="stage", value=config.stage, rule="a stage that trains", fix="use megarl eval")
-            raise ConfigError([problem])
-        run.train(config)
+    _train(config_path, _load(config_path, overrides))
 
 
 @app.command("eval")
 def evaluate(config_path: ConfigPath, overrides: Overrides = None) -> None:
     """Let the model that CONFIG names, any Hugging Face directory, answer held-out prompts, and report the scores."""
-    config = _load(config_path, overrides)
-    from megarl.config import ConfigError, EvalConfig, Problem
-    from megarl.loop import eval as evaluation
+    _evaluate(config_path, _load(config_path, overrides))
 
-    with _told(config_path):
-        if not isinstance(config, EvalConfig):
-            problem = Problem(field="stage", value=config.stage, rule="the stage eval", fix="use megarl train")
-            raise ConfigError([problem])
-        evaluation.evaluate(config)
+
+app.command()(status)
+
+
+@launchers.command()
+def local(config_path: ConfigPath, overrides: Overrides = None) -> None:
+    """Run CONFIG on this machine, in this terminal: exactly megarl train, or for the stage eval megarl eval."""
+    config = _load(config_path, overrides)
+    from megarl.config import EvalConfig
+
+    run = _evaluate if isinstance(config, EvalConfig) else _train
+    run(config_path, config)
 
 
 @plans.command("config")
@@ -65,7 +65,7 @@ def plan(config_path: ConfigPath, overrides: Overrides = None) -> None:
     """Check CONFIG and print what it would run where, without starting anything."""
     config = _load(config_path, overrides)
     from megarl.loop.preflight import check
-    from megarl.plan import print_plan
+    from megarl.plan.run import print_plan
 
     with _told(config_path):
         sets = check(config)
@@ -81,6 +81,28 @@ def doctor() -> None:
     print_report(findings)
     if any(finding.broken for finding in findings):
         raise typer.Exit(1)
+
+
+def _train(path: Path, config: RunConfig) -> None:
+    from megarl.config import ConfigError, Problem, TrainingConfig
+    from megarl.loop import run
+
+    with _told(path):
+        if not isinstance(config, TrainingConfig):
+            problem = Problem(field="stage", value=config.stage, rule="a stage that trains", fix="use megarl eval")
+            raise ConfigError([problem])
+        run.train(config)
+
+
+def _evaluate(path: Path, config: RunConfig) -> None:
+    from megarl.config import ConfigError, EvalConfig, Problem
+    from megarl.loop import eval as evaluation
+
+    with _told(path):
+        if not isinstance(config, EvalConfig):
+            problem = Problem(field="stage", value=config.stage, rule="the stage eval", fix="use megarl train")
+            raise ConfigError([problem])
+        evaluation.evaluate(config)
 
 
 def _load(path: Path, overrides: list[str] | None) -> RunConfig:

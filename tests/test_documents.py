@@ -87,9 +87,9 @@ def test_the_settings_of_the_stages_load(tmp_path: Path, stage: str, section: st
 
 
 def test_make_targets_exist() -> None:
-    named = set(re.findall(r"`make (\w+)", README + CONTRIBUTING))
+    named = set(re.findall(r"`make ([\w-]+)", README + CONTRIBUTING))
     assert {"setup", "demo", "test", "lint", "bench", "clean"} <= named
-    assert named <= set(re.findall(r"^(\w+):", MAKEFILE, flags=re.MULTILINE))
+    assert named <= set(re.findall(r"^([\w-]+):", MAKEFILE, flags=re.MULTILINE))
 
 
 def test_every_family_is_documented() -> None:

@@ -25,13 +25,19 @@ LAYERS = (
     {"convert"},
     {"cluster"},
     {"loop"},
-    {"doctor", "plan"},
+    {"doctor", "plan", "status"},
+    {"launch"},
     {"cli"},
     {"__main__", "demo"},
 )
 HEIGHT = {part: height for height, layer in enumerate(LAYERS) for part in layer}
 
 ONLY_IMPORTER = {"megatron": "megatron", "vllm": "rollout", "ray": "cluster"}
+NEVER = ("nemo_run", "launchers")
+"""What no part of the package imports: the scripts of launchers/ are above it, and alone with NeMo-Run."""
+
+OF_SCRIPTS = {"invoke", "jinja2", "launchers", "nemo_run", "typer", "megarl.config", "megarl.launch"}
+"""What those scripts import besides the standard library, so that they run where there is no torch."""
 
 TORCH_FREE = (
     "types",
@@ -44,6 +50,10 @@ TORCH_FREE = (
     "doctor",
     "cli",
     "convert.cli",
+    "cluster.ray_node",
+    "launch.cli",
+    "launch.node.__main__",
+    "status.command",
     "rollout.engine",  # what torch caches, it reads from the environment that an engine sets
     "weights.regions",
     "weights.planner",
@@ -75,6 +85,8 @@ def objections(part: str, name: str) -> Iterator[str]:
     top, *rest = name.split(".")
     if top in ONLY_IMPORTER and ONLY_IMPORTER[top] != part:
         yield f"only megarl.{ONLY_IMPORTER[top]} imports {top}"
+    if top in NEVER:
+        yield f"only the scripts of launchers/ import {top}"
     if top == "megarl" and rest and rest[0] != part and HEIGHT[rest[0]] >= HEIGHT[part]:
         yield f"megarl.{part} is not above megarl.{rest[0]}"
     if part == "algos" and (name.startswith("torch.distributed") or rest[:1] in (["config"], ["obs"])):
@@ -100,6 +112,17 @@ def test_imports_go_one_way(part: str) -> None:
     assert not found, "\n".join(found)
 
 
+def test_scripts_of_nemo_run_import_nothing_big() -> None:
+    found = {
+        f"{file.relative_to(REPOSITORY)} imports {name}"
+        for file in (REPOSITORY / "launchers").rglob("*.py")
+        for name in imports(file.read_text(encoding="utf-8"))
+        if name.partition(".")[0] not in sys.stdlib_module_names
+        and not any(f"{name}.".startswith(f"{allowed}.") for allowed in OF_SCRIPTS)
+    }
+    assert not found, "\n".join(sorted(found))
+
+
 def test_the_check_sees_what_it_should() -> None:
     source = (
         "def f():\n    from megarl.loop import ppo\n    import ray.util\n    importlib.import_module('vllm.entry')\n"
@@ -108,6 +131,8 @@ def test_the_check_sees_what_it_should() -> None:
     assert list(objections("rollout", "megarl.megatron.worker.MegatronWorker"))
     assert list(objections("rollout", "megatron.core.parallel_state"))
     assert list(objections("algos", "torch.distributed"))
+    assert list(objections("launch", "nemo_run.config"))
+    assert list(objections("launch", "launchers.scripts"))
     assert not list(objections("rollout", "megarl.resharding.sync"))
     assert not list(objections("megatron", "megatron.core"))
 

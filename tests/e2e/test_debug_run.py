@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import socket
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megarl.config import load
+from megarl.status.reading import read_status
 from tests.e2e.conftest import DebugRun
 from tests.e2e.runs import DEBUG, PARTS, lines, train
 
@@ -76,12 +78,31 @@ def test_it_writes_a_line_per_optimizer_step(debug_run: DebugRun) -> None:
 
 
 def test_its_directory_says_what_ran(debug_run: DebugRun) -> None:
-    files = {f"{name}.jsonl" for name in ("metrics", "updates", "samples", "evaluations")} | {"summary.json"}
+    files = {f"{name}.jsonl" for name in ("attempts", "metrics", "updates", "samples", "evaluations")} | {
+        "summary.json"
+    }
     folders = {"logs", "model", "checkpoints", "export", "export-ema", "tensorboard"}
     assert {path.name for path in debug_run.directory.iterdir()} == files | folders | {"config.yaml", ".lock"}
     resolved = load(debug_run.directory / "config.yaml")
     overrides = [f"run.dir={debug_run.directory}", f"rollout.record={debug_run.recorded}", "checkpoint.every=2"]
     assert resolved == load(Path(DEBUG), [*overrides, *PARTS])
+
+
+def test_its_status_is_what_it_did(debug_run: DebugRun) -> None:
+    found = read_status(debug_run.directory)
+    assert (found.state.name, found.progress.step, found.progress.steps) == ("finished", 3, 3)
+    (attempt,) = found.attempts
+    assert (attempt.number, attempt.step, attempt.host) == (1, 0, socket.gethostname())
+    assert attempt.end is not None
+    assert (attempt.end.step, attempt.end.reason) == (3, "finished")
+    written = [line["time/written"] for line in lines(debug_run.directory / "metrics.jsonl")]
+    assert attempt.time < written[0] < written[1] < written[2] < attempt.end.time
+    assert found.progress.pace is not None
+    assert found.progress.pace.seconds_per_step == pytest.approx((written[2] - written[0]) / 2)
+    assert found.saved is not None
+    assert (found.saved.step, found.saved.writing, found.saved.again) == (3, None, 0)
+    assert found.evaluation == {}
+    assert not found.troubles
 
 
 def test_a_finished_run_says_so_and_stays_as_it_is(debug_run: DebugRun) -> None:

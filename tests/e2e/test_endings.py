@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.status.reading import read_status
 from tests.e2e.runs import DEBUG, finish, lines, started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -39,6 +40,9 @@ def test_a_signal_ends_it(tmp_path: Path, number: int, status: int, after: str) 
     assert "Traceback" not in finished.errors
     assert "interrupted; nothing of the run is left running. The same command begins it again" in finished.errors
     finished.assert_clean()
+    found = read_status(directory)
+    assert (found.state.name, found.state.message) == ("interrupted", signal.Signals(number).name)
+    assert (found.progress.step > 0) == (after == "metrics.jsonl")
 
 
 def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
@@ -52,6 +56,10 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     assert finished.status == 1
     assert "train rank 1 died in " in finished.errors.splitlines()[0]
     finished.assert_clean()
+    found = read_status(directory)
+    assert (found.state.name, found.state.message) == ("failed", finished.errors.rstrip())
+    assert found.attempts[0].end is not None
+    assert found.attempts[0].end.step == found.progress.step > 0
 
 
 def test_a_rank_that_stands_still_is_named_with_its_limit(tmp_path: Path) -> None:

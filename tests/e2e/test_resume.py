@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megarl.obs.attempts import read_attempts
 from tests.e2e.conftest import DebugRun
 from tests.e2e.runs import PARTS, lines, train
 
@@ -53,6 +54,14 @@ def test_a_resumed_run_trains_the_same_model(debug_run: DebugRun, resumed: Path)
 def test_a_resumed_run_keeps_the_checkpoints(debug_run: DebugRun, resumed: Path) -> None:
     for directory in (debug_run.directory, resumed):
         assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["step-2", "step-3"]
+
+
+def test_a_resumed_run_is_another_attempt(resumed: Path) -> None:
+    first, second = read_attempts(resumed / "attempts.jsonl")
+    assert first.end is not None
+    assert second.end is not None
+    assert (first.step, first.end.step, first.end.reason) == (0, 3, "finished")
+    assert (second.step, second.end.step, second.end.reason) == (2, 3, "finished")
 
 
 def test_a_finished_run_says_so(debug_run: DebugRun) -> None:

@@ -1,0 +1,1 @@
+"""Launchers: how runs get onto clusters, and what runs on every node of a job."""

@@ -1,0 +1,82 @@
+"""What a job leaves in the run's directory: logs, times, how to look into it, and how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from megarl.files import write_durably
+from megarl.launch.node.endings import Outcome
+from megarl.launch.node.slurm_job import SlurmJob
+
+_ATTACH = """\
+#!/bin/sh
+# A shell on a node of the running job, the first or the one that is named; Ray's commands find the job's Ray from it.
+#   {path} [NODE]
+exec srun --jobid={job} --overlap --nodes=1 --ntasks=1 --nodelist="${{1:-{head}}}" --pty \\
+    env RAY_ADDRESS={ray} RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={token} "${{SHELL:-/bin/sh}}"
+"""
+
+
+class JobDirectory:
+    """The directory of an attempt of a job, under the run's; every node of the job sees it.
+
+    Args:
+        path: of the directory, absolute.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._token = path / "token"
+
+    @classmethod
+    def of(cls, run_dir: str, job: SlurmJob) -> JobDirectory:
+        """The directory of this attempt."""
+        return cls(Path(run_dir).absolute() / "slurm" / f"{job.id}-{job.attempt}")
+
+    @property
+    def driver_log(self) -> Path:
+        """What the driver prints."""
+        return self.path / "driver.log"
+
+    def log(self, index: int) -> Path:
+        """What a node's agent, and its Ray, print."""
+        return self.path / f"{_place(index)}.log"
+
+    def ray_logs(self, index: int) -> Path:
+        """Where the logs of a node's Ray are kept when the job fails."""
+        return self.path / f"ray-{_place(index)}"
+
+    def reached(self, stage: str, when: float | None = None) -> None:
+        """Adds a line to the times.
+
+        Args:
+            stage: that the job has reached.
+            when: seconds since the epoch; None is now.
+        """
+        line = json.dumps({"stage": stage, "time": round(time.time() if when is None else when, 3)})
+        with (self.path / "times.jsonl").open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+    def write_attach(self, job: SlurmJob, ray_address: str, secret: str) -> None:
+        """Writes the script that opens a shell in the job, and the token that it needs, for its owner alone."""
+        self._token.unlink(missing_ok=True)
+        with os.fdopen(os.open(self._token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secret)
+        script = self.path / "attach"
+        paths = {"path": shlex.quote(str(script)), "token": shlex.quote(str(self._token))}
+        script.write_text(_ATTACH.format(job=job.id, head=job.nodes[0], ray=ray_address, **paths), encoding="utf-8")
+        script.chmod(0o755)
+
+    def write_end(self, outcome: Outcome) -> None:
+        """Writes how the job has ended; its token opens nothing any more."""
+        self._token.unlink(missing_ok=True)
+        write_durably(self.path / "end.json", json.dumps(asdict(outcome)) + "\n")
+
+
+def _place(index: int) -> str:
+    return "head" if index == 0 else f"worker-{index}"

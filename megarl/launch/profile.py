@@ -1,0 +1,345 @@
+"""What a cluster wants of every job: one file per cluster, and the command line on top of it."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import yaml
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, ValidationError
+
+from megarl.config.problems import ConfigError, Problem
+from megarl.config.schema.base import Count, Natural, Positive, Section
+from megarl.config.schema.choices import Choice, Chosen
+from megarl.config.schema_problems import schema_problems
+
+_OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?")
+_TIME = re.compile(r"(\d+-\d+|\d+)(:\d+){0,2}")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+OWN_SBATCH: Mapping[str, str] = {
+    "--account": "account",
+    "--array": "--sweep on the command line",
+    "--chdir": "the directory in which megarl is called",
+    "--constraint": "constraint",
+    "--cpus-per-task": "cpus_per_task",
+    "--dependency": "--dependency on the command line",
+    "--exclusive": "exclusive",
+    "--gpus-per-node": "gpu_request and gpu_type",
+    "--gres": "gpu_request and gpu_type",
+    "--job-name": "--job-name on the command line",
+    "--mem": "mem",
+    "--nodes": "--nodes on the command line",
+    "--ntasks": "nothing: there is one task per node",
+    "--ntasks-per-node": "nothing: there is one task per node",
+    "--output": "nothing: it is in run.dir",
+    "--partition": "partition",
+    "--qos": "qos",
+    "--requeue": "nothing: a job is not requeued",
+    "--reservation": "reservation",
+    "--signal": "grace",
+    "--time": "time",
+}
+"""Options of sbatch that have a place of their own, and which."""
+
+OWN_SRUN: Mapping[str, str] = {
+    "--container-env": "env",
+    "--container-image": "runtime.image",
+    "--container-mounts": "runtime.mounts",
+    "--container-workdir": "nothing: it is the directory in which megarl is called",
+    "--cpus-per-task": "cpus_per_task",
+    "--export": "env: all variables of the job are passed on",
+    "--het-group": "--rollout-nodes on the command line",
+    "--kill-on-bad-exit": "nothing: the nodes end each other",
+    "--nodes": "--nodes on the command line",
+    "--ntasks": "nothing: there is one task per node",
+    "--ntasks-per-node": "nothing: there is one task per node",
+    "--wait": "nothing: srun gives up a task that does not end start_limit and two minutes after another one",
+}
+"""The same of srun."""
+
+
+def _number_as_text(value: object) -> object:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _options(own: Mapping[str, str]) -> AfterValidator:
+    """Accepts long options in one piece, which have no place of their own."""
+
+    def check(options: Sequence[str]) -> Sequence[str]:
+        for option in options:
+            if _OPTION.fullmatch(option) is None:
+                raise ValueError(f"should be options in one piece, as --name=value; {option!r} is none")
+            place = own.get(option.partition("=")[0])
+            if place is not None:
+                raise ValueError(f"should be what has no place of its own; for {option} there is {place}")
+        return options
+
+    return AfterValidator(check)
+
+
+def _named_variables(env: Mapping[str, str]) -> Mapping[str, str]:
+    for name in env:
+        if _VARIABLE.fullmatch(name) is None:
+            raise ValueError(f"should have names of letters, digits and underscores; {name!r} is none")
+        if name == "RAY_AUTH_TOKEN":
+            raise ValueError(
+                f"should be without {name}, which each job makes for itself and keeps out of files; remove it"
+            )
+        if name.startswith("SLURM_"):
+            raise ValueError(f"should be without {name}: Slurm sets it for each task; remove it, srun takes options")
+    return env
+
+
+def _time_limit(text: str) -> str:
+    seconds_of(text)
+    return text
+
+
+def _mounts(mounts: Sequence[str]) -> Sequence[str]:
+    for mount in mounts:
+        source, _, target = mount.partition(":")
+        if not source.startswith("/") or (target and not target.startswith("/")) or re.search(r"[\s,]", mount):
+            raise ValueError(
+                f"should be absolute paths, as /data or /data:/inside, without spaces and commas; {mount!r} is none"
+            )
+    return mounts
+
+
+def _environment_passes(options: Sequence[str]) -> Sequence[str]:
+    for option in options:
+        if option.partition("=")[0] in ("-e", "--cleanenv", "-c", "--contain", "-C", "--containall"):
+            raise ValueError(f"should not be {option}: the container needs the job's variables and temporary files")
+    return options
+
+
+Line = Annotated[str, StringConstraints(pattern=r"^[^\r\n\x00]+$")]
+NumberOrText = Annotated[Line, BeforeValidator(_number_as_text)]
+Value = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$"), BeforeValidator(_number_as_text)]
+Mounts = Annotated[tuple[Line, ...], Field(strict=False), AfterValidator(_mounts)]
+Lines = Annotated[tuple[Line, ...], Field(strict=False)]
+SbatchOptions = Annotated[tuple[Line, ...], Field(strict=False), _options(OWN_SBATCH)]
+SrunOptions = Annotated[tuple[Line, ...], Field(strict=False), _options(OWN_SRUN)]
+
+
+class Bare(Choice):
+    """The nodes' own file system: a virtual environment, or a module that ``setup`` loads."""
+
+    name: Literal["bare"] = "bare"
+    python: Line | None = None
+    """Interpreter in whose environment megarl is; null is the one that submits."""
+
+
+class Pyxis(Choice):
+    """A container by the Pyxis plugin of srun."""
+
+    name: Literal["pyxis"]
+    image: Line
+    """As srun's --container-image takes it: a squashfs file, or a name of a registry."""
+    mounts: Mounts = ()
+    """Directories that the container sees, as /data or /data:/inside, besides the present one and run.dir."""
+    python: Line = "python"
+    """Interpreter in the container in whose environment megarl is."""
+
+
+class Enroot(Choice):
+    """A container by enroot alone."""
+
+    name: Literal["enroot"]
+    image: Line
+    """A squashfs file, or the name of a container that enroot create made on every node."""
+    mounts: Mounts = ()
+    """Directories that the container sees, as /data or /data:/inside, besides the present one and run.dir."""
+    python: Line = "python"
+    """Interpreter in the container in whose environment megarl is."""
+
+
+class Apptainer(Choice):
+    """A container by Apptainer, or Singularity under that name."""
+
+    name: Literal["apptainer"]
+    image: Line
+    """A SIF file, or what else apptainer exec takes."""
+    mounts: Mounts = ()
+    """Directories that the container sees, as /data or /data:/inside, besides the present one and run.dir."""
+    exec_options: Annotated[Lines, AfterValidator(_environment_passes)] = Field(default=(), alias="options")
+    """Further options of apptainer exec, each in one piece; --nv is there with GPUs."""
+    python: Line = "python"
+    """Interpreter in the container in whose environment megarl is."""
+
+
+Runtime = Bare | Pyxis | Enroot | Apptainer
+
+
+class Local(Choice):
+    """This machine is a login node."""
+
+    name: Literal["local"]
+
+
+class SSH(Choice):
+    """A login node, reached by SSH."""
+
+    name: Literal["ssh"]
+    host: Line
+    """Name of the login node."""
+    user: Line
+    """User there."""
+    job_dir: Line
+    """Directory there, for the files of experiments."""
+    directory: Annotated[Line, StringConstraints(pattern="^/")]
+    """Directory there in which the runs work, and from which relative paths of configurations count."""
+    identity: Line | None = None
+    """File of the private key; null leaves it to the agent."""
+
+
+class NemoRun(Section):
+    """What NeMo-Run needs besides."""
+
+    tunnel: Annotated[Local | SSH, Chosen(SSH)] = Local(name="local")
+    """From where jobs are submitted: local, or the login node that is named."""
+
+
+class Profile(Section):
+    """What a cluster wants of every job."""
+
+    partition: Line | None = None
+    """Partition, or several with commas between; null is the cluster's usual one."""
+    account: Line | None = None
+    """Account that is charged; null is the user's usual one."""
+    qos: Line | None = None
+    """Quality of service; null is the usual one."""
+    reservation: Line | None = None
+    """Reservation whose nodes are taken; null takes those of nobody's."""
+    constraint: Line | None = None
+    """Features that the nodes must have."""
+    time: Annotated[str, AfterValidator(_time_limit)] | None = None
+    """Time limit, as "04:00:00" or "2-00:00:00", in quotes; null is the partition's."""
+    grace: Natural = 60
+    """Seconds before the time limit at which the run is ended in order; 0 leaves it to Slurm."""
+    cpus_per_task: Count | None = None
+    """CPUs of each node; null takes all of an exclusive node, and otherwise what the cluster gives."""
+    mem: NumberOrText | None = None
+    """Memory of each node, as 500G; null takes all of an exclusive node, and otherwise what the cluster gives."""
+    exclusive: bool = True
+    """Take whole nodes."""
+    gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
+    """How GPUs are asked for; none where whole nodes are given and GPUs are no resource of the cluster."""
+    gpu_type: Line | None = None
+    """Type of the GPUs, where the cluster wants it said: h100."""
+    sbatch: SbatchOptions = ()
+    """Further options of sbatch, each in one piece, such as --mail-type=FAIL."""
+    srun: SrunOptions = ()
+    """Further options of srun, each in one piece."""
+    env: Annotated[Mapping[str, Value], AfterValidator(_named_variables)] = {}
+    """Environment variables of the job, as they are: for $ and the like there is setup."""
+    setup: Lines = ()
+    """Lines of shell that prepare the job on its first node: module load cuda, source ..., export ..."""
+    interface: Line | None = None
+    """Network interface whose addresses the nodes use among each other, such as ib0; null is that of the route."""
+    start_limit: Positive = 600.0
+    """Seconds that the nodes have to find each other, and then to start Ray."""
+    runtime: Annotated[Runtime, Chosen(Bare)] = Bare()
+    """Where megarl is installed: on the nodes, or in an image."""
+    nemo_run: NemoRun = NemoRun()
+    """What NeMo-Run needs besides."""
+
+
+def seconds_of(time: str) -> float:
+    """A time limit of Slurm in seconds.
+
+    Args:
+        time: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS, or UNLIMITED.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if time.upper() in ("UNLIMITED", "INFINITE"):
+        return math.inf
+    if _TIME.fullmatch(time) is None:
+        raise ValueError("should be a time limit of Slurm: minutes, HH:MM:SS or D-HH:MM:SS")
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    else:
+        hours, minutes, seconds = {1: (0, *parts, 0), 2: (0, *parts), 3: tuple(parts)}[len(parts)]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def user_profile() -> Path:
+    """The user's own profile, which holds where no other is named."""
+    return Path.home() / ".config" / "megarl" / "cluster.yaml"
+
+
+def found_profile(path: Path | None) -> Path | None:
+    """The file that holds: the one that is named, else the user's own, if there is one."""
+    own = user_profile()
+    return path if path is not None else own if own.exists() else None
+
+
+def load_profile(path: Path | None = None, settings: Mapping[str, object] | None = None) -> Profile:
+    """Reads and checks a cluster's profile.
+
+    Args:
+        path: of the file; None is the user's own, if there is one.
+        settings: fields to set on top of it, from a command line; lists and mappings add to those of the file, and a
+            runtime with another name replaces it.
+
+    Raises:
+        ConfigError: anything is wrong; it lists every problem.
+    """
+    file = found_profile(path)
+    raw = _laid_over({} if file is None else _read(file), settings or {})
+    try:
+        return Profile.model_validate(raw)
+    except ValidationError as error:
+        source = "command line" if file is None else os.fspath(file)
+        raise ConfigError(schema_problems(error, Profile), source) from None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    def wrong(rule: str) -> ConfigError:
+        fix = "correct the file; docs/slurm.md has an example"
+        return ConfigError([Problem(field="profile", value=str(file), rule=rule, fix=fix)], str(file))
+
+    try:
+        read = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise wrong(f"the file must be readable ({error.strerror})") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise wrong(f"the file must be YAML: {' '.join(str(error).split())}") from None
+    if read is not None and not isinstance(read, dict):
+        raise wrong("the file must hold keys and values")
+    return cast(dict[str, Any], read or {})
+
+
+def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings on top of a file's fields."""
+    laid = dict(below)
+    for key, value in above.items():
+        under = laid.get(key)
+        if key == "runtime":
+            laid[key] = _runtime(under, value)
+        elif isinstance(under, dict) and isinstance(value, Mapping):
+            laid[key] = {**under, **value}
+        elif isinstance(under, list) and isinstance(value, Sequence) and not isinstance(value, str):
+            laid[key] = [*under, *value]
+        else:
+            laid[key] = value
+    return laid
+
+
+def _runtime(below: object, above: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a runtime on top of the file's; those of another runtime do not stay.
+
+    An image alone is for the file's kind of container, else for Pyxis.
+    """
+    under = {"name": below} if isinstance(below, str) else dict(cast(Mapping[str, Any], below or {}))
+    before = under.get("name", "bare")
+    name = above.get("name", "pyxis" if "image" in above and before == "bare" else before)
+    return {**_laid_over(under if name == before else {}, above), "name": name}

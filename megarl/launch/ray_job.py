@@ -1,0 +1,159 @@
+"""``megarl launch ray``: a run as a job of a Ray cluster that is up already."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+from zipfile import ZIP_DEFLATED, ZipFile
+
+import typer
+
+from megarl.config import ConfigError, EvalConfig, Problem, RunConfig, load, save
+
+_PACKED_CONFIG = "megarl-run.yaml"
+_LARGEST_MIB = 100
+_MIB = 1 << 20
+_NAMED = 3
+"""Entries that a message names at most."""
+
+
+def launch(
+    config_path: Path,
+    overrides: Sequence[str],
+    *,
+    address: str,
+    working_dir: Path | None = None,
+    python: str | None = None,
+    wait: bool = True,
+) -> int:
+    """Submits a run to the cluster, and follows it to its end.
+
+    Without ``working_dir`` the job runs in the present directory, which the nodes must see, and the resolved
+    configuration goes into the run's directory. With it, both go to the cluster in a package.
+
+    Args:
+        config_path: YAML file of the run.
+        overrides: ``key.path=value``.
+        address: of the cluster's dashboard.
+        working_dir: to send; its copy is where the job runs.
+        python: the job's interpreter; None is this one, or with a package the first of the cluster's PATH.
+        wait: follow the job; otherwise return once it is submitted.
+
+    Returns:
+        The job's exit code.
+
+    Raises:
+        ConfigError: the configuration, the address or the directory cannot be used.
+        RunError: there is no such cluster, it has too few devices, or the job could not run to an end.
+    """
+    _check_address(address)
+    config = _loaded(config_path, [*overrides, "cluster.address=auto"], working_dir)
+    from megarl.cluster.ray_jobs import RayJobs
+
+    jobs = RayJobs(address)
+    jobs.check(config.cluster)
+    name = f"megarl-{re.sub(r'[^A-Za-z0-9.-]', '-', Path(config.run.dir).name)}-{secrets.token_hex(4)}"
+    command = [python or sys.executable, "-m", "megarl", "eval" if isinstance(config, EvalConfig) else "train"]
+    if working_dir is None:
+        written = Path(config.run.dir, "ray", "config.yaml").absolute()
+        written.parent.mkdir(parents=True, exist_ok=True)
+        save(config, written)
+        here = shlex.join(["cd", os.getcwd()])
+        jobs.submit(name, f"{here} && exec {shlex.join([*command, str(written)])}", None)
+    else:
+        command[0] = python or "python"
+        with packed(working_dir, config) as package:
+            jobs.submit(name, f"exec {shlex.join([*command, _PACKED_CONFIG])}", package)
+    typer.echo(_told(name, jobs.address, config))
+    return jobs.follow(name, _write) if wait else 0
+
+
+def _loaded(path: Path, overrides: Sequence[str], working_dir: Path | None) -> RunConfig:
+    """The configuration, checked with its models and data; what is sent may name files that only the cluster has."""
+    from megarl.loop.preflight import check
+
+    if working_dir is None:
+        config = load(path, overrides, check)
+        try:
+            check(config)
+        except ConfigError as error:
+            raise ConfigError(error.problems, str(path), error.unchecked) from None
+        return config
+    path = path.absolute()
+    if not working_dir.is_dir():
+        raise _wrong("--working-dir", str(working_dir), "a directory", "correct the path")
+    with contextlib.chdir(working_dir):
+        config = load(path, overrides, promised=[Path("/")])
+    if not Path(config.run.dir).is_absolute():
+        rule = "an absolute path that all nodes of the cluster see: the copy of --working-dir does not last"
+        raise _wrong("run.dir", config.run.dir, rule, "name a directory of the shared file system")
+    return config
+
+
+@contextlib.contextmanager
+def packed(directory: Path, config: RunConfig) -> Iterator[Path]:
+    """A zip file of a directory, without what is hidden, and of the resolved configuration.
+
+    Raises:
+        ConfigError: it would be too large.
+    """
+    files = list(_sent(directory))
+    sizes: dict[str, int] = {}
+    for file in files:
+        entry = file.relative_to(directory).parts[0]
+        sizes[entry] = sizes.get(entry, 0) + file.stat().st_size
+    if sum(sizes.values()) > _LARGEST_MIB * _MIB:
+        largest = sorted(sizes, key=lambda entry: -sizes[entry])[:_NAMED]
+        value = f"{directory} ({', '.join(f'{entry}: {sizes[entry] / _MIB:,.0f} MiB' for entry in largest)})"
+        fix = "send a directory with your functions and small files; put models and data where all nodes see them"
+        raise _wrong("--working-dir", value, f"at most {_LARGEST_MIB} MiB", fix)
+    with tempfile.TemporaryDirectory() as temporary:
+        package = Path(temporary, "package.zip")
+        save(config, Path(temporary, _PACKED_CONFIG))
+        with ZipFile(package, "w", ZIP_DEFLATED, strict_timestamps=False) as archive:
+            for file in files:
+                archive.write(file, file.relative_to(directory))
+            archive.write(Path(temporary, _PACKED_CONFIG), _PACKED_CONFIG)
+        yield package
+
+
+def _sent(directory: Path) -> Iterator[Path]:
+    """The files of a directory but for hidden ones, what is in hidden directories, and Python's caches."""
+    for place, below, names in os.walk(directory):
+        below[:] = sorted(name for name in below if not name.startswith(".") and name != "__pycache__")
+        yield from (Path(place, name) for name in sorted(names) if not name.startswith("."))
+
+
+def _check_address(address: str) -> None:
+    place = urlsplit(address)
+    if place.scheme not in ("http", "https") or not place.hostname:
+        rule = "the address of the dashboard of the cluster's head"
+        raise _wrong("--address", address, rule, "write it as http://HEAD:8265")
+
+
+def _wrong(field: str, value: str, rule: str, fix: str) -> ConfigError:
+    return ConfigError([Problem(field=field, value=value, rule=rule, fix=fix)], "command line")
+
+
+def _told(name: str, address: str, config: RunConfig) -> str:
+    return "\n".join(
+        [
+            f"submitted {name} to {address}",
+            f"  run directory  {Path(config.run.dir).absolute()} (the head and all nodes must see it under this path)",
+            f"  follow         ray job logs {name} --address {address} --follow",
+            f"  stop           ray job stop {name} --address {address}",
+        ]
+    )
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

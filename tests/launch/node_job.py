@@ -1,0 +1,137 @@
+"""A job of two nodes on this machine: two agents, as srun would start them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from tests.leftovers import Trace
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 120.0
+
+
+class NodeJob:
+    """A job whose driver does as it is told; left, nothing of it runs.
+
+    Args:
+        directory: for the run and the agents' output.
+        driver: what it does; None has it train.
+        overrides: of the run's configuration.
+        limit_s: of the start.
+        number: of the job.
+    """
+
+    def __init__(
+        self, directory: Path, driver: str | None, *overrides: str, limit_s: float = PATIENCE_S, number: int = 4242
+    ) -> None:
+        self.trace = Trace()
+        self.run = directory / "run"
+        self.logs = self.run / "slurm" / f"{number}-0"
+        self._directory, self._driver, self._number = directory, driver, number
+        module = "megarl.launch.node" if driver is None else "tests.launch.node_program"
+        self._command = [
+            *(sys.executable, "-m", module, "--start-limit", str(limit_s), "train", "configs/debug/sft.yaml"),
+            *("cluster.nodes=2", "cluster.devices_per_node=2", "cluster.object_store_mib=80"),
+            *(f"run.dir={self.run}", *overrides),
+        ]
+        self.agents: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, index: int, environment: Mapping[str, str] | None = None) -> None:
+        """Starts a node's agent."""
+        of_the_task = {
+            **self.trace.environment(),
+            "SLURM_JOB_ID": str(self._number),
+            "SLURM_NTASKS": "2",
+            "SLURM_STEP_NODELIST": "n[1-2]",
+            "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
+            "SLURM_NODEID": str(index),
+            "RAY_AUTH_TOKEN": "0123456789abcdef" * 4,
+            "MEGARL_TEST_DRIVER": str(self._driver),
+            "TMPDIR": str(self._directory),
+            "OMP_NUM_THREADS": "1",
+        }
+        with self._output(index).open("wb") as output:
+            self.agents[index] = subprocess.Popen(
+                self._command,
+                cwd=ROOT,
+                env={**of_the_task, **(environment or {})},
+                stdout=output,
+                stderr=output,
+            )
+
+    def __enter__(self) -> Self:
+        self.start(1)
+        self.start(0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for agent in self.agents.values():
+            if agent.poll() is None:
+                agent.kill()
+                agent.wait()
+
+    def until(self, text: str, log: str = "driver.log") -> None:
+        """Waits until a log says something."""
+        wait_for(lambda: text in self.log(log), f"{text!r} in {log}", lambda: self.output(0) + self.output(1))
+
+    def log(self, name: str) -> str:
+        """What a file of the job's directory says; nothing where it is not there."""
+        path = self.logs / name
+        return path.read_text() if path.exists() else ""
+
+    def output(self, index: int) -> str:
+        """What an agent has printed."""
+        return self._output(index).read_text()
+
+    def exit_codes(self, within_s: float = PATIENCE_S) -> tuple[int, ...]:
+        """How the agents end, the head's first; waits for them."""
+        return tuple(self.agents[index].wait(within_s) for index in sorted(self.agents))
+
+    def end(self) -> dict[str, Any]:
+        """How the job says that it has ended."""
+        return json.loads(self.log("end.json"))
+
+    def left(self) -> tuple[list[str], set[str], list[str]]:
+        """What is left of it: processes, shared memory, temporary files. Guards may work on when agents were killed."""
+        deadline = time.monotonic() + 30
+        while self.trace.processes() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        temporary = [path.name for path in self._directory.iterdir() if path.name.startswith("megarl-")]
+        return self.trace.processes(), self.trace.shared_memory(), temporary
+
+    def kill(self, text: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Sends a signal to the job's processes of this command line; there is at least one."""
+        found = [pid for pid, line in self._processes() if text in line]
+        assert found, f"no {text} among {[line[:80] for _, line in self._processes()]}"
+        for pid in found:
+            os.kill(pid, number)
+
+    def _processes(self) -> list[tuple[int, str]]:
+        found: list[tuple[int, str]] = []
+        value = self.trace.environment()["MEGARL_TEST_TRACE"].encode()
+        for directory in Path("/proc").iterdir():
+            try:
+                if directory.name.isdigit() and value in (directory / "environ").read_bytes():
+                    found.append((int(directory.name), (directory / "cmdline").read_text().replace("\0", " ")))
+            except OSError:
+                continue
+        return found
+
+    def _output(self, index: int) -> Path:
+        return self._directory / f"agent-{index}.out"
+
+
+def wait_for(condition: Callable[[], bool], what: str, told: Callable[[], str]) -> None:
+    """Waits until something is so."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}:\n{told()}"
+        time.sleep(0.05)

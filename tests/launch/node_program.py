@@ -1,0 +1,23 @@
+"""The node agent, with the same command line, and a driver that does as it is told in place of ``megarl``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+
+from megarl.launch.node.__main__ import run
+from megarl.launch.node.agent import Options
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
+    _, limit, command, config, *overrides = sys.argv[1:]
+    options = Options(
+        program=(sys.executable, "-m", "tests.launch.node_driver"),
+        command=command,
+        config=config,
+        overrides=tuple(overrides),
+        interface=None,
+        start_limit_s=float(limit),
+    )
+    sys.exit(asyncio.run(run(options)))

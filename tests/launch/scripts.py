@@ -1,0 +1,99 @@
+"""Jobs whose scripts are kept as golden files; `python -m tests.launch.scripts` writes the files anew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.launch.profile import Profile
+from megarl.launch.render import Component, Job, render
+
+GOLDEN = Path(__file__).parent / "golden"
+
+_CLUSTER = {"partition": "batch", "account": "lab", "time": "04:00:00"}
+_TWO = (Component(nodes=2, partition="batch", gpus=8),)
+
+
+def job(profile: Mapping[str, Any], **changes: Any) -> Job:
+    """A job on two nodes of eight GPUs."""
+    usual: dict[str, Any] = {
+        "title": "ppo in runs/first",
+        "name": "first",
+        "command": "train",
+        "present": Path("/home/me/work"),
+        "run_dir": Path("/home/me/work/runs/first"),
+        "components": _TWO,
+    }
+    made = {**usual, **changes}
+    directories = [made["run_dir"] / cell for cell in made.get("cells", [""])]
+    configs = tuple(directory / "slurm" / "config-0123abcd.yaml" for directory in directories)
+    whole = {"runtime": {"python": "/home/me/venv/bin/python"}, **_CLUSTER, **profile}
+    return Job(**made, configs=configs, profile=Profile.model_validate(whole))
+
+
+JOBS: Mapping[str, Job] = {
+    "bare": job({}),
+    "module": job(
+        {
+            "runtime": {"python": "python"},
+            "setup": ["module load cuda/12.8", 'source "$HOME/venv/bin/activate"'],
+            "env": {"HF_HOME": "/data/hf cache", "NCCL_DEBUG": "WARN"},
+            "gpu_request": "gres",
+            "gpu_type": "h100",
+            "exclusive": False,
+            "cpus_per_task": 64,
+            "mem": "500G",
+            "qos": "high",
+            "reservation": "launch",
+            "constraint": "nvlink&ib",
+            "interface": "ib0",
+            "start_limit": 900,
+            "grace": 0,
+            "sbatch": ["--comment=two words", "--mail-type=FAIL"],
+            "srun": ["--mpi=none"],
+        }
+    ),
+    "cpu": job({"account": None}, components=(Component(nodes=1, partition=None, gpus=0),), command="eval"),
+    "pyxis": job(
+        {
+            "runtime": {"name": "pyxis", "image": "registry.example#team/megarl:1", "mounts": ["/data", "/models:/m"]},
+            "env": {"HF_HOME": "/data/hf", "HF_HUB_OFFLINE": 1},
+        }
+    ),
+    "enroot": job(
+        {
+            "runtime": {"name": "enroot", "image": "/images/megarl.sqsh", "mounts": ["/data"]},
+            "env": {"HF_HOME": "/data/hf"},
+        },
+        run_dir=Path("/scratch/me/first"),
+    ),
+    "apptainer": job(
+        {
+            "runtime": {
+                "name": "apptainer",
+                "image": "/images/megarl.sif",
+                "mounts": ["/data"],
+                "options": ["--writable-tmpfs"],
+                "python": "/opt/venv/bin/python",
+            },
+            "env": {"HF_HOME": "/data/hf"},
+        },
+        run_dir=Path("/scratch/me/first"),
+    ),
+    "chain": job({}, dependent=True, title="ppo in runs/ppo", name="ppo"),
+    "array": job(
+        {},
+        title="2 runs of ppo below runs/first",
+        cells=("cell-0-lr-1e-6", "cell-1-lr-2e-6"),
+        parallel=1,
+    ),
+    "heterogeneous": job(
+        {}, components=(Component(nodes=2, partition="batch", gpus=8), Component(nodes=1, partition="small", gpus=8))
+    ),
+}
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    for name, each in JOBS.items():
+        (GOLDEN / f"{name}.sbatch").write_text(render(each), encoding="utf-8")

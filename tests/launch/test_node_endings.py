@@ -1,0 +1,136 @@
+"""However a job ends once Ray runs, its output says why, its exit code is right, and nothing is left on any node."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.node_job import NodeJob
+
+pytestmark = pytest.mark.e2e
+
+NOTHING: tuple[list[str], set[str], list[str]] = ([], set(), [])
+PROMPT_S = 30.0
+"""From what ends a job to the end of its agents, cleaning up included; on a busy machine."""
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """A temporary directory whose path leaves room for the names of sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="nodes-") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def busy(directory: Path) -> Iterator[NodeJob]:
+    """A job whose driver has actors on both nodes, each with a child of its own."""
+    with NodeJob(directory, "stays") as job:
+        job.until("busy on n1 n1 n2 n2")
+        assert sum("sleep 600" in line for line in job.trace.processes()) == 4
+        yield job
+
+
+def ended(job: NodeJob, start: float) -> tuple[int, ...]:
+    """The agents' exit codes; nothing is left, and none of it took long."""
+    codes = job.exit_codes()
+    assert job.left() == NOTHING
+    assert time.monotonic() - start < PROMPT_S
+    return codes
+
+
+def test_the_driver_runs_on_all_nodes_in_their_order(directory: Path) -> None:
+    with NodeJob(directory, "works") as job:
+        assert job.exit_codes() == (0, 0), job.output(0) + job.log("head.log")
+        assert "busy on n1 n1 n2 n2\ndone\n" in job.output(0)
+        assert job.log("driver.log").endswith("done\n")
+        assert job.end() == {"exit_code": 0, "reason": "finished", "node": None}
+        stages = [line.split('"')[3] for line in job.log("times.jsonl").splitlines()]
+        assert stages == [
+            *("agent started", "configuration checked", "all connected", "Ray ready"),
+            *("driver started", "driver ended", "stopped"),
+        ]
+        assert sorted(path.name for path in job.logs.iterdir()) == [
+            *("attach", "driver.log", "end.json", "head.log", "times.jsonl", "worker-1.log")
+        ]
+        assert job.left() == NOTHING
+
+
+def test_the_drivers_exit_code_is_the_jobs(directory: Path) -> None:
+    with NodeJob(directory, "fails") as job:
+        assert job.exit_codes() == (1, 0)
+        assert "megarl train ended with exit code 1: ArithmeticError: the loss is a teapot" in job.output(0)
+        assert job.end()["node"] is None
+        for place in ("head", "worker-1"):
+            assert (job.logs / f"ray-{place}" / "raylet.out").exists()
+        assert job.left() == NOTHING
+
+
+def test_a_killed_driver(busy: NodeJob) -> None:
+    start = time.monotonic()
+    busy.kill("tests.launch.node_driver train")
+    assert ended(busy, start) == (137, 0)
+    assert "megarl train ended with exit code 137" in busy.output(0)
+    assert (busy.logs / "ray-head" / "raylet.out").exists()
+
+
+def test_a_killed_agent_of_another_node(busy: NodeJob) -> None:
+    start = time.monotonic()
+    busy.agents[1].kill()
+    assert ended(busy, start) == (1, -signal.SIGKILL)
+    reason = "node n2 was lost: the connection to its agent has ended"
+    assert busy.end() == {"exit_code": 1, "reason": reason, "node": "n2"}
+    assert f"[n1] {reason}" in busy.output(0)
+    assert busy.log("driver.log").endswith(f"{reason}\n")
+    assert (busy.logs / "ray-worker-1" / "raylet.out").exists()
+
+
+def test_a_killed_agent_of_the_first_node(busy: NodeJob) -> None:
+    start = time.monotonic()
+    busy.agents[0].kill()
+    assert ended(busy, start) == (-signal.SIGKILL, 1)
+    reason = "node n1 was lost, on which the driver runs: the connection to its agent has ended"
+    assert f"[n2] {reason}" in busy.output(1)
+    assert busy.end() == {"exit_code": 1, "reason": reason, "node": "n1"}
+
+
+@pytest.mark.parametrize(("index", "place", "node"), [(1, "worker-1", "n2"), (0, "head", "n1")])
+def test_a_killed_raylet(busy: NodeJob, index: int, place: str, node: str) -> None:
+    start = time.monotonic()
+    busy.kill(f'--labels={{"megarl-node": "{index}"}}')
+    assert ended(busy, start) == (1, index)
+    end = busy.end()
+    assert end["reason"].startswith(f"node {node} was lost: its Ray has ended with exit code 1")
+    assert (end["exit_code"], end["node"]) == (1, node)
+    assert f"node {node} was lost: its Ray" in busy.output(0)
+    assert (busy.logs / f"ray-{place}" / "raylet.out").exists()
+
+
+def test_a_signal_to_every_process(busy: NodeJob) -> None:
+    """As Slurm sends it when a job is cancelled or its time is over."""
+    start = time.monotonic()
+    busy.kill("", signal.SIGTERM)
+    assert ended(busy, start) == (143, 143)
+    assert busy.end() == {"exit_code": 143, "reason": "node n1 got SIGTERM", "node": None}
+    assert "was lost" not in busy.output(0) + busy.output(1)
+
+
+def test_a_signal_to_the_agent_of_another_node(busy: NodeJob) -> None:
+    start = time.monotonic()
+    os.kill(busy.agents[1].pid, signal.SIGTERM)
+    assert ended(busy, start) == (143, 143)
+    assert busy.end() == {"exit_code": 143, "reason": "node n2 got SIGTERM", "node": "n2"}
+
+
+def test_a_signal_while_ray_starts(directory: Path) -> None:
+    with NodeJob(directory, "works") as job:
+        job.until("Local node IP", "worker-1.log")
+        start = time.monotonic()
+        job.kill("", signal.SIGTERM)
+        assert ended(job, start) == (143, 143)
+        assert not (job.logs / "driver.log").exists()

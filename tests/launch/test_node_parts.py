@@ -1,0 +1,200 @@
+"""The parts of the node agent: what it reads, leaves out, listens on and writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.launch.node.addresses import address_of, interface_of
+from megarl.launch.node.agent import token_of
+from megarl.launch.node.directory import JobDirectory
+from megarl.launch.node.endings import Outcome
+from megarl.launch.node.gpus import lack_of_gpus
+from megarl.launch.node.ports import Claim, candidates
+from megarl.launch.node.scrub import scrubbed
+from megarl.launch.node.slurm_job import NoSlurmJobError, SlurmJob, expanded
+
+STEP = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_NODELIST": "gpu[03,01],big",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "3",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.3",
+}
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "names"),
+    [
+        ("n1", "n1"),
+        ("n[1-2]", "n1 n2"),
+        ("gpu-a[08-11,2],login", "gpu-a08 gpu-a09 gpu-a10 gpu-a11 gpu-a2 login"),
+        ("r[1-2]c[1-2]", "r1c1 r1c2 r2c1 r2c2"),
+        ("n[7-8]-ib,a.b[1]", "n7-ib n8-ib a.b1"),
+    ],
+)
+def test_node_lists_are_expanded(nodelist: str, names: str) -> None:
+    assert list(expanded(nodelist)) == names.split()
+
+
+def test_a_task_knows_its_place() -> None:
+    job = SlurmJob.of(STEP)
+    assert (job.id, job.attempt, job.index, job.name) == (4711, 0, 1, "gpu01")
+    assert job.nodes == ("gpu03", "gpu01", "big")
+    assert job.heads == ("10.0.0.3", "gpu03")
+    assert SlurmJob.of({**STEP, "SLURM_RESTART_COUNT": "2"}).attempt == 2
+
+
+def test_nodes_of_a_heterogeneous_step_are_those_of_its_components_in_their_order() -> None:
+    """As Slurm tells it, whose list of the step is sorted."""
+    components = {"SLURM_JOB_NODELIST_HET_GROUP_0": "n2", "SLURM_JOB_NODELIST_HET_GROUP_1": "n[1,3]"}
+    job = SlurmJob.of({**STEP, "SLURM_STEP_NODELIST": "n[1-3]", "SLURM_HET_SIZE": "2", **components})
+    assert job.nodes == ("n2", "n1", "n3")
+    assert job.heads == ("10.0.0.3", "n2")
+
+
+def test_a_process_that_is_no_task_is_told_how_to_start() -> None:
+    with pytest.raises(NoSlurmJobError, match=r"SLURM_STEP_NODELIST is not set.*srun --ntasks-per-node=1"):
+        SlurmJob.of({"SLURM_JOB_ID": "1"})
+    with pytest.raises(NoSlurmJobError, match=r"6 tasks on 3 nodes: .*--ntasks-per-node=1"):
+        SlurmJob.of({**STEP, "SLURM_NTASKS": "6"})
+
+
+@pytest.mark.parametrize("token", [{}, {"RAY_AUTH_TOKEN": ""}, {"RAY_AUTH_TOKEN": "secret"}])
+def test_a_missing_or_short_token_is_refused_with_a_fix_that_works(token: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="RAY_AUTH_TOKEN must be a secret") as refused:
+        token_of(token)
+    fix = str(refused.value).partition("export ")[2]
+    made = subprocess.run(["sh", "-c", f"export {fix}; printenv RAY_AUTH_TOKEN"], capture_output=True, text=True)
+    assert len(made.stdout.strip()) == 64
+    assert token_of({"RAY_AUTH_TOKEN": made.stdout.strip()}) == made.stdout.strip()
+
+
+def test_what_misleads_is_left_out() -> None:
+    kept = {"PATH", "HF_HOME", "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "RANKING"}
+    misleading = {
+        *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID_HET_GROUP_0", "SLURM_CONF", "SRUN_DEBUG"),
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
+        *("PMI_RANK", "PMIX_RANK", "PMI2_X", "OMPI_COMM_WORLD_RANK", "I_MPI_PMI_LIBRARY", "MPI_LOCALRANKID", "HYDI_X"),
+        *("RAY_ADDRESS", "RAY_JOB_ID"),
+    }
+    assert set(scrubbed(dict.fromkeys(kept | misleading, "x"))) == kept
+
+
+@given(st.integers(min_value=1, max_value=2**31))
+def test_ports_are_below_those_that_systems_give_out(job: int) -> None:
+    blocks = candidates(job)
+    assert len({ports.first for ports in blocks}) == len(blocks)
+    for ports in blocks:
+        own = [ports.claim, ports.rendezvous, *ports.ray]
+        assert own == list(range(ports.first, ports.first + 100))
+        assert own[0] >= 10000
+        assert own[-1] < 32768
+    neighbours = [ports for near in range(1, 17) for ports in candidates(job + near)[:1]]
+    assert not {ports.first for ports in blocks} & {ports.first for ports in neighbours}
+
+
+def test_a_block_is_claimed_by_one_alone_and_passed_over_where_a_port_is_taken() -> None:
+    blocks = candidates(190)
+    first = Claim(blocks)
+    second = Claim(blocks)
+    assert first.ports != second.ports
+    first.close()
+    with socket.create_server(("127.0.0.1", first.ports.ray[2])):
+        third = Claim([first.ports, second.ports, *blocks])
+        assert third.ports not in (first.ports, second.ports)
+        with pytest.raises(
+            OSError, match=rf"taken: {first.ports.first}-{first.ports.first + 10}, {second.ports.first}-"
+        ):
+            Claim([first.ports, second.ports])
+    again = Claim([first.ports])
+    for claim in (second, third, again):
+        claim.close()
+
+
+def test_interfaces_are_found_by_name_and_by_address() -> None:
+    assert address_of("lo") == "127.0.0.1"
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.9") is None
+    with pytest.raises(ValueError, match=r"--interface ib7 is none of .*: .*lo \(127.0.0.1\)"):
+        address_of("ib7")
+
+
+@pytest.mark.parametrize(
+    ("visible", "files", "lack"),
+    [
+        ("0,1", [], None),
+        ("GPU-a,GPU-b,GPU-c", [], None),
+        ("3", [], "it has 1, as CUDA_VISIBLE_DEVICES=3, and cluster.devices_per_node is 2"),
+        ("", ["nvidia0", "nvidia1"], "it has 0, as CUDA_VISIBLE_DEVICES="),
+        ("NoDevFiles", ["nvidia0", "nvidia1"], "it has 0, as"),
+        (None, ["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"], None),
+        (None, ["nvidia0", "nvidiactl", "nvidia-uvm"], "it has 1 in"),
+    ],
+)
+def test_a_node_without_the_gpus_is_told_of(
+    visible: str | None, files: list[str], lack: str | None, tmp_path: Path
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    told = lack_of_gpus(2, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}, tmp_path)
+    if lack is None:
+        assert told is None
+    else:
+        assert told is not None
+        assert told.startswith(lack)
+        assert told.endswith("ask for them, as with --gpus-per-node=2")
+
+
+def test_the_directory_tells_of_the_job(tmp_path: Path) -> None:
+    directory = JobDirectory.of(str(tmp_path / "a run"), SlurmJob.of(STEP))
+    assert directory.path == tmp_path / "a run" / "slurm" / "4711-0"
+    directory.path.mkdir(parents=True)
+    assert [directory.log(index).name for index in (0, 2)] == ["head.log", "worker-2.log"]
+    directory.reached("agent started", 12.5)
+    directory.reached("Ray ready")
+    stages = [json.loads(line) for line in (directory.path / "times.jsonl").read_text().splitlines()]
+    assert [stage["stage"] for stage in stages] == ["agent started", "Ray ready"]
+    assert stages[0]["time"] == 12.5 < stages[1]["time"]
+    outcome = Outcome(exit_code=1, reason="node big was lost: gone", node="big")
+    directory.write_end(outcome)
+    assert json.loads((directory.path / "end.json").read_text()) == {
+        "exit_code": 1,
+        "reason": "node big was lost: gone",
+        "node": "big",
+    }
+
+
+def test_the_attach_script_opens_a_shell_in_the_job_with_a_token_that_nobody_else_reads(tmp_path: Path) -> None:
+    directory = JobDirectory.of(str(tmp_path / "a run"), SlurmJob.of(STEP))
+    directory.path.mkdir(parents=True)
+    directory.write_attach(SlurmJob.of(STEP), "10.0.0.3:14702", "s3cr3t")
+    token, script = directory.path / "token", directory.path / "attach"
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert token.read_text() == "s3cr3t"
+    assert "s3cr3t" not in script.read_text()
+    (tmp_path / "bin").mkdir()
+    srun = tmp_path / "bin" / "srun"
+    srun.write_text('#!/bin/sh\nfor argument; do echo "$argument"; done\n')
+    srun.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{srun.parent}:{os.environ['PATH']}", "SHELL": "/bin/zsh"}
+    for arguments, node in (([], "gpu03"), (["big"], "big")):
+        told = subprocess.run([script, *arguments], capture_output=True, text=True, env=environment, check=True)
+        lines = told.stdout.splitlines()
+        assert {"--jobid=4711", "--overlap", f"--nodelist={node}", "--pty"} <= set(lines)
+        assert lines[-4:] == [
+            "RAY_ADDRESS=10.0.0.3:14702",
+            "RAY_AUTH_MODE=token",
+            f"RAY_AUTH_TOKEN_PATH={token}",
+            "/bin/zsh",
+        ]
+    directory.write_end(Outcome(exit_code=0, reason="finished"))
+    assert not token.exists()

@@ -1,0 +1,102 @@
+"""Jobs that end before Ray starts: at once, on all nodes, and with what their user needs to know."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.node_job import NodeJob
+
+NOTHING: tuple[list[str], set[str], list[str]] = ([], set(), [])
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """A temporary directory whose path leaves room for the names of sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="nodes-") as path:
+        yield Path(path)
+
+
+def test_a_mistake_in_a_field_ends_every_node(directory: Path) -> None:
+    with NodeJob(directory, "works", "actor.optimizer.lr=fast") as job:
+        assert job.exit_codes() == (2, 0)
+        assert "[n1] configs/debug/sft.yaml: 1 problem\n  actor.optimizer.lr = fast" in job.output(0)
+        assert job.output(1) == ""
+        assert job.left() == NOTHING
+
+
+def test_a_mistake_that_only_the_check_finds_ends_every_node(directory: Path) -> None:
+    with NodeJob(directory, "mistaken") as job:
+        assert job.exit_codes() == (2, 0)
+        assert "[n1] config.yaml: 1 problem\n  model.path = nowhere" in job.output(0)
+        end = job.end()
+        assert (end["exit_code"], end["node"]) == (2, None)
+        assert end["reason"] == "config.yaml: 1 problem\n  model.path = nowhere"
+        assert not (job.logs / "driver.log").exists()
+        assert job.left() == NOTHING
+
+
+def test_other_nodes_than_the_job_has_or_another_ray_are_a_mistake(directory: Path) -> None:
+    of_one = ("cluster.nodes=1", "cluster.devices_per_node=4", "cluster.address=10.0.0.1:6379")
+    with NodeJob(directory, "works", *of_one) as job:
+        assert job.exit_codes() == (2, 0)
+        assert "[n1] configs/debug/sft.yaml: 2 problems" in job.output(0)
+        assert "cluster.address = 10.0.0.1:6379\n    rule: null: the job starts a Ray of its own" in job.output(0)
+        assert "cluster.nodes = 1\n    rule: the job's nodes, 2\n    fix:  set cluster.nodes=2" in job.output(0)
+        assert job.left() == NOTHING
+
+
+def test_a_node_that_does_not_come_is_named(directory: Path) -> None:
+    job = NodeJob(directory, "works", limit_s=4)
+    job.start(0)
+    assert job.exit_codes() == (1,)
+    assert "[n1] no agent has connected from node n2 within 4 s" in job.output(0)
+    assert job.end() == {"exit_code": 1, "reason": "no agent has connected from node n2 within 4 s", "node": "n2"}
+    assert job.left() == NOTHING
+
+
+def test_a_node_that_finds_no_head_says_where_it_looked(directory: Path) -> None:
+    job = NodeJob(directory, "works", limit_s=2)
+    job.start(1)
+    assert job.exit_codes() == (1,)
+    assert "[n2] node n2 found no agent of the job on its first node, n1 (127.0.0.1, n1), within 2 s" in job.output(1)
+    assert job.left() == NOTHING
+
+
+def test_a_node_with_another_token_is_not_let_in(directory: Path) -> None:
+    job = NodeJob(directory, "works", limit_s=8)
+    with job:
+        job.agents[1].kill()
+        job.agents[1].wait()
+        job.start(1, {"RAY_AUTH_TOKEN": "f" * 64})
+        assert job.agents[1].wait(30) == 1
+        assert "does not let this node in: it has another RAY_AUTH_TOKEN: make one for the job" in job.output(1)
+        assert "127.0.0.1 was not let in: it has another RAY_AUTH_TOKEN" in job.output(0)
+
+
+def test_without_a_token_or_a_job_the_agent_says_what_to_do(directory: Path) -> None:
+    job = NodeJob(directory, "works")
+    job.start(0, {"RAY_AUTH_TOKEN": ""})
+    assert job.exit_codes() == (2,)
+    assert "[n1] RAY_AUTH_TOKEN must be a secret of the job's own" in job.output(0)
+    job.start(0, {"SLURM_NTASKS": "16"})
+    assert job.exit_codes() == (2,)
+    assert "the step has 16 tasks on 2 nodes: start it with srun --ntasks-per-node=1" in job.output(0)
+    assert job.left() == NOTHING
+
+
+def test_a_signal_while_the_configuration_is_checked_ends_every_node(directory: Path) -> None:
+    with NodeJob(directory, "slow plan") as job:
+        job.until("checking", "head.log")
+        time.sleep(1)  # for the other node to connect
+        start = time.monotonic()
+        job.agents[0].send_signal(signal.SIGTERM)
+        assert job.exit_codes() == (143, 0)
+        assert time.monotonic() - start < 10
+        assert job.end() == {"exit_code": 143, "reason": "node n1 got SIGTERM", "node": None}
+        assert job.left() == NOTHING

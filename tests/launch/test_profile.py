@@ -1,0 +1,114 @@
+"""Profiles of clusters: what they may say, and what a command line puts on top of them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import ConfigError
+from megarl.launch.profile import Apptainer, Bare, Profile, Pyxis, load_profile, seconds_of
+from tests.config.debug import by_field
+
+
+def loaded(directory: Path, text: str, **settings: Any) -> Profile:
+    """The profile of a file, with settings on top."""
+    file = directory / "cluster.yaml"
+    file.write_text(text)
+    return load_profile(file, settings)
+
+
+def test_the_users_own_profile_holds_where_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_profile() == Profile()
+    (tmp_path / ".config/megarl").mkdir(parents=True)
+    (tmp_path / ".config/megarl/cluster.yaml").write_text("partition: own\n")
+    assert load_profile().partition == "own"
+    assert loaded(tmp_path, "account: lab\n").partition is None
+    assert loaded(tmp_path, "").account is None
+
+
+def test_settings_go_before_the_file_and_add_to_its_lists(tmp_path: Path) -> None:
+    text = "partition: a\nsbatch: [--comment=x]\nenv: {A: 1, B: b}\nsetup: [module load cuda]\n"
+    profile = loaded(tmp_path, text, partition="b", sbatch=["--mail-type=END"], env={"B": "c"}, grace=0)
+    assert (profile.partition, profile.grace) == ("b", 0)
+    assert profile.sbatch == ("--comment=x", "--mail-type=END")
+    assert dict(profile.env) == {"A": "1", "B": "c"}
+    assert profile.setup == ("module load cuda",)
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "expected"),
+    [
+        ("", {"python": "/venv/bin/python"}, Bare(python="/venv/bin/python")),
+        ("runtime: bare", {"image": "i"}, Pyxis(name="pyxis", image="i")),
+        ("runtime: {python: p}", {"image": "i"}, Pyxis(name="pyxis", image="i")),
+        (
+            "runtime: {name: pyxis, image: i, mounts: [/a]}",
+            {"image": "j", "mounts": ["/b"]},
+            Pyxis(name="pyxis", image="j", mounts=("/a", "/b")),
+        ),
+        (
+            "runtime: {name: apptainer, image: i, options: [--x]}",
+            {"image": "j"},
+            Apptainer.model_validate({"name": "apptainer", "image": "j", "options": ["--x"]}),
+        ),
+        ("runtime: {name: apptainer, image: i}", {"name": "bare"}, Bare()),
+    ],
+)
+def test_a_runtime_is_completed_or_replaced(tmp_path: Path, text: str, given: dict[str, Any], expected: object) -> None:
+    assert loaded(tmp_path, text, runtime=given).runtime == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "rule"),
+    [
+        ("partion: a", "partion", "unknown key"),
+        ("runtime: docker", "runtime", "one of bare, pyxis, enroot, apptainer"),
+        ("runtime: {name: pyxis, image: i, options: [--x]}", "runtime.options", "unknown option of pyxis"),
+        ("runtime: {name: apptainer, image: i, options: [--cleanenv]}", "runtime.options", "needs the job's variables"),
+        ("runtime: {name: enroot, image: i, mounts: ['/a b']}", "runtime.mounts", "without spaces"),
+        ("gpu_request: all", "gpu_request", "'gpus-per-node', 'gres' or 'none'"),
+        ("time: 12:00:00", "time", "should be text"),  # YAML reads a number to the base of 60
+        ("time: 1 day", "time", "a time limit of Slurm"),
+        ("start_limit: 0", "start_limit", "greater than 0"),
+        ("env: {a-b: 1}", "env", "letters, digits and underscores"),
+        ("env: {RAY_AUTH_TOKEN: x}", "env", "without RAY_AUTH_TOKEN, which each job makes for itself"),
+        ("env: {A: 1, SLURM_NODEID: 0}", "env", "without SLURM_NODEID: Slurm sets it"),
+        ("sbatch: [--partition=x]", "sbatch", "there is partition"),
+        ("sbatch: ['--mail-user me']", "sbatch", "options in one piece"),
+        ("srun: [--container-image=x]", "srun", "there is runtime.image"),
+        ('account: "a\\nb"', "account", "match pattern"),
+    ],
+)
+def test_mistakes_are_told(tmp_path: Path, text: str, field: str, rule: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        loaded(tmp_path, text)
+    found = by_field(caught.value)
+    assert list(found) == [field]
+    assert rule in found[field]
+    assert str(tmp_path / "cluster.yaml") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("90:30", 5430),
+        ("04:00:00", 14400),
+        ("1-12", 129600),
+        ("1-12:30", 131400),
+        ("1-00:00:01", 86401),
+        ("UNLIMITED", math.inf),
+    ],
+)
+def test_time_limits_are_read_as_slurm_reads_them(text: str, seconds: float) -> None:
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "4h", "1:2:3:4", "-1", "1-", "1-2:3:4:5", "12:", ":30"])
+def test_other_time_limits_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="time limit"):
+        seconds_of(text)

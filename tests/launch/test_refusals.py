@@ -1,0 +1,157 @@
+"""Requests that cannot be submitted: each mistake is told, all of them at once, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launch.slurm_command import Login
+
+CONTAINER = ["--runtime=pyxis", "--container=image"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--sweep", "nothing"], ["--sweep = nothing", "a key and values in YAML"]),
+        (["--sweep", "run.dir=a,b"], ["not of run.dir"]),
+        (["--sweep", "run.seed=1", "--sweep", "run.seed=2"], ["run.seed is given twice"]),
+        (["--sweep", "run.seed=1,2,1"], ["cell 2 (run.seed=1)", "this is cell 0 (run.seed=1) again"]),
+        (["--parallel", "2"], ["--parallel = 2", "has an effect on a sweep alone"]),
+        (["--rollout-partition", "x"], ["has an effect with --rollout-nodes alone"]),
+        (["--rollout-nodes", "1"], ["--rollout-nodes = 1", "fewer than the job's nodes, 1"]),
+        (["--rollout-nodes", "1", "--nodes=2"], ["rollout.devices = 0", "the engines have devices from 4 on"]),
+        (["--gpus-per-node", "4"], ["--gpus-per-node = 4", "virtual ones of the CPU"]),
+        (["--nodes", "3"], ["cluster.nodes = 3", "1, 2 (from 0) has none", "set --nodes 1"]),
+        (["cluster.address=10.0.0.1:6379"], ["cluster.address = 10.0.0.1:6379", "starts a Ray of its own"]),
+        (["--container", "image", "--runtime", "bare"], ["--container = image", "choose pyxis or enroot or apptainer"]),
+        (["--runtime", "apptainer"], ["--container = (missing)"]),
+        (["--mounts", "/data"], ["--mounts = ['/data']", "unknown option of bare"]),
+        ([*CONTAINER, "--mounts", "data:/x"], ["--mounts = ['data:/x']", "absolute paths"]),
+        ([*CONTAINER, "run.dir=/tmp/a,b"], ["run.dir = /tmp/a,b", "pyxis can mount"]),
+        (["run.dir=/tmp/a\\b"], ["run.dir = ", "without backslashes"]),
+        (["--time", "soon"], ["--time = soon", "a time limit of Slurm"]),
+        (["--time", "1"], ["grace = 60", "less than the time limit, 1"]),
+        (["--gpu-type=h100", "--gpu-request=none"], ["--gpu-type = h100", "where GPUs are asked for"]),
+        (["--sbatch=--nodes=4"], ["--sbatch = ['--nodes=4']", "there is --nodes on the command line"]),
+        (["--sbatch=-p x"], ["options in one piece"]),
+        (["--srun=--export=NONE"], ["--srun = ", "all variables of the job are passed on"]),
+        (["--env", "1A=2"], ["--env = {1A: '2'}", "letters, digits and underscores"]),
+        (["--job-name", "a\nb"], ["--job-name = 'a\\nb'"]),
+        (["run.stepz=3"], ["run.stepz = 3", "did you mean steps?"]),
+        (["--profile", "nowhere.yaml"], ["profile = nowhere.yaml", "No such file"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else None,
+)
+def test_mistakes_are_told(login: Login, arguments: list[str], said: list[str]) -> None:
+    told = login.refused(login.config("first"), *arguments)
+    assert all(text in told for text in said), told
+
+
+def test_what_a_container_would_not_see_is_told(login: Login) -> None:
+    recorded = login.home / "recorded"
+    recorded.mkdir()
+    (recorded / "step-1.npz").touch()
+    run = [login.config("first"), f"rollout.replay={recorded}"]
+    assert login.launch(*run, "--dry-run").exit_code == 0
+    told = login.refused(*run, "run.dir=again", *CONTAINER)
+    assert f"rollout.replay = {recorded}" in told
+    assert f"--mounts {login.home}" in told
+    assert "rollout.replay" in login.refused(*run, "run.dir=again", *CONTAINER, f"--mounts={login.home}:/inside")
+    assert login.launch(*run, *CONTAINER, f"--mounts={login.home}").exit_code == 0
+    assert login.launch(*run, "--runtime=apptainer", "--container=image").exit_code == 0, "it mounts the home directory"
+
+
+def test_without_a_configuration_there_is_nothing_to_submit(login: Login) -> None:
+    assert "CONFIG = (missing)" in login.refused("run.steps=3")
+
+
+def test_everything_is_told_at_once(login: Login) -> None:
+    profile = login.home / "cluster.yaml"
+    profile.write_text("partion: x\nruntime: docker\n")
+    files = [login.config("one"), login.config("two", stage="sft")]
+    told = login.refused(
+        *files, "--profile", str(profile), "--sweep=run.seed=1,2", "--rollout-nodes=1", "--qos", "", "run.steps=0"
+    )
+    headings = [line for line in told.splitlines() if not line.startswith(" ")]
+    assert headings == [f"{profile}: 3 problems", "command line: 2 problems", *headings[2:]]
+    assert [field for field in told.splitlines() if field.startswith("  ") and " = " in field][:5] == [
+        "  --qos = ",
+        "  runtime = docker",
+        "  partion = x",
+        "  --sweep = run.seed=1,2",
+        "  --rollout-nodes = 1",
+    ]
+    assert "did you mean partition?" in told
+    assert [heading.partition(":")[0] for heading in headings[2:] if "problem" in heading] == files
+    assert told.count("run.steps = 0") == 2
+
+
+def test_two_runs_of_a_chain_need_two_directories(login: Login) -> None:
+    files = [login.config("one", stage="sft"), login.config("two")]
+    told = login.refused(*files, f"run.dir={login.home}/same")
+    assert f"a directory of its own; {files[0]} has this one too" in told
+
+
+def test_what_is_wrong_in_one_cell_is_told_of_that_cell(login: Login) -> None:
+    told = login.refused(login.config("many"), "--sweep=actor.optimizer.lr=1e-5,-1", "--sweep=run.seed=1,2")
+    assert [line.partition(".yaml, ")[2] for line in told.splitlines() if not line.startswith(" ")][::2] == [
+        "cell 2 (actor.optimizer.lr=-1 run.seed=1): 1 problem",
+        "cell 3 (actor.optimizer.lr=-1 run.seed=2): 1 problem",
+    ]
+
+
+def test_what_is_wrong_in_all_cells_is_told_once(login: Login) -> None:
+    told = login.refused(login.config("many"), "algo.ppo_epochs=0", "--sweep=run.seed=1,2,-3")
+    assert told.count("algo.ppo_epochs = 0") == 1
+    assert "cell 2 (run.seed=-3): 1 problem" in told
+
+
+def test_data_is_read_once_for_cells_that_read_the_same(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megarl.launch import checks
+
+    read = []
+    monkeypatch.setattr(checks, "check", read.append)
+    sweep = ["--sweep=actor.optimizer.lr=1e-5,2e-5", "--sweep=run.seed=1,2", "--sweep=rollout.temperature=0.9,1.0"]
+    assert login.launch(login.config("many"), *sweep).exit_code == 0
+    assert len(read) == 2
+
+
+@pytest.mark.parametrize(("stage", "steps", "said"), [("ppo", 3, "has taken its 3 steps"), ("eval", 0, "evaluation")])
+def test_finished_runs_are_left_alone(login: Login, stage: str, steps: int, said: str) -> None:
+    file = login.config("done", stage=stage)
+    (login.home / "done").mkdir()
+    (login.home / "done" / "summary.json").write_text(json.dumps({"stage": stage, "steps": steps}))
+    assert said in login.refused(file)
+
+
+def test_a_run_that_is_to_take_more_steps_goes_on(login: Login) -> None:
+    file = login.config("done")
+    (login.home / "done").mkdir()
+    (login.home / "done" / "summary.json").write_text(json.dumps({"stage": "ppo", "steps": 3}))
+    assert login.launch(file, "run.steps=4").exit_code == 0
+
+
+def test_without_slurm_there_is_the_dry_run(login: Login) -> None:
+    (login.tools / "sbatch").unlink()
+    told = login.refused(login.config("first"), "--nodes=3")
+    assert "sbatch = not found" in told
+    assert "with --dry-run" in told
+    assert "cluster.nodes = 3" in told, "all at once"
+
+
+def test_a_directory_that_cannot_be_made_is_told(login: Login) -> None:
+    result = login.launch(login.config("first"), "run.dir=/proc/none")
+    assert (result.exit_code, result.stdout, login.submitted) == (2, "", [])
+    assert result.stderr == "/proc/none: cannot be written (No such file or directory); choose another run.dir\n"
+
+
+def test_a_file_where_the_profile_should_be_is_told(login: Login) -> None:
+    (login.home / ".config/megarl").mkdir(parents=True)
+    own = login.home / ".config/megarl/cluster.yaml"
+    for text, said in (("- a\n", "keys and values"), ("a: [", "must be YAML"), ("time: 12:00:00\n", "in quotes")):
+        own.write_text(text)
+        assert said in login.refused(login.config("first"))
+    assert Path(own).exists()

@@ -1,0 +1,274 @@
+"""Batch scripts: what they look like, and that what is given arrives, whatever characters it has."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from setuptools import Distribution
+from setuptools.command.build_py import build_py
+
+from megarl.launch.node.__main__ import app as agent
+from megarl.launch.profile import Bare
+from megarl.launch.render import render
+from tests.launch.scripts import GOLDEN, JOBS, job
+from tests.needs import lacking
+from tests.slurm.packages import program
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPTS = [*sorted(GOLDEN.glob("*.sbatch")), REPOSITORY / "slurm" / "train.sbatch"]
+
+NASTY = 'it\'s $HOME `id` "two"  words; #& \\ * %j é'
+RECORDER = f"""#!{sys.executable}
+import json, os, sys
+name = os.path.basename(sys.argv[0])
+with open(os.environ["RECORD"], "a") as record:
+    record.write(json.dumps([name, sys.argv[1:], dict(os.environ)]) + "\\n")
+if name == "srun":
+    options = next(place for place, text in enumerate(sys.argv[1:], 1) if not text.startswith("--"))
+    os.environ["SLURM_NODEID"] = "0"
+    os.execvp(sys.argv[options], sys.argv[options:])
+sys.exit(int(os.environ.get("RC", "0")))
+"""
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_scripts_are_those_of_the_golden_files(name: str) -> None:
+    golden = (GOLDEN / f"{name}.sbatch").read_text(encoding="utf-8")
+    assert render(JOBS[name]) == golden, "python -m tests.launch.scripts writes the files anew; read them then"
+
+
+def test_every_golden_file_has_its_job() -> None:
+    assert {file.stem for file in GOLDEN.iterdir()} == set(JOBS)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_shells_and_their_critics_accept_the_scripts(script: Path) -> None:
+    shellcheck = program("shellcheck")
+    if shellcheck is None:
+        lacking("no shellcheck on this machine: make slurm installs it")
+    for command in (["bash", "-n"], [shellcheck]):
+        done = subprocess.run([*command, str(script)], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_scripts_are_about_a_page() -> None:
+    assert max(len(script.read_text(encoding="utf-8").splitlines()) for script in SCRIPTS) < 60
+
+
+def test_the_plain_script_asks_srun_for_the_same() -> None:
+    """Both start the nodes alike, but for where the configuration comes from."""
+    (plain,), (rendered,) = (
+        re.findall(r"^srun (.*) \\$", text, re.MULTILINE)
+        for text in (SCRIPTS[-1].read_text(encoding="utf-8"), render(JOBS["bare"]))
+    )
+    assert plain == rendered
+
+
+def executed(script: str, directory: Path, *arguments: str, **env: str) -> tuple[int, list[list[Any]]]:
+    """Runs a script where srun and the programs below it write down what they are given: name, arguments, variables."""
+    tools, record = directory / "tools", directory / "record"
+    tools.mkdir(exist_ok=True)
+    for name in ("srun", "enroot", "apptainer", "python"):
+        (tools / name).write_text(RECORDER, encoding="utf-8")
+        (tools / name).chmod(0o755)
+    record.unlink(missing_ok=True)
+    (directory / "job.sbatch").write_text(script, encoding="utf-8")
+    path = f"{tools}:/usr/bin:/bin"
+    environment = {"PATH": path, "RECORD": str(record), "HOME": "/home/me", "SLURM_JOB_NUM_NODES": "3", **env}
+    command = ["bash", str(directory / "job.sbatch"), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=directory)
+    assert done.stderr == ""
+    lines = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
+    return done.returncode, [json.loads(line) for line in lines]
+
+
+def after(arguments: Sequence[str], what: str) -> list[str]:
+    """The arguments from one on."""
+    return list(arguments[arguments.index(what) :])
+
+
+NAMES = st.text(
+    st.characters(blacklist_categories=["C", "Zl", "Zp"], blacklist_characters="/\\"), min_size=1, max_size=20
+)
+
+
+@settings(max_examples=15)
+@given(name=NAMES, value=st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0"), max_size=20))
+def test_paths_and_variables_arrive_as_they_are(
+    tmp_path_factory: pytest.TempPathFactory, name: str, value: str
+) -> None:
+    directory = tmp_path_factory.mktemp("script")
+    run_dir = Path("/home/me") / f"x{name}"
+    profile = {"runtime": {"python": "python"}, "env": {"GIVEN": value}, "interface": f"i{name}"}
+    rc, recorded = executed(render(job(profile, run_dir=run_dir)), directory)
+    assert rc == 0
+    (_, _, variables), (program_name, arguments, _) = recorded
+    assert variables["GIVEN"] == value
+    assert program_name == "python"
+    assert arguments == [
+        "-m", "megarl.launch.node", "--interface", f"i{name}", "--start-limit", "600", "train",
+        f"{run_dir}/slurm/config-0123abcd.yaml",
+    ]  # fmt: skip
+
+
+def test_every_job_has_a_secret_of_its_own(tmp_path: Path) -> None:
+    script = render(job({"runtime": {"python": "python"}}))
+    secrets = {executed(script, tmp_path)[1][-1][2]["RAY_AUTH_TOKEN"] for _ in range(2)}
+    assert len(secrets) == 2
+    assert all(re.fullmatch("[0-9a-f]{64}", secret) for secret in secrets)
+
+
+def test_the_exit_code_is_that_of_the_run(tmp_path: Path) -> None:
+    script = render(job({"runtime": {"python": "python"}}))
+    assert executed(script, tmp_path, RC="7")[0] == 7
+
+
+def test_a_failing_line_of_setup_ends_the_job(tmp_path: Path) -> None:
+    assert executed(render(job({"setup": ["(exit 3)"]})), tmp_path) == (3, [])
+
+
+def test_setup_may_read_what_is_not_set(tmp_path: Path) -> None:
+    profile = {"runtime": {"python": "python"}, "setup": ['export SEEN="<$NOT_SET>"']}
+    rc, recorded = executed(render(job(profile)), tmp_path)
+    assert (rc, recorded[0][2]["SEEN"]) == (0, "<>")
+
+
+def test_the_index_of_the_array_chooses_the_run(tmp_path: Path) -> None:
+    script = render(job({"runtime": {"python": "python"}}, cells=("cell-0-a", f"cell-1-{NASTY}"), run_dir=Path("/r d")))
+    for index, name in (("0", "cell-0-a"), ("1", f"cell-1-{NASTY}")):
+        rc, recorded = executed(script, tmp_path, SLURM_ARRAY_TASK_ID=index)
+        assert (rc, recorded[-1][1][-1]) == (0, f"/r d/{name}/slurm/config-0123abcd.yaml")
+
+
+def contained(tmp_path: Path, runtime: dict[str, Any], **changes: Any) -> tuple[list[str], list[Any]]:
+    """What srun and the container's program are given."""
+    profile = {"runtime": {"mounts": ["/data", "/models:/m"], **runtime}, "env": {"GIVEN": NASTY, "OTHER": "1"}}
+    rc, recorded = executed(render(job(profile, **changes)), tmp_path, CUDA_VISIBLE_DEVICES="0")
+    assert rc == 0
+    return recorded[0][1], recorded[-1]
+
+
+def test_pyxis_is_told_of_directories_and_variables(tmp_path: Path) -> None:
+    changes = {"present": Path("/w 'd"), "run_dir": Path("/w 'd/runs")}
+    srun, last = contained(tmp_path, {"name": "pyxis", "image": "a b#c:1"}, **changes)
+    assert after(srun, "--container-image=a b#c:1")[:5] == [
+        "--container-image=a b#c:1",
+        "--container-mounts=/w 'd:/w 'd,/data:/data,/models:/m",
+        "--container-workdir=/w 'd",
+        "--container-env=GIVEN,OTHER",
+        "python",
+    ]
+    assert last[2]["GIVEN"] == NASTY
+
+
+def test_enroot_passes_on_the_variables_of_job_and_task(tmp_path: Path) -> None:
+    _, (name, arguments, _) = contained(tmp_path, {"name": "enroot", "image": "/i.sqsh"}, run_dir=Path("/scratch/a'b"))
+    assert name == "enroot"
+    mounts = [arguments[place + 1] for place, text in enumerate(arguments) if text == "--mount"]
+    passed = [arguments[place + 1] for place, text in enumerate(arguments) if text == "--env"]
+    assert mounts == [
+        f"{mount}:none:x-create=auto,rbind"
+        for mount in ("/home/me/work:/home/me/work", "/scratch/a'b:/scratch/a'b", "/data:/data", "/models:/m")
+    ]
+    assert {"RAY_AUTH_TOKEN", "SLURM_NODEID", "SLURM_JOB_NUM_NODES", "CUDA_VISIBLE_DEVICES", "GIVEN", "OTHER"} == set(
+        passed
+    )
+    assert after(arguments, "/i.sqsh")[:4] == ["/i.sqsh", "env", "--chdir=/home/me/work", "python"]
+
+
+def test_apptainer_sees_gpus_directories_and_variables(tmp_path: Path) -> None:
+    runtime = {"name": "apptainer", "image": "/i d.sif", "options": ["--writable-tmpfs"]}
+    _, (name, arguments, variables) = contained(tmp_path, runtime, run_dir=Path("/home/me/work/it's"))
+    assert name == "apptainer"
+    assert arguments[: arguments.index("python")] == [
+        "exec", "--nv", "--pwd", "/home/me/work", "--bind", "/home/me/work:/home/me/work", "--bind", "/data:/data",
+        "--bind", "/models:/m", "--writable-tmpfs", "/i d.sif",
+    ]  # fmt: skip
+    assert variables["APPTAINERENV_GIVEN"] == NASTY
+    assert "RAY_AUTH_TOKEN" in variables
+
+
+def test_the_plain_script_hands_on_its_arguments(tmp_path: Path) -> None:
+    script = SCRIPTS[-1].read_text(encoding="utf-8")
+    rc, recorded = executed(script, tmp_path, "a b.yaml", f"run.dir={NASTY}")
+    assert rc == 0
+    assert recorded[-1][1] == [
+        "-m", "megarl.launch.node", "train", "a b.yaml", f"run.dir={NASTY}", "cluster.nodes=3",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["bare", "module", "cpu"])
+def test_the_node_agent_understands_its_arguments(tmp_path: Path, name: str) -> None:
+    made = JOBS[name]
+    profile = made.profile.model_copy(update={"runtime": Bare(python="python"), "setup": ()})
+    _, recorded = executed(render(replace(made, profile=profile)), tmp_path)
+    module, *arguments = recorded[-1][1][1:]
+    assert module == "megarl.launch.node"
+    read = typer.main.get_command(agent).make_context("node", arguments).params
+    assert (read["command"], read["config"]) == (made.command, made.config)
+    assert (read["interface"], read["start_limit"]) == (profile.interface, profile.start_limit)
+
+
+@pytest.mark.parametrize("text", [NASTY, "plain-name_1.5", "a#b", "'", '"', "\\", ":a", "-x", "a=b c"])
+def test_slurm_reads_directives_as_they_were_meant(tmp_path: Path, text: str) -> None:
+    """Slurm's own parser says what it has read, before it looks for a controller."""
+    sbatch = program("sbatch")
+    if sbatch is None:
+        lacking("no Slurm on this machine: make slurm installs it")
+    conf = tmp_path / "slurm.conf"
+    conf.write_text("ClusterName=none\nSlurmctldHost=localhost(127.0.0.1)\nSlurmctldPort=1\nMessageTimeout=2\n")
+    present = tmp_path / re.sub(r"[\\/]", "", f"x{text}")
+    present.mkdir()
+    (tmp_path / "job.sbatch").write_text(render(job({"sbatch": [f"--comment={text}"]}, name=text, present=present)))
+    done = subprocess.run(
+        [sbatch, "-v", str(tmp_path / "job.sbatch")],
+        env={"PATH": os.environ["PATH"], "SLURM_CONF": str(conf)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    read = dict(re.findall(r"^sbatch: ([a-z-]+) +: (.*)$", done.stderr, re.MULTILINE))
+    assert (read["job-name"], read["comment"], read["chdir"]) == (text, text, str(present))
+
+
+def test_a_wheel_has_the_templates() -> None:
+    """What setuptools finds for the package's data; the link in the package is followed."""
+    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    command = build_py(Distribution({"packages": ["megarl"], "package_data": settings}))
+    command.ensure_finalized()
+    command.manifest_files = {}
+    found = {Path(file) for file in command.find_data_files("megarl", str(REPOSITORY / "megarl"))}
+    templates = REPOSITORY / "megarl" / "launch" / "templates"
+    assert {file.name for file in found if file.parent == templates} == {
+        file.name for file in (REPOSITORY / "slurm").iterdir()
+    }
+
+
+def test_jobs_without_gpus_ask_for_none() -> None:
+    assert "gpu" not in render(JOBS["cpu"])
+    assert "--nv" not in render(
+        job({"runtime": {"name": "apptainer", "image": "i"}}, components=JOBS["cpu"].components)
+    )
+
+
+def test_there_is_no_path_of_a_site_in_the_templates() -> None:
+    found = {file.name: re.findall(r"(?<![\w.}/])/(?!dev/urandom|bin/bash|slurm/)[a-z]\w+", file.read_text())
+             for file in (REPOSITORY / "slurm").iterdir()}  # fmt: skip
+    assert not any(found.values()), found
+
+
+def test_the_interpreter_that_submits_is_the_usual_one() -> None:
+    assert f"{sys.executable} -m megarl.launch.node" in render(job({"runtime": "bare"}))

@@ -1,0 +1,210 @@
+"""`megarl launch slurm`: what it writes, submits and tells."""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megarl.config import load
+from megarl.config.schema import PPOConfig
+from tests.config.debug import DEBUG
+from tests.launch.slurm_command import Login
+
+
+def directives(script: Path) -> list[str]:
+    """The options of sbatch that a script has."""
+    return [line.removeprefix("#SBATCH ") for line in script.read_text().splitlines() if line.startswith("#SBATCH ")]
+
+
+def test_a_run_is_written_and_submitted(login: Login) -> None:
+    run_dir = login.home / "it's mine"
+    result = login.launch(str(DEBUG), f"run.dir={run_dir}", "run.steps=7", "--time", "01:00:00", "--nodes=1")
+    assert (result.exit_code, result.stderr) == (0, "")
+    script = run_dir / "slurm" / "job.sbatch"
+    assert login.submitted == [["--parsable", str(script)]]
+    kept = load(login.kept(run_dir.name))
+    assert (kept.run.dir, kept.cluster.nodes, kept.cluster.address) == (str(run_dir), 1, "auto")
+    assert isinstance(kept, PPOConfig)
+    assert kept.run.steps == 7
+    assert 'job-name="it\'s mine"' in script.read_text()
+    assert [line.split(maxsplit=1) for line in result.stdout.splitlines()] == [
+        ["job", f"101: ppo in {run_dir}, 1 node"],
+        ["script", str(script)],
+        ["output", str(run_dir / "slurm" / "101.out")],
+        ["logs", str(run_dir / "slurm" / "101-0")],
+        ["follow", f"""squeue --job 101; tail -F '{login.home}/it'"'"'s mine/slurm/101.out'; """
+                   f"""megarl status '{login.home}/it'"'"'s mine'"""],
+        ["cancel", "scancel 101"],
+    ]  # fmt: skip
+
+
+def test_nobody_else_reads_the_script(login: Login) -> None:
+    script = login.home / "first" / "slurm" / "job.sbatch"
+    for _ in range(2):
+        assert login.launch(login.config("first"), "--dry-run").exit_code == 0
+        assert stat.S_IMODE(script.stat().st_mode) == 0o700
+        script.chmod(0o644)
+
+
+def test_what_is_edited_later_does_not_change_a_queued_run(login: Login) -> None:
+    file = login.config("first")
+    assert login.launch(file).exit_code == 0
+    kept = login.kept("first")
+    before = kept.read_text()
+    Path(file).write_text("stage: nothing")
+    assert kept.read_text() == before
+    assert "defaults" not in yaml.safe_load(before)
+
+
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+def test_what_is_submitted_later_does_not_change_a_queued_run(login: Login, options: Sequence[str]) -> None:
+    file = login.config("first")
+    assert login.launch(file, "run.steps=5").exit_code == 0
+    first = login.kept("first")
+    before = first.read_text()
+    assert login.launch(file, "run.steps=6", *options).exit_code == 0
+    second = login.kept("first")
+    assert first.read_text() == before
+    assert [yaml.safe_load(kept.read_text())["run"]["steps"] for kept in (first, second)] == [5, 6]
+    assert login.launch(file, "run.steps=5", *options).exit_code == 0
+    assert login.kept("first") == first
+    assert first.name == f"config-{hashlib.sha256(before.encode()).hexdigest()[:8]}.yaml"
+
+
+def test_a_sweep_does_not_change_one_that_waits(login: Login) -> None:
+    sweep = [login.config("many"), "--sweep", "run.seed=3,4"]
+    assert login.launch(*sweep).exit_code == 0
+    first = {file: file.read_text() for file in login.home.glob("many/cell-*/slurm/config-*.yaml")}
+    assert login.launch(*sweep, "run.steps=6").exit_code == 0
+    both = {file: file.read_text() for file in login.home.glob("many/cell-*/slurm/config-*.yaml")}
+    assert (len(first), len(both)) == (2, 4)
+    assert first.items() < both.items()
+
+
+def test_a_dry_run_shows_the_script_and_submits_nothing(login: Login) -> None:
+    (login.tools / "sbatch").unlink()
+    (login.home / ".config/megarl").mkdir(parents=True)
+    (login.home / ".config/megarl/cluster.yaml").write_text("partition: batch\ntime: '2-00:00:00'\n")
+    result = login.launch(login.config("first"), "--dry-run", "--partition", "debug")
+    script = login.home / "first" / "slurm" / "job.sbatch"
+    assert result.exit_code == 0
+    assert result.stdout == script.read_text() + "\n"
+    assert {"--partition=debug", "--time=2-00:00:00"} <= set(directives(script))
+    assert f"written to {script}; to submit: sbatch --parsable {script}" in result.stderr
+    profile = login.home / ".config/megarl/cluster.yaml"
+    assert f"settings of the cluster: {profile}; before it the command line: partition" in result.stderr
+
+
+def test_a_profile_that_is_named_takes_the_place_of_the_users_own(login: Login) -> None:
+    (login.home / ".config/megarl").mkdir(parents=True)
+    (login.home / ".config/megarl/cluster.yaml").write_text("partition: batch\naccount: lab\n")
+    other = login.home / "other.yaml"
+    other.write_text("partition: gpu\nsbatch: [--mail-type=FAIL]\nenv: {A: 1, B: 2}\n")
+    run = [login.config("first"), "--profile", str(other), "--sbatch=--comment=x", "--env", "B=a=b", "--no-exclusive"]
+    assert login.launch(*run).exit_code == 0
+    script = login.home / "first" / "slurm" / "job.sbatch"
+    found = directives(script)
+    assert [option for option in found if option.startswith(("--partition", "--account", "--mail", "--comment"))] == [
+        "--mail-type=FAIL",
+        "--comment=x",
+        "--partition=gpu",
+    ]
+    assert not {"--exclusive", "--mem=0"} & set(found)
+    assert "export A=1\nexport B=a=b\n" in script.read_text()
+
+
+def test_a_chain_waits_link_by_link(login: Login) -> None:
+    files = [login.config("warm", stage="sft"), login.config("rm", stage="reward_model"), login.config("last")]
+    result = login.launch(*files, "--dependency=afterany:7", "--job-name=chain")
+    assert (result.exit_code, result.stderr) == (0, "")
+    scripts = [str(login.home / name / "slurm" / "job.sbatch") for name in ("warm", "rm", "last")]
+    assert login.submitted == [
+        ["--parsable", "--dependency=afterany:7", scripts[0]],
+        ["--parsable", "--dependency=afterok:101", scripts[1]],
+        ["--parsable", "--dependency=afterok:102", scripts[2]],
+    ]
+    assert all("--kill-on-invalid-dep=yes" in directives(Path(script)) for script in scripts)
+    assert "job 103: ppo in" in result.stdout
+    assert "1 node, after 102" in result.stdout
+
+
+def test_a_sweep_is_one_array_with_a_configuration_for_each_cell(login: Login) -> None:
+    sweep = ["--sweep", "actor.optimizer.lr=1e-4,2e-4", "--sweep", "run.seed=3,4", "--parallel=2"]
+    result = login.launch(login.config("many"), *sweep)
+    assert result.exit_code == 0
+    assert len(login.submitted) == 1
+    base = login.home / "many"
+    assert "--array=0-3%2" in directives(base / "slurm" / "job.sbatch")
+    assert f"--output={base}/slurm/%A_%a.out" in directives(base / "slurm" / "job.sbatch")
+    cells, files = {}, []
+    for file in base.glob("cell-*/slurm/config-*.yaml"):
+        config = load(file)
+        assert isinstance(config, PPOConfig)
+        assert config.run.dir == str(file.parents[1])
+        files.append(str(file))
+        cells[file.parents[1].name] = (config.actor.optimizer.lr, config.run.seed)
+    assert cells == {
+        "cell-0-lr-1e-4-seed-3": (1e-4, 3),
+        "cell-1-lr-1e-4-seed-4": (1e-4, 4),
+        "cell-2-lr-2e-4-seed-3": (2e-4, 3),
+        "cell-3-lr-2e-4-seed-4": (2e-4, 4),
+    }
+    assert f"output  {base}/slurm/101_INDEX.out" in result.stdout
+    listed = [line.strip() for line in (base / "slurm" / "job.sbatch").read_text().splitlines()]
+    assert [line for line in listed if line.startswith(f"{base}/cell-")] == sorted(files)
+
+
+def test_a_heterogeneous_job_has_the_trainers_first(login: Login) -> None:
+    split = ["rollout.devices=8-11", "rollout.tp=4", "groups.train.devices=0-7", "cluster.nodes=3"]
+    result = login.launch(
+        login.config("apart"), *split, "--rollout-nodes=1", "--rollout-partition=small", "--partition=batch"
+    )
+    assert result.exit_code == 0, result.stderr
+    found = directives(login.home / "apart" / "slurm" / "job.sbatch")
+    first, second = found[: found.index("hetjob")], found[found.index("hetjob") :]
+    assert {"--nodes=2", "--partition=batch"} <= set(first)
+    assert {"--nodes=1", "--partition=small"} <= set(second)
+    assert "--het-group=0,1" in (login.home / "apart" / "slurm" / "job.sbatch").read_text()
+
+
+def test_an_evaluation_runs_as_one(login: Login) -> None:
+    result = login.launch(login.config("judged", stage="eval"))
+    assert result.exit_code == 0, result.stderr
+    assert '600 eval "$config"' in (login.home / "judged" / "slurm" / "job.sbatch").read_text()
+
+
+def test_what_sbatch_refuses_is_told_with_the_script(login: Login) -> None:
+    login.give_sbatch(refused=2)
+    result = login.launch(login.config("first", stage="sft"), login.config("second"))
+    assert result.exit_code == 1
+    script = login.home / "second" / "slurm" / "job.sbatch"
+    assert result.stderr.splitlines() == [
+        "sbatch: error: invalid partition specified: nowhere",
+        f"refused by sbatch: {script}",
+        "submitted before it: 101; to cancel: scancel 101",
+    ]
+
+
+def test_a_job_that_is_submitted_from_a_job_is_none_of_its_steps(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CPU_BIND", "cores")
+    monkeypatch.setenv("SLURM_CONF", "/etc/other.conf")
+    monkeypatch.setenv("SBATCH_ACCOUNT", "lab")
+    assert login.launch(login.config("first")).exit_code == 0
+    ((_, environment),) = login.calls
+    assert "SLURM_CPU_BIND" not in environment
+    assert (environment["SLURM_CONF"], environment["SBATCH_ACCOUNT"]) == ("/etc/other.conf", "lab")
+
+
+def test_what_the_script_says_goes_before_variables_of_sbatch(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = ("PARTITION", "TIMELIMIT", "EXCLUSIVE", "MEM_PER_NODE", "SIGNAL", "REQUEUE", "JOB_NAME", "COMMENT")
+    for name in (*said, "ACCOUNT", "QOS"):
+        monkeypatch.setenv(f"SBATCH_{name}", "other")
+    given = ["--partition=a", "--time=90", "--sbatch=--comment=two words"]
+    assert login.launch(login.config("first"), *given).exit_code == 0
+    ((_, environment),) = login.calls
+    assert {name for name in environment if name.startswith("SBATCH_")} == {"SBATCH_ACCOUNT", "SBATCH_QOS"}

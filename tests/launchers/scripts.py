@@ -1,0 +1,113 @@
+"""The scripts of launchers/ as a user calls them, with a stand-in for the interpreter that has megarl."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.needs import lacking
+
+ROOT = Path(__file__).resolve().parents[2]
+NEWEST = ROOT / ".venv-nemo-run" / "bin" / "python"
+"""The interpreter of the environment with the newest NeMo-Run."""
+
+_STAND_IN = f"""#!{sys.executable}
+import json, os, pathlib, signal, sys, time
+here = pathlib.Path(__file__).parent
+config = pathlib.Path(sys.argv[-1]).read_text()
+stage = config.split()[1]
+def told(what):
+    with open(here / "calls.jsonl", "a") as record:
+        record.write(json.dumps(what) + "\\n")
+def end(number, frame):
+    time.sleep(0.5)
+    told({{"stage": stage, "ended": number}})
+    sys.exit(128 + number)
+signal.signal(signal.SIGTERM, end)
+call = {{"stage": stage, "arguments": sys.argv[1:], "config": config, "at": os.getcwd()}}
+told({{**call, "environment": dict(os.environ)}})
+print("the stand-in runs", stage, flush=True)
+while (here / f"{{stage}}.stays").exists():
+    time.sleep(0.1)
+sys.exit(3 if (here / f"{{stage}}.fails").exists() else 0)
+"""
+
+
+def newest() -> Path:
+    """The interpreter with the newest NeMo-Run; skips a test where it is missing, which CI does not accept."""
+    if not NEWEST.exists():
+        lacking("no environment with the newest NeMo-Run: make nemo-run")
+    return NEWEST
+
+
+@dataclass(frozen=True, kw_only=True)
+class User:
+    """Someone who launches experiments.
+
+    Args:
+        directory: for everything that comes of it.
+        python: whose NeMo-Run it is.
+        environment: of the scripts.
+    """
+
+    directory: Path
+    python: Path
+    environment: Mapping[str, str]
+
+    @property
+    def stand_in(self) -> Path:
+        """Takes the place of an interpreter with megarl: notes what it is called with, and does not run anything."""
+        file = self.directory / "stand-in"
+        if not file.exists():
+            file.write_text(_STAND_IN, encoding="utf-8")
+            file.chmod(0o755)
+        return file
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """What the stand-in has noted."""
+        file = self.directory / "calls.jsonl"
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+
+    def let(self, stage: str, *, stay: bool = False, fail: bool = False) -> None:
+        """How the stand-in behaves as a stage."""
+        for ending, wanted in (("stays", stay), ("fails", fail)):
+            file = self.directory / f"{stage}.{ending}"
+            file.touch() if wanted else file.unlink(missing_ok=True)
+
+    def command(self, script: str, *arguments: str) -> list[str]:
+        """The words of a call of a script."""
+        return [str(self.python), "-m", f"launchers.{script}", *arguments]
+
+    def start(self, script: str, *arguments: str) -> subprocess.Popen[str]:
+        """Starts a script."""
+        command, pipe = self.command(script, *arguments), subprocess.PIPE
+        return subprocess.Popen(command, cwd=ROOT, env=self.environment, text=True, stdout=pipe, stderr=pipe)
+
+    def call(self, script: str, *arguments: str, limit_s: float = 200) -> subprocess.CompletedProcess[str]:
+        """Calls a script and waits for its end."""
+        with self.start(script, *arguments) as process:
+            try:
+                output, errors = process.communicate(timeout=limit_s)
+            finally:
+                process.kill()
+        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+    def nemo(self, *arguments: str) -> str:
+        """What NeMo-Run's own command prints."""
+        command = [str(self.python.parent / "nemo"), "experiment", *arguments]
+        done = subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+
+def user(directory: Path, python: Path = Path(sys.executable), **environment: str) -> User:
+    """Someone with an empty account."""
+    variables = {**os.environ, **environment, "HOME": str(directory), "NEMORUN_HOME": str(directory / "home")}
+    return User(directory=directory, python=python, environment=variables)

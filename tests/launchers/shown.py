@@ -1,0 +1,84 @@
+"""What scripts show with --dry-run and is kept as golden files; `python -m tests.launchers.shown` writes them anew."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.launchers.scripts import NEWEST, ROOT, user
+
+GOLDEN = Path(__file__).parent / "golden"
+PIPELINE = ("pipeline", "configs/debug/sft.yaml", "configs/debug/reward_model.yaml")
+SFT = ("ppo", "configs/debug/sft.yaml")
+_CLUSTER = """\
+partition: batch
+account: research
+time: "04:00:00"
+"""
+_PYXIS = _CLUSTER + "runtime: {name: pyxis, image: /images/megarl.sqsh, mounts: [/data, '/scratch/me:/scratch']}\n"
+_ALL = """\
+qos: high
+reservation: spring
+constraint: nvlink&ib
+gpu_type: h100
+cpus_per_task: 96
+sbatch: [--mail-type=FAIL, "--comment=it's a \\"test\\"", --spread-job]
+srun: [--mpi=none]
+env: {HF_HOME: /data/hf cache, Greeting: it's "two" words and $HOME}
+setup: [module load cuda/12.8, 'export DATA="$HOME/data"']
+interface: ib0
+"""
+_ENROOT = "runtime: {name: enroot, image: megarl, mounts: [/data]}\nexclusive: false\ngrace: 0\n"
+_BARE = _CLUSTER + "runtime: {name: bare, python: /shared/me/venv/bin/python}\n"
+_SSH = (
+    _BARE
+    + """\
+nemo_run: {tunnel: {host: login.cluster, user: me, job_dir: /shared/me/experiments, directory: /shared/me/megarl}}
+"""
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """A call whose output is kept.
+
+    Args:
+        profile: text of the cluster's profile.
+        call: the script and its arguments.
+        newest: by the newest NeMo-Run, not that of the project's environment.
+    """
+
+    profile: str
+    call: tuple[str, ...]
+    newest: bool = False
+
+    def output(self) -> str:
+        """What the script shows, without what differs from call to call, and with configurations left out."""
+        with tempfile.TemporaryDirectory() as directory:
+            (Path(directory) / "profile.yaml").write_text(self.profile, encoding="utf-8")
+            caller = user(Path(directory), NEWEST if self.newest else Path(sys.executable))
+            script, *arguments = self.call
+            options = ("--executor", "slurm", "--dry-run", "--profile", f"{directory}/profile.yaml", "--name", "demo")
+            done = caller.call(script, *arguments, *options)
+            assert done.returncode == 0, done.stderr
+            assert not list((Path(directory) / "home").rglob("*.sh")), "a dry run leaves nothing"
+        text = done.stdout.replace(directory, "/home/me").replace(str(ROOT), "/home/me/megarl")
+        text = re.sub(r"config-[0-9a-f]{8}", "config-0123abcd", re.sub(r"demo_\d+", "demo_0", text))
+        return re.sub(r"(<< '(END .*)'\n)(?s:.*?)\n(\2)", r"\1(the configuration)\n\3", text)
+
+
+SHOWN: Mapping[str, Shown] = {
+    "pyxis-0.4": Shown(profile=_PYXIS, call=PIPELINE),
+    "pyxis": Shown(profile=_PYXIS + _ALL, call=(*SFT, "cluster.device=cuda"), newest=True),
+    "bare": Shown(profile=_BARE, call=("sweep", *SFT[1:], "--sweep=run.seed=1,2,3", "--parallel=2"), newest=True),
+    "enroot": Shown(profile=_ENROOT, call=SFT, newest=True),
+    "ssh": Shown(profile=_SSH, call=PIPELINE, newest=True),
+}
+
+if __name__ == "__main__":
+    for name, shown in SHOWN.items():
+        (GOLDEN / f"{name}.txt").write_text(shown.output(), encoding="utf-8")

@@ -1,0 +1,89 @@
+"""Experiments on this machine, by NeMo-Run's LocalExecutor: order, endings, and what the runs are given."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megarl.config import load
+from tests.launchers.scripts import ROOT, User, newest, user
+from tests.leftovers import Trace
+
+STAGES = ("configs/debug/sft.yaml", "configs/debug/reward_model.yaml")
+
+
+BOTH = pytest.mark.parametrize("version", ["0.4", "newest"])
+"""Once with the NeMo-Run of the project's environment, and once with that of its own."""
+
+
+@pytest.fixture
+def version() -> str:
+    return "0.4"
+
+
+@pytest.fixture
+def here(version: str, tmp_path: Path) -> User:
+    """A user of a NeMo-Run."""
+    return user(tmp_path, newest() if version == "newest" else Path(sys.executable))
+
+
+def stages(here: User) -> list[str]:
+    return [call["stage"] for call in here.calls if "arguments" in call]
+
+
+def test_a_pipeline_runs_in_order_what_was_asked_for(here: User) -> None:
+    profile = here.directory / "profile.yaml"
+    profile.write_text('env: {GREETING: it\'s "two" words and $HOME}\nsetup: [\'export ADDED="$GREETING!"\']\n')
+    python = ("--python", str(here.stand_in), "--profile", str(profile))
+    done = here.call("pipeline", *STAGES, "run.seed=5", *python)
+    assert done.returncode == 0, done.stderr
+    assert stages(here) == ["sft", "reward_model"]
+    for call, file in zip(here.calls, STAGES, strict=True):
+        assert call["arguments"][:-1] == ["-m", "megarl", "train"]
+        assert load(ROOT / file, ["run.seed=5"]).model_dump(mode="json", by_alias=True) == yaml.safe_load(
+            call["config"]
+        )
+        assert call["at"] == str(ROOT)
+        assert call["environment"]["GREETING"] == 'it\'s "two" words and $HOME'
+        assert call["environment"]["ADDED"] == 'it\'s "two" words and $HOME!'
+    assert "sft/0 the stand-in runs sft" in done.stdout
+
+
+@BOTH
+def test_what_follows_a_failed_run_does_not_start(here: User) -> None:
+    here.let("sft", fail=True)
+    done = here.call("pipeline", *STAGES, "--python", str(here.stand_in))
+    assert done.returncode == 1
+    assert stages(here) == ["sft"]
+    assert f"sft: FAILED; see megarl status {ROOT / 'runs/debug-sft'}" in done.stderr
+    assert "reward_model is not started: sft has not succeeded" in done.stderr
+
+
+def test_the_runs_of_a_sweep_do_not_depend_on_each_other(here: User) -> None:
+    here.let("sft", fail=True)
+    done = here.call("sweep", STAGES[0], "--sweep", "run.seed=1,2", "--python", str(here.stand_in))
+    assert done.returncode == 1
+    runs = [yaml.safe_load(call["config"])["run"] for call in here.calls]
+    assert [run["seed"] for run in runs] == [1, 2]
+    assert [Path(run["dir"]).name for run in runs] == ["cell-0-seed-1", "cell-1-seed-2"]
+
+
+@pytest.mark.parametrize(("version", "number"), [("0.4", signal.SIGINT), ("newest", signal.SIGTERM)])
+def test_an_interrupt_ends_the_run_in_order(here: User, number: signal.Signals) -> None:
+    trace = Trace()
+    here = user(here.directory, here.python, **trace.environment())
+    here.let("sft", stay=True)
+    process = here.start("pipeline", *STAGES, "--python", str(here.stand_in))
+    deadline = time.monotonic() + 60
+    while not here.calls and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, output + errors
+    assert [call.get("ended") for call in here.calls] == [None, signal.SIGTERM]
+    assert trace.processes() == []

@@ -1,0 +1,118 @@
+"""What the scripts would submit, and what they refuse."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megarl.launch.profile import SSH, Profile
+from tests.launchers.scripts import ROOT, newest, user
+from tests.launchers.shown import GOLDEN, PIPELINE, SFT, SHOWN
+from tests.needs import lacking
+from tests.slurm.packages import program
+
+FILES = sorted(GOLDEN.glob("*.txt"))
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_what_is_shown_is_that_of_the_golden_files(name: str) -> None:
+    if SHOWN[name].newest:
+        newest()
+    golden = (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
+    assert SHOWN[name].output() == golden, "python -m tests.launchers.shown writes the files anew; read them then"
+
+
+def test_every_golden_file_is_compared() -> None:
+    assert {file.stem for file in FILES} == set(SHOWN)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_shells_read_all_scripts_and_their_critics_ours(file: Path, tmp_path: Path) -> None:
+    shellcheck = program("shellcheck")
+    if shellcheck is None:
+        lacking("no shellcheck on this machine: make slurm installs it")
+    names_and_scripts = re.split(r"^# ---- (\S+).*\n", file.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    for name, text in zip(names_and_scripts[::2], names_and_scripts[1::2], strict=True):
+        script = tmp_path / Path(name).name
+        script.write_text(text, encoding="utf-8")
+        ours = name.endswith(f"{script.stem}.sh") and "/scripts/" in name
+        # Enroot passes on the variables that are named; which there are, the task itself knows.
+        critic = [[shellcheck, "--exclude=SC2016", str(script)]] if ours else []
+        for command in (["bash", "-n", str(script)], *critic):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_secret_is_made_where_nothing_is_traced(file: Path) -> None:
+    for script in file.read_text(encoding="utf-8").split("# ---- ")[1:]:
+        lines = [line.strip() for line in script.splitlines()]
+        if "_sbatch.sh" in lines[0]:
+            assert lines.index("{ set +vx; } 2> /dev/null") < lines.index("export RAY_AUTH_TOKEN")
+            assert lines.count("set -evx") == 1
+
+
+def test_the_page_has_every_option_and_a_profile_that_holds() -> None:
+    page = (ROOT / "docs" / "nemo_run.md").read_text(encoding="utf-8")
+    (main,) = (
+        node
+        for node in ast.parse((ROOT / "launchers" / "sweep.py").read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    )
+    names = {argument.arg for argument in main.args.args} - {"arguments", "sweeps"}
+    assert not [name for name in names if f"--{name.replace('_', '-')}" not in page]
+    (profile,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
+    tunnel = Profile.model_validate(yaml.safe_load(profile)).nemo_run.tunnel
+    assert isinstance(tunnel, SSH)
+    assert tunnel.directory == "/shared/me/megarl"
+
+
+def refused(directory: Path, script: str, *arguments: str, python: Path = Path(sys.executable)) -> str:
+    """The message of a call that is refused and leaves nothing."""
+    before = sorted(directory.rglob("*"))
+    done = user(directory, python).call(script, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert sorted(directory.rglob("*")) == before
+    return done.stderr
+
+
+def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "profile.yaml").write_text("partitions: batch\n")
+    said = refused(
+        tmp_path,
+        *PIPELINE[:2],
+        *("nothing.yaml", "run.steps=0", "--detach", "--time=1:00:00", "--name=a b"),
+        *("--profile", str(tmp_path / "profile.yaml")),
+    )
+    for field in ("--detach = given", "--time = given", "--name = 'a b'", "partitions = batch", "run.steps = 0"):
+        assert f"  {field}\n" in said
+    assert "config file = nothing.yaml" in said
+
+
+def test_a_run_alone_has_one_configuration(tmp_path: Path) -> None:
+    said = refused(tmp_path, *SFT, SFT[1])
+    assert f"CONFIG = {SFT[1]} {SFT[1]}" in said
+    assert "launchers.pipeline" in said
+
+
+def test_what_the_installed_version_cannot_do_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "profile.yaml").write_text("runtime: bare\n")
+    said = refused(tmp_path, *SFT, "--executor=slurm", "--dry-run", "--profile", str(tmp_path / "profile.yaml"))
+    assert "runtime = bare" in said
+    assert "make nemo-run" in said
+
+
+def test_the_newest_is_asked_for_an_interpreter_and_for_names_that_it_leaves_alone(tmp_path: Path) -> None:
+    run_dir, account = tmp_path / "nemo_run" / "first", tmp_path / "an account"
+    account.mkdir()
+    said = refused(account, *SFT, f"run.dir={run_dir}", "--executor=slurm", "--dry-run", python=newest())
+    assert f"--python = {newest()}" in said
+    assert f"NEMORUN_HOME = '{account / 'home'}'" in said
+    assert re.search(rf"sft = \S*{run_dir}", said)
+    assert "nowhere /nemo_run" in said

@@ -1,0 +1,15 @@
+"""What a test needs of the machine and does not find."""
+
+from __future__ import annotations
+
+import os
+from typing import NoReturn
+
+import pytest
+
+
+def lacking(reason: str) -> NoReturn:
+    """Ends a test that needs what is not installed here: in continuous integration as a failure, elsewhere skipped."""
+    if os.environ.get("CI"):
+        pytest.fail(reason)
+    pytest.skip(reason)

@@ -1,0 +1,79 @@
+"""Jobs that do not end well: what is told, with which exit code, and that nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.jobs import SFT, Launcher, Run
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+PPO = ("configs/debug/ppo.yaml", "run.steps=1000", "--nodes=2", "cluster.devices_per_node=1")
+
+
+def test_a_node_whose_slurmd_is_killed_is_named(launcher: Launcher, tmp_path: Path) -> None:
+    run = launcher.run(tmp_path / "run", *PPO, "groups.train.devices=0-1", "groups.train.roles.actor.pp=1")
+    run.until(lambda: run.steps, "a step was taken")
+    launcher.slurm.kill_daemon("n2")
+    run.wait("NODE_FAIL")
+    assert "srun: error: Node failure on n2" in run.output
+    assert run.end["exit_code"] == 128 + signal.SIGTERM
+    assert "node n2 has failed" in launcher.megarl("status", str(run.directory)).stdout
+    # Slurm cannot end what runs there: the agent of the node does, as it has lost the head.
+    deadline = time.monotonic() + 30
+    while list(launcher.left()) and time.monotonic() < deadline:
+        time.sleep(0.5)
+
+
+def test_a_node_whose_ray_is_killed_is_named(launcher: Launcher, tmp_path: Path) -> None:
+    """In a heterogeneous job: the trainers are on one partition, the engine is on another."""
+    run = launcher.run(
+        tmp_path / "run",
+        *(*PPO, "--partition=train", "--rollout-nodes=1", "--rollout-partition=rollout"),
+        *("groups.train.devices=0", "rollout.devices=1"),
+        *(
+            "groups.train.roles.actor={tp: 1, pp: 1}",
+            "groups.train.roles.critic.pp=1",
+            "groups.train.roles.reference.tp=1",
+        ),
+    )
+    run.until(lambda: run.steps, "a step was taken")
+    (raylet,) = launcher.processes("n2", "raylet/raylet")
+    os.kill(raylet, signal.SIGKILL)
+    assert run.wait("FAILED") == "1:0"
+    assert_lost(run, "n2")
+
+
+def assert_lost(run: Run, node: str) -> None:
+    assert run.end["node"] == node
+    assert f"node {node} was lost" in run.end["reason"]
+    assert run.end["reason"] in run.output
+    assert run.end["reason"] in (run.logs / "driver.log").read_text()
+    assert run.end["exit_code"] == 1
+
+
+def test_scancel_ends_a_run_in_order(launcher: Launcher, tmp_path: Path) -> None:
+    run = launcher.run(tmp_path / "run", *SFT, "run.steps=100000")
+    run.until(lambda: run.steps, "a step was taken")
+    launcher.slurm.run("scancel", str(run.job))
+    run.wait("CANCELLED")
+    assert run.end["exit_code"] == 128 + signal.SIGTERM
+    assert "SIGTERM" in launcher.megarl("status", str(run.directory)).stdout
+
+
+def test_a_mistake_ends_the_job_with_2_before_ray_starts(launcher: Launcher, tmp_path: Path) -> None:
+    """The script and the configuration are the user's to edit, and mistakes are then found in the job."""
+    directory = tmp_path / 'it\'s "100%" of $HOME'
+    assert launcher.launch(*SFT, f"run.dir={directory}", "--dry-run") == []
+    (config,) = directory.glob("slurm/config-*.yaml")
+    config.write_text(config.read_text().replace("sequences_per_step: 16", "sequences_per_step: 0"))
+    run = Run(slurm=launcher.slurm, job=launcher.submit(directory / "slurm" / "job.sbatch"), directory=directory)
+    assert run.wait("FAILED") == "2:0"
+    assert "data.sequences_per_step" in run.output
+    assert "Ray ready" not in run.stages
+    assert not (run.logs / "driver.log").exists()

@@ -1,0 +1,56 @@
+"""PPO as a job of two nodes, from its submission to its export."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.jobs import Launcher
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+STAGES = [
+    "agent started",
+    "configuration checked",
+    "all connected",
+    "Ray ready",
+    "driver started",
+    "driver ended",
+    "stopped",
+]
+# A shell that was typed into shows the command, too; what the command prints is in capitals.
+TYPED = f"""\
+echo node=$SLURMD_NODENAME | tr a-z A-Z
+{sys.executable} -m ray.scripts.scripts health-check --address $RAY_ADDRESS && echo ray answers | tr a-z A-Z
+exit
+"""
+
+
+def test_ppo_on_two_nodes(launcher: Launcher, tmp_path: Path) -> None:
+    run = launcher.run(tmp_path / "run", "configs/debug/ppo.yaml", "--nodes=2", "cluster.devices_per_node=2")
+
+    run.until(lambda: "driver started" in run.stages, "Ray was ready")
+    shown = launcher.attached(run.logs / "attach", "n2", typed=TYPED)
+    run.until(lambda: run.steps, "a step was taken")
+    ranks = {node: len(launcher.processes(node, "ray::Shell")) for node in ("n1", "n2")}
+    assert "running" in launcher.megarl("status", str(run.directory)).stdout
+
+    assert run.wait("COMPLETED") == "0:0"
+    assert ranks == {"n1": 3, "n2": 2}  # the engine is on the first device
+    assert "NODE=N2" in shown
+    assert "RAY ANSWERS" in shown
+    assert [step["step"] for step in run.steps] == [1, 2, 3]
+    assert (run.directory / "summary.json").exists()
+    assert (run.directory / "export" / "config.json").exists()
+    assert "finished" in launcher.megarl("status", str(run.directory)).stdout
+
+    assert list(run.stages) == STAGES
+    assert sorted(run.stages.values()) == list(run.stages.values())
+    assert run.end == {"exit_code": 0, "reason": "finished", "node": None}
+    driver = (run.logs / "driver.log").read_text()
+    assert driver in run.output
+    assert "summary" in driver or "export" in driver
+    assert {"attach", "driver.log", "head.log", "worker-1.log"} <= {file.name for file in run.logs.iterdir()}
+    assert not (run.logs / "token").exists()

@@ -1,0 +1,66 @@
+"""Jobs beside each other and after each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.jobs import ROOT, SFT, Launcher, Run
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+TWO_STEPS = (*SFT, "run.steps=2")
+ALONE = (
+    "configs/debug/sft.yaml",
+    *("cluster.devices_per_node=1", "groups.train.devices=0", "groups.train.roles.actor={tp: 1, pp: 1}"),
+    "data.evaluation=null",
+)
+"""Supervised fine-tuning by one process."""
+
+
+def test_two_jobs_share_their_nodes(launcher: Launcher, tmp_path: Path) -> None:
+    runs = [launcher.run(tmp_path / name, *TWO_STEPS) for name in ("first", "second")]
+    for run in runs:
+        assert run.wait("COMPLETED") == "0:0"
+        assert len(run.steps) == 2
+    starts, ends = ([run.stages[stage] for run in runs] for stage in ("agent started", "driver ended"))
+    assert max(starts) < min(ends), "one ran after the other"
+    addresses = {
+        line for run in runs for line in (run.logs / "attach").read_text().splitlines() if "RAY_ADDRESS" in line
+    }
+    assert len({line.split("RAY_ADDRESS=")[1].split()[0] for line in addresses}) == 2
+
+
+def test_a_sweep_is_a_job_array(launcher: Launcher, tmp_path: Path) -> None:
+    (job,) = launcher.launch(*ALONE, "run.steps=2", f"run.dir={tmp_path / 'sweep'}", "--sweep=run.seed=1,2")
+    told = launcher.slurm.wait(job, "COMPLETED", limit_s=280)
+    assert sorted(one["ArrayTaskId"] for one in told) == ["0", "1"]
+    losses = []
+    for index in range(2):
+        run = Run(slurm=launcher.slurm, job=job, directory=tmp_path / "sweep" / f"cell-{index}-seed-{index + 1}")
+        losses.append([step["sft/loss"] for step in run.steps])
+        assert (tmp_path / "sweep" / "slurm" / f"{job}_{index}.out").exists()
+    assert len(losses[0]) == len(losses[1]) == 2
+    assert losses[0] != losses[1]
+
+
+def link(directory: Path, name: str, model: str) -> str:
+    """The file of a run that starts from a model."""
+    file = directory / f"{name}.yaml"
+    file.write_text(
+        f"defaults: [{ROOT / 'configs/debug/sft.yaml'}]\nrun: {{dir: {directory / name}, steps: 2}}\nmodel: {model}\n"
+    )
+    return str(file)
+
+
+def test_a_chain_goes_on_with_what_the_job_before_has_exported(launcher: Launcher, tmp_path: Path) -> None:
+    first = link(tmp_path, "first", "{}")
+    second = link(tmp_path, "second", f"{{random: null, path: {tmp_path / 'first' / 'export'}}}")
+    jobs = launcher.launch(first, second, *ALONE[1:])
+    assert [launcher.slurm.jobs(job)[0]["JobState"] for job in jobs][1] == "PENDING"
+    for job, name in zip(jobs, ("first", "second"), strict=True):
+        run = Run(slurm=launcher.slurm, job=job, directory=tmp_path / name)
+        assert run.wait("COMPLETED") == "0:0"
+    before, after = (Run(slurm=launcher.slurm, job=0, directory=tmp_path / name).steps for name in ("first", "second"))
+    assert after[0]["sft/loss"] < before[0]["sft/loss"]

@@ -1,0 +1,66 @@
+"""What Slurm understands of the scripts that ``megarl launch slurm`` writes; it looks at the jobs, but starts none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Slurm
+from tests.slurm.jobs import Launcher
+
+pytestmark = pytest.mark.e2e
+
+GPUS = ("configs/debug/ppo.yaml", "cluster.device=cuda", "--nodes=2", "--gpus-per-node=8", "groups.train.devices=0-7")
+EVERYTHING = (
+    *("--account=root", "--qos=normal", "--reservation=tests", "--constraint=tested", "--time=1-06:00:00"),
+    *("--cpus-per-task=4", "--mem=2G", "--gpu-request=gres", "--gpu-type=h100", "--sbatch=--comment=a 'long' one"),
+)
+
+
+@pytest.fixture
+def reserved(slurm: Slurm) -> Iterator[None]:
+    """A reservation of the name tests, of tomorrow."""
+    times = ("starttime=tomorrow", "duration=1:00:00")
+    slurm.run("scontrol", "create", "reservation", "reservationname=tests", *times, "users=root", "nodes=ALL")
+    yield
+    slurm.tidy()
+    slurm.run("scontrol", "delete", "reservationname=tests")
+
+
+def held(launcher: Launcher, directory: Path, *arguments: str) -> list[dict[str, str]]:
+    """What the controller says of a job that is submitted and held."""
+    job = launcher.launch(f"run.dir={directory}", "--sbatch=--hold", *arguments)
+    return launcher.slurm.jobs(job[0])
+
+
+def test_whole_nodes_with_their_gpus(launcher: Launcher, tmp_path: Path) -> None:
+    (job,) = held(launcher, tmp_path / "run", *GPUS, "rollout.devices=8-15", "--exclusive")
+    assert (job["NumNodes"], job["TresPerNode"], job["NtasksPerN:B:S:C"]) == ("2-2", "gres:gpu:8", "1:0:*:*")
+    assert (job["OverSubscribe"], job["MinMemoryNode"], job["Requeue"]) == ("NO", "0", "0")
+    assert job["StdOut"] == f"{tmp_path}/run/slurm/{job['JobId']}.out"
+    assert job["JobName"] == "run"
+
+
+@pytest.mark.usefixtures("reserved")
+def test_two_components_with_every_option(launcher: Launcher, tmp_path: Path) -> None:
+    parts = ("--partition=train", "--rollout-nodes=1", "--rollout-partition=rollout", "rollout.devices=8-15")
+    jobs = held(launcher, tmp_path / "run", *GPUS, *EVERYTHING, *parts)
+    assert [job["Partition"] for job in jobs] == ["train", "rollout"]
+    for job in jobs:
+        assert (job["NumNodes"], job["TresPerNode"], job["CPUs/Task"]) == ("1-1", "gres:gpu:h100:8", "4")
+        assert (job["Account"], job["QOS"], job["Reservation"], job["Features"]) == (
+            "root",
+            "normal",
+            "tests",
+            "tested",
+        )
+        assert (job["TimeLimit"], job["MinMemoryNode"]) == ("1-06:00:00", "2G")
+
+
+def test_the_tasks_of_a_sweep(launcher: Launcher, tmp_path: Path) -> None:
+    sweep = ("--sweep=run.seed=1,2,3", "--sweep=actor.optimizer.lr=1e-6,2e-6", "--parallel=2")
+    (job,) = held(launcher, tmp_path / "sweep", *GPUS, "rollout.devices=8-15", *sweep)
+    assert (job["ArrayTaskId"], job["ArrayTaskThrottle"]) == ("0-5%2", "2")
+    assert job["OverSubscribe"] == "OK"

@@ -1,0 +1,124 @@
+"""What a real Slurm makes of the scripts: options as they were meant, one task per node, exit codes, signals."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.launch.render import Component, render
+from tests.launch.scripts import job
+from tests.slurm.cluster import Slurm
+
+pytestmark = pytest.mark.e2e
+
+NASTY = 'it\'s $HOME `id` "two"  words; #& é'
+_PROGRAM = f"""#!{sys.executable}
+import json, os, pathlib, signal, sys, time
+told = {{"arguments": sys.argv[1:], "directory": os.getcwd(), "variables": dict(os.environ)}}
+pathlib.Path(os.environ["RECORDS"], os.environ["SLURMD_NODENAME"]).write_text(json.dumps(told))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+lasts, code = os.environ["PLAN"].split(",")[int(os.environ["SLURM_PROCID"])].split(":")
+time.sleep(float(lasts))
+sys.exit(int(code))
+"""
+
+
+class Records:
+    """A program in the interpreter's place, which writes down what each task is given.
+
+    Args:
+        directory: for all files.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.at = directory / "records"
+        self.at.mkdir()
+        # Not in its own name: proctrack/linuxproc does not find a process to signal whose name has a space.
+        self.program = directory / f"tools {NASTY}" / "program"
+        self.program.parent.mkdir()
+        self.program.write_text(_PROGRAM)
+        self.program.chmod(0o755)
+
+    def profile(self, plan: str, **more: Any) -> dict[str, Any]:
+        """A profile with it; the plan has for each task how long it lasts, seconds, and its exit code."""
+        usual = {"partition": None, "account": None, "exclusive": False, "time": "10", "grace": 0}
+        own = {"RECORDS": str(self.at), "PLAN": plan, **more.pop("env", {})}
+        return {**usual, "runtime": {"python": str(self.program)}, **more, "env": own}
+
+    def read(self) -> dict[str, Any]:
+        """By the name of the node."""
+        return {file.name: json.loads(file.read_text()) for file in self.at.iterdir()}
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Records:
+    return Records(tmp_path)
+
+
+def submitted(slurm: Slurm, tmp_path: Path, profile: dict[str, Any], **changes: Any) -> int:
+    """The id of a job of two nodes."""
+    run_dir = tmp_path / NASTY
+    (run_dir / "slurm").mkdir(parents=True)
+    two = (Component(nodes=2, partition=None, gpus=0),)
+    script = render(job(profile, **{"present": tmp_path, "run_dir": run_dir, "components": two, **changes}))
+    (run_dir / "slurm" / "job.sbatch").write_text(script)
+    return int(slurm.run("sbatch", "--parsable", run_dir / "slurm" / "job.sbatch"))
+
+
+def test_each_node_gets_what_was_given(slurm: Slurm, records: Records, tmp_path: Path) -> None:
+    present = tmp_path / f"present {NASTY}"
+    present.mkdir()
+    profile = records.profile(
+        "0:0,0:0",
+        exclusive=True,
+        cpus_per_task=2,
+        env={"GIVEN": NASTY},
+        sbatch=[f"--comment={NASTY}", "--export=NONE"],
+        setup=["export PATH=/usr/bin:/bin"],
+    )
+    number = submitted(
+        slurm, tmp_path, profile, present=present, name=NASTY, components=(Component(nodes=2, partition="all", gpus=8),)
+    )
+    slurm.wait(number, "COMPLETED")
+    found = records.read()
+    assert set(found) == {"n1", "n2"}
+    for told in found.values():
+        assert told["arguments"][-2:] == ["train", f"{tmp_path}/{NASTY}/slurm/config-0123abcd.yaml"]
+        assert told["directory"] == str(present)
+        assert told["variables"]["GIVEN"] == NASTY
+        assert told["variables"]["SLURM_GPUS_ON_NODE"] == "8"
+        assert told["variables"]["SLURM_CPUS_PER_TASK"] == "2"
+    secrets = {told["variables"]["RAY_AUTH_TOKEN"] for told in found.values()}
+    assert len(secrets) == 1
+    shown = slurm.run("scontrol", "show", "job", str(number))
+    assert f"JobName={NASTY}" in shown
+    assert f"Comment={NASTY}" in shown
+    assert "Requeue=0" in shown
+    output = tmp_path / NASTY / "slurm" / f"{number}.out"
+    assert output.read_text() == "srun: cluster configuration lacks support for cpu binding\n"
+
+
+def test_components_are_one_step(slurm: Slurm, records: Records, tmp_path: Path) -> None:
+    parts = (Component(nodes=1, partition="rollout", gpus=2), Component(nodes=1, partition="train", gpus=1))
+    number = submitted(slurm, tmp_path, records.profile("0:0,0:0", time="5"), components=parts, name="het")
+    slurm.wait(number, "COMPLETED")
+    told = {node: record["variables"] for node, record in records.read().items()}
+    assert {node: variables["SLURM_PROCID"] for node, variables in told.items()} == {"n2": "0", "n1": "1"}
+    assert {node: variables["SLURM_GPUS_ON_NODE"] for node, variables in told.items()} == {"n2": "2", "n1": "1"}
+
+
+@pytest.mark.parametrize(("plan", "code"), [("0:7,1:0", 7), ("1:0,0:1", 1), ("1:2,0:0", 2)])
+def test_tasks_end_by_themselves_and_the_worst_exit_code_is_the_jobs(
+    slurm: Slurm, records: Records, tmp_path: Path, plan: str, code: int
+) -> None:
+    number = submitted(slurm, tmp_path, records.profile(plan))
+    assert slurm.wait(number, "FAILED")[0]["ExitCode"] == f"{code}:0"
+
+
+def test_tasks_are_told_before_the_time_is_up(slurm: Slurm, records: Records, tmp_path: Path) -> None:
+    number = submitted(slurm, tmp_path, records.profile("300:0,300:0", time="2", grace=119))
+    assert slurm.wait(number, "FAILED", limit_s=100)[0]["ExitCode"] == "143:0"
