@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
+import platform
 import re
+import sys
 from dataclasses import dataclass
 
 from megarl.convert.errors import UsageError
 
 _BLOCK_BYTES = 64 << 20
 _LEAST_BLOCK_BYTES = 1 << 20
+_M_MMAP_THRESHOLD = -3
+"""Of glibc's malloc.h."""
 _BUFFERS = 5
 """Blocks' worth of memory that a process takes: the block, what is read of it at a time, the copy that ``torch.save``
 writes from, and as much again that the allocator keeps."""
@@ -86,6 +91,16 @@ class Resources:
                 f"give at least {shown_bytes(least)}" + (", or fewer --processes" if others else "")
             )
         return min(_BLOCK_BYTES, share)
+
+
+def give_back_at_once() -> None:
+    """Has the C library return the memory of blocks when they are freed.
+
+    glibc keeps what it has, more of it with each large block (``M_MMAP_THRESHOLD`` in ``mallopt(3)``). Measured on the
+    same comparison, beyond what it started with: 53 to 95 MiB in some runs and 16 to 23 in others; with this, 14 to 23.
+    """
+    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LEAST_BLOCK_BYTES)
 
 
 def resident_bytes() -> int:

@@ -12,6 +12,8 @@ from typing import TypeVar
 
 import torch
 
+from megarl.convert.memory import give_back_at_once
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -33,6 +35,7 @@ def run(items: Sequence[Item], work: Callable[[Item], Result], processes: int) -
         Exception: the first that the work has raised; nothing new is begun after it.
     """
     if processes == 1 or len(items) < 2:
+        give_back_at_once()
         for item in items:
             yield item, work(item)
         return
@@ -52,6 +55,7 @@ def run(items: Sequence[Item], work: Callable[[Item], Result], processes: int) -
 def _start_worker() -> None:
     """The processes divide the cores; none outlives the one that started it."""
     torch.set_num_threads(1)
+    give_back_at_once()
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
