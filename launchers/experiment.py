@@ -20,7 +20,8 @@ from invoke.exceptions import UnexpectedExit
 from megarl.launch.slurm import environment
 
 _ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
-_POLL_S = 5.0
+_FIRST_POLL_S, _LAST_POLL_S = 2.0, 30.0
+"""Between two looks into Slurm's accounting, which many share: it is asked less often the longer jobs take."""
 _SHOWN = 4000
 """Characters of a failed task's errors that are shown."""
 
@@ -140,15 +141,22 @@ def _show_errors(directory: Path) -> None:
 def _waited(experiment: run.Experiment, tasks: Sequence[Task]) -> int:
     """Follows the jobs of a cluster to their ends; an interrupt leaves them alone."""
     known: dict[str, str] = {}
+    pause_s = _FIRST_POLL_S
     try:
-        while not known or any(state not in _ENDED for state in known.values()):
-            time.sleep(_POLL_S if known else 0)
-            told: dict[str, Any] = experiment.status(return_dict=True) or {}
-            states = {name: entry["status"].name for name, entry in told.items()}
-            for name, state in states.items():
+        while True:
+            try:
+                told: dict[str, Any] = experiment.status(return_dict=True) or {}
+            except UnexpectedExit as error:
+                print(f"sacct does not answer, and is asked again: {error.result.stderr.strip()}", file=sys.stderr)
+                told = {}
+            for name, state in ((name, entry["status"].name) for name, entry in told.items()):
                 if known.get(name) != state:
                     print(f"{time.strftime('%H:%M:%S')} {name}: {state}", flush=True)
-            known = states
+                known[name] = state
+            if all(known.get(task.name) in _ENDED for task in tasks):
+                break
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.1, _LAST_POLL_S)
     except KeyboardInterrupt:
         print("the jobs go on; the commands above tell of them, and cancel them", file=sys.stderr)
         return 128 + signal.SIGINT

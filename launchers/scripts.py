@@ -18,12 +18,12 @@ _END = "END OF THE CONFIGURATION"
 
 def setup(job: Job, config: RunConfig) -> str:
     """What the batch script does before its task; it makes the job's secret and never shows it."""
-    return _rendered("setup.sh.j2", job=job, profile=job.profile, config=as_yaml(config), end=_END)
+    return _rendered("setup.sh.j2", job=job, config=as_yaml(config), end=_END)
 
 
 def task(job: Job) -> str:
     """What srun starts once on each node."""
-    return _rendered("task.sh.j2", job=job, profile=job.profile, runtime=job.profile.runtime)
+    return _rendered("task.sh.j2", job=job)
 
 
 def local(job: Job, config: RunConfig, *, name: str, after: Sequence[str]) -> str:
@@ -36,7 +36,7 @@ def local(job: Job, config: RunConfig, *, name: str, after: Sequence[str]) -> st
         after: names of the tasks before it.
     """
     values = {"config": as_yaml(config), "name": name, "after": after, "end": _END, "python": interpreter(job)}
-    return _rendered("local.sh.j2", job=job, profile=job.profile, **values)
+    return _rendered("local.sh.j2", job=job, **values)
 
 
 def interpreter(job: Job) -> str:
@@ -44,7 +44,7 @@ def interpreter(job: Job) -> str:
     return job.python if isinstance(job.profile.runtime, Bare) else sys.executable
 
 
-def _rendered(template: str, /, **values: object) -> str:
+def _rendered(template: str, /, *, job: Job, **values: object) -> str:
     environment = jinja2.Environment(
         loader=jinja2.ChoiceLoader(
             [jinja2.FileSystemLoader(Path(__file__).parent / "templates"), jinja2.PackageLoader("megarl.launch")]
@@ -56,4 +56,5 @@ def _rendered(template: str, /, **values: object) -> str:
         autoescape=False,
     )
     environment.filters["sh"] = lambda value: shlex.quote(str(value))
-    return environment.get_template(template).render(**values)
+    known = {"job": job, "profile": job.profile, "runtime": job.profile.runtime}
+    return environment.get_template(template).render(**known, **values)

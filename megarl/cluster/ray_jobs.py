@@ -8,7 +8,7 @@ import math
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,8 @@ class RayJobs:
     def follow(self, name: str, write: Callable[[str], None]) -> int:
         """Writes what a job prints until it ends; an interrupt, or SIGTERM, stops the job, and waits for its end.
 
+        A second one does not wait.
+
         Returns:
             The exit code: that of the job, 128 and the signal's number where a signal ended it.
 
@@ -102,18 +104,26 @@ class RayJobs:
         return asyncio.run(self._follow(name, _Log(write)))
 
     async def _follow(self, name: str, log: _Log) -> int:
-        stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        stopped, again = (loop.create_future() for _ in range(2))
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, _note, stopped, number)
+            loop.add_signal_handler(number, _note, (stopped, again), number)
         stopping = asyncio.create_task(self._stop(name, log, stopped))
-        job = await self._end(name, log)
+        ending = asyncio.create_task(self._end(name, log))
+        await asyncio.wait((ending, again), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
+        if not ending.done():
+            ending.cancel()
+            raise RunError(f"{name} may go on: ray job stop {name} --address {self.address}")
+        job = ending.result()
         return 128 + stopped.result() if stopped.done() and job.status == JobStatus.STOPPED else _exit_code(job)
 
     async def _stop(self, name: str, log: _Log, stopped: asyncio.Future[int]) -> None:
         """Waits for a signal, and stops the job, at once or when the connection is there again."""
         await stopped
-        log.write(f"stopping {name}, which has {_GRACE_S} seconds to end what it started\n")
+        log.write(
+            f"stopping {name}, which has {_GRACE_S} seconds to end what it started; once more, and nobody waits for it\n"
+        )
         while True:
             with suppress(Exception):  # whatever its libraries raise without a connection
                 await asyncio.to_thread(self._client.stop_job, name)
@@ -202,10 +212,12 @@ def _reach(address: str) -> None:
         raise RunError(f"{address}: nothing listens there ({error}); {_FIX}") from error
 
 
-def _note(stopped: asyncio.Future[int], number: int) -> None:
-    """Keeps the first signal; further ones change nothing."""
-    if not stopped.done():
-        stopped.set_result(number)
+def _note(signals: Sequence[asyncio.Future[int]], number: int) -> None:
+    """Keeps a signal in the first place that is free."""
+    for place in signals:
+        if not place.done():
+            place.set_result(number)
+            return
 
 
 def _exit_code(job: JobDetails) -> int:

@@ -222,6 +222,12 @@ def _locked(path: Path, config: RunConfig) -> Any:
             return lock
         except BlockingIOError:
             time.sleep(_GLANCE_S)
+        except OSError as error:
+            lock.close()
+            rule = f"on a file system with locks, flock(2) ({error.strerror})"
+            raise _refused(
+                config, rule, "choose another run.dir; Lustre has locks where it is mounted with flock"
+            ) from None
     lock.close()
     raise _refused(config, "is run by one process at a time", f"wait for the other process, or {_ANOTHER}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -16,6 +17,9 @@ from tests.leftovers import Trace
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0
+NUMBER = os.getpid()
+"""Of a job; others that test on this machine have jobs with other numbers, and so other ports."""
+_TOKEN = secrets.token_hex(32)
 
 
 class NodeJob:
@@ -30,12 +34,12 @@ class NodeJob:
     """
 
     def __init__(
-        self, directory: Path, driver: str | None, *overrides: str, limit_s: float = PATIENCE_S, number: int = 4242
+        self, directory: Path, driver: str | None, *overrides: str, limit_s: float = PATIENCE_S, number: int = NUMBER
     ) -> None:
         self.trace = Trace()
         self.run = directory / "run"
         self.logs = self.run / "slurm" / f"{number}-0"
-        self._directory, self._driver, self._number = directory, driver, number
+        self._directory, self._driver, self.number = directory, driver, number
         module = "megarl.launch.node" if driver is None else "tests.launch.node_program"
         self._command = [
             *(sys.executable, "-m", module, "--start-limit", str(limit_s), "train", "configs/debug/sft.yaml"),
@@ -48,12 +52,12 @@ class NodeJob:
         """Starts a node's agent."""
         of_the_task = {
             **self.trace.environment(),
-            "SLURM_JOB_ID": str(self._number),
+            "SLURM_JOB_ID": str(self.number),
             "SLURM_NTASKS": "2",
             "SLURM_STEP_NODELIST": "n[1-2]",
             "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
             "SLURM_NODEID": str(index),
-            "RAY_AUTH_TOKEN": "0123456789abcdef" * 4,
+            "RAY_AUTH_TOKEN": _TOKEN,
             "MEGARL_TEST_DRIVER": str(self._driver),
             "TMPDIR": str(self._directory),
             "OMP_NUM_THREADS": "1",

@@ -173,6 +173,13 @@ def test_the_directory_tells_of_the_job(tmp_path: Path) -> None:
     }
 
 
+def test_what_cannot_be_written_of_a_job_does_not_end_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = JobDirectory(tmp_path / "gone")
+    directory.reached("Ray ready")
+    directory.write_end(Outcome(exit_code=0, reason="finished"))
+    assert [record.getMessage().partition(": ")[0] for record in caplog.records] == ["not written"] * 2
+
+
 def test_the_attach_script_opens_a_shell_in_the_job_with_a_token_that_nobody_else_reads(tmp_path: Path) -> None:
     directory = JobDirectory.of(str(tmp_path / "a run"), SlurmJob.of(STEP))
     directory.path.mkdir(parents=True)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
-from tests.launch.node_job import NodeJob
+from megarl.launch.node.ports import candidates
+from tests.launch.node_job import NodeJob, wait_for
 
 NOTHING: tuple[list[str], set[str], list[str]] = ([], set(), [])
 
@@ -58,6 +61,32 @@ def test_a_node_that_does_not_come_is_named(directory: Path) -> None:
     assert "[n1] no agent has connected from node n2 within 4 s" in job.output(0)
     assert job.end() == {"exit_code": 1, "reason": "no agent has connected from node n2 within 4 s", "node": "n2"}
     assert job.left() == NOTHING
+
+
+def test_a_node_that_cannot_take_part_ends_the_job_and_says_why(directory: Path) -> None:
+    job = NodeJob(directory, "works")
+    job.start(0)
+    wait_for((job.logs / "times.jsonl").exists, "the head's first sign", lambda: job.output(0))
+    with ExitStack() as taken:
+        for ports in candidates(job.number):
+            with suppress(OSError):  # the head has one of them
+                taken.enter_context(socket.create_server(("", ports.claim)))
+        job.start(1)
+        assert job.exit_codes() == (1, 1)
+    end = job.end()
+    assert (end["exit_code"], end["node"]) == (1, "n2")
+    assert end["reason"].startswith(
+        "node n2 cannot take part: [Errno 98] each of these ranges has a port that is taken"
+    )
+    assert end["reason"] in job.output(0)
+    assert job.left() == NOTHING
+
+
+def test_a_check_that_does_not_end_ends_every_node(directory: Path) -> None:
+    with NodeJob(directory, "slow plan", limit_s=5) as job:
+        assert job.exit_codes() == (1, 0)
+        assert "[n1] the check of the configuration, its models and its data has not ended within 5 s" in job.output(0)
+        assert job.left() == NOTHING
 
 
 def test_a_node_that_finds_no_head_says_where_it_looked(directory: Path) -> None:

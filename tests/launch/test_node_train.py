@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.node_job import NodeJob
+from tests.launch.node_job import NUMBER, NodeJob
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -17,9 +17,9 @@ _LONG_S = 400.0
 
 def test_a_run_trains_on_two_nodes_and_goes_on_in_another_job() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="nodes-") as directory:
-        first = _trained(Path(directory), 4242, steps=1)
+        first = _trained(Path(directory), NUMBER, steps=1)
         losses = _losses(first)
-        second = _trained(Path(directory), 4243, steps=2)
+        second = _trained(Path(directory), NUMBER + 1, steps=2)
         assert "going on after step 1" in second.output(0)
         assert _losses(second)[:1] == losses
         assert len(_losses(second)) == 2

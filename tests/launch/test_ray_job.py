@@ -139,6 +139,21 @@ def test_an_interrupt_stops_the_job_and_waits_for_its_end(
 
 
 @pytest.mark.e2e
+def test_a_second_interrupt_does_not_wait(head: RayHead, tmp_path: Path, stand_in: Path) -> None:
+    (tmp_path / "then").write_text(f"trap '' TERM; echo up; until [ -e {tmp_path}/go ]; do sleep 0.1; done")
+    program = head.launch(SFT, f"run.dir={tmp_path}", "--python", stand_in)
+    printed_until(program, "up\n")
+    program.send_signal(signal.SIGINT)
+    assert program.stdout is not None
+    assert "once more, and nobody waits for it" in program.stdout.readline()
+    program.send_signal(signal.SIGINT)
+    status, _, errors = ended(program)
+    assert status == 1
+    assert "may go on: ray job stop megarl-" in errors
+    (tmp_path / "go").touch()
+
+
+@pytest.mark.e2e
 def test_a_connection_that_is_lost_is_made_anew(head: RayHead, tmp_path: Path, stand_in: Path) -> None:
     (tmp_path / "then").write_text(f"echo up; until [ -e {tmp_path}/go ]; do sleep 0.1; done; echo down; exit 7")
     with ForwardedPort(head.address) as port:

@@ -14,8 +14,9 @@ import typer
 
 from megarl.launch.node.agent import Agent, Options, log, name_messages, token_of
 from megarl.launch.node.head import Head
+from megarl.launch.node.messages import Lost
 from megarl.launch.node.slurm_job import SlurmJob
-from megarl.launch.node.worker import Worker
+from megarl.launch.node.worker import Worker, tell_head
 
 
 class Command(StrEnum):
@@ -65,10 +66,18 @@ async def run(options: Options) -> int:
     try:
         job = SlurmJob.of(os.environ)
         name_messages(job.name)
-        agent = Agent(job, options, token_of(os.environ))
+        token = token_of(os.environ)
+    except ValueError as error:
+        log.error(error)
+        return 2
+    try:
+        agent = Agent(job, options, token)
     except (OSError, ValueError) as error:
         log.error(error)
-        return 2 if isinstance(error, ValueError) else 1
+        code = 2 if isinstance(error, ValueError) else 1
+        if job.index > 0:
+            await tell_head(job, token, Lost(reason=f"node {job.name} cannot take part: {error}", exit_code=code))
+        return code
     agent.listen_for_signals()
     return await (Head(agent) if job.index == 0 else Worker(agent)).run()
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from megarl.files import write_durably
 from megarl.launch.node.endings import Outcome
 from megarl.launch.node.slurm_job import SlurmJob
+
+log = logging.getLogger(__name__)
 
 _ATTACH = """\
 #!/bin/sh
@@ -59,7 +64,7 @@ class JobDirectory:
             when: seconds since the epoch; None is now.
         """
         line = json.dumps({"stage": stage, "time": round(time.time() if when is None else when, 3)})
-        with (self.path / "times.jsonl").open("a", encoding="utf-8") as file:
+        with _warning(), (self.path / "times.jsonl").open("a", encoding="utf-8") as file:
             file.write(f"{line}\n")
 
     def write_attach(self, job: SlurmJob, ray_address: str, secret: str) -> None:
@@ -74,8 +79,25 @@ class JobDirectory:
 
     def write_end(self, outcome: Outcome) -> None:
         """Writes how the job has ended; its token opens nothing any more."""
-        self._token.unlink(missing_ok=True)
-        write_durably(self.path / "end.json", json.dumps(asdict(outcome)) + "\n")
+        with _warning():
+            self._token.unlink(missing_ok=True)
+        with _warning():
+            write_durably(self.path / "end.json", json.dumps(asdict(outcome)) + "\n")
+
+    def add_to_driver_log(self, text: str) -> None:
+        """Adds a line to what the driver has printed, if there was one."""
+        if self.driver_log.exists():
+            with _warning(), self.driver_log.open("a", encoding="utf-8") as file:
+                file.write(f"{text}\n")
+
+
+@contextmanager
+def _warning() -> Iterator[None]:
+    """Says so where nothing can be written, as on a full disk: the job goes on, and ends in order, without."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("not written: %s", error)
 
 
 def _place(index: int) -> str:

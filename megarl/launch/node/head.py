@@ -57,13 +57,13 @@ class Head:
         config = self._configuration()
         self._directory = directory = self._open_directory(config.run.dir)
         await self._check(directory)
-        directory.reached("configuration checked")
+        self._reached("configuration checked")
         await self._all_nodes()
-        directory.reached("all connected")
+        self._reached("all connected")
         start = await self._start_ray(group, config, directory)
         directory.write_attach(self._job, start.ray_address, self._agent.token)
         await self._all_of_ray(start, directory)
-        directory.reached("Ray ready")
+        self._reached("Ray ready")
         raise Ended(await self._drive(start, directory))
 
     def _configuration(self) -> RunConfig:
@@ -89,8 +89,12 @@ class Head:
 
     async def _check(self, directory: JobDirectory) -> None:
         """Whether the run could be: in a process of its own, which forgets the models and data that it reads."""
-        child = await self._start(directory, *self._megarl("plan", "config"))
-        code = await child.wait()
+        child, limit = await self._start(directory, *self._megarl("plan", "config")), self._options.start_limit_s
+        try:
+            code = await asyncio.wait_for(child.wait(), limit)
+        except TimeoutError:
+            reason = f"the check of the configuration, its models and its data has not ended within {limit:g} s"
+            raise Ended(Outcome(exit_code=1, reason=reason)) from None
         if code:
             reason = child.tail.decode(errors="replace").strip() or f"megarl plan config ended with exit code {code}"
             raise Ended(Outcome(exit_code=2 if code == 2 else 1, reason=reason))
@@ -160,7 +164,7 @@ class Head:
         self._children.append(driver)
         directory.reached("driver started")
         code = await driver.wait()
-        directory.reached("driver ended")
+        self._reached("driver ended")
         if code == 0:
             return Outcome(exit_code=0, reason="finished")
         await asyncio.sleep(_DRIVER_LAST_S)
@@ -172,6 +176,12 @@ class Head:
         child = await Child.start(command, self._agent.environment, directory.log(0))
         self._children.append(child)
         return child
+
+    def _reached(self, stage: str) -> None:
+        """Writes when the job has reached a stage, and says so to who reads the job's output meanwhile."""
+        assert self._directory is not None
+        self._directory.reached(stage)
+        log.info("%s after %.1f s", stage, time.time() - self._began)
 
     def _megarl(self, *command: str) -> list[str]:
         options = self._options
@@ -223,9 +233,8 @@ class Head:
             return
         self._directory.write_end(outcome)
         self._directory.reached("stopped")
-        if outcome.exit_code and self._directory.driver_log.exists():
-            with self._directory.driver_log.open("a", encoding="utf-8") as file:
-                file.write(f"{outcome.reason}\n")
+        if outcome.exit_code:
+            self._directory.add_to_driver_log(outcome.reason)
         log.info("the job has ended with exit code %d; its logs are in %s", outcome.exit_code, self._directory.path)
 
 

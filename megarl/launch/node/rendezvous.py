@@ -100,8 +100,8 @@ async def find_head(job: SlurmJob, secret: str, blocks: Sequence[Ports]) -> Peer
         NotAdmittedError: the head does not let this node in.
     """
     while True:
-        for host in job.heads:
-            for ports in blocks:
+        for ports in blocks:  # nearly always the first, so that an address which swallows all costs one timeout
+            for host in job.heads:
                 try:
                     async with asyncio.timeout(_ANSWER_S):
                         return await _connected(host, ports.rendezvous, job, secret)

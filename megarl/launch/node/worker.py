@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 
 from megarl.launch.node.agent import FIRST_SIGN_S, Agent, log, log_to
@@ -11,6 +12,19 @@ from megarl.launch.node.endings import Ended, Outcome, until_the_end
 from megarl.launch.node.messages import End, Lost, Start
 from megarl.launch.node.ports import candidates
 from megarl.launch.node.rendezvous import NotAdmittedError, Peer, find_head
+from megarl.launch.node.slurm_job import SlurmJob
+
+_TELLING_S = 30.0
+"""For the head to listen: it may begin later than another node."""
+
+
+async def tell_head(job: SlurmJob, token: str, lost: Lost) -> None:
+    """Has the job end, of which this node cannot be a part: the head would wait for it until the limit."""
+    with suppress(NotAdmittedError, TimeoutError):
+        async with asyncio.timeout(_TELLING_S):
+            head = await find_head(job, token, candidates(job.id))
+        await head.send(lost)
+        head.close()
 
 
 class Worker:
