@@ -210,9 +210,10 @@ class Head:
         return outcome.exit_code
 
     async def _hear_late_ones(self) -> None:
-        """Lets the nodes connect that have not yet, so that they hear that the job is at its end."""
+        """Lets the nodes connect that have not yet, so that they hear that the job is at its end; late ones give up."""
+        until_they_give_up = self._began + self._options.start_limit_s - time.time()
         with suppress(TimeoutError):
-            async with asyncio.timeout(_LATE_S):
+            async with asyncio.timeout(min(_LATE_S, until_they_give_up)):
                 while len(self._peers) < len(self._job.nodes) - 1:
                     peer = await self._arrivals.get()
                     self._peers[peer.index] = peer
