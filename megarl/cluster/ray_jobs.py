@@ -121,9 +121,8 @@ class RayJobs:
     async def _stop(self, name: str, log: _Log, stopped: asyncio.Future[int]) -> None:
         """Waits for a signal, and stops the job, at once or when the connection is there again."""
         await stopped
-        log.write(
-            f"stopping {name}, which has {_GRACE_S} seconds to end what it started; once more, and nobody waits for it\n"
-        )
+        grace = f"which has {_GRACE_S} seconds to end what it started"
+        log.write(f"stopping {name}, {grace}; once more, and nobody waits for it\n")
         while True:
             with suppress(Exception):  # whatever its libraries raise without a connection
                 await asyncio.to_thread(self._client.stop_job, name)
