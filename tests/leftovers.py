@@ -7,7 +7,7 @@ import secrets
 import time
 from pathlib import Path
 
-_PATIENCE_S = 5.0
+_PATIENCE_S = 30.0
 
 
 class Trace:

@@ -57,6 +57,7 @@ def test_nodes_of_a_heterogeneous_step_are_those_of_its_components_in_their_orde
     """As Slurm tells it, whose list of the step is sorted."""
     components = {"SLURM_JOB_NODELIST_HET_GROUP_0": "n2", "SLURM_JOB_NODELIST_HET_GROUP_1": "n[1,3]"}
     job = SlurmJob.of({**STEP, "SLURM_STEP_NODELIST": "n[1-3]", "SLURM_HET_SIZE": "2", **components})
+    assert job.components == (("n2",), ("n1", "n3"))
     assert job.nodes == ("n2", "n1", "n3")
     assert job.heads == ("10.0.0.3", "n2")
 
@@ -203,5 +204,15 @@ def test_the_attach_script_opens_a_shell_in_the_job_with_a_token_that_nobody_els
             f"RAY_AUTH_TOKEN_PATH={token}",
             "/bin/zsh",
         ]
+    two = {
+        **STEP,
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "n2",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "n[1,3]",
+    }
+    directory.write_attach(SlurmJob.of(two), "10.0.0.3:14702", "s3cr3t")
+    for arguments, node, component in (([], "n2", 0), (["n1"], "n1", 1), (["n3"], "n3", 1)):
+        told = subprocess.run([script, *arguments], capture_output=True, text=True, env=environment, check=True)
+        assert {f"--nodelist={node}", f"--het-group={component}"} <= set(told.stdout.splitlines())
     directory.write_end(Outcome(exit_code=0, reason="finished"))
     assert not token.exists()

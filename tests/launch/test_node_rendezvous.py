@@ -18,7 +18,7 @@ START = Start(ray_address="10.0.0.1:14702", log_dir="/run/slurm/1-0", devices=8,
 
 
 def task(index: int, job: int = 191) -> SlurmJob:
-    return SlurmJob(id=job, attempt=0, index=index, nodes=("n1", "n2", "n3"), launcher="127.0.0.1")
+    return SlurmJob(id=job, attempt=0, index=index, components=(("n1", "n2", "n3"),), launcher="127.0.0.1")
 
 
 def run(course: Coroutine[Any, Any, None]) -> None:

@@ -43,6 +43,8 @@ def test_a_node_whose_ray_is_killed_is_named(launcher: Launcher, tmp_path: Path)
         ),
     )
     run.until(lambda: run.steps, "a step was taken")
+    shown = launcher.attached(run.logs / "attach", "n2", typed="echo node=$SLURMD_NODENAME | tr a-z A-Z\nexit\n")
+    assert "NODE=N2" in shown
     (raylet,) = launcher.processes("n2", "raylet/raylet")
     os.kill(raylet, signal.SIGKILL)
     assert run.wait("FAILED") == "1:0"

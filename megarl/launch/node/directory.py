@@ -18,11 +18,18 @@ from megarl.launch.node.slurm_job import SlurmJob
 
 log = logging.getLogger(__name__)
 
+_COMPONENT = """\
+case "$node" in
+    {others}) component=1 ;;
+    *) component=0 ;;
+esac
+"""
 _ATTACH = """\
 #!/bin/sh
 # A shell on a node of the running job, the first or the one that is named; Ray's commands find the job's Ray from it.
 #   {path} [NODE]
-exec srun --jobid={job} --overlap --nodes=1 --ntasks=1 --nodelist="${{1:-{head}}}" --pty \\
+node="${{1:-{head}}}"
+{component}exec srun --jobid={job} {group}--overlap --nodes=1 --ntasks=1 --nodelist="$node" --pty \\
     env RAY_ADDRESS={ray} RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={token} "${{SHELL:-/bin/sh}}"
 """
 
@@ -73,8 +80,16 @@ class JobDirectory:
         with os.fdopen(os.open(self._token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secret)
         script = self.path / "attach"
-        paths = {"path": shlex.quote(str(script)), "token": shlex.quote(str(self._token))}
-        script.write_text(_ATTACH.format(job=job.id, head=job.nodes[0], ray=ray_address, **paths), encoding="utf-8")
+        values = {
+            "path": shlex.quote(str(script)),
+            "token": shlex.quote(str(self._token)),
+            "component": "",
+            "group": "",
+        }
+        if len(job.components) == 2:
+            component = _COMPONENT.format(others=" | ".join(job.components[1]))
+            values |= {"component": component, "group": '--het-group="$component" '}
+        script.write_text(_ATTACH.format(job=job.id, head=job.nodes[0], ray=ray_address, **values), encoding="utf-8")
         script.chmod(0o755)
 
     def write_end(self, outcome: Outcome) -> None:

@@ -23,15 +23,20 @@ class SlurmJob:
         id: of the job, of a heterogeneous one its first component's.
         attempt: how often Slurm has started the job before.
         index: of this node; the head is 0.
-        nodes: names of all nodes, by index.
+        components: names of the nodes; those of a heterogeneous job by component, of any other job together.
         launcher: address of the host that started the step, where Slurm tells it.
     """
 
     id: int
     attempt: int
     index: int
-    nodes: tuple[str, ...]
+    components: tuple[tuple[str, ...], ...]
     launcher: str | None
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Names of all nodes, by index."""
+        return tuple(itertools.chain.from_iterable(self.components))
 
     @property
     def name(self) -> str:
@@ -52,32 +57,33 @@ class SlurmJob:
         """
         try:
             number = int(environment["SLURM_JOB_ID"])
-            nodes = tuple(_nodes(environment))
+            components = tuple(_components(environment))
             index = int(environment["SLURM_NODEID"])
             tasks = int(environment["SLURM_NTASKS"])
         except KeyError as missing:
             raise NoSlurmJobError(
                 f"{missing.args[0]} is not set: start the node agent in a Slurm job, with srun --ntasks-per-node=1"
             ) from None
-        if tasks != len(nodes):
-            raise NoSlurmJobError(
-                f"the step has {tasks} tasks on {len(nodes)} nodes: start it with srun --ntasks-per-node=1"
-            )
-        return cls(
+        job = cls(
             id=number,
             attempt=int(environment.get("SLURM_RESTART_COUNT", "0")),
             index=index,
-            nodes=nodes,
+            components=components,
             launcher=environment.get("SLURM_LAUNCH_NODE_IPADDR"),
         )
+        if tasks != len(job.nodes):
+            raise NoSlurmJobError(
+                f"the step has {tasks} tasks on {len(job.nodes)} nodes: start it with srun --ntasks-per-node=1"
+            )
+        return job
 
 
-def _nodes(environment: Mapping[str, str]) -> Iterator[str]:
-    """The names of the step's nodes by index: by component in a heterogeneous job, whose step's own list is sorted."""
-    components = int(environment.get("SLURM_HET_SIZE", "0"))
-    names = [f"SLURM_JOB_NODELIST_HET_GROUP_{number}" for number in range(components)] or ["SLURM_STEP_NODELIST"]
+def _components(environment: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+    """The names of the step's nodes; in a heterogeneous job the step's own list is sorted, and not in their order."""
+    count = int(environment.get("SLURM_HET_SIZE", "0"))
+    names = [f"SLURM_JOB_NODELIST_HET_GROUP_{number}" for number in range(count)] or ["SLURM_STEP_NODELIST"]
     for name in names:
-        yield from expanded(environment[name])
+        yield tuple(expanded(environment[name]))
 
 
 def expanded(nodelist: str) -> Iterator[str]:
