@@ -10,6 +10,8 @@ from typing import cast
 import yaml
 
 _LONGEST_VALUE = 80
+KEY = "(key)"
+"""The value of a problem that is in the name of a key, which the field ends with."""
 
 
 @dataclass(frozen=True, kw_only=True)

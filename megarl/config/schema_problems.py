@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from megarl.config.problems import Problem, shown
+from megarl.config.problems import KEY, Problem, shown
 from megarl.config.schema import Choice
 from megarl.config.schema.choices import SHORTHAND, Own
 from megarl.config.schema.walk import choices, fields, keys, section, sections
@@ -51,7 +51,7 @@ def _problem(schema: type[BaseModel], error: ErrorDetails) -> Problem:
     path, here = keys(schema, loc)
     field, last = ".".join(map(str, path)), str(path[-1])
     if loc[-1] == "[key]":
-        return _bad_key(field, last, kind, keys(schema, loc[:-2])[1])
+        return _bad_key(field, last, error, keys(schema, loc[:-2])[1])
     if kind == "extra_forbidden":
         return _unknown(schema, loc, field, value)
     if kind.startswith("union_tag"):
@@ -59,10 +59,14 @@ def _problem(schema: type[BaseModel], error: ErrorDetails) -> Problem:
     description = _description(schema, loc)
     if kind == "missing":
         return Problem(field=field, value="(missing)", rule="required", fix=f"add it: {description}")
-    rule = _TYPES.get(kind) or error["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    rule = _TYPES.get(kind) or _rule(error)
     named = isinstance(value, str) and "name" in _fields_of(here)
     fix = f"write it as {{name: {value}}}" if named else f"{_correction(kind, limits, value)}; it is: {description}"
     return Problem(field=field, value=shown(value), rule=rule, fix=fix)
+
+
+def _rule(error: ErrorDetails) -> str:
+    return error["msg"].removeprefix("Value error, ").removeprefix("Input ")
 
 
 def _correction(kind: str, limits: Mapping[str, Any], value: object) -> str:
@@ -92,13 +96,15 @@ def _fields_of(annotation: Any) -> dict[str, FieldInfo]:
     return fields(annotation) if isinstance(annotation, type) and issubclass(annotation, BaseModel) else {}
 
 
-def _bad_key(field: str, key: str, kind: str, mapping: Any) -> Problem:
+def _bad_key(field: str, key: str, error: ErrorDetails, mapping: Any) -> Problem:
     """A key of a mapping that is not among those that there may be."""
-    if kind == "literal_error":
+    if error["type"] == "value_error":
+        return Problem(field=field, value=KEY, rule=_rule(error), fix="rename or remove it")
+    if error["type"] == "literal_error":
         known = [str(choice) for choice in get_args(get_args(mapping)[0])]
-        return Problem(field=field, value="(key)", rule=f"one of {', '.join(known)}", fix=_suggestion(key, known))
+        return Problem(field=field, value=KEY, rule=f"one of {', '.join(known)}", fix=_suggestion(key, known))
     fix = "lower-case letters, digits and underscores, a letter first"
-    return Problem(field=field, value="(key)", rule="a name", fix=fix)
+    return Problem(field=field, value=KEY, rule="a name", fix=fix)
 
 
 def _unknown(schema: type[BaseModel], loc: Sequence[int | str], field: str, value: object) -> Problem:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from megarl.config import ConfigError, EvalConfig, Problem, RunConfig, as_yaml
+from megarl.config import ConfigError, EvalConfig, Problem, RunConfig
 from megarl.launch.chain import Link, load_link
 from megarl.launch.checks import Examination, profile_problems
 from megarl.launch.node.configuration import JOINED, other_ray
 from megarl.launch.profile import Profile, found_profile, load_profile
 from megarl.launch.render import Component, Job
-from megarl.launch.request import Request, Way, as_given
+from megarl.launch.request import Request, Way, as_given, submitted_as
 from megarl.launch.sweep import Cell, load_cells, read_sweeps, run_directory
 
 T = TypeVar("T")
@@ -172,7 +171,7 @@ def _job(
         command="eval" if isinstance(config, EvalConfig) else "train",
         present=examine.present,
         run_dir=examine.present / run_dir,
-        configs=tuple(examine.present / _file(config) for config in configs),
+        configs=tuple(examine.present / submitted_as(config, "slurm") for config in configs),
         cells=cells,
         parallel=request.parallel,
         components=tuple(_components(config, request, examine.profile)),
@@ -180,12 +179,6 @@ def _job(
         earlier=earlier,
         profile=examine.profile,
     )
-
-
-def _file(config: RunConfig) -> Path:
-    """Of the resolved configuration, for the job: named after what it says, as a job that waits still needs its own."""
-    digest = hashlib.sha256(as_yaml(config).encode()).hexdigest()
-    return Path(config.run.dir, "slurm", f"config-{digest[:8]}.yaml")
 
 
 def _components(config: RunConfig, request: Request, profile: Profile) -> Iterator[Component]:

@@ -82,17 +82,14 @@ def _options(own: Mapping[str, str]) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _named_variables(env: Mapping[str, str]) -> Mapping[str, str]:
-    for name in env:
-        if _VARIABLE.fullmatch(name) is None:
-            raise ValueError(f"should have names of letters, digits and underscores; {name!r} is none")
-        if name == "RAY_AUTH_TOKEN":
-            raise ValueError(
-                f"should be without {name}, which each job makes for itself and keeps out of files; remove it"
-            )
-        if name.startswith("SLURM_"):
-            raise ValueError(f"should be without {name}: Slurm sets it for each task; remove it, srun takes options")
-    return env
+def _of_variable(name: str) -> str:
+    if _VARIABLE.fullmatch(name) is None:
+        raise ValueError("should be a name of letters, digits and underscores")
+    if name == "RAY_AUTH_TOKEN":
+        raise ValueError("should not be there: each job makes its own, and keeps it out of files")
+    if name.startswith("SLURM_"):
+        raise ValueError("should not be there: Slurm sets it for each task, and srun takes options")
+    return name
 
 
 def _time_limit(text: str) -> str:
@@ -235,7 +232,7 @@ class Profile(Section):
     """Further options of sbatch, each in one piece, such as --mail-type=FAIL."""
     srun: SrunOptions = ()
     """Further options of srun, each in one piece."""
-    env: Annotated[Mapping[str, Value], AfterValidator(_named_variables)] = {}
+    env: Mapping[Annotated[str, AfterValidator(_of_variable)], Value] = {}
     """Environment variables of the job, as they are: for $ and the like there is setup."""
     setup: Lines = ()
     """Lines of shell that prepare the job on its first node: module load cuda, source ..., export ..."""

@@ -17,6 +17,7 @@ from zipfile import ZIP_DEFLATED, ZipFile
 import typer
 
 from megarl.config import ConfigError, EvalConfig, Problem, RunConfig, load, save
+from megarl.launch.request import submitted_as
 
 _PACKED_CONFIG = "megarl-run.yaml"
 _LARGEST_MIB = 100
@@ -63,7 +64,7 @@ def launch(
     name = f"megarl-{re.sub(r'[^A-Za-z0-9.-]', '-', Path(config.run.dir).name)}-{secrets.token_hex(4)}"
     command = [python or sys.executable, "-m", "megarl", "eval" if isinstance(config, EvalConfig) else "train"]
     if working_dir is None:
-        written = Path(config.run.dir, "ray", "config.yaml").absolute()
+        written = submitted_as(config, "ray").absolute()
         written.parent.mkdir(parents=True, exist_ok=True)
         save(config, written)
         here = shlex.join(["cd", os.getcwd()])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 
-from megarl.config.problems import Problem, shown
+from megarl.config import RunConfig, as_yaml
+from megarl.config.problems import KEY, Problem, shown
 
 OPTIONS: Mapping[str, str] = {
     "runtime.name": "--runtime",
@@ -99,8 +101,20 @@ def split_arguments(arguments: Sequence[str]) -> tuple[tuple[Path, ...], tuple[s
 
 def as_given(problem: Problem, settings: Mapping[str, object]) -> Problem:
     """A problem of the profile under the name of the option that gave the value, where one did."""
-    top, *_ = problem.field.split(".")
+    top, _, rest = problem.field.partition(".")
     if top not in settings:
         return problem
     option = OPTIONS.get(problem.field, f"--{top.replace('_', '-')}")
-    return Problem(field=option, value=problem.value, rule=problem.rule, fix=problem.fix)
+    value = rest if problem.value == KEY else problem.value
+    return Problem(field=option, value=value, rule=problem.rule, fix=problem.fix)
+
+
+def submitted_as(config: RunConfig, folder: str) -> Path:
+    """The file of the resolved configuration, for the job: named after what it says, as another job needs its own.
+
+    Args:
+        config: of the run.
+        folder: in its directory.
+    """
+    digest = hashlib.sha256(as_yaml(config).encode()).hexdigest()
+    return Path(config.run.dir, folder, f"config-{digest[:8]}.yaml")

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 _OF_A_RUN = ("config.yaml", "attempts.jsonl", "metrics.jsonl")
-_SUBMITTED = ("slurm/config-*.yaml", "ray/config.yaml")
+_SUBMITTED = ("slurm/config-*.yaml", "ray/config-*.yaml")
 
 
 class NoRunError(ValueError):

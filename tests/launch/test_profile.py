@@ -74,9 +74,9 @@ def test_a_runtime_is_completed_or_replaced(tmp_path: Path, text: str, given: di
         ("time: 12:00:00", "time", "should be text"),  # YAML reads a number to the base of 60
         ("time: 1 day", "time", "a time limit of Slurm"),
         ("start_limit: 0", "start_limit", "greater than 0"),
-        ("env: {a-b: 1}", "env", "letters, digits and underscores"),
-        ("env: {RAY_AUTH_TOKEN: x}", "env", "without RAY_AUTH_TOKEN, which each job makes for itself"),
-        ("env: {A: 1, SLURM_NODEID: 0}", "env", "without SLURM_NODEID: Slurm sets it"),
+        ("env: {a-b: 1}", "env.a-b", "letters, digits and underscores"),
+        ("env: {RAY_AUTH_TOKEN: secret}", "env.RAY_AUTH_TOKEN", "each job makes its own"),
+        ("env: {A: secret, SLURM_NODEID: 0}", "env.SLURM_NODEID", "Slurm sets it"),
         ("sbatch: [--partition=x]", "sbatch", "there is partition"),
         ("sbatch: ['--mail-user me']", "sbatch", "options in one piece"),
         ("srun: [--container-image=x]", "srun", "there is runtime.image"),
@@ -90,6 +90,7 @@ def test_mistakes_are_told(tmp_path: Path, text: str, field: str, rule: str) -> 
     assert list(found) == [field]
     assert rule in found[field]
     assert str(tmp_path / "cluster.yaml") in str(caught.value)
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

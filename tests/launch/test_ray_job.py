@@ -115,8 +115,9 @@ def test_the_exit_code_is_the_jobs(head: RayHead, tmp_path: Path, stand_in: Path
     run_dir = tmp_path / "a run"
     status, output, errors = ended(head.launch(SFT, f"run.dir={run_dir}", "run.steps=9", "--python", stand_in))
     assert (status, errors) == (code, "")
-    assert f"in {REPOSITORY}: -m megarl train {run_dir}/ray/config.yaml\n" in output
-    sent = yaml.safe_load((run_dir / "ray" / "config.yaml").read_text())
+    (file,) = run_dir.glob("ray/config-*.yaml")
+    assert f"in {REPOSITORY}: -m megarl train {file}\n" in output
+    sent = yaml.safe_load(file.read_text())
     assert (sent["run"]["steps"], sent["cluster"]["address"]) == (9, "auto")
 
 

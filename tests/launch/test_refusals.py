@@ -38,7 +38,7 @@ CONTAINER = ["--runtime=pyxis", "--container=image"]
         (["--sbatch=--nodes=4"], ["--sbatch = ['--nodes=4']", "there is --nodes on the command line"]),
         (["--sbatch=-p x"], ["options in one piece"]),
         (["--srun=--export=NONE"], ["--srun = ", "all variables of the job are passed on"]),
-        (["--env", "1A=2"], ["--env = {1A: '2'}", "letters, digits and underscores"]),
+        (["--env", "1A=2"], ["--env = 1A", "letters, digits and underscores"]),
         (["--job-name", "a\nb"], ["--job-name = 'a\\nb'"]),
         (["run.stepz=3"], ["run.stepz = 3", "did you mean steps?"]),
         (["--profile", "nowhere.yaml"], ["profile = nowhere.yaml", "No such file"]),
