@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -48,8 +48,8 @@ class NodeJob:
         ]
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
 
-    def start(self, index: int, environment: Mapping[str, str] | None = None) -> None:
-        """Starts a node's agent."""
+    def start(self, index: int, environment: Mapping[str, str] | None = None, *, options: Sequence[str] = ()) -> None:
+        """Starts a node's agent, with options that real ones have."""
         of_the_task = {
             **self.trace.environment(),
             "SLURM_JOB_ID": str(self.number),
@@ -64,7 +64,7 @@ class NodeJob:
         }
         with self._output(index).open("wb") as output:
             self.agents[index] = subprocess.Popen(
-                self._command,
+                [*self._command[:3], *options, *self._command[3:]],
                 cwd=ROOT,
                 env={**of_the_task, **(environment or {})},
                 stdout=output,

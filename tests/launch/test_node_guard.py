@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster.processes import MARK, marked_processes
+from megarl.launch.node.guard import clean
 
 ROOT = Path(__file__).parents[2]
 MARKED = f"guarded-{secrets.token_hex(4)}"
@@ -50,6 +51,15 @@ def ray(tmp_path: Path) -> Iterator[Path]:
     yield directory
     for pid in marked_processes(MARKED):
         os.kill(pid, signal.SIGKILL)
+
+
+def test_temporary_files_go_where_logs_cannot_be_kept(
+    ray: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    clean(MARKED, str(ray), str(tmp_path / "file" / "kept"))
+    assert not ray.exists()
+    assert "Ray's logs of this node are not kept in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("how", ["good", "bad", "agent killed", "guard killed", "guard killed, good"])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import signal
 import socket
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from hypothesis import strategies as st
 
 from megarl.launch.node.addresses import address_of, interface_of
 from megarl.launch.node.agent import token_of
+from megarl.launch.node.children import Child
 from megarl.launch.node.directory import JobDirectory
 from megarl.launch.node.endings import Outcome
 from megarl.launch.node.gpus import lack_of_gpus
@@ -172,6 +176,34 @@ def test_the_directory_tells_of_the_job(tmp_path: Path) -> None:
         "reason": "node big was lost: gone",
         "node": "big",
     }
+
+
+def test_an_earlier_step_of_a_job_has_not_ended_this_one(tmp_path: Path) -> None:
+    directory = JobDirectory(tmp_path / "4711-0")
+    directory.begin()
+    directory.write_end(Outcome(exit_code=1, reason="node big was lost: gone", node="big"))
+    directory.begin()
+    assert not (directory.path / "end.json").exists()
+
+
+def test_a_child_has_ended_when_it_has_whoever_holds_its_output(tmp_path: Path) -> None:
+    async def course() -> None:
+        child = await Child.start(["bash", "-c", "sleep 60 & echo $!; exit 3"], os.environ, tmp_path / "log")
+        assert await asyncio.wait_for(child.wait(), 30) == 3
+        os.kill(int(child.last_line), signal.SIGKILL)
+        assert (tmp_path / "log").read_text() == f"{child.last_line}\n"
+
+    asyncio.run(course())
+
+
+def test_a_log_that_cannot_be_written_does_not_stop_a_child(tmp_path: Path) -> None:
+    async def course() -> None:
+        much = "import sys; sys.stdout.write('x' * 10**6); print(); print('done')"
+        child = await Child.start([sys.executable, "-c", much], os.environ, tmp_path / "nowhere" / "log")
+        assert await asyncio.wait_for(child.wait(), 30) == 0
+        assert child.last_line == "done"
+
+    asyncio.run(course())
 
 
 def test_what_cannot_be_written_of_a_job_does_not_end_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

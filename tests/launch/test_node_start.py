@@ -55,11 +55,11 @@ def test_other_nodes_than_the_job_has_or_another_ray_are_a_mistake(directory: Pa
 
 
 def test_a_node_that_does_not_come_is_named(directory: Path) -> None:
-    job = NodeJob(directory, "works", limit_s=4)
+    job = NodeJob(directory, "works", limit_s=10)
     job.start(0)
     assert job.exit_codes() == (1,)
-    assert "[n1] no agent has connected from node n2 within 4 s" in job.output(0)
-    assert job.end() == {"exit_code": 1, "reason": "no agent has connected from node n2 within 4 s", "node": "n2"}
+    assert "[n1] no agent has connected from node n2 within 10 s" in job.output(0)
+    assert job.end() == {"exit_code": 1, "reason": "no agent has connected from node n2 within 10 s", "node": "n2"}
     assert job.left() == NOTHING
 
 
@@ -79,6 +79,18 @@ def test_a_node_that_cannot_take_part_ends_the_job_and_says_why(directory: Path)
         "node n2 cannot take part: [Errno 98] each of these ranges has a port that is taken"
     )
     assert end["reason"] in job.output(0)
+    assert job.left() == NOTHING
+
+
+@pytest.mark.parametrize(("index", "codes"), [(0, (2, 0)), (1, (2, 2))])
+def test_an_interface_that_one_node_lacks_ends_all(directory: Path, index: int, codes: tuple[int, int]) -> None:
+    job = NodeJob(directory, None)
+    job.start(1 - index)
+    job.start(index, options=["--interface", "nope0"])
+    assert job.exit_codes() == codes
+    reason = f"node n{index + 1} cannot take part: --interface nope0 is none of this node's interfaces"
+    assert f"[n1] {reason}" in job.output(0)
+    assert job.end()["reason"].startswith(reason)
     assert job.left() == NOTHING
 
 

@@ -14,9 +14,8 @@ import typer
 
 from megarl.launch.node.agent import Agent, Options, log, name_messages, token_of
 from megarl.launch.node.head import Head
-from megarl.launch.node.messages import Lost
 from megarl.launch.node.slurm_job import SlurmJob
-from megarl.launch.node.worker import Worker, tell_head
+from megarl.launch.node.worker import Worker
 
 
 class Command(StrEnum):
@@ -70,14 +69,7 @@ async def run(options: Options) -> int:
     except ValueError as error:
         log.error(error)
         return 2
-    try:
-        agent = Agent(job, options, token)
-    except (OSError, ValueError) as error:
-        log.error(error)
-        code = 2 if isinstance(error, ValueError) else 1
-        if job.index > 0:
-            await tell_head(job, token, Lost(reason=f"node {job.name} cannot take part: {error}", exit_code=code))
-        return code
+    agent = Agent(job, options, token)
     agent.listen_for_signals()
     return await (Head(agent) if job.index == 0 else Worker(agent)).run()
 

@@ -22,7 +22,7 @@ from megarl.launch.node.endings import Ended, Outcome
 from megarl.launch.node.gpus import lack_of_gpus
 from megarl.launch.node.guard import Guard
 from megarl.launch.node.messages import Start
-from megarl.launch.node.ports import Claim, candidates
+from megarl.launch.node.ports import Claim, Ports, candidates
 from megarl.launch.node.rendezvous import reachable
 from megarl.launch.node.scrub import scrubbed
 from megarl.launch.node.slurm_job import SlurmJob
@@ -98,17 +98,13 @@ class Agent:
         options: of the agent.
         token: of the job.
 
-    Raises:
-        OSError: no block of ports is free.
-        ValueError: there is no such interface.
     """
 
     def __init__(self, job: SlurmJob, options: Options, token: str) -> None:
         self.job, self.options, self.token = job, options, token
-        self._address = address_of(options.interface) if options.interface is not None else None
+        self._address: str | None = None
+        self._claim: Claim | None = None
         _allow_open_files()
-        self._claim = Claim(candidates(job.id))
-        self.ports = self._claim.ports
         self._directory = new_directory()
         clean = scrubbed(os.environ)
         mark = secrets.token_hex(8)
@@ -121,6 +117,30 @@ class Agent:
         """From here on a signal does not end the agent: it ends the job, in order, and further ones change nothing."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stopped_by.put_nowait, number)
+
+    @property
+    def ports(self) -> Ports:
+        """Of the job on this node, once they are claimed."""
+        assert self._claim is not None
+        return self._claim.ports
+
+    def claim_ports(self) -> None:
+        """Takes the first block of ports that is free; where none is, the job ends."""
+        try:
+            self._claim = Claim(candidates(self.job.id))
+        except OSError as error:
+            raise self._cannot_take_part(error, exit_code=1) from None
+
+    def find_address(self) -> None:
+        """Looks for the interface that the run is to use; where it is not there, the job ends."""
+        try:
+            self._address = address_of(self.options.interface) if self.options.interface is not None else None
+        except ValueError as error:
+            raise self._cannot_take_part(error, exit_code=2) from None
+
+    def _cannot_take_part(self, error: Exception, exit_code: int) -> Ended:
+        reason = f"node {self.job.name} cannot take part: {error}"
+        return Ended(Outcome(exit_code=exit_code, reason=reason, node=self.job.name))
 
     async def signals(self) -> None:
         """Waits for a signal, which ends the job."""
@@ -192,7 +212,8 @@ class Agent:
         if not failed:
             self._guard.keep_logs(None)
         clean = await asyncio.to_thread(self._guard.finish)
-        self._claim.close()
+        if self._claim is not None:
+            self._claim.close()
         if not clean:
             log.error("something of the job is left on this node: the message above says what")
         return clean

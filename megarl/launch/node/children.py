@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
+import os
+from asyncio.subprocess import DEVNULL, STDOUT, Process
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 _DRAIN_S = 2.0
 """For the last of the output, once the process has ended: others may have inherited the pipe, and go on."""
+_KILLED_S = 10.0
+"""For a process that is killed to be gone."""
 _CHUNK_BYTES = 1 << 16
 
 
@@ -19,25 +22,34 @@ class Child:
 
     Args:
         process: that runs.
+        output: what it prints.
         log: the file.
         echo: where its output goes besides.
     """
 
-    def __init__(self, process: Process, log: Path, echo: BinaryIO | None) -> None:
+    def __init__(self, process: Process, output: asyncio.StreamReader, log: Path, echo: BinaryIO | None) -> None:
         self._process = process
         self.tail = b""
         """The end of the output."""
-        self._copying = asyncio.create_task(self._copy(log, echo))
+        self._copying = asyncio.create_task(self._copy(output, log, echo))
 
     @classmethod
     async def start(
         cls, command: Sequence[str], environment: Mapping[str, str], log: Path, echo: BinaryIO | None = None
     ) -> Child:
         """Starts the command."""
-        process = await asyncio.create_subprocess_exec(
-            *command, env=environment, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT
-        )
-        return cls(process, log, echo)
+        # A pipe of its own: for asyncio a process has ended when its pipes are closed, which others may hold open.
+        reading, writing = os.pipe()
+        output = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(output)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(reading, "rb", 0))
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command, env=environment, stdin=DEVNULL, stdout=writing, stderr=STDOUT
+            )
+        finally:
+            os.close(writing)
+        return cls(process, output, log, echo)
 
     @property
     def last_line(self) -> str:
@@ -51,25 +63,24 @@ class Child:
             await asyncio.wait_for(asyncio.shield(self._copying), _DRAIN_S)
         return code if code >= 0 else 128 - code
 
-    async def stop(self, grace_s: float) -> int:
-        """Ends it with SIGTERM, and with SIGKILL where it outlives the grace; the exit code."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
-        try:
-            return await asyncio.wait_for(self.wait(), grace_s)
-        except TimeoutError:
+    async def stop(self, grace_s: float) -> None:
+        """Ends it with SIGTERM, and with SIGKILL where it outlives the grace."""
+        for end, limit_s in ((self._process.terminate, grace_s), (self._process.kill, _KILLED_S)):
             with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            return await self.wait()
+                end()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.wait(), limit_s)
+                return
 
-    async def _copy(self, log: Path, echo: BinaryIO | None) -> None:
-        assert self._process.stdout is not None
-        with log.open("ab", buffering=0) as file:
-            while chunk := await self._process.stdout.read(_CHUNK_BYTES):
+    async def _copy(self, output: asyncio.StreamReader, log: Path, echo: BinaryIO | None) -> None:
+        """Reads on whatever becomes of the copies: a full disk must not stop the process, nor who listens no more."""
+        with contextlib.ExitStack() as stack:
+            copies = [] if echo is None else [echo]
+            with contextlib.suppress(OSError):
+                copies.append(stack.enter_context(log.open("ab", buffering=0)))
+            while chunk := await output.read(_CHUNK_BYTES):
                 self.tail = (self.tail + chunk)[-_CHUNK_BYTES:]
-                with contextlib.suppress(OSError):  # a full disk must not stop the process
-                    file.write(chunk)
-                with contextlib.suppress(OSError):  # nor somebody who listens no more
-                    if echo is not None:
-                        echo.write(chunk)
-                        echo.flush()
+                for copy in copies:
+                    with contextlib.suppress(OSError):
+                        copy.write(chunk)
+                        copy.flush()

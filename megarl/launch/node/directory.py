@@ -43,12 +43,21 @@ class JobDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._token = path / "token"
+        self._token, self._end = path / "token", path / "end.json"
 
     @classmethod
     def of(cls, run_dir: str, job: SlurmJob) -> JobDirectory:
         """The directory of this attempt."""
         return cls(Path(run_dir).absolute() / "slurm" / f"{job.id}-{job.attempt}")
+
+    def begin(self) -> None:
+        """Makes the directory; an earlier step of the job may have ended in it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._end.unlink(missing_ok=True)
 
     @property
     def driver_log(self) -> Path:
@@ -76,6 +85,10 @@ class JobDirectory:
 
     def write_attach(self, job: SlurmJob, ray_address: str, secret: str) -> None:
         """Writes the script that opens a shell in the job, and the token that it needs, for its owner alone."""
+        with _warning():
+            self._write_attach(job, ray_address, secret)
+
+    def _write_attach(self, job: SlurmJob, ray_address: str, secret: str) -> None:
         self._token.unlink(missing_ok=True)
         with os.fdopen(os.open(self._token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secret)
@@ -97,7 +110,7 @@ class JobDirectory:
         with _warning():
             self._token.unlink(missing_ok=True)
         with _warning():
-            write_durably(self.path / "end.json", json.dumps(asdict(outcome)) + "\n")
+            write_durably(self._end, json.dumps(asdict(outcome)) + "\n")
 
     def add_to_driver_log(self, text: str) -> None:
         """Adds a line to what the driver has printed, if there was one."""

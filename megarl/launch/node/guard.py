@@ -1,7 +1,8 @@
 """The process that ends and removes what an agent has started, however the agent ends.
 
 It holds the other end of a pipe, which closes when the agent closes it or is gone, be it killed. Before that, each line
-of the pipe says where Ray's logs are to be kept; an empty one, that they need not be.
+of the pipe says where Ray's logs are to be kept; an empty one, that they need not be. Where Slurm tracks processes by
+cgroup, it kills the guard with the rest of a task whose agent is killed: then temporary files stay on the node.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class Guard:
             code = self._process.wait(_LIMIT_S)
             if code < 0:
                 clean(self._mark, self._directory, self._keep)
-        except (RunError, subprocess.TimeoutExpired):
+        except (RunError, subprocess.TimeoutExpired) as error:
+            print(error, file=sys.stderr)
             return False
         return code <= 0
 
@@ -81,7 +83,10 @@ def clean(mark: str, directory: str, keep: str) -> None:
     finally:
         logs = Path(directory) / "session_latest" / "logs"
         if keep and logs.is_dir():
-            shutil.copytree(logs, keep, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+            try:
+                shutil.copytree(logs, keep, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+            except OSError as error:
+                print(f"Ray's logs of this node are not kept in {keep}: {error}", file=sys.stderr)
         shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -45,6 +46,12 @@ class Head:
 
     async def run(self) -> int:
         """Runs the job to its end; its exit code."""
+        try:
+            self._agent.claim_ports()
+        except Ended as error:
+            log.error(error)
+            await self._agent.clean_up(failed=False)
+            return error.outcome.exit_code
         port = self._agent.ports.rendezvous
         async with listening(self._job, self._agent.token, port, log.warning) as self._arrivals:
             outcome = await until_the_end(self._course)
@@ -56,6 +63,7 @@ class Head:
         group.create_task(self._receive(group))
         config = self._configuration()
         self._directory = directory = self._open_directory(config.run.dir)
+        self._agent.find_address()
         await self._check(directory)
         self._reached("configuration checked")
         await self._all_nodes()
@@ -78,7 +86,7 @@ class Head:
         """The job's directory, which nobody has seen yet."""
         try:
             directory = JobDirectory.of(run_dir, self._job)
-            directory.path.mkdir(parents=True, exist_ok=True)
+            directory.begin()
         except OSError as error:
             rule, fix = f"can be written ({error.strerror})", "choose another run.dir"
             problem = Problem(field="run.dir", value=run_dir, rule=rule, fix=fix)
@@ -152,7 +160,8 @@ class Head:
             code = None
         told = waiting.last_line
         if code is None:
-            raise Ended(Outcome(exit_code=1, reason=f"Ray is not ready within {limit:g} s: {told}"))
+            node = next((name for name in self._job.nodes if name in re.split(r"[ ,]+", told)), None)
+            raise Ended(Outcome(exit_code=1, reason=f"Ray is not ready within {limit:g} s: {told}", node=node))
         if code:
             raise Ended(Outcome(exit_code=1, reason=f"the wait for Ray ended with exit code {code}: {told}"))
 

@@ -27,6 +27,10 @@ class NotAdmittedError(ConnectionError):
     """The head of this very job lets this node not take part."""
 
 
+class _RefusedError(ConnectionError):
+    """An agent of the job may not take part."""
+
+
 class Peer:
     """A connection to another agent of the job, which has proved that it is one.
 
@@ -74,8 +78,11 @@ async def listening(
         try:
             async with asyncio.timeout(_ANSWER_S):
                 index = await _let_in(lines, job, secret, connected)
-        except (ConnectionError, TimeoutError) as error:
-            refused(f"{lines.other_address} was not let in: {error or 'it did not answer'}")
+        except _RefusedError as error:
+            refused(f"{lines.other_address} was not let in: {error}")
+            lines.close()
+            return
+        except (ConnectionError, TimeoutError):  # whoever looks which ports are open, or is of another job
             lines.close()
             return
         connected.add(index)
@@ -135,6 +142,8 @@ async def _let_in(lines: Lines, job: SlurmJob, secret: str, connected: set[int])
     challenge = secrets.token_hex(16)
     await lines.send({"job": job.id, "challenge": challenge})
     answer = await lines.receive()
+    if "proof" not in answer:
+        raise ConnectionError("no agent of this job")
     index: Any = answer.get("index")
     if not _is_proof(answer, secret, challenge, index):
         reason = "it has another RAY_AUTH_TOKEN: make one for the job, in the batch script, before srun"
@@ -144,7 +153,7 @@ async def _let_in(lines: Lines, job: SlurmJob, secret: str, connected: set[int])
         await lines.send({"proof": _proof(secret, str(answer.get("challenge")), 0)})
         return index
     await lines.send({"refused": reason})
-    raise ConnectionError(reason)
+    raise _RefusedError(reason)
 
 
 async def _connected(host: str, port: int, job: SlurmJob, secret: str) -> Peer:

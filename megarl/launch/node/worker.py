@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from pathlib import Path
 
 from megarl.launch.node.agent import FIRST_SIGN_S, Agent, log, log_to
@@ -12,19 +11,6 @@ from megarl.launch.node.endings import Ended, Outcome, until_the_end
 from megarl.launch.node.messages import End, Lost, Start
 from megarl.launch.node.ports import candidates
 from megarl.launch.node.rendezvous import NotAdmittedError, Peer, find_head
-from megarl.launch.node.slurm_job import SlurmJob
-
-_TELLING_S = 30.0
-"""For the head to listen: it may begin later than another node."""
-
-
-async def tell_head(job: SlurmJob, token: str, lost: Lost) -> None:
-    """Has the job end, of which this node cannot be a part: the head would wait for it until the limit."""
-    with suppress(NotAdmittedError, TimeoutError):
-        async with asyncio.timeout(_TELLING_S):
-            head = await find_head(job, token, candidates(job.id))
-        await head.send(lost)
-        head.close()
 
 
 class Worker:
@@ -59,6 +45,8 @@ class Worker:
         """Waits for the head, starts Ray when it says so, and waits for the end."""
         group.create_task(self._agent.signals())
         self._head = head = await self._connect()
+        self._agent.claim_ports()
+        self._agent.find_address()
         message = await head.receive()
         if isinstance(message, Start):
             self._directory = self._see(Path(message.log_dir))
