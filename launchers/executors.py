@@ -77,11 +77,6 @@ def _sbatch(job: Job) -> Iterator[tuple[str, str | bool]]:
 
 def _srun(job: Job) -> Iterator[str]:
     """Options of srun, after NeMo-Run's own, of which two would cut the nodes' orderly end short."""
-    profile = job.profile
-    yield from ("--ntasks-per-node=1", "--export=ALL", "--cpu-bind=none", "--kill-on-bad-exit=0")
-    yield f"--wait={job.patience}"
-    if profile.cpus_per_task:
-        yield f"--cpus-per-task={profile.cpus_per_task}"
-    if isinstance(profile.runtime, Pyxis) and profile.env:
-        yield f"--container-env={','.join(profile.env)}"
-    yield from profile.srun
+    yield from job.srun
+    if isinstance(job.profile.runtime, Pyxis) and job.profile.env:
+        yield f"--container-env={','.join(job.profile.env)}"

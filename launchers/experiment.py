@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import nemo_run as run
 from invoke.exceptions import UnexpectedExit
+from nemo_run.config import get_nemorun_home
 
+from launchers.accounting import COMPLETED, LOST, AccountingError, followed, reason
 from megarl.launch.slurm import environment
 
-_ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
-_FIRST_POLL_S, _LAST_POLL_S = 2.0, 30.0
-"""Between two looks into Slurm's accounting, which many share: it is asked less often the longer jobs take."""
+_PRIVATE = 0o077
+"""The umask for NeMo-Run's files: they have what the profile says, which others must not read."""
 _SHOWN = 4000
 """Characters of a failed task's errors that are shown."""
 
@@ -46,7 +47,10 @@ class Task:
 
 
 def show(title: str, tasks: Sequence[Task]) -> None:
-    """Writes what NeMo-Run would submit, or start here, to the standard output."""
+    """Writes what NeMo-Run would submit, or start here, to the standard output, and leaves nothing."""
+    os.umask(_PRIVATE)
+    home = Path(get_nemorun_home())
+    made = [path for path in (home / "experiments" / title, home / "experiments", home) if not path.exists()]
     with redirect_stdout(sys.stderr), run.Experiment(title, log_level="WARN") as experiment:
         _add(experiment, tasks)
         experiment.dryrun(log=False, delete_exp_dir=False)
@@ -57,6 +61,9 @@ def show(title: str, tasks: Sequence[Task]) -> None:
         for file in (file for file in files if file.exists()):
             print(f"# ---- {file.relative_to(directory)}{after}", file.read_text(encoding="utf-8").rstrip(), sep="\n")
     shutil.rmtree(directory)
+    for path in made:
+        with suppress(OSError):  # somebody else has put something there
+            path.rmdir()
 
 
 def start(title: str, tasks: Sequence[Task], *, detach: bool) -> int:
@@ -70,6 +77,7 @@ def start(title: str, tasks: Sequence[Task], *, detach: bool) -> int:
     Returns:
         0 where all tasks have succeeded, or are submitted; 1 where one has not.
     """
+    os.umask(_PRIVATE)
     experiment, executor = run.Experiment(title, log_level="WARN"), tasks[0].executor
     if isinstance(executor, run.SlurmExecutor):
         for name in set(os.environ) - set(environment(_directives(executor))):
@@ -79,7 +87,9 @@ def start(title: str, tasks: Sequence[Task], *, detach: bool) -> int:
                 _add(experiment, tasks)
                 experiment.run(detach=True)
         except UnexpectedExit as error:
-            return _refused(experiment, error)
+            return _refused(experiment, f"refused: {error.result.command}\n{error.result.stderr.strip()}")
+        except LOST as error:
+            return _refused(experiment, f"submitting from {_place(executor)} failed: {reason(error)}")
         return 0 if detach else _waited(experiment, tasks)
     with _interruptible(experiment), experiment:  # which waits for the tasks at its end
         _add(experiment, tasks)
@@ -87,7 +97,7 @@ def start(title: str, tasks: Sequence[Task], *, detach: bool) -> int:
     states = {job.id: job.state.name for job in experiment.jobs}
     for job in (job for job in experiment.jobs if states[job.id] != "SUCCEEDED"):
         _show_errors(Path(job.executor.job_dir))
-    return _told(tasks, states)
+    return _told(tasks, states, succeeded="SUCCEEDED")
 
 
 def _directives(executor: run.SlurmExecutor) -> str:
@@ -98,13 +108,24 @@ def _directives(executor: run.SlurmExecutor) -> str:
     )
 
 
-def _refused(experiment: run.Experiment, error: UnexpectedExit) -> int:
-    """Says what sbatch said, and which jobs it had accepted before."""
-    print(f"refused: {error.result.command}", error.result.stderr.strip(), sep="\n", file=sys.stderr)
-    numbers = [job.handle.partition("://")[2].split("/")[1] for job in experiment.jobs if job.handle]
+def _refused(experiment: run.Experiment, message: str) -> int:
+    """Says why not all jobs are submitted, and which are."""
+    print(message, file=sys.stderr)
+    numbers = _numbers(experiment).values()
     if numbers:
         print(f"submitted before it: {', '.join(numbers)}; to cancel: scancel {' '.join(numbers)}", file=sys.stderr)
     return 1
+
+
+def _place(executor: run.SlurmExecutor) -> str:
+    """From where jobs are submitted."""
+    tunnel = executor.tunnel
+    return f"{tunnel.user}@{tunnel.host}" if isinstance(tunnel, run.SSHTunnel) else "this machine"
+
+
+def _numbers(experiment: run.Experiment) -> dict[str, str]:
+    """Those of the submitted jobs, by task."""
+    return {job.id: job.handle.partition("://")[2].split("/")[1] for job in experiment.jobs if job.handle}
 
 
 def _add(experiment: run.Experiment, tasks: Sequence[Task]) -> None:
@@ -140,32 +161,28 @@ def _show_errors(directory: Path) -> None:
 
 def _waited(experiment: run.Experiment, tasks: Sequence[Task]) -> int:
     """Follows the jobs of a cluster to their ends; an interrupt leaves them alone."""
-    known: dict[str, str] = {}
-    pause_s = _FIRST_POLL_S
+    numbers, executor = _numbers(experiment), experiment.jobs[0].executor
+    assert isinstance(executor, run.SlurmExecutor)
     try:
-        while True:
-            try:
-                told: dict[str, Any] = experiment.status(return_dict=True) or {}
-            except UnexpectedExit as error:
-                print(f"sacct does not answer, and is asked again: {error.result.stderr.strip()}", file=sys.stderr)
-                told = {}
-            for name, state in ((name, entry["status"].name) for name, entry in told.items()):
-                if known.get(name) != state:
-                    print(f"{time.strftime('%H:%M:%S')} {name}: {state}", flush=True)
-                known[name] = state
-            if all(known.get(task.name) in _ENDED for task in tasks):
-                break
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.1, _LAST_POLL_S)
+        known = followed(executor.tunnel, numbers)
     except KeyboardInterrupt:
         print("the jobs go on; the commands above tell of them, and cancel them", file=sys.stderr)
         return 128 + signal.SIGINT
-    return _told(tasks, known)
+    except AccountingError as error:
+        jobs, directories = ",".join(numbers.values()), shlex.join(task.run_dir for task in tasks)
+        print(
+            f"{error}\nthe jobs go on, and are not waited for: {jobs}\n"
+            f"squeue --jobs {jobs} and megarl status {directories} tell of them; "
+            "where Slurm has no accounting, submit with --detach",
+            file=sys.stderr,
+        )
+        return 1
+    return _told(tasks, known, succeeded=COMPLETED)
 
 
-def _told(tasks: Sequence[Task], states: dict[str, str]) -> int:
+def _told(tasks: Sequence[Task], states: Mapping[str, str], *, succeeded: str) -> int:
     """Says which tasks have not succeeded, and where to look."""
-    failed = [task for task in tasks if states.get(task.name) != "SUCCEEDED"]
+    failed = [task for task in tasks if states.get(task.name) != succeeded]
     for task in failed:
         print(f"{task.name}: {states.get(task.name)}; see megarl status {task.run_dir}", file=sys.stderr)
     return 1 if failed else 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ import jinja2
 
 from megarl.config import RunConfig, as_yaml
 from megarl.launch.profile import Bare
-from megarl.launch.render import Job
+from megarl.launch.render import Job, templates
 
 _END = "END OF THE CONFIGURATION"
 
@@ -45,16 +45,13 @@ def interpreter(job: Job) -> str:
 
 
 def _rendered(template: str, /, *, job: Job, **values: object) -> str:
-    environment = jinja2.Environment(
-        loader=jinja2.ChoiceLoader(
-            [jinja2.FileSystemLoader(Path(__file__).parent / "templates"), jinja2.PackageLoader("megarl.launch")]
-        ),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,
-    )
-    environment.filters["sh"] = lambda value: shlex.quote(str(value))
-    known = {"job": job, "profile": job.profile, "runtime": job.profile.runtime}
-    return environment.get_template(template).render(**known, **values)
+    own = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
+    known = {"job": job, "profile": job.profile, "runtime": job.profile.runtime, "umask": _umask()}
+    return templates(own).get_template(template).render(**known, **values)
+
+
+def _umask() -> str:
+    """What this process's files do not allow, as umask takes it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return f"{mask:04o}"

@@ -71,6 +71,8 @@ def launch(submission: Submission) -> int:
     if errors:
         print(*errors, sep="\n", file=sys.stderr)
         return 2
+    for remark in (remark for each in planned for remark in each.remarks):
+        print(remark, file=sys.stderr)
     if submission.request.dry_run:
         show(title, tasks)
         return 0
@@ -96,12 +98,11 @@ def _contradictions(submission: Submission) -> Iterator[Problem]:
 def _tasks(planned: Sequence[Planned], submission: Submission, title: str) -> Iterator[Task]:
     """The runs of a chain, each after the one before; or those of a sweep, so many at the same time as they may be."""
     request, here = submission.request, submission.where is Where.LOCAL
-    runs = list(_runs(planned))
     apart = (request.parallel or (1 if here else None)) if request.sweeps else 1
     names: list[str] = []
-    for job, config in runs:
+    for index, job, config in _runs(planned):
         after = () if apart is None or len(names) < apart else (names[-apart],)
-        name = f"cell-{len(names)}" if request.sweeps else _name(config.stage, names)
+        name = f"cell-{index}" if request.sweeps else _name(config.stage, names)
         names.append(name)
         if here:
             script = scripts.local(job, config, name=name, after=() if request.sweeps else after)
@@ -112,12 +113,14 @@ def _tasks(planned: Sequence[Planned], submission: Submission, title: str) -> It
         yield Task(name=name, script=script, executor=executor, after=after, run_dir=str(job.run_dir))
 
 
-def _runs(planned: Sequence[Planned]) -> Iterator[tuple[Job, RunConfig]]:
-    """Each run, with a job of its own."""
-    for each in planned:
-        directories = [each.job.run_dir / cell for cell in each.job.cells] or [each.job.run_dir]
-        for directory, config, file in zip(directories, each.configs, each.job.configs, strict=True):
-            yield replace(each.job, run_dir=directory, configs=(file,), cells=()), config
+def _runs(planned: Sequence[Planned]) -> Iterator[tuple[int, Job, RunConfig]]:
+    """Each run that is not finished: its place in the sweep, a job of its own, its configuration."""
+    for job, configs in ((each.job, each.configs) for each in planned):
+        directories = [job.run_dir / cell for cell in job.cells] or [job.run_dir]
+        for index, directory in enumerate(directories):
+            if index not in job.finished:
+                own = replace(job, run_dir=directory, configs=(job.configs[index],), cells=(), finished=frozenset())
+                yield index, own, configs[index]
 
 
 def _name(stage: str, names: Sequence[str]) -> str:

@@ -1,9 +1,8 @@
-"""Devices as places for processes: one bundle of a Ray placement group per device."""
+"""Devices as places for processes: one bundle of a Ray placement group per node."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +24,7 @@ class Slot:
         device: its number over all nodes.
         node: its node, virtual or not.
         local: its number on the node.
-        bundle: of the placement group.
+        bundle: of the placement group, which has all devices of the node.
     """
 
     device: int
@@ -42,27 +41,28 @@ class Placement:
 
     Args:
         nodes: nodes of the run.
-        devices_per_node: devices of each.
-        virtual: all nodes are on this machine.
+        devices_per_node: devices of each; a node of the cluster may have more.
+        virtual: all nodes are on this machine; otherwise each is another node of the cluster.
 
     Raises:
-        RunError: the cluster has too few devices, or spreads them unevenly.
+        RunError: the cluster has too few nodes with so many free devices.
     """
 
     def __init__(self, nodes: int, devices_per_node: int, *, virtual: bool) -> None:
-        count = nodes * devices_per_node
-        self._group: PlacementGroup = placement_group([{DEVICE: 1}] * count, strategy="PACK")
+        self._group: PlacementGroup = placement_group(
+            [{DEVICE: devices_per_node}] * nodes, strategy="STRICT_PACK" if virtual else "STRICT_SPREAD"
+        )
         if not self._group.wait(_WAIT_S):
-            offered = int(ray.cluster_resources().get(DEVICE, 0))
             raise RunError(
-                f"the run needs {count} devices and the cluster offers {offered}: start every node with "
-                f"ray start --resources '{{\"{DEVICE}\": {devices_per_node}}}'"
+                f"the run needs {nodes} x {devices_per_node} devices, and the nodes of the cluster offer {_offer()}: "
+                f"start every node with ray start --resources '{{\"{DEVICE}\": {devices_per_node}}}', wait for the "
+                "runs that hold devices, or lower cluster.nodes or cluster.devices_per_node"
             )
         hosts: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
-        bundles = list(range(count)) if virtual else bundles_by_node(hosts, devices_per_node, _numbers())
         self.slots: tuple[Slot, ...] = tuple(
-            Slot(device=i, node=i // devices_per_node, local=i % devices_per_node, bundle=bundle)
-            for i, bundle in enumerate(bundles)
+            Slot(device=node * devices_per_node + local, node=node, local=local, bundle=bundle)
+            for node, bundle in enumerate(in_order(hosts, _numbers()))
+            for local in range(devices_per_node)
         )
 
     def strategy(self, device: int) -> PlacementGroupSchedulingStrategy:
@@ -70,26 +70,21 @@ class Placement:
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self.slots[device].bundle)
 
 
-def bundles_by_node(hosts: Mapping[int, str], devices_per_node: int, numbers: Mapping[str, int]) -> list[int]:
-    """The bundles in the order of devices: those of one node side by side.
+def in_order(hosts: Mapping[int, str], numbers: Mapping[str, int]) -> list[int]:
+    """The bundles in the order of the run's nodes.
 
     Args:
         hosts: the node of each bundle.
-        devices_per_node: bundles that each node must have.
         numbers: of the nodes that have one; the others come after them, in the order of their bundles.
-
-    Raises:
-        RuntimeError: a node has another number of them.
     """
-    found = dict.fromkeys(hosts[bundle] for bundle in sorted(hosts))
-    nodes = {node: index for index, node in enumerate(sorted(found, key=lambda node: numbers.get(node, math.inf)))}
-    uneven = [count for count in Counter(hosts.values()).values() if count != devices_per_node]
-    if uneven:
-        raise RuntimeError(
-            f"cluster.devices_per_node is {devices_per_node}, and Ray placed {uneven[0]} devices of the run on a node: "
-            f"give every node devices_per_node devices"
-        )
-    return sorted(hosts, key=lambda bundle: (nodes[hosts[bundle]], bundle))
+    return sorted(hosts, key=lambda bundle: (numbers.get(hosts[bundle], math.inf), bundle))
+
+
+def _offer() -> str:
+    """The devices of the living nodes, and how many of them nobody holds."""
+    found = ((node["NodeName"], int(node["Resources"].get(DEVICE, 0))) for node in ray.nodes() if node["Alive"])
+    free = int(ray.available_resources().get(DEVICE, 0))
+    return f"{', '.join(f'{name}: {count}' for name, count in sorted(found))}, of which {free} are free"
 
 
 def _numbers() -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,8 @@ from megarl.launch.render import mounts
 from megarl.launch.request import Request, Way
 from megarl.loop.preflight import check
 
+_EARLY_S = 60
+"""The signal before the time limit may come so much earlier (Slurm: sbatch's manual, --signal)."""
 _NAMES_NOTHING: Final[Any] = {"run": True, "actor": {"optimizer"}, "critic": {"optimizer"}}
 """Parts of a configuration that name neither models nor data nor functions."""
 
@@ -64,10 +67,14 @@ class Examination:
                 self._read[key] = None
         return self._read[key]
 
+    def finished(self, config: RunConfig) -> list[Problem]:
+        """That there is nothing left to do in run.dir, where it can be looked at; empty where there is."""
+        return [] if self.elsewhere else list(_is_not_finished(config))
+
     def _misfits(self, config: RunConfig) -> Iterator[Problem]:
         """What the configuration, the request and the profile have against each other."""
-        if not self.elsewhere:
-            yield from _is_not_finished(config)
+        if not self.request.sweeps:  # the finished cells of a sweep are left out
+            yield from self.finished(config)
         yield from _devices_are_real(config, self.request)
         yield from _nodes_are_used(config)
         yield from _components_are_apart(config, self.request)
@@ -77,10 +84,10 @@ class Examination:
 
 def profile_problems(profile: Profile) -> Iterator[Problem]:
     """What of a profile does not go together."""
-    if profile.time is not None and seconds_of(profile.time) <= profile.grace:
-        rule = f"less than the time limit, {profile.time}"
-        fix = "lower it, or raise the time limit"
-        yield Problem(field="grace", value=str(profile.grace), rule=rule, fix=fix)
+    if profile.time is not None and profile.grace and seconds_of(profile.time) <= profile.grace + _EARLY_S:
+        rule = f"longer than grace, {profile.grace} s, and the {_EARLY_S} s by which Slurm may be early with its signal"
+        fix = "raise time, or lower grace (--grace 0 leaves the end to Slurm)"
+        yield Problem(field="time", value=profile.time, rule=rule, fix=fix)
     if profile.gpu_type is not None and profile.gpu_request == "none":
         rule, fix = "has an effect where GPUs are asked for", "remove it, or set gpu_request"
         yield Problem(field="gpu_type", value=profile.gpu_type, rule=rule, fix=fix)
@@ -97,7 +104,7 @@ def _is_not_finished(config: RunConfig) -> Iterator[Problem]:
         fix = "choose another run.dir, or remove the directory"
         yield Problem(field="run.dir", value=config.run.dir, rule="no finished evaluation is there", fix=fix)
     elif isinstance(config, TrainingConfig) and config.run.steps <= taken:
-        fix = "raise run.steps to go on with it, or choose another run.dir; of several runs, leave it out"
+        fix = "raise run.steps to go on with it, or choose another run.dir; of a chain, leave it out"
         rule = f"a run that is not finished; this one has taken its {taken} steps"
         yield Problem(field="run.dir", value=config.run.dir, rule=rule, fix=fix)
 
@@ -152,16 +159,21 @@ def _paths_can_be_written(run_dir: Path, profile: Profile, present: Path) -> Ite
 
 
 def _paths_are_seen(config: RunConfig, profile: Profile, present: Path) -> Iterator[Problem]:
-    """A container sees the models and the data that are named by absolute paths."""
+    """A container sees the models and the data that are named by paths; names of a hub look like relative ones."""
     if isinstance(profile.runtime, Bare):
         return
-    seen = [Path(mount.split(":")[1]) for mount in mounts(profile.runtime, present, [Path(config.run.dir).absolute()])]
+    mounted = mounts(profile.runtime, present, [Path(config.run.dir).absolute()])
+    seen = [Path(os.path.normpath(mount.split(":")[1])) for mount in mounted]
     if isinstance(profile.runtime, Apptainer):
         seen += [Path.home(), Path("/tmp")]  # it mounts these by itself
     for field, path in _paths(config.model_dump(by_alias=True)):
-        if path.is_absolute() and not any(path.is_relative_to(directory) for directory in seen):
+        place = Path(os.path.normpath(present / path))
+        if not any(place.is_relative_to(directory) for directory in seen):
             rule = f"in a directory that the container sees: {', '.join(map(str, seen))}"
-            fix = f"add one above it to the profile's runtime.mounts, or give --mounts {path.parent}"
+            fix = (
+                f"add one above it to the profile's runtime.mounts, or give --mounts {place.parent}; what a "
+                "configuration names must have the same path inside and outside"
+            )
             yield Problem(field=field, value=str(path), rule=rule, fix=fix)
 
 

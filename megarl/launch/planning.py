@@ -35,10 +35,17 @@ class Planned:
     Args:
         job: for its script.
         configs: of its runs: one, or the cells of a sweep.
+        finished: of these cells, which have nothing left to do.
     """
 
     job: Job
     configs: tuple[RunConfig, ...]
+    finished: tuple[Cell, ...] = ()
+
+    @property
+    def remarks(self) -> list[str]:
+        """Lines that tell which cells the job leaves out."""
+        return [f"{cell} is finished: left out" for cell in self.finished]
 
 
 def plan(request: Request) -> list[Planned]:
@@ -85,7 +92,7 @@ def _profile(request: Request) -> Profile:
     except ConfigError as error:
         problems = [as_given(problem, request.settings) for problem in error.problems]
     of_file = any(not problem.field.startswith("--") for problem in problems)
-    raise ConfigError(problems, str(found_profile(request.profile)) if of_file else "command line")
+    raise ConfigError(problems, str(found_profile(request.profile) or "command line") if of_file else "command line")
 
 
 def _no_sbatch(request: Request, examine: Examination) -> Iterator[Problem]:
@@ -123,7 +130,7 @@ def _chain(request: Request, examine: Examination, errors: list[ConfigError]) ->
 def _sweep(
     path: Path, cells: Sequence[Cell], request: Request, examine: Examination, errors: list[ConfigError]
 ) -> list[Planned]:
-    """One job for all cells of a configuration; none where anything is wrong with one."""
+    """One job for the cells of a configuration that are not finished; none where anything is wrong with one."""
     overrides = _kept(errors, partial(_overrides, path, request))
     if overrides is None:
         return []
@@ -132,9 +139,14 @@ def _sweep(
     errors += wrong
     if wrong:
         return []
-    names = tuple(cell.name for cell in cells)
-    job = _job(configs, base, request, examine, cells=names)
-    return [Planned(job=job, configs=tuple(configs))]
+    finished = tuple(cell for cell, config in zip(cells, configs, strict=True) if examine.finished(config))
+    if len(finished) == len(cells):
+        rule = f"a sweep with something left to do; all of its runs, {len(cells)}, are finished"
+        fix = "choose another run.dir, or raise run.steps to go on with them"
+        errors.append(ConfigError([Problem(field="run.dir", value=base, rule=rule, fix=fix)], str(path)))
+        return []
+    job = _job(configs, base, request, examine, cells=cells, finished=finished)
+    return [Planned(job=job, configs=tuple(configs), finished=finished)]
 
 
 def _overrides(path: Path, request: Request) -> list[str]:
@@ -159,12 +171,14 @@ def _job(
     request: Request,
     examine: Examination,
     *,
-    cells: tuple[str, ...] = (),
+    cells: Sequence[Cell] = (),
+    finished: Sequence[Cell] = (),
     earlier: tuple[Path, ...] = (),
 ) -> Job:
     """What the script of a run, or of a sweep, has to say."""
-    config = configs[0]
-    of = f"{len(cells)} runs of {config.stage} below {run_dir}" if cells else f"{config.stage} in {run_dir}"
+    config, count = configs[0], len(cells) - len(finished)
+    runs = f"{count} run{'s' * (count > 1)} of {config.stage} below {run_dir}"
+    of = runs if cells else f"{config.stage} in {run_dir}"
     return Job(
         title=" ".join(of.split()),
         name=request.job_name or (examine.present / run_dir).name,
@@ -172,7 +186,8 @@ def _job(
         present=examine.present,
         run_dir=examine.present / run_dir,
         configs=tuple(examine.present / submitted_as(config, "slurm") for config in configs),
-        cells=cells,
+        cells=tuple(cell.name for cell in cells),
+        finished=frozenset(cell.index for cell in finished),
         parallel=request.parallel,
         components=tuple(_components(config, request, examine.profile)),
         dependent=bool(earlier) or request.dependency is not None,

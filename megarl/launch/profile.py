@@ -26,15 +26,23 @@ OWN_SBATCH: Mapping[str, str] = {
     "--array": "--sweep on the command line",
     "--chdir": "the directory in which megarl is called",
     "--constraint": "constraint",
+    "--container": "runtime",
     "--cpus-per-task": "cpus_per_task",
     "--dependency": "--dependency on the command line",
+    "--error": "nothing: messages are in the output, in run.dir",
     "--exclusive": "exclusive",
+    "--gpus": "gpu_request and gpu_type",
     "--gpus-per-node": "gpu_request and gpu_type",
+    "--gpus-per-task": "gpu_request and gpu_type",
     "--gres": "gpu_request and gpu_type",
     "--job-name": "--job-name on the command line",
+    "--kill-on-invalid-dep": "nothing: a job goes where the one that it waits for fails",
     "--mem": "mem",
+    "--mem-per-cpu": "mem",
+    "--mem-per-gpu": "mem",
     "--nodes": "--nodes on the command line",
     "--ntasks": "nothing: there is one task per node",
+    "--ntasks-per-gpu": "nothing: there is one task per node",
     "--ntasks-per-node": "nothing: there is one task per node",
     "--output": "nothing: it is in run.dir",
     "--partition": "partition",
@@ -47,17 +55,20 @@ OWN_SBATCH: Mapping[str, str] = {
 """Options of sbatch that have a place of their own, and which."""
 
 OWN_SRUN: Mapping[str, str] = {
+    "--container": "runtime",
     "--container-env": "env",
     "--container-image": "runtime.image",
     "--container-mounts": "runtime.mounts",
     "--container-workdir": "nothing: it is the directory in which megarl is called",
     "--cpus-per-task": "cpus_per_task",
+    "--error": "nothing: messages are in the job's output",
     "--export": "env: all variables of the job are passed on",
     "--het-group": "--rollout-nodes on the command line",
     "--kill-on-bad-exit": "nothing: the nodes end each other",
     "--nodes": "--nodes on the command line",
     "--ntasks": "nothing: there is one task per node",
     "--ntasks-per-node": "nothing: there is one task per node",
+    "--output": "nothing: it is the job's",
     "--wait": "nothing: srun gives up a task that does not end start_limit and two minutes after another one",
 }
 """The same of srun."""
@@ -68,15 +79,15 @@ def _number_as_text(value: object) -> object:
 
 
 def _options(own: Mapping[str, str]) -> AfterValidator:
-    """Accepts long options in one piece, which have no place of their own."""
+    """Accepts long options in one piece, which have no place of their own, shortened ones neither."""
 
     def check(options: Sequence[str]) -> Sequence[str]:
         for option in options:
             if _OPTION.fullmatch(option) is None:
                 raise ValueError(f"should be options in one piece, as --name=value; {option!r} is none")
-            place = own.get(option.partition("=")[0])
-            if place is not None:
-                raise ValueError(f"should be what has no place of its own; for {option} there is {place}")
+            meant = sorted(name for name in own if name.startswith(option.partition("=")[0]))
+            if meant:
+                raise ValueError(f"should be what has no place of its own; for {option} there is {own[meant[0]]}")
         return options
 
     return AfterValidator(check)
@@ -90,6 +101,18 @@ def _of_variable(name: str) -> str:
     if name.startswith("SLURM_"):
         raise ValueError("should not be there: Slurm sets it for each task, and srun takes options")
     return name
+
+
+def _line(text: str) -> str:
+    if not text or re.search(r"[\r\n\x00]", text):
+        raise ValueError("should be a line of text")
+    return text
+
+
+def _in_full(text: str) -> str:
+    if text.startswith("~"):
+        raise ValueError("should be a path in full: ~ is not read as a home directory there")
+    return text
 
 
 def _time_limit(text: str) -> str:
@@ -107,6 +130,13 @@ def _mounts(mounts: Sequence[str]) -> Sequence[str]:
     return mounts
 
 
+def _without_options(mounts: Sequence[str]) -> Sequence[str]:
+    for mount in mounts:
+        if mount.count(":") > 1:
+            raise ValueError(f"should have one colon at most, for enroot takes no options as :ro; {mount!r} has more")
+    return mounts
+
+
 def _environment_passes(options: Sequence[str]) -> Sequence[str]:
     for option in options:
         if option.partition("=")[0] in ("-e", "--cleanenv", "-c", "--contain", "-C", "--containall"):
@@ -114,7 +144,8 @@ def _environment_passes(options: Sequence[str]) -> Sequence[str]:
     return options
 
 
-Line = Annotated[str, StringConstraints(pattern=r"^[^\r\n\x00]+$")]
+Line = Annotated[str, AfterValidator(_line)]
+InFull = Annotated[Line, AfterValidator(_in_full)]
 NumberOrText = Annotated[Line, BeforeValidator(_number_as_text)]
 Value = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$"), BeforeValidator(_number_as_text)]
 Mounts = Annotated[tuple[Line, ...], Field(strict=False), AfterValidator(_mounts)]
@@ -127,7 +158,7 @@ class Bare(Choice):
     """The nodes' own file system: a virtual environment, or a module that ``setup`` loads."""
 
     name: Literal["bare"] = "bare"
-    python: Line | None = None
+    python: InFull | None = None
     """Interpreter in whose environment megarl is; null is the one that submits."""
 
 
@@ -135,11 +166,11 @@ class Pyxis(Choice):
     """A container by the Pyxis plugin of srun."""
 
     name: Literal["pyxis"]
-    image: Line
+    image: InFull
     """As srun's --container-image takes it: a squashfs file, or a name of a registry."""
     mounts: Mounts = ()
     """Directories that the container sees, as /data or /data:/inside, besides the present one and run.dir."""
-    python: Line = "python"
+    python: InFull = "python"
     """Interpreter in the container in whose environment megarl is."""
 
 
@@ -147,11 +178,11 @@ class Enroot(Choice):
     """A container by enroot alone."""
 
     name: Literal["enroot"]
-    image: Line
+    image: InFull
     """A squashfs file, or the name of a container that enroot create made on every node."""
-    mounts: Mounts = ()
+    mounts: Annotated[Mounts, AfterValidator(_without_options)] = ()
     """Directories that the container sees, as /data or /data:/inside, besides the present one and run.dir."""
-    python: Line = "python"
+    python: InFull = "python"
     """Interpreter in the container in whose environment megarl is."""
 
 
@@ -159,13 +190,13 @@ class Apptainer(Choice):
     """A container by Apptainer, or Singularity under that name."""
 
     name: Literal["apptainer"]
-    image: Line
+    image: InFull
     """A SIF file, or what else apptainer exec takes."""
     mounts: Mounts = ()
     """Directories that the container sees, as /data or /data:/inside, besides the present one and run.dir."""
     exec_options: Annotated[Lines, AfterValidator(_environment_passes)] = Field(default=(), alias="options")
     """Further options of apptainer exec, each in one piece; --nv is there with GPUs."""
-    python: Line = "python"
+    python: InFull = "python"
     """Interpreter in the container in whose environment megarl is."""
 
 
@@ -217,7 +248,7 @@ class Profile(Section):
     time: Annotated[str, AfterValidator(_time_limit)] | None = None
     """Time limit, as "04:00:00" or "2-00:00:00", in quotes; null is the partition's."""
     grace: Natural = 60
-    """Seconds before the time limit at which the run is ended in order; 0 leaves it to Slurm."""
+    """Seconds before the time limit at which the run is ended in order, up to 60 earlier; 0 leaves it to Slurm."""
     cpus_per_task: Count | None = None
     """CPUs of each node; null takes all of an exclusive node, and otherwise what the cluster gives."""
     mem: NumberOrText | None = None

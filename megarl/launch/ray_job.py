@@ -134,8 +134,12 @@ def _sent(directory: Path) -> Iterator[Path]:
 
 
 def _check_address(address: str) -> None:
-    place = urlsplit(address)
-    if place.scheme not in ("http", "https") or not place.hostname:
+    try:
+        place = urlsplit(address)
+        usable = place.scheme in ("http", "https") and bool(place.hostname) and place.port != 0
+    except ValueError:  # of a port, or of brackets
+        usable = False
+    if not usable:
         rule = "the address of the dashboard of the cluster's head"
         raise _wrong("--address", address, rule, "write it as http://HEAD:8265")
 

@@ -46,6 +46,7 @@ class Job:
         run_dir: of the run, or above those of a sweep.
         configs: files of the resolved configurations: that of the run, or those of the cells of a sweep.
         cells: directories of the runs of a sweep, below run_dir; none for a single run.
+        finished: places in cells of those that have nothing left to do and get no task.
         parallel: runs of a sweep at the same time; None sets no limit.
         components: one, or two of a heterogeneous job.
         dependent: the job waits for another one.
@@ -60,6 +61,7 @@ class Job:
     run_dir: Path
     configs: tuple[Path, ...]
     cells: tuple[str, ...] = ()
+    finished: frozenset[int] = frozenset()
     parallel: int | None = None
     components: tuple[Component, ...]
     dependent: bool = False
@@ -73,6 +75,18 @@ class Job:
         A task may end before the head can know of it, which names the node when its limit is over, and then cleans up.
         """
         return math.ceil(self.profile.start_limit) + _ENDING_S
+
+    @property
+    def srun(self) -> tuple[str, ...]:
+        """Options of srun, but for those of a container: one task on each node, and its own end for each."""
+        cpus, several = self.profile.cpus_per_task, len(self.components) > 1
+        return (
+            *("--ntasks-per-node=1", "--export=ALL", "--cpu-bind=none"),
+            *("--kill-on-bad-exit=0", f"--wait={self.patience}"),
+            *(["--het-group=0,1"] if several else []),
+            *([f"--cpus-per-task={cpus}"] if cpus else []),
+            *self.profile.srun,
+        )
 
     @property
     def directory(self) -> Path:
@@ -102,8 +116,12 @@ class Job:
 
     @property
     def array(self) -> str:
-        """The indices of a sweep, as sbatch takes them."""
-        return f"0-{len(self.cells) - 1}" + ("" if self.parallel is None else f"%{self.parallel}")
+        """The indices of a sweep, as sbatch takes them: ranges of those that are not finished."""
+        left = [index for index in range(len(self.cells)) if index not in self.finished]
+        starts = [index for index in left if index - 1 not in left]
+        ends = [index for index in left if index + 1 not in left]
+        ranges = (str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
+        return ",".join(ranges) + ("" if self.parallel is None else f"%{self.parallel}")
 
     @property
     def python(self) -> str:
@@ -131,9 +149,7 @@ def mounts(runtime: Runtime, present: Path, directories: Sequence[Path]) -> tupl
 
 def render(job: Job) -> str:
     """The batch script of a job."""
-    return (
-        _environment().get_template("job.sbatch.j2").render(job=job, profile=job.profile, runtime=job.profile.runtime)
-    )
+    return templates().get_template("job.sbatch.j2").render(job=job, profile=job.profile, runtime=job.profile.runtime)
 
 
 def directive(value: object) -> str:
@@ -145,9 +161,10 @@ def directive(value: object) -> str:
     return text if _PLAIN.fullmatch(text) else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def _environment() -> jinja2.Environment:
+def templates(*loaders: jinja2.BaseLoader) -> jinja2.Environment:
+    """The templates of a batch script, after those of further loaders."""
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("megarl.launch"),
+        loader=jinja2.ChoiceLoader([*loaders, jinja2.PackageLoader("megarl.launch")]),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

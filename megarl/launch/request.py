@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -94,9 +95,9 @@ class Request:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[tuple[Path, ...], tuple[str, ...]]:
-    """Configurations and overrides: what has ``=`` is one of these."""
-    configs = tuple(Path(argument) for argument in arguments if "=" not in argument)
-    return configs, tuple(argument for argument in arguments if "=" in argument)
+    """Configurations and overrides: what has ``=`` is one of these, unless there is such a file."""
+    overrides = tuple(argument for argument in arguments if "=" in argument and not os.path.isfile(argument))
+    return tuple(Path(argument) for argument in arguments if argument not in overrides), overrides
 
 
 def as_given(problem: Problem, settings: Mapping[str, object]) -> Problem:

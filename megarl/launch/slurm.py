@@ -40,6 +40,7 @@ def launch(request: Request) -> int:
     except OSError as error:
         typer.echo(f"{error.filename}: cannot be written ({error.strerror}); choose another run.dir", err=True)
         return 2
+    typer.echo("".join(f"{remark}\n" for each in planned for remark in each.remarks), err=True, nl=False)
     jobs = [each.job for each in planned]
     return _show(request, jobs) if request.dry_run else _submit(request, jobs)
 
@@ -57,8 +58,9 @@ def _show(request: Request, jobs: Sequence[Job]) -> int:
     """Scripts to the standard output, the rest beside."""
     for index, job in enumerate(jobs):
         before = f"JOB-{index}" if index else None
+        number = f" ({before} is the number of the job before)" if before else ""
         typer.echo(render(job))
-        typer.echo(f"written to {job.script}; to submit: {join(_command(request, job, before))}", err=True)
+        typer.echo(f"written to {job.script}; to submit: {join(_command(request, job, before))}{number}", err=True)
     typer.echo(_origin(request), err=True)
     return 0
 

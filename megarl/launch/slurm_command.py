@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -83,7 +83,8 @@ def slurm(
         int | None,
         typer.Option(
             min=0,
-            help="Seconds before the time limit at which the run is ended in order; 0 leaves it to Slurm.",
+            help="Seconds before the time limit at which the run is ended in order, up to 60 earlier; "
+            "0 leaves it to Slurm.",
             rich_help_panel=_JOB,
         ),
     ] = None,
@@ -181,7 +182,7 @@ def slurm(
         "grace": grace,
         "interface": interface,
         "start_limit": start_limit,
-        "env": dict(_variable(text) for text in env or ()),
+        "env": _variables(env or ()),
         "setup": setup,
         "sbatch": sbatch,
         "srun": srun,
@@ -221,8 +222,13 @@ def _given(options: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in options.items() if value is not None and value != [] and value != {}}
 
 
-def _variable(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise typer.BadParameter(f"{text!r} is not NAME=VALUE", param_hint="--env")
-    return name, value
+def _variables(texts: Sequence[str]) -> dict[str, str]:
+    given: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"{text!r} is not NAME=VALUE", param_hint="--env")
+        if name in given:
+            raise typer.BadParameter(f"{name} is given twice; give it once", param_hint="--env")
+        given[name] = value
+    return given

@@ -8,6 +8,7 @@ from pathlib import Path
 
 _OF_A_RUN = ("config.yaml", "attempts.jsonl", "metrics.jsonl")
 _SUBMITTED = ("slurm/config-*.yaml", "ray/config-*.yaml")
+_OF_A_JOB = "slurm/[0-9]*-[0-9]*/times.jsonl"
 
 
 class NoRunError(ValueError):
@@ -41,7 +42,8 @@ def submitted(path: Path) -> list[Path]:
 
 def _is_run(path: Path) -> bool:
     """What may not be read does not exist."""
-    return any(os.path.exists(path / name) for name in _OF_A_RUN) or bool(submitted(path))
+    of_a_job = path.glob(_OF_A_JOB)  # which may have ended before it began the run
+    return any(os.path.exists(path / name) for name in _OF_A_RUN) or bool(submitted(path)) or any(of_a_job)
 
 
 def _order(path: Path) -> list[tuple[bool, int, str]]:

@@ -57,7 +57,8 @@ def rows(status: RunStatus) -> Iterator[Row]:
 def _state(status: RunStatus) -> Iterator[Row]:
     state, last = status.state, status.attempts[-1] if status.attempts else None
     since = f", {ago(state.since, status.now)} ({clock(state.since, status.now)})" if state.since else ""
-    where = f" on {_place(last)}" if last is not None and state.name in ("running", "silent") else ""
+    placed = last is not None and state.name in ("running", "silent") and _is_judged(last, status)
+    where = f" on {_place(last)}" if last is not None and placed else ""
     yield "state", f"{state.name}{where}{since}: {state.because}", STYLES[state.name]
     for line in state.message.splitlines():
         yield "", line, STYLES[state.name]
@@ -126,11 +127,16 @@ def _attempts(status: RunStatus) -> Iterator[Row]:
 
 def _ended(attempt: Attempt, status: RunStatus) -> str:
     if attempt.end is None:
-        last = attempt is status.attempts[-1]
-        return status.state.name if last else "killed: it could not say why"
+        return status.state.name if _is_judged(attempt, status) else "killed: it could not say why"
     end = attempt.end
     message = f" ({end.message.splitlines()[0]})" if end.message and attempt is not status.attempts[-1] else ""
     return f"{end.reason}{message} after step {end.step}, {duration(end.time - attempt.time)} later"
+
+
+def _is_judged(attempt: Attempt, status: RunStatus) -> bool:
+    """Whether the state is that of an attempt: of the last one, and not of a job after it whose run has not begun."""
+    last, job = attempt is status.attempts[-1], status.job
+    return last and (status.state.name in ("running", "finished") or job is None or not job.follows(attempt))
 
 
 def _place(attempt: Attempt) -> str:

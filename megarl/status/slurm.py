@@ -78,6 +78,10 @@ class Job:
         """Whether it is the job of an attempt."""
         return (attempt.job, attempt.restart) == (self.id, self.restart)
 
+    def follows(self, attempt: Attempt) -> bool:
+        """Whether it was started after an attempt of another one."""
+        return self.began > attempt.time and not self.has(attempt)
+
 
 def last_job(run_dir: Path, output: str | None) -> Job | None:
     """The job that was started last; None without one.

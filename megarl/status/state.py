@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megarl.obs.attempts import Attempt, Reason
+from megarl.obs.attempts import Attempt, End, Reason
 from megarl.status.slurm import Job, JobEnd
 from megarl.status.words import ago
 
 StateName = Literal[
     "finished", "running", "interrupted", "failed", "killed", "silent", "starting", "waiting", "unknown"
 ]
-"""silent: nothing has been written for long, by a process that cannot be seen from here. starting: a job has begun, and
-its run has not. waiting: nothing has."""
+"""silent: nothing has been written for long, by a process that cannot be seen from here or by a job whose run has not
+begun. starting: a job has begun, and its run has not. waiting: nothing has."""
 
 _ENDS: dict[Reason, StateName] = {
     "finished": "finished",
@@ -73,7 +73,7 @@ class Evidence:
 
     @property
     def patience(self) -> float:
-        """Seconds for which a run may write nothing."""
+        """Seconds for which a run, or a job before it, may write nothing."""
         return _PATIENCE_S if self.longest is None else max(_PATIENCE_S / 3, _LONGEST_STEPS * self.longest)
 
 
@@ -89,17 +89,14 @@ def _opinions(seen: Evidence) -> Iterator[State]:
         yield State(name="running", because=f"its process holds the lock{written}")
     if seen.finished:
         yield State(name="finished", because="summary.json is there", since=_end_time(attempt))
-    if attempt is None or (job is not None and job.began > attempt.time and not job.has(attempt)):
+    if attempt is None or (job is not None and job.follows(attempt)):
         yield _not_begun(job, seen)
         return
-    end = attempt.end
-    if job is not None and job.has(attempt) and job.end is not None and (end is None or end.reason == "interrupted"):
-        yield _ended(job, job.end, "killed" if end is None else None)
+    end, job_end = attempt.end, job.end if job is not None and job.has(attempt) else None
+    if job is not None and job_end is not None and (end is None or end.reason == "interrupted"):
+        yield _ended(job, job_end, "killed" if end is None else None)
     if end is not None:
-        message = "" if end.reason == "finished" else end.message
-        yield State(
-            name=_ENDS[end.reason], because=f"its last attempt says so: {end.reason}", message=message, since=end.time
-        )
+        yield _told(end, job_end)
     if seen.locked is False and attempt.host == seen.host:
         message = f"process {attempt.pid} on {attempt.host} could not say why: it was killed, or the machine went down"
         yield State(name="killed", because="nobody holds its lock", message=message, since=seen.written)
@@ -112,8 +109,10 @@ def _not_begun(job: Job | None, seen: Evidence) -> State:
         return _untold(seen)
     if job.end is not None:
         return _ended(job, job.end, None)
-    reached = [f"{stage.stage} {ago(stage.time, seen.now)}" for stage in job.stages[-1:]]
-    return State(name="starting", because=f"job {job.id}: {''.join(reached) or 'nothing is known of it yet'}")
+    last = job.stages[-1] if job.stages else None
+    known = "nothing is known of it yet" if last is None else f"{last.stage} {ago(last.time, seen.now)}"
+    late = seen.now - (job.began if last is None else last.time) > seen.patience
+    return State(name="silent" if late else "starting", because=f"job {job.id}: {known}")
 
 
 def _ended(job: Job, end: JobEnd, name: StateName | None) -> State:
@@ -121,6 +120,14 @@ def _ended(job: Job, end: JobEnd, name: StateName | None) -> State:
     because = f"job {job.id} has ended with exit code {end.exit_code}"
     name = name or ("finished" if end.exit_code == 0 else "interrupted" if end.exit_code in _STOPPED else "failed")
     return State(name=name, because=because, message=end.reason, since=end.time)
+
+
+def _told(end: End, job_end: JobEnd | None) -> State:
+    """An attempt that could say how it ended; a lost node, which it may not know of, is why it failed."""
+    name = _ENDS[end.reason]
+    lost = [job_end.reason] if name == "failed" and job_end is not None and job_end.node is not None else []
+    message = "" if name == "finished" else "\n".join([*lost, end.message])
+    return State(name=name, because=f"its last attempt says so: {end.reason}", message=message, since=end.time)
 
 
 def _untold(seen: Evidence) -> State:

@@ -1,28 +1,81 @@
-"""Where devices are, and which rank reports which chunk: decided without a cluster."""
+"""Where devices are, on the nodes of a real Ray too, and which rank reports which chunk."""
 
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from megarl.cluster.group import chunks_by_rank
-from megarl.cluster.placement import bundles_by_node, visible_devices
+from megarl.cluster.placement import in_order, visible_devices
+from megarl.cluster.ray_node import ENVIRONMENT
 from megarl.cluster.session import Session
 from megarl.types import Layout, PackRow, RankSchedule, Schedule
 
 
-def test_bundles_of_a_node_become_neighbouring_devices() -> None:
-    assert bundles_by_node({0: "b", 1: "a", 2: "b", 3: "a"}, 2, {}) == [0, 2, 1, 3]
-
-
 def test_nodes_with_a_number_come_in_its_order() -> None:
-    hosts = {0: "b", 1: "a", 2: "c", 3: "a", 4: "b", 5: "c"}
-    assert bundles_by_node(hosts, 2, {"c": 0, "a": 1, "b": 2}) == [2, 5, 1, 3, 0, 4]
-    assert bundles_by_node(hosts, 2, {"a": 0}) == [1, 3, 0, 4, 2, 5]
+    hosts = {0: "b", 1: "a", 2: "c"}
+    assert in_order(hosts, {"c": 0, "a": 1, "b": 2}) == [2, 1, 0]
+    assert in_order(hosts, {"a": 0}) == [1, 0, 2]
+    assert in_order({0: "a", 1: "a"}, {}) == [0, 1], "virtual nodes"
 
 
-def test_nodes_with_another_number_of_devices_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="devices_per_node is 2, and Ray placed 3"):
-        bundles_by_node({0: "a", 1: "a", 2: "a", 3: "b"}, 2, {})
+_TWO_NODES = """
+import json, subprocess, sys
+import ray
+from megarl.cluster import placement
+from megarl.cluster.ray_node import NODE_LABEL, STARTED
+from megarl.errors import RunError
+
+head = ray.init(num_cpus=0, resources={"device": 4}, include_dashboard=False, object_store_memory=80 << 20,
+                logging_level="ERROR", log_to_driver=False, _temp_dir=sys.argv[1], _node_name="n2")
+start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=0", "--node-name=n1",
+         "--address=" + head.address_info["gcs_address"], "--resources=" + json.dumps({"device": 4}),
+         "--labels=" + NODE_LABEL + "=0", "--object-store-memory=" + str(80 << 20)]
+with subprocess.Popen(start, stdout=subprocess.PIPE, text=True) as other:
+    try:
+        assert any(STARTED in line for line in other.stdout)
+        placed = placement.Placement(2, 2, virtual=False)
+        names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
+        where = ray.remote(lambda: ray.get_runtime_context().get_node_id())
+        for device in (1, 2):
+            there = where.options(num_cpus=0, scheduling_strategy=placed.strategy(device)).remote()
+            print(placed.slots[device].node, placed.slots[device].local, names[ray.get(there)])
+        placement._WAIT_S = 2
+        for wanted in ((2, 3), (1, 4)):
+            try:
+                placement.Placement(*wanted, virtual=False)
+            except RunError as error:
+                print(error)
+    finally:
+        other.terminate()
+        other.communicate()
+"""
+
+
+def test_every_node_gives_its_devices_though_one_could_give_them_all() -> None:
+    """Two nodes of four devices: a run of 2 x 2 leaves two free on each, for no run that needs more of a node."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:  # a short path, for the names of sockets
+        done = subprocess.run(
+            [sys.executable, "-c", _TWO_NODES, directory],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, **ENVIRONMENT, "RAY_AUTH_MODE": "disabled"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+    assert done.returncode == 0, done.stderr
+    *places, unplaced, too_large = done.stdout.splitlines()
+    assert places == ["0 1 n1", "1 0 n2"]
+    offer = "and the nodes of the cluster offer n1: 4, n2: 4, of which 4 are free: start every node with"
+    assert unplaced.startswith(
+        f"the run needs 2 x 3 devices, {offer} ray start --resources '{{\"device\": 3}}', wait for"
+    )
+    assert too_large.startswith(f"the run needs 1 x 4 devices, {offer} ray start --resources")
 
 
 @pytest.mark.parametrize(

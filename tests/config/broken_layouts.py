@@ -155,6 +155,7 @@ LAYOUTS: Cases = {
         (["run.dir=README.md"], "run.dir", "README.md is a file"),
         (["run.dir=README.md/run"], "run.dir", "README.md is a file"),
     ],
+    data.run_directories_are_in_full: [(["run.dir=~/runs/x"], "run.dir", "~ is not read as a home directory")],
     data.files_exist: [
         (["data.random=null", "data.prompts=/nowhere.jsonl"], "data.prompts", "a file that exists"),
         (["data.random=null", "data.prompts=nope"], "data.prompts", "a file that exists"),

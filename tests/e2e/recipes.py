@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +25,7 @@ from megarl.data.prompts import random_prompts
 from megarl.data.schedule import mini_batch_members
 from megarl.data.streams import Stream
 from megarl.types import SampleInfo
-from tests.e2e.runs import ROOT, finish, started
+from tests.e2e.runs import ROOT
 from tests.oracle import models, ppo, scores, selection, supervised
 from tests.oracle.models import Sample
 
@@ -104,16 +110,43 @@ def prepare(name: str, case: Case, directory: Path) -> None:
     (directory / "run.yaml").write_text(yaml.safe_dump(overlay))
 
 
-def run(name: str, directory: Path) -> None:
-    """Runs a recipe for two steps in a directory that is prepared, which has ``run`` and ``recorded`` then.
+@contextmanager
+def running(directories: Sequence[Path]) -> Iterator[Sequence[Future[Path]]]:
+    """Runs recipes one after the other, each for two steps in a directory that is prepared, in one program.
 
-    Raises:
-        RuntimeError: the run failed.
+    Each future has its directory when the run has ended, with ``run`` and ``recorded`` in it, or says what went wrong.
     """
-    with started(["train", str(directory / "run.yaml")]) as program:
-        finished = finish(*program)
-    if finished.status != 0:
-        raise RuntimeError(f"{name} ended with {finished.status}:\n{finished.errors}\n{finished.output}")
+    futures: list[Future[Path]] = [Future() for _ in directories]
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as temporary,
+        ThreadPoolExecutor(1) as executor,
+    ):  # Ray has sockets there
+        program = subprocess.Popen(
+            [sys.executable, "-m", "tests.e2e.recipe_runs", *map(str, directories)],
+            cwd=ROOT,
+            env={**os.environ, "TMPDIR": temporary, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        executor.submit(_told, program, directories, futures)
+        try:
+            yield futures
+        finally:
+            program.terminate()
+            program.wait()
+
+
+def _told(program: subprocess.Popen[str], directories: Sequence[Path], futures: Sequence[Future[Path]]) -> None:
+    """Reads the exit status of each run as it ends."""
+    assert program.stdout is not None
+    for directory, future in zip(directories, futures, strict=True):
+        status = program.stdout.readline().strip()
+        if status == "0":
+            future.set_result(directory)
+        else:
+            output = directory / "output.txt"
+            said = output.read_text() if output.exists() else "it has not begun"
+            future.set_exception(RuntimeError(f"the run ended with {status or 'its program'}:\n{said}"))
 
 
 def _sizes(name: str, case: Case, directory: Path) -> dict[str, Any]:

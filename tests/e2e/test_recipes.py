@@ -6,7 +6,8 @@ The runs are real: Ray, Megatron, a vLLM engine, a rule that scores. Two go on a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.e2e.recipe_cases import CASES
-from tests.e2e.recipes import Expected, naive, prepare, run
+from tests.e2e.recipes import Expected, naive, prepare, running
 from tests.e2e.runs import ROOT, lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -25,19 +26,17 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Path]]]:
     """The directories of the runs of the recipes that are tested, as they come."""
-
-    def finished(name: str, directory: Path) -> Path:
-        run(name, directory)
-        return directory
-
     here: list[Any] = [item for item in request.session.items if item.path == request.path]
-    chosen = [item.callspec.params["name"] for item in here if hasattr(item, "callspec")]
+    chosen = list(dict.fromkeys(item.callspec.params["name"] for item in here if hasattr(item, "callspec")))
     directories = {name: tmp_path_factory.mktemp(name) for name in chosen}
     for name, directory in directories.items():
         prepare(name, CASES[name], directory)
-    with ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(finished, name, directory) for name, directory in directories.items()}
-        pool.shutdown(cancel_futures=True)
+    halves = chosen[::2], chosen[1::2]
+    with ExitStack() as stack:
+        started = [stack.enter_context(running([directories[name] for name in half])) for half in halves]
+        yield {
+            name: run for half, runs in zip(halves, started, strict=True) for name, run in zip(half, runs, strict=True)
+        }
 
 
 def test_every_recipe_is_tested() -> None:

@@ -54,7 +54,12 @@ JOBS: Mapping[str, Job] = {
             "srun": ["--mpi=none"],
         }
     ),
-    "cpu": job({"account": None}, components=(Component(nodes=1, partition=None, gpus=0),), command="eval"),
+    "cpu": job(
+        {"account": None, "partition": None},
+        title="eval in runs/first",
+        components=(Component(nodes=1, partition=None, gpus=0),),
+        command="eval",
+    ),
     "pyxis": job(
         {
             "runtime": {"name": "pyxis", "image": "registry.example#team/megarl:1", "mounts": ["/data", "/models:/m"]},
@@ -66,6 +71,7 @@ JOBS: Mapping[str, Job] = {
             "runtime": {"name": "enroot", "image": "/images/megarl.sqsh", "mounts": ["/data"]},
             "env": {"HF_HOME": "/data/hf"},
         },
+        title="ppo in /scratch/me/first",
         run_dir=Path("/scratch/me/first"),
     ),
     "apptainer": job(
@@ -79,9 +85,17 @@ JOBS: Mapping[str, Job] = {
             },
             "env": {"HF_HOME": "/data/hf"},
         },
+        title="ppo in /scratch/me/first",
         run_dir=Path("/scratch/me/first"),
     ),
-    "chain": job({}, dependent=True, title="ppo in runs/ppo", name="ppo"),
+    "chain": job(
+        {},
+        title="ppo in runs/ppo",
+        name="ppo",
+        run_dir=Path("/home/me/work/runs/ppo"),
+        dependent=True,
+        earlier=(Path("/home/me/work/runs/first"),),
+    ),
     "array": job(
         {},
         title="2 runs of ppo below runs/first",
@@ -89,7 +103,8 @@ JOBS: Mapping[str, Job] = {
         parallel=1,
     ),
     "heterogeneous": job(
-        {}, components=(Component(nodes=2, partition="batch", gpus=8), Component(nodes=1, partition="small", gpus=8))
+        {"sbatch": ["--switches=1"]},
+        components=(Component(nodes=2, partition="batch", gpus=8), Component(nodes=1, partition="small", gpus=8)),
     ),
 }
 

@@ -13,6 +13,11 @@ from tests.launch.node_job import NUMBER, NodeJob
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 _LONG_S = 400.0
+_ONE_EACH = (
+    "cluster.devices_per_node=1",
+    *("groups.train.devices=0-1", "groups.train.roles.actor={tp: 2, pp: 1, tokens_per_micro_batch: 128}"),
+)
+"""One process on each node."""
 
 
 def test_a_run_trains_on_two_nodes_and_goes_on_in_another_job() -> None:
@@ -29,9 +34,9 @@ def test_a_run_trains_on_two_nodes_and_goes_on_in_another_job() -> None:
 
 
 def _trained(directory: Path, number: int, *, steps: int) -> NodeJob:
-    with NodeJob(directory, None, f"run.steps={steps}", number=number) as job:
+    with NodeJob(directory, None, *_ONE_EACH, f"run.steps={steps}", number=number) as job:
         assert job.exit_codes(_LONG_S) == (0, 0), job.output(0) + job.log("head.log")
-        assert "starting 4 processes on 2 nodes" in job.output(0)
+        assert "starting 2 processes on 2 nodes" in job.output(0)
         assert job.left() == ([], set(), [])
         assert job.end()["exit_code"] == 0
         return job

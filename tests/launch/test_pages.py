@@ -14,8 +14,11 @@ import yaml
 
 from megarl.cli import app
 from megarl.cluster.ray_node import ENVIRONMENT
-from megarl.launch.profile import Profile
+from megarl.launch.profile import Apptainer, Enroot, Profile, Pyxis
+from megarl.launch.render import render
+from megarl.launch.request import OPTIONS
 from tests.config.debug import REPOSITORY
+from tests.launch.scripts import JOBS
 
 PAGES = {name: (REPOSITORY / "docs" / name).read_text(encoding="utf-8") for name in ("slurm.md", "ray.md")}
 GROUPS = (click.Group, typer.core.TyperGroup)
@@ -44,8 +47,8 @@ def test_the_commands_are_found() -> None:
 
 
 def texts() -> list[str]:
-    """Every text in the source, with a mark where something is filled in."""
-    found: list[str] = []
+    """Every text in the source, with a mark where something is filled in, and the templates."""
+    found = [file.read_text(encoding="utf-8") for file in (REPOSITORY / "slurm").glob("*.j2")]
     for file in PACKAGE:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
@@ -77,12 +80,11 @@ def test_messages_are_those_of_the_program(page: str) -> None:
     assert not [piece for piece in ours if not any(filled_in.sub("\0", piece) in text for text in known)]
 
 
-def test_lines_of_the_script_are_those_of_its_template() -> None:
+def test_lines_of_the_script_are_those_that_it_has() -> None:
     table = PAGES["slurm.md"].partition("## The script")[2].partition("\n## ")[0]
     options = re.findall(r"--[a-z-]+", " ".join(re.findall(r"^\| (`.+?`) \|", table, flags=re.MULTILINE)))
-    template = "".join(file.read_text(encoding="utf-8") for file in (REPOSITORY / "slurm").glob("*.j2"))
     assert len(options) > 10
-    assert not [option for option in options if option not in template]
+    assert not [option for option in options if option not in render(JOBS["bare"])]
 
 
 def test_every_field_of_the_profile_is_told_with_its_default() -> None:
@@ -93,6 +95,17 @@ def test_every_field_of_the_profile_is_told_with_its_default() -> None:
     for name, field in Profile.model_fields.items():
         if told[name] in ("null", "true") or told[name].isdigit():
             assert yaml.safe_load(told[name]) == field.default, name
+
+
+def test_every_field_of_a_container_is_told_with_its_option() -> None:
+    table = PAGES["slurm.md"].partition("| field of a container")[2].partition("\n\n")[0]
+    told = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", table, flags=re.MULTILINE))
+    kinds = (Pyxis, Enroot, Apptainer)
+    fields = {info.alias or name for kind in kinds for name, info in kind.model_fields.items() if name != "name"}
+    assert set(told) == fields
+    assert {option.strip("`") for option in told.values()} - {"none"} == {
+        OPTIONS[f"runtime.{field}"] for field in fields if f"runtime.{field}" in OPTIONS
+    }
 
 
 def test_profiles_of_the_page_are_profiles() -> None:

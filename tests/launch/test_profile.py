@@ -79,8 +79,19 @@ def test_a_runtime_is_completed_or_replaced(tmp_path: Path, text: str, given: di
         ("env: {A: secret, SLURM_NODEID: 0}", "env.SLURM_NODEID", "Slurm sets it"),
         ("sbatch: [--partition=x]", "sbatch", "there is partition"),
         ("sbatch: ['--mail-user me']", "sbatch", "options in one piece"),
+        ("sbatch: [--error=x]", "sbatch", "messages are in the output"),
+        ("sbatch: [--mem-per-cpu=2G]", "sbatch", "for --mem-per-cpu=2G there is mem"),
+        ("sbatch: [--gpus=2]", "sbatch", "there is gpu_request"),
+        ("sbatch: [--kill-on-invalid-dep=no]", "sbatch", "a job goes where the one that it waits for fails"),
+        ("sbatch: [--part=gpu]", "sbatch", "for --part=gpu there is partition"),
         ("srun: [--container-image=x]", "srun", "there is runtime.image"),
-        ('account: "a\\nb"', "account", "match pattern"),
+        ("srun: [--output=x]", "srun", "it is the job's"),
+        ("runtime: {python: ~/v/bin/python}", "runtime.python", "~ is not read"),
+        ("runtime: {name: enroot, image: i, python: ~/v/bin/python}", "runtime.python", "~ is not read"),
+        ("runtime: {name: apptainer, image: ~/i.sif}", "runtime.image", "~ is not read"),
+        ("runtime: {name: enroot, image: i, mounts: ['/a:/a:ro']}", "runtime.mounts", "enroot takes no options as :ro"),
+        ('account: "a\\nb"', "account", "a line of text"),
+        ("partition: ''", "partition", "a line of text"),
     ],
 )
 def test_mistakes_are_told(tmp_path: Path, text: str, field: str, rule: str) -> None:
@@ -91,6 +102,18 @@ def test_mistakes_are_told(tmp_path: Path, text: str, field: str, rule: str) -> 
     assert rule in found[field]
     assert str(tmp_path / "cluster.yaml") in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["pyxis", "apptainer"])
+def test_other_containers_take_options_of_a_mount(tmp_path: Path, name: str) -> None:
+    runtime = loaded(tmp_path, f"runtime: {{name: {name}, image: i, mounts: ['/a:/a:ro']}}").runtime
+    assert isinstance(runtime, Pyxis | Apptainer)
+    assert runtime.mounts == ("/a:/a:ro",)
+
+
+def test_options_that_only_begin_alike_are_others(tmp_path: Path) -> None:
+    options = ["--mail-type=FAIL", "--mem-bind=local", "--time-min=10", "--exclude=n1", "--nodelist=n2", "--no-kill"]
+    assert loaded(tmp_path, "", sbatch=options, srun=["--container-writable"]).sbatch == tuple(options)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,13 @@ SFT = REPOSITORY / "configs" / "debug" / "sft.yaml"
 LIMIT_S = 280
 
 
-@pytest.mark.parametrize("address", ["10.0.0.1:8265", "ray://10.0.0.1:10001", "auto", "http://"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("10.0.0.1:8265", "ray://10.0.0.1:10001", "auto", "http://"),
+        *("http://h:99999", "http://h:abc", "http://h:0", "http://[::1"),
+    ],
+)
 def test_another_address_than_the_dashboards_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="http://HEAD:8265"):
         ray_job.launch(SFT, [], address=address)

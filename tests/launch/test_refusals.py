@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.launch.slurm_command import Login
+from tests.launch.slurm_command import Login, finish
 
 CONTAINER = ["--runtime=pyxis", "--container=image"]
 
@@ -33,7 +32,8 @@ CONTAINER = ["--runtime=pyxis", "--container=image"]
         ([*CONTAINER, "run.dir=/tmp/a,b"], ["run.dir = /tmp/a,b", "pyxis can mount"]),
         (["run.dir=/tmp/a\\b"], ["run.dir = ", "without backslashes"]),
         (["--time", "soon"], ["--time = soon", "a time limit of Slurm"]),
-        (["--time", "1"], ["grace = 60", "less than the time limit, 1"]),
+        (["--time", "1"], ["command line: 1 problem\n  --time = 1", "grace, 60 s", "raise time, or lower grace"]),
+        (["--time", "2"], ["--time = 2", "the 60 s by which Slurm may be early"]),
         (["--gpu-type=h100", "--gpu-request=none"], ["--gpu-type = h100", "where GPUs are asked for"]),
         (["--sbatch=--nodes=4"], ["--sbatch = ['--nodes=4']", "there is --nodes on the command line"]),
         (["--sbatch=-p x"], ["options in one piece"]),
@@ -41,6 +41,10 @@ CONTAINER = ["--runtime=pyxis", "--container=image"]
         (["--env", "1A=2"], ["--env = 1A", "letters, digits and underscores"]),
         (["--job-name", "a\nb"], ["--job-name = 'a\\nb'"]),
         (["run.stepz=3"], ["run.stepz = 3", "did you mean steps?"]),
+        (["--partition", ""], ["--partition = ", "a line of text"]),
+        (["run.dir=~/runs/x"], ["run.dir = ~/runs/x", "~ is not read as a home directory"]),
+        (["--runtime=apptainer", "--container=~/i.sif"], ["--container = ~/i.sif", "a path in full"]),
+        (["--python=~/v/bin/python"], ["--python = ~/v/bin/python", "a path in full"]),
         (["--profile", "nowhere.yaml"], ["profile = nowhere.yaml", "No such file"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else None,
@@ -59,9 +63,34 @@ def test_what_a_container_would_not_see_is_told(login: Login) -> None:
     told = login.refused(*run, "run.dir=again", *CONTAINER)
     assert f"rollout.replay = {recorded}" in told
     assert f"--mounts {login.home}" in told
-    assert "rollout.replay" in login.refused(*run, "run.dir=again", *CONTAINER, f"--mounts={login.home}:/inside")
+    elsewhere = login.refused(*run, "run.dir=again", *CONTAINER, f"--mounts={login.home}:/inside")
+    assert "rollout.replay" in elsewhere
+    assert "what a configuration names must have the same path inside and outside" in elsewhere
     assert login.launch(*run, *CONTAINER, f"--mounts={login.home}").exit_code == 0
     assert login.launch(*run, "--runtime=apptainer", "--container=image").exit_code == 0, "it mounts the home directory"
+
+
+def test_what_relative_paths_lead_to_is_seen_or_told(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
+    for directory in ("here", "recorded", "here/within"):
+        (login.home / directory).mkdir()
+    for directory in ("recorded", "here/within"):
+        (login.home / directory / "step-1.npz").touch()
+    monkeypatch.chdir(login.home / "here")
+    run = [login.config("first"), *CONTAINER]
+    told = login.refused(*run, "rollout.replay=../recorded")
+    assert "rollout.replay = ../recorded" in told
+    assert f"--mounts {login.home};" in told
+    assert login.launch(*run, "rollout.replay=../recorded", f"--mounts={login.home / 'recorded'}").exit_code == 0
+    assert login.launch(*run, "rollout.replay=../here/within").exit_code == 0
+
+
+def test_a_short_time_is_enough_where_no_signal_is_sent(login: Login) -> None:
+    assert login.launch(login.config("first"), "--time=1", "--grace=0").exit_code == 0
+    assert login.launch(login.config("first"), "--time=3").exit_code == 0
+
+
+def test_a_variable_is_given_once(login: Login) -> None:
+    assert "A is given twice" in login.refused(login.config("first"), "--env=A=1", "--env=B=1", "--env=A=2")
 
 
 def test_without_a_configuration_there_is_nothing_to_submit(login: Login) -> None:
@@ -122,15 +151,23 @@ def test_data_is_read_once_for_cells_that_read_the_same(login: Login, monkeypatc
 @pytest.mark.parametrize(("stage", "steps", "said"), [("ppo", 3, "has taken its 3 steps"), ("eval", 0, "evaluation")])
 def test_finished_runs_are_left_alone(login: Login, stage: str, steps: int, said: str) -> None:
     file = login.config("done", stage=stage)
-    (login.home / "done").mkdir()
-    (login.home / "done" / "summary.json").write_text(json.dumps({"stage": stage, "steps": steps}))
+    finish(login.home / "done", stage=stage, steps=steps)
     assert said in login.refused(file)
+
+
+def test_a_sweep_whose_cells_are_all_finished_has_nothing_to_do(login: Login) -> None:
+    sweep = [login.config("many"), "--sweep=run.seed=1,2"]
+    for cell in ("cell-0-seed-1", "cell-1-seed-2"):
+        finish(login.home / "many" / cell)
+    told = login.refused(*sweep)
+    assert f"run.dir = {login.home / 'many'}" in told
+    assert "all of its runs, 2, are finished" in told
+    assert login.launch(*sweep, "run.steps=4").exit_code == 0
 
 
 def test_a_run_that_is_to_take_more_steps_goes_on(login: Login) -> None:
     file = login.config("done")
-    (login.home / "done").mkdir()
-    (login.home / "done" / "summary.json").write_text(json.dumps({"stage": "ppo", "steps": 3}))
+    finish(login.home / "done")
     assert login.launch(file, "run.steps=4").exit_code == 0
 
 

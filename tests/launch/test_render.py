@@ -54,6 +54,31 @@ def test_every_golden_file_has_its_job() -> None:
     assert {file.stem for file in GOLDEN.iterdir()} == set(JOBS)
 
 
+@pytest.mark.parametrize("name", JOBS)
+def test_golden_files_are_of_jobs_that_can_be(name: str) -> None:
+    """What a submission takes from one place is the same everywhere."""
+    made = JOBS[name]
+    within = made.run_dir.is_relative_to(made.present)
+    directory = made.run_dir.relative_to(made.present) if within else made.run_dir
+    stage = "eval" if made.command == "eval" else "ppo"
+    titles = {f"{stage} in {directory}", f"{len(made.cells)} runs of {stage} below {directory}"}
+    assert made.title in titles
+    assert made.name == made.run_dir.name
+    assert all(file.is_relative_to(made.run_dir) for file in made.configs)
+    assert made.components[0].partition == made.profile.partition
+    assert bool(made.earlier) == made.dependent
+
+
+@pytest.mark.parametrize(
+    ("finished", "array"),
+    [((), "0-4"), ((0,), "1-4"), ((1, 3), "0,2,4"), ((0, 3, 4), "1-2"), ((0, 1, 2, 3), "4")],
+)
+def test_an_array_has_the_indices_that_are_left(finished: tuple[int, ...], array: str) -> None:
+    names = tuple(f"cell-{index}" for index in range(5))
+    assert job({}, cells=names, finished=frozenset(finished)).array == array
+    assert job({}, cells=names, finished=frozenset(finished), parallel=2).array == f"{array}%2"
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_shells_and_their_critics_accept_the_scripts(script: Path) -> None:
     shellcheck = program("shellcheck")
@@ -75,10 +100,20 @@ def test_the_plain_script_asks_srun_for_the_same() -> None:
         for text in (SCRIPTS[-1].read_text(encoding="utf-8"), render(JOBS["bare"]))
     )
     assert plain == rendered
+    assert tuple(plain.split()) == JOBS["bare"].srun
+    assert f"--wait={JOBS['bare'].patience}" in plain
 
 
-def executed(script: str, directory: Path, *arguments: str, **env: str) -> tuple[int, list[list[Any]]]:
-    """Runs a script where srun and the programs below it write down what they are given: name, arguments, variables."""
+def executed(script: str, directory: Path, *arguments: str, said: str = "", **env: str) -> tuple[int, list[list[Any]]]:
+    """Runs a script where srun and the programs below it write down what they are given: name, arguments, variables.
+
+    Args:
+        script: its text.
+        directory: for its files.
+        arguments: its own.
+        said: what it writes to its standard error.
+        env: further variables.
+    """
     tools, record = directory / "tools", directory / "record"
     tools.mkdir(exist_ok=True)
     for name in ("srun", "enroot", "apptainer", "python"):
@@ -90,7 +125,7 @@ def executed(script: str, directory: Path, *arguments: str, **env: str) -> tuple
     environment = {"PATH": path, "RECORD": str(record), "HOME": "/home/me", "SLURM_JOB_NUM_NODES": "3", **env}
     command = ["bash", str(directory / "job.sbatch"), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=directory)
-    assert done.stderr == ""
+    assert done.stderr == said
     lines = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
     return done.returncode, [json.loads(line) for line in lines]
 
@@ -136,8 +171,24 @@ def test_the_exit_code_is_that_of_the_run(tmp_path: Path) -> None:
     assert executed(script, tmp_path, RC="7")[0] == 7
 
 
-def test_a_failing_line_of_setup_ends_the_job(tmp_path: Path) -> None:
-    assert executed(render(job({"setup": ["(exit 3)"]})), tmp_path) == (3, [])
+@pytest.mark.parametrize("runtime", ["bare", {"name": "enroot", "image": "/i"}])
+@pytest.mark.parametrize(
+    ("line", "said", "code"),
+    [
+        ("(exit 3)", "( exit 3 )", 3),
+        ("source ./site", '[[ -n "$NOT_SET" ]]', 1),
+        ("module() { (exit 4); true; }; module load a", "( exit 4 )", 4),
+    ],
+)
+def test_a_failing_line_of_setup_ends_the_job(tmp_path: Path, runtime: Any, line: str, said: str, code: int) -> None:
+    (tmp_path / "site").write_text('[[ -n "$NOT_SET" ]]\n')
+    script = render(job({"setup": [line], "runtime": runtime}))
+    assert executed(script, tmp_path, said=f"setup: {said}: exit code {code}\n") == (code, [])
+
+
+def test_what_fails_after_setup_is_not_said_to_be_of_it(tmp_path: Path) -> None:
+    script = render(job({"setup": ["true"], "runtime": {"python": "python"}}))
+    assert executed(script, tmp_path, RC="7")[0] == 7
 
 
 def test_setup_may_read_what_is_not_set(tmp_path: Path) -> None:
@@ -187,6 +238,16 @@ def test_enroot_passes_on_the_variables_of_job_and_task(tmp_path: Path) -> None:
         passed
     )
     assert after(arguments, "/i.sqsh")[:4] == ["/i.sqsh", "env", "--chdir=/home/me/work", "python"]
+
+
+def test_enroot_passes_on_what_setup_exports(tmp_path: Path) -> None:
+    own = ["export API_KEY='a key' NOT_SET_PATH=/x LD_PRELOAD= EARLIER=2", "UNSAID=1"]
+    profile = {"runtime": {"name": "enroot", "image": "/i.sqsh"}, "setup": own}
+    _, recorded = executed(render(job(profile)), tmp_path, EARLIER="1")
+    _, arguments, variables = recorded[-1]
+    passed = [arguments[place + 1] for place, text in enumerate(arguments) if text == "--env"]
+    assert set(passed) == {"RAY_AUTH_TOKEN", "SLURM_JOB_NUM_NODES", "SLURM_NODEID", "API_KEY"}
+    assert variables["API_KEY"] == "a key"
 
 
 def test_apptainer_sees_gpus_directories_and_variables(tmp_path: Path) -> None:

@@ -110,9 +110,9 @@ def test_a_profile_that_is_named_takes_the_place_of_the_users_own(login: Login) 
     script = login.home / "first" / "slurm" / "job.sbatch"
     found = directives(script)
     assert [option for option in found if option.startswith(("--partition", "--account", "--mail", "--comment"))] == [
+        "--partition=gpu",
         "--mail-type=FAIL",
         "--comment=x",
-        "--partition=gpu",
     ]
     assert not {"--exclusive", "--mem=0"} & set(found)
     assert "export A=1\nexport B=a=b\n" in script.read_text()
@@ -159,16 +159,61 @@ def test_a_sweep_is_one_array_with_a_configuration_for_each_cell(login: Login) -
     assert [line for line in listed if line.startswith(f"{base}/cell-")] == sorted(files)
 
 
+def test_a_sweep_that_was_cut_short_goes_on_where_it_was(login: Login) -> None:
+    sweep = [login.config("many"), "--sweep", "run.seed=3,4,5,6,7,8", "--parallel=2"]
+    base = login.home / "many"
+    script = base / "slurm" / "job.sbatch"
+    assert login.launch(*sweep).exit_code == 0
+    before = script.read_text().partition("configs=(")[2]
+    for cell in ("cell-0-seed-3", "cell-2-seed-5"):
+        (base / cell / "summary.json").write_text('{"stage": "ppo", "steps": 3}')
+    result = login.launch(*sweep)
+    assert result.exit_code == 0
+    assert result.stderr.splitlines() == [
+        "cell 0 (run.seed=3) is finished: left out",
+        "cell 2 (run.seed=5) is finished: left out",
+    ]
+    assert "--array=1,3-5%2" in directives(script)
+    assert script.read_text().partition("configs=(")[2] == before
+    assert "# MegaRL: 4 runs of ppo below" in script.read_text()
+
+
+def test_one_run_is_one_run(login: Login) -> None:
+    assert login.launch(login.config("many"), "--sweep", "run.seed=3").exit_code == 0
+    script = login.home / "many" / "slurm" / "job.sbatch"
+    assert "# MegaRL: 1 run of ppo below" in script.read_text()
+    assert "--array=0" in directives(script)
+
+
+def test_a_chain_that_is_only_shown_says_what_is_to_be_filled_in(login: Login) -> None:
+    result = login.launch(login.config("warm", stage="sft"), login.config("last"), "--dry-run")
+    script = login.home / "last" / "slurm" / "job.sbatch"
+    waiting = f"sbatch --parsable --dependency=afterok:JOB-1 {script} (JOB-1 is the number of the job before)"
+    assert waiting in result.stderr
+
+
+def test_a_file_may_have_an_equals_sign_in_its_path(login: Login) -> None:
+    file = Path(login.config("first"))
+    other = login.home / "lr=1" / "first.yaml"
+    other.parent.mkdir()
+    file.rename(other)
+    text = f"tracking.wandb_project={'long' * 100}"
+    assert login.launch(str(other), text).exit_code == 0
+    assert text.partition("=")[2] in login.kept("first").read_text()
+
+
 def test_a_heterogeneous_job_has_the_trainers_first(login: Login) -> None:
     split = ["rollout.devices=8-11", "rollout.tp=4", "groups.train.devices=0-7", "cluster.nodes=3"]
     result = login.launch(
-        login.config("apart"), *split, "--rollout-nodes=1", "--rollout-partition=small", "--partition=batch"
+        login.config("apart"),
+        *split,
+        *("--rollout-nodes=1", "--rollout-partition=small", "--partition=batch", "--sbatch=--nodelist=n[1-3]"),
     )
     assert result.exit_code == 0, result.stderr
     found = directives(login.home / "apart" / "slurm" / "job.sbatch")
     first, second = found[: found.index("hetjob")], found[found.index("hetjob") :]
-    assert {"--nodes=2", "--partition=batch"} <= set(first)
-    assert {"--nodes=1", "--partition=small"} <= set(second)
+    assert {"--nodes=2", "--partition=batch", "--nodelist=n[1-3]"} <= set(first)
+    assert {"--nodes=1", "--partition=small", "--nodelist=n[1-3]"} <= set(second)
     assert "--het-group=0,1" in (login.home / "apart" / "slurm" / "job.sbatch").read_text()
 
 

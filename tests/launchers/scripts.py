@@ -17,6 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 NEWEST = ROOT / ".venv-nemo-run" / "bin" / "python"
 """The interpreter of the environment with the newest NeMo-Run."""
 
+UMASK = 0o002
+"""Of the users: what they make is for their groups, too."""
+
 _STAND_IN = f"""#!{sys.executable}
 import json, os, pathlib, signal, sys, time
 here = pathlib.Path(__file__).parent
@@ -30,7 +33,8 @@ def end(number, frame):
     told({{"stage": stage, "ended": number}})
     sys.exit(128 + number)
 signal.signal(signal.SIGTERM, end)
-call = {{"stage": stage, "arguments": sys.argv[1:], "config": config, "at": os.getcwd()}}
+os.umask(mask := os.umask(0))
+call = {{"stage": stage, "arguments": sys.argv[1:], "config": config, "at": os.getcwd(), "umask": mask}}
 told({{**call, "environment": dict(os.environ)}})
 print("the stand-in runs", stage, flush=True)
 while (here / f"{{stage}}.stays").exists():
@@ -88,7 +92,9 @@ class User:
     def start(self, script: str, *arguments: str) -> subprocess.Popen[str]:
         """Starts a script."""
         command, pipe = self.command(script, *arguments), subprocess.PIPE
-        return subprocess.Popen(command, cwd=ROOT, env=self.environment, text=True, stdout=pipe, stderr=pipe)
+        return subprocess.Popen(
+            command, cwd=ROOT, env=self.environment, text=True, stdout=pipe, stderr=pipe, umask=UMASK
+        )
 
     def call(self, script: str, *arguments: str, limit_s: float = 200) -> subprocess.CompletedProcess[str]:
         """Calls a script and waits for its end."""
@@ -98,6 +104,13 @@ class User:
             finally:
                 process.kill()
         return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+    @property
+    def readable(self) -> list[Path]:
+        """NeMo-Run's files and directories that others can read; but for empty files, which say nothing."""
+        home = self.directory / "home"
+        found = {file: file.lstat() for file in (home, *home.rglob("*")) if not file.is_symlink()}
+        return [file for file, status in found.items() if status.st_mode & 0o077 and status.st_size]
 
     def nemo(self, *arguments: str) -> str:
         """What NeMo-Run's own command prints."""

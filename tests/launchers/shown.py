@@ -32,7 +32,17 @@ env: {HF_HOME: /data/hf cache, Greeting: it's "two" words and $HOME}
 setup: [module load cuda/12.8, 'export DATA="$HOME/data"']
 interface: ib0
 """
-_ENROOT = "runtime: {name: enroot, image: megarl, mounts: [/data]}\nexclusive: false\ngrace: 0\n"
+_ENROOT = """\
+runtime: {name: enroot, image: megarl, mounts: [/data]}
+exclusive: false
+grace: 0
+env: {HF_HOME: /data/hf}
+setup: ['source "$HOME/.secrets"']
+"""
+_APPTAINER = """\
+runtime: {name: apptainer, image: /images/megarl.sif, mounts: [/data], options: [--writable-tmpfs]}
+env: {HF_HOME: /data/hf cache}
+"""
 _BARE = _CLUSTER + "runtime: {name: bare, python: /shared/me/venv/bin/python}\n"
 _SSH = (
     _BARE
@@ -65,7 +75,8 @@ class Shown:
             options = ("--executor", "slurm", "--dry-run", "--profile", f"{directory}/profile.yaml", "--name", "demo")
             done = caller.call(script, *arguments, *options)
             assert done.returncode == 0, done.stderr
-            assert not list((Path(directory) / "home").rglob("*.sh")), "a dry run leaves nothing"
+            left = {file.name for file in Path(directory).iterdir()}
+            assert left == {"profile.yaml"}, f"a dry run leaves nothing: {left}"
         text = done.stdout.replace(directory, "/home/me").replace(str(ROOT), "/home/me/megarl")
         text = re.sub(r"config-[0-9a-f]{8}", "config-0123abcd", re.sub(r"demo_\d+", "demo_0", text))
         return re.sub(r"(<< '(END .*)'\n)(?s:.*?)\n(\2)", r"\1(the configuration)\n\3", text)
@@ -76,6 +87,7 @@ SHOWN: Mapping[str, Shown] = {
     "pyxis": Shown(profile=_PYXIS + _ALL, call=(*SFT, "cluster.device=cuda"), newest=True),
     "bare": Shown(profile=_BARE, call=("sweep", *SFT[1:], "--sweep=run.seed=1,2,3", "--parallel=2"), newest=True),
     "enroot": Shown(profile=_ENROOT, call=SFT, newest=True),
+    "apptainer": Shown(profile=_APPTAINER, call=(*SFT, "cluster.device=cuda"), newest=True),
     "ssh": Shown(profile=_SSH, call=PIPELINE, newest=True),
 }
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from megarl.config import load
-from tests.launchers.scripts import ROOT, User, newest, user
+from tests.launchers.scripts import ROOT, UMASK, User, newest, user
 from tests.leftovers import Trace
 
 STAGES = ("configs/debug/sft.yaml", "configs/debug/reward_model.yaml")
@@ -51,7 +51,9 @@ def test_a_pipeline_runs_in_order_what_was_asked_for(here: User) -> None:
         assert call["at"] == str(ROOT)
         assert call["environment"]["GREETING"] == 'it\'s "two" words and $HOME'
         assert call["environment"]["ADDED"] == 'it\'s "two" words and $HOME!'
+        assert call["umask"] == UMASK
     assert "sft/0 the stand-in runs sft" in done.stdout
+    assert here.readable == []
 
 
 @BOTH

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from megarl.launch.profile import SSH, Profile
+from tests.launch.slurm_command import finish
 from tests.launchers.scripts import ROOT, newest, user
 from tests.launchers.shown import GOLDEN, PIPELINE, SFT, SHOWN
 from tests.needs import lacking
@@ -116,3 +117,21 @@ def test_the_newest_is_asked_for_an_interpreter_and_for_names_that_it_leaves_alo
     assert f"NEMORUN_HOME = '{account / 'home'}'" in said
     assert re.search(rf"sft = \S*{run_dir}", said)
     assert "nowhere /nemo_run" in said
+
+
+def test_the_finished_cells_of_a_sweep_get_no_task(tmp_path: Path) -> None:
+    for index in (0, 2):
+        finish(tmp_path / "runs" / f"cell-{index}-seed-{index + 1}", stage="sft", steps=2)
+    sweep = (SFT[1], f"run.dir={tmp_path / 'runs'}", "run.steps=2", "--sweep=run.seed=1,2,3,4", "--dry-run")
+    done = user(tmp_path).call("sweep", *sweep)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith("cell")] == [
+        "cell 0 (run.seed=1) is finished: left out",
+        "cell 2 (run.seed=3) is finished: left out",
+    ]
+    shown = re.findall(r"^# ---- (\S+?)/", done.stdout, re.MULTILINE)
+    assert shown == ["cell-1", "cell-3"]
+    assert [name for name in ("cell-1-seed-2", "cell-3-seed-4") if f"{tmp_path}/runs/{name}" in done.stdout] == [
+        "cell-1-seed-2",
+        "cell-3-seed-4",
+    ]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.launchers.scripts import ROOT, User, newest, user
+from tests.launchers.scripts import ROOT, UMASK, User, newest, user
 from tests.slurm.cluster import Slurm
 from tests.slurm.jobs import Launcher
 
@@ -79,6 +79,8 @@ def test_jobs_are_given_what_was_asked_for(login: User, slurm: Slurm) -> None:
         assert call["at"] == str(ROOT)
         assert call["environment"]["nasty"] == NASTY
         assert call["environment"]["ADDED"] == f"{NASTY}!"
+        assert call["umask"] == UMASK
+    assert [file for file in login.readable if file.suffix != ".out"] == []  # outputs are of the jobs
     nodes = [call["environment"]["SLURM_NODEID"] for call in calls]
     assert sorted(nodes[:2]) == sorted(nodes[2:]) == ["0", "1"]
     secrets = [call["environment"]["RAY_AUTH_TOKEN"] for call in calls]

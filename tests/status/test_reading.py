@@ -211,6 +211,24 @@ def test_a_sweep_is_its_runs_in_order(tmp_path: Path) -> None:
     assert find_runs(submitted.parent) == [submitted.parent]
 
 
+def test_a_job_that_ended_before_its_run_began_is_found_by_its_directory(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path / "run")
+    for path in [*run.path.iterdir()]:
+        path.unlink()
+    assert_no_run(run.path)
+    run.job("4711-0", {"agent started": 60}, {"exit_code": 2, "reason": "model.path = nowhere", "node": None})
+    assert find_runs(run.path) == find_runs(tmp_path) == [run.path]
+    found = read(run)
+    assert (found.state.name, found.state.message, found.stage) == ("failed", "model.path = nowhere", None)
+    (run.path / "slurm" / "4711-0").rename(run.path / "slurm" / "old-runs")
+    assert_no_run(run.path)
+
+
+def assert_no_run(path: Path) -> None:
+    with pytest.raises(NoRunError, match="no run is there"):
+        find_runs(path)
+
+
 def test_the_output_of_a_sweeps_run_is_beside_it(tmp_path: Path) -> None:
     run = MadeRun(tmp_path / "cell-1-seed-5")
     assert read(run).output is None

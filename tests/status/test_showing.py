@@ -97,6 +97,13 @@ def test_a_run_that_was_resumed_says_that_it_has_no_step_yet(run: MadeRun) -> No
     assert "            no step yet of the attempt that began 2 min ago (22:11)" in lines(run)
 
 
+def test_a_job_that_says_nothing_before_its_run_is_not_where_the_last_attempt_was(run: MadeRun) -> None:
+    run.job("4712-0", {"agent started": 5000, "all connected": 4000})
+    told = lines(run)
+    assert told[1] == "state       silent: job 4712: all connected 66 min ago"
+    assert "            2: 20:00 on n1 (job 4711), after step 20; killed: it could not say why" in told
+
+
 def test_a_run_that_was_submitted_again_says_so(run: MadeRun) -> None:
     run.end(2, ago=600, step=47, reason="run error", message="train rank 3 died")
     config = run.path / "slurm" / "config-0123abcd.yaml"

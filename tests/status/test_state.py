@@ -160,6 +160,27 @@ def test_the_cause_that_the_driver_told_goes_before_the_exit_code(run: MadeRun) 
     assert state(run).message == "train rank 3 died"
 
 
+def test_a_lost_node_is_named_before_what_the_driver_told(run: MadeRun) -> None:
+    run.start(1, ago=900, job="4711")
+    run.end(1, ago=90, step=3, reason="run error", message="train rank 3 died in update\nits log is logs/rank-3.log")
+    end = {"exit_code": 1, "reason": "node n2 was lost: the connection to its agent has ended", "node": "n2"}
+    run.job("4711-0", {"agent started": 1000}, end)
+    message = "node n2 was lost: the connection to its agent has ended\ntrain rank 3 died in update\n"
+    assert state(run, "login") == State(
+        name="failed",
+        because="its last attempt says so: run error",
+        message=f"{message}its log is logs/rank-3.log",
+        since=NOW - 90,
+    )
+
+
+def test_the_node_of_another_job_is_not_the_reason(run: MadeRun) -> None:
+    run.job("4711-0", {"agent started": 1000}, {"exit_code": 1, "reason": "node n2 was lost", "node": "n2"})
+    run.start(1, ago=300)
+    run.end(1, ago=90, step=3, reason="run error", message="train rank 3 died")
+    assert state(run).message == "train rank 3 died"
+
+
 STAGES = {"agent started": 60.0, "all connected": 30.0}
 
 
@@ -177,6 +198,26 @@ def test_a_job_that_ended_before_its_run_began_says_why(run: MadeRun) -> None:
     found = read_status(run.path, NOW, "login")
     assert (found.state.name, found.state.message) == ("failed", "node n2 did not come within 600 s")
     assert (found.stage, found.progress.step, found.progress.steps) == ("sft", 0, 7)
+
+
+@pytest.mark.parametrize(("ago", "name"), [(25 * MINUTE, "starting"), (35 * MINUTE, "silent")])
+def test_a_job_that_comes_no_further_is_silent(run: MadeRun, ago: float, name: str) -> None:
+    run.job("4712-0", {"agent started": ago + 5000, "all connected": ago})
+    found = state(run, "login")
+    assert (found.name, found.because) == (name, f"job 4712: all connected {ago / MINUTE:.0f} min ago")
+
+
+@pytest.mark.parametrize(
+    ("apart", "ago", "name"), [(60, 500, "starting"), (60, 700, "silent"), (900, 2600, "starting")]
+)
+def test_a_job_that_goes_on_with_a_run_has_the_patience_of_its_steps(
+    run: MadeRun, apart: float, ago: float, name: str
+) -> None:
+    run.start(1, ago=90000, job="4711")
+    run.steps(3, ago=80000, apart=apart)
+    run.end(1, ago=79000, step=3, reason="interrupted", message="SIGTERM")
+    run.job("4712-0", {"agent started": ago})
+    assert state(run, "login").name == name
 
 
 def test_a_run_that_nobody_began_waits(run: MadeRun) -> None:

@@ -68,6 +68,13 @@ def run_directories_can_be_made(run: Run) -> Iterator[Problem]:
             yield Problem(field="run.dir", value=run.dir, rule=rule, fix="choose another directory")
 
 
+def run_directories_are_in_full(run: Run) -> Iterator[Problem]:
+    """No directory called ~ is made in place of a home directory."""
+    if run.dir.startswith("~"):
+        rule = "a path in full: ~ is not read as a home directory"
+        yield Problem(field="run.dir", value=run.dir, rule=rule, fix="write the path in full; a shell fills in $HOME")
+
+
 def named_sources(
     data: AnyData | None, evaluation: Evaluation | None, normalisation: Normalisation | None, ptx: PTX | None
 ) -> Iterator[tuple[str, SourceFields]]:
@@ -230,5 +237,11 @@ def reference_samples_have_engines(normalisation: Normalisation | None, rollout:
         yield Problem(field="rollout", value="given", rule="has an effect with normalisation alone", fix=fix)
 
 
-RULES = (files_exist, run_directories_can_be_made, chat_templates_have_a_tokenizer, micro_batches_hold_a_sample)
+RULES = (
+    files_exist,
+    run_directories_can_be_made,
+    run_directories_are_in_full,
+    chat_templates_have_a_tokenizer,
+    micro_batches_hold_a_sample,
+)
 """Of every stage."""
