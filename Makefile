@@ -98,7 +98,7 @@ lint: setup
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 test: lint nemo-run ray
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m 'not gpu and not matrix'
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder -m 'not gpu and not matrix'
 
 matrix: setup
 	$(BIN)/python -m pytest tests/e2e/test_layouts.py tests/rollout/test_families.py

@@ -1,0 +1,47 @@
+"""Which files of tests stay together where two processes run the suite, and the order of these groups.
+
+A group is of files that share an expensive fixture, or of one file. Each process takes the next group when it has
+little left to do.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+
+from xdist.scheduler import LoadScopeScheduling
+
+_RANKS = "who uses the warm processes of tests/pool.py"
+_DEBUG_RUN = "who looks at the debug run"
+_FOLDERS = {
+    **dict.fromkeys(("checkpoint", "cluster", "convert", "megatron", "resharding"), _RANKS),
+    "rollout": "rollout",
+    "slurm": "slurm",
+}
+_FILES = {
+    **dict.fromkeys(("test_sync.py", "test_sync_faults.py"), _RANKS),
+    **dict.fromkeys(
+        ("test_debug_run.py", "test_engines.py", "test_eval.py", "test_layouts.py", "test_resume.py"), _DEBUG_RUN
+    ),
+}
+"""Those of tests/e2e."""
+_LAST = (_RANKS, "slurm", "rollout", "launch", "launchers", "test_recipes.py", _DEBUG_RUN, "demo", "e2e")
+"""Groups, folders and files that take long, in their order; what is quick comes before them."""
+
+
+def group(file: PurePath) -> str:
+    """The group of a file, whose path is relative to the repository."""
+    folder = file.parts[1]
+    return _FOLDERS.get(folder) or (_FILES.get(file.name) if folder == "e2e" else None) or str(file)
+
+
+def place(file: PurePath) -> int:
+    """The place of a file's group in the suite."""
+    names = (group(file), file.name, file.parts[1])
+    return next((1 + _LAST.index(name) for name in names if name in _LAST), 0)
+
+
+class GroupScheduling(LoadScopeScheduling):
+    """Gives whole groups to the processes of pytest-xdist, in their order."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group(PurePath(nodeid.partition("::")[0]))
