@@ -107,10 +107,13 @@ class User:
 
     @property
     def readable(self) -> list[Path]:
-        """NeMo-Run's files and directories that others can read; but for empty files, which say nothing."""
+        """NeMo-Run's files that others can read: all directories above them in its own are open."""
         home = self.directory / "home"
-        found = {file: file.lstat() for file in (home, *home.rglob("*")) if not file.is_symlink()}
-        return [file for file, status in found.items() if status.st_mode & 0o077 and status.st_size]
+
+        def is_open(path: Path) -> bool:
+            return path == home or bool(path.stat().st_mode & 0o077 and is_open(path.parent))
+
+        return [file for file in home.rglob("*") if file.is_file() and not file.is_symlink() and is_open(file)]
 
     def nemo(self, *arguments: str) -> str:
         """What NeMo-Run's own command prints."""

@@ -77,6 +77,4 @@ def test_a_mistake_ends_the_job_with_2_before_ray_starts(launcher: Launcher, tmp
     run = Run(slurm=launcher.slurm, job=launcher.submit(directory / "slurm" / "job.sbatch"), directory=directory)
     assert run.wait("FAILED") == "2:0"
     assert "data.sequences_per_step" in run.output
-    assert list(run.stages) == ["agent started", "stopped"]
-    assert "Ray" not in (run.logs / "head.log").read_text()
-    assert not (run.logs / "driver.log").exists()
+    assert not run.logs.exists(), "Ray starts in the job's directory, which is made of a sound configuration"
