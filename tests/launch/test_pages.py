@@ -7,7 +7,6 @@ import re
 import shlex
 from pathlib import Path
 
-import click
 import pytest
 import typer
 import yaml
@@ -21,7 +20,6 @@ from tests.config.debug import REPOSITORY
 from tests.launch.scripts import JOBS
 
 PAGES = {name: (REPOSITORY / "docs" / name).read_text(encoding="utf-8") for name in ("slurm.md", "ray.md")}
-GROUPS = (click.Group, typer.core.TyperGroup)
 PACKAGE = sorted((REPOSITORY / "megarl").rglob("*.py"))
 
 
