@@ -20,14 +20,14 @@ from megarl.config.schema import TimeLimits
 def test_calls_return_at_once_and_run_in_the_order_of_submission(group: WorkerGroup) -> None:
     group.call("warm", "update", "note", "first").wait()
     start = time.perf_counter()
-    slow = group.call("slow", "update", "note", "slow", 0.5)
+    slow = group.call("slow", "update", "note", "slow", 3.0)
     group.call("quick", "update", "note", "quick")
     submitted = time.perf_counter() - start
     orders = group.call("noted", "update", "noted").wait()
     assert orders == [["first", "slow", "quick"]] * 3
     assert slow.wait() == [0, 1, 2]
-    assert submitted < 0.4
-    assert 0.5 <= slow.longest() < time.perf_counter() - start, (
+    assert submitted < 3.0
+    assert 3.0 <= slow.longest() < time.perf_counter() - start, (
         "the time of the ranks, the wait for a turn not included"
     )
 
@@ -70,7 +70,7 @@ def test_one_failing_rank_ends_the_wait_for_the_others(make_group: Callable[[], 
     update = group.call("actor.update", "update", "fail_on", 2, 60.0)
     with pytest.raises(WorkerError) as failure:
         update.wait()
-    assert time.perf_counter() - start < 10
+    assert time.perf_counter() - start < 30
     text = str(failure.value)
     assert text.startswith("train rank 2 failed in actor.update: ArithmeticError('the loss is a teapot')")
     assert 'raise ArithmeticError("the loss is a teapot")' in text, "the traceback of the process is missing"
@@ -129,7 +129,7 @@ def test_a_rank_that_does_not_answer_is_named(make_group: Callable[[], WorkerGro
     group.call("critic.update", "update", "note", "waits for the actor's")
     with pytest.raises(WorkerError) as failure:
         update.wait()
-    assert 1.0 <= time.perf_counter() - start < 10
+    assert 1.0 <= time.perf_counter() - start < 30
     first, second, third, *words = str(failure.value).splitlines()
     assert first == "No answer within 1 s from train rank 1 in actor.update."
     assert second == "Raise cluster.time_limits.update if it may take longer."

@@ -155,8 +155,8 @@ def test_a_failure_surfaces_while_the_others_are_at_work(
     engines.generate(requests(4), 4)
     start = time.monotonic()
     with pytest.raises(WorkerError, match=message):
-        engines.generate(requests(600, first=[0, 1, token]), 600)
-    assert time.monotonic() - start < 8, "the other engine alone takes 12 s"
+        engines.generate(requests(3000, first=[0, 1, token]), 3000)
+    assert time.monotonic() - start < 30, "the other engine alone takes 60 s"
 
 
 def test_engines_that_stay_awake_are_not_asked_to_sleep(two: RolloutGroup) -> None:

@@ -105,7 +105,7 @@ def test_a_failure_is_shown_once_with_its_prompt_and_its_traceback(scorers: Rule
 def test_a_function_that_hangs_costs_its_time_and_its_sample(scorers: RuleScorers, warnings: list[str]) -> None:
     start = time.monotonic()
     scores = scorers.score([STUBBORN], rollouts(2), PROMPTS).wait()
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     for column in scores.values():
         np.testing.assert_array_equal(column["stubborn"], np.float32([1, math.nan]))
     assert "it took longer than 0.5 s, and was ended" in warnings[-1]

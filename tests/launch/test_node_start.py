@@ -138,6 +138,6 @@ def test_a_signal_while_the_configuration_is_checked_ends_every_node(directory: 
         start = time.monotonic()
         job.agents[0].send_signal(signal.SIGTERM)
         assert job.exit_codes() == (143, 0)
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 30
         assert job.end() == {"exit_code": 143, "reason": "node n1 got SIGTERM", "node": None}
         assert job.left() == NOTHING

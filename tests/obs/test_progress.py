@@ -39,7 +39,7 @@ def test_a_terminal_gets_a_bar_with_the_last_metrics_and_is_given_back() -> None
     assert "hidden" not in out.getvalue()
     assert out.getvalue().endswith("\x1b[?25h"), "the cursor is still hidden"
     for thread in set(threading.enumerate()) - threads:
-        thread.join(timeout=5)
+        thread.join(timeout=60)
         assert not thread.is_alive()
 
 

@@ -46,7 +46,7 @@ def test_every_metric_is_an_event_and_nothing_keeps_running(tmp_path: Path) -> N
     assert third[:2] == (2, "objective/kl")
     assert math.isnan(third[2])
     for thread in set(threading.enumerate()) - threads:
-        thread.join(timeout=5)  # the writer has ended its queue, whose thread sees that in its own time
+        thread.join(timeout=60)  # the writer has ended its queue, whose thread sees that in its own time
         assert not thread.is_alive()
 
 

@@ -47,6 +47,14 @@ def alive(pid: int) -> bool:
         return False
 
 
+def ends(pid: int) -> bool:
+    """Whether a process ends; one that was killed does so when the kernel next runs it."""
+    deadline = time.monotonic() + 30
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not alive(pid)
+
+
 def test_one_process_makes_all_calls(process: FunctionProcess) -> None:
     first = call(process, "process")
     assert first not in (os.getpid(), 0)
@@ -60,8 +68,8 @@ def test_a_call_that_hangs_ends_with_its_process_and_the_next_gets_another(proce
     start = time.monotonic()
     with pytest.raises(CallError, match=r"it took longer than 0\.3 s, and was ended"):
         call(process, name, LIMIT_S)
-    assert LIMIT_S <= time.monotonic() - start < 5
-    assert not alive(int(before))
+    assert LIMIT_S <= time.monotonic() - start < 60
+    assert ends(int(before))
     assert call(process, "process") != before
 
 
@@ -85,7 +93,7 @@ def test_the_programs_of_a_call_that_hangs_end_with_it(tmp_path: Path) -> None:
     process.start()
     with pytest.raises(CallError, match="it took longer"):
         process.call(0, answer(), 2.0)
-    assert not alive(int(pid_file.read_text()))
+    assert ends(int(pid_file.read_text()))
 
 
 def test_the_child_ends_with_a_parent_that_is_killed() -> None:
@@ -101,10 +109,7 @@ def test_the_child_ends_with_a_parent_that_is_killed() -> None:
         pid = int(parent.stdout.readline())
         assert alive(pid)
         parent.kill()
-    deadline = time.monotonic() + 10
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not alive(pid)
+    assert ends(pid)
 
 
 def test_functions_that_cannot_be_loaded_are_an_error_of_the_run() -> None:

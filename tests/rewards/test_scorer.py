@@ -81,7 +81,7 @@ def test_a_step_of_functions_that_hang_ends_in_its_time() -> None:
     slow.start()
     start = time.monotonic()
     scores, unscored = score(slow, {"sleeps": 0}, seconds=0.5)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60
     slow.close()
     assert np.isnan(scores["sleeps"]).all()
     assert [own.calls for own in unscored.values()] == [1, 0], "the first sample was tried"

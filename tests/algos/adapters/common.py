@@ -60,7 +60,7 @@ def local(vector: Tensor) -> Tensor:
 def on_ranks(function: Callable[..., Any], per_rank: list[tuple[Any, ...]]) -> list[Any]:
     """Results of ``function(*arguments, reduce)`` on ranks that are threads; leaving out a reduction breaks it."""
     vectors: list[Tensor | None] = [None] * len(per_rank)
-    meet = threading.Barrier(len(per_rank), timeout=10)
+    meet = threading.Barrier(len(per_rank), timeout=60)
 
     def rank(index: int) -> Any:
         def reduce(vector: Tensor) -> Tensor:
