@@ -8,6 +8,7 @@ import os
 import socket
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection
 from typing import Any
@@ -16,6 +17,8 @@ DIED = (False, "its process died")
 
 _IMPORTS_S = 600.0
 """How long processes may take to import torch and megatron-core, which does not count for any test."""
+
+_held: deque[socket.socket] = deque(maxlen=8)
 
 Job = tuple[Callable[..., Any], int, str | None, tuple[Any, ...]]
 
@@ -123,10 +126,12 @@ class RankPool:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nothing listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A TCP port of the loopback interface at which a rank may listen; nobody else is given one of the latest few."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # which lets torch's own socket bind it too
+    holder.bind(("127.0.0.1", 0))
+    _held.append(holder)
+    return holder.getsockname()[1]
 
 
 def _serve(rank: int, device: str, pipe: Connection) -> None:

@@ -23,7 +23,8 @@ from megarl.errors import RunError
 Phase = Literal["start", "rollout", "scoring", "inference", "update", "sync", "checkpoint"]
 """What a call is part of: a field of the configuration's time limits."""
 
-_GRACE_S = 2.0
+_GRACE_S = 4.0
+"""For the news of a death, which may come after the failures that it causes."""
 _LOG_TAIL_BYTES = 4000
 
 

@@ -105,6 +105,7 @@ class Shell:
         self._target = target
         self._args = args
         self._kwargs = kwargs
+        self._held: list[socket.socket] = []
 
     @functools.cached_property
     def _object(self) -> Any:
@@ -135,11 +136,17 @@ class Shell:
             yield large
 
     def free_address(self, host: str | None) -> Timed:
-        """A host and port at which this process may listen; None is the node's own address."""
+        """A host and port at which this process may listen; None is the node's own address.
+
+        The port is held as long as this process lives: it listens only when it has imported torch, and meanwhile the
+        system would give the port to others.
+        """
         host = host or ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return Timed(result=f"{host}:{probe.getsockname()[1]}", seconds=0.0)
+        holder = socket.socket()
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # which lets torch's own socket bind it too
+        holder.bind((host, 0))
+        self._held.append(holder)
+        return Timed(result=f"{host}:{holder.getsockname()[1]}", seconds=0.0)
 
 
 def _print_to(log_file: str) -> None:

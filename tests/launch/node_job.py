@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -61,6 +62,7 @@ class NodeJob:
             "MEGARL_TEST_DRIVER": str(self._driver),
             "TMPDIR": str(self._directory),
             "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",  # what Ray prints is in the log at once
         }
         with self._output(index).open("wb") as output:
             self.agents[index] = subprocess.Popen(
@@ -116,7 +118,8 @@ class NodeJob:
         found = [pid for pid, line in self._processes() if text in line]
         assert found, f"no {text} among {[line[:80] for _, line in self._processes()]}"
         for pid in found:
-            os.kill(pid, number)
+            with suppress(ProcessLookupError):  # the first ones that end may end others
+                os.kill(pid, number)
 
     def _processes(self) -> list[tuple[int, str]]:
         found: list[tuple[int, str]] = []

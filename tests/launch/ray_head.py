@@ -18,6 +18,7 @@ from pathlib import Path
 from megarl.cluster.processes import MARK, Remains
 from megarl.cluster.ray_node import ENVIRONMENT
 from tests.needs import lacking
+from tests.slurm.files import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICES = 4
@@ -46,7 +47,7 @@ class RayHead:
         self._mark = secrets.token_hex(8)
         secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         self.environment = {**os.environ, **secret, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        ports = dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True))
+        ports = dict(zip(_PORTS, free_ports(len(_PORTS)), strict=True))
         self.address = f"http://127.0.0.1:{ports['dashboard-port']}"
         self._log = directory / "head.log"
         self._command = [
@@ -150,11 +151,3 @@ def _copy(source: socket.socket, sink: socket.socket) -> None:
             sink.sendall(data)
     with suppress(OSError):
         sink.shutdown(socket.SHUT_WR)
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports

@@ -16,7 +16,7 @@ from tests.launch.node_job import NodeJob
 pytestmark = pytest.mark.e2e
 
 NOTHING: tuple[list[str], set[str], list[str]] = ([], set(), [])
-PROMPT_S = 30.0
+PROMPT_S = 90.0
 """From what ends a job to the end of its agents, cleaning up included; on a busy machine."""
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megarl.launch.node.ports import candidates
-from tests.launch.node_job import NodeJob, wait_for
+from tests.launch.node_job import PATIENCE_S, NodeJob, wait_for
 
 NOTHING: tuple[list[str], set[str], list[str]] = ([], set(), [])
 
@@ -95,9 +95,9 @@ def test_an_interface_that_one_node_lacks_ends_all(directory: Path, index: int, 
 
 
 def test_a_check_that_does_not_end_ends_every_node(directory: Path) -> None:
-    with NodeJob(directory, "slow plan", limit_s=5) as job:
+    with NodeJob(directory, "slow plan", limit_s=10) as job:
         assert job.exit_codes() == (1, 0)
-        assert "[n1] the check of the configuration, its models and its data has not ended within 5 s" in job.output(0)
+        assert "[n1] the check of the configuration, its models and its data has not ended within 10 s" in job.output(0)
         assert job.left() == NOTHING
 
 
@@ -110,12 +110,12 @@ def test_a_node_that_finds_no_head_says_where_it_looked(directory: Path) -> None
 
 
 def test_a_node_with_another_token_is_not_let_in(directory: Path) -> None:
-    job = NodeJob(directory, "works", limit_s=8)
+    job = NodeJob(directory, "works", limit_s=30)
     with job:
         job.agents[1].kill()
         job.agents[1].wait()
         job.start(1, {"RAY_AUTH_TOKEN": "f" * 64})
-        assert job.agents[1].wait(30) == 1
+        assert job.agents[1].wait(PATIENCE_S) == 1
         assert "does not let this node in: it has another RAY_AUTH_TOKEN: make one for the job" in job.output(1)
         assert "127.0.0.1 was not let in: it has another RAY_AUTH_TOKEN" in job.output(0)
 
@@ -134,7 +134,7 @@ def test_without_a_token_or_a_job_the_agent_says_what_to_do(directory: Path) -> 
 def test_a_signal_while_the_configuration_is_checked_ends_every_node(directory: Path) -> None:
     with NodeJob(directory, "slow plan") as job:
         job.until("checking", "head.log")
-        time.sleep(1)  # for the other node to connect
+        time.sleep(3)  # for the other node to connect
         start = time.monotonic()
         job.agents[0].send_signal(signal.SIGTERM)
         assert job.exit_codes() == (143, 0)

@@ -173,11 +173,12 @@ def test_a_connection_that_is_lost_is_made_anew(head: RayHead, tmp_path: Path, s
 
 @pytest.mark.e2e
 def test_a_job_goes_on_without_who_submitted_it(head: RayHead, tmp_path: Path, stand_in: Path) -> None:
-    (tmp_path / "then").write_text(f"sleep 3; touch {tmp_path}/done")
+    (tmp_path / "then").write_text(f"until [ -e {tmp_path}/go ]; do sleep 0.1; done; touch {tmp_path}/done")
     status, output, _ = ended(head.launch(SFT, f"run.dir={tmp_path}", "--python", stand_in, "--no-wait"))
     assert status == 0
-    assert not (tmp_path / "done").exists()
     assert f"--address {head.address} --follow" in output
+    assert not (tmp_path / "done").exists()
+    (tmp_path / "go").touch()
     deadline = time.monotonic() + LIMIT_S
     while not (tmp_path / "done").exists():
         assert time.monotonic() < deadline

@@ -29,7 +29,7 @@ class Slurm:
     """A context: inside, jobs run on the nodes n1 and n2; afterwards no process, socket or file is left.
 
     The partition `all` is the default one and has both nodes, `train` has n1 and `rollout` has n2. Jobs share the
-    nodes. A node that fails is noticed within half a minute.
+    nodes. A node that fails is noticed within a minute.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Slurm:
                 raise SlurmError(f"job {job} is {now}, not {wanted}, after up to {limit_s:g} s: {found}\n{self.logs()}")
             time.sleep(0.1)
 
-    def accounted(self, job: int, *, limit_s: float = 10.0) -> dict[str, tuple[str, str]]:
+    def accounted(self, job: int, *, limit_s: float = 60.0) -> dict[str, tuple[str, str]]:
         """State and exit code of an ended job and its steps, as the accounting has them when it has all."""
         deadline = time.monotonic() + limit_s
         while True:
@@ -122,7 +122,7 @@ class Slurm:
             daemon = self._daemons[f"slurmd-{node}"]
             if not daemon.runs():
                 daemon.start()
-        self._daemons["slurmctld"].wait(self._not_idle, "told of two idle nodes")
+        self._daemons["slurmctld"].wait(self._not_idle, "told of two idle nodes", limit_s=180)
 
     def logs(self) -> str:
         """The ends of the logs of all daemons."""
@@ -136,7 +136,7 @@ class Slurm:
         finally:
             for daemon in reversed(self._daemons.values()):
                 daemon.stop()
-            self._kill(str(self.directory))
+            self._kill("")
             shutil.rmtree(self.directory)
 
     def _start(self) -> None:
@@ -178,9 +178,23 @@ class Slurm:
         return "" if told == idle else told
 
     def _kill(self, *marks: str) -> None:
-        """Kills the processes that have one of the marks in their environment or command line."""
+        """Kills the processes of this cluster that have one of the marks, until there are none."""
+        deadline = time.monotonic() + _COMMAND_S
+        while found := self._processes(*marks):
+            if time.monotonic() > deadline:
+                raise SlurmError(f"processes cannot be killed: {found}")
+            for pid in found:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+
+    def _processes(self, *marks: str) -> list[int]:
+        """Processes that have the cluster's directory and one of the marks in their environment or command line."""
+        found: list[int] = []
         for entry in Path("/proc").iterdir():
             with suppress(OSError):
                 told = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
-                if entry.name != str(os.getpid()) and any(mark.encode() in told for mark in marks):
-                    os.kill(int(entry.name), signal.SIGKILL)
+                own = str(self.directory).encode() in told and any(mark.encode() in told for mark in marks)
+                if own and entry.name != str(os.getpid()):
+                    found.append(int(entry.name))
+        return found

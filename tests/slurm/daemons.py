@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.slurm.packages import program
 
-_END_S = 10.0
+_END_S = 60.0
 _TOLD_LINES = 30
 
 

@@ -25,7 +25,7 @@ def test_a_node_whose_slurmd_is_killed_is_named(launcher: Launcher, tmp_path: Pa
     assert run.end["exit_code"] == 128 + signal.SIGTERM
     assert "node n2 has failed" in launcher.megarl("status", str(run.directory)).stdout
     # Slurm cannot end what runs there: the agent of the node does, as it has lost the head.
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while list(launcher.left()) and time.monotonic() < deadline:
         time.sleep(0.5)
 

@@ -120,5 +120,5 @@ def test_tasks_end_by_themselves_and_the_worst_exit_code_is_the_jobs(
 
 
 def test_tasks_are_told_before_the_time_is_up(slurm: Slurm, records: Records, tmp_path: Path) -> None:
-    number = submitted(slurm, tmp_path, records.profile("300:0,300:0", time="2", grace=119))
+    number = submitted(slurm, tmp_path, records.profile("300:0,300:0", time="2", grace=85))
     assert slurm.wait(number, "FAILED", limit_s=100)[0]["ExitCode"] == "143:0"

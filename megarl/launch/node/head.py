@@ -21,7 +21,7 @@ from megarl.launch.node.messages import End, Lost, Start
 from megarl.launch.node.rendezvous import Peer, listening
 
 _DRIVER_GRACE_S = 15.0
-_DRIVER_LAST_S = 2.0
+_DRIVER_LAST_S = 6.0
 """For a node that is lost to be told of: it is why the driver has failed."""
 _LATE_S = 60.0
 """For nodes that have not connected yet to hear that the job is at its end."""
