@@ -106,10 +106,10 @@ class GlooTransport:
         return self._group is not None
 
     def send(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
-        return _GlooTransfer(self._group.send([buffer], self._index[peer], tag), peer, buffer, self.sent)
+        return _GlooTransfer(lambda: self._group.send([buffer], self._index[peer], tag), peer, buffer, self.sent)
 
     def receive(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
-        return _GlooTransfer(self._group.recv([buffer], self._index[peer], tag), peer, buffer, self.received)
+        return _GlooTransfer(lambda: self._group.recv([buffer], self._index[peer], tag), peer, buffer, self.received)
 
     def abort(self) -> None:
         if self._group is None:
@@ -130,14 +130,21 @@ class GlooTransport:
 
 
 class _GlooTransfer:
-    def __init__(self, work: Work, peer: int, buffer: torch.Tensor, counter: Counter[int]) -> None:
-        self._work = work
+    """A transfer whose start fails, as it does when the peer is gone, fails when it is waited for, as others do."""
+
+    def __init__(self, start: Callable[[], Work], peer: int, buffer: torch.Tensor, counter: Counter[int]) -> None:
+        try:
+            self._work: Work | RuntimeError = start()
+        except RuntimeError as error:
+            self._work = error
         self._peer = peer
         self._buffer = buffer
         self._counter = counter
 
     def wait(self) -> None:
         try:
+            if isinstance(self._work, RuntimeError):
+                raise self._work
             self._work.wait()
         except RuntimeError as error:
             raise PeerError(f"the transfer with rank {self._peer} failed: {error}") from error

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megarl.resharding import Connection, Receiver, Sender, SyncError, SyncSpec, SyncStats, connect
 from megarl.resharding.buckets import bucket_views, landed
-from megarl.resharding.transport import Transfer, Transport
+from megarl.resharding.transport import PeerError, Transfer, Transport
 from megarl.types import Layout
 from megarl.weights.planner import Holder, plan
 from megarl.weights.plans import TransferPlan
@@ -261,11 +261,28 @@ def killed(rank: int, spec: SyncSpec, odd: int, when: str) -> Any:
     return me.sync(1), me.state
 
 
+def gone(rank: int, spec: SyncSpec) -> list[str]:
+    """Rank 0 dies; what rank 2 is told of transfers with it: under way then, and of those that it starts later."""
+    control = Rank(spec, rank).control
+    if rank == 0:
+        die()
+    if rank != 2:
+        return []
+    told: list[str] = []
+    for start in (control.receive, control.receive, control.send):
+        transfer = start(0, 1, torch.zeros(8))
+        try:
+            transfer.wait()
+        except PeerError as error:
+            told.append(str(error))
+    return told
+
+
 def late(rank: int, spec: SyncSpec, missing: int, patience: float) -> Any:
     me = Rank(spec, rank)
     me.connection.board.timeout_s = patience
     if rank == missing:
-        time.sleep(patience + 0.5)
+        time.sleep(patience + 3)
     first, state = me.sync(1), me.state
     dist.barrier()
     return first, state, me.sync(2), me.state

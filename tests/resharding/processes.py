@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 
-def run(function: Callable[..., Any], *args: Any, world_size: int, timeout: float = 90.0) -> dict[int, Any]:
+def run(function: Callable[..., Any], *args: Any, world_size: int, timeout: float = 240.0) -> dict[int, Any]:
     """Calls ``function(rank, *args)`` in a process per rank.
 
     Returns:

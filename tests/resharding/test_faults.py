@@ -25,7 +25,7 @@ def one_message(results: dict[int, Any]) -> str:
     """The error that every rank raised, and soon."""
     messages = {first[0] for first, *_ in results.values()}
     assert len(messages) == 1, messages
-    assert max(first[1] for first, *_ in results.values()) < TIMEOUT_S + 10  # which a busy machine may take
+    assert max(first[1] for first, *_ in results.values()) < TIMEOUT_S + 40  # which a busy machine may take
     return messages.pop()
 
 
@@ -52,6 +52,11 @@ def test_a_rank_that_is_killed_in_a_sync_ends_it(connect: Connections, way: str,
     assert not trace.shared_memory()
 
 
+def test_a_rank_that_is_gone_is_named_where_a_transfer_with_it_is_waited_for(connect: Connections) -> None:
+    told = run(jobs.gone, connect(jobs.transfer_plan(), "gloo"), world_size=jobs.RANKS)[2]
+    assert [error.partition(" failed: ")[0] for error in told] == ["the transfer with rank 0"] * 3
+
+
 @pytest.mark.parametrize("odd", [1, 2])
 @pytest.mark.parametrize("when", ["before", "committing"])
 def test_a_rank_that_does_not_come_is_named(connect: Connections, when: str, odd: int) -> None:
@@ -69,7 +74,7 @@ def test_a_corrupt_message_aborts_everywhere(connect: Connections, way: str) -> 
     assert "is corrupt: model.layers." in message
     check_states(results)
     # The connection is broken: the next sync is refused everywhere, and quickly.
-    assert all("connect anew" in second[0] and second[1] < 5 for *_, second in results.values())
+    assert all("connect anew" in second[0] and second[1] < 15 for *_, second in results.values())
 
 
 def test_a_failing_load_aborts_everywhere(connect: Connections) -> None:

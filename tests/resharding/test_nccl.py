@@ -15,7 +15,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from megarl.resharding.transport import NcclTransport, Transfer
 
-WAIT_S = 5.0
+WAIT_S = 60.0
 
 
 @dataclass

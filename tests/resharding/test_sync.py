@@ -104,8 +104,8 @@ def one_message(results: list[Any]) -> str:
 
 
 def test_a_missing_sender_is_named_and_nothing_is_written(pool: RankPool, connect: Connections) -> None:
-    results = pool.run(jobs.late, connect(jobs.transfer_plan()), 1, 1.5, world_size=jobs.RANKS)
-    assert "ranks [1] did not come within 1.5 s" in one_message([first for first, *_ in results])
+    results = pool.run(jobs.late, connect(jobs.transfer_plan()), 1, 3.0, world_size=jobs.RANKS)
+    assert "ranks [1] did not come within 3 s" in one_message([first for first, *_ in results])
     assert {state for _, state, *_ in results} == {(-1, True, 0)}
     # Nothing was under way: the connection still works.
     assert [state[0] for *_, state in results] == [2] * jobs.RANKS
