@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -213,6 +214,37 @@ def test_what_cannot_be_written_of_a_job_does_not_end_it(tmp_path: Path, caplog:
     assert [record.getMessage().partition(": ")[0] for record in caplog.records] == ["not written"] * 2
 
 
+def test_a_child_that_is_forgotten_is_heard_to_its_end(tmp_path: Path) -> None:
+    async def forget() -> None:
+        ended = tmp_path / "ended"
+        await Child.start(["bash", "-c", f"sleep 0.5; echo late; touch {ended}"], os.environ, tmp_path / "log")
+        await asyncio.sleep(0.1)  # by now it listens
+        gc.collect()
+        while not (ended.exists() and (tmp_path / "log").read_text()):
+            await asyncio.sleep(0.05)
+
+    asyncio.run(asyncio.wait_for(forget(), 60))
+    assert (tmp_path / "log").read_text() == "late\n"
+
+
+def test_the_last_message_of_a_child_is_its_last_line_or_what_that_belongs_to(tmp_path: Path) -> None:
+    async def last(output: str) -> str:
+        child = await Child.start(["printf", "%s", output], os.environ, tmp_path / "log")
+        await child.wait()
+        return child.last_message
+
+    for output, message in (
+        (
+            "step 1\nrun.yaml: 1 problem\n  run.dir = x\n    fix:  y\n",
+            "run.yaml: 1 problem\n  run.dir = x\n    fix:  y",
+        ),
+        ("Traceback:\n  File\n\nValueError: no\n\n", "ValueError: no"),
+        ("  indented", "  indented"),
+        ("", ""),
+    ):
+        assert asyncio.run(last(output)) == message
+
+
 def test_the_attach_script_opens_a_shell_in_the_job_with_a_token_that_nobody_else_reads(tmp_path: Path) -> None:
     directory = JobDirectory.of(str(tmp_path / "a run"), SlurmJob.of(STEP))
     directory.path.mkdir(parents=True)
@@ -246,5 +278,7 @@ def test_the_attach_script_opens_a_shell_in_the_job_with_a_token_that_nobody_els
     for arguments, node, component in (([], "n2", 0), (["n1"], "n1", 1), (["n3"], "n3", 1)):
         told = subprocess.run([script, *arguments], capture_output=True, text=True, env=environment, check=True)
         assert {f"--nodelist={node}", f"--het-group={component}"} <= set(told.stdout.splitlines())
+    told = subprocess.run([script, "n"], capture_output=True, text=True, env=environment, check=False)
+    assert (told.returncode, told.stderr) == (2, "n is none of the job's nodes: n2 n1 n3\n")
     directory.write_end(Outcome(exit_code=0, reason="finished"))
     assert not token.exists()

@@ -16,6 +16,9 @@ _KILLED_S = 10.0
 """For a process that is killed to be gone."""
 _CHUNK_BYTES = 1 << 16
 
+_copying: set[asyncio.Task[None]] = set()
+"""Until they end: the event loop alone does not keep a task, and a child may be forgotten before its output ends."""
+
 
 class Child:
     """A child process; its output, of both kinds, goes to the end of a log file, and elsewhere too.
@@ -32,6 +35,8 @@ class Child:
         self.tail = b""
         """The end of the output."""
         self._copying = asyncio.create_task(self._copy(output, log, echo))
+        _copying.add(self._copying)
+        self._copying.add_done_callback(_copying.discard)
 
     @classmethod
     async def start(
@@ -55,6 +60,13 @@ class Child:
     def last_line(self) -> str:
         """Of the output so far."""
         return self.tail.decode(errors="replace").rstrip().rpartition("\n")[2]
+
+    @property
+    def last_message(self) -> str:
+        """The end of the output so far: its last line, and where that is indented, all from the line that is not."""
+        lines = self.tail.decode(errors="replace").rstrip().split("\n")
+        first = max((index for index, line in enumerate(lines) if line[:1].strip()), default=0)
+        return "\n".join(lines[first:])
 
     async def wait(self) -> int:
         """Waits for its end; the exit code, 128 and the signal's number where one has ended it."""

@@ -26,9 +26,14 @@ esac
 """
 _ATTACH = """\
 #!/bin/sh
-# A shell on a node of the running job, the first or the one that is named; Ray's commands find the job's Ray from it.
+# A shell on a node of the running job, the first or the one that is named. Programs find the job's Ray from it; of
+# Ray's commands, ray memory and ray health-check do. The others ask a dashboard, and a job has none.
 #   {path} [NODE]
 node="${{1:-{head}}}"
+case " {nodes} " in
+    *" $node "*) ;;
+    *) echo "$node is none of the job's nodes: {nodes}" >&2; exit 2 ;;
+esac
 {component}exec srun --jobid={job} {group}--overlap --nodes=1 --ntasks=1 --nodelist="$node" --pty \\
     env RAY_ADDRESS={ray} RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={token} "${{SHELL:-/bin/sh}}"
 """
@@ -96,6 +101,7 @@ class JobDirectory:
         values = {
             "path": shlex.quote(str(script)),
             "token": shlex.quote(str(self._token)),
+            "nodes": " ".join(job.nodes),
             "component": "",
             "group": "",
         }

@@ -177,7 +177,7 @@ class Head:
         if code == 0:
             return Outcome(exit_code=0, reason="finished")
         await asyncio.sleep(_DRIVER_LAST_S)
-        reason = f"megarl {self._options.command} ended with exit code {code}: {driver.last_line}"
+        reason = f"megarl {self._options.command} ended with exit code {code}: {driver.last_message}"
         return Outcome(exit_code=code, reason=reason)
 
     async def _start(self, directory: JobDirectory, *command: str) -> Child:
