@@ -99,6 +99,8 @@ class Shell:
         os.chdir(directory)
         # It removes what this process shares and does not live to remove: it must run before anything is shared.
         resource_tracker.ensure_running()
+        # megatron-core imports it where it is installed. It makes directories, which stay when this process is killed.
+        sys.modules["wandb"] = None  # pyright: ignore[reportArgumentType]
         os.environ.update(env)
         if local_devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(local_devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
