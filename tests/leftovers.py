@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 _PATIENCE_S = 30.0
@@ -48,6 +50,23 @@ class Trace:
         used = _inodes_in_use()
         new = set(os.listdir("/dev/shm")) - self._shared_memory
         return {entry.name for entry in os.scandir("/dev/shm") if entry.name in new and entry.inode() not in used}
+
+
+def comes_true(condition: Callable[[], bool], limit_s: float = 60.0) -> bool:
+    """Whether a condition holds, or comes to within seconds: a process that was killed goes in its own time."""
+    deadline = time.monotonic() + limit_s
+    while not (holds := condition()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return holds
+
+
+def open_shared_memory(pid: int) -> set[str]:
+    """The shared memory files that a process has mapped or open."""
+    paths = {line.split()[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()}
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # the listing's own
+            paths.add(os.readlink(f"/proc/{pid}/fd/{name}"))
+    return {path for path in paths if path.startswith("/dev/shm/")}
 
 
 def _inodes_in_use() -> set[int]:

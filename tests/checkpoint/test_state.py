@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megarl.files import FileRecord
 from megarl.types import Layout, RoleName
 from tests.checkpoint.training import Snapshot, canonical, make_roles, restore, save, snapshot, train
+from tests.leftovers import Trace, open_shared_memory
 from tests.megatron.families import FAMILIES
 from tests.megatron.tiny import save_model
 from tests.pool import RankPool
@@ -218,7 +219,7 @@ def test_the_state_of_another_model_is_refused(pool: RankPool, tmp_path: Path) -
 
 
 def _traces(rank: int, model: Path, out: Path) -> tuple[list[int], set[str], bool]:
-    """Processes and threads that a save leaves, and whether it made Megatron's global groups."""
+    """Processes and shared memory that a save leaves, and whether it made Megatron's global groups."""
     import os
 
     from megatron.core import parallel_state
@@ -227,12 +228,13 @@ def _traces(rank: int, model: Path, out: Path) -> tuple[list[int], set[str], boo
     train(role, 0, 1)
     save(role, out.with_suffix(".first"))  # torch's own threads start with the first work that they are for
     restore(role, out.with_suffix(".first"))
-    shared, threads = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/task"))
+    trace, shared, threads = Trace(), open_shared_memory(os.getpid()), len(os.listdir("/proc/self/task"))
     save(role, out)
     restore(role, out)
     children = [int(pid) for task in os.listdir("/proc/self/task") for pid in _children(task)]
     assert len(os.listdir("/proc/self/task")) <= threads
-    return children, set(os.listdir("/dev/shm")) - shared, parallel_state.is_initialized()
+    kept = open_shared_memory(os.getpid()) - shared
+    return children, kept | trace.shared_memory(), parallel_state.is_initialized()
 
 
 def _children(task: str) -> list[str]:

@@ -86,7 +86,7 @@ class FakeEngine:
 
     def generate(self, work: Iterable[WorkItem], at_once: int) -> Iterator[tuple[list[SampleInfo], RolloutChunk]]:
         for item in work:
-            time.sleep(1.0 if item.requests[0].prompt.token_ids[0] == 97 else 0.02)
+            time.sleep(6.0 if item.requests[0].prompt.token_ids[0] == 97 else 0.02)
             for request in item.requests:
                 if request.prompt.token_ids[0] == 99:
                     raise ArithmeticError("the prompt is a teapot")

@@ -37,7 +37,10 @@ def make(session: Session, config: PPOConfig) -> Iterator[MakeEngines]:
 
 @pytest.fixture(scope="module")
 def two(make: MakeEngines) -> RolloutGroup:
-    return make("2-3")
+    """Engines that have answered before, so that none is still starting when it is to share in the work."""
+    engines = make("2-3")
+    engines.generate(requests(2), 2)
+    return engines
 
 
 @pytest.fixture
@@ -105,7 +108,7 @@ def test_a_scorer_sees_responses_up_to_a_token(two: RolloutGroup) -> None:
 
 
 def test_a_chunk_has_one_writer_and_all_engines_write(two: RolloutGroup) -> None:
-    by_chunk = writers(two, 50, 16)
+    by_chunk = writers(two, 320, 160)
     assert all(len(engines) == 1 for engines in by_chunk)
     assert set.union(*by_chunk) == {0, 1}
 

@@ -44,7 +44,7 @@ def test_nothing_is_left(ending: str, number: int | None, status: int, short_dir
                 assert sum("sleep 600" in line for line in trace.processes()) == 4
                 assert len(set(names) & set(os.listdir("/dev/shm"))) == 4
                 program.send_signal(number)
-            _, errors = program.communicate(timeout=60)
+            _, errors = program.communicate(timeout=120)
         finally:
             program.terminate()
     assert len(names) == 4, errors
@@ -94,7 +94,7 @@ def test_a_running_cluster_is_joined_and_left_running(short_directory: Path) -> 
             env=environment,
             capture_output=True,
             text=True,
-            timeout=90,
+            timeout=240,
         )
         cluster.communicate("")
     assert joined.stdout.split() == ["0", "1", "2", "3", str(ROOT)] * 2, joined.stderr
@@ -135,7 +135,7 @@ def test_a_ray_that_does_not_start_says_why_and_leaves_nothing(short_directory: 
         env={**os.environ, "TMPDIR": str(short_directory)},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=240,
     )
     assert failed.returncode == 0, failed.stderr
     assert failed.stdout.startswith("Ray did not start on this machine: ")

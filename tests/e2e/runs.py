@@ -101,5 +101,5 @@ def train(run_dir: Path, *overrides: str) -> Finished:
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines."""
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    """The objects of a file of JSON lines that are complete."""
+    return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -12,7 +12,7 @@ import pytest
 from megarl.status.reading import read_status
 from tests.e2e.runs import DEBUG, finish, lines, started
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 ROLES = "groups.train.roles"
 SMALL = [
@@ -52,7 +52,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
         os.kill(process_that_prints_to(directory / "logs" / "train-rank-1.log"), signal.SIGKILL)
         killed = time.monotonic()
         finished = finish(*run)
-    assert time.monotonic() - killed < 30
+    assert time.monotonic() - killed < 90
     assert finished.status == 1
     assert "train rank 1 died in " in finished.errors.splitlines()[0]
     finished.assert_clean()
@@ -64,7 +64,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
 
 def test_a_rank_that_stands_still_is_named_with_its_limit(tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    seconds = 10
+    seconds = 40
     limits = [f"cluster.time_limits.{phase}={seconds}.0" for phase in ("rollout", "inference", "update", "sync")]
     with started(["train", DEBUG, f"run.dir={directory}", *SMALL, *limits]) as run:
         wait_for(directory / "metrics.jsonl")

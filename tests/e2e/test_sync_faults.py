@@ -6,13 +6,14 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
 
 from megarl.resharding import Place
 from tests.e2e.syncing import Outcome, Pause, Step, corrupt, die, lose_a_tensor, sync
-from tests.leftovers import Trace
+from tests.leftovers import Trace, comes_true
 from tests.pool import RankPool
 from tests.rollout import in_process
 from tests.rollout.conftest import Answers, ask, start
@@ -20,7 +21,7 @@ from tests.rollout.engine_process import EngineProcess, RemoteError
 from tests.rollout.models import qwen2, random_model, save
 from tests.rollout.oracles import assert_same
 
-pytestmark = [pytest.mark.e2e, pytest.mark.dist]
+pytestmark = [pytest.mark.e2e, pytest.mark.dist, pytest.mark.timeout(600)]
 
 TP2_PP2: list[str] = []  # of the debug configuration
 PLACES = [Place()] * 6
@@ -41,6 +42,7 @@ def trace() -> Trace:
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory, directories: list[Path], trace: Trace) -> Iterator[EngineProcess]:
     """An engine of two ranks."""
+    resource_tracker.ensure_running()  # this process's own, which is to stay
     with pytest.MonkeyPatch.context() as patch:
         for name, value in trace.environment().items():
             patch.setenv(name, value)
@@ -112,4 +114,4 @@ def test_a_death_in_the_engine_ends_the_sync_and_leaves_no_process(
     with pytest.raises(RemoteError):
         ask(process)
     process.close()
-    assert not trace.processes()
+    assert comes_true(lambda: not trace.processes()), trace.processes()

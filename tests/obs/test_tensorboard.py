@@ -25,8 +25,8 @@ def records(path: Path) -> Iterator[bytes]:
 
 
 def events(directory: Path) -> list[list[Any]]:
-    """The events of each file, the earlier file first."""
-    files = sorted(directory.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+    """The events of each file, in the order of the steps that they begin with."""
+    files = sorted(directory.iterdir(), key=lambda file: int(file.name.rpartition(".from-")[2]))
     return [[Event.FromString(record) for record in records(file)] for file in files]
 
 

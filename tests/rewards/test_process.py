@@ -19,6 +19,7 @@ from megarl.config.schema import RewardFunction
 from megarl.errors import RunError
 from megarl.rewards.callee import Failure, reply
 from megarl.rewards.process import CallError, FunctionProcess
+from tests.leftovers import comes_true
 from tests.rewards import functions
 from tests.rewards.answers import answer, own
 
@@ -49,10 +50,7 @@ def alive(pid: int) -> bool:
 
 def ends(pid: int) -> bool:
     """Whether a process ends; one that was killed does so when the kernel next runs it."""
-    deadline = time.monotonic() + 30
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not alive(pid)
+    return comes_true(lambda: not alive(pid))
 
 
 def test_one_process_makes_all_calls(process: FunctionProcess) -> None:
@@ -83,7 +81,7 @@ def test_a_function_that_ends_its_process_is_told(process: FunctionProcess, name
 def test_a_process_that_ended_between_two_calls_is_replaced(process: FunctionProcess) -> None:
     pid = int(call(process, "process"))
     os.kill(pid, 9)
-    assert process._child.connection.poll(10), "the last of its threads has ended"
+    assert process._child.connection.poll(60), "the last of its threads has ended"
     assert call(process, "process") != pid
 
 
@@ -92,7 +90,7 @@ def test_the_programs_of_a_call_that_hangs_end_with_it(tmp_path: Path) -> None:
     process = FunctionProcess([own("runs_a_program", pid_file=str(pid_file))])
     process.start()
     with pytest.raises(CallError, match="it took longer"):
-        process.call(0, answer(), 2.0)
+        process.call(0, answer(), 8.0)
     assert ends(int(pid_file.read_text()))
 
 
@@ -133,26 +131,27 @@ def ends(answer):
 
 
 @pytest.mark.parametrize(
-    ("again", "told"),
+    ("again", "told", "patience"),
     [
         (
             "raise OSError('the port is in use')",
             r"cannot begin: a module that can be imported:(.|\n)*the port is in use",
+            60,
         ),
-        ("os._exit(7)", "cannot begin: exit status 7"),
-        ("time.sleep(600)", "cannot begin: no time was left to load them"),
+        ("os._exit(7)", "cannot begin: exit status 7", 60),
+        ("time.sleep(600)", "cannot begin: no time was left to load them", 3),
     ],
 )
 def test_functions_that_cannot_be_loaded_again_fail_in_their_calls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str, told: str, patience: float
 ) -> None:
     (tmp_path / "loads_once.py").write_text(LOADS_ONCE.format(again=again))
     monkeypatch.chdir(tmp_path)
     process = FunctionProcess([RewardFunction(name="loads_once:ends")])
     process.start()
-    for reason in ("its process ended by exit status 3", told):
+    for reason, seconds in (("its process ended by exit status 3", 60), (told, patience)):
         with pytest.raises(CallError, match=reason):
-            process.call(0, answer(), 60.0, time.monotonic() + 3)
+            process.call(0, answer(), 60.0, time.monotonic() + seconds)
     process.close()
 
 

@@ -47,7 +47,7 @@ class EngineProcess:
         if not self._process.is_alive():
             self._spawn()
         self._pipe.send(("start", arguments))
-        self.end()
+        self.end(timeout=280.0)
 
     def call(self, method: str, *args: Any) -> Any:
         """Calls a method of the engine."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megarl.rollout.engine import RolloutEngine
 from megarl.types import RolloutChunk, SampleInfo, SampleRequest, WorkItem
+from tests.leftovers import open_shared_memory
 
 
 def generate(
@@ -100,7 +100,7 @@ def processes_and_shared_memory(engine: RolloutEngine) -> tuple[list[int], list[
     """The worker processes, and the shared memory that they or the engine have open."""
     workers = engine._llm.collective_rpc(_pid)
     return [pid for pid in workers if pid != os.getpid()], sorted(
-        {f for pid in (os.getpid(), *workers) for f in _shared(pid)}
+        {f for pid in (os.getpid(), *workers) for f in open_shared_memory(pid)}
     )
 
 
@@ -110,14 +110,6 @@ def _modules(_worker: Any, package: str) -> list[str]:
 
 def _pid(_worker: Any) -> int:
     return os.getpid()
-
-
-def _shared(pid: int) -> set[str]:
-    paths = {line.split()[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()}
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        with suppress(FileNotFoundError):  # the listing's own
-            paths.add(os.readlink(f"/proc/{pid}/fd/{name}"))
-    return {path for path in paths if path.startswith("/dev/shm/")}
 
 
 def _raise_padding_rows(worker: Any) -> int:

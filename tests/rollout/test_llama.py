@@ -12,7 +12,7 @@ from tests.rollout.engine_process import EngineProcess
 from tests.rollout.oracles import assert_close, assert_same, hf_raw_logprobs
 from tests.rollout.syncing import sync
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 def test_tied_embeddings_are_synced(

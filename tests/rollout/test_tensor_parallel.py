@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.leftovers import comes_true
 from tests.rollout import in_process
 from tests.rollout.conftest import Answers, ask, start
 from tests.rollout.engine_process import EngineProcess
 from tests.rollout.oracles import assert_same
 from tests.rollout.syncing import sync
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,6 @@ def test_close_leaves_nothing(pair: EngineProcess, temporary: Path) -> None:
     assert not any("cpushm" in path for path in shared), "a rank that is killed would leave it"
     assert list(temporary.iterdir())
     pair.call("close")
-    assert [pid for pid in workers if os.path.exists(f"/proc/{pid}")] == []
+    assert comes_true(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in workers))
     assert [path for path in shared if os.path.exists(path)] == []
     assert list(temporary.iterdir()) == []

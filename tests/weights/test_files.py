@@ -46,14 +46,14 @@ def round_trip(source: Path, target: Path, layout: Layout, head: str, *, max_fil
             config=spec.hf_config(head),
             template=source,
             lead=rank == 0,
-            barrier=lambda: barrier.wait(20) and None,
+            barrier=lambda: barrier.wait(120) and None,
         )
 
     threads = [threading.Thread(target=export, args=(rank,)) for rank in range(layout.world_size)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(150)
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2, dp=2), Layout(pp=2, vpp=2)], ids=["1", "222", "vpp"])
@@ -158,7 +158,7 @@ def test_no_rank_of_an_export_overwrites_or_waits_for_one_that_does_not(tmp_path
 
     def run(rank: int) -> None:
         with pytest.raises(FileExistsError, match="does not overwrite"):
-            export.run(None, {}, config={}, template=None, lead=rank == 0, barrier=lambda: barrier.wait(20) and None)
+            export.run(None, {}, config={}, template=None, lead=rank == 0, barrier=lambda: barrier.wait(120) and None)
 
     with ThreadPoolExecutor(3) as executor:
         list(executor.map(run, range(3)))
