@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import importlib
 import os
 import signal
 import subprocess
@@ -35,6 +36,14 @@ class FakeWorker:
 
     def environment(self, name: str) -> str | None:
         return os.environ.get(name)
+
+    def knows(self, module: str) -> bool:
+        """Whether it can import a module."""
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            return False
+        return True
 
     def column(self, by_rank: Mapping[int, Sequence[int]]) -> tuple[dict[int, np.ndarray], str] | None:
         """Chunk c is c times ones, large enough for the object store."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -61,6 +62,11 @@ def test_a_worker_maps_a_chunk_from_the_object_store(group: WorkerGroup) -> None
 def test_a_process_on_a_virtual_device_computes_on_one_thread(group: WorkerGroup) -> None:
     assert group.call("environment", "update", "environment", "OMP_NUM_THREADS").wait() == ["1"] * 3
     assert group.call("environment", "update", "environment", "GLOO_SOCKET_IFNAME").wait() == ["lo"] * 3
+
+
+def test_a_process_knows_no_wandb_which_megatron_would_import(group: WorkerGroup) -> None:
+    assert importlib.util.find_spec("wandb") is not None
+    assert group.call("known", "update", "knows", "wandb").wait() == [False] * 3
 
 
 def test_one_failing_rank_ends_the_wait_for_the_others(make_group: Callable[[], WorkerGroup]) -> None:
