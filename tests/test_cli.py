@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+import typer
+from typer.testing import CliRunner, Result
 
 import megarl.loop
 from megarl import doctor
@@ -32,6 +34,37 @@ def test_a_wrong_configuration_is_one_message_and_exit_code_2() -> None:
     assert "algo.policy_loss.clip = -1" in done.stderr
     assert "rollout.tp = 3" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def commands(command: Any, *path: str) -> Iterator[tuple[str, ...]]:
+    """The paths of a command and of all below it."""
+    yield path
+    for name, below in getattr(command, "commands", {}).items():
+        yield from commands(below, *path, name)
+
+
+@pytest.mark.parametrize("path", [*commands(typer.main.get_command(app))], ids=" ".join)
+def test_help_cuts_nothing_on_a_narrow_terminal(path: tuple[str, ...]) -> None:
+    assert "…" not in helped(app, *path)
+
+
+@pytest.mark.parametrize("script", ["ppo", "pipeline", "sweep"])
+def test_help_of_the_launchers_cuts_nothing_either(script: str) -> None:
+    pytest.importorskip("nemo_run")
+    launcher = typer.Typer(add_completion=False)
+    launcher.command()(import_module(f"launchers.{script}").main)
+    assert "…" not in helped(launcher)
+
+
+def helped(command: typer.Typer, *path: str) -> str:
+    """What --help shows on 80 columns."""
+    return CliRunner().invoke(command, [*path, "--help"], env={"COLUMNS": "80"}, catch_exceptions=False).stdout
+
+
+def test_launch_needs_to_know_where() -> None:
+    done = CliRunner().invoke(app, ["launch", str(DEBUG)], env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert "write megarl launch slurm|ray|local CONFIG" in done.stderr
 
 
 def test_a_missing_file_is_exit_code_2() -> None:

@@ -13,7 +13,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megarl.config.problems import ConfigError, Problem, shown
+from megarl.config.problems import ConfigError, Problem, correct_path, shown
 from megarl.config.schema.choices import SHORTHAND
 
 INHERIT_KEY = "defaults"
@@ -105,12 +105,18 @@ def _read(path: Path, inheritors: tuple[Path, ...], problems: list[Problem]) -> 
 
 def _other_file(path: Path, inheritors: tuple[Path, ...]) -> str:
     """What to do about a file that is not there: the one that may have been meant, or those that there are."""
-    there = {file.name: file for file in sorted(path.parent.glob("*.y*ml")) if file.resolve() not in inheritors}
+    key, equals, _ = str(path).partition("=")
+    misplaced = not inheritors and path.suffix not in (".yaml", ".yml")
+    if misplaced and equals and _KEY_PATH.fullmatch(key):
+        return "name the YAML file of the run first; what is key.path=value comes after it"
+    files = [file for file in sorted(path.parent.glob("*.y*ml")) if not file.name.startswith(".")]
+    there = {file.name: file for file in files if file.resolve() not in inheritors}
     near = difflib.get_close_matches(path.name, there, n=1) or [name for name in there if Path(name).stem == path.name]
     if near:
         return f"did you mean {there[near[0]]}?"
     listed = ", ".join([*list(there)[:_LISTED], *["..."] * (len(there) > _LISTED)])
-    return f"correct the path; {path.parent} has {listed}" if there else "correct the path"
+    fix = f"correct the path; {path.absolute().parent} has {listed}" if there else correct_path(str(path))
+    return f"{fix}; a setting is written key.path=value" if misplaced and path.parent == Path() else fix
 
 
 def _merge(below: DictConfig, above: DictConfig) -> DictConfig:

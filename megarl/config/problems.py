@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import yaml
@@ -48,6 +49,11 @@ class ConfigError(ValueError):
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         later = [f"{unchecked} are checked once the above is mended."] if unchecked else []
         super().__init__("\n".join([f"{source}: {count}", *map(str, problems), *later]))
+
+
+def correct_path(path: str) -> str:
+    """What to do about a path that leads nowhere, and where a relative one was looked up."""
+    return "correct the path" if Path(path).is_absolute() else f"correct the path (it is looked up in {Path.cwd()})"
 
 
 def shown(value: object) -> str:

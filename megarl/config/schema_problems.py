@@ -54,9 +54,9 @@ def _problem(schema: type[BaseModel], error: ErrorDetails) -> Problem:
         return _bad_key(field, last, error, keys(schema, loc[:-2])[1])
     if kind == "extra_forbidden":
         return _unknown(schema, loc, field, value)
-    if kind.startswith("union_tag"):
-        return _no_choice(field, value, choices(here))
     description = _description(schema, loc)
+    if kind.startswith("union_tag"):
+        return _no_choice(field, value, choices(here), description)
     if kind == "missing":
         return Problem(field=field, value="(missing)", rule="required", fix=f"add it: {description}")
     rule = _TYPES.get(kind) or _rule(error)
@@ -139,7 +139,7 @@ def _may_hold_keys(info: FieldInfo) -> bool:
     return bool(choices(info.annotation)) or section(info.annotation) is not None
 
 
-def _no_choice(field: str, value: object, table: Mapping[str, type[BaseModel]]) -> Problem:
+def _no_choice(field: str, value: object, table: Mapping[str, type[BaseModel]], description: str) -> Problem:
     """A name that the table does not have, or none."""
     name = cast(Mapping[object, object], value).get("name") if isinstance(value, Mapping) else None
     rule = f"one of {', '.join(table)}"
@@ -148,7 +148,7 @@ def _no_choice(field: str, value: object, table: Mapping[str, type[BaseModel]]) 
         return Problem(field=field, value=shown(cast(object, value)), rule=rule, fix=fix)
     near = difflib.get_close_matches(str(name).lower(), table, n=1, cutoff=0.5)
     own = suggestion(str(name)) if any(issubclass(choice, Own) for choice in table.values()) else None
-    fix = f"did you mean {near[0]}?" if near else own or "choose one of them; see docs/configuration.md"
+    fix = f"did you mean {near[0]}?" if near else own or f"choose one of them; it is: {description}"
     return Problem(field=field, value=shown(name), rule=rule, fix=fix)
 
 

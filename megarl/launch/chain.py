@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,11 @@ class Link:
 
 
 def load_link(
-    path: Path, overrides: Sequence[str], earlier: Sequence[Link], check: Callable[[RunConfig], object]
+    path: Path,
+    overrides: Sequence[str],
+    earlier: Sequence[Link],
+    check: Callable[[RunConfig], object],
+    refused: Collection[Path] = (),
 ) -> Link:
     """Reads and checks a configuration, as far as this can be done before the earlier runs.
 
@@ -41,12 +45,13 @@ def load_link(
         overrides: on top of it.
         earlier: runs that will have finished.
         check: looks beyond the configuration, and raises a ConfigError.
+        refused: directories of earlier runs that are wrong themselves: what they would have written is no problem here.
 
     Raises:
         ConfigError: anything is wrong; it lists every problem.
     """
     raw, _ = merged(path, overrides)
-    promised = [Path(link.config.run.dir) for link in earlier]
+    promised = [*(Path(link.config.run.dir) for link in earlier), *refused]
     stand_in = _stand_in(raw.get("model"), earlier)
     config = load(path, [*overrides, *stand_in], check, promised=promised)
     try:

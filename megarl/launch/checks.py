@@ -7,14 +7,16 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Final
 
 from megarl.config import ConfigError, EvalConfig, Problem, RunConfig, TrainingConfig, parse_devices
 from megarl.config.problems import shown
 from megarl.config.schema import Rollout
-from megarl.launch.profile import SSH, Apptainer, Bare, Enroot, Profile, seconds_of
+from megarl.launch.profile import SSH, Apptainer, Bare, Enroot, Profile
 from megarl.launch.render import mounts
 from megarl.launch.request import Request, Way
+from megarl.launch.values import seconds_of
 from megarl.loop.preflight import check
 
 _EARLY_S = 60
@@ -69,7 +71,7 @@ class Examination:
 
     def finished(self, config: RunConfig) -> list[Problem]:
         """That there is nothing left to do in run.dir, where it can be looked at; empty where there is."""
-        return [] if self.elsewhere else list(_is_not_finished(config))
+        return [] if self.elsewhere else list(is_not_finished(config, chain=len(self.request.configs) > 1))
 
     def _misfits(self, config: RunConfig) -> Iterator[Problem]:
         """What the configuration, the request and the profile have against each other."""
@@ -78,7 +80,10 @@ class Examination:
         yield from _devices_are_real(config, self.request)
         yield from _nodes_are_used(config)
         yield from _components_are_apart(config, self.request)
-        yield from _paths_can_be_written(Path(config.run.dir), self.profile, self.present)
+        run_dir = Path(config.run.dir)
+        if not self.elsewhere:
+            yield from _can_be_made(run_dir.parent if self.request.sweeps else run_dir)
+        yield from _paths_can_be_said(run_dir, self.profile, self.present)
         yield from _paths_are_seen(config, self.profile, self.present)
 
 
@@ -93,7 +98,7 @@ def profile_problems(profile: Profile) -> Iterator[Problem]:
         yield Problem(field="gpu_type", value=profile.gpu_type, rule=rule, fix=fix)
 
 
-def _is_not_finished(config: RunConfig) -> Iterator[Problem]:
+def is_not_finished(config: RunConfig, *, chain: bool = False) -> Iterator[Problem]:
     """There is something left to do in run.dir."""
     summary = Path(config.run.dir) / "summary.json"
     try:
@@ -104,7 +109,7 @@ def _is_not_finished(config: RunConfig) -> Iterator[Problem]:
         fix = "choose another run.dir, or remove the directory"
         yield Problem(field="run.dir", value=config.run.dir, rule="no finished evaluation is there", fix=fix)
     elif isinstance(config, TrainingConfig) and config.run.steps <= taken:
-        fix = "raise run.steps to go on with it, or choose another run.dir; of a chain, leave it out"
+        fix = f"raise run.steps to go on with it, {'leave it out, ' if chain else ''}or choose another run.dir"
         rule = f"a run that is not finished; this one has taken its {taken} steps"
         yield Problem(field="run.dir", value=config.run.dir, rule=rule, fix=fix)
 
@@ -145,7 +150,21 @@ def _components_are_apart(config: RunConfig, request: Request) -> Iterator[Probl
         yield Problem(field="rollout.devices", value=shown(value), rule=rule, fix=fix)
 
 
-def _paths_can_be_written(run_dir: Path, profile: Profile, present: Path) -> Iterator[Problem]:
+def _can_be_made(directory: Path) -> Iterator[Problem]:
+    """The directory, of the run or above those of a sweep, takes files; the first that is missing is made in trial."""
+    missing = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
+    try:
+        if missing:
+            missing[-1].mkdir()
+            missing[-1].rmdir()
+        else:
+            TemporaryFile(dir=directory).close()
+    except OSError as error:
+        rule, fix = f"can be written ({error.strerror})", "choose another run.dir"
+        yield Problem(field="run.dir", value=str(directory), rule=rule, fix=fix)
+
+
+def _paths_can_be_said(run_dir: Path, profile: Profile, present: Path) -> Iterator[Problem]:
     """Slurm and the containers take the directories of the job."""
     contained = not isinstance(profile.runtime, Bare)
     for field, path in (("run.dir", run_dir.absolute()), ("the present directory", present)):

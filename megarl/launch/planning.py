@@ -106,6 +106,7 @@ def _chain(request: Request, examine: Examination, errors: list[ConfigError]) ->
     """A job for each configuration."""
     links: list[Link] = []
     planned: list[Planned] = []
+    refused: list[Path] = []
     owners: dict[Path | None, Path] = {}
     for path in request.configs:
         overrides = _kept(errors, partial(_overrides, path, request))
@@ -118,8 +119,10 @@ def _chain(request: Request, examine: Examination, errors: list[ConfigError]) ->
             problem = Problem(field="run.dir", value=str(run_dir), rule=rule, fix="set it in the files, not for all")
             errors.append(ConfigError([problem], str(path)))
         owners |= {} if run_dir is None else {run_dir: path}
-        link = _kept(errors, partial(load_link, path, overrides, links, examine))
-        if link is not None:
+        link = _kept(errors, partial(load_link, path, overrides, links, examine, refused))
+        if link is None:
+            refused += [] if run_dir is None else [run_dir]
+        else:
             earlier = tuple(examine.present / before.config.run.dir for before in links)
             job = _job([link.config], link.config.run.dir, request, examine, earlier=earlier)
             links.append(link)

@@ -2,156 +2,34 @@
 
 from __future__ import annotations
 
-import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import yaml
-from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, ValidationError
+from pydantic import Field, StringConstraints, ValidationError
 
 from megarl.config.problems import ConfigError, Problem
 from megarl.config.schema.base import Count, Natural, Positive, Section
 from megarl.config.schema.choices import Choice, Chosen
 from megarl.config.schema_problems import schema_problems
-
-_OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?")
-_TIME = re.compile(r"(\d+-\d+|\d+)(:\d+){0,2}")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-OWN_SBATCH: Mapping[str, str] = {
-    "--account": "account",
-    "--array": "--sweep on the command line",
-    "--chdir": "the directory in which megarl is called",
-    "--constraint": "constraint",
-    "--container": "runtime",
-    "--cpus-per-task": "cpus_per_task",
-    "--dependency": "--dependency on the command line",
-    "--error": "nothing: messages are in the output, in run.dir",
-    "--exclusive": "exclusive",
-    "--gpus": "gpu_request and gpu_type",
-    "--gpus-per-node": "gpu_request and gpu_type",
-    "--gpus-per-task": "gpu_request and gpu_type",
-    "--gres": "gpu_request and gpu_type",
-    "--job-name": "--job-name on the command line",
-    "--kill-on-invalid-dep": "nothing: a job goes where the one that it waits for fails",
-    "--mem": "mem",
-    "--mem-per-cpu": "mem",
-    "--mem-per-gpu": "mem",
-    "--nodes": "--nodes on the command line",
-    "--ntasks": "nothing: there is one task per node",
-    "--ntasks-per-gpu": "nothing: there is one task per node",
-    "--ntasks-per-node": "nothing: there is one task per node",
-    "--output": "nothing: it is in run.dir",
-    "--partition": "partition",
-    "--qos": "qos",
-    "--requeue": "nothing: a job is not requeued",
-    "--reservation": "reservation",
-    "--signal": "grace",
-    "--time": "time",
-}
-"""Options of sbatch that have a place of their own, and which."""
-
-OWN_SRUN: Mapping[str, str] = {
-    "--container": "runtime",
-    "--container-env": "env",
-    "--container-image": "runtime.image",
-    "--container-mounts": "runtime.mounts",
-    "--container-workdir": "nothing: it is the directory in which megarl is called",
-    "--cpus-per-task": "cpus_per_task",
-    "--error": "nothing: messages are in the job's output",
-    "--export": "env: all variables of the job are passed on",
-    "--het-group": "--rollout-nodes on the command line",
-    "--kill-on-bad-exit": "nothing: the nodes end each other",
-    "--nodes": "--nodes on the command line",
-    "--ntasks": "nothing: there is one task per node",
-    "--ntasks-per-node": "nothing: there is one task per node",
-    "--output": "nothing: it is the job's",
-    "--wait": "nothing: srun gives up a task that does not end start_limit and two minutes after another one",
-}
-"""The same of srun."""
-
-
-def _number_as_text(value: object) -> object:
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-def _options(own: Mapping[str, str]) -> AfterValidator:
-    """Accepts long options in one piece, which have no place of their own, shortened ones neither."""
-
-    def check(options: Sequence[str]) -> Sequence[str]:
-        for option in options:
-            if _OPTION.fullmatch(option) is None:
-                raise ValueError(f"should be options in one piece, as --name=value; {option!r} is none")
-            meant = sorted(name for name in own if name.startswith(option.partition("=")[0]))
-            if meant:
-                raise ValueError(f"should be what has no place of its own; for {option} there is {own[meant[0]]}")
-        return options
-
-    return AfterValidator(check)
-
-
-def _of_variable(name: str) -> str:
-    if _VARIABLE.fullmatch(name) is None:
-        raise ValueError("should be a name of letters, digits and underscores")
-    if name == "RAY_AUTH_TOKEN":
-        raise ValueError("should not be there: each job makes its own, and keeps it out of files")
-    if name.startswith("SLURM_"):
-        raise ValueError("should not be there: Slurm sets it for each task, and srun takes options")
-    return name
-
-
-def _line(text: str) -> str:
-    if not text or re.search(r"[\r\n\x00]", text):
-        raise ValueError("should be a line of text")
-    return text
-
-
-def _in_full(text: str) -> str:
-    if text.startswith("~"):
-        raise ValueError("should be a path in full: ~ is not read as a home directory there")
-    return text
-
-
-def _time_limit(text: str) -> str:
-    seconds_of(text)
-    return text
-
-
-def _mounts(mounts: Sequence[str]) -> Sequence[str]:
-    for mount in mounts:
-        source, _, target = mount.partition(":")
-        if not source.startswith("/") or (target and not target.startswith("/")) or re.search(r"[\s,]", mount):
-            raise ValueError(
-                f"should be absolute paths, as /data or /data:/inside, without spaces and commas; {mount!r} is none"
-            )
-    return mounts
-
-
-def _without_options(mounts: Sequence[str]) -> Sequence[str]:
-    for mount in mounts:
-        if mount.count(":") > 1:
-            raise ValueError(f"should have one colon at most, for enroot takes no options as :ro; {mount!r} has more")
-    return mounts
-
-
-def _environment_passes(options: Sequence[str]) -> Sequence[str]:
-    for option in options:
-        if option.partition("=")[0] in ("-e", "--cleanenv", "-c", "--contain", "-C", "--containall"):
-            raise ValueError(f"should not be {option}: the container needs the job's variables and temporary files")
-    return options
-
-
-Line = Annotated[str, AfterValidator(_line)]
-InFull = Annotated[Line, AfterValidator(_in_full)]
-NumberOrText = Annotated[Line, BeforeValidator(_number_as_text)]
-Value = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$"), BeforeValidator(_number_as_text)]
-Mounts = Annotated[tuple[Line, ...], Field(strict=False), AfterValidator(_mounts)]
-Lines = Annotated[tuple[Line, ...], Field(strict=False)]
-SbatchOptions = Annotated[tuple[Line, ...], Field(strict=False), _options(OWN_SBATCH)]
-SrunOptions = Annotated[tuple[Line, ...], Field(strict=False), _options(OWN_SRUN)]
+from megarl.launch.values import (
+    ExecOptions,
+    InFull,
+    Interface,
+    Line,
+    Memory,
+    Mounts,
+    Partitions,
+    PlainMounts,
+    SbatchOptions,
+    Shell,
+    SrunOptions,
+    TimeLimit,
+    Value,
+    VariableName,
+)
 
 
 class Bare(Choice):
@@ -180,7 +58,7 @@ class Enroot(Choice):
     name: Literal["enroot"]
     image: InFull
     """A squashfs file, or the name of a container that enroot create made on every node."""
-    mounts: Annotated[Mounts, AfterValidator(_without_options)] = ()
+    mounts: PlainMounts = ()
     """Directories that the container sees, as /data or /data:/inside, besides the present one and run.dir."""
     python: InFull = "python"
     """Interpreter in the container in whose environment megarl is."""
@@ -194,7 +72,7 @@ class Apptainer(Choice):
     """A SIF file, or what else apptainer exec takes."""
     mounts: Mounts = ()
     """Directories that the container sees, as /data or /data:/inside, besides the present one and run.dir."""
-    exec_options: Annotated[Lines, AfterValidator(_environment_passes)] = Field(default=(), alias="options")
+    exec_options: ExecOptions = Field(default=(), alias="options")
     """Further options of apptainer exec, each in one piece; --nv is there with GPUs."""
     python: InFull = "python"
     """Interpreter in the container in whose environment megarl is."""
@@ -235,7 +113,7 @@ class NemoRun(Section):
 class Profile(Section):
     """What a cluster wants of every job."""
 
-    partition: Line | None = None
+    partition: Partitions | None = None
     """Partition, or several with commas between; null is the cluster's usual one."""
     account: Line | None = None
     """Account that is charged; null is the user's usual one."""
@@ -245,13 +123,13 @@ class Profile(Section):
     """Reservation whose nodes are taken; null takes those of nobody's."""
     constraint: Line | None = None
     """Features that the nodes must have."""
-    time: Annotated[str, AfterValidator(_time_limit)] | None = None
+    time: TimeLimit | None = None
     """Time limit, as "04:00:00" or "2-00:00:00", in quotes; null is the partition's."""
     grace: Natural = 60
     """Seconds before the time limit at which the run is ended in order, up to 60 earlier; 0 leaves it to Slurm."""
     cpus_per_task: Count | None = None
     """CPUs of each node; null takes all of an exclusive node, and otherwise what the cluster gives."""
-    mem: NumberOrText | None = None
+    mem: Memory | None = None
     """Memory of each node, as 500G; null takes all of an exclusive node, and otherwise what the cluster gives."""
     exclusive: bool = True
     """Take whole nodes."""
@@ -263,11 +141,11 @@ class Profile(Section):
     """Further options of sbatch, each in one piece, such as --mail-type=FAIL."""
     srun: SrunOptions = ()
     """Further options of srun, each in one piece."""
-    env: Mapping[Annotated[str, AfterValidator(_of_variable)], Value] = {}
+    env: Mapping[VariableName, Value] = {}
     """Environment variables of the job, as they are: for $ and the like there is setup."""
-    setup: Lines = ()
+    setup: Shell = ()
     """Lines of shell that prepare the job on its first node: module load cuda, source ..., export ..."""
-    interface: Line | None = None
+    interface: Interface | None = None
     """Network interface whose addresses the nodes use among each other, such as ib0; null is that of the route."""
     start_limit: Positive = 600.0
     """Seconds that the nodes have to find each other, and then to start Ray."""
@@ -275,28 +153,6 @@ class Profile(Section):
     """Where megarl is installed: on the nodes, or in an image."""
     nemo_run: NemoRun = NemoRun()
     """What NeMo-Run needs besides."""
-
-
-def seconds_of(time: str) -> float:
-    """A time limit of Slurm in seconds.
-
-    Args:
-        time: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS, or UNLIMITED.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if time.upper() in ("UNLIMITED", "INFINITE"):
-        return math.inf
-    if _TIME.fullmatch(time) is None:
-        raise ValueError("should be a time limit of Slurm: minutes, HH:MM:SS or D-HH:MM:SS")
-    days, dash, rest = time.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
-    if dash:
-        hours, minutes, seconds = (*parts, 0, 0)[:3]
-    else:
-        hours, minutes, seconds = {1: (0, *parts, 0), 2: (0, *parts), 3: tuple(parts)}[len(parts)]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def user_profile() -> Path:
@@ -331,14 +187,15 @@ def load_profile(path: Path | None = None, settings: Mapping[str, object] | None
 
 
 def _read(file: Path) -> dict[str, Any]:
-    def wrong(rule: str) -> ConfigError:
-        fix = "correct the file; docs/slurm.md has an example"
+    def wrong(rule: str, fix: str = "correct the file; docs/slurm.md has an example") -> ConfigError:
         return ConfigError([Problem(field="profile", value=str(file), rule=rule, fix=fix)], str(file))
 
     try:
         read = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise wrong(f"the file must be readable ({error.strerror})") from None
+        home = "write it in full: ~ is not read as a home directory there"
+        fix = home if str(file).startswith("~") else "correct the path; docs/slurm.md has an example of a file"
+        raise wrong(f"the file must be readable ({error.strerror})", fix) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise wrong(f"the file must be YAML: {' '.join(str(error).split())}") from None
     if read is not None and not isinstance(read, dict):

@@ -17,7 +17,9 @@ from zipfile import ZIP_DEFLATED, ZipFile
 import typer
 
 from megarl.config import ConfigError, EvalConfig, Problem, RunConfig, load, save
+from megarl.launch.checks import is_not_finished
 from megarl.launch.request import submitted_as
+from megarl.status.submission import note
 
 _PACKED_CONFIG = "megarl-run.yaml"
 _LARGEST_MIB = 100
@@ -65,10 +67,15 @@ def launch(
     command = [python or sys.executable, "-m", "megarl", "eval" if isinstance(config, EvalConfig) else "train"]
     if working_dir is None:
         written = submitted_as(config, "ray").absolute()
-        written.parent.mkdir(parents=True, exist_ok=True)
-        save(config, written)
+        try:
+            written.parent.mkdir(parents=True, exist_ok=True)
+            save(config, written)
+        except OSError as error:
+            rule = f"can be written ({error.strerror})"
+            raise _wrong("run.dir", config.run.dir, rule, "choose another run.dir") from None
         here = shlex.join(["cd", os.getcwd()])
         jobs.submit(name, f"{here} && exec {shlex.join([*command, str(written)])}", None)
+        note(written.parent, name)
     else:
         command[0] = python or "python"
         with packed(working_dir, config) as package:
@@ -87,6 +94,9 @@ def _loaded(path: Path, overrides: Sequence[str], working_dir: Path | None) -> R
             check(config)
         except ConfigError as error:
             raise ConfigError(error.problems, str(path), error.unchecked) from None
+        finished = list(is_not_finished(config))
+        if finished:
+            raise ConfigError(finished, str(path))
         return config
     path = path.absolute()
     if not working_dir.is_dir():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from megarl.config import RunConfig, as_yaml
 from megarl.config.problems import KEY, Problem, shown
+from megarl.launch.values import PARTITIONS
 
 OPTIONS: Mapping[str, str] = {
     "runtime.name": "--runtime",
@@ -89,6 +91,10 @@ class Request:
         if self.rollout_partition is not None and not split:
             rule, fix = "has an effect with --rollout-nodes alone", "remove it, or give --rollout-nodes"
             yield Problem(field="--rollout-partition", value=self.rollout_partition, rule=rule, fix=fix)
+        pattern, rule = PARTITIONS
+        if self.rollout_partition is not None and re.fullmatch(pattern, self.rollout_partition) is None:
+            value = repr(self.rollout_partition)
+            yield Problem(field="--rollout-partition", value=value, rule=rule, fix="correct it")
         for name, value in (("--job-name", self.job_name), ("--dependency", self.dependency)):
             if value is not None and (not value.strip() or not value.isprintable()):
                 yield Problem(field=name, value=repr(value), rule="a line of text", fix="correct it")

@@ -10,17 +10,20 @@ from shlex import join, quote
 
 import typer
 
-from megarl.config import save
+from megarl.config import ConfigError, Problem, save
 from megarl.files import write_durably
 from megarl.launch.planning import Planned, RefusedError, plan
 from megarl.launch.profile import found_profile
 from megarl.launch.render import Job, render
 from megarl.launch.request import Request
+from megarl.status.submission import note
 
 _OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER")
 """Variables of Slurm that say where the cluster is; others are of a job that one may be in."""
 _SBATCH_VARIABLES = {"time": "timelimit", "array": "array-inx", "mem": "mem-per-node", "no-requeue": "requeue"}
 """Options of sbatch whose variables are called otherwise; see its manual."""
+_NUMBER = re.compile(r"^(\d+)(?:;\S+)?$", re.MULTILINE)
+"""What sbatch --parsable answers: the number of the job and, of several clusters, the name of one."""
 
 
 def launch(request: Request) -> int:
@@ -31,14 +34,10 @@ def launch(request: Request) -> int:
     """
     try:
         planned = plan(request)
-    except RefusedError as error:
-        typer.echo(str(error), err=True)
-        return 2
-    try:
         for job in planned:
             _write(job)
-    except OSError as error:
-        typer.echo(f"{error.filename}: cannot be written ({error.strerror}); choose another run.dir", err=True)
+    except (RefusedError, ConfigError) as error:
+        typer.echo(str(error), err=True)
         return 2
     typer.echo("".join(f"{remark}\n" for each in planned for remark in each.remarks), err=True, nl=False)
     jobs = [each.job for each in planned]
@@ -46,12 +45,21 @@ def launch(request: Request) -> int:
 
 
 def _write(planned: Planned) -> None:
-    """The script, and the configuration of each run as it is now: what is edited later does not change the job."""
-    for config, file in zip(planned.configs, planned.job.configs, strict=True):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        save(config, file)
-    planned.job.directory.mkdir(parents=True, exist_ok=True)
-    write_durably(planned.job.script, render(planned.job), mode=0o700)  # a profile may hold what others must not read
+    """The script, and the configuration of each run as it is now: what is edited later does not change the job.
+
+    Raises:
+        ConfigError: the directory of a run cannot be written.
+    """
+    try:
+        for config, file in zip(planned.configs, planned.job.configs, strict=True):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            save(config, file)
+        planned.job.directory.mkdir(parents=True, exist_ok=True)
+        write_durably(planned.job.script, render(planned.job), mode=0o700)  # a profile may hold what is secret
+    except OSError as error:
+        rule, fix = f"can be written ({error.filename}: {error.strerror})", "choose another run.dir"
+        problem = Problem(field="run.dir", value=str(planned.job.run_dir), rule=rule, fix=fix)
+        raise ConfigError([problem], "command line") from None
 
 
 def _show(request: Request, jobs: Sequence[Job]) -> int:
@@ -68,8 +76,10 @@ def _show(request: Request, jobs: Sequence[Job]) -> int:
 def _origin(request: Request) -> str:
     """From where the settings of the cluster are."""
     file = found_profile(request.profile)
-    given = ", ".join(request.settings)
-    return f"settings of the cluster: {file or 'no profile'}" + (f"; before it the command line: {given}" * bool(given))
+    if not request.settings:
+        return f"settings of the cluster: {file or 'no profile'}"
+    rest = f"; the rest from {file}" if file else "; no profile"
+    return f"settings of the cluster: from the command line: {', '.join(request.settings)}{rest}"
 
 
 def _submit(request: Request, jobs: Sequence[Job]) -> int:
@@ -84,17 +94,24 @@ def _submit(request: Request, jobs: Sequence[Job]) -> int:
             text=True,
             check=False,
         )
-        if done.returncode != 0:
-            typer.echo(f"{done.stderr.strip()}\nrefused by sbatch: {job.script}", err=True)
-            if numbers:
-                typer.echo(
-                    f"submitted before it: {', '.join(numbers)}; to cancel: scancel {' '.join(numbers)}", err=True
-                )
-            return 1
-        numbers.append(done.stdout.strip().partition(";")[0])
         typer.echo(f"{done.stderr.strip()}\n" * bool(done.stderr.strip()), err=True, nl=False)
+        answers: list[str] = _NUMBER.findall(done.stdout)
+        if done.returncode != 0 or not answers:
+            what = "refused by sbatch" if done.returncode else "sbatch has answered without the number of a job"
+            before = f"\nsubmitted before it: {', '.join(numbers)}; to cancel: scancel {' '.join(numbers)}"
+            typer.echo(f"{what}: {job.script}\n{_origin(request)}{before * bool(numbers)}", err=True)
+            return 1
+        numbers.append(answers[-1])
+        _note(job, answers[-1])
         typer.echo("\n".join(_told(job, numbers)))
     return 0
+
+
+def _note(job: Job, number: str) -> None:
+    """Beside the configuration of each run that the job has left to do; a sweep's have an index in its array."""
+    for index, file in enumerate(job.configs):
+        if index not in job.finished:
+            note(file.parent, f"{number}_{index}" if job.cells else number)
 
 
 def _command(request: Request, job: Job, before: str | None) -> list[str]:
@@ -124,9 +141,10 @@ def _told(job: Job, numbers: Sequence[str]) -> Iterator[str]:
     after = f", after {before[-1]}" if before else ""
     below, each = (job.run_dir / "CELL", "JOB") if job.cells else (job.run_dir, number)
     output = job.directory / (f"{number}_INDEX.out" if job.cells else f"{number}.out")
+    followed = f"{quote(str(job.directory))}/{number}_*.out" if job.cells else quote(str(output))
     yield f"job {number}: {job.title}, {job.nodes} node{'s' * (job.nodes > 1)}{after}"
     yield f"  script  {job.script}"
     yield f"  output  {output}"
     yield f"  logs    {below / 'slurm'}/{each}-0"
-    yield f"  follow  squeue --job {number}; tail -F {quote(str(output))}; megarl status {quote(str(job.run_dir))}"
+    yield f"  follow  squeue --job {number}; tail -F {followed}; megarl status {quote(str(job.run_dir))}"
     yield f"  cancel  scancel {number}"

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-_JOB, _CONTAINER, _SEVERAL = "The job", "Where megarl is installed", "Several runs"
+_JOB, _CONTAINER = "The job", "Where megarl is installed"
+_SEVERAL, _APART = "Several runs", "A heterogeneous job"
 
 
 class GPURequest(StrEnum):
@@ -46,9 +47,12 @@ def slurm(
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the script and show it; submit nothing.")] = False,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes, as cluster.nodes=N.", rich_help_panel=_JOB)] = None,
+    nodes: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Nodes, as cluster.nodes=N.", rich_help_panel=_JOB)
+    ] = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option(min=1, help="GPUs of each, as cluster.devices_per_node=N.", rich_help_panel=_JOB)
+        int | None,
+        typer.Option(metavar="N", min=1, help="GPUs of each, as cluster.devices_per_node=N.", rich_help_panel=_JOB),
     ] = None,
     time: Annotated[str | None, typer.Option(help="Time limit, as 04:00:00.", rich_help_panel=_JOB)] = None,
     partition: Annotated[str | None, typer.Option(help="Partition.", rich_help_panel=_JOB)] = None,
@@ -59,7 +63,8 @@ def slurm(
         str | None, typer.Option(help="Features that the nodes must have.", rich_help_panel=_JOB)
     ] = None,
     cpus_per_task: Annotated[
-        int | None, typer.Option(min=1, help="CPUs of each node; all of an exclusive one.", rich_help_panel=_JOB)
+        int | None,
+        typer.Option(metavar="N", min=1, help="CPUs of each node; all of an exclusive one.", rich_help_panel=_JOB),
     ] = None,
     mem: Annotated[
         str | None, typer.Option(help="Memory of each node, as 500G; all of an exclusive one.", rich_help_panel=_JOB)
@@ -68,7 +73,8 @@ def slurm(
         bool | None, typer.Option(help="Take whole nodes, or share them. Whole ones.", rich_help_panel=_JOB)
     ] = None,
     gpu_request: Annotated[
-        GPURequest | None, typer.Option(help="How GPUs are asked for.", rich_help_panel=_JOB)
+        GPURequest | None,
+        typer.Option(metavar="KIND", help="How GPUs are asked for: gpus-per-node, gres or none.", rich_help_panel=_JOB),
     ] = None,
     gpu_type: Annotated[
         str | None, typer.Option(help="Type of the GPUs, where it must be said.", rich_help_panel=_JOB)
@@ -82,6 +88,7 @@ def slurm(
     grace: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             min=0,
             help="Seconds before the time limit at which the run is ended in order, up to 60 earlier; "
             "0 leaves it to Slurm.",
@@ -115,7 +122,11 @@ def slurm(
     ] = None,
     runtime: Annotated[
         Runtime | None,
-        typer.Option(help="The nodes' own file system, or a container.", rich_help_panel=_CONTAINER),
+        typer.Option(
+            metavar="KIND",
+            help="bare, the nodes' own file system; or pyxis, enroot, apptainer.",
+            rich_help_panel=_CONTAINER,
+        ),
     ] = None,
     container: Annotated[
         str | None,
@@ -147,18 +158,19 @@ def slurm(
         ),
     ] = None,
     parallel: Annotated[
-        int | None, typer.Option(min=1, help="Runs of a sweep at the same time.", rich_help_panel=_SEVERAL)
+        int | None, typer.Option(metavar="N", min=1, help="Runs of a sweep at the same time.", rich_help_panel=_SEVERAL)
     ] = None,
     rollout_nodes: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             min=1,
-            help="Of the nodes, the last ones: they have the engines, as the second component of a heterogeneous job.",
-            rich_help_panel=_JOB,
+            help="Of the nodes, the last ones: they have the engines, as the second component of the job.",
+            rich_help_panel=_APART,
         ),
     ] = None,
     rollout_partition: Annotated[
-        str | None, typer.Option(help="Partition of the rollout nodes.", rich_help_panel=_JOB)
+        str | None, typer.Option(help="Partition of the rollout nodes.", rich_help_panel=_APART)
     ] = None,
 ) -> None:
     """Submit CONFIG as a Slurm job: Ray on all of its nodes, and the run on top.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from pathlib import Path
 
+from megarl.status.submission import prepared
+
 _OF_A_RUN = ("config.yaml", "attempts.jsonl", "metrics.jsonl")
-_SUBMITTED = ("slurm/config-*.yaml", "ray/config-*.yaml")
 _OF_A_JOB = "slurm/[0-9]*-[0-9]*/times.jsonl"
 
 
@@ -23,7 +25,7 @@ def find_runs(path: Path) -> list[Path]:
         OSError: the directory cannot be read.
     """
     if not path.exists():
-        raise NoRunError(f"{path}: there is no such directory; give the run.dir of a run")
+        raise NoRunError(f"{path}: there is no such directory; {_meant(path)}")
     if not path.is_dir():
         raise NoRunError(f"{path}: a file; give the directory of a run, its run.dir")
     if _is_run(path):
@@ -34,16 +36,17 @@ def find_runs(path: Path) -> list[Path]:
     return sorted(below, key=_order)
 
 
-def submitted(path: Path) -> list[Path]:
-    """The configurations with which a run was submitted, the last one first; it has them before it begins."""
-    found = (file for pattern in _SUBMITTED for file in path.glob(pattern))
-    return sorted(found, key=lambda file: file.stat().st_mtime, reverse=True)
-
-
 def _is_run(path: Path) -> bool:
     """What may not be read does not exist."""
     of_a_job = path.glob(_OF_A_JOB)  # which may have ended before it began the run
-    return any(os.path.exists(path / name) for name in _OF_A_RUN) or bool(submitted(path)) or any(of_a_job)
+    return any(os.path.exists(path / name) for name in _OF_A_RUN) or bool(prepared(path)) or any(of_a_job)
+
+
+def _meant(path: Path) -> str:
+    """What to do about a directory that is not there: the one that may have been meant."""
+    there = {found.name: found for found in path.parent.iterdir() if found.is_dir()} if path.parent.is_dir() else {}
+    near = difflib.get_close_matches(path.name, there, n=1)
+    return f"did you mean {there[near[0]]}?" if near else "give the run.dir of a run"
 
 
 def _order(path: Path) -> list[tuple[bool, int, str]]:

@@ -62,8 +62,13 @@ def _state(status: RunStatus) -> Iterator[Row]:
     yield "state", f"{state.name}{where}{since}: {state.because}", STYLES[state.name]
     for line in state.message.splitlines():
         yield "", line, STYLES[state.name]
+    if status.newer is not None:
+        yield "", status.newer.news(status.now), ""
+        yield from (("", f"  {line}", "") for line in status.newer.message.splitlines())
     if status.submitted is not None:
-        yield "", f"prepared for a cluster {ago(status.submitted, status.now)}; nothing has begun since", ""
+        job = status.submitted.job
+        what = "prepared for a cluster" if job is None else f"job {job} was submitted"
+        yield "", f"{what} {ago(status.submitted.time, status.now)}; nothing has begun since", ""
 
 
 def _progress(status: RunStatus) -> Iterator[Row]:
@@ -146,12 +151,13 @@ def _place(attempt: Attempt) -> str:
 def _logs(status: RunStatus) -> Iterator[Row]:
     job = status.job
     yield "logs", f"{status.logs}: what each process of the run prints", ""
-    if status.output is not None:
-        yield "", f"{status.output}: what the last job printed", ""
-    if job is not None:
-        yield "", f"{job.directory}: {' '.join(_folded(job.logs))}", ""
-        if job.attach is not None and job.end is None:
-            yield "", f"{job.attach}: opens a shell in the job", ""
+    for known in (job, status.newer):
+        if known is not None and known.output is not None:
+            yield "", f"{known.output}: what job {known.id} printed", ""
+        if known is not None and known.directory is not None:
+            yield "", f"{known.directory}: {' '.join(_folded(known.logs))}", ""
+    if job is not None and job.attach is not None and job.end is None:
+        yield "", f"{job.attach}: opens a shell in the job", ""
 
 
 def _folded(names: tuple[str, ...]) -> tuple[str, ...]:

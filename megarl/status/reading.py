@@ -14,13 +14,14 @@ import yaml
 from megarl.obs.attempts import Attempt, read_attempts
 from megarl.obs.columns import COLUMNS
 from megarl.obs.lines import read_lines
-from megarl.status.find import submitted
 from megarl.status.health import troubles
+from megarl.status.job import Job
 from megarl.status.lock import is_locked
 from megarl.status.progress import Progress, progress_of
 from megarl.status.saved import Saved, saved_of
-from megarl.status.slurm import Job, last_job, last_output
+from megarl.status.slurm import job_of, last_job
 from megarl.status.state import Evidence, State, judge
+from megarl.status.submission import Submission, noted, prepared
 
 _LAST_STEPS = 50
 _LINES = ("metrics.jsonl", "updates.jsonl", "evaluations.jsonl", "samples.jsonl")
@@ -44,9 +45,9 @@ class RunStatus:
         troubles: what wants a look, a sentence each.
         saved: the checkpoints of a training run.
         attempts: all, in order.
-        submitted: when it was last prepared for a cluster, where nothing has begun since; else None.
-        job: the last one of Slurm.
-        output: file with what the last job of Slurm printed.
+        submitted: its last submission to a cluster, where nothing has begun since; else None.
+        job: of Slurm, that the state is of; None without one.
+        newer: the last job of Slurm, where that is another one, and the run is not in it.
         logs: directory with what each process prints.
     """
 
@@ -63,9 +64,9 @@ class RunStatus:
     troubles: Sequence[str]
     saved: Saved | None
     attempts: Sequence[Attempt]
-    submitted: float | None
+    submitted: Submission | None
     job: Job | None
-    output: str | None
+    newer: Job | None
     logs: str
 
 
@@ -81,16 +82,17 @@ def read_status(run_dir: Path, now: float | None = None, host: str | None = None
         OSError: something cannot be read.
     """
     now = time.time() if now is None else now
-    config, attempts, output = _config(run_dir), read_attempts(run_dir / "attempts.jsonl"), last_output(run_dir)
-    job = last_job(run_dir, output)
+    config, attempts = _config(run_dir), read_attempts(run_dir / "attempts.jsonl")
     lines, evaluations = (_of_steps(run_dir / name) for name in ("metrics.jsonl", "evaluations.jsonl"))
     written = max(_written(run_dir), default=None)
+    finished, locked = (run_dir / "summary.json").exists(), is_locked(run_dir / ".lock")
+    job, newer = _jobs(run_dir, attempts, written or 0.0, goes_on=not (finished or locked))
     starts, steps = [attempt.time for attempt in attempts], _mapping(config.get("run")).get("steps")
     progress = progress_of(lines, steps, starts, written or now)
     state = judge(
         Evidence(
-            finished=(run_dir / "summary.json").exists(),
-            locked=is_locked(run_dir / ".lock"),
+            finished=finished,
+            locked=locked,
             attempt=attempts[-1] if attempts else None,
             job=job,
             written=written,
@@ -114,16 +116,16 @@ def read_status(run_dir: Path, now: float | None = None, host: str | None = None
         troubles=troubles(lines, run_dir / "logs"),
         saved=saved_of(run_dir, progress) if stage in COLUMNS else None,
         attempts=attempts,
-        submitted=_submitted(run_dir, attempts, job),
+        submitted=_submitted(run_dir, starts, [known for known in (job, newer) if known]),
         job=job,
-        output=output,
+        newer=newer,
         logs=str(run_dir / "logs"),
     )
 
 
 def _config(run_dir: Path) -> Mapping[str, Any]:
     """What the run was started with, or submitted with; nothing where that cannot be read."""
-    for file in (run_dir / "config.yaml", *submitted(run_dir)):
+    for file in (run_dir / "config.yaml", *prepared(run_dir)):
         try:
             return _mapping(yaml.safe_load(file.read_text(encoding="utf-8")))
         except (FileNotFoundError, ValueError, yaml.YAMLError):
@@ -149,8 +151,33 @@ def _written(run_dir: Path) -> Iterator[float]:
             continue
 
 
-def _submitted(run_dir: Path, attempts: Sequence[Attempt], job: Job | None) -> float | None:
-    """When the configuration was written for a cluster, unless a job or an attempt has begun since."""
-    when = max((file.stat().st_mtime for file in submitted(run_dir)), default=0.0)
-    begun = [*(attempt.time for attempt in attempts), *([] if job is None else [job.began])]
-    return when if when > max(begun, default=0.0) else None
+def _jobs(
+    run_dir: Path, attempts: Sequence[Attempt], written: float, *, goes_on: bool
+) -> tuple[Job | None, Job | None]:
+    """The job that the state is of, and a later one.
+
+    Args:
+        written: when the run was written last, seconds since 1970.
+        goes_on: a later job may go on with the run: no process has it now, and it is not finished.
+    """
+    last = last_job(run_dir, _prepared(run_dir))
+    if not attempts:
+        return last, None
+    attempt = attempts[-1]
+    own = job_of(run_dir, attempt)
+    if last is None or not last.follows(attempt):
+        return own, None
+    return (last, None) if goes_on and last.outlasts(attempt, written) else (own, last)
+
+
+def _submitted(run_dir: Path, starts: Sequence[float], jobs: Sequence[Job]) -> Submission | None:
+    """The last submission, or the configuration that was written for one, unless an attempt or a job began since."""
+    last, given, when = max([*starts, *(job.began for job in jobs)], default=0.0), noted(run_dir), _prepared(run_dir)
+    if given is not None and given.time > last and given.job not in [job.id for job in jobs]:
+        return given
+    return Submission(job=None, time=when) if when > last else None
+
+
+def _prepared(run_dir: Path) -> float:
+    """When its configuration was written for a cluster last, seconds since 1970."""
+    return max((file.stat().st_mtime for file in prepared(run_dir)), default=0.0)

@@ -1,101 +1,59 @@
-"""What the last Slurm job of a run has left in its directory: how far it came, where its logs are, how it ended."""
+"""What Slurm jobs of a run have left in its directory: how far they came, where their logs are, how they ended."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megarl.obs.attempts import Attempt
 from megarl.obs.lines import read_lines
+from megarl.status.job import Job, JobEnd, JobStage
 
 _NAME = re.compile(r"(\d+)-(\d+)")
+_OUTPUT = re.compile(r"(\d+)(_\d+)?")
 _CELL = re.compile(r"cell-(\d+)")
 _NODE_FAILURE = re.compile(r"^srun: error: Node failure on (\S+)$", re.MULTILINE)
 _TAIL_BYTES = 1 << 16
+_LINES, _WIDTH = 3, 200
+"""Of what a job printed before its agents: so much is shown."""
 _TERMINATED = 143
 _END = "end.json"
 _ATTACH = "attach"
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobStage:
-    """Something that the job has come to.
-
-    Args:
-        stage: what it is.
-        time: seconds since 1970.
-    """
-
-    stage: str
-    time: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobEnd:
-    """How the job ended, as its head tells it.
-
-    Args:
-        time: seconds since 1970.
-        exit_code: of the job; 128 and the number of the signal that ended it.
-        reason: in words.
-        node: at fault, if one is.
-    """
-
-    time: float
-    exit_code: int
-    reason: str
-    node: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A start of a job.
-
-    Args:
-        id: Slurm's number.
-        restart: how often Slurm had started it before.
-        directory: of its logs.
-        logs: names of the files in it.
-        attach: command that opens a shell in the job; None where there is none.
-        began: seconds since 1970.
-        stages: that it has come to.
-        end: None while it lasts, and where its head was killed.
-    """
-
-    id: str
-    restart: int
-    directory: str
-    logs: tuple[str, ...]
-    attach: str | None
-    began: float
-    stages: tuple[JobStage, ...]
-    end: JobEnd | None
-
-    def has(self, attempt: Attempt) -> bool:
-        """Whether it is the job of an attempt."""
-        return (attempt.job, attempt.restart) == (self.id, self.restart)
-
-    def follows(self, attempt: Attempt) -> bool:
-        """Whether it was started after an attempt of another one."""
-        return self.began > attempt.time and not self.has(attempt)
-
-
-def last_job(run_dir: Path, output: str | None) -> Job | None:
+def last_job(run_dir: Path, prepared: float) -> Job | None:
     """The job that was started last; None without one.
 
     Args:
         run_dir: of the run.
-        output: file with what the last job printed.
+        prepared: when its configuration was written for a job last, seconds since 1970. A job that has printed before
+            and of which no agent has begun is not told from one that has ended: the next one is waited for.
     """
+    outputs = _outputs(run_dir)
     found = [path for path in (run_dir / "slurm").glob("*-*") if _NAME.fullmatch(path.name)]
-    if not found:
-        return None
-    directory = max(found, key=_number)
+    directory, newest = max(found, key=_number, default=None), max(outputs, default=0)
+    if newest > (_number(directory)[0] if directory is not None else 0):
+        printed = outputs[newest].stat().st_mtime
+        if printed >= prepared:
+            file = outputs[newest]
+            return Job(id=file.stem, output=str(file), printed=_last_lines(_tail(file)), began=printed)
+    return None if directory is None else _read(directory, outputs)
+
+
+def job_of(run_dir: Path, attempt: Attempt) -> Job | None:
+    """The job of an attempt; None of one that had none, or has left nothing."""
+    directory = run_dir / "slurm" / f"{attempt.job}-{attempt.restart}"
+    return _read(directory, _outputs(run_dir)) if attempt.job is not None and directory.is_dir() else None
+
+
+def _read(directory: Path, outputs: Mapping[int, Path]) -> Job:
+    """A job of which an agent has begun."""
     number, restart = _number(directory)
-    attach = directory / _ATTACH
+    attach, output = directory / _ATTACH, _output_of(number, outputs)
     stages = tuple(
         JobStage(stage=str(line["stage"]), time=float(line["time"]))
         for line in read_lines(directory / "times.jsonl")
@@ -104,25 +62,28 @@ def last_job(run_dir: Path, output: str | None) -> Job | None:
     return Job(
         id=str(number),
         restart=restart,
+        output=None if output is None else str(output),
         directory=str(directory),
         logs=tuple(sorted((path.name for path in directory.glob("*.log")), key=lambda name: (len(name), name))),
         attach=str(attach) if attach.exists() else None,
         began=stages[0].time if stages else directory.stat().st_mtime,
         stages=stages,
-        end=_explained(_end(directory / _END), _printed(number, output)),
+        end=_explained(_end(directory / _END), "" if output is None else _tail(output)),
     )
 
 
-def last_output(run_dir: Path) -> str | None:
-    """What the last job printed, before it came to anything as well; None without one.
-
-    Args:
-        run_dir: of the run; that of a sweep's has its job's output beside it, by its index.
-    """
+def _outputs(run_dir: Path) -> dict[int, Path]:
+    """What jobs printed, by their numbers; a run of a sweep has it beside its directory, by the run's index."""
     files = [*(run_dir / "slurm").glob("*.out")]
     if cell := _CELL.match(run_dir.name):
         files += (run_dir.parent / "slurm").glob(f"*_{cell[1]}.out")
-    return str(max(files, key=lambda path: path.stat().st_mtime)) if files else None
+    return {int(name[1]): file for file in files if (name := _OUTPUT.fullmatch(file.stem))}
+
+
+def _output_of(job: int, outputs: Mapping[int, Path]) -> Path | None:
+    """An array's job has a number of its own, which is the array's or a later one."""
+    fitting = [number for number, file in outputs.items() if number == job or (number < job and "_" in file.stem)]
+    return outputs[max(fitting)] if fitting else None
 
 
 def _number(directory: Path) -> tuple[int, int]:
@@ -143,17 +104,6 @@ def _end(path: Path) -> JobEnd | None:
         return None
 
 
-def _printed(job: int, output: str | None) -> str:
-    """What the job printed at last; nothing where the file is another job's or cannot be read."""
-    path = Path(output or "")
-    if path.stem != str(job) and "_" not in path.stem:  # an array's job has its own number and another in the name
-        return ""
-    try:
-        return _tail(path)
-    except OSError:
-        return ""
-
-
 def _explained(end: JobEnd | None, printed: str) -> JobEnd | None:
     """The end, with the node for whose failure Slurm has ended the job: its head just gets SIGTERM.
 
@@ -167,7 +117,16 @@ def _explained(end: JobEnd | None, printed: str) -> JobEnd | None:
 
 
 def _tail(path: Path) -> str:
-    """What a file ends with."""
-    with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
-        return file.read().decode(errors="replace")
+    """What a file ends with; nothing where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _last_lines(text: str) -> tuple[str, ...]:
+    """Without what a terminal would obey."""
+    lines = ("".join(filter(str.isprintable, line)).rstrip()[:_WIDTH] for line in text.splitlines())
+    return tuple([line for line in lines if line][-_LINES:])

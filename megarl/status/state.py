@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megarl.obs.attempts import Attempt, End, Reason
-from megarl.status.slurm import Job, JobEnd
+from megarl.status.job import Job, JobEnd
 from megarl.status.words import ago
 
 StateName = Literal[
@@ -55,7 +55,7 @@ class Evidence:
         finished: the run has written its summary.
         locked: see is_locked.
         attempt: the last one.
-        job: the last one.
+        job: of the attempt, or a later one that the run waits for.
         written: when anything was written last, seconds since 1970.
         longest: seconds of the longest of the last steps, if there are any.
         host: this machine.
@@ -89,12 +89,12 @@ def _opinions(seen: Evidence) -> Iterator[State]:
         yield State(name="running", because=f"its process holds the lock{written}")
     if seen.finished:
         yield State(name="finished", because="summary.json is there", since=_end_time(attempt))
-    if attempt is None or (job is not None and job.follows(attempt)):
+    if attempt is None or (job is not None and not job.has(attempt)):
         yield _not_begun(job, seen)
         return
     end, job_end = attempt.end, job.end if job is not None and job.has(attempt) else None
     if job is not None and job_end is not None and (end is None or end.reason == "interrupted"):
-        yield _ended(job, job_end, "killed" if end is None else None)
+        yield _ended(job, job_end, seen.now, "killed" if end is None else None)
     if end is not None:
         yield _told(end, job_end)
     if seen.locked is False and attempt.host == seen.host:
@@ -108,18 +108,15 @@ def _not_begun(job: Job | None, seen: Evidence) -> State:
     if job is None:
         return _untold(seen)
     if job.end is not None:
-        return _ended(job, job.end, None)
-    last = job.stages[-1] if job.stages else None
-    known = "nothing is known of it yet" if last is None else f"{last.stage} {ago(last.time, seen.now)}"
-    late = seen.now - (job.began if last is None else last.time) > seen.patience
-    return State(name="silent" if late else "starting", because=f"job {job.id}: {known}")
+        return _ended(job, job.end, seen.now)
+    late = seen.now - job.last_sign > seen.patience
+    return State(name="silent" if late else "starting", because=job.news(seen.now), message=job.message)
 
 
-def _ended(job: Job, end: JobEnd, name: StateName | None) -> State:
+def _ended(job: Job, end: JobEnd, now: float, name: StateName | None = None) -> State:
     """A job that knows more of its end than the run, which it ended or which had not begun."""
-    because = f"job {job.id} has ended with exit code {end.exit_code}"
     name = name or ("finished" if end.exit_code == 0 else "interrupted" if end.exit_code in _STOPPED else "failed")
-    return State(name=name, because=because, message=end.reason, since=end.time)
+    return State(name=name, because=job.news(now), message=job.message, since=end.time)
 
 
 def _told(end: End, job_end: JobEnd | None) -> State:

@@ -154,6 +154,7 @@ LAYOUTS: Cases = {
     data.run_directories_can_be_made: [
         (["run.dir=README.md"], "run.dir", "README.md is a file"),
         (["run.dir=README.md/run"], "run.dir", "README.md is a file"),
+        (["run.dir=nowhere/../../runs"], "run.dir", "made; nowhere, before .., is not there"),
     ],
     data.run_directories_are_in_full: [(["run.dir=~/runs/x"], "run.dir", "~ is not read as a home directory")],
     data.files_exist: [

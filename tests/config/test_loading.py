@@ -93,6 +93,39 @@ def test_a_missing_file_is_one_problem_and_a_near_one_is_named(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("cluster.nodes=2", "name the YAML file of the run first"),
+        ("steps", "{here} has base.yaml; a setting is written key.path=value"),
+        ("lr=1/steps.yaml", "correct the path (it is looked up in {here})"),
+        ("nowhere.yaml", "{here} has base.yaml"),
+    ],
+)
+def test_a_word_that_is_no_file_is_told_from_a_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, said: str
+) -> None:
+    for name in (".hidden.yaml", "base.yaml"):
+        write(tmp_path / name, "a: 1")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load(word)
+    (problem,) = caught.value.problems
+    assert said.format(here=tmp_path) in problem.fix
+    assert ("setting" in problem.fix, "hidden" in problem.fix) == ("setting" in said, False)
+
+
+def test_a_relative_path_is_said_to_be_looked_up_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    overrides = ["data.random=null", "data.prompts=rows.jsonl", "model.random=null", "model.path=model"]
+    with pytest.raises(ConfigError) as caught:
+        debug(*overrides, "rollout.replay=/nowhere")
+    fixes = {problem.field: problem.fix for problem in caught.value.problems}
+    assert fixes["data.prompts"] == f"correct the path (it is looked up in {tmp_path})"
+    assert f"(it is looked up in {tmp_path})" in fixes["model.path"]
+    assert fixes["rollout.replay"].startswith("correct the path, or")
+
+
+@pytest.mark.parametrize(
     ("override", "fix"),
     [
         ("run.steps=0", "raise it to 1 or more; it is: Steps to take"),

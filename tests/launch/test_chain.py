@@ -10,7 +10,7 @@ import pytest
 from megarl.config import ConfigError, load
 from megarl.config.schema import PPOConfig
 from tests.config.debug import DEBUG, by_field
-from tests.launch.slurm_command import Login
+from tests.launch.slurm_command import Login, finish
 
 
 def test_models_of_earlier_runs_are_not_missing(login: Login) -> None:
@@ -48,6 +48,22 @@ def test_what_no_earlier_run_writes_is_missing(login: Login, order: tuple[str, .
     }
     told = login.refused(*(files[name] for name in order))
     assert f"model.path = {login.home}/warm/export" in told
+
+
+def test_what_a_run_with_mistakes_would_write_is_not_missing_too(login: Login) -> None:
+    model = f"model: {{path: {login.home}/%s/export, random: null}}\n"
+    warm = login.config("warm", "data: {train: rows.jsonl}\n", stage="sft")
+    again = login.config("again", f"{model % 'warm'}data: {{train: rows.jsonl}}\n", stage="sft")
+    told = login.refused(warm, again, login.config("last", f"{model % 'again'}rollout: {{tp: 3}}\n"))
+    assert "export" not in told
+    assert (told.count("data.train = rows.jsonl"), told.count("rollout.tp = 3")) == (2, 1)
+
+
+def test_a_finished_run_is_to_be_left_out_of_a_chain_alone(login: Login) -> None:
+    done = login.config("done")
+    finish(login.home / "done")
+    assert "to go on with it, leave it out, or choose" in login.refused(done, login.config("next"))
+    assert "to go on with it, or choose" in login.refused(done)
 
 
 def test_relative_and_absolute_directories_are_the_same(login: Login) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
-from megarl.launch.profile import Apptainer, Bare, Profile, Pyxis, load_profile, seconds_of
+from megarl.launch.profile import Apptainer, Bare, Profile, Pyxis, load_profile
+from megarl.launch.values import seconds_of
 from tests.config.debug import by_field
 
 
@@ -73,23 +74,39 @@ def test_a_runtime_is_completed_or_replaced(tmp_path: Path, text: str, given: di
         ("gpu_request: all", "gpu_request", "'gpus-per-node', 'gres' or 'none'"),
         ("time: 12:00:00", "time", "should be text"),  # YAML reads a number to the base of 60
         ("time: 1 day", "time", "a time limit of Slurm"),
+        ('time: "99:99:99"', "time", "a time limit of Slurm"),
+        ("mem: lots", "mem", "with a unit, as 500G"),
+        ("mem: 1.5G", "mem", "with a unit, as 500G"),
+        ("partition: a b", "partition", "several with commas between"),
+        ("interface: eth0 eth1", "interface", "the name of one interface"),
+        (
+            "setup: ['if true; then']",
+            "setup",
+            "should be shell that bash can read; line 2: syntax error: unexpected end of file",
+        ),
+        ("setup: ['cat <<end', module load cuda]", "setup", "delimited by end-of-file"),
         ("start_limit: 0", "start_limit", "greater than 0"),
         ("env: {a-b: 1}", "env.a-b", "letters, digits and underscores"),
         ("env: {RAY_AUTH_TOKEN: secret}", "env.RAY_AUTH_TOKEN", "each job makes its own"),
         ("env: {A: secret, SLURM_NODEID: 0}", "env.SLURM_NODEID", "Slurm sets it"),
-        ("sbatch: [--partition=x]", "sbatch", "there is partition"),
-        ("sbatch: ['--mail-user me']", "sbatch", "options in one piece"),
+        ("sbatch: [--partition=x]", "sbatch", "should be without --partition=x (set the field partition)"),
+        ("sbatch: ['--mail-user me']", "sbatch", "--mail-user me (not in one piece"),
         ("sbatch: [--error=x]", "sbatch", "messages are in the output"),
-        ("sbatch: [--mem-per-cpu=2G]", "sbatch", "for --mem-per-cpu=2G there is mem"),
-        ("sbatch: [--gpus=2]", "sbatch", "there is gpu_request"),
+        ("sbatch: [--mem-per-cpu=2G]", "sbatch", "--mem-per-cpu=2G (set the field mem"),
+        ("sbatch: [--gpus=2]", "sbatch", "set the fields gpu_request and gpu_type"),
         ("sbatch: [--kill-on-invalid-dep=no]", "sbatch", "a job goes where the one that it waits for fails"),
-        ("sbatch: [--part=gpu]", "sbatch", "for --part=gpu there is partition"),
-        ("srun: [--container-image=x]", "srun", "there is runtime.image"),
+        ("sbatch: [--part=gpu]", "sbatch", "--part=gpu (set the field partition"),
+        ("sbatch: [--qos=a, --comment=c, --test]", "sbatch", "--qos=a (set the field qos), --test (give --dry-run"),
+        ("sbatch: [--wrap=true]", "sbatch", "the job has a script"),
+        ("srun: [--container-image=x]", "srun", "set the field runtime.image"),
+        ("srun: [--cpu-bind=cores]", "srun", "may use all of its CPUs"),
         ("srun: [--output=x]", "srun", "it is the job's"),
         ("runtime: {python: ~/v/bin/python}", "runtime.python", "~ is not read"),
         ("runtime: {name: enroot, image: i, python: ~/v/bin/python}", "runtime.python", "~ is not read"),
         ("runtime: {name: apptainer, image: ~/i.sif}", "runtime.image", "~ is not read"),
         ("runtime: {name: enroot, image: i, mounts: ['/a:/a:ro']}", "runtime.mounts", "enroot takes no options as :ro"),
+        ("runtime: {name: pyxis, image: i, mounts: ['/a:/b:/c:/d']}", "runtime.mounts", "not /a:/b:/c:/d"),
+        ("runtime: {name: apptainer, image: i, mounts: ['/a:/b:/c']}", "runtime.mounts", "not /a:/b:/c"),
         ('account: "a\\nb"', "account", "a line of text"),
         ("partition: ''", "partition", "a line of text"),
     ],
@@ -102,6 +119,11 @@ def test_mistakes_are_told(tmp_path: Path, text: str, field: str, rule: str) -> 
     assert rule in found[field]
     assert str(tmp_path / "cluster.yaml") in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mem", ["0", "64000", "500G", "2gb"])
+def test_memory_is_given_as_slurm_takes_it(tmp_path: Path, mem: str) -> None:
+    assert loaded(tmp_path, f"mem: {mem}").mem == mem
 
 
 @pytest.mark.parametrize("name", ["pyxis", "apptainer"])
@@ -132,7 +154,7 @@ def test_time_limits_are_read_as_slurm_reads_them(text: str, seconds: float) -> 
     assert seconds_of(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "4h", "1:2:3:4", "-1", "1-", "1-2:3:4:5", "12:", ":30"])
+@pytest.mark.parametrize("text", ["", "4h", "1:2:3:4", "-1", "1-", "1-2:3:4:5", "12:", ":30", "1:60:00", "90:60"])
 def test_other_time_limits_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="time limit"):
         seconds_of(text)

@@ -19,8 +19,10 @@ import yaml
 from megarl.config import ConfigError, load
 from megarl.errors import RunError
 from megarl.launch import ray_job
+from megarl.status.submission import noted
 from tests.config.debug import REPOSITORY
 from tests.launch.ray_head import DEVICES, ForwardedPort, RayHead
+from tests.launch.slurm_command import finish
 
 SFT = REPOSITORY / "configs" / "debug" / "sft.yaml"
 LIMIT_S = 280
@@ -63,6 +65,14 @@ def test_a_run_of_a_sent_directory_has_its_own_elsewhere(tmp_path: Path) -> None
     shutil.copytree(REPOSITORY / "configs", tmp_path / "configs")
     with pytest.raises(ConfigError, match=r"run\.dir = runs/mine"):
         ray_job.launch(SFT, ["run.dir=runs/mine"], address="http://127.0.0.1:1", working_dir=tmp_path)
+
+
+def test_a_finished_run_is_no_job(tmp_path: Path) -> None:
+    finish(tmp_path / "done", stage="sft")
+    with pytest.raises(ConfigError, match="has taken its 3 steps"):
+        ray_job.launch(SFT, [f"run.dir={tmp_path}/done", "run.steps=3"], address="http://127.0.0.1:1")
+    with pytest.raises(RunError, match="nothing listens there"):
+        ray_job.launch(SFT, [f"run.dir={tmp_path}/done", "run.steps=4"], address="http://127.0.0.1:1")
 
 
 def test_an_address_without_a_dashboard_is_told_with_the_fix(tmp_path: Path) -> None:
@@ -112,6 +122,9 @@ def test_a_cluster_that_cannot_run_it_is_told_with_the_fix(head: RayHead, tmp_pa
     assert f"the run needs 2 x {DEVICES} devices" in errors
     assert "ray start --resources '{\"device\": 4}'" in errors
     assert not list(tmp_path.iterdir())
+    status, _, errors = ended(head.launch(SFT, "run.dir=/proc/none"))
+    assert status == 2
+    assert errors.startswith("command line: 1 problem\n  run.dir = /proc/none\n    rule: can be written (No such file")
 
 
 @pytest.mark.e2e
@@ -178,6 +191,9 @@ def test_a_job_goes_on_without_who_submitted_it(head: RayHead, tmp_path: Path, s
     assert status == 0
     assert f"--address {head.address} --follow" in output
     assert not (tmp_path / "done").exists()
+    submission = noted(tmp_path)
+    assert submission is not None
+    assert f"submitted {submission.job} to" in output
     (tmp_path / "go").touch()
     deadline = time.monotonic() + LIMIT_S
     while not (tmp_path / "done").exists():

@@ -20,6 +20,7 @@ CONTAINER = ["--runtime=pyxis", "--container=image"]
         (["--sweep", "run.seed=1,2,1"], ["cell 2 (run.seed=1)", "this is cell 0 (run.seed=1) again"]),
         (["--parallel", "2"], ["--parallel = 2", "has an effect on a sweep alone"]),
         (["--rollout-partition", "x"], ["has an effect with --rollout-nodes alone"]),
+        (["--rollout-nodes=1", "--rollout-partition=a b"], ["--rollout-partition = 'a b'", "without spaces"]),
         (["--rollout-nodes", "1"], ["--rollout-nodes = 1", "fewer than the job's nodes, 1"]),
         (["--rollout-nodes", "1", "--nodes=2"], ["rollout.devices = 0", "the engines have devices from 4 on"]),
         (["--gpus-per-node", "4"], ["--gpus-per-node = 4", "virtual ones of the CPU"]),
@@ -32,11 +33,14 @@ CONTAINER = ["--runtime=pyxis", "--container=image"]
         ([*CONTAINER, "run.dir=/tmp/a,b"], ["run.dir = /tmp/a,b", "pyxis can mount"]),
         (["run.dir=/tmp/a\\b"], ["run.dir = ", "without backslashes"]),
         (["--time", "soon"], ["--time = soon", "a time limit of Slurm"]),
+        (["--mem", "lots"], ["--mem = lots", "with a unit, as 500G"]),
+        (["--setup", "if true; then"], ["--setup = ", "syntax error"]),
+        (["--sbatch=--test-only"], ["--sbatch = ['--test-only']", "give --dry-run"]),
         (["--time", "1"], ["command line: 1 problem\n  --time = 1", "grace, 60 s", "raise time, or lower grace"]),
         (["--time", "2"], ["--time = 2", "the 60 s by which Slurm may be early"]),
         (["--gpu-type=h100", "--gpu-request=none"], ["--gpu-type = h100", "where GPUs are asked for"]),
-        (["--sbatch=--nodes=4"], ["--sbatch = ['--nodes=4']", "there is --nodes on the command line"]),
-        (["--sbatch=-p x"], ["options in one piece"]),
+        (["--sbatch=--nodes=4"], ["--sbatch = ['--nodes=4']", "give --nodes on the command line"]),
+        (["--sbatch=-p x"], ["-p x (not in one piece"]),
         (["--srun=--export=NONE"], ["--srun = ", "all variables of the job are passed on"]),
         (["--env", "1A=2"], ["--env = 1A", "letters, digits and underscores"]),
         (["--job-name", "a\nb"], ["--job-name = 'a\\nb'"]),
@@ -46,6 +50,9 @@ CONTAINER = ["--runtime=pyxis", "--container=image"]
         (["--runtime=apptainer", "--container=~/i.sif"], ["--container = ~/i.sif", "a path in full"]),
         (["--python=~/v/bin/python"], ["--python = ~/v/bin/python", "a path in full"]),
         (["--profile", "nowhere.yaml"], ["profile = nowhere.yaml", "No such file"]),
+        (["--profile=~/c.yaml"], ["profile = ~/c.yaml", "~ is not read as a home directory"]),
+        (["run.dir=/proc/none"], ["run.dir = /proc/none", "can be written (No such file or directory)"]),
+        (["run.dir=/proc/none", "--sweep=run.seed=1,2"], ["1 problem\n  run.dir = /proc/none"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else None,
 )
@@ -114,6 +121,7 @@ def test_everything_is_told_at_once(login: Login) -> None:
         "  --rollout-nodes = 1",
     ]
     assert "did you mean partition?" in told
+    assert "choose one of them; it is: Where megarl is installed" in told
     assert [heading.partition(":")[0] for heading in headings[2:] if "problem" in heading] == files
     assert told.count("run.steps = 0") == 2
 
@@ -177,12 +185,6 @@ def test_without_slurm_there_is_the_dry_run(login: Login) -> None:
     assert "sbatch = not found" in told
     assert "with --dry-run" in told
     assert "cluster.nodes = 3" in told, "all at once"
-
-
-def test_a_directory_that_cannot_be_made_is_told(login: Login) -> None:
-    result = login.launch(login.config("first"), "run.dir=/proc/none")
-    assert (result.exit_code, result.stdout, login.submitted) == (2, "", [])
-    assert result.stderr == "/proc/none: cannot be written (No such file or directory); choose another run.dir\n"
 
 
 def test_a_file_where_the_profile_should_be_is_told(login: Login) -> None:

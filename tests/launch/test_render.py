@@ -147,14 +147,15 @@ def test_paths_and_variables_arrive_as_they_are(
 ) -> None:
     directory = tmp_path_factory.mktemp("script")
     run_dir = Path("/home/me") / f"x{name}"
-    profile = {"runtime": {"python": "python"}, "env": {"GIVEN": value}, "interface": f"i{name}"}
+    interface = re.sub(r"[\s,]", "-", f"i{name}")[:15]
+    profile = {"runtime": {"python": "python"}, "env": {"GIVEN": value}, "interface": interface}
     rc, recorded = executed(render(job(profile, run_dir=run_dir)), directory)
     assert rc == 0
     (_, _, variables), (program_name, arguments, _) = recorded
     assert variables["GIVEN"] == value
     assert program_name == "python"
     assert arguments == [
-        "-m", "megarl.launch.node", "--interface", f"i{name}", "--start-limit", "600", "train",
+        "-m", "megarl.launch.node", "--interface", interface, "--start-limit", "600", "train",
         f"{run_dir}/slurm/config-0123abcd.yaml",
     ]  # fmt: skip
 
@@ -260,6 +261,11 @@ def test_apptainer_sees_gpus_directories_and_variables(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert variables["APPTAINERENV_GIVEN"] == NASTY
     assert "RAY_AUTH_TOKEN" in variables
+
+
+def test_the_plain_script_wants_a_configuration(tmp_path: Path) -> None:
+    usage = "usage: sbatch train.sbatch CONFIG [KEY.PATH=VALUE]...\n"
+    assert executed(SCRIPTS[-1].read_text(encoding="utf-8"), tmp_path, said=usage) == (2, [])
 
 
 def test_the_plain_script_hands_on_its_arguments(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 
 from megarl.config import load
 from megarl.config.schema import PPOConfig
+from megarl.status.reading import read_status
 from tests.config.debug import DEBUG
 from tests.launch.slurm_command import Login
 
@@ -97,7 +99,9 @@ def test_a_dry_run_shows_the_script_and_submits_nothing(login: Login) -> None:
     assert {"--partition=debug", "--time=2-00:00:00"} <= set(directives(script))
     assert f"written to {script}; to submit: sbatch --parsable {script}" in result.stderr
     profile = login.home / ".config/megarl/cluster.yaml"
-    assert f"settings of the cluster: {profile}; before it the command line: partition" in result.stderr
+    given = f"from the command line: partition; the rest from {profile}"
+    assert result.stderr.endswith(f"settings of the cluster: {given}\n")
+    assert login.launch(login.config("first"), "--dry-run").stderr.endswith(f"settings of the cluster: {profile}\n")
 
 
 def test_a_profile_that_is_named_takes_the_place_of_the_users_own(login: Login) -> None:
@@ -155,6 +159,10 @@ def test_a_sweep_is_one_array_with_a_configuration_for_each_cell(login: Login) -
         "cell-3-lr-2e-4-seed-4": (2e-4, 4),
     }
     assert f"output  {base}/slurm/101_INDEX.out" in result.stdout
+    assert f"tail -F {base}/slurm/101_*.out; " in result.stdout
+    for index, name in enumerate(sorted(cells)):
+        noted = json.loads((base / name / "slurm" / "submitted.json").read_text())
+        assert noted == {"job": f"101_{index}"}
     listed = [line.strip() for line in (base / "slurm" / "job.sbatch").read_text().splitlines()]
     assert [line for line in listed if line.startswith(f"{base}/cell-")] == sorted(files)
 
@@ -175,6 +183,8 @@ def test_a_sweep_that_was_cut_short_goes_on_where_it_was(login: Login) -> None:
     ]
     assert "--array=1,3-5%2" in directives(script)
     assert script.read_text().partition("configs=(")[2] == before
+    noted = [json.loads(file.read_text())["job"] for file in sorted(base.glob("cell-*/slurm/submitted.json"))]
+    assert noted == ["101_0", "102_1", "101_2", "102_3", "102_4", "102_5"]
     assert "# MegaRL: 4 runs of ppo below" in script.read_text()
 
 
@@ -225,14 +235,44 @@ def test_an_evaluation_runs_as_one(login: Login) -> None:
 
 def test_what_sbatch_refuses_is_told_with_the_script(login: Login) -> None:
     login.give_sbatch(refused=2)
-    result = login.launch(login.config("first", stage="sft"), login.config("second"))
+    files = [login.config("first", stage="sft"), login.config("second")]
+    result = login.launch(*files, "--time=90", "--partition=nowhere")
     assert result.exit_code == 1
     script = login.home / "second" / "slurm" / "job.sbatch"
     assert result.stderr.splitlines() == [
         "sbatch: error: invalid partition specified: nowhere",
         f"refused by sbatch: {script}",
+        "settings of the cluster: from the command line: time, partition; no profile",
         "submitted before it: 101; to cancel: scancel 101",
     ]
+
+
+@pytest.mark.parametrize(("answer", "job"), [("", None), ("no job", None), ("welcome to batch\n7;gpus", "7")])
+def test_a_job_has_a_number(login: Login, answer: str, job: str | None) -> None:
+    (login.tools / "sbatch").write_text(f"#!/bin/sh\necho '{answer}'\n")
+    result = login.launch(login.config("first"))
+    noted = login.home / "first" / "slurm" / "submitted.json"
+    if job is None:
+        assert (result.exit_code, result.stdout, noted.exists()) == (1, "", False)
+        assert result.stderr.startswith("sbatch has answered without the number of a job: ")
+    else:
+        assert result.stdout.startswith(f"job {job}: ")
+        assert json.loads(noted.read_text()) == {"job": job}
+
+
+def test_a_job_that_is_queued_has_a_status(login: Login) -> None:
+    assert login.launch(login.config("first")).exit_code == 0
+    found = read_status(login.home / "first")
+    assert found.state.name == "waiting"
+    assert found.submitted is not None
+    assert found.submitted.job == "101"
+
+
+def test_a_directory_that_cannot_be_written_is_told_like_every_mistake(login: Login) -> None:
+    result = login.launch(str(DEBUG), "run.dir=/proc/x", "--dry-run")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "  run.dir = /proc/x\n    rule: can be written (" in result.stderr
+    assert result.stderr.endswith("    fix:  choose another run.dir\n")
 
 
 def test_a_job_that_is_submitted_from_a_job_is_none_of_its_steps(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,13 +59,16 @@ class MadeRun:
         (self.path / "checkpoints" / f"step-{step}").mkdir(parents=True)
         os.utime(self.path / "checkpoints", (NOW - 3600, NOW - 3600))
 
-    def job(self, name: str, stages: Mapping[str, float], end: Mapping[str, Any] | None = None) -> Path:
+    def job(
+        self, name: str, stages: Mapping[str, float], end: Mapping[str, Any] | None = None, ago: float = 0.0
+    ) -> Path:
         """The directory of a job.
 
         Args:
             name: its number and how often it was restarted.
             stages: how many seconds ago it came to what.
             end: what its head told.
+            ago: how many seconds ago that was.
         """
         directory = self.path / "slurm" / name
         directory.mkdir(parents=True)
@@ -75,8 +78,16 @@ class MadeRun:
         (directory / "times.jsonl").write_text("".join(lines))
         (directory / "attach").touch()
         if end is not None:
-            (directory / "end.json").write_text(json.dumps(end))
+            self.file(f"slurm/{name}/end.json", ago, json.dumps(end))
         return directory
+
+    def file(self, name: str, ago: float, text: str = "") -> Path:
+        """A file that was written so many seconds ago."""
+        path = self.path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        os.utime(path, (NOW - ago, NOW - ago))
+        return path
 
     def _line(self, name: str, entry: Mapping[str, Any], ago: float) -> None:
         path = self.path / name

@@ -13,6 +13,7 @@ from megarl.status.find import NoRunError, find_runs
 from megarl.status.pace import Pace, pace_of
 from megarl.status.reading import RunStatus, read_status
 from megarl.status.saved import Saved
+from megarl.status.submission import Submission, note
 from tests.status.directories import NOW, MadeRun
 
 
@@ -164,10 +165,11 @@ def test_an_empty_run_has_nothing_to_tell(run: MadeRun) -> None:
 def test_the_last_job_is_the_one_with_the_highest_number(run: MadeRun) -> None:
     for name in ("99-0", "4711-0", "4711-2"):
         run.job(name, {"agent started": 60})
-    (run.path / "slurm" / "4712.out").touch()
+    output = run.file("slurm/4711.out", ago=50)
     job = read(run).job
     assert job is not None
     assert (job.id, job.restart, job.directory) == ("4711", 2, str(run.path / "slurm" / "4711-2"))
+    assert (job.output, job.printed) == (str(output), ())
     assert job.logs == ("head.log", "driver.log", "worker-1.log", "worker-2.log")
     (run.path / "slurm" / "4711-2" / "end.json").write_text('{"exit_code": 1, "rea')
     assert read(run).job == job
@@ -186,7 +188,7 @@ def test_a_job_that_slurm_ends_for_a_node_names_it(
     run: MadeRun, exit_code: int, printed: str | None, told: tuple[str | None, str]
 ) -> None:
     run.job("4711-0", {"agent started": 60}, {"exit_code": exit_code, "reason": "node n1 got SIGTERM", "node": None})
-    name, told_by_slurm = ("4712", "srun: error: Node failure on n2\n") if printed is None else ("4711", printed)
+    name, told_by_slurm = ("4710", "srun: error: Node failure on n2\n") if printed is None else ("4711", printed)
     text = "a line of the run\n" * 9000 + told_by_slurm + "slurmstepd: error: *** STEP\n"
     (run.path / "slurm" / f"{name}.out").write_text(text)
     job = read(run).job
@@ -231,23 +233,52 @@ def assert_no_run(path: Path) -> None:
 
 def test_the_output_of_a_sweeps_run_is_beside_it(tmp_path: Path) -> None:
     run = MadeRun(tmp_path / "cell-1-seed-5")
-    assert read(run).output is None
     (tmp_path / "slurm").mkdir()
     for name in ("4711_0.out", "4711_1.out", "4711_11.out"):
         (tmp_path / "slurm" / name).touch()
-    assert read(run).output == str(tmp_path / "slurm" / "4711_1.out")
+    output = str(tmp_path / "slurm" / "4711_1.out")
+    job = read(run).job
+    assert job is not None
+    assert (job.id, job.output, job.directory) == ("4711_1", output, None)
+    run.job("4713-0", {"agent started": 60})  # an array's job has a number of its own
+    job = read(run).job
+    assert job is not None
+    assert (job.id, job.output) == ("4713", output)
 
 
 def test_what_is_no_run_is_told(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
+    (tmp_path / "first").mkdir()
     for path, told in (
-        (tmp_path / "none", "there is no such directory"),
+        (tmp_path / "none" / "first", "there is no such directory; give the run.dir"),
+        (tmp_path / "firs", f"there is no such directory; did you mean {tmp_path / 'first'}\\?"),
         (file, "a file"),
         (tmp_path, "no run is there"),
     ):
         with pytest.raises(NoRunError, match=told):
             find_runs(path)
+
+
+@pytest.mark.parametrize("folder", ["slurm", "ray"])
+def test_a_submission_is_told_until_anything_of_it_begins(run: MadeRun, folder: str) -> None:
+    run.file(f"{folder}/config-0.yaml", 30, "stage: sft")
+    note(run.path / folder, "4711")
+    os.utime(run.path / folder / "submitted.json", (NOW - 20, NOW - 20))
+    assert read(run).submitted == Submission(job="4711", time=NOW - 20)
+    run.start(1, ago=10)
+    assert read(run).submitted is None
+
+
+def test_a_submission_whose_job_has_printed_has_begun(run: MadeRun) -> None:
+    run.file("slurm/4711.out", ago=20)
+    note(run.path / "slurm", "4711")  # as Slurm was faster
+    assert read(run).submitted is None
+
+
+def test_a_submission_that_cannot_be_noted_is_one(run: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    note(run.path / "nowhere", "4711")
+    assert capsys.readouterr().err.endswith("megarl status will not know of job 4711\n")
 
 
 def test_a_run_that_has_not_begun_is_what_was_submitted_last(run: MadeRun) -> None:
@@ -258,4 +289,7 @@ def test_a_run_that_has_not_begun_is_what_was_submitted_last(run: MadeRun) -> No
         file.write_text(f"stage: sft\nrun: {{steps: {steps}}}\n")
         os.utime(file, (NOW - ago, NOW - ago))
     found = read(run)
-    assert (found.stage, found.progress.steps, found.submitted) == ("sft", 6, NOW - 10)
+    assert (found.stage, found.progress.steps) == ("sft", 6)
+    assert found.submitted == Submission(job=None, time=NOW - 10)
+    run.file("slurm/submitted.json", 9, "{")
+    assert read(run).submitted == Submission(job=None, time=NOW - 10)

@@ -98,9 +98,9 @@ def test_a_run_that_was_resumed_says_that_it_has_no_step_yet(run: MadeRun) -> No
 
 
 def test_a_job_that_says_nothing_before_its_run_is_not_where_the_last_attempt_was(run: MadeRun) -> None:
-    run.job("4712-0", {"agent started": 5000, "all connected": 4000})
+    run.job("4712-0", {"agent started": 2700, "all connected": 2600})
     told = lines(run)
-    assert told[1] == "state       silent: job 4712: all connected 66 min ago"
+    assert told[1] == "state       silent: job 4712: all connected 43 min ago"
     assert "            2: 20:00 on n1 (job 4711), after step 20; killed: it could not say why" in told
 
 
@@ -111,10 +111,37 @@ def test_a_run_that_was_submitted_again_says_so(run: MadeRun) -> None:
     os.utime(config, (NOW - 9000, NOW - 9000))
     assert lines(run)[3].startswith("step ")
     os.utime(config, (NOW - 300, NOW - 300))
-    output = run.path / "slurm" / "4712.out"
-    output.write_text("module: command not found")
     assert lines(run)[3] == "            prepared for a cluster 5 min ago; nothing has begun since"
-    assert f"            {output}: what the last job printed" in lines(run)
+    run.file("slurm/submitted.json", 300, '{"job": "4712"}')
+    assert lines(run)[3] == "            job 4712 was submitted 5 min ago; nothing has begun since"
+    output = run.file("slurm/4712.out", ago=200, text="module: command not found")
+    told = lines(run)
+    assert told[1].startswith("state       starting: job 4712: it printed this 3 min ago, and nothing else is known; ")
+    assert told[2] == "            module: command not found"
+    assert told[3].startswith("step ")
+    assert told[-1] == f"            {output}: what job 4712 printed"
+
+
+def test_a_job_that_was_refused_has_lines_of_its_own(run: MadeRun) -> None:
+    outputs = [run.file(f"slurm/{number}.out", ago=100) for number in (4711, 4712)]
+    reason = "megarl train ended with exit code 2: 1 problem\n  run.dir = runs/ppo"
+    end = {"exit_code": 2, "reason": reason, "node": None}
+    run.job("4712-0", {"agent started": 3000}, end, ago=2900)
+    told = lines(run)
+    assert told[1].startswith("state       silent on n1 (job 4711): ")
+    assert told[2:5] == [
+        "            job 4712 has ended with exit code 2",
+        "              megarl train ended with exit code 2: 1 problem",
+        "                run.dir = runs/ppo",
+    ]
+    logs = "head.log driver.log worker-1.log worker-2.log"
+    assert told[-5:] == [
+        f"            {outputs[0]}: what job 4711 printed",
+        f"            runs/ppo/slurm/4711-0: {logs}",
+        f"            {outputs[1]}: what job 4712 printed",
+        f"            runs/ppo/slurm/4712-0: {logs}",
+        "            runs/ppo/slurm/4711-0/attach: opens a shell in the job",
+    ]
 
 
 def test_an_evaluation_by_itself_has_no_steps(tmp_path: Path) -> None:

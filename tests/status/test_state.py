@@ -220,6 +220,53 @@ def test_a_job_that_goes_on_with_a_run_has_the_patience_of_its_steps(
     assert state(run, "login").name == name
 
 
+def test_a_job_of_which_no_agent_has_begun_tells_what_it_printed(run: MadeRun) -> None:
+    run.file("slurm/config-0.yaml", ago=100)
+    run.file("slurm/4711.out", ago=101, text="of a job before\n")
+    assert state(run).name == "waiting"
+    run.file("slurm/4712.out", ago=90, text="a\nb\n\n\x1b[31mc\r\nsetup: module load cuda/12.8: exit code 127\n")
+    known = "job 4712: it printed this 90 s ago, and nothing else is known; squeue --job 4712 says whether it goes on"
+    printed = "b\n[31mc\nsetup: module load cuda/12.8: exit code 127"
+    assert state(run) == State(name="starting", because=known, message=printed)
+    run.file("slurm/4712.out", ago=35 * MINUTE)
+    run.file("slurm/config-0.yaml", ago=36 * MINUTE)
+    assert state(run).name == "silent"
+    assert state(run).because.startswith("job 4712: it began 35 min ago, and nothing else is known; ")
+
+
+REFUSED = {"exit_code": 2, "reason": "run.dir = runs/x is run by one process at a time", "node": None}
+
+
+@pytest.mark.parametrize("host", ["n1", "login"])
+def test_a_job_that_was_refused_while_the_run_goes_on_is_not_its_state(run: MadeRun, host: str) -> None:
+    run.start(1, ago=900, job="4711")
+    run.job("4711-0", {"agent started": 1000})
+    run.job("4712-0", {"agent started": 400}, REFUSED, ago=380)
+    run.steps(3, ago=60, apart=60)
+    with held(run):
+        found = read_status(run.path, NOW, host)
+    assert (found.state.name, found.job and found.job.id, found.newer and found.newer.id) == ("running", "4711", "4712")
+    found = read_status(run.path, NOW, "login")
+    assert (found.state.name, found.job and found.job.id) == ("running", "4711")
+    run.end(1, ago=30, step=4, reason="run error", message="train rank 3 died")
+    found = read_status(run.path, NOW, "login")
+    assert (found.state.name, found.state.message) == ("failed", "train rank 3 died")
+    run.job("4713-0", {"agent started": 20}, REFUSED, ago=10)
+    found = read_status(run.path, NOW, "login")
+    assert (found.state.because, found.newer) == ("job 4713 has ended with exit code 2", None)
+
+
+def test_a_finished_run_is_its_own_job(run: MadeRun) -> None:
+    run.start(1, ago=900, job="4711")
+    run.end(1, ago=60, step=100, reason="finished")
+    (run.path / "summary.json").write_text("{}")
+    run.job("4711-0", {"agent started": 1000})
+    run.job("4712-0", {"agent started": 30}, REFUSED)
+    found = read_status(run.path, NOW, "login")
+    assert (found.state.name, found.job and found.job.id) == ("finished", "4711")
+    assert (found.newer and found.newer.id) == "4712"
+
+
 def test_a_run_that_nobody_began_waits(run: MadeRun) -> None:
     assert state(run).name == "waiting"
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megarl.config.problems import Problem
+from megarl.config.problems import Problem, correct_path
 from megarl.config.rules.placement import roles_of
 from megarl.config.rules.unused import unused
 from megarl.config.schema import (
@@ -47,11 +48,12 @@ def files_exist(
                 yield Problem(field=field, value=source.path, rule=rule, fix="convert the file")
             elif not Path(source.path).is_dir() and not _HUB_NAME.fullmatch(source.path):
                 rule = f"a file that exists and ends in {' or '.join(_FILES)}, or the name of a Hugging Face data set"
-                fix = "correct the path, or write the name with its owner, such as openai/gsm8k"
+                fix = f"{correct_path(source.path)}, or write the name with its owner, such as openai/gsm8k"
                 yield Problem(field=field, value=source.path, rule=rule, fix=fix)
             continue
         if not Path(source.path).is_file():
-            yield Problem(field=field, value=source.path, rule="a file that exists", fix="correct the path")
+            fix = correct_path(source.path)
+            yield Problem(field=field, value=source.path, rule="a file that exists", fix=fix)
         for name in ("subset", "split"):
             value = getattr(source, name)
             if value is not None:
@@ -60,12 +62,16 @@ def files_exist(
 
 
 def run_directories_can_be_made(run: Run) -> Iterator[Problem]:
-    """No file is where the run is to be."""
+    """No file is where the run is to be, and no directory is made on the way to leave it again."""
     path = Path(run.dir)
-    for place in (path, *path.parents):
+    for place in (*reversed(path.parents), path):
         if place.exists() and not place.is_dir():
             rule = f"a directory, or one that can be made; {place} is a file"
             yield Problem(field="run.dir", value=run.dir, rule=rule, fix="choose another directory")
+        if place.name == ".." and not place.parent.exists():
+            rule = f"a directory that can be made; {place.parent}, before .., is not there"
+            yield Problem(field="run.dir", value=run.dir, rule=rule, fix=f"write {os.path.normpath(run.dir)}")
+            return
 
 
 def run_directories_are_in_full(run: Run) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megarl.config.devices import parse_devices
-from megarl.config.problems import Problem, shown
+from megarl.config.problems import Problem, correct_path, shown
 from megarl.config.rules.model import known
 from megarl.config.rules.placement import beyond_the_cluster
 from megarl.config.rules.unused import unused
@@ -107,7 +107,7 @@ def record_or_replay(rollout: Rollout) -> Iterator[Problem]:
         fix = "set one of them to null"
         yield Problem(field="rollout.record", value=rollout.record, rule="not together with rollout.replay", fix=fix)
     if not Path(rollout.replay).is_dir():
-        fix = "correct the path, or make it with rollout.record"
+        fix = f"{correct_path(rollout.replay)}, or make it with rollout.record"
         yield Problem(field="rollout.replay", value=rollout.replay, rule="a directory that exists", fix=fix)
 
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megarl.config.problems import Problem, shown
+from megarl.config.problems import Problem, correct_path, shown
 from megarl.config.rules.placement import roles_of
 from megarl.config.rules.sizes import Size, needed_fields, size_of
 from megarl.config.schema import (
@@ -54,7 +54,7 @@ def checkpoints_are_readable(
                 field=field,
                 value=path,
                 rule=f"a directory with a readable config.json ({type(error).__name__})",
-                fix=f"correct the path; a model of the hub is downloaded by: hf download NAME --local-dir {path}",
+                fix=f"{correct_path(path)}; a model of the hub is downloaded by: hf download NAME --local-dir {path}",
             )
 
 
