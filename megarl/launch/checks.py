@@ -151,14 +151,10 @@ def _components_are_apart(config: RunConfig, request: Request) -> Iterator[Probl
 
 
 def _can_be_made(directory: Path) -> Iterator[Problem]:
-    """The directory, of the run or above those of a sweep, takes files; the first that is missing is made in trial."""
-    missing = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
+    """The directory, of the run or above those of a sweep, takes files, or else what is there of the path to it."""
+    present = next(path for path in (directory, *directory.absolute().parents) if os.path.exists(path))
     try:
-        if missing:
-            missing[-1].mkdir()
-            missing[-1].rmdir()
-        else:
-            TemporaryFile(dir=directory).close()
+        TemporaryFile(dir=present).close()
     except OSError as error:
         rule, fix = f"can be written ({error.strerror})", "choose another run.dir"
         yield Problem(field="run.dir", value=str(directory), rule=rule, fix=fix)
