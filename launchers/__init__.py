@@ -1,1 +1,11 @@
 """Experiment scripts for NeMo-Run: ``python -m launchers.ppo``, ``launchers.pipeline`` and ``launchers.sweep``."""
+
+import sys
+from importlib.util import find_spec
+
+if find_spec("nemo_run") is None:
+    print(
+        "NeMo-Run is not installed here: make nemo-run, then .venv-nemo-run/bin/python -m launchers.ppo ...",
+        file=sys.stderr,
+    )
+    raise SystemExit(2)

@@ -85,7 +85,9 @@ def start(title: str, tasks: Sequence[Task], *, detach: bool) -> int:
         try:
             with experiment:
                 _add(experiment, tasks)
+                experiment.console.quiet = True  # a refusal is told once, below
                 experiment.run(detach=True)
+                experiment.console.quiet = False
         except UnexpectedExit as error:
             return _refused(experiment, f"refused: {error.result.command}\n{error.result.stderr.strip()}")
         except LOST as error:
@@ -121,6 +123,11 @@ def _place(executor: run.SlurmExecutor) -> str:
     """From where jobs are submitted."""
     tunnel = executor.tunnel
     return f"{tunnel.user}@{tunnel.host}" if isinstance(tunnel, run.SSHTunnel) else "this machine"
+
+
+def _elsewhere(executor: run.Executor) -> bool:
+    """Whether the runs are where this machine sees no files."""
+    return isinstance(executor, run.SlurmExecutor) and isinstance(executor.tunnel, run.SSHTunnel)
 
 
 def _numbers(experiment: run.Experiment) -> dict[str, str]:
@@ -184,5 +191,7 @@ def _told(tasks: Sequence[Task], states: Mapping[str, str], *, succeeded: str) -
     """Says which tasks have not succeeded, and where to look."""
     failed = [task for task in tasks if states.get(task.name) != succeeded]
     for task in failed:
-        print(f"{task.name}: {states.get(task.name)}; see megarl status {task.run_dir}", file=sys.stderr)
+        begun = _elsewhere(task.executor) or os.path.exists(task.run_dir)
+        where = f"see megarl status {shlex.quote(task.run_dir)}" if begun else "its run has not begun"
+        print(f"{task.name}: {states.get(task.name)}; {where}", file=sys.stderr)
     return 1 if failed else 0

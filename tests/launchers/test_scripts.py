@@ -74,6 +74,14 @@ def test_the_page_has_every_option_and_a_profile_that_holds() -> None:
     assert tunnel.directory == "/shared/me/megarl"
 
 
+def test_the_page_begins_with_a_call_that_works(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "nemo_run.md").read_text(encoding="utf-8")
+    ((script, arguments),) = re.findall(r"^ +\S+/python -m launchers\.(\S+) (.*)$", page, flags=re.MULTILINE)
+    done = user(tmp_path, newest()).call(script, *arguments.split(), f"run.dir={tmp_path / 'run'}", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert ".venv/bin/python -m megarl train" in done.stdout
+
+
 def refused(directory: Path, script: str, *arguments: str, python: Path = Path(sys.executable)) -> str:
     """The message of a call that is refused and leaves nothing."""
     before = sorted(directory.rglob("*"))
@@ -91,15 +99,36 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
         *("nothing.yaml", "run.steps=0", "--detach", "--time=1:00:00", "--name=a b"),
         *("--profile", str(tmp_path / "profile.yaml")),
     )
-    for field in ("--detach = given", "--time = given", "--name = 'a b'", "partitions = batch", "run.steps = 0"):
+    for field in ("--detach = given", "--time = 1:00:00", "--name = 'a b'", "partitions = batch", "run.steps = 0"):
         assert f"  {field}\n" in said
     assert "config file = nothing.yaml" in said
 
 
 def test_a_run_alone_has_one_configuration(tmp_path: Path) -> None:
-    said = refused(tmp_path, *SFT, SFT[1])
+    said = refused(tmp_path, *SFT, SFT[1], f"run.dir={tmp_path / 'run'}")
+    assert said.count("rule: ") == 1
     assert f"CONFIG = {SFT[1]} {SFT[1]}" in said
     assert "launchers.pipeline" in said
+
+
+@pytest.mark.parametrize("executor", ["local", "slurm"])
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path, executor: str) -> None:
+    said = refused(tmp_path, *SFT, "run.dir=/proc/run", f"--executor={executor}", "--dry-run")
+    assert "  run.dir = /proc/run\n    rule: can be written (" in said
+
+
+def test_what_nemo_run_and_the_runs_need_is_there(tmp_path: Path) -> None:
+    (tmp_path / "home").touch()
+    said = refused(tmp_path, *SFT, "--python=/nowhere/python")
+    assert f"  NEMORUN_HOME = {tmp_path / 'home'}\n    rule: can be written (Not a directory)" in said
+    assert "  --python = /nowhere/python\n    rule: an interpreter that can run megarl; it cannot be started" in said
+
+
+def test_without_nemo_run_it_is_asked_for() -> None:
+    command = [sys.executable, "-S", "-m", "launchers.ppo", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert "make nemo-run" in done.stderr
 
 
 def test_what_the_installed_version_cannot_do_is_refused(tmp_path: Path) -> None:
@@ -113,7 +142,7 @@ def test_the_newest_is_asked_for_an_interpreter_and_for_names_that_it_leaves_alo
     run_dir, account = tmp_path / "nemo_run" / "first", tmp_path / "an account"
     account.mkdir()
     said = refused(account, *SFT, f"run.dir={run_dir}", "--executor=slurm", "--dry-run", python=newest())
-    assert f"--python = {newest()}" in said
+    assert f"--python = {newest()}\n    rule: an interpreter that can run megarl; it has no torch" in said
     assert f"NEMORUN_HOME = '{account / 'home'}'" in said
     assert re.search(rf"sft = \S*{run_dir}", said)
     assert "nowhere /nemo_run" in said

@@ -101,7 +101,7 @@ def test_what_follows_a_failed_job_goes(login: User) -> None:
     assert done.returncode == 1
     assert {call["stage"] for call in login.calls} == {"sft"}
     assert f"sft: FAILED; see megarl status {login.directory / 'sft'}" in done.stderr
-    assert f"reward_model: CANCELLED; see megarl status {login.directory / 'reward_model'}" in done.stderr
+    assert "reward_model: CANCELLED; its run has not begun" in done.stderr
 
 
 def test_what_sbatch_refuses_is_said(login: User) -> None:
@@ -111,6 +111,7 @@ def test_what_sbatch_refuses_is_said(login: User) -> None:
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "sbatch: error: " in done.stderr
+    assert "sbatch" not in done.stdout, "it is told once"
     assert login.calls == []
 
 
