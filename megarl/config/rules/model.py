@@ -53,7 +53,7 @@ def checkpoints_are_readable(
             yield Problem(
                 field=field,
                 value=path,
-                rule=f"a directory with a readable config.json ({type(error).__name__})",
+                rule=f"a directory with a readable config.json ({getattr(error, 'strerror', None) or error})",
                 fix=f"{correct_path(path)}; a model of the hub is downloaded by: hf download NAME --local-dir {path}",
             )
 
