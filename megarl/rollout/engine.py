@@ -13,7 +13,7 @@ import numpy as np
 
 from megarl.data.packing import Chunks
 from megarl.rollout.chunks import Response, into_chunk, picked
-from megarl.rollout.environment import set_vllm_environment, temporary_files_in
+from megarl.rollout.environment import scratch_directory, set_vllm_environment, temporary_files_in
 from megarl.rollout.requests import Requests
 from megarl.rollout.sampling import generation_params, scoring_params
 from megarl.rollout.state import EngineState
@@ -101,7 +101,7 @@ class RolloutEngine:
 
         An engine that sleeps is asleep afterwards.
         """
-        self._scratch = tempfile.TemporaryDirectory(prefix="megarl-engine-")
+        self._scratch = scratch_directory()
         set_vllm_environment(self._device, self._scratch.name)
         from vllm import EngineArgs, LLMEngine
         from vllm.config import WeightTransferConfig

@@ -27,6 +27,7 @@ _QUIET = {  # unless somebody who looks for something has set them
     "TORCH_LOGS": "-torch._library.triton",
 }
 _SCRATCH = ("VLLM_RPC_BASE_PATH", "TORCHINDUCTOR_CACHE_DIR")  # vLLM leaves its sockets, torch its directory
+_SHORT_PATH = 45
 _CONTRADICTING = ("VLLM_CPU_KVCACHE_SPACE",)  # would override the configured KV cache
 
 
@@ -46,6 +47,12 @@ def set_vllm_environment(device: str, scratch_dir: str) -> None:
     for name in _CONTRADICTING:
         os.environ.pop(name, None)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.triton_utils")
+
+
+def scratch_directory() -> tempfile.TemporaryDirectory[str]:
+    """A new directory for vLLM's files and sockets, whose paths are limited to 107 bytes, of which vLLM adds 37."""
+    usual = tempfile.gettempdir()
+    return tempfile.TemporaryDirectory(prefix="megarl-engine-", dir=usual if len(usual) <= _SHORT_PATH else "/tmp")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import pytest
 
 from megarl.cluster.shell import Shell
 from megarl.errors import RunError
-from tests.leftovers import Trace
+from tests.leftovers import Trace, comes_true
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +41,8 @@ def test_nothing_is_left(ending: str, number: int | None, status: int, short_dir
             assert program.stdout is not None
             names = program.stdout.readline().split()
             if number is not None:
-                assert sum("sleep 600" in line for line in trace.processes()) == 4
+                # A new program's command line is there a moment after who started it goes on.
+                assert comes_true(lambda: sum("sleep 600" in line for line in trace.processes()) == 4)
                 assert len(set(names) & set(os.listdir("/dev/shm"))) == 4
                 program.send_signal(number)
             _, errors = program.communicate(timeout=120)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.node_job import NodeJob
+from tests.leftovers import comes_true
 
 pytestmark = pytest.mark.e2e
 
@@ -32,7 +33,7 @@ def busy(directory: Path) -> Iterator[NodeJob]:
     """A job whose driver has actors on both nodes, each with a child of its own."""
     with NodeJob(directory, "stays") as job:
         job.until("busy on n1 n1 n2 n2")
-        assert sum("sleep 600" in line for line in job.trace.processes()) == 4
+        assert comes_true(lambda: sum("sleep 600" in line for line in job.trace.processes()) == 4)
         yield job
 
 
