@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 _PATIENCE_S = 30.0
@@ -58,6 +59,12 @@ def comes_true(condition: Callable[[], bool], limit_s: float = 60.0) -> bool:
     while not (holds := condition()) and time.monotonic() < deadline:
         time.sleep(0.01)
     return holds
+
+
+def track_own_resources() -> None:
+    """What this process shares and does not live to remove goes with it, and not with the one that started it."""
+    resource_tracker._resource_tracker._fd = None  # pyright: ignore[reportAttributeAccessIssue]
+    resource_tracker.ensure_running()
 
 
 def open_shared_memory(pid: int) -> set[str]:

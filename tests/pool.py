@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.leftovers import track_own_resources
+
 DIED = (False, "its process died")
 
 _IMPORTS_S = 600.0
@@ -136,6 +138,7 @@ def free_port() -> int:
 
 def _serve(rank: int, device: str, pipe: Connection) -> None:
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TORCH_COMPILE_DISABLE="1")
+    track_own_resources()
     import torch
 
     torch.set_num_threads(1)

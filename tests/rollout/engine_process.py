@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.rollout.engine import RolloutEngine
+from tests.leftovers import track_own_resources
 
 
 class RemoteError(Exception):
@@ -92,6 +93,7 @@ def _method(engine: RolloutEngine, name: str, *args: Any) -> Any:
 def _serve(pipe: Connection, temporary: Path) -> None:
     """Answers calls until the other end closes."""
     os.environ["TMPDIR"] = str(temporary)
+    track_own_resources()
     engine: RolloutEngine | None = None
     while True:
         try:
