@@ -128,10 +128,10 @@ class RankPool:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface at which a rank may listen; nobody else is given one of the latest few."""
+    """A TCP port at which a rank may listen; nobody else is given one of the latest few."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # which lets torch's own socket bind it too
-    holder.bind(("127.0.0.1", 0))
+    holder.bind(("", 0))  # as torch does
     _held.append(holder)
     return holder.getsockname()[1]
 

@@ -146,7 +146,7 @@ class Shell:
         host = host or ray.util.get_node_ip_address()
         holder = socket.socket()
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # which lets torch's own socket bind it too
-        holder.bind((host, 0))
+        holder.bind(("", 0))  # as torch does: on one address, it could be another's on the others
         self._held.append(holder)
         return Timed(result=f"{host}:{holder.getsockname()[1]}", seconds=0.0)
 

@@ -218,7 +218,7 @@ def test_the_state_of_another_model_is_refused(pool: RankPool, tmp_path: Path) -
         assert re.search(r"Global shape mismatch .*mlp", message)
 
 
-def _traces(rank: int, model: Path, out: Path) -> tuple[list[int], set[str], bool]:
+def _traces(rank: int, model: Path, out: Path) -> tuple[set[str], set[str], bool]:
     """Processes and shared memory that a save leaves, and whether it made Megatron's global groups."""
     import os
 
@@ -229,19 +229,20 @@ def _traces(rank: int, model: Path, out: Path) -> tuple[list[int], set[str], boo
     save(role, out.with_suffix(".first"))  # torch's own threads start with the first work that they are for
     restore(role, out.with_suffix(".first"))
     trace, shared, threads = Trace(), open_shared_memory(os.getpid()), len(os.listdir("/proc/self/task"))
+    before = _children()
     save(role, out)
     restore(role, out)
-    children = [int(pid) for task in os.listdir("/proc/self/task") for pid in _children(task)]
     assert len(os.listdir("/proc/self/task")) <= threads
     kept = open_shared_memory(os.getpid()) - shared
-    return children, kept | trace.shared_memory(), parallel_state.is_initialized()
+    return _children() - before, kept | trace.shared_memory(), parallel_state.is_initialized()
 
 
-def _children(task: str) -> list[str]:
-    return Path(f"/proc/self/task/{task}/children").read_text().split()
+def _children() -> set[str]:
+    tasks = Path("/proc/self/task").glob("*/children")
+    return {pid for children in tasks for pid in children.read_text().split()}
 
 
 def test_a_save_leaves_nothing_but_its_files(pool: RankPool, tmp_path: Path) -> None:
     """No process, no shared memory, and no global parallel state, without which its readers raise."""
     model = save_model(tmp_path / "model")
-    assert pool.run(_traces, model, tmp_path / "actor", world_size=2) == [([], set(), False)] * 2
+    assert pool.run(_traces, model, tmp_path / "actor", world_size=2) == [(set(), set(), False)] * 2
