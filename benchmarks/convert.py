@@ -24,8 +24,8 @@ import torch
 
 from megarl.convert.memory import Resources
 from megarl.convert.stored import as_bytes
+from megarl.models import model_spec
 from megarl.weights.export import lay_out, write_index
-from megarl.weights.specs import model_spec
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -15,7 +15,7 @@ import typer
 from megarl.convert.cli import app as convert
 from megarl.launch.cli import app as launchers
 from megarl.plan.cli import app as plans
-from megarl.status.cli import status
+from megarl.run.status.cli import status
 
 if TYPE_CHECKING:
     from megarl.config import RunConfig
@@ -56,16 +56,16 @@ def local(config_path: ConfigPath, overrides: Overrides = None) -> None:
     config = _load(config_path, overrides)
     from megarl.config import EvalConfig
 
-    run = _evaluate if isinstance(config, EvalConfig) else _train
-    run(config_path, config)
+    train = _evaluate if isinstance(config, EvalConfig) else _train
+    train(config_path, config)
 
 
 @plans.command("config")
 def plan(config_path: ConfigPath, overrides: Overrides = None) -> None:
     """Check CONFIG and print what it would run where, without starting anything."""
     config = _load(config_path, overrides)
-    from megarl.loop.preflight import check
-    from megarl.plan.run import print_plan
+    from megarl.plan.run_plan import print_plan
+    from megarl.preflight.check import check
 
     with _told(config_path):
         sets = check(config)
@@ -85,18 +85,18 @@ def doctor() -> None:
 
 def _train(path: Path, config: RunConfig) -> None:
     from megarl.config import ConfigError, Problem, TrainingConfig
-    from megarl.loop import run
+    from megarl.loop import train
 
     with _told(path):
         if not isinstance(config, TrainingConfig):
             problem = Problem(field="stage", value=config.stage, rule="a stage that trains", fix="use megarl eval")
             raise ConfigError([problem])
-        run.train(config)
+        train.train(config)
 
 
 def _evaluate(path: Path, config: RunConfig) -> None:
     from megarl.config import ConfigError, EvalConfig, Problem
-    from megarl.loop import eval as evaluation
+    from megarl.loop import evaluate as evaluation
 
     with _told(path):
         if not isinstance(config, EvalConfig):
@@ -107,10 +107,10 @@ def _evaluate(path: Path, config: RunConfig) -> None:
 
 def _load(path: Path, overrides: list[str] | None) -> RunConfig:
     from megarl.config import ConfigError, load
-    from megarl.loop import preflight
+    from megarl.preflight.check import check
 
     try:
-        return load(path, overrides or [], preflight.check)
+        return load(path, overrides or [], check)
     except ConfigError as error:
         _stop(error, exit_code=2)
 

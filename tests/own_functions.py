@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from megarl.algos.advantages import gae
-from megarl.algos.comparisons import Samples
-from megarl.algos.corrections import token_truncate
+from megarl.algos.group_advantages import Samples
 from megarl.algos.kl import k2
-from megarl.algos.normalisation import Groups, Reduce
-from megarl.algos.normalisers import levels
-from megarl.algos.terms import LossTerms
+from megarl.algos.normalization import Groups, Reduce, levels
+from megarl.algos.policy_loss import LossTerms
+from megarl.algos.rollout_correction import token_truncate
 
 NOT_A_FUNCTION = 3
 

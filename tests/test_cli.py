@@ -91,7 +91,7 @@ print("heavy:", sorted({{"torch", "ray", "vllm", "transformers", "megatron"}} & 
 
 def train_with(monkeypatch: pytest.MonkeyPatch, loop: Callable[[RunConfig], None]) -> Result:
     """What `megarl train` does around a loop."""
-    monkeypatch.setattr(megarl.loop, "run", types.SimpleNamespace(train=loop), raising=False)
+    monkeypatch.setattr(megarl.loop, "train", types.SimpleNamespace(train=loop), raising=False)
     return CliRunner().invoke(app, ["train", str(DEBUG), "run.steps=7"], catch_exceptions=False)
 
 

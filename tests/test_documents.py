@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from megarl.config import ConfigError, PPOConfig, load
-from megarl.loop.directory import RunPaths, average_directory
-from megarl.rewards import check_functions
-from megarl.weights.specs import FAMILIES
+from megarl.models import FAMILIES
+from megarl.preflight.functions import check_functions
+from megarl.run.directory import RunPaths, average_directory
 from tests.config.debug import REPOSITORY, debug
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")

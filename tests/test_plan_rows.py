@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import load
-from megarl.loop.preflight import check
-from megarl.plan.run import plan_lines
+from megarl.plan.run_plan import plan_lines
+from megarl.preflight.check import check
 
 DEBUG = Path(__file__).parents[1] / "configs" / "debug"
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
+from megarl.models import ModelSpec, model_spec
 from megarl.types import Layout
+from megarl.weights.plan import TransferPlan
 from megarl.weights.planner import Holder, plan
-from megarl.weights.plans import TransferPlan
-from megarl.weights.regions import ShardMap
-from megarl.weights.specs import ModelSpec, model_spec
+from megarl.weights.shard_map import ShardMap
 
 ACTOR = Layout(tp=2, pp=2)
 ENGINE_TP = 2

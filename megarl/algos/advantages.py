@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megarl.algos.normalisation import on_mask
+from megarl.algos.normalization import on_mask
 
 Gaps = Literal["carry", "zero"]
 """What a token that does not count is: passed over, or a step without reward and value."""

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from megarl.algos.normalisation import Reduce
+from megarl.algos.normalization import Reduce
 
 DIGIT_BITS = 8
 BUCKETS = 2**DIGIT_BITS

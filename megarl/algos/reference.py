@@ -9,11 +9,11 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from megarl.algos.comparisons import Samples
+from megarl.algos.group_advantages import Samples
 from megarl.algos.kinds import FIXED, KINDS, Kind
-from megarl.algos.normalisation import Groups
+from megarl.algos.normalization import Groups
 from megarl.algos.parts import PARTS, Part
-from megarl.algos.terms import LossTerms
+from megarl.algos.policy_loss import LossTerms
 
 _INTRODUCTION = """\
 # Algorithms
@@ -58,7 +58,7 @@ is its own median.
 import torch
 from torch import Tensor
 
-from megarl.algos.comparisons import Samples
+from megarl.algos.group_advantages import Samples
 
 
 def above_the_median(samples: Samples, *, scale: float = 1.0) -> Tensor:
@@ -84,7 +84,7 @@ An example of a policy loss: it has no clip, and adds a penalty on ratios far fr
 import torch
 from torch import Tensor
 
-from megarl.algos.terms import LossTerms
+from megarl.algos.policy_loss import LossTerms
 
 
 def damped(

@@ -11,17 +11,17 @@ from torch import Tensor
 from megarl.algos import (
     advantages,
     aggregation,
-    comparisons,
-    corrections,
+    group_advantages,
     kl,
-    normalisers,
-    policy,
-    preference,
-    scores,
+    normalization,
+    policy_loss,
+    preference_loss,
+    reward_shaping,
+    rollout_correction,
     selection,
-    values,
+    value_loss,
 )
-from megarl.algos.terms import LossTerms
+from megarl.algos.policy_loss import LossTerms
 from megarl.plugins import resolve
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -34,23 +34,23 @@ TOKEN_ADVANTAGES: Final[Mapping[str, Callable[..., tuple[Tensor, Tensor]]]] = {
     "reinforce_pp": advantages.reinforce,
 }
 COMPARISONS: Final[Mapping[str, Callable[..., Tensor]]] = {
-    "grpo": comparisons.grpo,
-    "dr_grpo": comparisons.dr_grpo,
-    "reinforce_pp_baseline": comparisons.dr_grpo,
-    "rloo": comparisons.rloo,
-    "rloo_std": comparisons.rloo_std,
-    "masked_rloo": comparisons.masked_rloo,
-    "opo": comparisons.opo,
-    "pass_at_k": comparisons.pass_at_k,
-    "batch_std": comparisons.batch_std,
-    "gpg": comparisons.gpg,
-    "remax": comparisons.remax,
-    "gdpo": comparisons.gdpo,
+    "grpo": group_advantages.grpo,
+    "dr_grpo": group_advantages.dr_grpo,
+    "reinforce_pp_baseline": group_advantages.dr_grpo,
+    "rloo": group_advantages.rloo,
+    "rloo_std": group_advantages.rloo_std,
+    "masked_rloo": group_advantages.masked_rloo,
+    "opo": group_advantages.opo,
+    "pass_at_k": group_advantages.pass_at_k,
+    "batch_std": group_advantages.batch_std,
+    "gpg": group_advantages.gpg,
+    "remax": group_advantages.remax,
+    "gdpo": group_advantages.gdpo,
 }
 NORMALISERS: Final[Mapping[str, Callable[..., Tensor]]] = {
-    "whiten": normalisers.whiten_advantages,
-    "grouped_tokens": normalisers.grouped_tokens,
-    "levels": normalisers.levels,
+    "whiten": normalization.whiten_advantages,
+    "grouped_tokens": normalization.grouped_tokens,
+    "levels": normalization.levels,
 }
 KL_ESTIMATORS: Final[Mapping[str, Callable[..., Tensor]]] = {
     "k1": kl.k1,
@@ -62,15 +62,15 @@ KL_ESTIMATORS: Final[Mapping[str, Callable[..., Tensor]]] = {
     "full": kl.full,
 }
 POLICY_LOSSES: Final[Mapping[str, Callable[..., LossTerms]]] = {
-    "ppo": policy.ppo,
-    "gspo": policy.gspo,
-    "cispo": policy.cispo,
-    "cispo_upper": policy.cispo_upper,
-    "sapo": policy.sapo,
-    "gmpo": policy.gmpo,
-    "reinforce": policy.reinforce,
+    "ppo": policy_loss.ppo,
+    "gspo": policy_loss.gspo,
+    "cispo": policy_loss.cispo,
+    "cispo_upper": policy_loss.cispo_upper,
+    "sapo": policy_loss.sapo,
+    "gmpo": policy_loss.gmpo,
+    "reinforce": policy_loss.reinforce,
 }
-VALUE_LOSSES: Final[Mapping[str, Callable[..., LossTerms]]] = {"mse": values.mse, "huber": values.huber}
+VALUE_LOSSES: Final[Mapping[str, Callable[..., LossTerms]]] = {"mse": value_loss.mse, "huber": value_loss.huber}
 AGGREGATIONS: Final[Mapping[str, Callable[..., Tensor]]] = {
     "token_mean": aggregation.token_mean,
     "token_sum": aggregation.token_sum,
@@ -79,27 +79,27 @@ AGGREGATIONS: Final[Mapping[str, Callable[..., Tensor]]] = {
     "sequence_sum_norm": aggregation.sequence_sum_norm,
 }
 ROLLOUT_WEIGHTS: Final[Mapping[str, Callable[..., Tensor]]] = {
-    "token_truncate": corrections.token_truncate,
-    "token_mask": corrections.token_mask,
-    "sequence_truncate": corrections.sequence_truncate,
-    "sequence_mask": corrections.sequence_mask,
-    "geometric_truncate": corrections.geometric_truncate,
-    "geometric_mask": corrections.geometric_mask,
+    "token_truncate": rollout_correction.token_truncate,
+    "token_mask": rollout_correction.token_mask,
+    "sequence_truncate": rollout_correction.sequence_truncate,
+    "sequence_mask": rollout_correction.sequence_mask,
+    "geometric_truncate": rollout_correction.geometric_truncate,
+    "geometric_mask": rollout_correction.geometric_mask,
 }
 MISSING_ENDS: Final[Mapping[str, Callable[..., Tensor]]] = {
-    "replace": scores.replace_missing_end,
-    "subtract": scores.subtract_missing_end,
-    "scale": scores.scale_missing_end,
-    "zero": scores.zero_missing_end,
+    "replace": reward_shaping.replace_missing_end,
+    "subtract": reward_shaping.subtract_missing_end,
+    "scale": reward_shaping.scale_missing_end,
+    "zero": reward_shaping.zero_missing_end,
 }
 FILTERS: Final[Mapping[str, Callable[..., bool]]] = {
     "nonzero_std": selection.nonzero_std,
     "open_range": selection.open_range,
 }
 PREFERENCE_LOSSES: Final[Mapping[str, Callable[..., LossTerms]]] = {
-    "pairwise": preference.pairwise,
-    "best_of_n": preference.best_of_n,
-    "span": preference.span,
+    "pairwise": preference_loss.pairwise,
+    "best_of_n": preference_loss.best_of_n,
+    "span": preference_loss.span,
 }
 
 

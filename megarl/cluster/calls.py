@@ -16,7 +16,7 @@ from typing import Any, Literal
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from megarl.cluster.shell import ChunkRefs
+from megarl.cluster.ray_worker import ChunkRefs
 from megarl.config.schema import TimeLimits
 from megarl.errors import RunError
 

@@ -18,7 +18,7 @@ from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 from ray.util.state import list_nodes
 
-from megarl.cluster.environment import environment
+from megarl.cluster.driver_environment import environment
 from megarl.cluster.placement import DEVICE
 from megarl.config.schema import Cluster
 from megarl.errors import RunError

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megarl.cluster.calls import Call, WorkerError
-from megarl.cluster.group import Role
-from megarl.cluster.rollouts import RolloutGroup
+from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.session import Session
+from megarl.cluster.trainers import Role
 from megarl.config import PPOConfig, RAFTConfig, parse_devices
+from megarl.models import ModelSpec
 from megarl.resharding import SyncSpec, SyncStats, serve_store
-from megarl.weights.holders import plan_sync
-from megarl.weights.places import Place
-from megarl.weights.specs import ModelSpec
+from megarl.resharding.holders import plan_sync
+from megarl.weights.topology import Place
 
 _MIB = 1 << 20
 

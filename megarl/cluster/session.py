@@ -14,7 +14,8 @@ from typing import Any, Self, TypeVar
 import ray
 
 from megarl.cluster.calls import Call, Process, Watch
-from megarl.cluster.environment import (
+from megarl.cluster.cleanup import MARK, Remains
+from megarl.cluster.driver_environment import (
     environment,
     ignore_interrupts,
     interrupts_raise,
@@ -23,9 +24,8 @@ from megarl.cluster.environment import (
     temporary_directory,
 )
 from megarl.cluster.placement import Placement
-from megarl.cluster.processes import MARK, Remains
 from megarl.cluster.ray_node import DEVICE, ENVIRONMENT
-from megarl.cluster.shell import ChunkRefs, Shell
+from megarl.cluster.ray_worker import ChunkRefs, Shell
 from megarl.config.schema import Cluster
 from megarl.errors import RunError
 

@@ -11,10 +11,10 @@ from operator import sub
 import torch
 
 from megarl.convert.stored import BoxReader, Stored
-from megarl.weights.files import FILES_RANK
+from megarl.weights.hf_files import FILES_RANK
+from megarl.weights.plan import Bucket, Copy
 from megarl.weights.planner import Holder, plan
-from megarl.weights.plans import Bucket, Copy
-from megarl.weights.regions import ITEM_BYTES, Box, Hole, Piece, Shape, ShardMap, TensorInfo
+from megarl.weights.shard_map import ITEM_BYTES, Box, Hole, Piece, Shape, ShardMap, TensorInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

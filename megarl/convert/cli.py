@@ -153,8 +153,8 @@ def _told() -> Iterator[None]:
     from megarl.checkpoint import BrokenCheckpointError
     from megarl.convert.errors import BrokenError, UsageError
     from megarl.convert.running import WorkerError
-    from megarl.weights.files import CheckpointError
-    from megarl.weights.matching import PlanError
+    from megarl.weights.hf_files import CheckpointError
+    from megarl.weights.source_index import PlanError
 
     try:
         yield

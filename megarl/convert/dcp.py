@@ -28,7 +28,7 @@ from torch.serialization import _get_layout
 
 from megarl.convert.errors import BrokenError
 from megarl.convert.torch_file import StoredItem
-from megarl.weights.regions import ITEM_BYTES, Box, TensorInfo
+from megarl.weights.shard_map import ITEM_BYTES, Box, TensorInfo
 
 METADATA = ".metadata"
 _FORMAT_VERSION = "1.0.0"

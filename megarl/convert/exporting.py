@@ -17,7 +17,7 @@ from megarl.convert.staging import Staging
 from megarl.convert.writing import write_parts
 from megarl.types import RoleName
 from megarl.weights.export import MAX_FILE_BYTES, SafetensorsFile, lay_out, write_index
-from megarl.weights.regions import Shape, ShardMap, TensorInfo
+from megarl.weights.shard_map import Shape, ShardMap, TensorInfo
 
 
 def export_checkpoint(

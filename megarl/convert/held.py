@@ -11,10 +11,10 @@ from megarl.convert.dcp import Chunk, Index, read_index, stored
 from megarl.convert.errors import BrokenError
 from megarl.convert.locating import Checkpoint
 from megarl.convert.stored import Stored
+from megarl.models import ModelSpec
 from megarl.types import HeadName
-from megarl.weights.files import misfits
-from megarl.weights.regions import Box, Manifest, ShardMap, TensorInfo
-from megarl.weights.specs import ModelSpec
+from megarl.weights.hf_files import misfits
+from megarl.weights.shard_map import Box, Manifest, ShardMap, TensorInfo
 
 WEIGHT = "weight."
 """What the keys of a role's weights begin with, in a run's checkpoint."""

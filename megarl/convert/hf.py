@@ -13,7 +13,8 @@ import torch
 from megarl.convert.errors import BrokenError, UsageError
 from megarl.convert.stored import BoxReader, StoredTensor
 from megarl.convert.torch_file import read_index
-from megarl.weights.files import (
+from megarl.models import ModelSpec, model_spec
+from megarl.weights.hf_files import (
     INDEX_FILE,
     SINGLE_FILE,
     CheckpointError,
@@ -23,8 +24,7 @@ from megarl.weights.files import (
     read_weight_map,
     untied,
 )
-from megarl.weights.regions import Box, Manifest, TensorInfo
-from megarl.weights.specs import ModelSpec, model_spec
+from megarl.weights.shard_map import Box, Manifest, TensorInfo
 
 _SAFETENSORS = (SINGLE_FILE, INDEX_FILE)
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -20,8 +20,8 @@ from megarl.convert.models import keep_sides
 from megarl.convert.parts import Part, Record, grouped, part_bytes
 from megarl.convert.staging import Staging
 from megarl.convert.writing import write_parts
-from megarl.weights.regions import ITEM_BYTES, Box, ShardMap, TensorInfo
-from megarl.weights.specs import ModelSpec
+from megarl.models import ModelSpec
+from megarl.weights.shard_map import ITEM_BYTES, Box, ShardMap, TensorInfo
 
 _COMMON = {"checkpoint_version": 3.0, "iteration": 0, "content_metadata": {"singleton_local_shards": False}}
 """What Megatron-LM reads of ``common.pt`` (megatron/training/checkpointing.py): the order of the rows of queries, keys

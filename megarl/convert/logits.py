@@ -17,9 +17,9 @@ from megarl.convert.held import open_held
 from megarl.convert.hf import read_spec
 from megarl.convert.locating import Checkpoint, find
 from megarl.convert.stored import BoxReader
+from megarl.models import model_spec
 from megarl.types import Layout, RoleName
-from megarl.weights.files import read_config
-from megarl.weights.specs import model_spec
+from megarl.weights.hf_files import read_config
 
 SEQUENCES, TOKENS = 4, 48
 TOLERANCE = 1e-4
@@ -88,8 +88,8 @@ def _megatron_logits(found: Checkpoint, hf: Path, tokens: np.ndarray) -> np.ndar
     """[sequences, tokens, vocabulary] float32, of the checkpoint's weights."""
     from megarl.data.packing import PackShape
     from megarl.megatron.attention import PackParams
-    from megarl.megatron.groups import GroupCache, build_groups
     from megarl.megatron.model import build_model
+    from megarl.megatron.parallel import GroupCache, build_groups
     from megarl.megatron.platform import start_platform, start_world
 
     spec, layout = model_spec(read_config(hf), dtype="float32"), Layout()

@@ -12,9 +12,9 @@ from megarl.config import ConfigError, PPOConfig, load
 from megarl.convert.errors import UsageError
 from megarl.convert.hf import read_spec
 from megarl.convert.locating import HF_FILES, Checkpoint
+from megarl.models import ModelSpec, model_spec
 from megarl.types import HeadName
 from megarl.weights.export import copy_side_files, write_json
-from megarl.weights.specs import ModelSpec, model_spec
 
 _CONFIG = "config.yaml"
 _HF_CONFIG = "config.json"

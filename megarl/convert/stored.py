@@ -13,8 +13,8 @@ from typing import Any, Protocol, Self
 import torch
 
 from megarl.convert.errors import BrokenError, UsageError
-from megarl.weights.plans import Copy
-from megarl.weights.regions import Box, Shape, TensorInfo
+from megarl.weights.plan import Copy
+from megarl.weights.shard_map import Box, Shape, TensorInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, cast
 
 from megarl.convert.errors import BrokenError
 from megarl.convert.stored import StoredTensor
-from megarl.weights.regions import ITEM_BYTES, Shape, TensorInfo
+from megarl.weights.shard_map import ITEM_BYTES, Shape, TensorInfo
 
 _LOCAL_HEADER_BYTES = 30
 _STORAGES = {"DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16"}

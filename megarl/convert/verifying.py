@@ -19,7 +19,7 @@ from megarl.convert.progress import Meter
 from megarl.convert.running import run
 from megarl.convert.stored import BoxReader, Stored, StoredTensor
 from megarl.types import RoleName
-from megarl.weights.regions import ShardMap
+from megarl.weights.shard_map import ShardMap
 
 _STRIP = 1 << 16
 """Elements whose differences are in memory at a time."""

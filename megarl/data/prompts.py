@@ -10,8 +10,8 @@ import numpy as np
 
 from megarl.config.schema import Fault, SourceFields
 from megarl.data.encoding import PROMPTS, Encoder, first_of
-from megarl.data.hashing import stable_hash
 from megarl.data.sources import Row, Rows, parse_rows
+from megarl.data.stream import stable_hash
 from megarl.data.tokenizer import Tokenizer
 from megarl.types import Prompt, SampleRequest
 

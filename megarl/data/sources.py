@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar, cast
 
@@ -254,3 +254,31 @@ def _loaded(source: SourceFields) -> Any:
     import datasets
 
     return datasets.load_dataset(source.path, source.subset, split=source.split)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOutRows:
+    """The rows that a run leaves out.
+
+    Args:
+        faults: of which there may be rows.
+        rows: each with the field that names its source.
+    """
+
+    faults: frozenset[Fault] = frozenset()
+    rows: Sequence[tuple[str, LeftOut]] = field(default_factory=tuple[tuple[str, LeftOut], ...])
+
+    def metrics(self) -> dict[str, float]:
+        """How many rows have each fault."""
+        counts = Counter(row.fault for _, row in self.rows)
+        return {f"data/dropped_{fault}": counts[fault] for fault in sorted(self.faults)}
+
+    def write(self, path: Path) -> None:
+        """A line of JSON for each row, with the field that names its source; no file without rows."""
+        if self.rows:
+            path.write_text("".join(json.dumps({"field": name, **asdict(row)}) + "\n" for name, row in self.rows))
+
+    def told(self, path: Path) -> str:
+        """What a user is told: how many rows are left out, the first of them, and where all are named."""
+        lines = report([(row.where, row.reason) for _, row in self.rows])
+        return "\n  ".join([f"{len(self.rows)} rows are left out; {path} names them:", *lines])

@@ -8,8 +8,8 @@ from random import Random
 from string import ascii_lowercase
 from typing import Literal
 
-from megarl.data.hashing import stable_hash
-from megarl.rewards.answer import Answer
+from megarl.data.stream import stable_hash
+from megarl.rewards.functions import Answer
 
 MIN_LETTERS = 4
 MAX_LETTERS = 7

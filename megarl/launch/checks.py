@@ -17,7 +17,7 @@ from megarl.launch.profile import SSH, Apptainer, Bare, Enroot, Profile
 from megarl.launch.render import mounts
 from megarl.launch.request import Request, Way
 from megarl.launch.values import seconds_of
-from megarl.loop.preflight import check
+from megarl.preflight.check import check
 
 _EARLY_S = 60
 """The signal before the time limit may come so much earlier (Slurm: sbatch's manual, --signal)."""

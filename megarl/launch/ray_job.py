@@ -19,7 +19,7 @@ import typer
 from megarl.config import ConfigError, EvalConfig, Problem, RunConfig, load, save
 from megarl.launch.checks import is_not_finished
 from megarl.launch.request import submitted_as
-from megarl.status.submission import note
+from megarl.run.status.submission import note
 
 _PACKED_CONFIG = "megarl-run.yaml"
 _LARGEST_MIB = 100
@@ -86,7 +86,7 @@ def launch(
 
 def _loaded(path: Path, overrides: Sequence[str], working_dir: Path | None) -> RunConfig:
     """The configuration, checked with its models and data; what is sent may name files that only the cluster has."""
-    from megarl.loop.preflight import check
+    from megarl.preflight.check import check
 
     if working_dir is None:
         config = load(path, overrides, check)

@@ -1,29 +1,36 @@
-"""Held-out prompts, answered and scored."""
+"""Evaluation on held-out prompts: within a run, and of any Hugging Face directory."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from statistics import NormalDist
 
 import numpy as np
 import torch
 
-from megarl.algos.evaluation import clustered_mean, pass_rate
-from megarl.cluster.group import Role
-from megarl.cluster.rollouts import RolloutGroup
-from megarl.config import PPOConfig, RAFTConfig
+from megarl.algos.metrics import clustered_mean, pass_rate
+from megarl.cluster.engines import RolloutGroup
+from megarl.cluster.session import Session
+from megarl.cluster.trainers import Role
+from megarl.config import EvalConfig, PPOConfig, RAFTConfig
 from megarl.config.schema import Evaluation
 from megarl.data.prompts import sample_requests
 from megarl.data.tokenizer import Tokenizer
-from megarl.loop.datasets import PromptSets
-from megarl.loop.judging import group_numbers
-from megarl.loop.samples import shown_samples
-from megarl.loop.scoring import REWARD_MODEL, Scorer, Sources, Values, unscored_metrics
-from megarl.loop.setup import Trainers
-from megarl.loop.stage import EvaluationResult
-from megarl.loop.turns import Turns
+from megarl.loop.assets import model_directory
+from megarl.loop.colocation import Turns
+from megarl.loop.score_batch import group_numbers
+from megarl.loop.scoring import REWARD_MODEL, Scorer, Sources, Values, scorer_of, unscored_metrics
+from megarl.loop.setup import Trainers, check_gpus, launch_engines, launch_rules, launch_trainers, start_all
+from megarl.preflight.check import check
+from megarl.preflight.datasets import PromptSets
+from megarl.run.directory import EvaluationDirectory, attempt
+from megarl.run.report import EvaluationReporter, Summary
+from megarl.run.results import EvaluationResult
+from megarl.run.samples import shown_samples
 from megarl.types import Prompt, SampleInfo
 
 _ERRORS = NormalDist().inv_cdf(0.975)
@@ -190,3 +197,63 @@ def _passes(name: str, values: Values, groups: torch.Tensor, evaluation: Evaluat
         rates = pass_rate(successes[enough], samples[enough], k=k)
         metrics.update(_mean(f"{name}_pass_at_{k}", rates.float().numpy(), torch.arange(len(rates))))
     return metrics
+
+
+_CHUNKS_PER_ENGINE = 8
+"""Small enough for engines to share the work evenly."""
+
+
+def evaluate(config: EvalConfig) -> Summary:
+    """Evaluates the model of a configuration; leaves nothing behind but run.dir.
+
+    Raises:
+        ConfigError: the model, the data or run.dir cannot be used.
+        RunError: the evaluation cannot go on, for the reason that the message gives.
+    """
+    start = time.perf_counter()
+    data = check(config)
+    assert isinstance(data, PromptSets)
+    check_gpus(config)
+    directory = EvaluationDirectory(config)
+    session = Session(config.cluster, directory.logs, config.cluster.address)
+    if data.left_out.rows:
+        data.left_out.write(directory.left_out)
+        print(data.left_out.told(directory.left_out), flush=True)
+    with closing(directory), attempt(directory):
+        with EvaluationReporter(config, directory) as reporter, session:
+            result = _result(config, session, directory, data)
+            reporter.write(result, f"{config.model.path or 'a random model'} on {config.evaluation.prompts.path}")
+        seconds = time.perf_counter() - start
+        summary = Summary(stage=config.stage, steps=0, seconds=seconds, evaluation=result.metrics)
+        summary.write(directory.summary)
+    print(f"{len(data.held_out)} prompts in {seconds:.0f} s; samples are in {directory.samples}", flush=True)
+    return summary
+
+
+def _result(config: EvalConfig, session: Session, directory: EvaluationDirectory, data: PromptSets) -> EvaluationResult:
+    """Starts every process, answers and scores; then every process has ended by itself."""
+    model_dir = model_directory(config, directory.path)
+    trainers = launch_trainers(config, session)
+    engines = launch_engines(config, config.rollout, session, model_dir, weights="files")
+    rules = launch_rules(config, session, model_dir)
+    start_all(trainers, engines, rules, model_dir, sleep=config.rollout.sleep)
+    print(f"the processes print into {directory.logs}", flush=True)
+    evaluator = Evaluator(
+        config.evaluation,
+        data.held_out,
+        engines,
+        scorer_of(config, config.reward, trainers.roles, rules, engines),
+        chunks=max(trainers.chunks, _CHUNKS_PER_ENGINE * config.rollout.engines),
+        seed=config.run.seed,
+        tokenizer=data.tokenizer,
+        shown=config.tracking.samples,
+    )
+    trainers.rest()
+    engines.wake_weights()
+    engines.wake_cache()
+    result = evaluator.evaluate(0, engines.sleep)
+    ending = [engines.close()] if rules is None else [engines.close(), rules.close()]
+    trainers.close()
+    for call in ending:
+        call.wait()
+    return result

@@ -10,26 +10,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megarl.algos.controllers import kl_controller
-from megarl.algos.value_norm import ValueMoments
+from megarl.algos.kl import kl_controller
+from megarl.algos.value_loss import ValueMoments
 from megarl.cluster.calls import Call
-from megarl.cluster.group import reported
+from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
-from megarl.cluster.shell import ChunkRefs
+from megarl.cluster.trainers import reported
 from megarl.config import PPOConfig
-from megarl.data.columns import Columns
-from megarl.loop.datasets import PromptSets
-from megarl.loop.directory import RunDirectory
-from megarl.loop.judging import Judged, judged, keeper
-from megarl.loop.online import Online
-from megarl.loop.ptx import TextMixture
-from megarl.loop.samples import shown_samples
-from megarl.loop.sampling import DynamicSampling, Sampled, Sampler, sample_metrics
-from megarl.loop.schedules import StepPlan
+from megarl.experience.padded_batch import Columns
+from megarl.loop.rollout_trainer import Online
+from megarl.loop.sampler import DynamicSampling, Sampled, Sampler, sample_metrics
+from megarl.loop.score_batch import Judged, judged, keeper
 from megarl.loop.scoring import Sources, permutation_seed
-from megarl.loop.stage import StepResult
-from megarl.loop.updating import Updater
-from megarl.obs.timers import Timers
+from megarl.loop.update import StepPlan, TextMixture, Updater
+from megarl.preflight.datasets import PromptSets
+from megarl.run.directory import RunDirectory
+from megarl.run.results import StepResult
+from megarl.run.samples import shown_samples
+from megarl.run.timers import Timers
 from megarl.types import DenseScale, ExperienceChunk, ExperienceReport, ExperienceTerms
 
 

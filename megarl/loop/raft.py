@@ -10,21 +10,21 @@ import numpy.typing as npt
 import torch
 
 from megarl.algos.selection import best_fraction, best_of_groups
-from megarl.cluster.group import reported
 from megarl.cluster.session import Session
+from megarl.cluster.trainers import reported
 from megarl.config import RAFTConfig
 from megarl.config.schema import RAFT
 from megarl.config.schema.raft import BestOfStep
 from megarl.data.batches import on_all_tokens
 from megarl.data.schedule import update_schedules
-from megarl.loop.datasets import PromptSets
-from megarl.loop.directory import RunDirectory
-from megarl.loop.online import Online
-from megarl.loop.samples import shown_samples
-from megarl.loop.sampling import Sampled, Sampler, sample_metrics
+from megarl.loop.rollout_trainer import Online
+from megarl.loop.sampler import Sampled, Sampler, sample_metrics
 from megarl.loop.scoring import Sources, Values, known_means, permutation_seed, total_scores, unscored_metrics
-from megarl.loop.stage import StepResult
-from megarl.obs.timers import Timers
+from megarl.preflight.datasets import PromptSets
+from megarl.run.directory import RunDirectory
+from megarl.run.results import StepResult
+from megarl.run.samples import shown_samples
+from megarl.run.timers import Timers
 from megarl.types import SampleInfo
 
 

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from megarl.algos.scores import ScoreScale
+from megarl.algos.reward_shaping import ScoreScale
 
 SCALE: Final = "reward_normalisation.json"
 STATISTICS: Final = "reward_statistics.json"

@@ -14,23 +14,23 @@ from pathlib import Path
 
 import torch
 
-from megarl.algos.scores import ScoreScale, score_scale
-from megarl.cluster.group import merged
-from megarl.cluster.rollouts import RolloutGroup, Rollouts
+from megarl.algos.reward_shaping import ScoreScale, score_scale
+from megarl.cluster.engines import RolloutGroup, Rollouts
 from megarl.cluster.session import Session
+from megarl.cluster.trainers import merged
 from megarl.config import RewardModelConfig
 from megarl.data.batches import text_batch
 from megarl.data.prompts import sample_requests
 from megarl.data.schedule import inference_schedule
-from megarl.data.streams import Stream
+from megarl.data.stream import Stream
 from megarl.errors import RunError
-from megarl.loop.datasets import PairSets
-from megarl.loop.directory import RunDirectory
 from megarl.loop.reward_files import PreferenceStatistics, write_scale
 from megarl.loop.scoring import in_order
 from megarl.loop.setup import launch_engines, start_all
-from megarl.loop.stage import Metrics
 from megarl.loop.supervised import Supervised, Task
+from megarl.preflight.datasets import PairSets
+from megarl.run.directory import RunDirectory
+from megarl.run.results import Metrics
 
 
 class RewardModel(Supervised):

@@ -15,18 +15,18 @@ import numpy.typing as npt
 import torch
 
 from megarl.algos.registry import MISSING_ENDS, bound
-from megarl.algos.scores import ScoreScale, clip_scores
+from megarl.algos.reward_shaping import ScoreScale, clip_scores
 from megarl.cluster.calls import Call
-from megarl.cluster.group import Role, merged
-from megarl.cluster.rollouts import RolloutGroup, Rollouts
-from megarl.cluster.scoring import PendingScores, RuleScorers
-from megarl.cluster.shell import ChunkRefs
+from megarl.cluster.engines import RolloutGroup, Rollouts
+from megarl.cluster.ray_worker import ChunkRefs
+from megarl.cluster.scorers import PendingScores, RuleScorers
+from megarl.cluster.trainers import Role, merged
 from megarl.config import RunConfig
 from megarl.config.schema import Reward, RewardFunction, Scores, TruncateAt
-from megarl.data.hashing import stable_hash
 from megarl.data.schedule import inference_schedule
+from megarl.data.stream import stable_hash
 from megarl.loop.reward_files import read_scale
-from megarl.rewards import labels
+from megarl.rewards.functions import labels
 from megarl.types import Prompt, Ragged, RoleName, SampleInfo, Schedule
 
 T = TypeVar("T", bound=np.generic)

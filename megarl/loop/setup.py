@@ -10,17 +10,17 @@ from typing import Literal
 
 import torch
 
-from megarl.cluster.group import Role, WorkerGroup
-from megarl.cluster.rollouts import ENGINE, RolloutGroup
-from megarl.cluster.scoring import RuleScorers
+from megarl.cluster.engines import ENGINE, RolloutGroup
+from megarl.cluster.scorers import RuleScorers
 from megarl.cluster.session import Session
+from megarl.cluster.trainers import Role, WorkerGroup
 from megarl.config import ConfigError, EvalConfig, PPOConfig, Problem, RAFTConfig, RunConfig
 from megarl.config.schema import Rollout
 from megarl.data.tokenizer import has_tokenizer
 from megarl.loop.assets import template_directory
-from megarl.loop.models import vocab_size
+from megarl.models import model_spec
+from megarl.preflight.models import vocab_size
 from megarl.types import RoleName
-from megarl.weights.specs import model_spec
 
 _CHUNKS_PER_REPLICA = 8
 """Chunks of a step for each DP rank of the role that has most of them: small enough to share the work evenly."""
@@ -159,7 +159,7 @@ def launch_rules(config: PPOConfig | RAFTConfig | EvalConfig, session: Session, 
 def _engine(rollout: Rollout) -> str:
     """The class of the engines."""
     if rollout.record is not None:
-        return "megarl.loop.replay:RecordingEngine"
+        return "megarl.rollout.replay:RecordingEngine"
     if rollout.replay is not None:
-        return "megarl.loop.replay:ReplayingEngine"
+        return "megarl.rollout.replay:ReplayingEngine"
     return ENGINE

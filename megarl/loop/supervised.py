@@ -1,4 +1,4 @@
-"""Training on fixed rows: what supervised fine-tuning and reward modelling have in common."""
+"""Training on fixed rows: supervised fine-tuning, and what it shares with reward modelling."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.group import reported
 from megarl.cluster.session import Session
+from megarl.cluster.trainers import reported
 from megarl.config import RewardModelConfig, SFTConfig
 from megarl.data.batches import on_all_tokens, text_batch
 from megarl.data.demonstrations import Demonstration
 from megarl.data.preferences import Preference
 from megarl.data.schedule import step_schedule
-from megarl.data.streams import Stream, StreamState
+from megarl.data.stream import Stream, StreamState
 from megarl.loop.assets import model_directory, template_directory
-from megarl.loop.directory import RunDirectory
 from megarl.loop.setup import launch_trainers
-from megarl.loop.stage import EvaluationResult, Metrics, StepResult
-from megarl.obs.timers import Timers
+from megarl.preflight.datasets import TextSets
+from megarl.run.directory import RunDirectory
+from megarl.run.results import EvaluationResult, Metrics, StepResult
+from megarl.run.timers import Timers
 from megarl.types import RoleName
 
 
@@ -131,3 +132,37 @@ class Supervised:
     def close(self) -> None:
         """Lets every process end by itself."""
         self.trainers.close()
+
+
+class SFT(Supervised):
+    """A run of supervised fine-tuning of the role actor.
+
+    Args:
+        config: of the run.
+        session: where everything runs.
+        directory: of the run.
+        data: the demonstrations.
+        phase: is told what the run does.
+    """
+
+    def __init__(
+        self,
+        config: SFTConfig,
+        session: Session,
+        directory: RunDirectory,
+        data: TextSets,
+        phase: Callable[[str], None],
+    ) -> None:
+        super().__init__(
+            config,
+            session,
+            directory,
+            phase,
+            Task(
+                role="actor",
+                train=data.train,
+                held_out=data.held_out,
+                per_step=config.data.sequences_per_step,
+                all_tokens=config.data.loss_on == "all",
+            ),
+        )

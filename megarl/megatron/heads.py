@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-from megarl.megatron.divergence import divergence
-from megarl.megatron.logprobs import logprobs_and_entropy, vocab_shard
+from megarl.megatron.logprobs import divergence, logprobs_and_entropy, vocab_shard
 from megarl.megatron.model import RoleModel, ScalarHead
 from megarl.megatron.pipeline import MicroBatch
 

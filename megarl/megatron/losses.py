@@ -1,5 +1,4 @@
-"""The losses of the actor and the critic, of rollouts and of texts, on a micro-batch: from hidden states to weighted
-sums.
+"""The losses of actor and critic on a micro-batch: from hidden states to weighted sums.
 
 Each is a function of a step's schedule, whose totals are the denominators in the weights. Shape legend: B rows of the
 micro-batch, R response tokens of the longest of them.
@@ -15,21 +14,68 @@ import torch
 from torch import Tensor
 
 from megarl.algos.aggregation import token_mean, weighted_sum
-from megarl.algos.corrections import off_policy_sequences, proximal_logprobs
-from megarl.algos.normalisation import on_mask
-from megarl.algos.policy import MAX_LOG_RATIO
+from megarl.algos.normalization import on_mask
+from megarl.algos.policy_loss import MAX_LOG_RATIO, LossTerms, weighted, with_term
 from megarl.algos.registry import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, ROLLOUT_WEIGHTS, VALUE_LOSSES, bound
-from megarl.algos.terms import LossTerms, weighted, with_term
+from megarl.algos.rollout_correction import off_policy_sequences, proximal_logprobs
 from megarl.config.schema import Algo
-from megarl.data.alignment import align, response_mask
-from megarl.data.packing import Chunks, gather
-from megarl.megatron.heads import response_logprobs, response_values
-from megarl.megatron.measures import Measures, measured
-from megarl.megatron.pipeline import MicroBatch
-from megarl.megatron.reference import ReferenceDivergence
-from megarl.megatron.role import Loss, Role, StepLoss
+from megarl.data.packing import Chunks, TokenChunk, gather
+from megarl.experience.padded_batch import align, response_mask
+from megarl.megatron.heads import response_divergence, response_logprobs, response_states, response_values
+from megarl.megatron.loss_metrics import Measures, measured
+from megarl.megatron.model_engine import Loss, Role, StepLoss
+from megarl.megatron.pipeline import MicroBatch, micro_batches, run_forward
 from megarl.megatron.supervised_losses import sft_loss
-from megarl.types import ExperienceChunk, Ragged, RankSchedule
+from megarl.types import ExperienceChunk, PackRow, Ragged, RankSchedule
+
+
+class ReferenceDivergence:
+    """KL(policy || reference) at each response token of an optimizer step.
+
+    Before the step the reference runs its micro-batches and keeps, on its last stage, a hidden state per token. The
+    logits of both models then live a chunk of tokens at a time.
+
+    Args:
+        role: in training.
+        reference: in the same processes, of the same layout.
+        chunks: the samples.
+        temperature: of the distributions.
+    """
+
+    def __init__(self, role: Role, reference: Role, chunks: Chunks[TokenChunk], *, temperature: float) -> None:
+        assert role.layout == reference.layout, "the ranks have other parts of the vocabulary"
+        self._role, self._reference, self._chunks = role, reference, chunks
+        self._temperature = temperature
+        self._states: dict[tuple[PackRow, ...], torch.Tensor] = {}
+
+    def before(self, step_loss: StepLoss) -> StepLoss:
+        """The same loss, before whose optimizer step the reference is run; collective over the role's ranks."""
+
+        def of_step(schedule: RankSchedule) -> Loss:
+            model = self._reference.model
+            batches = micro_batches(model, schedule, self._chunks)
+
+            def outcome(batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+                return response_states(model, batch, hidden)
+
+            states = run_forward(model, batches, schedule.pack_tokens, outcome)
+            # stages before the last have none
+            self._states = {batch.rows: own for batch, own in zip(batches, states, strict=False)}
+            return step_loss(schedule)
+
+        return of_step
+
+    def __call__(self, batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """[T] nats, with the gradient of the role's hidden states and output layer."""
+        return response_divergence(
+            self._role.model,
+            batch,
+            hidden,
+            self._reference.model,
+            self._states[batch.rows],
+            vocab_size=self._role.vocab_size,
+            temperature=self._temperature,
+        )
 
 
 class _Rows:

@@ -1,4 +1,13 @@
-"""A role's model: Megatron GPT chunks for one rank, with an LM, a value or a score head."""
+"""A role's model: Megatron GPT chunks for one rank, with an LM, a value or a score head.
+
+Under sequence parallelism each TP rank sees a part of the tokens; the parameters are marked so that
+``finalize_model_grads`` adds their gradients over the TP group. Norms of single heads see all tokens of a part of the
+heads, and are added there by their names.
+
+Tokens go to their experts by all-to-all, as many as there are (no capacity, so none is dropped), and each expert is an
+MLP of its own. No loss balances the routing. Every pass is a collective over the ranks that share the experts: a rank
+without samples runs it on padding, as schedules have it.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +21,7 @@ import torch.nn.functional as F
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import (
     _MODEL_PARALLEL_RNG_TRACKER_NAME,
@@ -20,17 +30,96 @@ from megatron.core.tensor_parallel.random import (
 )
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.megatron.attention import PackedAttention, PackParams, SharedHeadAttention
-from megarl.megatron.moe import expert_arguments, expert_layer
-from megarl.megatron.norm import LayerNorm, RMSNorm
 from megarl.megatron.offload import require_memory
+from megarl.models import MegatronArgs, ModelSpec
 from megarl.types import HeadName, Layout
-from megarl.weights.specs import MegatronArgs, ModelSpec
+
+
+class RMSNorm(torch.nn.Module):
+    """x / rms(x) * weight, computed in float32 and rounded before the weight as Hugging Face's Qwen2 and Llama do.
+
+    Args:
+        config: gives ``params_dtype`` and ``sequence_parallel``.
+        hidden_size: of the last dimension.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = _parameter(config, hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x_float = x.float()
+        scale = torch.rsqrt(x_float.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * (x_float * scale).to(x.dtype)
+
+
+class LayerNorm(torch.nn.Module):
+    """(x - mean(x)) / deviation(x) * weight + bias, as torch computes it.
+
+    Args:
+        config: gives ``params_dtype`` and ``sequence_parallel``.
+        hidden_size: of the last dimension.
+        eps: added to the variance.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight, self.bias = _parameter(config, hidden_size), _parameter(config, hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+def _parameter(config: TransformerConfig, size: int) -> torch.nn.Parameter:
+    """[size], unset until weights are imported."""
+    values = torch.empty(size, dtype=config.params_dtype, device=torch.cuda.current_device())
+    parameter = torch.nn.Parameter(values)
+    parameter.sequence_parallel = config.sequence_parallel
+    return parameter
+
+
+class Router(TopKRouter):
+    """Chooses experts by logits in the dtype of the hidden states and their softmax in float32, as Hugging Face does.
+
+    Megatron makes the weight on the CPU and moves it in the first pass (moe/router.py, 0.16): too late for who keeps a
+    reference.
+    """
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.to(torch.cuda.current_device())
+
+
+def expert_arguments(layout: Layout) -> dict[str, Any]:
+    """Arguments of ``TransformerConfig`` for a mixture of experts, besides those of the model itself."""
+    return {
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.tp,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+    }
+
+
+def expert_layer(experts: int) -> ModuleSpec:
+    """What takes the place of a layer's MLP.
+
+    Args:
+        experts: in the layer, over all ranks.
+    """
+    layer = get_moe_module_spec(use_te=False, num_experts=experts, moe_grouped_gemm=False)
+    layer.submodules.router = Router
+    return layer
+
 
 Recompute = Literal["none", "selective", "full"]
 """Activations that the backward pass computes again: none, those of core attention, or those of whole layers."""

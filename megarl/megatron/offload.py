@@ -1,4 +1,4 @@
-"""Moving tensors to host memory by releasing their storage, so that every view and reference stays what it is."""
+"""Offloading to host memory, by releasing a tensor's storage so that every view and reference stays valid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adam through Megatron's distributed optimizer, and the DDP wrapper that reduces its gradients."""
+"""Adam through Megatron's distributed optimizer: learning rates, each rank's shards, and the weights' EMA."""
 
 from __future__ import annotations
 
@@ -14,11 +14,58 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from megarl.algos.optimisation import tensorflow_eps
+from megarl.algos.optimization import ema, linear_anneal, tensorflow_eps
 from megarl.config.schema import Optimizer
-from megarl.megatron.learning_rate import Course
-from megarl.megatron.loss_scale import probe_loss_factor
 from megarl.megatron.model import RoleModel
+from megarl.megatron.pipeline import probe_loss_factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """How long the learning rate takes.
+
+    Args:
+        total: optimizer steps of the whole run.
+        together: optimizer steps of one step of the run, which have one rate where the schedule is ``anneal``; they
+            divide ``total``.
+    """
+
+    total: int
+    together: int = 1
+
+
+def learning_rate(settings: Optimizer, step: int, course: Course) -> float:
+    """The learning rate of an optimizer step.
+
+    With W warm-up steps of N, step k < W has lr * (k + 1) / (W + 1); step W has lr, and from there
+
+        linear:  final_lr + (lr - final_lr) * (1 - p),      p = (k - W) / (N - W)
+        cosine:  final_lr + (lr - final_lr) * (1 + cos(pi * p)) / 2
+        anneal:  lr * (1 - s / S),                          in step s, from 0 on, of the S steps of the run
+
+    No step has the rate 0, which would be for nothing: the rise starts from 0 a step before the first, and the end of
+    the course is reached after the last.
+
+    Args:
+        settings: of the role.
+        step: optimizer steps taken before this one.
+        course: of the whole run; later steps, if any, have the last rate.
+    """
+    warmup = min(math.ceil(settings.warmup * course.total), course.total - 1)
+    if step < warmup:
+        return settings.lr * (step + 1) / (warmup + 1)
+    progress = min(1.0, (step - warmup) / (course.total - warmup))
+    match settings.schedule:
+        case "constant":
+            return settings.lr
+        case "anneal":
+            last = min(step, course.total - 1)
+            return linear_anneal(settings.lr, last // course.together, course.total // course.together)
+        case "linear":
+            height = 1.0 - progress
+        case "cosine":
+            height = (1.0 + math.cos(math.pi * progress)) / 2.0
+    return settings.final_lr + (settings.lr - settings.final_lr) * height
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,3 +193,85 @@ def build_trainer(model: RoleModel, settings: Optimizer, course: Course) -> Trai
     trainer = Trainer(chunks=chunks, optimizer=optimizer, settings=settings, course=course, loss_factor=loss_factor)
     trainer.release_gradients()
     return trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """A rank's run of a parameter.
+
+    Args:
+        name: of the local parameter.
+        span: the run, in the flattened parameter.
+        main: what Adam steps, [len(span)]: a view of the parameter, or a float32 copy of a 16-bit one.
+        optimizer: Megatron's.
+    """
+
+    name: str
+    span: range
+    main: torch.Tensor
+    optimizer: Any
+
+    @property
+    def adam(self) -> dict[str, Any]:
+        """The optimizer's state of the run; empty before the first step."""
+        return self.optimizer.state.get(self.main, {})
+
+
+def shards(model: RoleModel, trainer: Trainer) -> Iterator[Shard]:
+    """This rank's shards; a rank may have none."""
+    names = {parameter: name for name, parameter in model.parameters().items()}
+    for megatron in trainer.optimizer.chained_optimizers:
+        own: Any = megatron
+        buckets = [bucket for by_dtype in own.gbuf_ranges for per_dtype in by_dtype.values() for bucket in per_dtype]
+        for bucket in buckets:
+            for parameter, ranges in bucket["param_map"].items():
+                group, order = own.model_param_group_index_map[parameter]
+                yield Shard(
+                    name=names[parameter],
+                    span=range(ranges["param"].start, ranges["param"].end),
+                    main=own.optimizer.param_groups[group]["params"][order],
+                    optimizer=own.optimizer,
+                )
+
+
+class Average:
+    """An exponential moving average in float32, divided over the ranks as the weights that the optimizer steps.
+
+    Averages of 16-bit weights would stand still: what a step adds is less than their last digit. This one starts as a
+    copy of the weights.
+
+    Args:
+        model: of the role.
+        trainer: of the role.
+        decay: what a step keeps of the average.
+    """
+
+    def __init__(self, model: RoleModel, trainer: Trainer, decay: float) -> None:
+        self._model, self._trainer, self._decay = model, trainer, decay
+        self.values = {shard.name: shard.main.detach().float().clone() for shard in shards(model, trainer)}
+        """This rank's run of each parameter; see shards.Shard."""
+        self.in_use = False
+        """Whether the model has the average for its weights, and this keeps the weights."""
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Takes note of an optimizer step."""
+        for shard in shards(self._model, self._trainer):
+            average = self.values[shard.name]
+            average.copy_(ema(average, shard.main, decay=self._decay))
+
+    @torch.no_grad()
+    def use(self, wanted: bool) -> None:
+        """Gives the model the average for its weights, or the weights again, bit for bit; collective.
+
+        Args:
+            wanted: which of the two; nothing happens where the model has it.
+        """
+        if wanted == self.in_use:
+            return
+        for shard in shards(self._model, self._trainer):
+            kept = shard.main.detach().clone()
+            shard.main.copy_(self.values[shard.name])
+            self.values[shard.name].copy_(kept)
+        self._trainer.publish()
+        self.in_use = wanted

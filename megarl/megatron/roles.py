@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from megarl.algos.metrics import explained_variance
-from megarl.algos.mixing import ptx_shares
-from megarl.algos.scores import head_std
+from megarl.algos.optimization import ptx_shares
+from megarl.algos.reward_shaping import head_std
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RewardModelConfig, RunConfig
 from megarl.data.packing import Chunks
-from megarl.megatron.groups import GroupCache
 from megarl.megatron.losses import policy_loss, text_loss, value_loss
-from megarl.megatron.role import Role, StepLoss
+from megarl.megatron.model_engine import Role, StepLoss
+from megarl.megatron.parallel import GroupCache
 from megarl.megatron.supervised_losses import preference_loss, sft_loss
+from megarl.models import ModelSpec, model_spec
 from megarl.types import RoleName
-from megarl.weights.files import load_shard, read_config
-from megarl.weights.specs import ModelSpec, model_spec
+from megarl.weights.hf_files import load_shard, read_config
 
 
 def load_role(config: RunConfig, name: RoleName, rank: int, cache: GroupCache, model_dir: str) -> Role:

@@ -31,11 +31,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_planned
 
 from megarl.files import FileRecord, sync
+from megarl.megatron.model_engine import Role
 from megarl.megatron.offload import require_memory
-from megarl.megatron.role import Role
-from megarl.megatron.shards import Shard, shards
+from megarl.megatron.optimizer import Shard, shards
 from megarl.types import RankCoords
-from megarl.weights.regions import Box, Piece, row_major_boxes
+from megarl.weights.shard_map import Box, Piece, row_major_boxes
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _COUNTERS = ("steps_taken", "adam_steps", "skipped_in_a_row")

@@ -13,17 +13,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megarl.algos.preference import best_of_n, pairwise, span, spans_of
+from megarl.algos.policy_loss import LossTerms
+from megarl.algos.preference_loss import best_of_n, pairwise, span, spans_of
 from megarl.algos.registry import PREFERENCE_LOSSES, bound
-from megarl.algos.terms import LossTerms
 from megarl.config.schema import Own
 from megarl.config.schema.reward_model import BestOfN, Pairwise, RewardLoss, Span
-from megarl.data.alignment import align, response_mask
 from megarl.data.packing import Chunks
+from megarl.experience.padded_batch import align, response_mask
 from megarl.megatron.heads import response_logprobs, row_scores, token_scores
-from megarl.megatron.measures import Measures, measured
+from megarl.megatron.loss_metrics import Measures, measured
+from megarl.megatron.model_engine import Loss, Role, StepLoss
 from megarl.megatron.pipeline import MicroBatch
-from megarl.megatron.role import Loss, Role, StepLoss
 from megarl.types import PackRow, RankSchedule, TextChunk
 
 Comparison = Callable[[MicroBatch, Tensor, Tensor], LossTerms]

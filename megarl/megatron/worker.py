@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -11,19 +11,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarl.algos.normalisation import Reduce
+from megarl.algos.normalization import Reduce
 from megarl.config import PPOConfig, RunConfig
-from megarl.data.columns import Columns
 from megarl.data.packing import Chunks
+from megarl.experience.build import build_experience
+from megarl.experience.padded_batch import Columns
 from megarl.files import FileRecord
-from megarl.megatron.experience import build_experience
-from megarl.megatron.groups import GroupCache
+from megarl.megatron.model_engine import Mixed, Role
 from megarl.megatron.offload import LiveWeights
+from megarl.megatron.parallel import GroupCache
 from megarl.megatron.platform import Platform, start_platform, start_world
-from megarl.megatron.role import Mixed, Role
 from megarl.megatron.roles import load_role, loss_of, text_loss_of, told
 from megarl.megatron.state import restore_role, save_role
-from megarl.megatron.turns import Turns
 from megarl.resharding import Connection, Sender, SyncSpec, SyncStats, connect
 from megarl.types import (
     ExperienceChunk,
@@ -39,6 +38,34 @@ from megarl.weights.export import Export, export_plan
 
 PerSample = dict[int, np.typing.NDArray[np.float32]]
 """[N] float32 by chunk."""
+
+
+class Offloader:
+    """Keeps idle roles in host memory.
+
+    Args:
+        roles: of this process; more may be added.
+        offloadable: roles that may be offloaded; the others stay on the device.
+    """
+
+    def __init__(self, roles: Mapping[RoleName, Role], offloadable: Collection[RoleName]) -> None:
+        self._roles, self._offloadable = roles, frozenset(offloadable)
+
+    def onload(self, name: RoleName, *others: RoleName) -> Role:
+        """Returns the role with its memory on the device; offloads every other role that may be, but ``others``."""
+        self._offload(self._offloadable - {name, *others})
+        for present in (name, *others):
+            self._roles[present].onload()
+        return self._roles[name]
+
+    def offload_all(self) -> None:
+        """Offloads every role that may be, so that another process can use the device."""
+        self._offload(self._offloadable)
+
+    def _offload(self, names: frozenset[RoleName]) -> None:
+        released = sum(self._roles[name].offload() for name in sorted(names & self._roles.keys()))
+        if released:
+            torch.cuda.empty_cache()  # memory that the allocator keeps is of no use to another process
 
 
 class MegatronWorker:
@@ -57,7 +84,7 @@ class MegatronWorker:
         self._platform: Platform | None = None
         self._roles: dict[RoleName, Role] = {}
         placed = config.groups[group].roles
-        self._turns = Turns(self._roles, [name for name, role in placed.items() if role.offload])
+        self._offloader = Offloader(self._roles, [name for name, role in placed.items() if role.offload])
         self._connection: Connection | None = None
         self._sender: Sender | None = None
 
@@ -86,7 +113,7 @@ class MegatronWorker:
         cache = GroupCache(self._config.cluster.time_limits.patience)
         for name in sorted(self._config.groups[self._group].roles):
             self._roles[name] = load_role(self._config, name, self._rank, cache, model_dir)
-            self._turns.rest()
+            self._offloader.offload_all()
 
     def logprobs(
         self, role: RoleName, schedule: RankSchedule, rollouts: Chunks[RolloutChunk], temperature: float
@@ -165,7 +192,7 @@ class MegatronWorker:
             texts, text_chunks: what each step takes along, by the configuration's ``ptx``.
         """
         asks = isinstance(self._config, PPOConfig) and role == "actor" and self._config.algo.kl.of_distributions
-        trained = self._turns.take(role, "reference") if asks else self._at_work(role)
+        trained = self._offloader.onload(role, "reference") if asks else self._at_work(role)
         reference = self._roles["reference"] if asks else None
         loss, mixed = loss_of(self._config, trained, chunks, kl_coef=kl_coef, reference=reference), None
         if texts is not None and text_chunks is not None:
@@ -253,7 +280,7 @@ class MegatronWorker:
         assert isinstance(self._config, PPOConfig)
         sync = self._config.algo.kl.reference_sync
         assert sync is not None, "the reference stays as it is"
-        self._turns.take("reference", "actor").follow(self._roles["actor"], sync.weight)
+        self._offloader.onload("reference", "actor").follow(self._roles["actor"], sync.weight)
 
     def forgo(self, role: RoleName, steps: int) -> None:
         """Goes on in the learning rate's course without these optimizer steps."""
@@ -261,7 +288,7 @@ class MegatronWorker:
 
     def rest(self) -> None:
         """Offloads every role that may be."""
-        self._turns.rest()
+        self._offloader.offload_all()
 
     def close(self) -> None:
         """Ends the connections and the world; the object is of no use afterwards."""
@@ -278,7 +305,7 @@ class MegatronWorker:
 
     def _at_work(self, name: RoleName) -> Role:
         """The role, with its memory on the device."""
-        return self._turns.take(name)
+        return self._offloader.onload(name)
 
     @property
     def _device(self) -> torch.device:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from megarl.config import Problem
 from megarl.types import Layout
-from megarl.weights.places import Distance
+from megarl.weights.topology import Distance
 
 T = TypeVar("T")
 

@@ -61,8 +61,7 @@ def weights(
     Ranks are on devices in order: the trainer's, TP fastest, then DP, then PP; then the engines', one after the other.
     """
     from megarl.config import ConfigError
-    from megarl.plan.weights import plan_weights, request
-    from megarl.plan.weights_table import print_weights
+    from megarl.plan.weight_plan import plan_weights, print_weights, request
 
     try:
         asked = request(

@@ -1,12 +1,11 @@
 """Moves weights between running processes by a plan: plain tensors, neither Megatron nor vLLM."""
 
-from megarl.resharding.board import serve_store
-from megarl.resharding.connection import Connection, connect
 from megarl.resharding.receiver import Load, Receiver
-from megarl.resharding.records import SyncError, SyncStats
 from megarl.resharding.sender import Sender
 from megarl.resharding.spec import SyncSpec
-from megarl.weights.places import Place
+from megarl.resharding.sync_barrier import SyncError, SyncStats, serve_store
+from megarl.resharding.wire import Connection, connect
+from megarl.weights.topology import Place
 
 __all__ = [
     "Connection",

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 import xxhash
 
-from megarl.resharding.records import SyncStats
 from megarl.resharding.spec import LandingPlan
-from megarl.weights.plans import Bucket, Copy, Message
-from megarl.weights.regions import ITEM_BYTES, TensorInfo
+from megarl.resharding.sync_barrier import SyncStats
+from megarl.weights.plan import Bucket, Copy, Message
+from megarl.weights.shard_map import ITEM_BYTES, TensorInfo
 
 _ALIGNMENT = 16
 """Frames and buckets start at multiples of this in their buffer."""

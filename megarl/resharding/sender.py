@@ -8,14 +8,12 @@ from itertools import groupby
 import torch
 
 from megarl.resharding.buckets import Checksum, bucket_views, landed, landing_bytes, pack
-from megarl.resharding.connection import Connection
-from megarl.resharding.frames import Frames
-from megarl.resharding.landing import Landing, make_landing
-from megarl.resharding.notices import Grants, Notice, Outbox
-from megarl.resharding.port import Port
-from megarl.resharding.records import SyncStats
-from megarl.resharding.session import Session
-from megarl.weights.plans import Message
+from megarl.resharding.memory import Landing, make_landing
+from megarl.resharding.receiver import Port
+from megarl.resharding.sync_barrier import SyncStats
+from megarl.resharding.sync_round import Session
+from megarl.resharding.wire import Connection, Frames, Grants, Notice, Outbox
+from megarl.weights.plan import Message
 
 
 class Sender:

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megarl.weights.places import Place
-from megarl.weights.plans import Bucket, ReceiverPlan, SenderPlan, TransferPlan
-from megarl.weights.regions import TensorInfo
+from megarl.weights.plan import Bucket, ReceiverPlan, SenderPlan, TransferPlan
+from megarl.weights.shard_map import TensorInfo
+from megarl.weights.topology import Place
 
 Device = Literal["cpu", "cuda"]
 Transport = Literal["auto", "gloo", "shared_memory"]

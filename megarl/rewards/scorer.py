@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.config.schema import RewardFunction
-from megarl.rewards.answer import Answer
-from megarl.rewards.callee import Failure
-from megarl.rewards.process import CallError, FunctionProcess
+from megarl.rewards.functions import Answer
+from megarl.rewards.reward_worker import CallError, Failure, FunctionProcess
 from megarl.types import Prompt, RolloutChunk
 
 Decode = Callable[[Sequence[int]], str]

@@ -12,23 +12,21 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from megarl.data.packing import Chunks
-from megarl.rollout.chunks import Response, into_chunk, picked
-from megarl.rollout.environment import scratch_directory, set_vllm_environment, temporary_files_in
-from megarl.rollout.requests import Requests
-from megarl.rollout.sampling import generation_params, scoring_params
-from megarl.rollout.state import EngineState
-from megarl.rollout.stop_tokens import stop_token_ids
+from megarl.models import model_spec
+from megarl.rollout.completions import Response, into_chunk, picked, truncated
+from megarl.rollout.engine_state import EngineState
+from megarl.rollout.requests import Requests, generation_params, scoring_params, stop_token_ids
+from megarl.rollout.vllm_environment import scratch_directory, set_vllm_environment, temporary_files_in
 from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleRequest, VersionSpan, WorkItem
-from megarl.weights.files import read_config
-from megarl.weights.regions import ShardMap
-from megarl.weights.specs import model_spec
+from megarl.weights.hf_files import read_config
+from megarl.weights.shard_map import ShardMap
 
 if TYPE_CHECKING:
     from vllm import LLMEngine, RequestOutput
 
     from megarl.config.schema import Rollout as RolloutConfig
     from megarl.resharding import SyncSpec, SyncStats
-    from megarl.rollout.transfer import Outcome
+    from megarl.rollout.weight_receiver import Outcome
 
 Ends = tuple[list[int], list[bool]]
 """By row of a chunk, tokens of the response and whether it is finished."""
@@ -107,7 +105,7 @@ class RolloutEngine:
         from vllm.config import WeightTransferConfig
         from vllm.usage.usage_lib import UsageContext
 
-        from megarl.rollout.worker import BACKEND, WorkerExtension
+        from megarl.rollout.vllm_worker import BACKEND, WorkerExtension
 
         cpu, tp = self._device == "cpu", self._rollout.tp
         arguments = EngineArgs(
@@ -267,13 +265,11 @@ class RolloutEngine:
         Args:
             chunks: of any engine.
             own: which of them to cut.
-            token, after: see ``truncation.truncated``.
+            token, after: see ``completions.truncated``.
 
         Returns:
             The chunks, and by chunk the tokens of each response and whether it has the token.
         """
-        from megarl.rollout.truncation import truncated
-
         cut = {chunk: truncated(chunks[chunk], token, after) for chunk in own}
         return cut, {chunk: (new.response_ids.lengths.tolist(), new.finished.tolist()) for chunk, new in cut.items()}
 

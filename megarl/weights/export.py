@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.files import sync
-from megarl.weights.files import DTYPES, FILES_RANK, INDEX_FILE, SINGLE_FILE
+from megarl.weights.hf_files import DTYPES, FILES_RANK, INDEX_FILE, SINGLE_FILE
+from megarl.weights.plan import Copy, SenderPlan, TransferPlan
 from megarl.weights.planner import Holder, plan
-from megarl.weights.plans import Copy, SenderPlan, TransferPlan
-from megarl.weights.regions import ITEM_BYTES, ShardMap, TensorInfo
+from megarl.weights.shard_map import ITEM_BYTES, ShardMap, TensorInfo
 
 if TYPE_CHECKING:
     import torch

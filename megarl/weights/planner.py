@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
 
-from megarl.weights.matching import Owners, Route, Sources
-from megarl.weights.places import Distance, Place
-from megarl.weights.plans import Bucket, Copy, Message, ReceiverPlan, SenderPlan, TransferPlan
-from megarl.weights.regions import ITEM_BYTES, Box, ShardMap, TensorInfo
+from megarl.weights.plan import Bucket, Copy, Message, ReceiverPlan, SenderPlan, TransferPlan
+from megarl.weights.shard_map import ITEM_BYTES, Box, ShardMap, TensorInfo
+from megarl.weights.source_index import Owners, Route, Sources
+from megarl.weights.topology import Distance, Place
 
 
 @dataclass(frozen=True, kw_only=True)

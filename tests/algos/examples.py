@@ -9,32 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.algos import aggregation, policy, values
+from megarl.algos import aggregation, policy_loss, value_loss
 from megarl.algos.aggregation import weighted_sum
-from megarl.algos.terms import LossTerms
+from megarl.algos.policy_loss import LossTerms
 from tests.algos.inputs import numbers
 
 PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor], LossTerms]
 
 POLICY_LOSSES: Mapping[str, PolicyLoss] = {
-    "ppo": policy.ppo,
-    "ppo clip-higher": partial(policy.ppo, clip=0.1, clip_high=0.28),
-    "ppo dual clip": partial(policy.ppo, dual_clip=1.4),
-    "ppo delta": partial(policy.ppo, delta=1.5),
-    "ppo ratio clamp": partial(policy.ppo, ratio_clamp=(0.5, 1.6)),
-    "gspo": partial(policy.gspo, clip=0.1, clip_high=0.15),
-    "gspo dual clip": partial(policy.gspo, clip=0.1, clip_high=0.15, dual_clip=1.2),
-    "cispo": partial(policy.cispo, clip=0.2, clip_high=0.3),
-    "cispo upper": partial(policy.cispo_upper, max_ratio=1.3),
-    "sapo": policy.sapo,
-    "gmpo": partial(policy.gmpo, clip=0.3),
-    "reinforce": policy.reinforce,
+    "ppo": policy_loss.ppo,
+    "ppo clip-higher": partial(policy_loss.ppo, clip=0.1, clip_high=0.28),
+    "ppo dual clip": partial(policy_loss.ppo, dual_clip=1.4),
+    "ppo delta": partial(policy_loss.ppo, delta=1.5),
+    "ppo ratio clamp": partial(policy_loss.ppo, ratio_clamp=(0.5, 1.6)),
+    "gspo": partial(policy_loss.gspo, clip=0.1, clip_high=0.15),
+    "gspo dual clip": partial(policy_loss.gspo, clip=0.1, clip_high=0.15, dual_clip=1.2),
+    "cispo": partial(policy_loss.cispo, clip=0.2, clip_high=0.3),
+    "cispo upper": partial(policy_loss.cispo_upper, max_ratio=1.3),
+    "sapo": policy_loss.sapo,
+    "gmpo": partial(policy_loss.gmpo, clip=0.3),
+    "reinforce": policy_loss.reinforce,
 }
 VALUE_LOSSES: Mapping[str, Callable[[Tensor, Tensor, Tensor], LossTerms]] = {
-    "mse": values.mse,
-    "mse unclipped": partial(values.mse, clip=None, scale=1.0),
-    "huber": partial(values.huber, delta=0.7),
-    "huber unclipped": partial(values.huber, clip=None, delta=0.7),
+    "mse": value_loss.mse,
+    "mse unclipped": partial(value_loss.mse, clip=None, scale=1.0),
+    "huber": partial(value_loss.huber, delta=0.7),
+    "huber unclipped": partial(value_loss.huber, clip=None, delta=0.7),
 }
 AGGREGATIONS: Mapping[str, Callable[..., Tensor]] = {
     "token_mean": aggregation.token_mean,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algos.advantages import from_outcomes, gae, reinforce, scan, vapo
-from megarl.algos.rewards import kl_penalties, token_rewards
+from megarl.algos.reward_shaping import kl_penalties, token_rewards
 from tests.algos.inputs import NAN, fractions, lengths, lengths_mask, masks, numbers, seeds
 from tests.oracle import advantages as naive
 from tests.oracle.comparisons import reward_to_go_of

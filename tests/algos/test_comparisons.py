@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.algos import comparisons
+from megarl.algos import group_advantages
 from megarl.algos.advantages import from_outcomes
-from megarl.algos.comparisons import Samples
+from megarl.algos.group_advantages import Samples
 from megarl.algos.registry import COMPARISONS
 from tests.algos.inputs import NAN, lengths_mask, numbers, seeds
 from tests.oracle import comparisons as naive
@@ -165,27 +165,27 @@ def test_t8_equal_scores_and_single_samples_teach_exactly_nothing(name: str, dty
 def test_numbers_by_hand() -> None:
     scores = [1.0, 0.0, 0.5, 1.0]
     samples = in_groups(scores, [0] * 4, lengths=torch.tensor([3, 10, 4, 7]))
-    assert comparisons.dr_grpo(samples).tolist() == pytest.approx([0.375, -0.625, -0.125, 0.375])
-    assert comparisons.rloo(samples).tolist() == pytest.approx([0.5, -5 / 6, -1 / 6, 0.5])
-    assert comparisons.opo(samples).tolist() == pytest.approx([0.5, -0.5, 0.0, 0.5])
-    assert comparisons.gpg(samples).tolist() == pytest.approx([0.375, -0.625, -0.125, 0.375])
-    best = comparisons.pass_at_k(in_groups([1.0, 0.0, 3.0], [0] * 3), eps=0.0)
+    assert group_advantages.dr_grpo(samples).tolist() == pytest.approx([0.375, -0.625, -0.125, 0.375])
+    assert group_advantages.rloo(samples).tolist() == pytest.approx([0.5, -5 / 6, -1 / 6, 0.5])
+    assert group_advantages.opo(samples).tolist() == pytest.approx([0.5, -0.5, 0.0, 0.5])
+    assert group_advantages.gpg(samples).tolist() == pytest.approx([0.375, -0.625, -0.125, 0.375])
+    best = group_advantages.pass_at_k(in_groups([1.0, 0.0, 3.0], [0] * 3), eps=0.0)
     assert best.tolist() == pytest.approx([0.0, 0.0, 2 / (7 / 3) ** 0.5])
-    assert not comparisons.pass_at_k(samples).any()  # two are best
+    assert not group_advantages.pass_at_k(samples).any()  # two are best
     cut_off = replace(samples, finished=torch.tensor([True, False, True, True]))
-    assert comparisons.masked_rloo(cut_off).tolist() == pytest.approx([0.25, -1.25, -0.5, 0.25])
+    assert group_advantages.masked_rloo(cut_off).tolist() == pytest.approx([0.25, -1.25, -0.5, 0.25])
     alone = replace(samples, finished=torch.tensor([False, False, True, False]))
-    assert not comparisons.masked_rloo(alone).any()
+    assert not group_advantages.masked_rloo(alone).any()
 
 
 def test_gpg_takes_the_part_of_the_step_that_teaches_for_all_of_it() -> None:
     samples = in_groups([1.0, 0.0, 2.0, 2.0], [0, 0, 1, 1])
-    assert comparisons.gpg(samples).tolist() == [1.0, -1.0, 0.0, 0.0]
+    assert group_advantages.gpg(samples).tolist() == [1.0, -1.0, 0.0, 0.0]
 
 
 def test_remax_leaves_out_prompts_whose_likeliest_response_has_no_score() -> None:
     samples = in_groups([1.0, 2.0], [0, 1], greedy_scores=torch.tensor([0.25, NAN]))
-    assert comparisons.remax(samples).tolist() == [0.75, 0.0]
+    assert group_advantages.remax(samples).tolist() == [0.75, 0.0]
 
 
 # ---- pitfalls
@@ -203,8 +203,8 @@ def test_p15_a_sample_that_is_alone_teaches_nothing_unless_its_score_is_asked_fo
 def test_p28_groups_are_compared_whole_although_their_samples_are_spread(seed: int) -> None:
     """Statistics of a rank's own samples would be those of parts of groups."""
     scores = numbers(8, seed=seed).tolist()
-    interleaved = comparisons.grpo(in_groups(scores, [0, 1] * 4))
+    interleaved = group_advantages.grpo(in_groups(scores, [0, 1] * 4))
     for group in (0, 1):
         own = scores[group::2]
-        alone = comparisons.grpo(in_groups(own, [0] * 4))
+        alone = group_advantages.grpo(in_groups(own, [0] * 4))
         assert interleaved[group::2].tolist() == pytest.approx(alone.tolist())

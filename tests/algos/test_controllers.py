@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algos.controllers import AdaptiveKL, FixedKL, kl_controller
+from megarl.algos.kl import AdaptiveKL, FixedKL, kl_controller
 
 
 def test_a_fixed_coefficient_stays() -> None:

@@ -11,21 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.algos import corrections, metrics
+from megarl.algos import metrics, rollout_correction
 from megarl.algos.m2po import m2po
-from megarl.algos.normalisation import Reduce
+from megarl.algos.normalization import Reduce
 from tests.algos.adapters.common import local, on_ranks
 from tests.algos.examples import MASK, tokens
 from tests.algos.inputs import numbers
 from tests.oracle import corrections as naive
 
 WEIGHTS = {
-    "token_truncate": corrections.token_truncate,
-    "token_mask": corrections.token_mask,
-    "sequence_truncate": corrections.sequence_truncate,
-    "sequence_mask": corrections.sequence_mask,
-    "geometric_truncate": corrections.geometric_truncate,
-    "geometric_mask": corrections.geometric_mask,
+    "token_truncate": rollout_correction.token_truncate,
+    "token_mask": rollout_correction.token_mask,
+    "sequence_truncate": rollout_correction.sequence_truncate,
+    "sequence_mask": rollout_correction.sequence_mask,
+    "geometric_truncate": rollout_correction.geometric_truncate,
+    "geometric_mask": rollout_correction.geometric_mask,
 }
 KINDS = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
 """From d = log(rollout / old)."""
@@ -81,7 +81,7 @@ def test_weights_carry_no_gradient_and_stay_finite() -> None:
 def test_rejection_is_that_of_the_oracle(level: str, kind: str, seed: int) -> None:
     old, rollout, _ = tokens(seed)
     statistic: Any = f"{level}_{kind}"
-    keep = corrections.rejection(old, rollout, MASK, statistic=statistic, upper=1.1 if kind == "k1" else 0.1)
+    keep = rollout_correction.rejection(old, rollout, MASK, statistic=statistic, upper=1.1 if kind == "k1" else 0.1)
     assert not keep[~MASK].any()
     lower, upper = (math.log(1 / 1.1), math.log(1.1)) if kind == "k1" else (-math.inf, 0.1)
     options: Any = {"of": KINDS[kind], "level": level.removeprefix("sequence_"), "lower": lower, "upper": upper}
@@ -93,7 +93,7 @@ def test_the_lower_bound_of_k1_may_be_given() -> None:
     old, rollout = torch.tensor([[-1.0, -1.0, -1.0]]), torch.tensor([[-1.3, -1.0, -0.7]])  # rollout / old .74, 1, 1.35
     mask = torch.ones(1, 3).bool()
     keep = [
-        corrections.rejection(old, rollout, mask, statistic="token_k1", upper=u, lower=low)
+        rollout_correction.rejection(old, rollout, mask, statistic="token_k1", upper=u, lower=low)
         for u, low in ((1.4, None), (1.4, 0.9), (1.1, 0.5))
     ]
     assert [k.tolist() for k in keep] == [[[True, True, True]], [[False, True, True]], [[True, True, False]]]
@@ -103,7 +103,7 @@ def test_sequences_that_are_to_be_made_rarer_and_are_rare_already_are_dropped() 
     rollout, mask = torch.full((4, 3), -1.0), torch.tensor([[1, 1, 1]] * 3 + [[0, 0, 0]]).bool()
     new = rollout - torch.tensor([0.2, 0.2, 0.0, 0.2])[:, None]
     advantages = torch.tensor([-1.0, 1.0, -1.0, -1.0])[:, None].expand(4, 3)
-    keep = corrections.off_policy_sequences(new, rollout, advantages, mask, delta=0.1)
+    keep = rollout_correction.off_policy_sequences(new, rollout, advantages, mask, delta=0.1)
     assert keep.flatten().tolist() == [False, True, True, True]
 
 
@@ -153,9 +153,9 @@ def test_m2po_of_nothing_and_of_the_same() -> None:
 def test_the_proximal_policy_is_between_the_two(method: Any) -> None:
     new, rollout, _ = tokens(0)
     versions = torch.tensor([[-1, 3, 5, 7, 8, 9]]).expand_as(new)
-    alpha = corrections.proximal_weights(versions, 8)
+    alpha = rollout_correction.proximal_weights(versions, 8)
     assert alpha[0].tolist() == pytest.approx([0.0, 0.8, 2 / 3, 0.0, 0.0, 0.0])
-    proximal = corrections.proximal_logprobs(rollout, new.requires_grad_(), alpha.double(), method=method)
+    proximal = rollout_correction.proximal_logprobs(rollout, new.requires_grad_(), alpha.double(), method=method)
     assert not proximal.requires_grad
     torch.testing.assert_close(proximal[:, [0, 3, 4, 5]], rollout[:, [0, 3, 4, 5]])
     low, high = torch.minimum(new, rollout), torch.maximum(new, rollout)
@@ -173,7 +173,7 @@ def test_the_proximal_policy_is_between_the_two(method: Any) -> None:
 @pytest.mark.parametrize("measure", ["mismatch", "correction"])
 def test_metrics_add_up_over_ranks(measure: str) -> None:
     old, rollout, _ = tokens(0)
-    weights = corrections.token_mask(old, rollout, MASK, local, upper=1.2)
+    weights = rollout_correction.token_mask(old, rollout, MASK, local, upper=1.2)
 
     def of(part: slice, reduce: Reduce) -> dict[str, float]:
         if measure == "mismatch":
@@ -192,7 +192,7 @@ def test_the_same_policy_needs_no_correction() -> None:
     assert told.pop("rollout_corr/training_ppl") == told.pop("rollout_corr/rollout_ppl")
     ones = ("rollout_corr/ppl_ratio", "rollout_corr/mult_prob_error")
     assert told == {name: 1.0 if name in ones else 0.0 for name in told}
-    weights = corrections.token_truncate(old, old, MASK, local)
+    weights = rollout_correction.token_truncate(old, old, MASK, local)
     told = metrics.correction_metrics(weights, old, old, MASK, reduce=local)
     none = ("rollout_corr/changed_fraction", "rollout_corr/kept_log_ratio")
     assert told == pytest.approx({name: 0.0 if name in none else 1.0 for name in told})

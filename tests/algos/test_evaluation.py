@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algos.evaluation import clustered_mean, pass_rate
+from megarl.algos.metrics import clustered_mean, pass_rate
 
 
 def test_pass_rate_is_the_part_of_all_sets_of_k_that_have_a_success() -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algos import kl, preference
+from megarl.algos import kl, preference_loss
 from megarl.algos.aggregation import sequence_mean, weighted_sum
-from megarl.algos.terms import LossTerms, weighted, with_term
+from megarl.algos.policy_loss import LossTerms, weighted, with_term
 from tests.algos.examples import AGGREGATIONS, MASK, POLICY_LOSSES, VALUE_LOSSES, step_weights, tokens, total
 from tests.algos.inputs import numbers
 
@@ -90,7 +90,7 @@ def test_value_losses(name: str, aggregate: str, seed: int) -> None:
 def test_pairs(kind: str) -> None:
     chosen, rejected, margins = (numbers(5, seed=seed) for seed in range(3))
     check(
-        lambda c, r: preference.pairwise(c, r, margins.abs(), kind=kind, centering=0.1).values.mean(),  # type: ignore[arg-type]
+        lambda c, r: preference_loss.pairwise(c, r, margins.abs(), kind=kind, centering=0.1).values.mean(),  # type: ignore[arg-type]
         chosen,
         rejected,
     )
@@ -98,11 +98,11 @@ def test_pairs(kind: str) -> None:
 
 def test_the_best_of_several() -> None:
     best = torch.tensor([0, 3, 1])
-    check(lambda scores: preference.best_of_n(scores, best).values.mean(), numbers(3, 4, seed=0))
+    check(lambda scores: preference_loss.best_of_n(scores, best).values.mean(), numbers(3, 4, seed=0))
 
 
 def test_spans() -> None:
     ids = torch.tensor([[5, 6, 7, 8, 0, 0], [5, 6, 9, 9, 9, 0], [4, 4, 4, 0, 0, 0]])
     other = torch.tensor([[5, 6, 3, 0, 0, 0], [5, 6, 9, 2, 2, 2], [4, 4, 4, 0, 0, 0]])
-    spans = preference.spans_of(ids, other, pad=0)
-    check(lambda c, r: preference.span(c, r, spans).values.mean(), numbers(3, 6, seed=0), numbers(3, 6, seed=1))
+    spans = preference_loss.spans_of(ids, other, pad=0)
+    check(lambda c, r: preference_loss.span(c, r, spans).values.mean(), numbers(3, 6, seed=0), numbers(3, 6, seed=1))

@@ -14,12 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.algos import aggregation, comparisons, corrections, policy, preference, registry, values
+from megarl.algos import (
+    aggregation,
+    group_advantages,
+    policy_loss,
+    preference_loss,
+    registry,
+    rollout_correction,
+    value_loss,
+)
 from megarl.algos.advantages import from_outcomes
 from megarl.algos.aggregation import weighted_sum
-from megarl.algos.comparisons import Samples
-from megarl.algos.mixing import ptx_shares
-from megarl.algos.terms import LossTerms, weighted, with_term
+from megarl.algos.group_advantages import Samples
+from megarl.algos.optimization import ptx_shares
+from megarl.algos.policy_loss import LossTerms, weighted, with_term
 from tests.algos.adapters.common import local
 from tests.algos.examples import AGGREGATIONS, MASK, POLICY_LOSSES, VALUE_LOSSES, gradient, step_weights, tokens, total
 from tests.algos.inputs import numbers
@@ -36,14 +44,14 @@ NAN = float("nan")
 # ---- against the oracle
 
 SAME_POLICY: list[tuple[Callable[..., LossTerms], Callable[..., naive_policy.Loss], dict[str, Any]]] = [
-    (policy.ppo, naive_policy.ppo, {"clip": 0.1, "clip_high": 0.28, "dual_clip": 1.4}),
-    (policy.ppo, naive_policy.ppo, {"ratio_clamp": (0.7, 1.1)}),
-    (policy.gspo, naive_policy.gspo, {"clip": 0.05, "clip_high": 0.1}),
-    (policy.gspo, naive_policy.gspo, {"clip": 0.05, "clip_high": 0.1, "dual_clip": 1.1}),
-    (policy.cispo, naive_policy.cispo, {"clip": 0.2, "clip_high": 0.3}),
-    (policy.sapo, naive_policy.sapo, {"tau_pos": 0.9, "tau_neg": 1.2}),
-    (policy.gmpo, naive_policy.gmpo, {"clip": 0.2, "clip_high": 0.3}),
-    (policy.reinforce, naive_policy.reinforce, {}),
+    (policy_loss.ppo, naive_policy.ppo, {"clip": 0.1, "clip_high": 0.28, "dual_clip": 1.4}),
+    (policy_loss.ppo, naive_policy.ppo, {"ratio_clamp": (0.7, 1.1)}),
+    (policy_loss.gspo, naive_policy.gspo, {"clip": 0.05, "clip_high": 0.1}),
+    (policy_loss.gspo, naive_policy.gspo, {"clip": 0.05, "clip_high": 0.1, "dual_clip": 1.1}),
+    (policy_loss.cispo, naive_policy.cispo, {"clip": 0.2, "clip_high": 0.3}),
+    (policy_loss.sapo, naive_policy.sapo, {"tau_pos": 0.9, "tau_neg": 1.2}),
+    (policy_loss.gmpo, naive_policy.gmpo, {"clip": 0.2, "clip_high": 0.3}),
+    (policy_loss.reinforce, naive_policy.reinforce, {}),
 ]
 
 
@@ -61,10 +69,12 @@ def test_policy_losses_are_those_of_the_oracle(case: Any, seed: int) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"clip": None}, {"clip": 0.5, "scale": 1.0}], ids=str)
-@pytest.mark.parametrize(("function", "naive"), [(values.mse, naive_values.mse), (values.huber, naive_values.huber)])
+@pytest.mark.parametrize(
+    ("function", "naive"), [(value_loss.mse, naive_values.mse), (value_loss.huber, naive_values.huber)]
+)
 @given(seed=st.integers(0, 99))
 def test_value_losses_are_those_of_the_oracle(function: Any, naive: Any, options: Any, seed: int) -> None:
-    options = {**options, "delta": 0.6} if function is values.huber else options
+    options = {**options, "delta": 0.6} if function is value_loss.huber else options
     now, old, returns = tokens(seed)
     loss = function(now, old, returns, **options)
     expected, clipped = naive(now.flatten(), old.flatten(), returns.flatten(), **options)
@@ -94,12 +104,12 @@ def test_a_loss_with_penalty_and_bonus_is_that_of_the_oracle(seed: int, estimato
     sample = Sample(sample_id="", prompt_ids=[0], response_ids=[0] * 5, score=0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(oracle, "token_statistics", lambda *_: (new[0], entropy[0]))
-        values, metrics = oracle.policy_terms(torch.nn.Identity(), sample, experience, settings)
-    ours = policy.ppo(new, old, advantages, torch.ones(1, 5).bool(), clip=0.1)
+        value_loss, metrics = oracle.policy_terms(torch.nn.Identity(), sample, experience, settings)
+    ours = policy_loss.ppo(new, old, advantages, torch.ones(1, 5).bool(), clip=0.1)
     ours = weighted(ours, torch.tensor([experience.weights]).double())
     ours = with_term(ours, "kl", registry.KL_ESTIMATORS[estimator](new, ref), coef=0.2)
     ours = with_term(ours, "entropy", entropy, coef=-0.3)
-    torch.testing.assert_close(ours.values[0], values)
+    torch.testing.assert_close(ours.values[0], value_loss)
     told = {**ours.metrics, **ours.spreads}
     for name, metric in metrics.items():
         torch.testing.assert_close(told[name][0], metric.double(), msg=name)
@@ -154,7 +164,7 @@ def test_equal_scores_in_every_group_give_no_gradient(name: str) -> None:
         finished=torch.ones(4).bool(),
         scored=torch.ones(4).bool(),
     )
-    for compare in (comparisons.grpo, comparisons.dr_grpo, comparisons.rloo, comparisons.opo):
+    for compare in (group_advantages.grpo, group_advantages.dr_grpo, group_advantages.rloo, group_advantages.opo):
         advantages = from_outcomes(compare(samples), torch.zeros_like(new), MASK, cumulative=True)
         assert not gradient(POLICY_LOSSES[name], new, old, advantages).any()
 
@@ -178,11 +188,11 @@ def test_the_first_update_is_the_policy_gradient(name: str) -> None:
 # ---- decoupled PPO, mixed-in text
 
 
-@pytest.mark.parametrize("mode", [corrections.token_mask, corrections.token_truncate])
+@pytest.mark.parametrize("mode", [rollout_correction.token_mask, rollout_correction.token_truncate])
 def test_where_the_rollout_was_by_the_proximal_policy_decoupled_ppo_is_ppo(mode: Any) -> None:
     new, proximal, advantages = tokens(0)
     weights = mode(proximal, proximal, MASK, local, upper=5.0)
-    plain = policy.ppo(new, proximal, advantages, MASK)
+    plain = policy_loss.ppo(new, proximal, advantages, MASK)
     torch.testing.assert_close(total(weighted(plain, weights), MASK), total(plain, MASK), rtol=0.0, atol=0.0)
 
 
@@ -199,7 +209,7 @@ def test_text_of_no_weight_is_no_text_and_of_all_weight_all_there_is() -> None:
 def test_the_gradient_of_gspo_is_that_of_a_sequence_on_each_of_its_tokens() -> None:
     new, old, advantages = tokens(0)
     advantages = advantages[:, :1].expand_as(new)
-    grad = gradient(partial(policy.gspo, clip=9.0, clip_high=9.0), new, old, advantages)
+    grad = gradient(partial(policy_loss.gspo, clip=9.0, clip_high=9.0), new, old, advantages)
     for row, mask in enumerate(MASK):
         if mask.any():
             ratio = (new[row] - old[row])[mask].mean().exp()
@@ -209,7 +219,7 @@ def test_the_gradient_of_gspo_is_that_of_a_sequence_on_each_of_its_tokens() -> N
 def test_delta_is_a_dual_clip_by_another_name_without_its_metric() -> None:
     new, old, advantages = tokens(1)
     new = 3 * new
-    one, other = (policy.ppo(new, old, advantages, MASK, **{name: 1.5}) for name in ("delta", "dual_clip"))
+    one, other = (policy_loss.ppo(new, old, advantages, MASK, **{name: 1.5}) for name in ("delta", "dual_clip"))
     torch.testing.assert_close(one.values, other.values)
     assert other.metrics["clipfrac_lower"].any()
     assert not one.metrics["clipfrac_lower"].any()
@@ -226,14 +236,14 @@ def test_log_ratios_beyond_any_use_stay_finite(name: str) -> None:
 
 def test_huber_is_the_squared_error_up_to_delta_and_then_grows_less() -> None:
     now, zero = torch.tensor([[0.5, 1.0, 3.0]]).double(), torch.zeros(1, 3).double()
-    loss = values.huber(now, now, zero, clip=None, scale=1.0, delta=1.0)
+    loss = value_loss.huber(now, now, zero, clip=None, scale=1.0, delta=1.0)
     assert loss.values.tolist() == [[0.25, 1.0, 5.0]]
 
 
 def test_a_pair_by_hand() -> None:
-    loss = preference.pairwise(torch.tensor([1.0, 0.5]), torch.tensor([0.0, 0.5]), centering=0.1)
+    loss = preference_loss.pairwise(torch.tensor([1.0, 0.5]), torch.tensor([0.0, 0.5]), centering=0.1)
     assert loss.values.tolist() == pytest.approx([math.log(1 + math.exp(-1)) + 0.1, math.log(2) + 0.1])
-    assert {name: values.tolist() for name, values in loss.metrics.items()} == {
+    assert {name: value_loss.tolist() for name, value_loss in loss.metrics.items()} == {
         "accuracy": [1.0, 0.0],
         "margin": [1.0, 0.0],
         "chosen": [1.0, 0.5],
@@ -244,15 +254,15 @@ def test_a_pair_by_hand() -> None:
 def test_pairs_far_apart_stay_finite_and_a_margin_asks_for_more() -> None:
     chosen, rejected = torch.tensor([1e4, -1e4]).double(), torch.tensor([-1e4, 1e4]).double()
     for kind in ("logsigmoid", "logexp"):
-        assert preference.pairwise(chosen, rejected, kind=kind).values.tolist() == [0.0, 2e4]  # type: ignore[arg-type]
+        assert preference_loss.pairwise(chosen, rejected, kind=kind).values.tolist() == [0.0, 2e4]  # type: ignore[arg-type]
     near = torch.tensor([0.5]).double()
-    with_margin = preference.pairwise(near, near, torch.tensor([0.7]))
-    torch.testing.assert_close(with_margin.values, preference.pairwise(near - 0.7, near).values)
-    assert preference.pairwise(near, near).metrics["accuracy"].item() == 0.0
+    with_margin = preference_loss.pairwise(near, near, torch.tensor([0.7]))
+    torch.testing.assert_close(with_margin.values, preference_loss.pairwise(near - 0.7, near).values)
+    assert preference_loss.pairwise(near, near).metrics["accuracy"].item() == 0.0
 
 
 def test_the_best_of_equal_scores_costs_the_log_of_their_number() -> None:
-    loss = preference.best_of_n(torch.zeros(2, 4), torch.tensor([0, 3]))
+    loss = preference_loss.best_of_n(torch.zeros(2, 4), torch.tensor([0, 3]))
     assert loss.values.tolist() == pytest.approx([1.3862943611198906] * 2)
 
 
@@ -268,7 +278,7 @@ def test_metrics_carry_no_gradient() -> None:
     leaf = new.requires_grad_()
     losses = [function(leaf, old, advantages, MASK) for function in POLICY_LOSSES.values()]
     losses += [function(leaf, old, advantages) for function in VALUE_LOSSES.values()]
-    losses += [preference.pairwise(leaf[0], leaf[1]), preference.best_of_n(leaf, torch.zeros(4).long())]
+    losses += [preference_loss.pairwise(leaf[0], leaf[1]), preference_loss.best_of_n(leaf, torch.zeros(4).long())]
     losses += [with_term(losses[0], "kl", leaf, coef=0.1)]
     for loss in losses:
         assert not any(x.requires_grad for x in {**loss.metrics, **loss.spreads}.values())
@@ -278,8 +288,8 @@ def test_losses_stay_on_the_device_of_their_arguments() -> None:
     x, mask = torch.zeros(2, 3, device="meta"), torch.ones(2, 3, dtype=torch.bool, device="meta")
     losses = [function(x, x, x, mask) for function in POLICY_LOSSES.values()]
     losses += [function(x, x, x) for function in VALUE_LOSSES.values()]
-    losses += [preference.pairwise(x, x, x), preference.best_of_n(x, mask.sum(-1))]
-    losses += [preference.span(x, x, preference.spans_of(x.long(), x.long(), pad=0)), weighted(losses[0], x)]
+    losses += [preference_loss.pairwise(x, x, x), preference_loss.best_of_n(x, mask.sum(-1))]
+    losses += [preference_loss.span(x, x, preference_loss.spans_of(x.long(), x.long(), pad=0)), weighted(losses[0], x)]
     for loss in losses:
         assert {loss.values.device.type, *(v.device.type for v in loss.metrics.values())} == {"meta"}
     for weigh in registry.ROLLOUT_WEIGHTS.values():

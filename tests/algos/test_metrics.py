@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megarl.algos.metrics import explained_variance, group_metrics, objective_metrics, rollout_gap, value_metrics
-from megarl.algos.normalisation import Reduce
-from megarl.algos.rewards import kl_penalties
+from megarl.algos.normalization import Reduce
+from megarl.algos.reward_shaping import kl_penalties
 from tests.algos.adapters.common import local, on_ranks
 from tests.algos.examples import MASK
 from tests.algos.inputs import numbers

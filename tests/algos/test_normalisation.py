@@ -12,8 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.algos.normalisation import Groups, Reduce, masked_moments, standardise
-from megarl.algos.normalisers import Level, grouped_tokens, levels, whiten_advantages, whiten_rewards
+from megarl.algos.normalization import (
+    Groups,
+    Level,
+    Reduce,
+    grouped_tokens,
+    levels,
+    masked_moments,
+    standardise,
+    whiten_advantages,
+    whiten_rewards,
+)
 from tests.algos.adapters.common import local, on_ranks
 from tests.algos.inputs import NAN, lengths_mask, numbers, rows_of, seeds
 from tests.oracle import normalisation as naive

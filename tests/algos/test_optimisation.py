@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from megarl.algos.mixing import ema
-from megarl.algos.normalisation import Reduce
-from megarl.algos.optimisation import divided, exceeds_target, linear_anneal, rank_seeds, tensorflow_eps
-from megarl.algos.value_norm import ValueMoments, ValueScale, denormalised, normalised, scale_of, updated
+from megarl.algos.normalization import Reduce
+from megarl.algos.optimization import divided, ema, exceeds_target, linear_anneal, rank_seeds, tensorflow_eps
+from megarl.algos.value_loss import ValueMoments, ValueScale, denormalised, normalised, scale_of, updated
 from tests.algos.adapters.common import local, on_ranks
 from tests.algos.examples import MASK
 from tests.algos.inputs import numbers

@@ -10,18 +10,17 @@ import inspect
 import pytest
 import torch
 
-from megarl.algos import corrections, policy, registry, values
+from megarl.algos import policy_loss, registry, rollout_correction, value_loss
 from megarl.algos.aggregation import sequence_mean, token_mean, weighted_sum
-from megarl.algos.controllers import AdaptiveKL
+from megarl.algos.kl import AdaptiveKL
 from megarl.algos.m2po import m2po
 from megarl.algos.metrics import objective_metrics
-from megarl.algos.mixing import ema
-from megarl.algos.normalisation import Reduce
-from megarl.algos.preference import span, spans_of
-from megarl.algos.rewards import kl_penalties
-from megarl.algos.scores import keep_finished
-from megarl.algos.terms import LossTerms, weighted
-from megarl.weights.specs.model import model_spec
+from megarl.algos.normalization import Reduce
+from megarl.algos.optimization import ema
+from megarl.algos.policy_loss import LossTerms, weighted
+from megarl.algos.preference_loss import span, spans_of
+from megarl.algos.reward_shaping import keep_finished, kl_penalties
+from megarl.models.architecture import model_spec
 from tests.algos.adapters.common import local, on_ranks
 from tests.algos.examples import MASK, POLICY_LOSSES, VALUE_LOSSES, gradient, step_weights, tokens, total
 from tests.algos.inputs import numbers
@@ -104,10 +103,10 @@ def test_p11_an_entropy_before_the_temperature() -> None:
 def test_p12_a_value_loss_without_its_half_and_with_another_clip_fraction() -> None:
     """The value moved by more than the clip, but towards the return: no clip decides, and it does not count as one."""
     old, now, returns = (torch.tensor([[x]]).double() for x in (0.0, -1.0, 2.0))
-    away = values.mse(now, old, returns, clip=0.2)
+    away = value_loss.mse(now, old, returns, clip=0.2)
     assert away.values.item() == pytest.approx(0.5 * 9.0)
     assert away.metrics["clipfrac"].item() == 0.0
-    towards = values.mse(-now, old, returns, clip=0.2)
+    towards = value_loss.mse(-now, old, returns, clip=0.2)
     assert towards.values.item() == pytest.approx(0.5 * (2.0 - 0.2) ** 2)
     assert towards.metrics["clipfrac"].item() == 1.0
 
@@ -116,8 +115,8 @@ def test_p12_a_value_loss_without_its_half_and_with_another_clip_fraction() -> N
 def test_p16_denominators_of_the_tokens_that_are_kept(aggregate: type) -> None:
     """What a correction drops stays in the denominator: the others weigh what they weighed."""
     new, old, advantages = tokens(0)
-    loss = policy.ppo(new, old, advantages, MASK)
-    keep = corrections.rejection(new, old, MASK, statistic="token_k2", upper=0.02)
+    loss = policy_loss.ppo(new, old, advantages, MASK)
+    keep = rollout_correction.rejection(new, old, MASK, statistic="token_k2", upper=0.02)
     assert keep.any()
     assert (MASK & ~keep).any()
     kept = total(weighted(loss, keep.double()), MASK, aggregate)
@@ -142,7 +141,9 @@ def test_p24_a_ratio_to_the_rollout_where_the_old_log_probabilities_are_missing(
         parameter = inspect.signature(function).parameters["old_logprobs"]
         assert parameter.default is parameter.empty, f"{name} must be told what its ratio is to"
     new, old, advantages = tokens(0)
-    assert not torch.equal(policy.ppo(new, old, advantages, MASK).values, policy.ppo(new, new, advantages, MASK).values)
+    assert not torch.equal(
+        policy_loss.ppo(new, old, advantages, MASK).values, policy_loss.ppo(new, new, advantages, MASK).values
+    )
 
 
 def test_p25_an_average_in_bfloat16_that_never_moves() -> None:
@@ -159,10 +160,10 @@ def test_p26_a_dual_clip_of_positive_advantages() -> None:
     old, mask = torch.zeros(1, 2).double(), torch.ones(1, 2).bool()
     new = torch.tensor([[5.0, -5.0]]).double()
     positive = torch.ones(1, 2).double()
-    one, other = (policy.ppo(new, old, positive, mask, dual_clip=c) for c in (None, 1.1))
+    one, other = (policy_loss.ppo(new, old, positive, mask, dual_clip=c) for c in (None, 1.1))
     assert torch.equal(one.values, other.values)
     assert not other.metrics["clipfrac_lower"].any()
-    bounded = policy.ppo(new, old, -positive, mask, dual_clip=3.0)
+    bounded = policy_loss.ppo(new, old, -positive, mask, dual_clip=3.0)
     assert bounded.values[0].tolist() == pytest.approx([3.0, 0.8])
     assert bounded.metrics["clipfrac_lower"].tolist() == [[1.0, 0.0]]
 

@@ -19,7 +19,7 @@ Name = tuple[str, str]
 """A module of megarl.algos, and a name in it."""
 
 DOCUMENTED = {
-    ("optimisation", "rank_seeds"): "for comparison with lm-human-preferences; nothing here is seeded by rank"
+    ("optimization", "rank_seeds"): "for comparison with lm-human-preferences; nothing here is seeded by rank"
 }
 
 
@@ -89,7 +89,9 @@ def test_every_public_function_is_used_by_the_system() -> None:
     algos = {file: tree for file, tree in parsed(ALGOS).items() if file.stem not in PAGES}
     outside = {file: tree for file, tree in parsed(PACKAGE).items() if ALGOS not in file.parents}
     there, used = public(algos), reached(outside, algos)
-    assert {("policy", "gspo"), ("aggregation", "weighted_sum"), ("m2po", "m2po")} <= there & used, "nothing is found"
+    assert {("policy_loss", "gspo"), ("aggregation", "weighted_sum"), ("m2po", "m2po")} <= there & used, (
+        "nothing is found"
+    )
     assert there - used == DOCUMENTED.keys()
 
 

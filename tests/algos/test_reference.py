@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from megarl.algos import registry
-from megarl.algos.comparisons import Samples
+from megarl.algos.group_advantages import Samples
 from megarl.algos.kinds import KINDS
-from megarl.algos.normalisation import Groups
+from megarl.algos.normalization import Groups
 from megarl.algos.parts import PARTS
+from megarl.algos.policy_loss import LossTerms
 from megarl.algos.reference import markdown
-from megarl.algos.terms import LossTerms
 from megarl.config import PPOConfig, load
 from megarl.config.schema import STAGES
 from megarl.config.schema.walk import choices, fields, section
-from megarl.loop.own_functions import check_own_functions
+from megarl.preflight.functions import check_own_functions
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs" / "algorithms.md").read_text(encoding="utf-8")
@@ -66,7 +66,7 @@ def test_the_registry_has_no_table_besides() -> None:
 def test_parts_are_asked_for_by_fields_that_there_are(part: object) -> None:
     """A field with a choice has it among its names, its values, or (of reward functions) the rules."""
     from megarl.algos.parts import Part
-    from megarl.rewards.registry import RULES
+    from megarl.rewards.functions import RULES
 
     assert isinstance(part, Part)
     found = [info for schema in STAGES.values() if (info := field(schema, part.field.split("."))) is not None]

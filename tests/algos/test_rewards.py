@@ -7,11 +7,9 @@ import torch
 from hypothesis import given
 
 from megarl.algos.advantages import from_outcomes, gae
-from megarl.algos.comparisons import Samples, dr_grpo
+from megarl.algos.group_advantages import Samples, dr_grpo
 from megarl.algos.kl import k1
-from megarl.algos.rewards import dense_rewards, kl_penalties, token_rewards
-from megarl.algos.scores import clip_scores
-from megarl.algos.sequences import first_end
+from megarl.algos.reward_shaping import clip_scores, dense_rewards, first_end, kl_penalties, token_rewards
 from tests.algos.inputs import NAN, fractions, lengths, lengths_mask, masks, numbers, seeds
 
 

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algos.overlong import overlong_penalty
-from megarl.algos.scores import (
+from megarl.algos.reward_shaping import (
     ScoreScale,
     clip_scores,
+    first_end,
     head_std,
     keep_finished,
     replace_missing_end,
@@ -19,7 +20,6 @@ from megarl.algos.scores import (
     subtract_missing_end,
     zero_missing_end,
 )
-from megarl.algos.sequences import first_end
 from megarl.data.padding import left_pad, position_ids, position_ids_with_padding_at_one
 from tests.algos.inputs import lengths_mask
 from tests.oracle.models import Sample

@@ -29,11 +29,11 @@ def _rewritten(rank: int, directory: Path, layout: Layout, out: Path) -> None:
     """Reads a model into a role and writes it, as a run does."""
     import torch.distributed as dist
 
-    from megarl.megatron.groups import GroupCache
-    from megarl.megatron.role import Role
+    from megarl.megatron.model_engine import Role
+    from megarl.megatron.parallel import GroupCache
+    from megarl.models import model_spec
     from megarl.weights.export import Export, export_plan
-    from megarl.weights.files import load_shard, read_config
-    from megarl.weights.specs import model_spec
+    from megarl.weights.hf_files import load_shard, read_config
 
     spec = model_spec(read_config(directory))
     vocab, dtype = spec.dims.vocab, getattr(torch, spec.dtype)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megarl.megatron.measures import Measures
+from megarl.megatron.loss_metrics import Measures
 from megarl.types import Layout, RoleName
 from tests.megatron.samples import random_chunks
 from tests.megatron.tiny import load_role
@@ -63,7 +63,7 @@ def snapshot(role: Any) -> Snapshot:
 
 
 def _average(role: Any) -> dict[tuple[str, str], tuple[int, torch.Tensor]]:
-    from megarl.megatron.shards import shards
+    from megarl.megatron.optimizer import shards
 
     runs = {shard.name: shard.span.start for shard in shards(role.model, role.trainer)}
     return {("average", name): (runs[name], values.clone()) for name, values in role.average.values.items()}
@@ -111,7 +111,7 @@ def make_roles(
 ) -> dict[RoleName, Any]:
     """Roles in training, in one world; heads are not zero."""
     from megarl.config.schema import Optimizer
-    from megarl.megatron.groups import GroupCache
+    from megarl.megatron.parallel import GroupCache
 
     cache = GroupCache()
     roles: dict[RoleName, Any] = {}

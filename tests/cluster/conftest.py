@@ -9,8 +9,8 @@ import pytest
 import ray
 
 from megarl.cluster.calls import Watch
-from megarl.cluster.group import WorkerGroup
 from megarl.cluster.session import Session
+from megarl.cluster.trainers import WorkerGroup
 from megarl.config import RunConfig, load
 from megarl.config.schema import TimeLimits
 

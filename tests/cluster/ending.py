@@ -17,14 +17,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.group import Role, WorkerGroup
+from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.resharder import Resharder
-from megarl.cluster.rollouts import RolloutGroup
 from megarl.cluster.session import Session
+from megarl.cluster.trainers import Role, WorkerGroup
 from megarl.config import PPOConfig, load
 from megarl.data.prompts import random_prompts, sample_requests
+from megarl.models import model_spec
 from megarl.types import PackRow, RankSchedule, Schedule
-from megarl.weights.specs import model_spec
 from tests.cluster.ending_workers import CASE, DRIVER, SIGNALS
 from tests.leftovers import Trace
 

@@ -14,7 +14,7 @@ from multiprocessing import shared_memory
 import numpy as np
 
 from megarl.errors import RunError
-from megarl.rollout.chunks import Response, into_chunk
+from megarl.rollout.completions import Response, into_chunk
 from megarl.rollout.engine import RolloutEngine
 from megarl.types import RolloutChunk, SampleInfo, VersionSpan, WorkItem
 

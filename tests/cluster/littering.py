@@ -8,8 +8,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from megarl.cluster.group import WorkerGroup
 from megarl.cluster.session import Session
+from megarl.cluster.trainers import WorkerGroup
 from megarl.config import load
 from tests.cluster.conftest import DEBUG, FAKE_WORKER
 

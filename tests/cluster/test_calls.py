@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from megarl.cluster.calls import Phase, Watch, WorkerError
-from megarl.cluster.group import WorkerGroup
+from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
-from megarl.cluster.shell import ChunkRefs
+from megarl.cluster.trainers import WorkerGroup
 from megarl.config.schema import TimeLimits
 
 

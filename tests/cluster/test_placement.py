@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.group import chunks_by_rank
 from megarl.cluster.placement import in_order, visible_devices
 from megarl.cluster.ray_node import ENVIRONMENT
 from megarl.cluster.session import Session
+from megarl.cluster.trainers import chunks_by_rank
 from megarl.types import Layout, PackRow, RankSchedule, Schedule
 
 

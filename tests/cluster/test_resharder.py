@@ -13,9 +13,9 @@ from megarl.cluster.calls import WorkerError
 from megarl.cluster.placement import Slot
 from megarl.cluster.resharder import Resharder, SyncReport
 from megarl.config import PPOConfig, load
+from megarl.models import model_spec
 from megarl.resharding import SyncSpec, SyncStats
 from megarl.types import Layout
-from megarl.weights.specs import model_spec
 
 ACTOR = Layout(tp=2, pp=2)
 TP2_ENGINES = ["rollout.devices=0-3", "rollout.tp=2", "cluster.nodes=2", "cluster.devices_per_node=2"]

@@ -9,8 +9,7 @@ import pytest
 import ray
 
 from megarl.cluster.calls import Watch, WorkerError
-from megarl.cluster.queue import WorkQueue
-from megarl.cluster.rollouts import RolloutGroup, Rollouts
+from megarl.cluster.engines import RolloutGroup, Rollouts, WorkQueue
 from megarl.cluster.session import Session
 from megarl.config import PPOConfig
 from megarl.config.schema import Rollout, TimeLimits

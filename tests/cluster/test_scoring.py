@@ -15,10 +15,10 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from megarl.cluster.rollouts import Rollouts
-from megarl.cluster.scoring import RuleScorers
+from megarl.cluster.engines import Rollouts
+from megarl.cluster.ray_worker import ChunkRefs
+from megarl.cluster.scorers import RuleScorers
 from megarl.cluster.session import Session
-from megarl.cluster.shell import ChunkRefs
 from megarl.config.schema import Reward, RewardFunction, TimeLimits
 from tests.rewards.answers import infos, own, prompt, rollout
 

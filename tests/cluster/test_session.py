@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.shell import Shell
+from megarl.cluster.ray_worker import Shell
 from megarl.errors import RunError
 from tests.leftovers import Trace, comes_true
 
@@ -65,7 +65,7 @@ sys.stdin.read()
 _JOIN = """
 import ray, sys
 from pathlib import Path
-from megarl.cluster.group import WorkerGroup
+from megarl.cluster.trainers import WorkerGroup
 from megarl.cluster.session import Session
 from megarl.config import load
 from tests.cluster.conftest import DEBUG, FAKE_WORKER

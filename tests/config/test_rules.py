@@ -129,6 +129,6 @@ def test_a_layout_is_accepted_exactly_if_whole_replicas_fill_the_group(devices: 
 
 
 def test_model_types_are_those_with_a_weight_spec() -> None:
-    from megarl.weights.specs import FAMILIES
+    from megarl.models import FAMILIES
 
     assert set(model.MODEL_TYPES) == set(FAMILIES)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.weights.specs import ModelSpec, model_spec
+from megarl.models import ModelSpec, model_spec
 
 Tensors = dict[str, torch.Tensor]
 

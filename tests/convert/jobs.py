@@ -86,9 +86,9 @@ def _end_manager() -> None:
 
 def _model(rank: int, config: dict[str, Any], layout: Layout) -> tuple[Any, Any, Any]:
     """The spec, this rank's chunks, and Megatron's description of what they hold."""
-    from megarl.megatron.groups import GroupCache, build_groups
     from megarl.megatron.model import build_model
-    from megarl.weights.specs import model_spec
+    from megarl.megatron.parallel import GroupCache, build_groups
+    from megarl.models import model_spec
 
     spec = model_spec(config)
     groups = build_groups(layout, rank, GroupCache())

@@ -23,11 +23,11 @@ from megarl.convert.parts import Part
 from megarl.convert.stored import BoxReader, StoredTensor
 from megarl.convert.torch_file import read_index
 from megarl.convert.verifying import compare
+from megarl.models import model_spec
 from megarl.types import Layout
-from megarl.weights.files import CheckpointError, load_shard
-from megarl.weights.plans import Copy
-from megarl.weights.regions import Box, TensorInfo
-from megarl.weights.specs import model_spec
+from megarl.weights.hf_files import CheckpointError, load_shard
+from megarl.weights.plan import Copy
+from megarl.weights.shard_map import Box, TensorInfo
 from tests.convert.directories import Tensors, assert_equal, make_directory, read_directory
 from tests.weights import models
 

@@ -14,7 +14,7 @@ from megarl.convert.exporting import export_checkpoint
 from megarl.convert.importing import import_checkpoint
 from megarl.convert.memory import Resources, resident_bytes
 from megarl.convert.verifying import compare
-from megarl.weights.specs import model_spec
+from megarl.models import model_spec
 from tests.convert.directories import assert_equal, make_directory, random_tensors, read_directory
 from tests.weights import models
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from megarl.convert.errors import BrokenError
 from megarl.convert.stored import BoxReader, StoredTensor
 from megarl.convert.torch_file import StoredItem, read_index
-from megarl.weights.plans import Copy
-from megarl.weights.regions import Box, TensorInfo
+from megarl.weights.plan import Copy
+from megarl.weights.shard_map import Box, TensorInfo
 
 
 @st.composite

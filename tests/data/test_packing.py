@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.alignment import align, flatten, response_mask
 from megarl.data.packing import PAD_SEQUENCE_TOKENS, gather, pack, pack_shape, scatter, scatter_scalars
+from megarl.experience.padded_batch import align, flatten, response_mask
 from megarl.types import PackRow, Ragged
 
 

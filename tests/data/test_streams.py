@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.streams import Stream, StreamState
+from megarl.data.stream import Stream, StreamState
 from megarl.types import Prompt
 
 
@@ -67,7 +67,7 @@ def test_a_stream_refuses_the_state_of_another() -> None:
 def test_the_order_is_the_same_in_another_process_and_after_json() -> None:
     program = """
 import json, sys
-from megarl.data.streams import Stream, StreamState
+from megarl.data.stream import Stream, StreamState
 from megarl.types import Prompt
 stream = Stream([Prompt(prompt_id=str(i), token_ids=(i,)) for i in range(7)], 4)
 stream.load(StreamState(**json.loads(sys.argv[1])))

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.demo.mistakes import DEMONSTRATED, REJECTED, Mistake, wrong_answer
 from megarl.demo.task import MAX_PROMPT_TOKENS, Question, exact_match, questions
-from megarl.rewards.answer import Answer
+from megarl.rewards.functions import Answer
 
 UP = Question(direction="up", letters="kdxbq")
 DOWN = Question(direction="down", letters="kdxbq")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from megarl.data.prompts import random_prompts
 from megarl.data.schedule import mini_batch_members
-from megarl.data.streams import Stream
+from megarl.data.stream import Stream
 from megarl.types import SampleInfo
 from tests.e2e.runs import ROOT
 from tests.oracle import models, ppo, scores, selection, supervised

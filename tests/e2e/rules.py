@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.rewards.answer import Answer
+from megarl.rewards.functions import Answer
 
 
 def remainder(answer: Answer, divisor: int, shift: float = 0.0) -> float:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.config import RunConfig, load
+from megarl.models import model_spec
 from megarl.resharding import Place, SyncError, SyncSpec, SyncStats, serve_store
+from megarl.resharding.holders import plan_sync
 from megarl.types import Layout
-from megarl.weights.files import read_config
-from megarl.weights.holders import plan_sync
-from megarl.weights.plans import TransferPlan
-from megarl.weights.specs import model_spec
+from megarl.weights.hf_files import read_config
+from megarl.weights.plan import TransferPlan
 from tests.pool import RankPool, free_port
 from tests.rollout.engine_process import EngineProcess, RemoteError
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megarl.config import load
-from megarl.status.reading import read_status
+from megarl.run.status.reading import read_status
 from tests.e2e.conftest import DebugRun
 from tests.e2e.runs import DEBUG, PARTS, lines, train
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.status.reading import read_status
+from megarl.run.status.reading import read_status
 from tests.e2e.runs import DEBUG, finish, lines, started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

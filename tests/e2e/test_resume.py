@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.obs.attempts import read_attempts
+from megarl.run.attempts import read_attempts
 from tests.e2e.conftest import DebugRun
 from tests.e2e.runs import PARTS, lines, train
 

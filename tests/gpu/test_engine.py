@@ -63,7 +63,7 @@ def test_updates_equal_those_of_the_cpu(gpu: RankPool, pool: RankPool, tmp_path:
 
 def _offloaded(rank: int, directory: Path) -> dict[str, int]:
     """What the allocator says of a role's way to host memory and back."""
-    from megarl.megatron.groups import GroupCache
+    from megarl.megatron.parallel import GroupCache
 
     role = load_role(directory, "actor", Layout(), rank, GroupCache(), trainable=True, head=None)
     role.start_training(Optimizer(lr=1e-3), total_steps=1)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megarl.resharding.buckets import Checksum, bucket_views, landed, landing_bytes, pack, payload, unpack
-from megarl.resharding.landing import DeviceLanding, Mappings
-from megarl.resharding.records import SyncStats
+from megarl.resharding.memory import DeviceLanding, Mappings
+from megarl.resharding.sync_barrier import SyncStats
 from tests.resharding import jobs
 from tests.resharding.ways import Connections
 

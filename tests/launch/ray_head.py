@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from megarl.cluster.processes import MARK, Remains
+from megarl.cluster.cleanup import MARK, Remains
 from megarl.cluster.ray_node import ENVIRONMENT
 from tests.needs import lacking
 from tests.slurm.files import free_ports

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.processes import MARK, marked_processes
+from megarl.cluster.cleanup import MARK, marked_processes
 from megarl.launch.node.guard import clean
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ import yaml
 
 from megarl.config import load
 from megarl.config.schema import PPOConfig
-from megarl.status.reading import read_status
+from megarl.run.status.reading import read_status
 from tests.config.debug import DEBUG
 from tests.launch.slurm_command import Login
 

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from megarl.config import ConfigError, load
 from megarl.loop.assets import model_directory
-from megarl.loop.directory import RunDirectory
-from megarl.weights.files import HFDirectory
-from megarl.weights.specs import model_spec
+from megarl.models import model_spec
+from megarl.run.directory import RunDirectory
+from megarl.weights.hf_files import HFDirectory
 
 DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "ppo.yaml"
 

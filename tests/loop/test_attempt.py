@@ -13,9 +13,8 @@ import pytest
 
 from megarl.config import ConfigError, Problem
 from megarl.errors import RunError
-from megarl.loop.attempt import attempt
-from megarl.loop.directory import RunPaths
-from megarl.obs.attempts import read_attempts
+from megarl.run.attempts import read_attempts
+from megarl.run.directory import RunPaths, attempt
 from tests.config.debug import debug
 
 PROBLEM = Problem(field="data", value="changed", rule="it stays", fix="restore it")

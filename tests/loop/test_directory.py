@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError, RunConfig, load
-from megarl.loop.directory import RunDirectory
+from megarl.run.directory import RunDirectory
 from tests.checkpoint.staging import content, write_roles
 
 DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "ppo.yaml"

@@ -15,7 +15,7 @@ import megarl.loop
 from megarl.cli import app
 from megarl.cluster.calls import WorkerError
 from megarl.config import ConfigError, EvalConfig, load
-from megarl.loop.directory import EvaluationDirectory, RunDirectory
+from megarl.run.directory import EvaluationDirectory, RunDirectory
 from tests.config.debug import DEBUG, REPOSITORY, debug
 
 EVAL = DEBUG.with_stem("eval")
@@ -53,14 +53,14 @@ def test_a_finished_evaluation_and_other_runs_are_kept(tmp_path: Path) -> None:
 
 def test_the_command_evaluates_and_ends_with_what_stopped_it(monkeypatch: pytest.MonkeyPatch) -> None:
     received: list[EvalConfig] = []
-    monkeypatch.setattr(megarl.loop, "eval", types.SimpleNamespace(evaluate=received.append), raising=False)
+    monkeypatch.setattr(megarl.loop, "evaluate", types.SimpleNamespace(evaluate=received.append), raising=False)
     assert CliRunner().invoke(app, ["eval", str(EVAL), "run.dir=here"], catch_exceptions=False).exit_code == 0
     assert received == [configured(Path("here"))]
 
     def fail(config: EvalConfig) -> None:
         raise WorkerError("rollout engine 0 died")
 
-    monkeypatch.setattr(megarl.loop, "eval", types.SimpleNamespace(evaluate=fail), raising=False)
+    monkeypatch.setattr(megarl.loop, "evaluate", types.SimpleNamespace(evaluate=fail), raising=False)
     failed = CliRunner().invoke(app, ["eval", str(EVAL)])
     assert (failed.exit_code, failed.stderr) == (1, "rollout engine 0 died\n")
 

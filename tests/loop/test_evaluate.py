@@ -14,7 +14,7 @@ import pytest
 
 from megarl.config.schema import Evaluation, SourceFields
 from megarl.loop.evaluate import TrainingEvaluator, held_out_metrics
-from megarl.loop.stage import EvaluationResult
+from megarl.run.results import EvaluationResult
 from megarl.types import SampleInfo
 
 Z = 1.959963984540054

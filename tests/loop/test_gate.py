@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megarl.config.schema import LogprobGate
-from megarl.loop.gate import DisagreementError, compare, probe
+from megarl.loop.logprob_check import DisagreementError, compare, probe
 from megarl.types import Ragged
 
 TRAINER = Ragged.from_rows([[-1.0, -2.0], [-3.0, -0.5]], np.float32)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megarl.data.sources import LeftOut
-from megarl.loop.left_out import LeftOutRows
+from megarl.data.sources import LeftOut, LeftOutRows
 
 ROWS = [
     ("data.train", LeftOut(where="pairs.jsonl, line 3", fault="equal", reason="the same")),

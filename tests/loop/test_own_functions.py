@@ -9,7 +9,7 @@ import pytest
 from megarl.algos.kinds import KINDS
 from megarl.config.schema import STAGES, Own
 from megarl.config.schema.walk import choices, plain, sections
-from megarl.loop.own_functions import check_own_functions
+from megarl.preflight.functions import check_own_functions
 from tests.config.debug import GRPO, debug
 
 HERE = "tests.own_functions"

@@ -14,7 +14,7 @@ import pytest
 from megarl.config import ConfigError, load
 from megarl.data.tokenizer import load_tokenizer
 from megarl.loop.assets import write_random_model
-from megarl.loop.preflight import PairSets, PromptSets, TextSets, check
+from megarl.preflight.check import PairSets, PromptSets, TextSets, check
 from tests.data.rows import chatml_tokenizer, jsonl
 
 DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "ppo.yaml"
@@ -310,7 +310,7 @@ def test_a_critic_is_not_trained_in_float16(tmp_path: Path) -> None:
 
 
 def test_tracking_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.loop.preflight.has_wandb", lambda: False)
+    monkeypatch.setattr("megarl.preflight.check.has_wandb", lambda: False)
     assert "needs the package wandb" in refusal("tracking.wandb_project=mine")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from megarl.config import PPOConfig, load
 from megarl.data.demonstrations import Demonstration
 from megarl.data.schedule import step_schedule
-from megarl.loop.ptx import TextMixture
+from megarl.loop.update import TextMixture
 from megarl.types import SampleInfo, Schedule
 
 TEXTS = [

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.loop.replay import RecordingEngine, read_response, recorded_steps, write_sample
 from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.replay import RecordingEngine, read_response, recorded_steps, write_sample
 from megarl.types import Prompt, Ragged, RolloutChunk, SampleInfo, SampleRequest, VersionSpan
 
 CHUNK = RolloutChunk(

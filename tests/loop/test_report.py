@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megarl.config import load
-from megarl.loop.directory import RunDirectory
-from megarl.loop.report import Reporter, read_summary
-from megarl.loop.stage import EvaluationResult, StepResult
-from megarl.obs.samples import ShownSample
+from megarl.run.directory import RunDirectory
+from megarl.run.report import Reporter, read_summary
+from megarl.run.results import EvaluationResult, StepResult
+from megarl.run.samples import ShownSample
 from tests.loop.test_assets import DEBUG
 
 SAMPLE = ShownSample(

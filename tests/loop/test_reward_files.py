@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.algos.scores import ScoreScale
+from megarl.algos.reward_shaping import ScoreScale
 from megarl.loop.reward_files import PreferenceStatistics, read_scale, write_scale
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import ConfigError, load
-from megarl.loop import run
+from megarl.loop import train
 from tests.loop.test_assets import DEBUG
 
 
@@ -18,5 +18,5 @@ def test_a_run_on_gpus_needs_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     with pytest.raises(
         ConfigError, match=r"cluster.devices_per_node = 4\n    rule: at most the GPUs of this machine, 3"
     ):
-        run.train(config)
+        train.train(config)
     assert not directory.exists()

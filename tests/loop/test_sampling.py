@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.cluster.rollouts import Rollouts
-from megarl.loop.sampling import DynamicSampling, Sampled, Sampler
+from megarl.cluster.engines import Rollouts
+from megarl.loop.sampler import DynamicSampling, Sampled, Sampler
 from megarl.loop.scoring import Scoring, Sources
 from megarl.types import Prompt, SampleInfo, SampleRequest
 

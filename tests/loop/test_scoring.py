@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.algos.scores import ScoreScale
+from megarl.algos.reward_shaping import ScoreScale
 from megarl.config.schema import Algo, Reward, RewardFunction, Scores
-from megarl.loop.judging import Judged, judged, keeper
-from megarl.loop.sampling import Sampled, sample_metrics
+from megarl.loop.sampler import Sampled, sample_metrics
+from megarl.loop.score_batch import Judged, judged, keeper
 from megarl.loop.scoring import (
     Scorer,
     Scoring,

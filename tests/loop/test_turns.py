@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megarl.cluster.resharder import SyncReport
-from megarl.loop.turns import Turns
+from megarl.loop.colocation import Turns
 
 REPORT = SyncReport(version=0, nbytes=8, messages=1, staging_bytes=8, seconds=2.0, stages={"offload": 100.0})
 

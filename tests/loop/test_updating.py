@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.config.schema import EarlyStop
-from megarl.loop.updating import Updater, moved
+from megarl.loop.update import Updater, moved
 from megarl.types import RankSchedule, RoleName, Schedule
 
 TOKENS = (10, 30)

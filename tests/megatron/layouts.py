@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.algos.terms import LossTerms
+from megarl.algos.policy_loss import LossTerms
 from megarl.config.schema import Algo, Optimizer
 from megarl.types import ExperienceChunk, Layout, Ragged, SampleInfo, TextChunk
 from tests.megatron.tiny import load_role, random_head
@@ -192,7 +192,7 @@ def updates(
         from that of the single rank, relative to the largest move of any.
     """
     from megarl.data.schedule import inference_schedule
-    from megarl.megatron.groups import GroupCache
+    from megarl.megatron.parallel import GroupCache
 
     cache = GroupCache()
     roles: dict[str, Any] = {}
@@ -222,7 +222,7 @@ def updates(
 
 def restart(role: Any, start: Mapping[str, torch.Tensor]) -> None:
     """Gives a role these weights, and an optimizer and an average that know no others."""
-    from megarl.megatron.shards import shards
+    from megarl.megatron.optimizer import shards
 
     for name, parameter in role.model.parameters().items():
         parameter.data.copy_(start[name])
@@ -237,7 +237,7 @@ def two_steps(role: Any, case: Case, columns: Any, budget: int, reference: Any =
     from megarl.data.batches import on_all_tokens
     from megarl.data.schedule import step_schedule, under_one_length
     from megarl.megatron.losses import policy_loss, text_loss, value_loss
-    from megarl.megatron.role import Mixed
+    from megarl.megatron.model_engine import Mixed
 
     algo, everything = Algo.model_validate(case.algo), samples()
     plans = [step_schedule([everything[i] for i in members], role.layout, budget) for members in STEPS]

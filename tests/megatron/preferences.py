@@ -31,7 +31,7 @@ LOSSES: dict[str, tuple[int, Any]] = {
 
 def own_loss(chosen: torch.Tensor, rejected: torch.Tensor, *, weight: float) -> Any:
     """A loss of the user's own."""
-    from megarl.algos.terms import LossTerms
+    from megarl.algos.policy_loss import LossTerms
 
     values = torch.log1p(torch.exp(rejected - chosen)) + weight * (chosen + rejected).square()
     scores = {"chosen": chosen.detach(), "rejected": rejected.detach(), "margin": (chosen - rejected).detach()}
@@ -74,7 +74,7 @@ def settings_of(name: str) -> Any:
 
 def compared(rank: int, directory: Path, name: str, layout: Layout, budget: int) -> dict[str, Any]:
     """Two steps of the reward model with the loss of that name."""
-    from megarl.megatron.groups import GroupCache
+    from megarl.megatron.parallel import GroupCache
     from megarl.megatron.supervised_losses import preference_loss
 
     responses, _ = LOSSES[name]
@@ -109,7 +109,7 @@ def naively_compared(directory: Path, name: str) -> Naive:
 
 def tuned_on_all(rank: int, directory: Path, layout: Layout, budget: int) -> dict[str, Any]:
     """Two steps of fine-tuning on every token of the first responses."""
-    from megarl.megatron.groups import GroupCache
+    from megarl.megatron.parallel import GroupCache
 
     role = load_role(directory, "actor", layout, rank, GroupCache(), trainable=True, head=None)
     role.start_training(SETTINGS, total_steps=2)
@@ -138,7 +138,7 @@ def naively_tuned_on_all(directory: Path) -> Naive:
 def scaled(rank: int, directory: Path, layout: Layout, dtype: torch.dtype) -> list[Any]:
     """Scores before the head is scaled by 3, after it, and after an optimizer step that moves nothing."""
     from megarl.data.schedule import inference_schedule
-    from megarl.megatron.groups import GroupCache
+    from megarl.megatron.parallel import GroupCache
     from megarl.megatron.supervised_losses import preference_loss
 
     head = random_head(directory)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.data.columns import Columns
+from megarl.experience.padded_batch import Columns
 from megarl.types import Ragged, RolloutChunk, SampleFacts, SampleInfo, VersionSpan
 
 

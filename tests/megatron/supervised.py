@@ -48,7 +48,7 @@ def two_steps(
 ) -> Outcome:
     """The loss before the first step, by a forward pass alone; and both steps."""
     from megarl.data.schedule import step_schedule
-    from megarl.megatron.groups import GroupCache
+    from megarl.megatron.parallel import GroupCache
 
     chunks, batches = _batches()
     head, per_unit = (None, 1) if name == "actor" else (random_head(directory), 2)

@@ -41,7 +41,7 @@ def _averaged(role: Any) -> Weights:
 
 def _trained(rank: int, directory: Path, layout: Layout, dtype: torch.dtype, decay: float) -> tuple[Any, ...]:
     """The weights before and after each of four steps, of which one is skipped, and the average after each."""
-    from megarl.megatron.groups import GroupCache
+    from megarl.megatron.parallel import GroupCache
 
     role = load_role(directory, "actor", layout, rank, GroupCache(), trainable=True, head=None, dtype=dtype)
     role.start_training(SETTINGS, total_steps=4, decay=decay)
@@ -82,8 +82,8 @@ def test_without_decay_it_is_the_actor_and_with_all_the_start(
 
 def _slow(rank: int, directory: Path) -> tuple[float, float]:
     """How far a slow average of bfloat16 weights has come: as kept, and in bfloat16."""
-    from megarl.megatron.groups import GroupCache
-    from megarl.megatron.shards import shards
+    from megarl.megatron.optimizer import shards
+    from megarl.megatron.parallel import GroupCache
 
     role = load_role(directory, "actor", Layout(), rank, GroupCache(), trainable=True, head=None, dtype=torch.bfloat16)
     role.start_training(Optimizer(lr=1e-4), total_steps=4, decay=0.999)
@@ -106,7 +106,7 @@ def test_an_average_of_16_bit_weights_moves(pool: RankPool, tmp_path: Path) -> N
 
 
 def _refused(rank: int, directory: Path, out: Path) -> None:
-    from megarl.megatron.groups import GroupCache
+    from megarl.megatron.parallel import GroupCache
     from megarl.megatron.state import save_role
 
     role = load_role(directory, "actor", Layout(), rank, GroupCache(), trainable=True, head=None)
@@ -125,7 +125,7 @@ def _following(
     rank: int, directory: Path, other: Path, layout: Layout, dtype: torch.dtype, out: Path
 ) -> tuple[Weights, ...]:
     """The actor after a step, the reference before and after it follows, and another with its state."""
-    from megarl.megatron.groups import GroupCache
+    from megarl.megatron.parallel import GroupCache
     from megarl.megatron.state import restore_role, save_role
 
     cache = GroupCache()

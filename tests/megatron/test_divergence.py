@@ -30,8 +30,7 @@ def _case() -> list[torch.Tensor]:
 def _sharded(rank: int, rows: int, temperature: float, chunk_tokens: int) -> tuple[torch.Tensor, ...]:
     import torch.distributed as dist
 
-    from megarl.megatron.divergence import divergence
-    from megarl.megatron.logprobs import vocab_shard
+    from megarl.megatron.logprobs import divergence, vocab_shard
 
     hidden, weight, ref_hidden, ref_weight, grad = _case()
     shard = vocab_shard(dist.group.WORLD, rows, VOCAB)
@@ -69,9 +68,9 @@ def test_equals_the_divergence_of_whole_logits(
 def _of_roles(rank: int, actor: Path, reference: Path) -> torch.Tensor:
     """[T]: the divergence at each response token of random samples, row after row, at temperature 0.7."""
     from megarl.data.schedule import inference_schedule
-    from megarl.megatron.groups import GroupCache
+    from megarl.megatron.losses import ReferenceDivergence
+    from megarl.megatron.parallel import GroupCache
     from megarl.megatron.pipeline import micro_batches, run_forward
-    from megarl.megatron.reference import ReferenceDivergence
 
     cache = GroupCache()
     roles = {

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from megarl.config.schema import Algo, ValueNorm
-from megarl.data.columns import Columns
-from megarl.megatron.experience import build_experience
+from megarl.experience.build import build_experience
+from megarl.experience.padded_batch import Columns
 from megarl.types import DenseScale, ExperienceChunk, ExperienceReport, ExperienceTerms, Ragged
 from tests.megatron.samples import columns_of, random_chunks
 from tests.oracle import advantages, comparisons, normalisation

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megarl.config.schema import Algo
-from megarl.megatron.experience import build_experience
+from megarl.experience.build import build_experience
 from megarl.types import ExperienceChunk, ExperienceTerms, Ragged, VersionSpan
 from tests.megatron.samples import columns_of, random_chunks
 from tests.oracle import corrections

@@ -12,7 +12,7 @@ import pytest
 from megarl.algos import registry
 from megarl.config.schema import Algo, ValueNorm
 from megarl.config.schema.correction import Reject
-from megarl.megatron.experience import build_experience
+from megarl.experience.build import build_experience
 from megarl.types import DenseScale, ExperienceChunk, ExperienceReport, ExperienceTerms, Ragged
 from tests.megatron.samples import columns_of, random_chunks
 from tests.pool import RankPool

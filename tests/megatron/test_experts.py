@@ -83,7 +83,7 @@ def test_a_reward_model_of_a_mixture_equals_the_naive_one(
 def _one_sample(rank: int, directory: Path, layout: Layout, recompute: str) -> tuple[Any, Any, int]:
     """A forward pass and a step on one sample, the second after a stay in host memory."""
     from megarl.data.schedule import inference_schedule, step_schedule
-    from megarl.megatron.groups import GroupCache
+    from megarl.megatron.parallel import GroupCache
 
     chunks, infos = random_chunks(chunks=1, rows=1)
     cache = GroupCache()

@@ -23,7 +23,7 @@ def _megatrons(tp: int, ep: int, dp: int, pp: int) -> Any:
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of what Megatron imports
 @pytest.mark.parametrize("layout", [Layout(tp=2, dp=4, pp=3, ep=2), Layout(tp=3, dp=4, ep=4), Layout(dp=2, pp=2)])
 def test_groups_are_megatrons(layout: Layout) -> None:
-    from megarl.megatron.groups import partition
+    from megarl.megatron.parallel import partition
 
     dense = _megatrons(layout.tp, 1, layout.dp, layout.pp)
     expert = _megatrons(layout.tp, layout.ep, layout.dp // layout.ep, layout.pp)

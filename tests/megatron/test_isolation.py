@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.megatron.measures import Measures
+from megarl.megatron.loss_metrics import Measures
 from megarl.types import Layout
 from tests.megatron.samples import random_chunks
 from tests.megatron.tiny import load_role, save_model
@@ -33,8 +33,8 @@ def _global_reads(rank: int, directory: Path) -> list[str]:
 
     from megarl.config.schema import Optimizer
     from megarl.data.schedule import inference_schedule, update_schedules
-    from megarl.megatron.groups import GroupCache
     from megarl.megatron.heads import response_values
+    from megarl.megatron.parallel import GroupCache
 
     read: list[str] = []
 
@@ -93,8 +93,8 @@ def _loss_factors(rank: int, directory: Path, ep: int) -> tuple[float, float]:
 
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    from megarl.megatron.groups import GroupCache, build_groups
-    from megarl.megatron.loss_scale import probe_loss_factor
+    from megarl.megatron.parallel import GroupCache, build_groups
+    from megarl.megatron.pipeline import probe_loss_factor
 
     cache = GroupCache()
     role = load_role(directory, "actor", Layout(dp=2), rank, cache, trainable=True, head=None)

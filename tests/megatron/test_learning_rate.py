@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.config.schema import Optimizer
-from megarl.megatron.measures import Measures
+from megarl.megatron.loss_metrics import Measures
 from megarl.types import Layout
 from tests.megatron.samples import random_chunks
 from tests.megatron.test_parity import layout_id
@@ -32,14 +32,14 @@ from tests.pool import RankPool
     ],
 )
 def test_courses_by_hand(fields: dict[str, Any], expected: list[float]) -> None:
-    from megarl.megatron.learning_rate import Course, learning_rate
+    from megarl.megatron.optimizer import Course, learning_rate
 
     settings, course = Optimizer(lr=8.0, **fields), Course(total=8, together=2)
     assert [learning_rate(settings, step, course) for step in range(8)] == pytest.approx(expected)
 
 
 def test_steps_after_the_last_have_the_final_rate() -> None:
-    from megarl.megatron.learning_rate import Course, learning_rate
+    from megarl.megatron.optimizer import Course, learning_rate
 
     assert learning_rate(Optimizer(lr=8.0, schedule="cosine", final_lr=2.0), 11, Course(total=10)) == 2.0
     assert learning_rate(Optimizer(lr=8.0, schedule="cosine", warmup=0.9, final_lr=2.0), 1, Course(total=1)) == 2.0
@@ -57,8 +57,8 @@ TENSORFLOW = SETTINGS.model_copy(update={"adam": "tensorflow", "betas": (0.9, 0.
 def _train(rank: int, directory: Path, layout: Layout, settings: Optimizer = SETTINGS) -> dict[str, Any]:
     """Four steps on the same samples; before each, the same loss without a step."""
     from megarl.data.schedule import inference_schedule, update_schedules
-    from megarl.megatron.groups import GroupCache
     from megarl.megatron.heads import response_logprobs
+    from megarl.megatron.parallel import GroupCache
 
     rollouts, infos = random_chunks()
     role = load_role(directory, "actor", layout, rank, GroupCache(), trainable=True, head=None)

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from megarl.algos.terms import LossTerms
-from megarl.megatron.measures import Measures, combined, measured
+from megarl.algos.policy_loss import LossTerms
+from megarl.megatron.loss_metrics import Measures, combined, measured
 from tests.pool import RankPool
 
 RATIOS = {0: [[[1.0, 3.0]], [[2.0, 99.0]]], 1: [[[6.0, -99.0]], []]}

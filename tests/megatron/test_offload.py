@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megarl.config.schema import Optimizer
-from megarl.megatron.measures import Measures
+from megarl.megatron.loss_metrics import Measures
 from megarl.types import Layout
 from tests.megatron.samples import random_chunks
 from tests.megatron.tiny import load_role, save_model
@@ -45,9 +45,9 @@ def _nbytes(tensors: Any) -> int:
 def _training(rank: int, directory: Path, dtype: torch.dtype, *, turns: bool) -> dict[str, Any]:
     """Three updates of an actor, and a look at its log-probabilities; between them another role works, or does not."""
     from megarl.data.schedule import inference_schedule, update_schedules
-    from megarl.megatron.groups import GroupCache
     from megarl.megatron.offload import LiveWeights
-    from megarl.megatron.turns import Turns
+    from megarl.megatron.parallel import GroupCache
+    from megarl.megatron.worker import Offloader
 
     rollouts, infos = random_chunks()
     cache = GroupCache()
@@ -59,22 +59,22 @@ def _training(rank: int, directory: Path, dtype: torch.dtype, *, turns: bool) ->
     weights = LiveWeights(actor.model.parameters())
     (plan,) = update_schedules(infos, LAYOUT, 40, mini_batches=1, epochs=1, seed=0, step=0)
     own, inference = plan.ranks[actor.coords.dp], inference_schedule(infos, LAYOUT, 40).ranks[actor.coords.dp]
-    taking = Turns({"actor": actor, "reference": other}, {"actor", "reference"} if turns else ())
+    taking = Offloader({"actor": actor, "reference": other}, {"actor", "reference"} if turns else ())
     steps, released = [], []
     for _ in range(3):
-        steps += taking.take("actor").update([own], rollouts, _loss_of(actor))
+        steps += taking.onload("actor").update([own], rollouts, _loss_of(actor))
         gradients = actor.trainer._gradient_buffers()
         parameters = [*actor.model.parameters().values()]
         state = [*actor.trainer.state(), *actor.average.values.values()]
         before = _nbytes([*parameters, *state])
-        taking.take("reference").logprobs(inference, rollouts, temperature=1.0)
+        taking.onload("reference").logprobs(inference, rollouts, temperature=1.0)
         released.append({"before": before, "after": _nbytes([*parameters, *state]), "gradients": _nbytes(gradients)})
         if turns:
             _check_use_fails(actor, weights, inference, own, rollouts)
-    last = taking.take("actor").logprobs(inference, rollouts, temperature=1.0)
-    taking.rest()
-    taking.rest()
-    taking.take("actor", "reference")
+    last = taking.onload("actor").logprobs(inference, rollouts, temperature=1.0)
+    taking.offload_all()
+    taking.offload_all()
+    taking.onload("actor", "reference")
     other.model.require_memory()
     return {
         "steps": steps,
@@ -127,7 +127,7 @@ def _resident() -> int:
 
 def _memory(rank: int, directory: Path) -> dict[str, int]:
     from megarl.data.schedule import update_schedules
-    from megarl.megatron.groups import GroupCache
+    from megarl.megatron.parallel import GroupCache
 
     rollouts, infos = random_chunks()
     actor = load_role(directory, "actor", Layout(), rank, GroupCache(), trainable=True, head=None)

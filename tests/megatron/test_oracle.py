@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megarl.config.schema import Algo, Optimizer, Reward
-from megarl.data.columns import Columns
-from megarl.megatron.measures import Measures
+from megarl.experience.padded_batch import Columns
+from megarl.megatron.loss_metrics import Measures
 from megarl.types import ExperienceTerms, Layout, SampleFacts, SampleInfo
 from tests.megatron.compare import adam_of, check, everywhere, samples_of, state_of, trained
 from tests.megatron.samples import random_chunks
@@ -100,9 +100,9 @@ def _iteration(
     import torch.distributed as dist
 
     from megarl.data.schedule import inference_schedule, update_schedules
-    from megarl.megatron.experience import build_experience
-    from megarl.megatron.groups import GroupCache
+    from megarl.experience.build import build_experience
     from megarl.megatron.losses import policy_loss, value_loss
+    from megarl.megatron.parallel import GroupCache
 
     rollouts, infos = random_chunks()
     cache = GroupCache()
@@ -152,10 +152,10 @@ def _iteration(
 
 def _facts(algo: Algo) -> dict[int, SampleFacts]:
     """As the driver makes them."""
-    from megarl.cluster.rollouts import Rollouts
-    from megarl.cluster.shell import ChunkRefs
-    from megarl.loop.judging import judged
-    from megarl.loop.sampling import Sampled
+    from megarl.cluster.engines import Rollouts
+    from megarl.cluster.ray_worker import ChunkRefs
+    from megarl.loop.sampler import Sampled
+    from megarl.loop.score_batch import judged
     from megarl.loop.scoring import Scoring
 
     infos = [replace(info, prompt_id=str(_prompt(info))) for info in random_chunks()[1]]
@@ -291,8 +291,8 @@ def test_without_a_critic_equals_the_naive_iteration(
 def _single_samples(rank: int, directory: Path, layout: Layout) -> list[tuple[float, float]]:
     """An update with one sample per optimizer step, so that most DP ranks have masked packs alone."""
     from megarl.data.schedule import update_schedules
-    from megarl.megatron.groups import GroupCache
     from megarl.megatron.heads import response_logprobs
+    from megarl.megatron.parallel import GroupCache
 
     rollouts, infos = random_chunks()
     actor = load_role(directory, "actor", layout, rank, GroupCache(), trainable=True, head=None)

@@ -21,7 +21,7 @@ IN_USE = 90
 
 def infer(rank: int, directory: Path, layout: Layout, budget: int) -> dict[str, object]:
     from megarl.data.schedule import inference_schedule
-    from megarl.megatron.groups import GroupCache
+    from megarl.megatron.parallel import GroupCache
 
     rollouts, infos = random_chunks()
     schedule = inference_schedule(infos, layout, budget).ranks[layout.coords(rank).dp]
@@ -120,7 +120,7 @@ def test_equals_hugging_face(
 
 def _infer_in_use(rank: int, directory: Path, layout: Layout) -> dict[int, object] | None:
     from megarl.data.schedule import inference_schedule
-    from megarl.megatron.groups import GroupCache
+    from megarl.megatron.parallel import GroupCache
 
     rollouts, infos = random_chunks(vocab=IN_USE)
     actor = load_role(directory, "actor", layout, rank, GroupCache(), trainable=False, head=None, vocab_size=IN_USE)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.config.schema import Optimizer
-from megarl.megatron.measures import Measures
+from megarl.megatron.loss_metrics import Measures
 from megarl.types import Layout
 from tests.megatron.samples import random_chunks
 from tests.megatron.test_parity import layout_id
@@ -22,8 +22,8 @@ def counted_updates(
 ) -> dict[str, Any]:
     """Two optimizer steps, how often the parts of a layer ran forwards, and in what gradients and state are kept."""
     from megarl.data.schedule import update_schedules
-    from megarl.megatron.groups import GroupCache
     from megarl.megatron.heads import response_logprobs
+    from megarl.megatron.parallel import GroupCache
 
     rollouts, infos = random_chunks()
     role = load_role(

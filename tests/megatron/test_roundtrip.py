@@ -24,11 +24,11 @@ def _rewritten(rank: int, models: Mapping[str, Path], name: RoleName, layout: La
     """Each model in a role of its own, which reads and writes as in a run."""
     import torch.distributed as dist
 
-    from megarl.megatron.groups import GroupCache
-    from megarl.megatron.role import Role
+    from megarl.megatron.model_engine import Role
+    from megarl.megatron.parallel import GroupCache
+    from megarl.models import model_spec
     from megarl.weights.export import Export, export_plan
-    from megarl.weights.files import load_shard, read_config
-    from megarl.weights.specs import model_spec
+    from megarl.weights.hf_files import load_shard, read_config
 
     cache, numbers = GroupCache(), {}
     for family, directory in models.items():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.config.schema import Optimizer
-from megarl.megatron.measures import Measures
+from megarl.megatron.loss_metrics import Measures
 from megarl.types import Layout
 from tests.megatron.samples import random_chunks
 from tests.megatron.tiny import load_role, save_model
@@ -21,8 +21,8 @@ LAYOUT = Layout(tp=2, pp=2)
 def _updates(rank: int, directory: Path, broken: list[bool]) -> dict[str, Any]:
     """One optimizer step per entry; the loss of a broken one is not a number."""
     from megarl.data.schedule import update_schedules
-    from megarl.megatron.groups import GroupCache
     from megarl.megatron.heads import response_logprobs
+    from megarl.megatron.parallel import GroupCache
 
     rollouts, infos = random_chunks()
     role = load_role(directory, "actor", LAYOUT, rank, GroupCache(), trainable=True, head=None)

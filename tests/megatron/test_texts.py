@@ -23,7 +23,7 @@ def _steps(rank: int, directory: Path, stored: Path) -> Found:
 
     None takes no texts along.
     """
-    from megarl.megatron.groups import GroupCache
+    from megarl.megatron.parallel import GroupCache
     from megarl.megatron.supervised_losses import sft_loss
 
     columns = pickle.loads((stored / "experience").read_bytes())

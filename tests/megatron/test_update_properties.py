@@ -49,8 +49,8 @@ def _spoilt(index: int, chunk: ExperienceChunk) -> Ragged:
 def _updates(rank: int, directory: Path) -> Told:
     """One step in several ways, by name; those that are to be the same have one beginning."""
     from megarl.data.schedule import inference_schedule, step_schedule
-    from megarl.megatron.groups import GroupCache
     from megarl.megatron.losses import policy_loss, value_loss
+    from megarl.megatron.parallel import GroupCache
 
     cache, roles = GroupCache(), {}
     for name in ("actor", "critic"):

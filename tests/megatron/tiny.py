@@ -85,8 +85,8 @@ def load_role(
 
     from safetensors.torch import load_file
 
-    from megarl.megatron.role import Role
-    from megarl.weights.specs import model_spec
+    from megarl.megatron.model_engine import Role
+    from megarl.models import model_spec
 
     spec = model_spec(json.loads((directory / "config.json").read_text()))
     whole = load_file(directory / "model.safetensors")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.obs.attempts import Attempt, AttemptLog, End, read_attempts
+from megarl.run.attempts import Attempt, AttemptLog, End, read_attempts
 
 
 @pytest.fixture

@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megarl.algos.policy import ppo
-from megarl.algos.preference import pairwise
-from megarl.algos.terms import with_term
-from megarl.algos.values import mse
+from megarl.algos.policy_loss import ppo, with_term
+from megarl.algos.preference_loss import pairwise
+from megarl.algos.value_loss import mse
 from tests.obs.glossary import undescribed
 
 PACKAGE = Path(__file__).parents[2] / "megarl"
@@ -22,9 +21,8 @@ FAMILIES = (
     "normalisation|held_out|rollout|response_length|prompt_length|staleness|rollout_corr|sync|eval|time|perf"
 )
 METRIC = re.compile(rf"({FAMILIES})/[a-z0-9_]*[a-z0-9]")
-SOURCES = [
-    file for part in ("algos", "cluster", "loop", "megatron", "rollout") for file in PACKAGE.glob(f"{part}/*.py")
-]
+PARTS = ("algos", "cluster", "experience", "loop", "megatron", "rollout", "run")
+SOURCES = [file for part in PARTS for file in PACKAGE.glob(f"{part}/*.py")]
 
 
 def literals(source: str) -> Iterator[str]:

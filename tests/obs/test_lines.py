@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.obs.lines import read_lines
+from megarl.files import read_lines
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def test_the_last_lines_are_those_of_the_whole_file(
     file: Path, last: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for block in (7, 1024, 1 << 16):
-        monkeypatch.setattr("megarl.obs.lines._BLOCK", block)
+        monkeypatch.setattr("megarl.files._BLOCK", block)
         steps = [line["step"] for line in read_lines(file, last)]
         assert steps == list(range(1000))[-(last or 1000) :]
 

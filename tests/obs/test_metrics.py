@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from megarl.obs.metrics import ConsoleSink, JsonLines, JsonlSink, Metrics
+from megarl.run.sinks import ConsoleSink, JsonLines, JsonlSink, Metrics
 
 
 def test_every_step_is_a_flushed_line(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import threading
 
 from rich.console import Console
 
-from megarl.obs.metrics import ConsoleSink
-from megarl.obs.progress import ProgressSink, open_display
+from megarl.run.display import ProgressSink, open_display
+from megarl.run.sinks import ConsoleSink
 
 COLUMNS = {"objective/score": "score", "objective/kl": "KL"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.obs.timers import Timers
+from megarl.run.timers import Timers
 
 
 def test_seconds_add_up_by_stage_and_start_again_when_taken() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.obs import wandb as sinks
-from megarl.obs.wandb import WandbSink
+from megarl.run import trackers as sinks
+from megarl.run.trackers import WandbSink
 from tests.leftovers import Trace
 
 

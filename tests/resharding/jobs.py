@@ -14,14 +14,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megarl.models import ModelSpec, model_spec
 from megarl.resharding import Connection, Receiver, Sender, SyncError, SyncSpec, SyncStats, connect
 from megarl.resharding.buckets import bucket_views, landed
 from megarl.resharding.transport import PeerError, Transfer, Transport
 from megarl.types import Layout
+from megarl.weights.plan import TransferPlan
 from megarl.weights.planner import Holder, plan
-from megarl.weights.plans import TransferPlan
-from megarl.weights.regions import Box, ShardMap
-from megarl.weights.specs import ModelSpec, model_spec
+from megarl.weights.shard_map import Box, ShardMap
 from tests.weights.models import held, numbered, qwen2_config
 
 TRAINERS, ENGINES, RANKS = 2, 2, 4

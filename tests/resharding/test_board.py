@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from megarl.resharding import SyncError
-from megarl.resharding.board import Board, open_store, serve_store
+from megarl.resharding.sync_barrier import Board, open_store, serve_store
 
 
 def boards_at(served: TCPStore, size: int, timeout_s: float = 10.0) -> list[Board]:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from megarl.resharding import buckets
 from megarl.resharding.buckets import Checksum, bucket_views, landed, landing_bytes, pack, payload, sum_up, unpack
-from megarl.resharding.records import SyncStats
 from megarl.resharding.spec import LandingPlan
-from megarl.weights.plans import Bucket, Copy, Message
-from megarl.weights.regions import Box, TensorInfo
+from megarl.resharding.sync_barrier import SyncStats
+from megarl.weights.plan import Bucket, Copy, Message
+from megarl.weights.shard_map import Box, TensorInfo
 
 
 @pytest.fixture(autouse=True)

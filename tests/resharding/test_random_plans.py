@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megarl.resharding import Place, Receiver, Sender, SyncSpec, connect, serve_store
 from megarl.resharding.spec import wire_ranks
 from megarl.weights.planner import Holder, plan
-from megarl.weights.regions import Box, Hole, Piece, ShardMap, TensorInfo
+from megarl.weights.shard_map import Box, Hole, Piece, ShardMap, TensorInfo
 from tests.weights.models import Arrays, held, numbered
 
 STORE = serve_store()

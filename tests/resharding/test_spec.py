@@ -9,7 +9,7 @@ import pytest
 
 from megarl.resharding import Place, SyncSpec
 from megarl.weights.planner import Holder, plan
-from megarl.weights.regions import Box, Piece, ShardMap, TensorInfo
+from megarl.weights.shard_map import Box, Piece, ShardMap, TensorInfo
 
 HALVES = [
     ShardMap(

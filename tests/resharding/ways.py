@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megarl.resharding import Place, SyncSpec, serve_store
 from megarl.resharding.spec import wire_ranks
-from megarl.weights.plans import TransferPlan
+from megarl.weights.plan import TransferPlan
 from tests.resharding import jobs
 
 WAYS = ("shared", "gloo", "mixed", "two hops")

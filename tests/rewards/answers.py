@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megarl.config.schema import RewardFunction
-from megarl.rewards import Answer
+from megarl.rewards.functions import Answer
 from megarl.types import Prompt, Ragged, RolloutChunk, SampleInfo
 
 

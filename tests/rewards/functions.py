@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megarl.rewards import Answer
+from megarl.rewards.functions import Answer
 
 NUMBER = 3
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megarl.config.schema import RewardFunction
-from megarl.rewards import RULES, check_fields, check_functions, labels
-from megarl.rewards.registry import resolve
+from megarl.preflight.functions import check_fields, check_functions
+from megarl.rewards.functions import RULES, labels, resolve
 from tests.rewards.answers import own, prompt
 
 REPOSITORY = Path(__file__).parents[2]
@@ -112,7 +112,8 @@ def test_a_module_of_the_working_directory_is_found(tmp_path: Path, monkeypatch:
 
 def test_checking_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from megarl.rewards import check_functions; from megarl.config.schema import RewardFunction; "
+        "import sys; from megarl.preflight.functions import check_functions; "
+        "from megarl.config.schema import RewardFunction; "
         "assert not check_functions([RewardFunction(name='contains')]); "
         "print([name for name in ('torch', 'transformers', 'ray') if name in sys.modules])"
     )

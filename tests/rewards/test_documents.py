@@ -13,10 +13,10 @@ import yaml
 
 from megarl.config import load
 from megarl.config.schema import Reward
-from megarl.loop.datasets import PromptSets
-from megarl.loop.preflight import check
-from megarl.rewards import RULES, check_functions
-from megarl.rewards.registry import bind
+from megarl.preflight.check import check
+from megarl.preflight.datasets import PromptSets
+from megarl.preflight.functions import check_functions
+from megarl.rewards.functions import RULES, bind
 from tests.rewards.answers import answer
 
 REPOSITORY = Path(__file__).parents[2]

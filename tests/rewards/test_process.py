@@ -17,8 +17,7 @@ import pytest
 
 from megarl.config.schema import RewardFunction
 from megarl.errors import RunError
-from megarl.rewards.callee import Failure, reply
-from megarl.rewards.process import CallError, FunctionProcess
+from megarl.rewards.reward_worker import CallError, Failure, FunctionProcess, reply
 from tests.leftovers import comes_true
 from tests.rewards import functions
 from tests.rewards.answers import answer, own
@@ -97,7 +96,7 @@ def test_the_programs_of_a_call_that_hangs_end_with_it(tmp_path: Path) -> None:
 def test_the_child_ends_with_a_parent_that_is_killed() -> None:
     program = (
         "import os, time; from tests.rewards.answers import answer, own;"
-        "from megarl.rewards.process import FunctionProcess;"
+        "from megarl.rewards.reward_worker import FunctionProcess;"
         "process = FunctionProcess([own('process'), own('holds_the_interpreter')]);"
         "print(int(process.call(0, answer(), 60)), flush=True);"
         "process.call(1, answer(), 600)"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rewards.rules import contains, exact_match, extracted_match, last_number, regex, soft_overlong
+from megarl.rewards.functions import contains, exact_match, extracted_match, last_number, regex, soft_overlong
 from tests.rewards.answers import answer
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from megarl.config.schema import RewardFunction
-from megarl.rewards import Failures, RuleScorer, Scores, Unscored
-from megarl.rewards.callee import Failure
+from megarl.rewards.reward_worker import Failure
+from megarl.rewards.scorer import Failures, RuleScorer, Scores, Unscored
 from tests.rewards.answers import decode, own, prompt, rollout
 
 PROMPTS = [prompt("pa", "a", answer="one"), prompt("pb", "b", answer="three"), prompt("pa", "a", answer="one")]

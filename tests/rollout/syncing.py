@@ -11,15 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megarl.models import model_spec
 from megarl.resharding import Connection, Sender, SyncError, SyncSpec, SyncStats, connect, serve_store
 from megarl.resharding.buckets import bucket_views
+from megarl.resharding.holders import plan_sync
 from megarl.resharding.transport import Transfer, Transport
 from megarl.types import Layout
-from megarl.weights.files import read_config
-from megarl.weights.holders import plan_sync
-from megarl.weights.places import Place
-from megarl.weights.regions import ShardMap
-from megarl.weights.specs import model_spec
+from megarl.weights.hf_files import read_config
+from megarl.weights.shard_map import ShardMap
+from megarl.weights.topology import Place
 from tests.rollout.engine_process import EngineProcess, RemoteError
 
 ONE_RANK = Layout()

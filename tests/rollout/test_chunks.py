@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megarl.rollout.chunks import Response, into_chunk, picked
-from megarl.rollout.truncation import truncated
+from megarl.rollout.completions import Response, into_chunk, picked, truncated
 from megarl.types import Prompt, SampleInfo, SampleRequest, VersionSpan
 
 

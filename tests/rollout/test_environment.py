@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.rollout.environment import scratch_directory
+from megarl.rollout.vllm_environment import scratch_directory
 
 ROOM = 107 - 37
 

@@ -14,8 +14,8 @@ def _weight_after_memory_is_reused(_engine: RolloutEngine) -> list[float]:
     """Of a layer that runs on its weights as they have arrived, once something else arrives there."""
     import torch
 
-    from megarl.rollout.layers import Layer
-    from megarl.weights.regions import TensorInfo
+    from megarl.rollout.vllm_layers import Layer
+    from megarl.weights.shard_map import TensorInfo
 
     module = torch.nn.Linear(2, 1, bias=False)
 

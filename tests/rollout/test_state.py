@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from megarl.rollout.state import EngineState
+from megarl.rollout.engine_state import EngineState
 
 ACTIONS = ("answer", "sleep", "wake_weights", "sync", "wake_cache")
 ORDER = ("wake_weights", "sync", "wake_cache", "answer", "sleep")

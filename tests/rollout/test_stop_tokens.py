@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout.stop_tokens import stop_token_ids
+from megarl.rollout.requests import stop_token_ids
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.status.find import NoRunError, find_runs
-from megarl.status.pace import Pace, pace_of
-from megarl.status.reading import RunStatus, read_status
-from megarl.status.saved import Saved
-from megarl.status.submission import Submission, note
+from megarl.run.status.find import NoRunError, find_runs
+from megarl.run.status.pace import Pace, pace_of
+from megarl.run.status.reading import RunStatus, read_status
+from megarl.run.status.saved import Saved
+from megarl.run.status.submission import Submission, note
 from tests.status.directories import NOW, MadeRun
 
 

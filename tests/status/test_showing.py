@@ -19,9 +19,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from megarl.cli import app
-from megarl.status import command, one, several
-from megarl.status.reading import read_status
-from megarl.status.state import StateName
+from megarl.run.status import command, one, several
+from megarl.run.status.reading import read_status
+from megarl.run.status.state import StateName
 from tests.config.debug import REPOSITORY
 from tests.status.directories import NOW, MadeRun
 

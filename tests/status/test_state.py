@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.loop.directory import RunPaths
-from megarl.status import lock
-from megarl.status.reading import read_status
-from megarl.status.state import State
+from megarl.run.directory import RunPaths
+from megarl.run.status import lock
+from megarl.run.status.reading import read_status
+from megarl.run.status.state import State
 from tests.config.debug import debug
 from tests.status.directories import MINUTE, NOW, MadeRun
 
@@ -85,7 +85,7 @@ def test_a_killed_process_is_told_from_one_that_runs(tmp_path: Path) -> None:
     path = MadeRun(tmp_path / "run").path
     code = f"""
 import fcntl, pathlib
-from megarl.obs.attempts import AttemptLog
+from megarl.run.attempts import AttemptLog
 run = pathlib.Path({str(path)!r})
 lock = (run / ".lock").open("a")
 fcntl.flock(lock, fcntl.LOCK_EX)

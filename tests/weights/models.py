@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megarl.weights.plans import TransferPlan
-from megarl.weights.regions import ShardMap, TensorInfo
+from megarl.weights.plan import TransferPlan
+from megarl.weights.shard_map import ShardMap, TensorInfo
 
 Arrays = dict[str, npt.NDArray[Any]]
 

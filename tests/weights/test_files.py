@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from megarl.models import model_spec
 from megarl.types import Layout
 from megarl.weights.export import Export, export_plan
-from megarl.weights.files import CheckpointError, HFDirectory, load_shard, read_config
-from megarl.weights.specs import model_spec
+from megarl.weights.hf_files import CheckpointError, HFDirectory, load_shard, read_config
 from tests.weights.models import llama_config, qwen2_config
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from megarl.models import model_spec
+from megarl.resharding.holders import plan_sync, trainer_holders
 from megarl.types import Layout
-from megarl.weights.holders import plan_sync, trainer_holders
-from megarl.weights.places import Distance, Place
 from megarl.weights.planner import Holder
-from megarl.weights.regions import ShardMap
-from megarl.weights.specs import model_spec
+from megarl.weights.shard_map import ShardMap
+from megarl.weights.topology import Distance, Place
 from tests.weights.models import qwen2_config
 
 SPEC = model_spec(qwen2_config())

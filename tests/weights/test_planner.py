@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.models import model_spec
 from megarl.types import Layout
-from megarl.weights.matching import PlanError
+from megarl.weights.plan import ReceiverPlan, TransferPlan
 from megarl.weights.planner import Holder, plan
-from megarl.weights.plans import ReceiverPlan, TransferPlan
-from megarl.weights.regions import Box, Hole, Piece, ShardMap, TensorInfo
-from megarl.weights.specs import model_spec
+from megarl.weights.shard_map import Box, Hole, Piece, ShardMap, TensorInfo
+from megarl.weights.source_index import PlanError
 from tests.weights.models import execute, held, llama_config, numbered, qwen2_config
 
 TENSORS = {"a": (6, 4), "b": (5,), "c": (3, 2, 4)}

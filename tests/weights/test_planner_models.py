@@ -9,13 +9,13 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.models import ModelSpec, model_spec
+from megarl.resharding.holders import engine_holders, trainer_holders
 from megarl.types import Layout
-from megarl.weights.holders import engine_holders, trainer_holders
-from megarl.weights.places import Distance, Place
+from megarl.weights.plan import TransferPlan
 from megarl.weights.planner import Holder, plan
-from megarl.weights.plans import TransferPlan
-from megarl.weights.regions import ShardMap
-from megarl.weights.specs import ModelSpec, model_spec
+from megarl.weights.shard_map import ShardMap
+from megarl.weights.topology import Distance, Place
 from tests.weights import models
 from tests.weights.models import numbered
 from tests.weights.test_planner import check, check_buckets

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.weights.regions import Box, Hole, Piece, ShardMap, TensorInfo, adjacent_axis, row_major_boxes
+from megarl.weights.shard_map import Box, Hole, Piece, ShardMap, TensorInfo, adjacent_axis, row_major_boxes
 
 SHAPE = (5, 4, 3)
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.models import UnsupportedModelError, model_spec
+from megarl.models.architecture import chunk_layers
 from megarl.types import Layout
-from megarl.weights.specs import UnsupportedModelError, model_spec
-from megarl.weights.specs.stages import chunk_layers
 from tests.weights.models import (
     gpt2_config,
     llama_config,

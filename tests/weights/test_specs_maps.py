@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.models import ModelSpec, model_spec
 from megarl.types import Layout
-from megarl.weights.regions import Box, ShardMap
-from megarl.weights.specs import ModelSpec, model_spec
+from megarl.weights.shard_map import Box, ShardMap
 from tests.weights import naive
 from tests.weights.models import (
     Arrays,

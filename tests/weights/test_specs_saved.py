@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from megarl.models import FAMILIES, model_spec
 from megarl.types import Layout
-from megarl.weights.files import CheckpointError, HFDirectory, load_shard, read_config
-from megarl.weights.specs import FAMILIES, model_spec
+from megarl.weights.hf_files import CheckpointError, HFDirectory, load_shard, read_config
 from tests.weights.models import (
     gpt2_config,
     llama_config,

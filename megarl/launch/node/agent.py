@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.cluster.processes import MARK
+from megarl.cluster.cleanup import MARK
 from megarl.cluster.ray_node import ENVIRONMENT, STARTED, RayNode, new_directory
 from megarl.launch.node.addresses import address_of, interface_of
 from megarl.launch.node.children import Child

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import IO, cast
 
-from megarl.cluster.processes import Remains
+from megarl.cluster.cleanup import Remains
 from megarl.errors import RunError
 
 _GRACE_S = 5.0

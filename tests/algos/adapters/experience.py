@@ -7,24 +7,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.algos import comparisons
+from megarl.algos import group_advantages
 from megarl.algos.advantages import from_outcomes, gae, reinforce, reward_to_go, scan, vapo
-from megarl.algos.comparisons import Samples
-from megarl.algos.normalisation import Groups, Reduce, masked_moments, on_mask, standardise
-from megarl.algos.normalisers import grouped_tokens, levels, whiten_advantages
-from megarl.algos.rewards import kl_penalties
-from megarl.data.alignment import align, flatten, response_mask
+from megarl.algos.group_advantages import Samples
+from megarl.algos.normalization import (
+    Groups,
+    Reduce,
+    grouped_tokens,
+    levels,
+    masked_moments,
+    on_mask,
+    standardise,
+    whiten_advantages,
+)
+from megarl.algos.reward_shaping import kl_penalties
+from megarl.experience.padded_batch import align, flatten, response_mask
 from tests.algos.adapters.common import Args, Runner, done, floats, local, numbered, on_ranks, pick, take_mask
 
 COMPARISONS = {
-    "grpo": (comparisons.grpo, ("eps", "ddof", "singleton")),
-    "dr_grpo": (comparisons.dr_grpo, ("singleton",)),
-    "rloo": (comparisons.rloo, ("singleton",)),
-    "loo_std": (comparisons.rloo_std, ("eps",)),
-    "opo": (comparisons.opo, ("singleton",)),
-    "passk": (comparisons.pass_at_k, ("eps",)),
-    "batch_std": (comparisons.batch_std, ("eps", "ddof")),
-    "masked_loo": (comparisons.masked_rloo, ()),
+    "grpo": (group_advantages.grpo, ("eps", "ddof", "singleton")),
+    "dr_grpo": (group_advantages.dr_grpo, ("singleton",)),
+    "rloo": (group_advantages.rloo, ("singleton",)),
+    "loo_std": (group_advantages.rloo_std, ("eps",)),
+    "opo": (group_advantages.opo, ("singleton",)),
+    "passk": (group_advantages.pass_at_k, ("eps",)),
+    "batch_std": (group_advantages.batch_std, ("eps", "ddof")),
+    "masked_loo": (group_advantages.masked_rloo, ()),
 }
 """Each with the options it has."""
 
@@ -197,7 +205,7 @@ def broadcast_advantages(args: Args) -> Args:
 
 def reinforce_pp_baseline(args: Args) -> Args:
     (scores, kl), mask = floats(args, "scores", "kl"), take_mask(args)
-    outcomes = comparisons.dr_grpo(samples_of(scores, args.pop("groups")))
+    outcomes = group_advantages.dr_grpo(samples_of(scores, args.pop("groups")))
     mode, coef = args.pop("kl_mode", "cumulative"), args.pop("coef")
     penalties = kl_penalties(kl, mask, kl_coef=0.0 if mode == "none" else coef)
     raw = from_outcomes(outcomes, penalties, mask, cumulative=mode == "cumulative")
@@ -212,14 +220,14 @@ def remax(args: Args) -> Args:
     done(args)
     alone = samples_of(torch.zeros_like(greedy), list(range(len(greedy))), greedy_scores=greedy)
     returns, _ = reinforce(rewards, None, mask)
-    return {"advantages": from_outcomes(comparisons.remax(alone), rewards, mask), "returns": returns}
+    return {"advantages": from_outcomes(group_advantages.remax(alone), rewards, mask), "returns": returns}
 
 
 def gdpo(args: Args) -> Args:
     (components,), mask = floats(args, "components"), take_mask(args)
     weights = args.pop("weights", None) or [1.0] * len(components)
     samples = samples_of(components[0], args.pop("groups"), components=components.T, weights=weights)
-    outcomes = comparisons.gdpo(samples, **pick_options(args, "eps"))
+    outcomes = group_advantages.gdpo(samples, **pick_options(args, "eps"))
     done(args)
     tokens = from_outcomes(outcomes, torch.zeros(mask.shape), mask)
     return {"sequence": outcomes, "advantages": whitened(tokens, mask, {"ddof": 1})}

@@ -7,25 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.algos import corrections, metrics, selection
+from megarl.algos import metrics, rollout_correction, selection
 from megarl.algos.kl import k1
 from megarl.algos.m2po import m2po
-from megarl.algos.mixing import ema
-from megarl.algos.optimisation import divided, exceeds_target, linear_anneal, rank_seeds, tensorflow_eps
-from megarl.algos.policy import MAX_LOG_RATIO, row_mean
-from megarl.algos.rewards import kl_penalties
-from megarl.algos.value_norm import ValueMoments, denormalised, normalised, scale_of, updated
-from megarl.algos.values import mse
+from megarl.algos.optimization import divided, ema, exceeds_target, linear_anneal, rank_seeds, tensorflow_eps
+from megarl.algos.policy_loss import MAX_LOG_RATIO, row_mean
+from megarl.algos.reward_shaping import kl_penalties
+from megarl.algos.value_loss import ValueMoments, denormalised, mse, normalised, scale_of, updated
 from tests.algos.adapters.common import Args, Runner, done, floats, local, pick, take, take_mask
 from tests.algos.adapters.updates import mean
 
 WEIGHTS = {
-    "token_truncate": corrections.token_truncate,
-    "token_mask": corrections.token_mask,
-    "seq_truncate": corrections.sequence_truncate,
-    "seq_mask": corrections.sequence_mask,
-    "geo_truncate": corrections.geometric_truncate,
-    "geo_mask": corrections.geometric_mask,
+    "token_truncate": rollout_correction.token_truncate,
+    "token_mask": rollout_correction.token_mask,
+    "seq_truncate": rollout_correction.sequence_truncate,
+    "seq_mask": rollout_correction.sequence_mask,
+    "geo_truncate": rollout_correction.geometric_truncate,
+    "geo_mask": rollout_correction.geometric_mask,
 }
 
 
@@ -60,7 +58,7 @@ def rejection_mask(args: Args) -> Args:
     keep, log_clamp = mask, args.pop("safety", MAX_LOG_RATIO)
     for option, (lower, upper) in zip(args.pop("options"), args.pop("thresholds"), strict=True):
         statistic: Any = option.replace("seq_", "sequence_")
-        keep = keep & corrections.rejection(
+        keep = keep & rollout_correction.rejection(
             train, rollout, mask, statistic=statistic, upper=upper, lower=lower, log_clamp=log_clamp
         )
     done(args)
@@ -71,7 +69,7 @@ def rejection_mask(args: Args) -> Args:
 
 def off_policy_sequence_mask(args: Args) -> Args:
     (new, behav, advantages), mask = floats(args, "new", "behav", "adv"), take_mask(args)
-    keep = corrections.off_policy_sequences(
+    keep = rollout_correction.off_policy_sequences(
         new, behav, advantages[:, None].expand_as(new), mask, delta=args.pop("delta")
     )
     done(args)
@@ -85,10 +83,10 @@ def m2po_mask(args: Args) -> Args:
 
 def proximal_logprobs(args: Args) -> Args:
     (behav, new), (versions,) = floats(args, "behav", "new"), take(args, "versions")
-    alpha = corrections.proximal_weights(versions, args.pop("current_version"))
+    alpha = rollout_correction.proximal_weights(versions, args.pop("current_version"))
     method: Any = args.pop("method", "loglinear")
     done(args)
-    return {"alpha": alpha, "logprobs": corrections.proximal_logprobs(behav, new, alpha, method=method)}
+    return {"alpha": alpha, "logprobs": rollout_correction.proximal_logprobs(behav, new, alpha, method=method)}
 
 
 def mismatch_metrics(args: Args) -> Args:

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from megarl.algos import kl, scores, sequences
-from megarl.algos.controllers import kl_controller
+from megarl.algos import kl, reward_shaping
+from megarl.algos.kl import kl_controller
 from megarl.algos.overlong import overlong_penalty
-from megarl.algos.rewards import dense_rewards, kl_penalties, token_rewards
+from megarl.algos.reward_shaping import dense_rewards, kl_penalties, token_rewards
 from megarl.data import padding
 from megarl.megatron.logprobs import VocabShard, logprobs_and_entropy
 from tests.algos.adapters.common import Args, Runner, done, floats, pick, take, take_mask
@@ -62,7 +62,7 @@ def left_pad(args: Args) -> Args:
 
 def lengths_from_eos(args: Args) -> Args:
     (responses,) = take(args, "responses")
-    ends = sequences.first_end(responses, torch.ones_like(responses).bool(), args.pop("eos_ids"))
+    ends = reward_shaping.first_end(responses, torch.ones_like(responses).bool(), args.pop("eos_ids"))
     done(args)
     return {"mask": ends.kept.long(), "lengths": ends.lengths, "ended": ends.found}
 
@@ -70,7 +70,7 @@ def lengths_from_eos(args: Args) -> Args:
 def truncate_at_token(args: Args) -> Args:
     (responses,) = take(args, "responses")
     all_of_it = torch.ones_like(responses).bool()
-    ends = sequences.first_end(responses, all_of_it, [args.pop("token")], after=args.pop("start", 0))
+    ends = reward_shaping.first_end(responses, all_of_it, [args.pop("token")], after=args.pop("start", 0))
     truncated = responses.masked_fill(~ends.kept, args.pop("pad"))
     done(args)
     return {"responses": truncated, "has_token": ends.found}
@@ -79,10 +79,10 @@ def truncate_at_token(args: Args) -> Args:
 def score_without_token(args: Args) -> Args:
     (values,), found = floats(args, "scores"), take_mask(args, "has_token")
     rules = {
-        "replace": lambda value: scores.replace_missing_end(values, found, score=value),
-        "subtract": lambda value: scores.subtract_missing_end(values, found, penalty=value),
-        "scale": lambda value: scores.scale_missing_end(values, found, factor=value),
-        "zero": lambda _: scores.zero_missing_end(values, found),
+        "replace": lambda value: reward_shaping.replace_missing_end(values, found, score=value),
+        "subtract": lambda value: reward_shaping.subtract_missing_end(values, found, penalty=value),
+        "scale": lambda value: reward_shaping.scale_missing_end(values, found, factor=value),
+        "zero": lambda _: reward_shaping.zero_missing_end(values, found),
     }
     return {"scores": pick(rules, args["mode"])(args.get("value"))}
 
@@ -92,8 +92,8 @@ def stop_properly(args: Args) -> Args:
     coef = args.pop("coef")
     done(args)
     if coef < 0:
-        return {"rewards": scores.replace_missing_end(rewards, finished, score=coef)}
-    return {"rewards": scores.scale_missing_end(rewards, finished, factor=coef)}
+        return {"rewards": reward_shaping.replace_missing_end(rewards, finished, score=coef)}
+    return {"rewards": reward_shaping.scale_missing_end(rewards, finished, factor=coef)}
 
 
 def run_overlong_penalty(args: Args) -> Args:
@@ -107,14 +107,14 @@ def run_overlong_penalty(args: Args) -> Args:
 def head_init_std(args: Args) -> Args:
     """Any other style is the one other rule that the specification has."""
     usual = args.get("style", "inv_sqrt_d_plus_1") == "inv_sqrt_d_plus_1"
-    return {"std": scores.head_std(args["hidden"], rule="inverse_sqrt" if usual else "inverse")}
+    return {"std": reward_shaping.head_std(args["hidden"], rule="inverse_sqrt" if usual else "inverse")}
 
 
 def reward_norm(args: Args) -> Args:
     (samples,) = floats(args, "samples")
     targets = {name: args.pop(name) for name in ("target_mean", "target_std", "ddof") if name in args}
     done(args)
-    scale = scores.score_scale(samples, **targets)
+    scale = reward_shaping.score_scale(samples, **targets)
     return {
         "mean": scale.mean,
         "std": scale.std,
@@ -163,7 +163,7 @@ def shape_rewards(args: Args) -> Args:
     penalties = kl_penalties(divergence, mask, kl_coef=args.pop("coef"))
     done(args)
     if clip is not None:
-        values = scores.clip_scores(values, *clip)
+        values = reward_shaping.clip_scores(values, *clip)
     return {"rewards": token_rewards(values, penalties, mask, placement=placement), "non_score": penalties}
 
 

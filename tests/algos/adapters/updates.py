@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.algos import aggregation, corrections, policy, preference, values
+from megarl.algos import aggregation, preference_loss, rollout_correction
+from megarl.algos import policy_loss as policy_losses
+from megarl.algos import value_loss as value_losses
 from megarl.algos.aggregation import token_mean, weighted_sum
 from megarl.algos.metrics import correction_metrics
-from megarl.algos.mixing import ptx_shares
-from megarl.algos.policy import MAX_LOG_RATIO
-from megarl.algos.terms import LossTerms, weighted, with_term
+from megarl.algos.optimization import ptx_shares
+from megarl.algos.policy_loss import MAX_LOG_RATIO, LossTerms, weighted, with_term
 from tests.algos.adapters.common import Args, Runner, UnsupportedError, done, floats, local, pick, take, take_mask
 
 AGGREGATIONS = {
@@ -23,13 +24,13 @@ AGGREGATIONS = {
     "seq-mean-token-sum-norm": aggregation.sequence_sum_norm,
 }
 POLICY_LOSSES = {
-    "ppo": policy.ppo,
-    "gspo": policy.gspo,
-    "cispo": policy.cispo,
-    "cispo_upper": policy.cispo_upper,
-    "sapo": policy.sapo,
-    "gmpo": policy.gmpo,
-    "reinforce": policy.reinforce,
+    "ppo": policy_losses.ppo,
+    "gspo": policy_losses.gspo,
+    "cispo": policy_losses.cispo,
+    "cispo_upper": policy_losses.cispo_upper,
+    "sapo": policy_losses.sapo,
+    "gmpo": policy_losses.gmpo,
+    "reinforce": policy_losses.reinforce,
 }
 OPTIONS = {
     "ppo": {
@@ -144,9 +145,9 @@ def decoupled_policy_loss(args: Args) -> Args:
     options = {"clip": args.pop("eps_low", 0.2), "clip_high": args.pop("eps_high", None)}
     options["dual_clip"] = args.pop("dual_clip", None)
     done(args)
-    correct = pick({"mask": corrections.token_mask, "clamp": corrections.token_truncate}, mode)
+    correct = pick({"mask": rollout_correction.token_mask, "clamp": rollout_correction.token_truncate}, mode)
     weights = correct(prox, behav, mask, local, upper=float("inf") if cap is None else cap)
-    loss = weighted(policy.ppo(new.requires_grad_(), prox, advantages, mask, **options), weights)
+    loss = weighted(policy_losses.ppo(new.requires_grad_(), prox, advantages, mask, **options), weights)
     total = weighted_sum(loss.values, token_mean(mask, **totals(mask)))
     (grad,) = torch.autograd.grad(total, new)
     corrected = correction_metrics(weights, prox, behav, mask, reduce=local)
@@ -166,7 +167,7 @@ def value_loss(args: Args) -> Args:
     weights, delta = step_weights(args, mask), args.pop("huber_delta", 10.0)
     kind, options = args.pop("loss_type", "mse"), {"clip": args.pop("clip", 0.2), "scale": args.pop("scale", 0.5)}
     done(args)
-    function = pick({"mse": values.mse, "huber": values.huber}, kind)
+    function = pick({"mse": value_losses.mse, "huber": value_losses.huber}, kind)
     if kind == "huber":
         options["delta"] = delta
     loss = function(now.requires_grad_(), old, returns, **options)
@@ -205,7 +206,7 @@ def rm_pairwise(args: Args) -> Args:
     margin = args.pop("margin", None)
     options = {"kind": args.pop("kind", "logsigmoid"), "centering": args.pop("center", 0.0)}
     done(args)
-    loss = preference.pairwise(chosen, rejected, None if margin is None else torch.tensor(margin), **options)
+    loss = preference_loss.pairwise(chosen, rejected, None if margin is None else torch.tensor(margin), **options)
     total = mean_of_pairs(loss.values)
     grad_chosen, grad_rejected = torch.autograd.grad(total, (chosen, rejected))
     return {
@@ -220,15 +221,15 @@ def rm_pairwise(args: Args) -> Args:
 def rm_pick_best(args: Args) -> Args:
     (scores,), (best,) = floats(args, "scores"), take(args, "best")
     done(args)
-    loss = preference.best_of_n(scores.requires_grad_(), best)
+    loss = preference_loss.best_of_n(scores.requires_grad_(), best)
     total = mean_of_pairs(loss.values)
     (grad,) = torch.autograd.grad(total, scores)
     return {"loss": total, "grad": grad, "accuracy": mean_of_pairs(loss.metrics["accuracy"])}
 
 
 def rm_span_pairwise(args: Args) -> Args:
-    spans = preference.spans_of(*take(args, "chosen_ids", "rejected_ids"), pad=args.pop("pad"))
-    loss = preference.span(*floats(args, "chosen_values", "rejected_values"), spans)
+    spans = preference_loss.spans_of(*take(args, "chosen_ids", "rejected_ids"), pad=args.pop("pad"))
+    loss = preference_loss.span(*floats(args, "chosen_values", "rejected_values"), spans)
     done(args)
     return {
         "loss": mean_of_pairs(loss.values),

@@ -1,0 +1,341 @@
+"""Policy-gradient losses.
+
+A loss becomes a number as ``weighted_sum(loss.values, weights)``, with weights from ``aggregation`` that contain the
+denominator of the whole optimizer step: micro-batches and ranks then simply add up. Metrics are per token (pair) too;
+as means they are sums over the token-mean weights.
+
+All are functions of (new_logprobs, old_logprobs, advantages, response_mask) and options:
+
+    new_logprobs: [B, R] nats, of the policy in training; carries the gradient.
+    old_logprobs: [B, R] nats, of the policy before the update.
+    advantages: [B, R].
+    response_mask: [B, R] bool, True = counts.
+
+With d = new - old, r = exp(d), d clamped to +-``log_clamp`` without a gradient there. Metrics of all: ``approxkl``,
+d^2 / 2 nats; ``ppo_kl``, -d nats; ``clipfrac``, 1 where a clip decides; ``clipfrac_lower``, 1 where the bound of a dual
+clip is the loss; and the spread of ``ratio``, r.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from megarl.algos.normalization import on_mask
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTerms:
+    """The terms of a loss, whose weighted sum it is. What stands off the mask counts nowhere and may be anything.
+
+    Args:
+        values: [B, R] by token, or [P] by pair; differentiable.
+        metrics: by name, tensors of the same shape, float, detached; the means over what counts in a step are reported.
+        spreads: likewise, may be left out; reported as ``{name}_mean``, ``{name}_var``, ``{name}_max``, ``{name}_min``.
+    """
+
+    values: Tensor
+    metrics: Mapping[str, Tensor]
+    spreads: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+
+def with_term(loss: LossTerms, name: str, values: Tensor, *, coef: float) -> LossTerms:
+    """l + coef * values, with ``values`` among the metrics: a KL penalty, or with coef < 0 an entropy bonus.
+
+    Args:
+        loss: of the policy.
+        name: of the metric.
+        values: as ``loss.values``; carries a gradient where coef is not 0. The KL by an estimator of
+            ``megarl.algos.kl``; the entropy of the distribution that is trained (after the temperature), nats.
+        coef: loss per unit; with 0 the values are a metric only.
+    """
+    total = loss.values + coef * values if coef else loss.values
+    return replace(loss, values=total, metrics={**loss.metrics, name: values.detach()})
+
+
+def weighted(loss: LossTerms, weights: Tensor) -> LossTerms:
+    """w * l, of the finished terms, after any clipping; the metrics stay those of all tokens.
+
+    Args:
+        loss: of the policy.
+        weights: as ``loss.values``, without a gradient: rollout corrections and keep masks. Where a weight is 0 the
+            term and its gradient are exactly 0, whatever the term is.
+    """
+    kept = torch.where(weights != 0, loss.values, torch.zeros_like(loss.values))
+    return replace(loss, values=kept * weights)
+
+
+MAX_LOG_RATIO = 20.0
+
+
+def ppo(
+    new_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip: float = 0.2,
+    clip_high: float | None = None,
+    dual_clip: float | None = None,
+    delta: float | None = None,
+    ratio_clamp: tuple[float, float] | None = None,
+    log_clamp: float = MAX_LOG_RATIO,
+) -> LossTerms:
+    """PPO's clipped objective, a maximum of two terms per token.
+
+    l = max(-A * r, -A * clamp(r, 1 - clip, 1 + clip_high)) with r = exp(new - old). With ``dual_clip`` c, l is at most
+    -A * c where A < 0; with ``delta``, the first term is -A * min(r, delta); with ``ratio_clamp`` (low, high), r is
+    clamped to it before all else. Source: Schulman et al., "Proximal policy optimization algorithms" (2017); clip_high
+    is DAPO's (Yu et al., 2025); dual_clip that of Ye et al., "Mastering complex control in MOBA games" (2020); delta is
+    TRL's and INTELLECT-2's; ratio_clamp ColossalChat's.
+
+    Args:
+        new_logprobs, old_logprobs, advantages, response_mask: see the module.
+        clip: how far r may fall below 1.
+        clip_high: how far r may rise above 1; None: as far as it may fall.
+        dual_clip: most that a token with A < 0 may cost, in units of |A|; above 1.
+        delta: bound of r in the unclipped term; above 1 + clip_high.
+        ratio_clamp: bounds of r in both terms.
+        log_clamp: most |d|, nats.
+    """
+    difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
+    ratio = difference.clamp(-log_clamp, log_clamp).exp()
+    if ratio_clamp is not None:
+        ratio = ratio.clamp(*ratio_clamp)
+    unclipped = -advantages * (ratio if delta is None else ratio.clamp(max=delta))
+    clipped = -advantages * ratio.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high))
+    values, is_bounded = _bounded(torch.maximum(unclipped, clipped), advantages, dual_clip)
+    return _terms(values, difference, clipped > unclipped, log_clamp=log_clamp, is_bounded=is_bounded)
+
+
+def gspo(
+    new_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip: float = 3e-4,
+    clip_high: float | None = 4e-4,
+    dual_clip: float | None = None,
+    log_clamp: float = MAX_LOG_RATIO,
+) -> LossTerms:
+    """PPO's clipped objective with one ratio per sequence, the geometric mean of its tokens' ratios.
+
+    l = max(-A * s, -A * clamp(s, 1 - clip, 1 + clip_high)) with s = exp(mean(new - old)) over the counting tokens of
+    the response. With ``dual_clip`` c, l is at most -A * c where A < 0. Its aggregation is sequence_mean. Source: Zheng
+    et al., "Group sequence policy optimization" (2025); with a dual clip as in OpenRLHF and AReaL.
+
+    Args:
+        new_logprobs, old_logprobs, advantages, response_mask: see the module.
+        clip: how far s may fall below 1.
+        clip_high: how far s may rise above 1; None: as far as it may fall.
+        dual_clip: see ppo.
+        log_clamp: most |log s|, nats.
+
+    Returns:
+        Metrics also: ``sequence_ratio``, s.
+    """
+    difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
+    ratio = row_mean(difference, response_mask).clamp(-log_clamp, log_clamp).exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high))
+    values, is_bounded = _bounded(torch.maximum(unclipped, clipped), advantages, dual_clip)
+    return _terms(
+        values,
+        difference,
+        clipped > unclipped,
+        log_clamp=log_clamp,
+        is_bounded=is_bounded,
+        sequence_ratio=ratio,
+    )
+
+
+def cispo(
+    new_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip: float = 0.2,
+    clip_high: float | None = None,
+    log_clamp: float = MAX_LOG_RATIO,
+) -> LossTerms:
+    """REINFORCE with a clipped importance weight: every token keeps its gradient.
+
+    l = -w * A * new with w = clamp(exp(new - old), 1 - clip, 1 + clip_high), which has no gradient. Source: MiniMax,
+    "MiniMax-M1: scaling test-time compute efficiently with lightning attention" (2025), where clip is 1 or more.
+
+    Args:
+        new_logprobs, old_logprobs, advantages, response_mask: see the module.
+        clip: how far w may fall below 1.
+        clip_high: how far w may rise above 1; None: as far as it may fall.
+        log_clamp: most |d|, nats.
+    """
+    difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
+    high = 1 + (clip if clip_high is None else clip_high)
+    return _truncated_reinforce(new_logprobs, difference, advantages, low=1 - clip, high=high, log_clamp=log_clamp)
+
+
+def cispo_upper(
+    new_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    max_ratio: float = 5.0,
+    log_clamp: float = MAX_LOG_RATIO,
+) -> LossTerms:
+    """CISPO whose importance weight has an upper bound alone.
+
+    l = -w * A * new with w = min(exp(new - old), max_ratio), which has no gradient. Source: TRL's CISPO, whose
+    ``epsilon_high`` is this bound.
+
+    Args:
+        new_logprobs, old_logprobs, advantages, response_mask: see the module.
+        max_ratio: bound of w itself.
+        log_clamp: most |d|, nats.
+    """
+    difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
+    return _truncated_reinforce(new_logprobs, difference, advantages, low=0.0, high=max_ratio, log_clamp=log_clamp)
+
+
+def sapo(
+    new_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+    log_clamp: float = MAX_LOG_RATIO,
+) -> LossTerms:
+    """A soft gate in place of the clip.
+
+    l = -(4 / tau) * sigmoid(tau * (r - 1)) * A with r = exp(new - old) and tau = tau_pos where A > 0, else tau_neg; at
+    r = 1 the gradient is that of PPO. Source: Gao et al., "Soft adaptive policy optimization" (2025), as in verl, TRL
+    and AReaL.
+
+    Args:
+        new_logprobs, old_logprobs, advantages, response_mask: see the module.
+        tau_pos: how sharp the gate is where A > 0.
+        tau_neg: how sharp it is elsewhere.
+        log_clamp: most |d|, nats.
+    """
+    difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
+    ratio = difference.clamp(-log_clamp, log_clamp).exp()
+    tau = torch.where(advantages > 0, tau_pos, tau_neg).to(ratio.dtype)
+    values = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages
+    return _terms(values, difference, torch.zeros_like(advantages, dtype=torch.bool), log_clamp=log_clamp)
+
+
+def gmpo(
+    new_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip: float = 0.4,
+    clip_high: float | None = None,
+    log_clamp: float = MAX_LOG_RATIO,
+) -> LossTerms:
+    """The geometric mean of the clipped token ratios of a sequence.
+
+    l = -mean(A) * exp(mean(e)) over the counting tokens of the response, on each of them; with d = new - old, e =
+    min(d, clamp(d, -clip, clip_high)) where A >= 0, and the maximum of the two elsewhere. Its aggregation is
+    sequence_mean. Source: Zhao et al., "Geometric-mean policy optimization" (2025).
+
+    Args:
+        new_logprobs, old_logprobs, advantages, response_mask: see the module.
+        clip: how far d may fall below 0, nats.
+        clip_high: how far d may rise above 0, nats; None: as far as it may fall.
+        log_clamp: most |d|, nats.
+
+    Returns:
+        Metrics also: ``sequence_ratio``, exp(mean(e)).
+    """
+    difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
+    free = difference.clamp(-log_clamp, log_clamp)
+    kept = free.clamp(-clip, clip if clip_high is None else clip_high)
+    pessimistic = torch.where(advantages >= 0, torch.minimum(free, kept), torch.maximum(free, kept))
+    ratio = row_mean(pessimistic, response_mask).exp()
+    values = (-row_mean(advantages, response_mask) * ratio).expand_as(difference)
+    return _terms(values, difference, pessimistic != free, log_clamp=log_clamp, sequence_ratio=ratio)
+
+
+def reinforce(
+    new_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    log_clamp: float = MAX_LOG_RATIO,
+) -> LossTerms:
+    """The plain policy gradient, without a ratio.
+
+    l = -A * new. Source: Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement
+    learning" (1992).
+
+    Args:
+        new_logprobs, old_logprobs, advantages, response_mask: see the module; the old ones make metrics only.
+        log_clamp: most |d| in the metrics, nats.
+    """
+    difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
+    nothing = torch.zeros_like(advantages, dtype=torch.bool)
+    return _terms(-advantages * new_logprobs, difference, nothing, log_clamp=log_clamp)
+
+
+def row_mean(values: Tensor, response_mask: Tensor) -> Tensor:
+    """[B, 1]: the mean over each row's counting tokens, 0 in a row without one."""
+    return on_mask(values, response_mask).sum(-1, keepdim=True) / response_mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+def _counted(difference: Tensor, advantages: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Both with 0 off the mask: what stands there, even what is not a number, has no gradient either."""
+    return on_mask(difference, response_mask), on_mask(advantages, response_mask)
+
+
+def _bounded(values: Tensor, advantages: Tensor, dual_clip: float | None) -> tuple[Tensor, Tensor]:
+    """The values under the bound of a dual clip, and where it decides."""
+    if dual_clip is None:
+        return values, torch.zeros_like(values, dtype=torch.bool)
+    bound = -advantages * dual_clip
+    is_bounded = (advantages < 0) & (values > bound)
+    return torch.where(is_bounded, bound, values), is_bounded
+
+
+def _truncated_reinforce(
+    new_logprobs: Tensor, difference: Tensor, advantages: Tensor, *, low: float, high: float, log_clamp: float
+) -> LossTerms:
+    ratio = difference.detach().clamp(-log_clamp, log_clamp).exp()
+    weight = ratio.clamp(low, high)
+    return _terms(-weight * advantages * new_logprobs, difference, weight != ratio, log_clamp=log_clamp)
+
+
+def _terms(
+    values: Tensor,
+    difference: Tensor,
+    is_clipped: Tensor,
+    *,
+    log_clamp: float,
+    is_bounded: Tensor | None = None,
+    sequence_ratio: Tensor | None = None,
+) -> LossTerms:
+    """The values with the metrics that the module names."""
+    moved = difference.detach()
+    ratio = moved.clamp(-log_clamp, log_clamp).exp()
+    bounded = torch.zeros_like(ratio) if is_bounded is None else is_bounded.to(ratio.dtype)
+    of_sequences = {} if sequence_ratio is None else {"sequence_ratio": sequence_ratio.detach().expand_as(ratio)}
+    return LossTerms(
+        values=values,
+        metrics={
+            "clipfrac": is_clipped.to(ratio.dtype),
+            "clipfrac_lower": bounded,
+            "approxkl": moved.square() / 2,
+            "ppo_kl": -moved,
+            **of_sequences,
+        },
+        spreads={"ratio": ratio},
+    )

@@ -1,0 +1,143 @@
+"""Losses of the reward model, per pair of responses or per ranking of several.
+
+A function of your own is one of (chosen, rejected), with options by keyword:
+
+    chosen: [P] float32, the scores of the preferred responses; carries the gradient.
+    rejected: [P] float32, the scores of the others; carries the gradient.
+
+The loss is the mean of its values over all pairs of the step.
+
+Metrics of all: ``accuracy``, 1 where the preferred response scores more than every other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megarl.algos.policy_loss import LossTerms
+
+
+def pairwise(
+    chosen: Tensor,
+    rejected: Tensor,
+    margins: Tensor | None = None,
+    *,
+    kind: Literal["logsigmoid", "logexp"] = "logsigmoid",
+    centering: float = 0.0,
+) -> LossTerms:
+    """The negative log-likelihood of the preferences under the model of Bradley and Terry.
+
+    logsigmoid: l = -log sigmoid(chosen - rejected - margin) + centering * (chosen + rejected)^2;
+    logexp: the same as log(1 + exp(rejected - chosen)), without a margin. Both are computed without overflow.
+    Source: Bradley and Terry (1952); the margin is that of Llama 2 (Touvron et al., 2023), the term that keeps the
+    scores around 0 that of Eisenstein et al., "Helping or herding?" (2023); logexp as in ColossalChat and OpenRLHF.
+
+    Args:
+        chosen: [P], scores of the responses that were preferred; carries the gradient.
+        rejected: [P], scores of the others.
+        margins: [P], by how much the one should score more; None: by any.
+        kind: see above.
+        centering: weight of the second term.
+
+    Returns:
+        Metrics also: ``margin``, chosen - rejected; ``chosen`` and ``rejected``, the scores.
+    """
+    difference = chosen - rejected
+    wanted = difference if margins is None or kind == "logexp" else difference - margins
+    values = -functional.logsigmoid(wanted)
+    if centering:
+        values = values + centering * (chosen + rejected).square()
+    return LossTerms(values=values, metrics=_metrics(chosen, rejected))
+
+
+def best_of_n(scores: Tensor, best: Tensor) -> LossTerms:
+    """Cross-entropy of the best of N responses to a prompt under the softmax of their scores.
+
+    l = logsumexp(scores) - scores[best]. Source: Ziegler et al., "Fine-tuning language models from human preferences"
+    (2019), with N = 4.
+
+    Args:
+        scores: [P, N]; carries the gradient.
+        best: [P] int64, the column of the best.
+    """
+    values = torch.logsumexp(scores, -1) - scores.gather(-1, best[:, None]).squeeze(-1)
+    hits = (scores.argmax(-1) == best).to(scores.dtype)
+    return LossTerms(values=values, metrics={"accuracy": hits})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spans:
+    """Where the responses of pairs differ, in columns of both.
+
+    Args:
+        mask: [P, T] bool, True from the first difference up to the longer one's end.
+        chosen_last: [P] int64, the last column of the chosen one.
+        rejected_last: [P] int64, the last column of the other.
+    """
+
+    mask: Tensor
+    chosen_last: Tensor
+    rejected_last: Tensor
+
+
+def spans_of(chosen_ids: Tensor, rejected_ids: Tensor, *, pad: int) -> Spans:
+    """The spans of pairs that are padded on the right; a row ends before its first pad, or with the width.
+
+    The span of two equal rows is the last column alone. Source: DeepSpeed-Chat's reward model.
+
+    Args:
+        chosen_ids: [P, T] int64.
+        rejected_ids: [P, T] int64.
+        pad: id of the padding.
+    """
+    width = chosen_ids.shape[1]
+    columns = torch.arange(width, device=chosen_ids.device)
+
+    def first(found: Tensor, otherwise: int) -> Tensor:
+        return torch.where(found, columns, otherwise).amin(-1)
+
+    chosen_end, rejected_end = first(chosen_ids == pad, width), first(rejected_ids == pad, width)
+    start = first(chosen_ids != rejected_ids, width)
+    end = torch.maximum(chosen_end, rejected_end)
+    equal = start == width
+    start, end = torch.where(equal, width - 1, start), torch.where(equal, width, end)
+    return Spans(
+        mask=(columns >= start[:, None]) & (columns < end[:, None]),
+        chosen_last=(chosen_end - 1).clamp(min=0),
+        rejected_last=(rejected_end - 1).clamp(min=0),
+    )
+
+
+def span(chosen: Tensor, rejected: Tensor, spans: Spans) -> LossTerms:
+    """Bradley and Terry's loss at every token where the responses differ, averaged per pair.
+
+    l = mean over the span of -log sigmoid(chosen[t] - rejected[t]). The scores of the metrics are those of the last
+    tokens. Source: DeepSpeed-Chat's reward model.
+
+    Args:
+        chosen: [P, T], the scores after each token; carries the gradient.
+        rejected: [P, T].
+        spans: see ``spans_of``.
+
+    Returns:
+        Metrics also: ``margin``, chosen - rejected; ``chosen`` and ``rejected``, the scores.
+    """
+    counted = torch.where(spans.mask, chosen - rejected, torch.zeros_like(chosen))
+    values = -(functional.logsigmoid(counted) * spans.mask).sum(-1) / spans.mask.sum(-1).clamp(min=1)
+    ends = chosen.gather(-1, spans.chosen_last[:, None]), rejected.gather(-1, spans.rejected_last[:, None])
+    return LossTerms(values=values, metrics=_metrics(*(end.squeeze(-1) for end in ends)))
+
+
+def _metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    margin = (chosen - rejected).detach()
+    return {
+        "accuracy": (margin > 0).to(margin.dtype),
+        "margin": margin,
+        "chosen": chosen.detach(),
+        "rejected": rejected.detach(),
+    }

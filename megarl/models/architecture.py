@@ -1,0 +1,368 @@
+"""A model's spec: its canonical tensors, and its shard maps in Megatron, its checkpoints and vLLM for any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megarl.models.gpt2 import GPT2
+from megarl.models.hf_config import (
+    HF_ACTIVATIONS,
+    Activation,
+    Family,
+    HFConfig,
+    Reader,
+    Rope,
+    Table,
+    UnsupportedModelError,
+)
+from megarl.models.llama_like import LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
+from megarl.models.mixtral import MIXTRAL, QWEN3_MOE
+from megarl.models.param_types import Dims, Element, Engine, Place, Shard, VocabRows
+from megarl.models.shard_maps import Laid, Prefixed, in_checkpoint, shard_map
+from megarl.types import HeadName, Layout
+from megarl.weights.shard_map import Manifest, ShardMap, TensorInfo
+
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GPT2, MIXTRAL, QWEN3_MOE)
+}
+"""By HF's ``model_type``."""
+
+
+def family_of(config: HFConfig) -> tuple[Family, HeadName]:
+    """The family of a config and the head that its architecture has.
+
+    Raises:
+        UnsupportedModelError: no family has the architecture; the supported ones are named.
+    """
+    architectures: list[str] = list(config.get("architectures") or [])
+    heads: dict[str, tuple[Family, HeadName]] = {}
+    for family in FAMILIES.values():
+        heads |= {family.lm_class: (family, "lm"), family.score_class: (family, "score")}
+    model_type: str | None = config.get("model_type")
+    if not architectures and model_type is not None and model_type in FAMILIES:
+        return FAMILIES[model_type], "lm"
+    if len(architectures) != 1 or architectures[0] not in heads:
+        named = ", ".join(architectures) or f"model_type {model_type!r}"
+        raise UnsupportedModelError(f"architecture {named} is not supported; supported are {', '.join(heads)}")
+    family, head = heads[architectures[0]]
+    if model_type not in (None, family.model_type):
+        raise UnsupportedModelError(f"model_type {model_type!r} contradicts the architecture {architectures[0]}")
+    return family, head
+
+
+def chunk_layers(layers: int, layout: Layout, stage: int, chunk: int) -> range:
+    """The layers of a model chunk.
+
+    Chunks follow one another: all first chunks of the stages in order, then all second ones. Their sizes differ by at
+    most one, and so do the stages'. The last stage has the shorter chunks first, for it has the output layer too, then
+    the first stage, which has the embedding.
+
+    Args:
+        layers: of the model; at least as many as there are chunks.
+        stage: the pipeline rank.
+        chunk: of the virtual stages of that rank.
+    """
+    pp, vpp = layout.pp, layout.vpp
+    full, short = -(-layers // (pp * vpp)), -layers % (pp * vpp)
+    stages = [pp - 1, *range(pp - 1)]
+    turns = [(stage, vpp - 1 - turn if stage == pp - 1 else turn) for turn in range(vpp) for stage in stages]
+    shorter = {at * pp + stage for stage, at in turns[:short]}
+    index = chunk * pp + stage
+    start = full * index - sum(1 for other in shorter if other < index)
+    return range(start, start + full - (index in shorter))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronArgs:
+    """What Megatron's model is built from.
+
+    Args:
+        transformer: keyword arguments for ``TransformerConfig``.
+        gpt: for ``GPTModel``.
+        activation: of the MLP: ``silu``, or ``gelu`` in its approximation by tanh.
+    """
+
+    transformer: Mapping[str, Any]
+    gpt: Mapping[str, Any]
+    activation: Activation
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """What is known of a model from its HF config.
+
+    Args:
+        family: the page that describes it.
+        config: the fields of ``config.json``.
+        dims: its sizes.
+        rope: its rotary embedding; None where positions are learned.
+        dtype: of every parameter in the maps.
+        tied: the output layer of the language model is the embedding.
+        head: what the checkpoint has on top: "lm", or "score".
+    """
+
+    family: Family
+    config: HFConfig
+    dims: Dims
+    table: Table
+    rope: Rope | None
+    dtype: str
+    tied: bool
+    head: HeadName
+
+    def canonical(self, head: HeadName = "lm") -> dict[str, TensorInfo]:
+        """The model's HF tensors with a given head; a tied output layer is not among them."""
+        named: list[tuple[str, Element]] = [("", element) for element in self._first()]
+        prefix = self.table.layer_prefix.hf
+        named += [(prefix.format(i), element) for i in range(self.dims.layers) for element in self.table.layer]
+        named += [("", element) for element in (*self.table.final, *self._output(head))]
+        return {
+            f"{prefix}{name}": TensorInfo(shape, self.dtype)
+            for prefix, element in named
+            for name, shape in element.tensors(self.dims).items()
+        }
+
+    def manifest(self, head: HeadName = "lm", *, new_head: bool = False) -> Manifest:
+        """What a checkpoint must contain to be loaded into the model with this head.
+
+        Args:
+            new_head: the value or score head is made anew, so that a checkpoint with any head will do.
+        """
+        tensors, output = self.canonical(head), self.table.output.names.hf
+        ignored = ["*.rotary_emb.inv_freq", *self.family.ignored]
+        if f"{output}.weight" not in tensors:
+            ignored.append(f"{output}.weight")
+        if new_head:
+            score = f"{self.table.score.names.hf}.weight"
+            dropped = tensors.pop(score, None)
+            assert dropped, "only a value or score head can be new"
+            ignored.append(score)
+        tied = {f"{output}.weight": f"{self.table.embedding.names.hf}.weight"} if self.tied and head == "lm" else {}
+        return Manifest(tensors=tensors, ignored=tuple(ignored), bare_prefix=self.family.bare_prefix, tied=tied)
+
+    def hf_config(self, head: HeadName = "lm") -> dict[str, Any]:
+        """The ``config.json`` of a checkpoint of the model with this head."""
+        config = {name: value for name, value in self.config.items() if name != "torch_dtype"}
+        config["dtype"] = self.dtype
+        config["architectures"] = [self.family.lm_class if head == "lm" else self.family.score_class]
+        if head != "lm":
+            config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        return config
+
+    def layers(self, layout: Layout, pp: int, chunk: int) -> range:
+        """The layers that a model chunk of a pipeline rank holds."""
+        return chunk_layers(self.dims.layers, layout, pp, chunk)
+
+    def megatron_map(self, layout: Layout, rank: int, head: HeadName = "lm") -> ShardMap:
+        """What a rank of a Megatron role holds; its parameters are named ``{model chunk}:{name in GPTModel}``.
+
+        Raises:
+            ValueError: the layout does not fit the model; every reason is listed.
+        """
+        self.check_megatron(layout)
+        coords = layout.coords(rank)
+        place = Place(
+            tp=Shard(rank=coords.tp, size=layout.tp), ep=Shard(rank=layout.expert_rank(coords), size=layout.ep)
+        )
+        laid = self._laid(self.table.layer, "megatron", place)
+        groups: list[Prefixed] = []
+        for chunk in range(layout.vpp):
+            local = f"{chunk}:"
+            if coords.pp == 0 and chunk == 0:
+                groups.append((local, "", self._laid(self._first(), "megatron", place)))
+            for i, layer in enumerate(self.layers(layout, coords.pp, chunk)):
+                hf, megatron = self.table.layer_prefix.hf.format(layer), self.table.layer_prefix.megatron.format(i)
+                groups.append((local + megatron, hf, laid))
+            if coords.pp == layout.pp - 1 and chunk == layout.vpp - 1:
+                copied = self.tied and head == "lm" and layout.pp > 1
+                output = (self._tied_output(),) if copied else self._output(head)
+                groups.append((local, "", self._laid((*self.table.final, *output), "megatron", place)))
+        return shard_map(groups, self.dtype)
+
+    def checkpoint_map(
+        self, head: HeadName = "lm", *, vocab_rows: int | None = None, transformer_engine: bool = True
+    ) -> ShardMap:
+        """The global tensors of a distributed checkpoint of the model as Megatron-LM writes it, by their keys.
+
+        Args:
+            vocab_rows: of its embedding and output layer, padding included; without padding by default.
+            transformer_engine: whether it is of Megatron's modules for Transformer Engine; without, the norm before the
+                experts has another key.
+        """
+        place = Place(tp=Shard())
+        dense = self.dims.experts == 0
+        groups: list[Prefixed] = []
+        for element in (*self._first(), *self.table.final, *self._output(head)):
+            if isinstance(element, VocabRows):
+                whole = element.rows("megatron", self.dims, 0, vocab_rows or self.dims.vocab)
+                groups.append(("", "", [Laid.of(whole)]))
+            else:
+                groups.append(("", "", self._laid((element,), "megatron", place)))
+        local = self.table.layer_prefix.megatron.removesuffix("{}.")
+        stacks = [stack for element in self.table.layer for stack in element.stacks("megatron", self.dims, place)]
+        for i in range(self.dims.layers):
+            stored = (
+                in_checkpoint(
+                    stack,
+                    i,
+                    self.dims.layers,
+                    experts=self.dims.experts,
+                    norm_in_mlp=dense or not transformer_engine,
+                )
+                for stack in stacks
+            )
+            groups.append((local, self.table.layer_prefix.hf.format(i), [Laid.of(stack) for stack in stored]))
+        return shard_map(groups, self.dtype)
+
+    def vllm_map(self, tp: int, rank: int) -> ShardMap:
+        """What a TP rank of a vLLM engine holds of the language model, under vLLM's fused names.
+
+        Raises:
+            ValueError: TP does not fit the model; every reason is listed.
+        """
+        self.check_vllm(tp)
+        place = Place(tp=Shard(rank=rank, size=tp))
+        prefix, laid = self.table.layer_prefix, self._laid(self.table.layer, "vllm", place)
+        groups: list[Prefixed] = [("", "", self._laid(self._first(), "vllm", place))]
+        groups += [(prefix.vllm.format(i), prefix.hf.format(i), laid) for i in range(self.dims.layers)]
+        groups.append(("", "", self._laid((*self.table.final, *self._output("lm")), "vllm", place)))
+        return shard_map(groups, self.dtype)
+
+    def padded_vocab(self, tp: int) -> int:
+        """The vocabulary of Megatron's model at a TP, padding included."""
+        return self.dims.padded_vocab("megatron", tp)
+
+    def transformer(self, tp: int, head: HeadName = "lm") -> MegatronArgs:
+        """The arguments with which Megatron builds this model."""
+        return MegatronArgs(
+            transformer={
+                "num_layers": self.dims.layers,
+                "hidden_size": self.dims.hidden,
+                "ffn_hidden_size": self.dims.ffn,
+                "num_attention_heads": self.dims.heads,
+                "num_query_groups": self.dims.kv_heads,
+                "kv_channels": self.dims.head_dim,
+                "hidden_dropout": 0.0,
+                "attention_dropout": 0.0,
+                **self.table.megatron,
+            },
+            gpt={
+                "vocab_size": self.padded_vocab(tp),
+                "max_sequence_length": self.dims.positions,
+                "share_embeddings_and_output_weights": self.tied and head == "lm",
+                **_positions(self.rope),
+            },
+            activation=self.family.activation,
+        )
+
+    def check_megatron(self, layout: Layout) -> None:
+        """Raises ValueError, listing every reason, if Megatron cannot hold the model in this layout."""
+        dims, tp, chunks = self.dims, layout.tp, layout.pp * layout.vpp
+        qkv = (dims.heads + 2 * dims.kv_heads) * dims.head_dim
+        sizes = {"attention heads": dims.heads, "MLP channels": dims.ffn, "rows of queries, keys and values": qkv}
+        problems = [*_indivisible(tp, sizes), *_unequal_kv(tp, dims)]
+        if dims.layers < chunks:
+            problems.append(f"{layout.pp} stages x {layout.vpp} chunks are more than the {dims.layers} layers")
+        if layout.vpp > 1 and layout.pp == 1:
+            problems.append(f"vpp {layout.vpp} needs pp > 1")
+        if layout.ep > 1 and dims.experts == 0:
+            problems.append(f"ep {layout.ep} needs experts, which the {self.family.model_type} model does not have")
+        elif dims.experts % layout.ep:
+            problems.append(f"ep {layout.ep} does not divide the {dims.experts} experts")
+        _refuse("Megatron cannot hold the model in this layout", problems)
+
+    def check_vllm(self, tp: int) -> None:
+        """Raises ValueError, listing every reason, if vLLM cannot hold the model at this TP."""
+        dims = self.dims
+        sizes = {
+            "attention heads": dims.heads,
+            "MLP channels": dims.ffn,
+            "padded vocabulary rows": dims.padded_vocab("vllm", tp),
+        }
+        problems = [*_indivisible(tp, sizes), *_unequal_kv(tp, dims)]
+        if 0 < dims.experts < tp:
+            problems.append(f"tp {tp} exceeds the {dims.experts} experts")
+        _refuse("vLLM cannot hold the model", problems)
+
+    def _first(self) -> tuple[Element, ...]:
+        """What precedes the first layer."""
+        return (self.table.embedding, *((self.table.positions,) if self.table.positions else ()))
+
+    def _output(self, head: HeadName) -> tuple[Element, ...]:
+        """The output layer as tensors of its own: none where it is tied."""
+        if head != "lm":
+            return (self.table.score,)
+        return () if self.tied else (self.table.output,)
+
+    def _tied_output(self) -> VocabRows:
+        """The last stage's copy of a tied embedding: the output layer's names for the embedding's tensor."""
+        return VocabRows(names=replace(self.table.output.names, hf=self.table.embedding.names.hf))
+
+    def _laid(self, elements: Iterable[Element], engine: Engine, place: Place) -> list[Laid]:
+        """The stacks of some elements."""
+        return [Laid.of(stack) for element in elements for stack in element.stacks(engine, self.dims, place)]
+
+
+def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
+    """The spec of a model.
+
+    Args:
+        config: the fields of its HF ``config.json``.
+        dtype: of the parameters in the maps; the config's own by default.
+
+    Raises:
+        UnsupportedModelError: no spec describes it; every problem is listed.
+    """
+    family, head = family_of(config)
+    stated = dict(config) if dtype is None else {**config, "dtype": dtype}
+    reader = Reader(stated, fields=family.fields, defaults=family.defaults)
+    dims = reader.dims(rotary=family.rotary, mlp_ratio=family.mlp_ratio)
+    rope = reader.rope() if family.rotary else None
+    stored = reader.dtype()
+    activations = HF_ACTIVATIONS[family.activation]
+    reader.require("hidden_act", *activations, only=", ".join(activations))
+    reader.refuse_uncommon()
+    table = family.describe(reader)
+    if reader.problems:
+        problems = "\n  ".join(reader.problems)
+        raise UnsupportedModelError(f"the {family.model_type} model is not supported:\n  {problems}")
+    return ModelSpec(
+        family=family,
+        config=config,
+        dims=dims,
+        table=table,
+        rope=rope,
+        dtype=stored,
+        tied=bool(reader.get("tie_word_embeddings")),
+        head=head,
+    )
+
+
+def _positions(rope: Rope | None) -> dict[str, Any]:
+    """The arguments of ``GPTModel`` that say how positions enter."""
+    if rope is None:
+        return {"position_embedding_type": "learned_absolute"}
+    return {
+        "position_embedding_type": "rope",
+        "rotary_percent": 1.0,
+        "rotary_base": rope.base,
+        "rope_scaling": rope.llama3_factor is not None,
+        "rope_scaling_factor": rope.llama3_factor or 1.0,
+    }
+
+
+def _indivisible(tp: int, sizes: Mapping[str, int]) -> list[str]:
+    return [f"tp {tp} does not divide the {size} {what}" for what, size in sizes.items() if size % tp]
+
+
+def _unequal_kv(tp: int, dims: Dims) -> list[str]:
+    if dims.kv_heads % tp and tp % dims.kv_heads:
+        return [f"neither of tp {tp} and the {dims.kv_heads} KV heads divides the other"]
+    return []
+
+
+def _refuse(what: str, problems: list[str]) -> None:
+    if problems:
+        raise ValueError(f"{what}: " + "; ".join(problems))

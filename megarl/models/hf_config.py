@@ -1,0 +1,208 @@
+"""Reading of HF configurations: what a model family's page states, and the fields that all families share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megarl.models.param_types import Dims, Element, Matrix, Names, VocabRows
+from megarl.weights.shard_map import ITEM_BYTES
+
+Activation = Literal["silu", "gelu_tanh"]
+
+HF_ACTIVATIONS: Mapping[Activation, tuple[str, ...]] = {
+    "silu": ("silu",),
+    "gelu_tanh": ("gelu_new", "gelu_pytorch_tanh"),
+}
+"""What HF's ``hidden_act`` calls the activations."""
+
+
+class UnsupportedModelError(ValueError):
+    """The model's architecture or one of its features has no spec; the message lists every problem."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Where the tensors of a family are, in the order in which vLLM's parameters are loaded.
+
+    Args:
+        embedding: the input embedding.
+        positions: the learned embedding of positions, where there is one.
+        layer_prefix: the prefix of a layer's names, with ``{}`` for its index (Megatron counts within a model chunk).
+        layer: the elements of one layer, without that prefix.
+        final: what follows the last layer: the final norm.
+        output: the output layer of a language model.
+        score: the [1, hidden] head that replaces it in value and reward models.
+        megatron: the fields of Megatron's ``TransformerConfig`` that are the family's own: norms, biases, the MLP.
+    """
+
+    embedding: VocabRows
+    positions: Matrix | None = None
+    layer_prefix: Names
+    layer: tuple[Element, ...]
+    final: tuple[Element, ...]
+    output: VocabRows
+    score: Matrix
+    megatron: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family's page.
+
+    Args:
+        model_type: HF's ``model_type``.
+        lm_class, score_class: HF's classes with a language-model head and with a score head.
+        describe: makes the table of a config, and notes what it does not support.
+        fields: the config's names of fields where they are not the usual ones; see ``Reader``.
+        defaults: what HF assumes of fields that a config lacks, by their usual names.
+        activation: of the MLP.
+        rotary: positions enter by rotary embeddings; otherwise they are learned.
+        mlp_ratio: of the MLP's channels to the hidden ones where a config does not say.
+        bare_prefix: what names begin with that checkpoints of the model without a head may leave away.
+        ignored: patterns (as of fnmatch) of tensors that checkpoints may contain besides.
+    """
+
+    model_type: str
+    lm_class: str
+    score_class: str
+    describe: Callable[[Reader], Table]
+    fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    activation: Activation = "silu"
+    rotary: bool = True
+    mlp_ratio: int | None = None
+    bare_prefix: str = ""
+    ignored: tuple[str, ...] = ()
+
+
+HFConfig = Mapping[str, Any]
+
+LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The parameters of llama3 rope scaling that Megatron does not take (RotaryEmbedding of megatron-core 0.16.1)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary embedding: its base, and the factor of Llama 3's scaling (None without)."""
+
+    base: float
+    llama3_factor: float | None
+
+
+@dataclass
+class Reader:
+    """Reads fields of an HF config and collects what is wrong with them.
+
+    Args:
+        config: the fields of a ``config.json``.
+        fields: what the family calls fields that others call by the key; the first name that the config has counts.
+        defaults: what HF's configuration class assumes of fields that the config lacks.
+        problems: filled with one line per problem.
+    """
+
+    config: HFConfig
+    fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    defaults: HFConfig = field(default_factory=dict[str, Any])
+    problems: list[str] = field(default_factory=list[str])
+
+    def name(self, field: str) -> str:
+        """What the config calls a field."""
+        names = self.fields.get(field, (field,))
+        return next((name for name in names if name in self.config), names[0])
+
+    def get(self, field: str) -> Any:
+        """A field's value, HF's own default where the config lacks it."""
+        name = self.name(field)
+        return self.config[name] if name in self.config else self.defaults.get(field)
+
+    def positive(self, field: str, default: int | None = None) -> int:
+        """A positive integer; a null counts as ``default``."""
+        value = self.get(field)
+        value = default if value is None else value
+        if isinstance(value, int) and value > 0:
+            return value
+        self.problems.append(f"{self.name(field)}: {value!r} is not a positive integer")
+        return 1
+
+    def number(self, field: str) -> float:
+        """A number above 0."""
+        value = self.get(field)
+        if isinstance(value, int | float) and value > 0:
+            return float(value)
+        self.problems.append(f"{self.name(field)}: {value!r} is not a number above 0")
+        return 1.0
+
+    def require(self, field: str, *values: Any, only: str) -> None:
+        """Notes a problem unless the field is absent, null or one of some values.
+
+        Args:
+            only: what is supported, for the message.
+        """
+        actual = self.get(field)
+        if actual is not None and actual not in values:
+            self.problems.append(f"{self.name(field)}: {actual!r} is not supported (only {only})")
+
+    def dims(self, *, rotary: bool, mlp_ratio: int | None) -> Dims:
+        """The decoder's sizes; arguments as of ``Family``."""
+        hidden, heads = self.positive("hidden_size"), self.positive("num_attention_heads")
+        dims = Dims(
+            vocab=self.positive("vocab_size"),
+            hidden=hidden,
+            ffn=self.positive("intermediate_size", mlp_ratio and mlp_ratio * hidden),
+            layers=self.positive("num_hidden_layers"),
+            heads=heads,
+            kv_heads=self.positive("num_key_value_heads", heads),
+            head_dim=self.positive("head_dim", hidden // heads),
+            positions=self.positive("max_position_embeddings"),
+            experts=self.positive("num_experts") if "num_experts" in self.fields else 0,
+        )
+        if dims.heads % dims.kv_heads:
+            field = self.name("num_key_value_heads")
+            self.problems.append(f"{field}: {dims.kv_heads} does not divide the {dims.heads} heads")
+        if rotary and dims.head_dim % 2:
+            self.problems.append(f"head_dim: {dims.head_dim} is odd, which rotary embeddings cannot split")
+        return dims
+
+    def dtype(self) -> str:
+        """The dtype of the stored weights; HF reads files that name none as float32."""
+        name = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32").removeprefix("torch.")
+        if name not in ITEM_BYTES:
+            self.problems.append(f"dtype: {name} is not supported; supported are {', '.join(ITEM_BYTES)}")
+        return name
+
+    def rope(self) -> Rope:
+        """The rotary embedding, from ``rope_parameters`` or the older ``rope_theta`` and ``rope_scaling``."""
+        settings: Mapping[str, Any] = self.get("rope_parameters") or self.get("rope_scaling") or {}
+        base = settings.get("rope_theta") or self.config.get("rope_theta") or self.defaults.get("rope_theta")
+        if base is None:
+            self.problems.append("rope_theta: missing, and engines differ in what they assume; state it")
+        if settings.get("partial_rotary_factor", 1.0) != 1.0:
+            self.problems.append("rope_parameters.partial_rotary_factor: only full rotary embeddings are supported")
+        kind = settings.get("rope_type") or settings.get("type") or "default"
+        if kind == "llama3":
+            return Rope(base=float(base or 1), llama3_factor=self._llama3_factor(settings))
+        if kind != "default":
+            self.problems.append(f"rope_type: {kind} is not supported; supported are default, llama3")
+        return Rope(base=float(base or 1), llama3_factor=None)
+
+    def _llama3_factor(self, settings: Mapping[str, Any]) -> float:
+        for name, value in LLAMA3_FIXED.items():
+            if settings.get(name) != value:
+                self.problems.append(f"{name}: {settings.get(name)!r}; Megatron's llama3 scaling has {value} fixed")
+        factor = settings.get("factor")
+        if not isinstance(factor, int | float) or factor < 1:
+            self.problems.append(f"factor: {factor!r} is not a number of at least 1")
+            return 1.0
+        return float(factor)
+
+    def refuse_uncommon(self) -> None:
+        """Notes the features that no family supports."""
+        self.require("attention_dropout", 0, only="0: trainer and engine must agree without randomness")
+        self.require("is_causal", True, only="causal decoders")
+        self.require("partial_rotary_factor", 1.0, only="full rotary embeddings")
+        self.require("quantization_config", only="weights that are not quantised")
+        kinds = set(self.get("layer_types") or ()) - {"full_attention"}
+        if kinds:
+            self.problems.append(f"layer_types: {', '.join(sorted(kinds))} is not supported (only full_attention)")

@@ -1,0 +1,316 @@
+"""The vocabulary of the specs: how a group of canonical tensors is stored by Megatron and by vLLM, for any TP and EP.
+
+Every local parameter here is a stack: ranges of canonical tensors one after the other along one axis, maybe below
+leading axes. An element says which ranges each engine stacks; both engines' maps follow from that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from megarl.weights.shard_map import Shape
+
+Engine = Literal["megatron", "vllm"]
+Width = Literal["hidden", "attention", "ffn", "head"]
+Count = Literal["one", "positions", "experts"]
+
+VOCAB_MULTIPLE = 64
+"""vLLM pads the vocabulary to a multiple of this; Megatron's is padded to a multiple of this times TP."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dims:
+    """The sizes of a decoder.
+
+    Args:
+        vocab: token ids.
+        hidden: channels between the layers.
+        ffn: channels inside the MLP, or inside each expert.
+        heads, kv_heads: query heads, and heads of keys and values.
+        head_dim: channels of one head.
+        positions: of the longest sequence.
+        experts: per layer; 0 in a dense model.
+    """
+
+    vocab: int
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    positions: int
+    experts: int = 0
+
+    def width(self, what: Width) -> int:
+        """The number of channels of a kind of activation."""
+        attention = self.heads * self.head_dim
+        return {"hidden": self.hidden, "attention": attention, "ffn": self.ffn, "head": self.head_dim}[what]
+
+    def count(self, what: Count) -> int:
+        """The number of rows of a matrix that is whole on every TP rank."""
+        return {"one": 1, "positions": self.positions, "experts": self.experts}[what]
+
+    def padded_vocab(self, engine: Engine, tp: int) -> int:
+        """The rows of an engine's embedding over all TP ranks."""
+        multiple = VOCAB_MULTIPLE * (tp if engine == "megatron" else 1)
+        return -(-self.vocab // multiple) * multiple
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """Which rank of how many."""
+
+    rank: int = 0
+    size: int = 1
+
+    def range(self, total: int) -> tuple[int, int]:
+        """The rank's range of ``total`` things that the ranks divide evenly (checked before)."""
+        part, rest = divmod(total, self.size)
+        assert rest == 0, (total, self.size)
+        return self.rank * part, (self.rank + 1) * part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Which part of a layer an engine's rank holds: its TP shard of every matrix, of its EP shard of the experts."""
+
+    tp: Shard
+    ep: Shard = Shard()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Indices [start, stop) of the canonical tensor ``tensor`` along the stacked axis; a hole where that is None."""
+
+    tensor: str | None
+    start: int
+    stop: int
+
+    def within(self, start: int, stop: int) -> Part:
+        """Indices [start, stop) of this part."""
+        assert 0 <= start <= stop <= self.stop - self.start
+        return Part(tensor=self.tensor, start=self.start + start, stop=self.start + stop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """A local parameter, or one of the matrices or vectors that it has along leading axes.
+
+    Args:
+        param: its name.
+        shape: of the matrix or vector.
+        axis: of that, along which the parts are one after the other.
+        parts: of canonical tensors, which have the matrix's extent along its other axis.
+        transposed: the canonical tensors are stored with rows and columns exchanged.
+        at: the indices of the matrix along the parameter's leading axes.
+        of: the extents of those axes.
+    """
+
+    param: str
+    shape: Shape
+    parts: tuple[Part, ...]
+    axis: int = 0
+    transposed: bool = False
+    at: Shape = ()
+    of: Shape = ()
+
+
+class Element(Protocol):
+    """A group of canonical tensors that the engines store together; names have no layer prefix."""
+
+    def tensors(self, dims: Dims) -> dict[str, Shape]:
+        """The canonical tensors and their shapes."""
+        ...
+
+    def stacks(self, engine: Engine, dims: Dims, place: Place) -> Iterator[Stack]:
+        """The parameters in which one rank of an engine holds them."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """What HF, Megatron and vLLM call one thing; ``hf`` names the canonical tensors."""
+
+    hf: str
+    megatron: str
+    vllm: str
+
+    def of(self, engine: Engine) -> str:
+        return self.megatron if engine == "megatron" else self.vllm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vector:
+    """A norm's weight, and maybe bias, whole on every TP rank."""
+
+    names: Names
+    width: Width = "hidden"
+    bias: bool = False
+
+    def tensors(self, dims: Dims) -> dict[str, Shape]:
+        return {f"{self.names.hf}.{kind}": (dims.width(self.width),) for kind in _kinds(self.bias)}
+
+    def stacks(self, engine: Engine, dims: Dims, place: Place) -> Iterator[Stack]:
+        n = dims.width(self.width)
+        for kind in _kinds(self.bias):
+            part = Part(tensor=f"{self.names.hf}.{kind}", start=0, stop=n)
+            yield Stack(param=f"{self.names.of(engine)}.{kind}", shape=(n,), parts=(part,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """A [rows, hidden] matrix, whole on every TP rank: learned positions, a router, a score head."""
+
+    names: Names
+    rows: Count
+
+    def tensors(self, dims: Dims) -> dict[str, Shape]:
+        return {f"{self.names.hf}.weight": (dims.count(self.rows), dims.hidden)}
+
+    def stacks(self, engine: Engine, dims: Dims, place: Place) -> Iterator[Stack]:
+        rows = dims.count(self.rows)
+        part = Part(tensor=f"{self.names.hf}.weight", start=0, stop=rows)
+        yield Stack(param=f"{self.names.of(engine)}.weight", shape=(rows, dims.hidden), parts=(part,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabRows:
+    """A [vocabulary, hidden] matrix split by rows; the rows that pad the vocabulary are holes."""
+
+    names: Names
+
+    def tensors(self, dims: Dims) -> dict[str, Shape]:
+        return {f"{self.names.hf}.weight": (dims.vocab, dims.hidden)}
+
+    def stacks(self, engine: Engine, dims: Dims, place: Place) -> Iterator[Stack]:
+        start, stop = place.tp.range(dims.padded_vocab(engine, place.tp.size))
+        yield self.rows(engine, dims, start, stop)
+
+    def rows(self, engine: Engine, dims: Dims, start: int, stop: int) -> Stack:
+        """Rows [start, stop) of the padded matrix."""
+        known = max(start, min(stop, dims.vocab))
+        parts = (
+            Part(tensor=f"{self.names.hf}.weight", start=start, stop=known),
+            Part(tensor=None, start=known, stop=stop),
+        )
+        filled = tuple(part for part in parts if part.stop > part.start)
+        return Stack(param=f"{self.names.of(engine)}.weight", shape=(stop - start, dims.hidden), parts=filled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnParallel:
+    """A [width, hidden] matrix whose output channels TP splits, and maybe its bias.
+
+    Args:
+        transposed: HF stores the matrix as [hidden, width].
+    """
+
+    names: Names
+    outputs: Width
+    bias: bool = False
+    transposed: bool = False
+
+    def tensors(self, dims: Dims) -> dict[str, Shape]:
+        return column_tensors([(self.names.hf, dims.width(self.outputs))], dims, self.bias, self.transposed)
+
+    def stacks(self, engine: Engine, dims: Dims, place: Place) -> Iterator[Stack]:
+        start, stop = place.tp.range(dims.width(self.outputs))
+        parts = [Part(tensor=self.names.hf, start=start, stop=stop)]
+        yield from column_stacks(self.names.of(engine), parts, dims, self.bias, self.transposed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowParallel:
+    """A [hidden, width] matrix whose input channels TP splits; its bias is whole on every rank.
+
+    Args:
+        transposed: HF stores the matrix as [width, hidden].
+    """
+
+    names: Names
+    inputs: Width
+    bias: bool = False
+    transposed: bool = False
+
+    def tensors(self, dims: Dims) -> dict[str, Shape]:
+        shape = (dims.hidden, dims.width(self.inputs))
+        weight = {f"{self.names.hf}.weight": shape[::-1] if self.transposed else shape}
+        return weight | ({f"{self.names.hf}.bias": (dims.hidden,)} if self.bias else {})
+
+    def stacks(self, engine: Engine, dims: Dims, place: Place) -> Iterator[Stack]:
+        hf, local = self.names.hf, self.names.of(engine)
+        start, stop = place.tp.range(dims.width(self.inputs))
+        yield Stack(
+            param=f"{local}.weight",
+            shape=(dims.hidden, stop - start),
+            parts=(Part(tensor=f"{hf}.weight", start=start, stop=stop),),
+            axis=1,
+            transposed=self.transposed,
+        )
+        if self.bias:
+            rows = Part(tensor=f"{hf}.bias", start=0, stop=dims.hidden)
+            yield Stack(param=f"{local}.bias", shape=(dims.hidden,), parts=(rows,))
+
+
+def column_tensors(
+    projections: Sequence[tuple[str, int]], dims: Dims, bias: bool, transposed: bool = False
+) -> dict[str, Shape]:
+    """The canonical tensors of projections from the hidden channels.
+
+    Args:
+        projections: names and rows; those with one name are one tensor, one after the other.
+        bias: they have biases.
+        transposed: HF stores the matrices as [hidden, rows].
+    """
+    rows: dict[str, int] = {}
+    for name, n in projections:
+        rows[name] = rows.get(name, 0) + n
+    tensors: dict[str, Shape] = {}
+    for name, n in rows.items():
+        tensors[f"{name}.weight"] = (dims.hidden, n) if transposed else (n, dims.hidden)
+        if bias:
+            tensors[f"{name}.bias"] = (n,)
+    return tensors
+
+
+def located(projections: Sequence[tuple[str, int]]) -> list[Part]:
+    """Where each of some projections is in its canonical tensor; arguments as of ``column_tensors``."""
+    rows: dict[str, int] = {}
+    parts: list[Part] = []
+    for name, n in projections:
+        first = rows.get(name, 0)
+        rows[name] = first + n
+        parts.append(Part(tensor=name, start=first, stop=first + n))
+    return parts
+
+
+def cut(parts: Sequence[Part], start: int, stop: int) -> list[Part]:
+    """Indices [start, stop) of stacked parts."""
+    found: list[Part] = []
+    offset = 0
+    for part in parts:
+        n = part.stop - part.start
+        low, high = max(start - offset, 0), min(stop - offset, n)
+        if low < high:
+            found.append(part.within(low, high))
+        offset += n
+    return found
+
+
+def column_stacks(
+    param: str, parts: Sequence[Part], dims: Dims, bias: bool, transposed: bool = False
+) -> Iterator[Stack]:
+    """A fused projection's weight and, where there is one, its bias, stacked from the same rows of projections."""
+    rows = sum(part.stop - part.start for part in parts)
+    for kind in _kinds(bias):
+        named = tuple(Part(tensor=f"{part.tensor}.{kind}", start=part.start, stop=part.stop) for part in parts)
+        matrix = kind == "weight"
+        shape = (rows, dims.hidden) if matrix else (rows,)
+        yield Stack(param=f"{param}.{kind}", shape=shape, parts=named, transposed=transposed and matrix)
+
+
+def _kinds(bias: bool) -> tuple[str, ...]:
+    return ("weight", "bias") if bias else ("weight",)

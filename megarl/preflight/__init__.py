@@ -1,0 +1,1 @@
+"""What is checked before anything starts: models, data and functions."""

@@ -1,0 +1,184 @@
+"""Checks of the functions that a configuration names: whether they exist and accept the calls they will get."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from megarl.config import PPOConfig, RunConfig
+from megarl.config.problems import Problem, shown
+from megarl.config.schema import Own, RewardFunction, Section
+from megarl.plugins import Function, check_options, resolve, suggestion
+from megarl.rewards.functions import RULES, labels
+from megarl.rewards.functions import resolve as resolve_reward
+from megarl.types import Prompt
+
+if TYPE_CHECKING:
+    from megarl.algos.kinds import Kind
+
+_FIX = "correct it; docs/rewards.md describes the functions"
+_TAKEN = (
+    "prompts",
+    "response_length",
+    "response_length_max",
+    "reward_model",
+    "samples",
+    "score",
+    "truncated_fraction",
+    "unscored",
+)
+"""Names of other sources of a score, and of metrics beside which those of the functions stand."""
+
+
+def check_functions(
+    functions: Sequence[RewardFunction],
+    *,
+    where: str = "reward.functions",
+    tokenizer: bool = True,
+    longest: int | None = None,
+) -> list[Problem]:
+    """Imports the functions and holds their arguments against them; runs none of them.
+
+    Args:
+        functions: of the configuration.
+        where: they stand there, for messages.
+        tokenizer: whether the run has one.
+        longest: tokens of the longest response that there may be; None where that is not known.
+    """
+    problems = [
+        problem
+        for index, function in enumerate(functions)
+        for problem in _problems(function, f"{where}.{index}", tokenizer=tokenizer, longest=longest)
+    ]
+    names = labels(functions)
+    if len(set(names)) < len(names):
+        rule = "names that differ, once those of one name are numbered"
+        problems.append(Problem(field=where, value=", ".join(names), rule=rule, fix="give your functions other names"))
+    return problems
+
+
+def check_fields(
+    functions: Sequence[RewardFunction], prompts: Sequence[Prompt], *, where: str = "reward.functions"
+) -> list[Problem]:
+    """Whether every prompt has the fields that the built-in functions read; what a user's own read is not known."""
+    problems: list[Problem] = []
+    for index, function in enumerate(functions):
+        field = _field_argument(function)
+        lacking = [prompt for prompt in prompts if field is not None and field not in prompt.fields]
+        if field is None or not lacking:
+            continue
+        rule = (
+            f"a field of every prompt; {len(lacking)} of {len(prompts)} lack it, the first is {lacking[0].prompt_id!r}"
+        )
+        known = ", ".join(lacking[0].fields)
+        fix = f"name one that it has ({known})" if known else "add the column to the rows of the prompts"
+        problems.append(Problem(field=f"{where}.{index}.args.field", value=field, rule=rule, fix=fix))
+    return problems
+
+
+def _problems(function: RewardFunction, where: str, *, tokenizer: bool, longest: int | None) -> Iterator[Problem]:
+    try:
+        target = resolve_reward(function.name)
+    except ValueError as error:
+        usual = "name a built-in function, or one that can be imported from the working directory; see docs/rewards.md"
+        near = difflib.get_close_matches(function.name, RULES, n=1)
+        fix = f"did you mean {near[0]}?" if near else suggestion(function.name) or usual
+        yield Problem(field=f"{where}.name", value=function.name, rule=str(error), fix=fix)
+        return
+    if labels([function])[0] in _TAKEN:
+        rule = f"none of {', '.join(_TAKEN)}, which metrics of other things are called"
+        yield Problem(field=f"{where}.name", value=function.name, rule=rule, fix="give your function another name")
+    try:
+        check_options(target, function.args, name=function.name, positional=1)
+    except ValueError as error:
+        yield Problem(field=f"{where}.args", value=shown(dict(function.args)), rule=str(error), fix=_FIX)
+        return
+    if function.name in RULES:
+        wrong = list(_values(target, function.args, f"{where}.args"))
+        yield from wrong or _overlong(function, f"{where}.args", longest)
+        if RULES[function.name].reads_text and not tokenizer:
+            fix = "set model.tokenizer, or choose a function that reads token ids"
+            yield Problem(field=f"{where}.name", value=function.name, rule="reads text: needs a tokenizer", fix=fix)
+
+
+def _values(function: Function, args: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    """What the annotations of a built-in function do not accept."""
+    hints = get_type_hints(function, include_extras=True)
+    for name, value in args.items():
+        try:
+            TypeAdapter(hints[name]).validate_python(value, strict=True)
+        except ValidationError as error:
+            rule = error.errors()[0]["msg"].removeprefix("Value error, ").removeprefix("Input ")
+            yield Problem(field=f"{where}.{name}", value=shown(value), rule=rule, fix=_FIX)
+
+
+def _overlong(function: RewardFunction, where: str, longest: int | None) -> Iterator[Problem]:
+    """The penalty begins within a response, and is full at its largest length at the latest."""
+    if function.name != "soft_overlong":
+        return
+    most, rising = function.args["max_tokens"], function.args["buffer_tokens"]
+    if rising > most:
+        rule = f"at most max_tokens = {most}: the penalty would begin before the response"
+        yield Problem(field=f"{where}.buffer_tokens", value=str(rising), rule=rule, fix=f"set it to {most} or less")
+    if longest is not None and most > longest:
+        rule = f"at most rollout.max_new_tokens = {longest}: no response is longer"
+        yield Problem(field=f"{where}.max_tokens", value=str(most), rule=rule, fix=f"set it to {longest}")
+
+
+def _field_argument(function: RewardFunction) -> str | None:
+    """The column that a built-in function reads."""
+    if function.name not in RULES:
+        return None
+    parameter = inspect.signature(RULES[function.name].function).parameters.get("field")
+    return None if parameter is None else function.args.get("field", parameter.default)
+
+
+def check_own_functions(config: RunConfig) -> list[Problem]:
+    """Imports the functions and holds their arguments against them; runs none of them.
+
+    A machine without torch, from which runs are only launched, leaves that to the run.
+    """
+    if find_spec("torch") is None:
+        return []
+    importance = isinstance(config, PPOConfig) and config.algo.kl.importance
+    return [problem for field, own in _named(config, "") for problem in _wrong(field, own, importance=importance)]
+
+
+def _named(section: Section, above: str) -> Iterator[tuple[str, Own]]:
+    """Every function of the user's own below a section, with its field."""
+    for name, info in type(section).model_fields.items():
+        value, field = getattr(section, name), f"{above}{info.alias or name}"
+        if isinstance(value, Own):
+            yield field, value
+        elif isinstance(value, Section):
+            yield from _named(value, f"{field}.")
+
+
+def _wrong(field: str, own: Own, *, importance: bool) -> Iterator[Problem]:
+    kind = _kind(field, getattr(own, "level", None))
+    try:
+        function = resolve(own.name)
+    except ValueError as error:
+        usual = "name one that can be imported from the working directory; see docs/algorithms.md"
+        fix = suggestion(own.name) or usual
+        yield Problem(field=f"{field}.name", value=own.name, rule=str(error), fix=fix)
+        return
+    given = (*kind.arguments, *(name for name, _ in kind.further if importance))
+    try:
+        check_options(function, own.args, name=own.name, positional=len(given), given=kind.keywords)
+    except ValueError as error:
+        fix = f"correct them; it is called with ({', '.join(given)}) first; see docs/algorithms.md"
+        yield Problem(field=f"{field}.args", value=shown(dict(own.args)), rule=str(error), fix=fix)
+
+
+def _kind(field: str, level: str | None) -> Kind:
+    """What the functions of a field are called with."""
+    from megarl.algos.kinds import KINDS  # and with it torch, which a run without such functions does not need yet
+
+    (kind,) = (kind for kind in KINDS if kind.field == field and kind.level == level)
+    return kind

@@ -1,0 +1,163 @@
+"""The models of a run, as far as they can be known without loading them: kinds, layouts, files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from megarl.config import EvalConfig, PPOConfig, Problem, RAFTConfig, RewardModelConfig, RunConfig, TrainingConfig
+from megarl.config.problems import shown
+from megarl.models import ModelSpec, model_spec
+from megarl.types import HeadName, RoleName
+from megarl.weights.hf_files import HFDirectory, read_config
+from megarl.weights.shard_map import Manifest
+
+
+def vocab_size(config: RunConfig, spec: ModelSpec) -> int:
+    """Token ids in use."""
+    return config.model.vocab_size or spec.dims.vocab
+
+
+def stated_vocab_size(config: RunConfig) -> int | None:
+    """Token ids in use, by the word of a configuration that may be wrong otherwise; None where there is none."""
+    try:
+        stated = config.model.hf_config().get("vocab_size")
+    except (OSError, ValueError):
+        stated = None
+    return config.model.vocab_size or (stated if isinstance(stated, int) and stated > 0 else None)
+
+
+def check_models(config: RunConfig) -> tuple[ModelSpec | None, list[Problem]]:
+    """The spec of the run's model, if there can be one, and what is wrong with all models of the run."""
+    problems: list[Problem] = []
+    field = "model.random.config" if config.model.random else "model.path"
+    spec = _spec(problems, field, config.model.hf_config)
+    if spec is not None:
+        problems += _model(config, spec)
+        if config.model.path is not None:
+            problems += _files("model.path", config.model.path, spec.manifest())
+    roles: dict[RoleName, ModelSpec | None] = {}
+    for role, path in _own_checkpoints(config).items():
+        roles[role] = _spec(problems, f"{role}.path", lambda path=path: read_config(path))
+        problems += _checkpoint(role, path, roles[role])
+        problems += _tokenizers(config, role, path)
+    problems += _layouts(config, spec, roles)
+    return spec, problems
+
+
+def _own_checkpoints(config: RunConfig) -> dict[RoleName, str]:
+    """The directories of roles that do not start from the run's model."""
+    if not isinstance(config, PPOConfig | RAFTConfig | EvalConfig):
+        return {}
+    critic = config.critic if isinstance(config, PPOConfig) else None
+    paths: dict[RoleName, str | None] = {
+        "reward": config.reward.path,
+        "critic": None if critic is None else critic.path,
+    }
+    return {role: path for role, path in paths.items() if path is not None and config.has_role(role)}
+
+
+def _tokenizers(config: RunConfig, role: RoleName, path: str) -> Iterator[Problem]:
+    """Where both directories have a tokenizer, a token id is the same text in both."""
+    own = config.model.tokenizer or config.model.path
+    vocabularies = [] if own is None else [_vocabulary(Path(own)), _vocabulary(Path(path))]
+    if vocabularies and None not in vocabularies and vocabularies[0] != vocabularies[1]:
+        fix = "choose a checkpoint that was made with the model's tokenizer"
+        yield Problem(field=f"{role}.path", value=path, rule=f"its tokenizer is the one of {own}", fix=fix)
+
+
+def _vocabulary(directory: Path) -> Mapping[str, int] | None:
+    """The ids of a tokenizer's tokens; None where the directory has no tokenizer that says so."""
+    file = directory / "tokenizer.json"
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _spec(problems: list[Problem], field: str, read: Callable[[], object]) -> ModelSpec | None:
+    """The spec of a config.json; what is wrong with it is appended to the problems."""
+    try:
+        return model_spec(read())  # pyright: ignore[reportArgumentType]  (fields of a config.json)
+    except (OSError, ValueError) as error:
+        fix = "correct or complete the model's configuration, or choose another model"
+        problems.append(Problem(field=field, value="unsupported", rule=_one_line(error), fix=fix))
+        return None
+
+
+def _model(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
+    if isinstance(config, TrainingConfig):
+        yield from _trainable("model", spec)
+    if spec.head != "lm":
+        fix = "choose a language model's checkpoint"
+        yield Problem(field="model.path", value=shown(config.model.path), rule="a model with an LM head", fix=fix)
+    if vocab_size(config, spec) > spec.dims.vocab:
+        yield Problem(
+            field="model.vocab_size",
+            value=str(config.model.vocab_size),
+            rule=f"at most the {spec.dims.vocab} ids that the model has",
+            fix="lower it, or set it to null",
+        )
+
+
+def _trainable(field: str, spec: ModelSpec) -> Iterator[Problem]:
+    if spec.dtype == "float16":
+        yield Problem(
+            field=field,
+            value="dtype float16",
+            rule="training in float16 would need a loss scale, which is not supported",
+            fix="set dtype to bfloat16 or float32 in the model's config.json",
+        )
+
+
+def _checkpoint(role: RoleName, path: str, spec: ModelSpec | None) -> Iterator[Problem]:
+    """A reward model has its score head; a critic starts from any model's body."""
+    if spec is None:
+        return
+    if role == "critic":
+        yield from _trainable(f"{role}.path", spec)
+    head: HeadName = "score" if role == "reward" else "value"
+    if head == "score" and spec.head != head:
+        fix = "choose a reward model's checkpoint"
+        yield Problem(field=f"{role}.path", value=path, rule=f"a model with a {head} head", fix=fix)
+    else:
+        yield from _files(f"{role}.path", path, spec.manifest(head, new_head=head == "value"))
+
+
+def _files(field: str, path: str, needed: Manifest) -> Iterator[Problem]:
+    """The tensors that a checkpoint has, by the headers of its files, against those of the model."""
+    try:
+        HFDirectory(path).check(needed)
+    except (OSError, ValueError, KeyError) as error:
+        rule = f"a checkpoint whose files fit its config.json: {_one_line(error)}"
+        yield Problem(field=field, value=path, rule=rule, fix="download or export the checkpoint again")
+
+
+def _layouts(config: RunConfig, spec: ModelSpec | None, roles: Mapping[RoleName, ModelSpec | None]) -> list[Problem]:
+    """What the specs say of each layout; most of it was said by the rules of the configuration already."""
+    found: list[Problem] = []
+    for group_name, group in config.groups.items():
+        for role in group.roles:
+            own = roles.get(role, spec)
+            if own is not None:
+                field = f"groups.{group_name}.roles.{role}"
+                found += _fits(field, lambda own=own, role=role: own.check_megatron(config.layout(role)))
+    generates = isinstance(config, PPOConfig | RAFTConfig | RewardModelConfig | EvalConfig)
+    rollout = config.rollout if generates else None
+    if rollout is not None and spec is not None:
+        found += _fits("rollout.tp", lambda: spec.check_vllm(rollout.tp))
+    return found
+
+
+def _fits(field: str, check_layout: Callable[[], None]) -> Iterator[Problem]:
+    try:
+        check_layout()
+    except ValueError as error:
+        fix = "choose sizes that divide the model"
+        yield Problem(field=field, value="layout", rule=_one_line(error), fix=fix)
+
+
+def _one_line(error: Exception) -> str:
+    """A message of several lines in one."""
+    return "; ".join(line.strip() for line in str(error).splitlines()).replace(":; ", ": ")

@@ -1,0 +1,78 @@
+"""The ranks of trainers and engines as holders: who has which part of a model, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megarl.models import ModelSpec
+from megarl.types import HeadName, Layout
+from megarl.weights.plan import TransferPlan
+from megarl.weights.planner import Holder, collector_paused, plan
+from megarl.weights.shard_map import ShardMap
+from megarl.weights.topology import Place
+
+
+def trainer_holders(
+    spec: ModelSpec, layout: Layout, places: Sequence[Place], *, head: HeadName = "lm", first: int = 0
+) -> list[Holder]:
+    """The ranks of a Megatron role; replicas share one map.
+
+    Args:
+        spec: of the model.
+        layout: of the role.
+        places: of its ranks.
+        head: what the role has on top.
+        first: the number of its first rank in the plan.
+
+    Raises:
+        ValueError: the layout does not fit the model; every reason is listed.
+    """
+    maps: dict[tuple[int, int, int], ShardMap] = {}
+    holders: list[Holder] = []
+    for rank, place in zip(range(layout.world_size), places, strict=True):
+        coords = layout.coords(rank)
+        part = coords.tp, coords.pp, layout.expert_rank(coords)
+        if part not in maps:
+            maps[part] = spec.megatron_map(layout, rank, head)
+        holders.append(Holder(rank=first + rank, map=maps[part], node=place.node, device=place.device))
+    return holders
+
+
+def engine_holders(spec: ModelSpec, tp: int, places: Sequence[Place], *, first: int = 0) -> list[Holder]:
+    """The ranks of vLLM engines, engine by engine; replicas share one map.
+
+    Args:
+        spec: of the model.
+        tp: ranks of an engine.
+        places: of all ranks.
+        first: the number of the first rank in the plan.
+
+    Raises:
+        ValueError: vLLM cannot hold the model at this TP; every reason is listed.
+    """
+    maps = [spec.vllm_map(tp, rank) for rank in range(tp)]
+    return [
+        Holder(rank=first + index, map=maps[index % tp], node=place.node, device=place.device)
+        for index, place in enumerate(places)
+    ]
+
+
+@collector_paused()
+def plan_sync(
+    spec: ModelSpec, layout: Layout, trainers: Sequence[Place], tp: int, engines: Sequence[Place], bucket_bytes: int
+) -> TransferPlan:
+    """Who sends which part of a trainer's weights to which engine rank; ranks are the trainer's, then the engines'.
+
+    Args:
+        spec: of the model.
+        layout: of the sending role.
+        trainers: the place of each of its ranks.
+        tp: ranks of an engine.
+        engines: the place of each engine rank, engine by engine.
+        bucket_bytes: no message is larger.
+
+    Raises:
+        ValueError: the layout or TP does not fit the model; every reason is listed.
+    """
+    sources = trainer_holders(spec, layout, trainers)
+    return plan(sources, engine_holders(spec, tp, engines, first=layout.world_size), bucket_bytes)

@@ -1,0 +1,180 @@
+"""Where the ranks of a sync meet, and what they report: errors and statistics."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from time import perf_counter
+from typing import NoReturn
+
+from torch.distributed import (
+    DistStoreError,
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]  (public by its documentation)
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
+
+from megarl.errors import RunError
+
+
+class SyncError(RunError):
+    """A sync was aborted, on all ranks with the same message: who, which tensor, why."""
+
+
+@dataclass(kw_only=True)
+class SyncStats:
+    """What one rank did in one sync.
+
+    Args:
+        version: the weights' version.
+        nbytes: payload sent or received; what a trainer passes on to the engine on its device is not counted.
+        messages: in how many parts.
+        peak_staging_bytes: the most memory that the rank's buffers took at once.
+        seconds: by stage. All: ``agree`` on what comes, ``verify`` (checksums), ``transfer`` (waiting for the others,
+            and unpacking what came as frames), ``commit``; senders ``pack`` (copies out of the parameters, straight to
+            the receiver's memory where it can be reached); receivers ``load`` (into the engine's layers).
+    """
+
+    version: int
+    nbytes: int = 0
+    messages: int = 0
+    peak_staging_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Generator[None]:
+        """Adds the time of the block to a stage, less what the block itself adds to others."""
+        start, inner = perf_counter(), sum(self.seconds.values())
+        try:
+            yield
+        finally:
+            inner = sum(self.seconds.values()) - inner
+            self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start - inner
+
+
+_GO = "go"
+
+_STORE_TIMEOUT = timedelta(seconds=60)
+"""To reach the store, which is there before the ranks hear of it."""
+
+
+class Board:
+    """One rank's access to a store that all ranks share.
+
+    A place is a key prefix, where the ranks meet once. It gets one verdict, which the first to decide sets for all: the
+    last rank to arrive lets everybody go on; a rank that fails, or waits for too long, aborts. Nobody polls: the store
+    answers those who wait when the verdict is there.
+
+    Args:
+        store: keys are the board's own.
+        rank, size: this rank of how many.
+        timeout_s: how long to wait for the others.
+
+    Attributes:
+        ahead: the place where all meet next.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self.ahead = ""
+
+    def meet(self, place: str, facts: Mapping[str, str] | None = None) -> None:
+        """Waits until every rank is at this place.
+
+        Unblocked by the last rank's arrival, by another rank's abort, or by the timeout, which aborts.
+
+        Args:
+            facts: short texts by name, in which all ranks must agree.
+
+        Raises:
+            SyncError: somebody aborted.
+        """
+        if facts:
+            self._agree(place, facts)
+        self._store.set(f"{place}/{self._rank}", "here")
+        if self._store.add(f"{place}/count", 1) == self._size:
+            self._store.compare_set(_verdict(place), "", _GO)
+        try:
+            self._store.wait([_verdict(place)], timedelta(seconds=self.timeout_s))
+        except DistStoreError:
+            absent = [rank for rank in range(self._size) if not self._store.check([f"{place}/{rank}"])]
+            self._decide(place, f"ranks {absent} did not come within {self.timeout_s:g} s")
+        self.look(place)
+
+    def look(self, place: str) -> None:
+        """Raises SyncError where somebody has aborted at a place; does not wait."""
+        if self._store.check([_verdict(place)]):
+            verdict = self._store.get(_verdict(place)).decode()
+            if verdict != _GO:
+                raise SyncError(verdict)
+
+    def look_ahead(self) -> None:
+        """``look`` at the place where all meet next."""
+        self.look(self.ahead)
+
+    def abort(self, place: str, reason: str) -> NoReturn:
+        """Decides that the ranks do not go on from a place. The first reason counts, and is what all of them raise.
+
+        Raises:
+            SyncError: always.
+        """
+        raise SyncError(self._decide(place, reason))
+
+    def forget(self, place: str) -> None:
+        """Removes what was posted at a place that all ranks have left: the store would grow with every sync."""
+        for key in (str(self._rank), *(("count", "facts", "verdict") if self._rank == 0 else ())):
+            self._store.delete_key(f"{place}/{key}")
+
+    def post(self, key: str, value: str) -> None:
+        """Leaves a text for others, in place of an earlier one."""
+        self._store.set(f"posted/{key}", value)
+
+    def read(self, key: str) -> str:
+        """What has been posted under a key."""
+        return self._store.get(f"posted/{key}").decode()
+
+    def _agree(self, place: str, facts: Mapping[str, str]) -> None:
+        """Aborts unless all ranks that meet at a place know the same facts."""
+        mine = "\n".join(facts.values())
+        first = self._store.compare_set(f"{place}/facts", "", mine).decode()
+        differing = [
+            f"{name} {value} differs from another rank's, {other}"
+            for (name, value), other in zip(facts.items(), first.split("\n"), strict=True)
+            if value != other
+        ]
+        if differing:
+            self.abort(place, "; ".join(differing))
+
+    def _decide(self, place: str, reason: str) -> str:
+        message = f"sync aborted: rank {self._rank}: {reason}"
+        verdict = self._store.compare_set(_verdict(place), "", message).decode()
+        return message if verdict == _GO else verdict
+
+
+def _verdict(place: str) -> str:
+    return f"{place}/verdict"
+
+
+def open_store(host: str, port: int, name: str) -> Store:
+    """The part of a served store that belongs to a connection."""
+    return PrefixStore(name, TCPStore(host, port, is_master=False, timeout=_STORE_TIMEOUT))
+
+
+def serve_store(host: str = "127.0.0.1", port: int = 0) -> TCPStore:
+    """The store at which the ranks of a sync meet; it lives as long as the object.
+
+    Args:
+        host: the address, of this machine, at which alone it listens; the store has no other protection.
+        port: 0 for any free one, found in ``.port``.
+    """
+    # A TCPStore that opens its port itself listens on all addresses, whichever host it is given (torch 2.13).
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(address[:2], family=family)
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

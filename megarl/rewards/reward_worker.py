@@ -1,0 +1,221 @@
+"""A child process that runs reward functions and can be ended whatever they do: the parent's side and the child's."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from megarl.config.schema import RewardFunction
+from megarl.errors import RunError
+from megarl.rewards.functions import Answer, bind
+
+Request = tuple[int, Answer]
+"""Which function to call, and with what."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """What a call came to that has no score.
+
+    Args:
+        kind: alike for failures that are shown once, few words.
+        reason: a sentence, or the function's traceback.
+    """
+
+    kind: str
+    reason: str
+
+
+Reply = float | Failure
+"""A score, or what went wrong."""
+
+_LARGEST = float(np.finfo(np.float32).max)
+_PR_SET_PDEATHSIG = 1
+
+
+def serve(descriptor: int, parent: int) -> None:
+    """Gets the functions, says "" where all could be loaded, and answers requests until the parent hangs up.
+
+    Args:
+        descriptor: of the connection.
+        parent: the process at its other end, with which this one ends, whatever a function is doing then.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    os.set_inheritable(descriptor, False)  # a program that a function starts must not keep the connection open
+    with Connection(descriptor) as connection:
+        functions: Sequence[RewardFunction] = connection.recv()
+        try:
+            bound = [bind(function) for function in functions]
+        except ValueError as error:
+            connection.send(str(error))
+            return
+        connection.send("")
+        while True:
+            try:
+                number, answer = connection.recv()
+            except EOFError:
+                return
+            connection.send(reply(bound[number], answer))
+
+
+def reply(function: Callable[[Answer], Any], answer: Answer) -> Reply:
+    """The score of an answer; where the function fails, its traceback, and what it returned that is no score."""
+    try:
+        value = function(answer)
+        if isinstance(value, Real | np.bool_) and abs(float(value)) <= _LARGEST:
+            return float(value)
+        shown = repr(value)
+    except Exception as error:  # the user's own code
+        own = error.__traceback__ and error.__traceback__.tb_next
+        told = "".join(traceback.format_exception(type(error), error, own)).rstrip()
+        return Failure(kind=type(error).__name__, reason=told)
+    short = shown if len(shown) <= 200 else f"{shown[:200]}..."
+    kind = type(value).__name__
+    return Failure(kind=kind, reason=f"it returned {short}, a {kind}: it must return one finite number")
+
+
+_PROGRAM = (
+    "import sys; sys.path[:] = {path}; from megarl.rewards.reward_worker import serve; serve({descriptor}, {parent})"
+)
+_REAP_S = 10.0
+"""For a process that was killed to go: one that the kernel holds up is left to the end of the run."""
+
+
+class CallError(RuntimeError):
+    """A call of a reward function came to nothing; the message says why.
+
+    Args:
+        failure: what it came to.
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.reason)
+        self.failure = failure
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Child:
+    process: subprocess.Popen[bytes]
+    connection: Connection[Any, Any]
+
+
+class FunctionProcess:
+    """Calls reward functions in a child process, one at a time.
+
+    A function may hang in C code, in a sleep, or in a program that it runs: nothing in its own process is sure to get
+    it out of there. So a call that takes too long ends with the process, and with the programs that it runs (its
+    process group); the next call gets a new process. The child ends with this process, too.
+
+    Args:
+        functions: of the configuration; calls name them by number.
+    """
+
+    def __init__(self, functions: Sequence[RewardFunction]) -> None:
+        self._functions = tuple(functions)
+        self._child: _Child | None = None
+
+    def start(self) -> None:
+        """Starts the child, unless it runs; waits until it has loaded the functions.
+
+        Raises:
+            RunError: a function cannot be loaded.
+        """
+        self._running(math.inf)
+
+    def call(self, function: int, answer: Answer, time_limit: float, deadline: float = math.inf) -> float:
+        """The score of an answer.
+
+        Args:
+            function: its number.
+            time_limit: seconds, from when the function begins.
+            deadline: by ``time.monotonic``, of the call and of the start of a new child, where it needs one.
+
+        Raises:
+            CallError: the function failed, took too long, ended its process, or returned something else than one
+                finite number; or a new child could not load the functions.
+        """
+        try:
+            connection = self._running(deadline).connection
+        except RunError as error:
+            raise CallError(Failure(kind="no process", reason=str(error))) from None
+        time_limit = min(time_limit, max(deadline - time.monotonic(), 0.0))
+        try:
+            connection.send((function, answer))
+            answered = connection.poll(time_limit)
+            reply: Reply = connection.recv() if answered else math.nan
+        except (EOFError, OSError):
+            raise CallError(Failure(kind="end", reason=f"its process ended by {self.close()}")) from None
+        if not answered:
+            self.close()
+            raise CallError(Failure(kind="time", reason=f"it took longer than {time_limit:g} s, and was ended"))
+        if isinstance(reply, Failure):
+            raise CallError(reply)
+        return reply
+
+    def close(self) -> str:
+        """Ends the child, if it has not ended, and what it has started.
+
+        Returns:
+            How the child came to its end.
+        """
+        if self._child is None:
+            return ""
+        child, self._child = self._child, None
+        child.connection.close()
+        with suppress(ProcessLookupError):
+            os.killpg(child.process.pid, signal.SIGKILL)  # first: once it is waited for, its number may be another's
+        try:
+            status = child.process.wait(_REAP_S)
+        except subprocess.TimeoutExpired:
+            return "nothing: the kernel holds it up"
+        return f"exit status {status}" if status >= 0 else signal.Signals(-status).name
+
+    def _running(self, deadline: float) -> _Child:
+        if self._child is not None and self._child.connection.poll():  # nothing is expected: it has hung up
+            self.close()
+        if self._child is None:
+            self._child = _launched()
+            problem = self._loaded(self._child.connection, deadline)
+            if problem:
+                self.close()
+                raise RunError(f"reward functions: the process that is to run them cannot begin: {problem}")
+        return self._child
+
+    def _loaded(self, connection: Connection[Any, Any], deadline: float) -> str:
+        """Sends the functions; what is wrong with them."""
+        patience = None if math.isinf(deadline) else max(deadline - time.monotonic(), 0.0)
+        try:
+            connection.send(self._functions)
+            return connection.recv() if connection.poll(patience) else "no time was left to load them"
+        except (EOFError, OSError):
+            return self.close()
+
+
+def _launched() -> _Child:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        program = _PROGRAM.format(path=repr(sys.path), descriptor=theirs.fileno(), parent=os.getpid())
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-c", program],  # what a function prints is not lost when it is ended
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    return _Child(process=process, connection=Connection(ours.detach()))

@@ -1,0 +1,115 @@
+"""Engines that write what they generate, or read it again: one batch for runs that are to be compared."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+import numpy as np
+
+from megarl.config.schema import Rollout
+from megarl.rollout.completions import Response, into_chunk
+from megarl.rollout.engine import RolloutEngine
+from megarl.types import RolloutChunk, SampleInfo, SampleRequest, VersionSpan, WorkItem
+
+_EVALUATION = "0"
+"""What the ids of an evaluation's samples have for a step. They come again and again, each time of other weights."""
+
+
+class RecordingEngine(RolloutEngine):
+    """Writes every response that it generates in a step to ``rollout.record``; those of evaluations it does not."""
+
+    def __init__(self, model_dir: str, rollout: Rollout, **options: Any) -> None:
+        super().__init__(model_dir, rollout, **options)
+        assert rollout.record is not None
+        self._directory = Path(rollout.record)
+
+    def generate(self, work: Iterable[WorkItem], at_once: int) -> Iterator[tuple[list[SampleInfo], RolloutChunk]]:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for infos, chunk in super().generate(work, at_once):
+            for info in infos:
+                if _step(info.sample_id) != _EVALUATION:
+                    write_sample(self._directory, chunk, info.row)
+            yield infos, chunk
+
+
+class ReplayingEngine(RolloutEngine):
+    """Answers with the responses of ``rollout.replay`` in the steps that are recorded there, and generates in others.
+
+    It takes part in syncs like any other.
+    """
+
+    def __init__(self, model_dir: str, rollout: Rollout, **options: Any) -> None:
+        super().__init__(model_dir, rollout, **options)
+        assert rollout.replay is not None
+        self._directory = Path(rollout.replay)
+        self._steps = recorded_steps(self._directory)
+
+    def generate(self, work: Iterable[WorkItem], at_once: int) -> Iterator[tuple[list[SampleInfo], RolloutChunk]]:
+        queue = iter(work)
+        first = next(queue, None)
+        if first is None:
+            return
+        items = itertools.chain([first], queue)
+        if _step(first.requests[0].sample_id) not in self._steps:
+            yield from super().generate(items, at_once)
+            return
+        self._state.usable_version()
+        for item in items:
+            yield into_chunk(item.chunk, [read_response(self._directory, request) for request in item.requests])
+
+
+def recorded_steps(directory: Path) -> set[str]:
+    """The steps of which a directory has samples."""
+    return {_step(unquote(file.stem)) for file in directory.glob("*.npz")} - {_EVALUATION}
+
+
+def write_sample(directory: Path, chunk: RolloutChunk, row: int) -> None:
+    """Writes one sample to a file of its own, named by its id, so that any division into chunks can be read."""
+    np.savez(
+        _file(directory, chunk.sample_ids[row]),
+        prompt_ids=chunk.prompt_ids[row],
+        response_ids=chunk.response_ids[row],
+        rollout_logprobs=chunk.rollout_logprobs[row],
+        finished=chunk.finished[row],
+        versions=np.array([(span.start, span.stop, span.version, span.engine_id) for span in chunk.versions[row]]),
+    )
+
+
+def read_response(directory: Path, request: SampleRequest) -> Response:
+    """The recorded response to a request.
+
+    Raises:
+        ValueError: there is none, or it answers another prompt.
+    """
+    path = _file(directory, request.sample_id)
+    advice = "record and replay with the same run.seed, data and steps"
+    if not path.exists():
+        raise ValueError(f"rollout.replay: {directory} has no sample {request.sample_id!r}: {advice}")
+    with np.load(path) as stored:
+        if tuple(stored["prompt_ids"]) != request.prompt.token_ids:
+            raise ValueError(
+                f"rollout.replay: {path} answers another prompt than {request.prompt.prompt_id!r}: {advice}"
+            )
+        return Response(
+            request=request,
+            token_ids=stored["response_ids"].tolist(),
+            logprobs=stored["rollout_logprobs"].tolist(),
+            finished=bool(stored["finished"]),
+            versions=tuple(
+                VersionSpan(start=start, stop=stop, version=version, engine_id=engine_id)
+                for start, stop, version, engine_id in stored["versions"].tolist()
+            ),
+        )
+
+
+def _step(sample_id: str) -> str:
+    """The first part of the ids that ``sample_requests`` makes."""
+    return sample_id.partition("/")[0]
+
+
+def _file(directory: Path, sample_id: str) -> Path:
+    return directory / f"{quote(sample_id, safe='')}.npz"

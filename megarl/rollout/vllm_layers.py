@@ -1,0 +1,199 @@
+"""How the layers of a running vLLM model take new weights: overwritten, packed again, or quantized again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import ModelConfig
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+from megarl.weights.shard_map import TensorInfo
+
+Tensors = Mapping[str, torch.Tensor]
+
+_UNQUANTIZED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
+
+
+class Layer:
+    """A module that has parameters of its own, and what has arrived of them.
+
+    Args:
+        module: as it runs.
+        infos: its parameters as they are loaded, before any packing.
+        in_place: those that are overwritten where they are.
+        take: called with the others once all have arrived, makes of them what runs.
+        quantized: what runs is made of the weights with a loss.
+
+    Attributes:
+        arrived: what waits for the rest.
+        loaded: whether it has taken all of them since ``begin``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        infos: Mapping[str, TensorInfo],
+        in_place: Collection[str],
+        take: Callable[[Tensors], None],
+        *,
+        quantized: bool = False,
+    ) -> None:
+        self.infos = infos
+        self.in_place = in_place
+        self.quantized = quantized
+        self._module = module
+        self._take = take
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets what has arrived."""
+        self.loaded = False
+        self._awaited = set(self.infos)
+        self.arrived: dict[str, torch.Tensor] = {}
+        self._borrowed: set[str] = set()
+
+    def arrive(self, name: str, tensor: torch.Tensor | None = None, *, borrowed: bool = True) -> None:
+        """Notes a parameter, and has the layer take its weights when it was the last.
+
+        Args:
+            tensor: where it is not overwritten in place.
+            borrowed: its memory is somebody else's, until ``keep``.
+        """
+        self._awaited.discard(name)
+        if tensor is not None:
+            self.arrived[name] = tensor
+            if borrowed:
+                self._borrowed.add(name)
+        if not self._awaited:
+            self._take(self.arrived)
+            self._own()
+            self.begin()
+            self.loaded = True
+
+    def _own(self) -> None:
+        """Copies what would run where it has arrived: there are kernels that vLLM packs nothing for."""
+        borrowed = {self.arrived[name].untyped_storage().data_ptr() for name in self._borrowed}
+        for parameter in self._module.parameters(recurse=False):
+            if parameter.untyped_storage().data_ptr() in borrowed:
+                parameter.data = parameter.data.clone()
+
+    def keep(self) -> None:
+        """Copies what has arrived and has to wait for the rest of the layer."""
+        for name in self._borrowed:
+            self.arrived[name] = self.arrived[name].clone()
+        self._borrowed.clear()
+
+    def fill(self) -> None:
+        """Takes zeros for the weights that have not arrived."""
+        device = next(self._module.parameters(recurse=False)).device
+        for name in sorted(self._awaited):
+            info = self.infos[name]
+            zeros = torch.zeros(info.shape, dtype=getattr(torch, info.dtype), device=device)
+            self.arrive(name, zeros, borrowed=False)
+
+
+def running_layer(path: str, module: nn.Module, model_config: ModelConfig, *, computes: bool) -> Layer:
+    """What a module of a running model is to a sync.
+
+    Args:
+        path: its name in the model.
+        module: as it runs.
+        model_config: vLLM's.
+        computes: False for an embedding that is not also the output layer: it is only looked up.
+
+    Raises:
+        ValueError: vLLM keeps a parameter in a form that cannot be written.
+    """
+    method = getattr(module, "quant_method", None)
+    if method is not None and not isinstance(method, _UNQUANTIZED):
+        return Layer(module, _reloaded(module), (), partial(_quantize, module, model_config), quantized=True)
+    infos = {name: _as_loaded(module, name) for name, _ in module.named_parameters(recurse=False)}
+    if isinstance(method, UnquantizedFusedMoEMethod):
+        packed = next(module.parameters(recurse=False)).device.type == "cpu"  # maybe to the same shape
+        in_place = () if packed else _overwritten(path, module, infos)
+        return Layer(module, infos, in_place, partial(_pack_experts, module))
+    if method is not None and computes:
+        return Layer(module, infos, _overwritten(path, module, infos), partial(_pack, module))
+    module.__dict__.pop("cpu_linear", None)  # of embeddings, which vLLM packs, too (0.28 to 0.32): nobody uses it
+    return Layer(module, infos, _overwritten(path, module, infos), lambda _: None)
+
+
+def _overwritten(path: str, module: nn.Module, infos: Mapping[str, TensorInfo]) -> list[str]:
+    """The parameters that run as they are loaded; on a CPU there are others, which vLLM has packed and emptied."""
+    parameters = dict(module.named_parameters(recurse=False))
+    in_place = [name for name, parameter in parameters.items() if tuple(parameter.shape) == infos[name].shape]
+    for name in parameters.keys() - set(in_place):
+        if parameters[name].numel():
+            raise ValueError(
+                f"{path}.{name}: vLLM's kernel keeps {tuple(parameters[name].shape)} of what is loaded as "
+                f"{infos[name].shape}, which a sync cannot overwrite; choose another kernel for it"
+            )
+    return in_place
+
+
+def _as_loaded(module: nn.Module, name: str) -> TensorInfo:
+    """The shape and dtype with which vLLM loads a parameter.
+
+    Packing empties a matrix, pads experts, and may turn a half-precision bias into float32.
+    """
+    recorded = get_layerwise_info(module).restore_metadata[0].get(name)  # vLLM records no bias
+    live: Any = getattr(module, name)
+    if recorded is not None:
+        return _info(recorded)
+    return TensorInfo(tuple(live.shape), _dtype_name(getattr(module, "params_dtype", live.dtype)))
+
+
+def _info(tensor: torch.Tensor) -> TensorInfo:
+    return TensorInfo(tuple(tensor.shape), _dtype_name(tensor.dtype))
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bind(module: nn.Module, tensors: Tensors) -> None:
+    for name, tensor in tensors.items():
+        setattr(module, name, nn.Parameter(tensor, requires_grad=False))
+
+
+def _pack(module: Any, tensors: Tensors) -> None:
+    """What vLLM's model loader does with a layer that has its weights: on a CPU, packs them to memory of their own."""
+    _bind(module, tensors)
+    module.quant_method.process_weights_after_loading(module)
+
+
+def _pack_experts(module: Any, tensors: Tensors) -> None:
+    """The same of fused experts."""
+    _bind(module, tensors)
+    if tensors:
+        module.quant_method.moe_kernel = None  # with a kernel, experts count as packed (vLLM 0.28 to 0.32)
+    module.quant_method.process_weights_after_loading(module)
+
+
+def _reloaded(module: nn.Module) -> dict[str, TensorInfo]:
+    """Lets vLLM's layerwise reload take a rank's own shard whole; the parameters that it is made of."""
+    recorded: dict[str, Any] = dict(get_layerwise_info(module).restore_metadata[0])
+    bias = module._parameters.get("bias")  # stays as it is
+    if bias is not None:
+        recorded["bias"] = bias
+    for parameter in recorded.values():
+        parameter.weight_loader = default_weight_loader
+    return {name: _info(parameter) for name, parameter in recorded.items()}
+
+
+def _quantize(module: nn.Module, model_config: ModelConfig, tensors: Tensors) -> None:
+    """vLLM's layerwise reload of one layer: its parameters as they are loaded, quantized, copied to where they were."""
+    initialize_layerwise_reload(module)
+    for name, tensor in tensors.items():
+        parameter: Any = getattr(module, name)
+        parameter.weight_loader(parameter, tensor)
+    finalize_layerwise_reload(module, model_config)

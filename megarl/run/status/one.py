@@ -1,0 +1,164 @@
+"""A run's status for people: a heading and a line or more for each thing that they ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from megarl.run.attempts import Attempt
+from megarl.run.sinks import COLUMNS, WRITTEN, short
+from megarl.run.status.reading import RunStatus
+from megarl.run.status.state import StateName
+from megarl.run.status.words import ago, clock, duration, rate, seconds_each
+
+STYLES: Final[Mapping[StateName, str]] = {
+    "finished": "green",
+    "running": "green",
+    "interrupted": "yellow",
+    "failed": "red",
+    "killed": "red",
+    "silent": "red",
+    "starting": "yellow",
+    "waiting": "yellow",
+    "unknown": "yellow",
+}
+_WIDTH = 12
+_ATTEMPTS = 8
+_INTERVAL = "_ci95"
+
+Row = tuple[str, str, str]
+"""Label, text and style; an empty label goes on with the one above."""
+
+
+def show(status: RunStatus) -> RenderableType:
+    """The whole of it."""
+    return Group(*(Text.assemble((label.ljust(_WIDTH), "dim"), (text, style)) for label, text, style in rows(status)))
+
+
+def rows(status: RunStatus) -> Iterator[Row]:
+    """Everything that there is to say, in the order in which people ask."""
+    yield "run", f"{status.directory}{f', {status.stage}' if status.stage else ''}", "bold"
+    yield from _state(status)
+    yield from _progress(status)
+    for trouble in status.troubles:
+        yield "look at", trouble, "yellow"
+    yield from _saved(status)
+    if status.evaluation:
+        after = f"after step {status.evaluation['step']}: " if status.progress.steps else ""
+        yield "evaluation", f"{after}{_values(status.evaluation)}", ""
+    yield from _attempts(status)
+    yield from _logs(status)
+
+
+def _state(status: RunStatus) -> Iterator[Row]:
+    state, last = status.state, status.attempts[-1] if status.attempts else None
+    since = f", {ago(state.since, status.now)} ({clock(state.since, status.now)})" if state.since else ""
+    placed = last is not None and state.name in ("running", "silent") and _is_judged(last, status)
+    where = f" on {_place(last)}" if last is not None and placed else ""
+    yield "state", f"{state.name}{where}{since}: {state.because}", STYLES[state.name]
+    for line in state.message.splitlines():
+        yield "", line, STYLES[state.name]
+    if status.newer is not None:
+        yield "", status.newer.news(status.now), ""
+        yield from (("", f"  {line}", "") for line in status.newer.message.splitlines())
+    if status.submitted is not None:
+        job = status.submitted.job
+        what = "prepared for a cluster" if job is None else f"job {job} was submitted"
+        yield "", f"{what} {ago(status.submitted.time, status.now)}; nothing has begun since", ""
+
+
+def _progress(status: RunStatus) -> Iterator[Row]:
+    now, progress, pace = status.now, status.progress, status.progress.pace
+    if progress.steps is None and not progress.step:
+        return
+    part = f" ({100 * progress.step // progress.steps}%)" if progress.steps else ""
+    last = f", the last one {ago(progress.stepped, now)} ({clock(progress.stepped, now)})" if progress.stepped else ""
+    yield "step", f"{progress.step} of {progress.steps or '?'}{part}{last}", ""
+    begun = status.attempts[-1].time if status.attempts and status.state.name == "running" else None
+    if begun is not None and (progress.stepped is None or progress.stepped < begun):
+        yield "", f"no step yet of the attempt that began {ago(begun, now)} ({clock(begun, now)})", ""
+    if pace is not None:
+        if status.overdue is not None:
+            late, longest = duration(status.overdue), seconds_each(pace.longest)
+            yield "", f"no step for {late}; the last ones took {longest} at most: does it hang?", "red"
+        left, each = status.seconds_left, seconds_each(pace.seconds_per_step)
+        until = f"; {duration(left)} left, until {clock(now + left, now)}" if left else ""
+        yield "pace", f"{rate(pace.steps_per_hour)} steps/hour over the last {pace.steps}, {each} each{until}", ""
+    columns = COLUMNS.get(status.stage or "", {})
+    told = [f"{heading} {short(status.metrics[name])}" for name, heading in columns.items() if name in status.metrics]
+    if told:
+        yield "metrics", ", ".join(told), ""
+
+
+def _saved(status: RunStatus) -> Iterator[Row]:
+    saved = status.saved
+    if saved is None or (status.state.name == "waiting" and not saved.step):
+        return
+    writing = f"; step {saved.writing} is not complete" if saved.writing is not None else ""
+    took = f", about {duration(saved.seconds)}" if saved.seconds else ""
+    again = f"takes {saved.again} steps again{took}" if saved.again else "loses nothing"
+    if status.state.name == "finished":
+        yield "checkpoint", f"step {saved.step}{writing}", ""
+    elif saved.step:
+        yield "checkpoint", f"step {saved.step}{writing}; a resume {again}", ""
+    else:
+        yield "checkpoint", f"none yet{writing}; a resume begins again" + (f" and {again}" if saved.again else ""), ""
+
+
+def _values(metrics: Mapping[str, Any]) -> str:
+    """The metrics of an evaluation, each with the half width of its interval."""
+    told = (
+        f"{name.removeprefix('eval/')} {short(value)}"
+        + (f" ± {short(metrics[name + _INTERVAL])}" if name + _INTERVAL in metrics else "")
+        for name, value in metrics.items()
+        if not name.endswith(_INTERVAL) and name not in ("step", WRITTEN)
+    )
+    return ", ".join(told)
+
+
+def _attempts(status: RunStatus) -> Iterator[Row]:
+    hidden = len(status.attempts) - _ATTEMPTS
+    if hidden > 0:
+        yield "attempts", f"{len(status.attempts)}, of which the last:", ""
+    for attempt in status.attempts[-_ATTEMPTS:]:
+        began = f"{attempt.number}: {clock(attempt.time, status.now)} on {_place(attempt)}, after step {attempt.step}"
+        label = "attempts" if hidden <= 0 and attempt is status.attempts[0] else ""
+        yield label, f"{began}; {_ended(attempt, status)}", ""
+
+
+def _ended(attempt: Attempt, status: RunStatus) -> str:
+    if attempt.end is None:
+        return status.state.name if _is_judged(attempt, status) else "killed: it could not say why"
+    end = attempt.end
+    message = f" ({end.message.splitlines()[0]})" if end.message and attempt is not status.attempts[-1] else ""
+    return f"{end.reason}{message} after step {end.step}, {duration(end.time - attempt.time)} later"
+
+
+def _is_judged(attempt: Attempt, status: RunStatus) -> bool:
+    """Whether the state is that of an attempt: of the last one, and not of a job after it whose run has not begun."""
+    last, job = attempt is status.attempts[-1], status.job
+    return last and (status.state.name in ("running", "finished") or job is None or not job.follows(attempt))
+
+
+def _place(attempt: Attempt) -> str:
+    return attempt.host if attempt.job is None else f"{attempt.host} (job {attempt.job})"
+
+
+def _logs(status: RunStatus) -> Iterator[Row]:
+    job = status.job
+    yield "logs", f"{status.logs}: what each process of the run prints", ""
+    for known in (job, status.newer):
+        if known is not None and known.output is not None:
+            yield "", f"{known.output}: what job {known.id} printed", ""
+        if known is not None and known.directory is not None:
+            yield "", f"{known.directory}: {' '.join(_folded(known.logs))}", ""
+    if job is not None and job.attach is not None and job.end is None:
+        yield "", f"{job.attach}: opens a shell in the job", ""
+
+
+def _folded(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Many names as the first ones and the last."""
+    return names if len(names) <= 6 else (*names[:4], "...", names[-1])

@@ -1,0 +1,132 @@
+"""What Slurm jobs of a run have left in its directory: how far they came, where their logs are, how they ended."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megarl.files import read_lines
+from megarl.run.attempts import Attempt
+from megarl.run.status.job import Job, JobEnd, JobStage
+
+_NAME = re.compile(r"(\d+)-(\d+)")
+_OUTPUT = re.compile(r"(\d+)(_\d+)?")
+_CELL = re.compile(r"cell-(\d+)")
+_NODE_FAILURE = re.compile(r"^srun: error: Node failure on (\S+)$", re.MULTILINE)
+_TAIL_BYTES = 1 << 16
+_LINES, _WIDTH = 3, 200
+"""Of what a job printed before its agents: so much is shown."""
+_TERMINATED = 143
+_END = "end.json"
+_ATTACH = "attach"
+
+
+def last_job(run_dir: Path, prepared: float) -> Job | None:
+    """The job that was started last; None without one.
+
+    Args:
+        run_dir: of the run.
+        prepared: when its configuration was written for a job last, seconds since 1970. A job that has printed before
+            and of which no agent has begun is not told from one that has ended: the next one is waited for.
+    """
+    outputs = _outputs(run_dir)
+    found = [path for path in (run_dir / "slurm").glob("*-*") if _NAME.fullmatch(path.name)]
+    directory, newest = max(found, key=_number, default=None), max(outputs, default=0)
+    if newest > (_number(directory)[0] if directory is not None else 0):
+        printed = outputs[newest].stat().st_mtime
+        if printed >= prepared:
+            file = outputs[newest]
+            return Job(id=file.stem, output=str(file), printed=_last_lines(_tail(file)), began=printed)
+    return None if directory is None else _read(directory, outputs)
+
+
+def job_of(run_dir: Path, attempt: Attempt) -> Job | None:
+    """The job of an attempt; None of one that had none, or has left nothing."""
+    directory = run_dir / "slurm" / f"{attempt.job}-{attempt.restart}"
+    return _read(directory, _outputs(run_dir)) if attempt.job is not None and directory.is_dir() else None
+
+
+def _read(directory: Path, outputs: Mapping[int, Path]) -> Job:
+    """A job of which an agent has begun."""
+    number, restart = _number(directory)
+    attach, output = directory / _ATTACH, _output_of(number, outputs)
+    stages = tuple(
+        JobStage(stage=str(line["stage"]), time=float(line["time"]))
+        for line in read_lines(directory / "times.jsonl")
+        if {"stage", "time"} <= line.keys()
+    )
+    return Job(
+        id=str(number),
+        restart=restart,
+        output=None if output is None else str(output),
+        directory=str(directory),
+        logs=tuple(sorted((path.name for path in directory.glob("*.log")), key=lambda name: (len(name), name))),
+        attach=str(attach) if attach.exists() else None,
+        began=stages[0].time if stages else directory.stat().st_mtime,
+        stages=stages,
+        end=_explained(_end(directory / _END), "" if output is None else _tail(output)),
+    )
+
+
+def _outputs(run_dir: Path) -> dict[int, Path]:
+    """What jobs printed, by their numbers; a run of a sweep has it beside its directory, by the run's index."""
+    files = [*(run_dir / "slurm").glob("*.out")]
+    if cell := _CELL.match(run_dir.name):
+        files += (run_dir.parent / "slurm").glob(f"*_{cell[1]}.out")
+    return {int(name[1]): file for file in files if (name := _OUTPUT.fullmatch(file.stem))}
+
+
+def _output_of(job: int, outputs: Mapping[int, Path]) -> Path | None:
+    """An array's job has a number of its own, which is the array's or a later one."""
+    fitting = [number for number, file in outputs.items() if number == job or (number < job and "_" in file.stem)]
+    return outputs[max(fitting)] if fitting else None
+
+
+def _number(directory: Path) -> tuple[int, int]:
+    number, _, restart = directory.name.partition("-")
+    return int(number), int(restart)
+
+
+def _end(path: Path) -> JobEnd | None:
+    try:
+        told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return JobEnd(
+            time=path.stat().st_mtime,
+            exit_code=int(told["exit_code"]),
+            reason=str(told["reason"]),
+            node=told.get("node"),
+        )
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):  # missing, or half of it
+        return None
+
+
+def _explained(end: JobEnd | None, printed: str) -> JobEnd | None:
+    """The end, with the node for whose failure Slurm has ended the job: its head just gets SIGTERM.
+
+    Args:
+        printed: by the job, with srun's messages.
+    """
+    if end is None or end.exit_code != _TERMINATED:
+        return end
+    failed = _NODE_FAILURE.findall(printed)
+    return replace(end, node=failed[0], reason=f"{end.reason}, as node {failed[0]} has failed") if failed else end
+
+
+def _tail(path: Path) -> str:
+    """What a file ends with; nothing where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _last_lines(text: str) -> tuple[str, ...]:
+    """Without what a terminal would obey."""
+    lines = ("".join(filter(str.isprintable, line)).rstrip()[:_WIDTH] for line in text.splitlines())
+    return tuple([line for line in lines if line][-_LINES:])

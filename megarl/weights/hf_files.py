@@ -1,0 +1,247 @@
+"""A Hugging Face directory as a holder: the regions of its safetensors files, read without the rest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from megarl.weights.plan import Copy
+from megarl.weights.planner import Holder, plan
+from megarl.weights.shard_map import ITEM_BYTES, Box, Manifest, Piece, ShardMap, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+DTYPES: Mapping[str, str] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""The dtypes of safetensors headers, by their names there."""
+
+_COMPARED = 1 << 20
+"""Elements that are compared at a time."""
+
+FILES_RANK = -1
+"""The rank of files in a plan: no process's."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read or lacks what is needed; the message lists every problem."""
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The fields of a model's ``config.json``.
+
+    Args:
+        path: the file, or a directory that has it under this name.
+
+    Raises:
+        CheckpointError: it does not exist, or is not a JSON object.
+    """
+    path = Path(path)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config: object = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return cast("dict[str, Any]", config)
+
+
+def read_weight_map(path: Path) -> dict[str, str]:
+    """The file of each tensor, by an index such as ``model.safetensors.index.json``.
+
+    Raises:
+        CheckpointError: it is not such an index, or names files of other directories.
+    """
+    try:
+        held: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        foreign = sorted({file for file in held.values() if Path(file).name != file})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path} is corrupted: no index of tensors ({error!r})") from None
+    if foreign:
+        raise CheckpointError(f"{path} names files of other directories: {', '.join(foreign)}")
+    return held
+
+
+class HFDirectory:
+    """The tensors of a directory with ``model.safetensors``, or with an index and several files.
+
+    Args:
+        directory: where they are; only headers are read here.
+
+    Raises:
+        CheckpointError: no safetensors, or files that are missing, corrupted or not what the index says.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.path = Path(directory)
+        self.file_of: dict[str, Path] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        index = self._index()
+        problems: list[str] = []
+        for file in sorted(set(index.values())) if index else [self.path / SINGLE_FILE]:
+            try:
+                held = _header(file)
+            except CheckpointError as error:
+                problems.append(str(error))
+                continue
+            problems += [f"{n} is in {self.file_of[n].name} and in {file.name}" for n in held if n in self.file_of]
+            self.tensors |= held
+            self.file_of |= dict.fromkeys(held, file)
+            problems += [f"{file.name} lacks {n}" for n, f in index.items() if f == file and n not in held]
+        if problems:
+            raise CheckpointError(f"{self.path} cannot be read:\n  " + "\n  ".join(problems))
+
+    def _index(self) -> dict[str, Path]:
+        """The file of each tensor; empty where there is a single file without an index."""
+        path = self.path / INDEX_FILE
+        if path.is_file():
+            return {name: self.path / file for name, file in read_weight_map(path).items()}
+        if not (self.path / SINGLE_FILE).is_file():
+            raise CheckpointError(f"{self.path} has neither {SINGLE_FILE} nor {INDEX_FILE} (pickle files are not read)")
+        return {}
+
+    def map(self, manifest: Manifest) -> ShardMap:
+        """The directory's shard map: the manifest's tensors, whole, under the names that they have here."""
+        held = {name: info for name, info in self.tensors.items() if manifest.canonical(name) in manifest.tensors}
+        whole = {name: Box.whole(info.shape) for name, info in held.items()}
+        pieces = [Piece(param=name, box=box, name=manifest.canonical(name), region=box) for name, box in whole.items()]
+        return ShardMap(params=held, pieces=tuple(pieces))
+
+    def check(self, manifest: Manifest) -> None:
+        """Compares with what is needed.
+
+        Raises:
+            CheckpointError: tensors are missing, unknown or of another shape; all of them are listed.
+        """
+        problems = misfits(self.tensors, manifest) or untied(self.tensors, manifest, self._read)
+        if problems:
+            raise CheckpointError(f"{self.path} does not fit the model:\n  " + "\n  ".join(problems))
+
+    def _read(self, name: str, box: Box) -> torch.Tensor:
+        with _open(self.file_of[name]) as reader:
+            return reader.get_slice(name)[box.slices]
+
+
+def misfits(tensors: Mapping[str, TensorInfo], manifest: Manifest) -> list[str]:
+    """Every tensor that a checkpoint lacks, has in another shape, or has without need; in this order."""
+    needed = manifest.tensors
+    named = {manifest.canonical(name) for name in tensors}
+    problems = [f"missing: {name} {list(info.shape)}" for name, info in needed.items() if name not in named]
+    for name, info in sorted(tensors.items(), key=lambda item: (manifest.canonical(item[0]) not in needed, item[0])):
+        canonical = manifest.canonical(name)
+        wanted = needed.get(canonical)
+        if name != canonical and canonical in tensors:
+            problems.append(f"twice: {name} is {canonical}")
+        if wanted is not None and wanted.shape != info.shape:
+            problems.append(f"misshapen: {name} is {list(info.shape)}, not {list(wanted.shape)}")
+        if wanted is not None and info.dtype not in ITEM_BYTES:
+            problems.append(f"of another dtype: {name} is {info.dtype}; supported are {', '.join(ITEM_BYTES)}")
+        if wanted is None and not any(fnmatch(name, pattern) for pattern in manifest.ignored):
+            problems.append(f"unknown: {name} {list(info.shape)}")
+    return problems
+
+
+def untied(
+    tensors: Mapping[str, TensorInfo], manifest: Manifest, read: Callable[[str, Box], torch.Tensor]
+) -> list[str]:
+    """The tensors of a checkpoint that should be equal to others and are not.
+
+    Programs differ in what they make of such a checkpoint: transformers leaves them untied, vLLM ignores them.
+
+    Args:
+        tensors: those of the checkpoint, which fit the manifest.
+        read: the elements of a box of one of them.
+    """
+    import torch
+
+    stored = {manifest.canonical(name): name for name in tensors}
+    problems: list[str] = []
+    for name, canonical in manifest.tied.items():
+        info, other = tensors.get(name), stored[canonical]
+        if info is None or (
+            info == tensors[other]
+            and all(torch.equal(read(name, box), read(other, box)) for box in Box.whole(info.shape).split(_COMPARED))
+        ):
+            continue
+        problems.append(f"untied: {name} differs from {other}, against tie_word_embeddings; set that to false")
+    return problems
+
+
+def load_shard(shard: ShardMap, directory: str | Path, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """Reads a holder's local parameters, and no more, from an HF directory.
+
+    Args:
+        shard: the holder's map; the tensors get its dtypes, and zeros in its holes.
+        directory: the checkpoint.
+        manifest: what it has to contain; parameters of tensors that are not in it are left out of the result.
+
+    Raises:
+        CheckpointError: the directory does not contain what the manifest says.
+    """
+    import torch
+
+    source = HFDirectory(directory)
+    source.check(manifest)
+    wanted = _restrict(shard, manifest)
+    transfer = plan(
+        [Holder(rank=FILES_RANK, map=source.map(manifest))], [Holder(rank=0, map=wanted)], bucket_bytes=1 << 30
+    )
+    tensors = {name: torch.zeros(info.shape, dtype=getattr(torch, info.dtype)) for name, info in wanted.params.items()}
+    copies = [copy for sender in transfer.senders.values() for message in sender.messages for copy in message.copies]
+    with ExitStack() as stack:
+        readers: dict[Path, Any] = {}
+        for copy in copies:
+            file = source.file_of[copy.source]
+            if file not in readers:
+                readers[file] = stack.enter_context(_open(file))
+            tensors[copy.target][copy.target_box.slices] = _read(readers[file], copy)
+    return tensors
+
+
+def _restrict(shard: ShardMap, manifest: Manifest) -> ShardMap:
+    """The part of a map that holds the manifest's tensors."""
+    dropped = {piece.param for piece in shard.pieces if piece.name not in manifest.tensors}
+    return ShardMap(
+        params={name: info for name, info in shard.params.items() if name not in dropped},
+        pieces=tuple(piece for piece in shard.pieces if piece.param not in dropped),
+        holes=tuple(hole for hole in shard.holes if hole.param not in dropped),
+    )
+
+
+def _read(reader: Any, copy: Copy) -> torch.Tensor:
+    """A box of a tensor of an open file."""
+    return copy.arranged(reader.get_slice(copy.source)[copy.source_box.slices])
+
+
+def _open(file: Path) -> Any:
+    from safetensors import safe_open
+
+    return cast("Callable[..., Any]", safe_open)(str(file), framework="pt")
+
+
+def _dtype(piece: Any) -> str:
+    """The dtype of a tensor; what safetensors calls it where weights cannot have it."""
+    code = str(piece.get_dtype())
+    return DTYPES.get(code, code)
+
+
+def _header(file: Path) -> dict[str, TensorInfo]:
+    """The tensors that a file says it holds."""
+    from safetensors import SafetensorError
+
+    try:
+        with _open(file) as reader:
+            slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118 (not a dict)
+            return {name: TensorInfo(tuple(piece.get_shape()), _dtype(piece)) for name, piece in slices.items()}
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file.name} is missing") from error
+    except SafetensorError as error:
+        raise CheckpointError(f"{file.name} is corrupted: {error}") from error

@@ -1,0 +1,306 @@
+"""Regions of canonical tensors, and the shard maps that say which holder has which; plain data, free of torch."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import lt, sub
+from typing import NamedTuple
+
+Shape = tuple[int, ...]
+
+ITEM_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+"""The dtypes that weights may have, by torch's name without its prefix, with their size in bytes."""
+
+
+class Box(NamedTuple):
+    """A half-open box of element coordinates: ``start[i] <= x[i] < stop[i]`` along every axis.
+
+    A tuple, which hashes and compares much faster than a dataclass: planning does little else.
+    """
+
+    start: Shape
+    stop: Shape
+
+    @classmethod
+    def whole(cls, shape: Shape) -> Box:
+        """The box of all elements of a tensor of this shape."""
+        return cls((0,) * len(shape), shape)
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(map(sub, self.stop, self.start))
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index of an array."""
+        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The box of the elements in both, or None."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        return Box(start, stop) if all(map(lt, start, stop)) else None
+
+    def contains(self, other: Box) -> bool:
+        """Whether every element of the other box is in this one."""
+        return (
+            len(self.start) == len(other.start)
+            and all(a <= b for a, b in zip(self.start, other.start, strict=True))
+            and all(a >= b for a, b in zip(self.stop, other.stop, strict=True))
+        )
+
+    def without(self, hole: Box) -> list[Box]:
+        """Disjoint boxes that cover this box less ``hole``, which lies inside it."""
+        rest: list[Box] = []
+        start, stop = list(self.start), list(self.stop)
+        for axis in range(len(start)):
+            if start[axis] < hole.start[axis]:
+                rest.append(Box(tuple(start), (*stop[:axis], hole.start[axis], *stop[axis + 1 :])))
+            if hole.stop[axis] < stop[axis]:
+                rest.append(Box((*start[:axis], hole.stop[axis], *start[axis + 1 :]), tuple(stop)))
+            start[axis], stop[axis] = hole.start[axis], hole.stop[axis]
+        return rest
+
+    def split(self, size: int) -> list[Box]:
+        """Disjoint boxes of at most ``size`` (at least 1) elements that cover this box, in row-major order."""
+        if self.size <= size:
+            return [self]
+        axis = next(i for i, extent in enumerate(self.shape) if extent > 1)
+        step = max(1, size * self.shape[axis] // self.size)
+        parts: list[Box] = []
+        for at in range(self.start[axis], self.stop[axis], step):
+            start = (*self.start[:axis], at, *self.start[axis + 1 :])
+            stop = (*self.stop[:axis], min(at + step, self.stop[axis]), *self.stop[axis + 1 :])
+            parts += Box(start, stop).split(size)
+        return parts
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
+
+
+def adjacent_axis(a: Box, b: Box) -> int | None:
+    """The axis along which ``b`` continues ``a`` with the same extents elsewhere, or None."""
+    differing = [i for i in range(len(a.start)) if (a.start[i], a.stop[i]) != (b.start[i], b.stop[i])]
+    if len(differing) == 1 and a.stop[differing[0]] == b.start[differing[0]]:
+        return differing[0]
+    return None
+
+
+def row_major_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
+    """Disjoint boxes whose elements, one box after the other, are those of a run of a flattened tensor.
+
+    Args:
+        shape: of the tensor, without zeros; at least one axis.
+        start, stop: the run [start, stop) in row-major order.
+    """
+    if start >= stop:
+        return []
+    if len(shape) == 1:
+        return [Box((start,), (stop,))]
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:
+        return _in_row(shape, last, start, stop)
+    whole = [Box((first, *(0 for _ in shape[1:])), (last, *shape[1:]))] if first < last else []
+    return [*_in_row(shape, first - 1, start, first * row), *whole, *_in_row(shape, last, last * row, stop)]
+
+
+def _in_row(shape: Shape, index: int, start: int, stop: int) -> list[Box]:
+    """``row_major_boxes`` of a run within one row."""
+    base = index * math.prod(shape[1:])
+    inner = row_major_boxes(shape[1:], start - base, stop - base)
+    return [Box((index, *box.start), (index + 1, *box.stop)) for box in inner]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What is known of a tensor without its values: its shape, and its dtype's name (a key of ITEM_BYTES)."""
+
+    shape: Shape
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class Piece(NamedTuple):
+    """A box of a local parameter and the canonical elements that it holds.
+
+    A parameter may stack canonical tensors along leading axes (experts, layers), in each of which the box has extent 1.
+
+    Args:
+        param: name of the local parameter.
+        box: the box in it.
+        name: name of the canonical tensor.
+        region: the box in that; its extents are the last ones of ``box``, exchanged where transposed.
+        transposed: the tensor is a matrix, and the parameter stores its transpose.
+    """
+
+    param: str
+    box: Box
+    name: str
+    region: Box
+    transposed: bool = False
+
+    def local(self, region: Box) -> Box:
+        """Where in the parameter a part of this piece's region lies."""
+        leading = self._leading
+        inner = _moved(region, self.region.start, self.box.start[leading:], self.transposed)
+        return Box(self.box.start[:leading] + inner.start, self.box.stop[:leading] + inner.stop)
+
+    def within(self, box: Box) -> Piece | None:
+        """The part of this piece that lies in a box of its parameter, or None."""
+        inside = self.box.intersect(box)
+        if inside is None:
+            return None
+        if inside == self.box:
+            return self
+        leading = self._leading
+        inner = Box(inside.start[leading:], inside.stop[leading:])
+        region = _moved(inner, self.box.start[leading:], self.region.start, self.transposed)
+        return Piece(param=self.param, box=inside, name=self.name, region=region, transposed=self.transposed)
+
+    @property
+    def _leading(self) -> int:
+        """The number of leading axes."""
+        return len(self.box.start) - len(self.region.start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hole:
+    """A box of a local parameter that holds no canonical element (padded vocabulary rows): zero on import."""
+
+    param: str
+    box: Box
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardMap:
+    """What one holder holds: its local parameters, each tiled by pieces and explicit holes.
+
+    Args:
+        params: the local parameters, in load order: all parameters of a module one after the other.
+        pieces: pieces of them.
+        holes: the boxes that no piece covers.
+
+    Raises:
+        ValueError: a piece is unknown, outside its parameter or unlike its region, or the boxes of a parameter
+            overlap or do not cover it.
+    """
+
+    params: Mapping[str, TensorInfo]
+    pieces: tuple[Piece, ...]
+    holes: tuple[Hole, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        boxes: dict[str, list[Box]] = {param: [] for param in self.params}
+        # What the layers have in common is checked once.
+        for piece in {(piece.box, piece.region, piece.transposed): piece for piece in self.pieces}.values():
+            _check_extents(piece)
+        for part in (*self.pieces, *self.holes):
+            if part.param not in boxes:
+                raise ValueError(f"shard map: {part.param} is not among the parameters")
+            boxes[part.param].append(part.box)
+        for param, info in {(info, tuple(boxes[param])): (param, info) for param, info in self.params.items()}.values():
+            _check_tiling(param, info, boxes[param])
+
+    @classmethod
+    def identity(cls, tensors: Mapping[str, TensorInfo]) -> ShardMap:
+        """The map of a holder that holds whole canonical tensors under their own names, as files do."""
+        pieces = [
+            Piece(param=name, box=Box.whole(info.shape), name=name, region=Box.whole(info.shape))
+            for name, info in tensors.items()
+        ]
+        return cls(params=dict(tensors), pieces=tuple(pieces))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all local parameters, holes included."""
+        return sum(info.nbytes for info in self.params.values())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the contents; equal maps have equal ones in every process."""
+        params = [(param, info.shape, info.dtype) for param, info in self.params.items()]
+        geometries: dict[tuple[Box, Box, bool], int] = {}
+        pieces = [
+            (
+                piece.param,
+                piece.name,
+                geometries.setdefault((piece.box, piece.region, piece.transposed), len(geometries)),
+            )
+            for piece in self.pieces
+        ]
+        holes = [(hole.param, *hole.box) for hole in self.holes]
+        return hashlib.sha256(repr((params, pieces, list(geometries), holes)).encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint has to contain.
+
+    Args:
+        tensors: the canonical tensors that are read.
+        ignored: patterns (as of fnmatch) of tensors that it may contain besides.
+        bare_prefix: what canonical names begin with that it may leave away.
+        tied: tensors that it may contain besides if they are equal to canonical ones: the names of those.
+    """
+
+    tensors: Mapping[str, TensorInfo]
+    ignored: tuple[str, ...] = ()
+    bare_prefix: str = ""
+    tied: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def canonical(self, stored: str) -> str:
+        """The canonical name of a tensor of the checkpoint."""
+        named = self.bare_prefix + stored
+        return named if stored not in self.tensors and named in self.tensors else stored
+
+
+def _moved(box: Box, origin: Shape, base: Shape, reverse: bool) -> Box:
+    """A box as seen from one corner, maybe with its axes in reverse order, put to another corner."""
+    step = -1 if reverse else 1
+    start = [a - o for a, o in zip(box.start, origin, strict=True)][::step]
+    stop = [b - o for b, o in zip(box.stop, origin, strict=True)][::step]
+    return Box(
+        tuple(b + a for b, a in zip(base, start, strict=True)),
+        tuple(b + a for b, a in zip(base, stop, strict=True)),
+    )
+
+
+def _check_extents(piece: Piece) -> None:
+    extents = piece.region.shape[::-1] if piece.transposed else piece.region.shape
+    if piece.transposed and len(extents) != 2:
+        raise ValueError(f"shard map: {piece.name}{piece.region} is not a matrix, which {piece.param} could transpose")
+    leading = len(piece.box.start) - len(extents)
+    if leading < 0 or piece.box.shape != (1,) * leading + extents:
+        raise ValueError(
+            f"shard map: {piece.param}{piece.box} and its region {piece.name}{piece.region} differ in extents"
+        )
+
+
+def _check_tiling(param: str, info: TensorInfo, boxes: Iterable[Box]) -> None:
+    """Raises unless the boxes are disjoint and cover the parameter."""
+    whole = Box.whole(info.shape)
+    ordered = sorted(boxes)
+    for i, box in enumerate(ordered):
+        if not whole.contains(box) or min(box.shape, default=1) < 1:
+            raise ValueError(f"shard map: {param}{box} is empty or outside the parameter's shape {info.shape}")
+        for other in ordered[i + 1 :]:
+            if box.start and other.start[0] >= box.stop[0]:
+                break
+            if box.intersect(other):
+                raise ValueError(f"shard map: {param}{box} and {param}{other} overlap")
+    covered = sum(box.size for box in ordered)
+    if covered != whole.size:
+        raise ValueError(f"shard map: the pieces and holes of {param} cover {covered} of its {whole.size} elements")

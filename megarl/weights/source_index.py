@@ -1,0 +1,209 @@
+"""What a destination needs against what the sources hold: which copies bring it, and who could send them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megarl.weights.plan import Bucket, Copy
+from megarl.weights.shard_map import ITEM_BYTES, Box, Piece, ShardMap, adjacent_axis
+
+_NAMED = 10
+"""Tensors that a refusal names."""
+
+
+class PlanError(ValueError):
+    """The sources do not hold what a destination needs; the message names tensor and region."""
+
+
+Owners = tuple[tuple[int, ...], ...]
+"""Indices of source maps, those together that store a region alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """What the sources hold of a tensor: distinct boxes in order, and for each how it is stored, and by whom."""
+
+    regions: tuple[Box, ...]
+    ways: list[tuple[tuple[Piece, ...], int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cover:
+    """A region in parts, each with its size and the number of a box that holds it, and a part that none holds."""
+
+    parts: tuple[tuple[Box, int, int], ...]
+    missing: Box | None
+
+
+@dataclass(slots=True, eq=False)
+class Route:
+    """Copies for one bucket that the same source maps can send; equal to no other.
+
+    Args:
+        owners: who those are: an index of ``Sources.owners``.
+        copies: for each way, the copies from there.
+        nbytes: of the copies from one owner.
+    """
+
+    owners: int
+    copies: list[list[Copy]]
+    nbytes: int = 0
+
+
+class Sources:
+    """What some shard maps hold together.
+
+    Args:
+        maps: different ones.
+
+    Attributes:
+        owners: the different sets of maps that store a region, by the way in which they store it.
+    """
+
+    def __init__(self, maps: Sequence[ShardMap]) -> None:
+        found: dict[str, dict[Box, dict[tuple[str, Box, bool], tuple[Piece, list[int]]]]] = defaultdict(dict)
+        for index, shard in enumerate(maps):
+            for piece in shard.pieces:
+                alike = found[piece.name].setdefault(piece.region, {})
+                _, owners = alike.setdefault((piece.param, piece.box, piece.transposed), (piece, []))
+                owners.append(index)
+        self.owners: list[Owners] = []
+        known: dict[Owners, int] = {}
+        self._stored: dict[str, _Stored] = {}
+        for name, regions in found.items():
+            ordered = tuple(sorted(regions))
+            ways: list[tuple[tuple[Piece, ...], int]] = []
+            for held in (regions[region].values() for region in ordered):
+                owners = tuple(tuple(indices) for _, indices in held)
+                if owners not in known:
+                    known[owners] = len(self.owners)
+                    self.owners.append(owners)
+                ways.append((tuple(piece for piece, _ in held), known[owners]))
+            self._stored[name] = _Stored(ordered, ways)
+        # Layers and experts differ in their names alone: what concerns only their boxes is worked out once.
+        self._covers: dict[tuple[Box, tuple[Box, ...]], _Cover] = {}
+        self._local: dict[tuple[Box, Box, bool, Box], Box] = {}
+
+    def routes(self, shard: ShardMap, buckets: Sequence[Bucket]) -> list[tuple[Route, ...]]:
+        """The copies that fill a destination's parameters, per bucket.
+
+        Args:
+            shard: what the destination holds.
+            buckets: of its parameters.
+
+        Raises:
+            PlanError: nobody holds some region; the first of each tensor is named.
+        """
+        pieces: dict[str, list[Piece]] = {param: [] for param in shard.params}
+        for piece in shard.pieces:
+            pieces[piece.param].append(piece)
+        missing: dict[str, str] = {}
+        routes: list[tuple[Route, ...]] = []
+        for bucket in buckets:
+            found: dict[int, Route] = {}
+            for param in bucket.params:
+                for piece in _inside(pieces[param], bucket.box):
+                    self._add(piece, shard.params[param].dtype, found, missing)
+            routes.append(tuple(found.values()))
+        if missing:
+            named = "; ".join(list(missing.values())[:_NAMED])
+            more = f"; and {len(missing) - _NAMED} more tensors" if len(missing) > _NAMED else ""
+            raise PlanError(f"no source holds {named}{more}")
+        return routes
+
+    def _add(self, piece: Piece, dtype: str, routes: dict[int, Route], missing: dict[str, str]) -> None:
+        """Adds the copies that bring a piece."""
+        stored = self._stored.get(piece.name, _NOTHING)
+        key = piece.region, stored.regions
+        cover = self._covers.get(key)
+        if cover is None:
+            cover = self._covers[key] = _cover(*key)
+        for region, size, i in cover.parts:
+            held, owners = stored.ways[i]
+            route = routes.get(owners)
+            if route is None:
+                route = routes[owners] = Route(owners, [[] for _ in held])
+            route.nbytes += size * ITEM_BYTES[dtype]
+            target = self._where(piece, region)
+            for copies, source in zip(route.copies, held, strict=True):
+                new = Copy(
+                    source=source.param,
+                    source_box=self._where(source, region),
+                    target=piece.param,
+                    target_box=target,
+                    dtype=dtype,
+                    transposed=source.transposed != piece.transposed,
+                )
+                _append(copies, new)
+        if cover.missing is not None:
+            missing.setdefault(piece.name, f"{piece.name}{cover.missing}, which {piece.param} needs")
+
+    def _where(self, piece: Piece, region: Box) -> Box:
+        """``piece.local(region)``."""
+        key = piece.box, piece.region, piece.transposed, region
+        box = self._local.get(key)
+        if box is None:
+            box = self._local[key] = piece.local(region)
+        return box
+
+
+_NOTHING = _Stored((), [])
+
+
+def _cover(region: Box, stored: tuple[Box, ...]) -> _Cover:
+    """Splits a region into parts that one of some ordered boxes holds each."""
+    parts: list[tuple[Box, int, int]] = []
+    open_boxes = [region]
+    stop = bisect_left(stored, region.stop[0], key=lambda box: box.start[0])
+    for i, source in enumerate(stored[:stop]):
+        still_open: list[Box] = []
+        for box in open_boxes:
+            part = box.intersect(source)
+            if part is None:
+                still_open.append(box)
+            else:
+                parts.append((part, part.size, i))
+                still_open += box.without(part)
+        open_boxes = still_open
+        if not open_boxes:
+            break
+    return _Cover(tuple(parts), open_boxes[0] if open_boxes else None)
+
+
+def _inside(pieces: Sequence[Piece], box: Box | None) -> Iterable[Piece]:
+    """The parts of a parameter's pieces in a box of it; all of them where it is None."""
+    if box is None:
+        return pieces
+    near = (p for p in pieces if p.box.start[0] < box.stop[0] and box.start[0] < p.box.stop[0])
+    return filter(None, (piece.within(box) for piece in near))
+
+
+def _append(copies: list[Copy], new: Copy) -> None:
+    """Adds a copy, joined with the last ones where it continues them."""
+    while copies and (joined := _joined(copies[-1], new)) is not None:
+        copies.pop()
+        new = joined
+    copies.append(new)
+
+
+def _joined(a: Copy, b: Copy) -> Copy | None:
+    """One copy for two, where both sides of the second continue those of the first along the same axis."""
+    if a.source != b.source or a.target != b.target or a.transposed != b.transposed:
+        return None
+    here, there = adjacent_axis(a.source_box, b.source_box), adjacent_axis(a.target_box, b.target_box)
+    if here is None or there is None or _target_axis(b, here) != there:
+        return None
+    return a._replace(
+        source_box=Box(a.source_box.start, b.source_box.stop),
+        target_box=Box(a.target_box.start, b.target_box.stop),
+    )
+
+
+def _target_axis(copy: Copy, axis: int) -> int:
+    """The axis of a copy's target box that corresponds to one of its source box."""
+    last = axis - len(copy.source_box.start)  # the axes correspond from the last one on
+    exchanged = {-1: -2, -2: -1}.get(last, last) if copy.transposed else last
+    return exchanged + len(copy.target_box.start)
