@@ -19,7 +19,7 @@ import typer
 from megarl.config import ConfigError, EvalConfig, Problem, RunConfig, load, save
 from megarl.launch.checks import is_not_finished
 from megarl.launch.request import submitted_as
-from megarl.run.status.submission import note
+from megarl.run.status.jobs import note
 
 _PACKED_CONFIG = "megarl-run.yaml"
 _LARGEST_MIB = 100

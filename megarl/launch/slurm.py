@@ -16,7 +16,7 @@ from megarl.launch.planning import Planned, RefusedError, plan
 from megarl.launch.profile import found_profile
 from megarl.launch.render import Job, render
 from megarl.launch.request import Request
-from megarl.run.status.submission import note
+from megarl.run.status.jobs import note
 
 _OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER")
 """Variables of Slurm that say where the cluster is; others are of a job that one may be in."""

@@ -19,7 +19,7 @@ import yaml
 from megarl.config import ConfigError, load
 from megarl.errors import RunError
 from megarl.launch import ray_job
-from megarl.run.status.submission import noted
+from megarl.run.status.jobs import noted
 from tests.config.debug import REPOSITORY
 from tests.launch.ray_head import DEVICES, ForwardedPort, RayHead
 from tests.launch.slurm_command import finish

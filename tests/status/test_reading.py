@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.run.status.find import NoRunError, find_runs
-from megarl.run.status.pace import Pace, pace_of
-from megarl.run.status.reading import RunStatus, read_status
-from megarl.run.status.saved import Saved
-from megarl.run.status.submission import Submission, note
+from megarl.run.status.jobs import Submission, note
+from megarl.run.status.reading import NoRunError, RunStatus, Saved, find_runs, read_status
+from megarl.run.status.throughput import Pace, pace_of
 from tests.status.directories import NOW, MadeRun
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from megarl.run.directory import RunPaths
-from megarl.run.status import lock
+from megarl.run.status import verdict
 from megarl.run.status.reading import read_status
-from megarl.run.status.state import State
+from megarl.run.status.verdict import State
 from tests.config.debug import debug
 from tests.status.directories import MINUTE, NOW, MadeRun
 
@@ -130,7 +130,7 @@ def test_a_lock_that_nobody_can_ask_for_proves_nothing(run: MadeRun, monkeypatch
 
     run.start(1, ago=60)
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    assert lock.is_locked(run.path / ".lock") is None
+    assert verdict.is_locked(run.path / ".lock") is None
     assert state(run) == State(name="running", because="last written 60 s ago; its lock cannot be read")
 
 
@@ -282,5 +282,5 @@ def test_whoever_looks_at_the_lock_refuses_nobody(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("time.sleep", lambda seconds: looking.close())
     with closing(RunPaths(debug(f"run.dir={tmp_path}"))):
         assert looking.closed
-        assert lock.is_locked(tmp_path / ".lock")
-    assert lock.is_locked(tmp_path / ".lock") is False
+        assert verdict.is_locked(tmp_path / ".lock")
+    assert verdict.is_locked(tmp_path / ".lock") is False

@@ -12,9 +12,8 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from megarl.run.status import one, several
-from megarl.run.status.find import NoRunError, find_runs
-from megarl.run.status.reading import RunStatus, read_status
+from megarl.run.status.reading import NoRunError, RunStatus, find_runs, read_status
+from megarl.run.status.render import render_run, render_table
 
 _EVERY_S = 5.0
 
@@ -80,4 +79,4 @@ def _read(run_dirs: Sequence[Path]) -> tuple[list[RunStatus], list[str]]:
 
 
 def _shown(statuses: Sequence[RunStatus]) -> RenderableType:
-    return one.show(statuses[0]) if len(statuses) == 1 else several.show(statuses)
+    return render_run(statuses[0]) if len(statuses) == 1 else render_table(statuses)

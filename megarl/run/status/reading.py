@@ -1,7 +1,10 @@
-"""Everything that the directory of a run says of it now."""
+"""Reads everything that a run's directory says of the run."""
 
 from __future__ import annotations
 
+import difflib
+import os
+import re
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,17 +14,97 @@ from typing import Any
 
 import yaml
 
+from megarl.checkpoint import Checkpoints
 from megarl.files import read_lines
 from megarl.run.attempts import Attempt, read_attempts
 from megarl.run.sinks import COLUMNS
-from megarl.run.status.health import troubles
-from megarl.run.status.job import Job
-from megarl.run.status.lock import is_locked
-from megarl.run.status.progress import Progress, progress_of
-from megarl.run.status.saved import Saved, saved_of
-from megarl.run.status.slurm import job_of, last_job
-from megarl.run.status.state import Evidence, State, judge
-from megarl.run.status.submission import Submission, noted, prepared
+from megarl.run.status.jobs import Job, Submission, job_of, last_job, noted, prepared
+from megarl.run.status.throughput import Progress, progress_of, troubles
+from megarl.run.status.verdict import Evidence, State, is_locked, judge
+
+_OF_A_RUN = ("config.yaml", "attempts.jsonl", "metrics.jsonl")
+_OF_A_JOB = "slurm/[0-9]*-[0-9]*/times.jsonl"
+
+
+class NoRunError(ValueError):
+    """A path holds no run; the message says what it is."""
+
+
+def find_runs(path: Path) -> list[Path]:
+    """The run of a directory, or, as of a sweep, those in the directories right below it, in their order.
+
+    Raises:
+        NoRunError: there is none.
+        OSError: the directory cannot be read.
+    """
+    if not path.exists():
+        raise NoRunError(f"{path}: there is no such directory; {_meant(path)}")
+    if not path.is_dir():
+        raise NoRunError(f"{path}: a file; give the directory of a run, its run.dir")
+    if _is_run(path):
+        return [path]
+    below = [found for found in path.iterdir() if _is_run(found)]
+    if not below:
+        raise NoRunError(f"{path}: no run is there or in a directory of it; give the run.dir of a run")
+    return sorted(below, key=_order)
+
+
+def _is_run(path: Path) -> bool:
+    """What may not be read does not exist."""
+    of_a_job = path.glob(_OF_A_JOB)  # which may have ended before it began the run
+    return any(os.path.exists(path / name) for name in _OF_A_RUN) or bool(prepared(path)) or any(of_a_job)
+
+
+def _meant(path: Path) -> str:
+    """What to do about a directory that is not there: the one that may have been meant."""
+    there = {found.name: found for found in path.parent.iterdir() if found.is_dir()} if path.parent.is_dir() else {}
+    near = difflib.get_close_matches(path.name, there, n=1)
+    return f"did you mean {there[near[0]]}?" if near else "give the run.dir of a run"
+
+
+def _order(path: Path) -> list[tuple[bool, int, str]]:
+    """By name, and numbers in it by their size: cell-2 is before cell-10."""
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", path.name)]
+
+
+_STAGED = re.compile(r"\.step-(\d+)\.staged")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What a run would go on from.
+
+    Args:
+        step: of the last checkpoint; 0 where there is none: the run would begin again.
+        writing: step of the one that is being written, or was when its writer was killed.
+        again: steps that would be taken again.
+        seconds: that they take, if that is known.
+    """
+
+    step: int
+    writing: int | None
+    again: int
+    seconds: float | None
+
+
+def saved_of(run_dir: Path, progress: Progress) -> Saved:
+    """What a run would go on from.
+
+    Args:
+        run_dir: of the run.
+        progress: of the run.
+    """
+    directory = run_dir / "checkpoints"
+    last = max(Checkpoints(directory, keep=1).steps(), default=0)
+    staged = (_STAGED.fullmatch(path.name) for path in directory.glob(".step-*"))
+    again, pace = max(0, progress.step - last), progress.pace
+    return Saved(
+        step=last,
+        writing=max((int(match[1]) for match in staged if match), default=None),
+        again=again,
+        seconds=None if pace is None else again * pace.seconds_per_step,
+    )
+
 
 _LAST_STEPS = 50
 _LINES = ("metrics.jsonl", "updates.jsonl", "evaluations.jsonl", "samples.jsonl")

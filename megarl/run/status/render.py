@@ -1,8 +1,8 @@
-"""A run's status for people: a heading and a line or more for each thing that they ask."""
+"""A run's status for people: in full, or a line each of several runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from rich.console import Group, RenderableType
@@ -10,9 +10,9 @@ from rich.text import Text
 
 from megarl.run.attempts import Attempt
 from megarl.run.sinks import COLUMNS, WRITTEN, short
+from megarl.run.status.format import ago, clock, duration, rate, seconds_each
 from megarl.run.status.reading import RunStatus
-from megarl.run.status.state import StateName
-from megarl.run.status.words import ago, clock, duration, rate, seconds_each
+from megarl.run.status.verdict import StateName
 
 STYLES: Final[Mapping[StateName, str]] = {
     "finished": "green",
@@ -33,7 +33,7 @@ Row = tuple[str, str, str]
 """Label, text and style; an empty label goes on with the one above."""
 
 
-def show(status: RunStatus) -> RenderableType:
+def render_run(status: RunStatus) -> RenderableType:
     """The whole of it."""
     return Group(*(Text.assemble((label.ljust(_WIDTH), "dim"), (text, style)) for label, text, style in rows(status)))
 
@@ -162,3 +162,43 @@ def _logs(status: RunStatus) -> Iterator[Row]:
 def _folded(names: tuple[str, ...]) -> tuple[str, ...]:
     """Many names as the first ones and the last."""
     return names if len(names) <= 6 else (*names[:4], "...", names[-1])
+
+
+_HEADINGS = ("run", "state", "step", "steps/h", "left", "last step", "saved", "metrics")
+_METRICS = 2
+_LONGEST = 60
+
+
+def render_table(statuses: Sequence[RunStatus]) -> RenderableType:
+    """Aligned rows under a heading; what wants a look is at the end of each."""
+    cells = [_HEADINGS, *(_cells(status) for status in statuses)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(_HEADINGS))]
+    styles = ["bold", *(STYLES[status.state.name] for status in statuses)]
+    lines = []
+    for row, style in zip(cells, styles, strict=True):
+        aligned = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
+        lines.append(Text("  ".join(aligned).rstrip(), style="bold" if style == "bold" else ""))
+        lines[-1].stylize(style, widths[0] + 2, widths[0] + 2 + len(row[1]))
+    return Group(*lines)
+
+
+def _cells(status: RunStatus) -> tuple[str, ...]:
+    columns = list(COLUMNS.get(status.stage or "", {}).items())[:_METRICS]
+    metrics = [f"{heading} {short(status.metrics[name])}" for name, heading in columns if name in status.metrics]
+    troubles = (*(("does it hang?",) if status.overdue is not None else ()), *status.state.message.splitlines()[:1])
+    said = ", ".join([*metrics, *(_cut(trouble) for trouble in (*troubles, *status.troubles))])
+    progress, pace, saved = status.progress, status.progress.pace, status.saved
+    return (
+        status.directory,
+        status.state.name,
+        f"{progress.step}/{progress.steps or '?'}",
+        "-" if pace is None else rate(pace.steps_per_hour),
+        "-" if status.seconds_left is None else duration(status.seconds_left),
+        "-" if progress.stepped is None else ago(progress.stepped, status.now),
+        "-" if saved is None or not saved.step else str(saved.step),
+        said,
+    )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

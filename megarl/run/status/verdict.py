@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from megarl.run.attempts import Attempt, End, Reason
-from megarl.run.status.job import Job, JobEnd
-from megarl.run.status.words import ago
+from megarl.run.status.format import ago
+from megarl.run.status.jobs import Job, JobEnd
+
+
+def is_locked(path: Path) -> bool | None:
+    """Whether a process holds the lock of a run's directory; None where nobody can say.
+
+    On a file system that machines share, a lock may be seen on the machine that holds it alone: True is certain, and
+    False is so where the process would be on this machine.
+
+    Args:
+        path: of the lock. It is taken for an instant, together with others who look.
+    """
+    try:
+        with path.open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    except OSError:  # it may not be read, or the file system has no locks
+        return None
+    return False
+
 
 StateName = Literal[
     "finished", "running", "interrupted", "failed", "killed", "silent", "starting", "waiting", "unknown"
