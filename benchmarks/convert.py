@@ -22,7 +22,7 @@ from time import perf_counter, process_time
 
 import torch
 
-from megarl.convert.memory import Resources
+from megarl.convert.resources import Resources
 from megarl.convert.stored import as_bytes
 from megarl.models import model_spec
 from megarl.weights.export import lay_out, write_index

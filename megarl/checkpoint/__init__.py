@@ -1,6 +1,6 @@
-"""Transactional run checkpoints: staged by every rank, verified by the driver, committed by one rename."""
+"""Checkpoints of runs: staged by every rank, verified by the driver, committed by one rename."""
 
-from megarl.checkpoint.manifest import BrokenCheckpointError, Manifest
+from megarl.checkpoint.manifest import BrokenCheckpointError, CheckpointManifest
 from megarl.checkpoint.store import Checkpoint, Checkpoints
 
-__all__ = ["BrokenCheckpointError", "Checkpoint", "Checkpoints", "Manifest"]
+__all__ = ["BrokenCheckpointError", "Checkpoint", "CheckpointManifest", "Checkpoints"]

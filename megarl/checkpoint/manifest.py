@@ -16,19 +16,14 @@ from megarl.files import FileRecord
 NAME = "manifest.json"
 STATE = "state.json"
 FORMAT = 1
-"""Of the manifest and of everything beside it; other numbers are refused."""
+"""Of the manifest and of the files beside it; other numbers are refused."""
 
 _READERS = 8
-"""Files that are read at the same time."""
+"""Files that are read at once."""
 
 
 class BrokenCheckpointError(RunError):
-    """A checkpoint is not what its manifest says; the text lists every problem.
-
-    Args:
-        directory: of the checkpoint.
-        problems: at least one.
-    """
+    """A checkpoint is not what its manifest says; the message lists every problem."""
 
     def __init__(self, directory: Path, problems: Sequence[str]) -> None:
         self.directory, self.problems = directory, tuple(problems)
@@ -36,13 +31,13 @@ class BrokenCheckpointError(RunError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
+class CheckpointManifest:
     """Every file of a checkpoint but the manifest itself.
 
     Args:
         step: after which it was made.
-        roles: for each role, for each rank in order, the files that the rank wrote, relative to the role's directory.
-        state: the driver's state.
+        roles: for each role and rank, the files that the rank wrote, relative to the role's directory.
+        state: file of the driver's state.
     """
 
     step: int
@@ -50,7 +45,7 @@ class Manifest:
     state: FileRecord
 
     def files(self) -> Iterator[tuple[str, FileRecord]]:
-        """Every file by who wrote it, relative to the checkpoint."""
+        """Yields every file, relative to the checkpoint, with its writer."""
         yield "the driver", self.state
         for role, ranks in self.roles.items():
             for rank, records in enumerate(ranks):
@@ -58,20 +53,21 @@ class Manifest:
                     yield f"{role} rank {rank}", dataclasses.replace(record, path=f"{role}/{record.path}")
 
     def verify(self, directory: Path, *, role: str | None = None) -> None:
-        """Reads every file and compares.
+        """Reads every file and compares it with its record.
 
         Args:
-            role: whose files alone to look at; None is everything.
+            role: verify its files only; None verifies all.
 
         Raises:
             BrokenCheckpointError: a file is missing, differs or is not listed.
         """
-        expected = [(who, record) for who, record in self.files() if _concerns(role, record.path)]
+        prefix = "" if role is None else f"{role}/"
+        expected = [(writer, record) for writer, record in self.files() if record.path.startswith(prefix)]
         with ThreadPoolExecutor(_READERS) as readers:
             problems = [found for found in readers.map(lambda pair: _problem(directory, *pair), expected) if found]
         listed = {record.path for _, record in expected} | {NAME}
         present = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()}
-        unlisted = sorted(path for path in present - listed if _concerns(role, path))
+        unlisted = sorted(path for path in present - listed if path.startswith(prefix))
         problems += [f"{path} is not in the manifest" for path in unlisted]
         if problems:
             raise BrokenCheckpointError(directory, problems)
@@ -80,11 +76,11 @@ class Manifest:
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n"
 
     @classmethod
-    def read(cls, directory: Path) -> Manifest:
-        """The manifest of a checkpoint.
+    def read(cls, directory: Path) -> CheckpointManifest:
+        """Reads the manifest of a checkpoint.
 
         Raises:
-            BrokenCheckpointError: it is missing, or cannot be understood.
+            BrokenCheckpointError: it is missing or cannot be parsed.
         """
         try:
             fields: dict[str, Any] = json.loads((directory / NAME).read_text(encoding="utf-8"))
@@ -99,13 +95,8 @@ class Manifest:
             raise BrokenCheckpointError(directory, [f"{NAME} cannot be read: {error}"]) from None
 
 
-def _concerns(role: str | None, path: str) -> bool:
-    """Whether a file is a role's; all are everything's."""
-    return role is None or path.startswith(f"{role}/")
-
-
 def _problem(directory: Path, writer: str, record: FileRecord) -> str | None:
-    """What is wrong with a file."""
+    """What is wrong with a file; None if nothing is."""
     path = directory / record.path
     try:
         nbytes = path.stat().st_size

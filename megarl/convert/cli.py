@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from megarl.convert.memory import Resources
+    from megarl.convert.resources import Resources
 
 app = typer.Typer(
     name="convert",
@@ -56,7 +56,7 @@ def import_(
     allow_pickle: AllowPickle = False,
 ) -> None:
     """Make a Megatron checkpoint, which any layout loads, of a Hugging Face directory."""
-    with _told():
+    with _exit_codes():
         from megarl.convert.importing import import_checkpoint
 
         resources = _resources(memory_budget, processes)
@@ -77,9 +77,9 @@ def export(
     processes: Processes = 1,
 ) -> None:
     """Make a Hugging Face directory of a checkpoint, Megatron-LM's or a run's."""
-    with _told():
+    with _exit_codes():
         from megarl.convert.exporting import export_checkpoint
-        from megarl.convert.memory import parse_bytes
+        from megarl.convert.resources import parse_bytes
 
         export_checkpoint(
             checkpoint,
@@ -107,8 +107,8 @@ def verify(
     allow_pickle: AllowPickle = False,
 ) -> None:
     """Compare a checkpoint with a Hugging Face directory, bit for bit; exit with 1 and a list where they differ."""
-    with _told():
-        from megarl.convert.verifying import compare
+    with _exit_codes():
+        from megarl.convert.verifying import compare, compare_logits
 
         count, different = compare(
             hf,
@@ -123,12 +123,10 @@ def verify(
             _stop("\n  ".join([f"{len(different)} of {count} tensors differ:", *different]), exit_code=1)
         typer.echo(f"{count} tensors are equal, bit for bit")
         if logits:
-            from megarl.convert.logits import compare_logits
-
-            agreement = compare_logits(hf, checkpoint, role=role, step=step)
-            if not agreement.holds:
-                _stop(str(agreement), exit_code=1)
-            typer.echo(str(agreement))
+            agree, report = compare_logits(hf, checkpoint, role=role, step=step)
+            if not agree:
+                _stop(report, exit_code=1)
+            typer.echo(report)
 
 
 @app.command("inspect")
@@ -140,19 +138,17 @@ def inspect(
     allow_pickle: AllowPickle = False,
 ) -> None:
     """Say what a checkpoint holds: sizes, dtypes, the layout that wrote it, its version."""
-    with _told():
+    with _exit_codes():
         from megarl.convert import inspecting
 
-        held = inspecting.inspect(checkpoint, role=role, step=step, allow_pickle=allow_pickle)
-        typer.echo(json.dumps(held, indent=1) if as_json else inspecting.report(held))
+        found = inspecting.inspect(checkpoint, role=role, step=step, allow_pickle=allow_pickle)
+        typer.echo(json.dumps(found, indent=1) if as_json else inspecting.render(found))
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Ends the command with an error's own message: exit code 2 for the user's mistakes, 1 for broken files."""
-    from megarl.checkpoint import BrokenCheckpointError
-    from megarl.convert.errors import BrokenError, UsageError
-    from megarl.convert.running import WorkerError
+def _exit_codes() -> Iterator[None]:
+    """Ends the command with an error's own message: exit code 2 for the user's mistakes, 1 for anything else."""
+    from megarl.errors import RunError, UsageError
     from megarl.weights.hf_files import CheckpointError
     from megarl.weights.source_index import PlanError
 
@@ -160,14 +156,14 @@ def _told() -> Iterator[None]:
         yield
     except UsageError as error:
         _stop(str(error), exit_code=2)
-    except (BrokenError, BrokenCheckpointError, CheckpointError, PlanError, WorkerError) as error:
+    except (CheckpointError, PlanError, RunError) as error:
         _stop(str(error), exit_code=1)
     except OSError as error:
         _stop(f"{error.filename or 'a file'}: {error.strerror}", exit_code=1)
 
 
 def _resources(memory_budget: str, processes: int) -> Resources:
-    from megarl.convert.memory import Resources, parse_bytes
+    from megarl.convert.resources import Resources, parse_bytes
 
     return Resources(memory=parse_bytes("--memory-budget", memory_budget), processes=processes)
 

@@ -26,9 +26,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.serialization import _get_layout
 
-from megarl.convert.errors import BrokenError
-from megarl.convert.torch_file import StoredItem
-from megarl.weights.shard_map import ITEM_BYTES, Box, TensorInfo
+from megarl.convert.stored import SavedTensor
+from megarl.files import write_errors
+from megarl.weights.hf_files import CheckpointError
+from megarl.weights.shard_map import Box, TensorInfo
 
 METADATA = ".metadata"
 _FORMAT_VERSION = "1.0.0"
@@ -52,8 +53,8 @@ _KNOWN: Mapping[str, Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where something lies: a file of the directory, and a range of its bytes."""
+class FileRange:
+    """A range of bytes of a file of the directory."""
 
     file: str
     offset: int
@@ -61,37 +62,56 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """A box of a tensor, stored in one piece.
+class TensorChunk:
+    """A box of a tensor that is stored by itself.
 
     Args:
         key: of the tensor.
-        box: in the tensor.
-        place: of a file of ``torch.save`` with a tensor of the box's shape, maybe without leading axes of 1.
+        place: has an archive of ``torch.save`` with a tensor of the box's shape, maybe without leading axes of 1.
     """
 
     key: str
     box: Box
-    place: Place
+    place: FileRange
 
 
 @dataclass(frozen=True, kw_only=True)
-class Index:
+class DCPIndex:
     """What a directory holds.
 
     Args:
-        tensors: by their keys.
+        tensors: by key.
         chunks: of all tensors.
         objects: what is not a tensor, by key.
     """
 
     tensors: Mapping[str, TensorInfo]
-    chunks: Sequence[Chunk]
-    objects: Mapping[str, Place]
+    chunks: Sequence[TensorChunk]
+    objects: Mapping[str, FileRange]
+
+    @classmethod
+    def read(cls, directory: Path) -> DCPIndex:
+        """Reads ``.metadata`` and compares it with the files that are there.
+
+        Raises:
+            CheckpointError: it is missing, damaged or refused, or files are missing or too short; all are named.
+        """
+        try:
+            index = _parse(_MetadataUnpickler(BytesIO((directory / METADATA).read_bytes())).load())
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"{directory} cannot be read", [f"{METADATA}: {error.strerror}"]) from None
+        except Exception as error:  # a damaged pickle raises anything
+            raise CheckpointError(f"{directory} cannot be read", [f"{METADATA} is corrupted: {error!r}"]) from None
+        problems = _problems(directory, index)
+        if problems:
+            raise CheckpointError(f"{directory} is broken", problems)
+        return index
 
     def write(self, path: Path) -> None:
         """Writes the file that torch and Megatron read."""
-        described: dict[str, Any] = {
+        entries: dict[str, Any] = {
             key: TensorStorageMetadata(
                 properties=TensorProperties(dtype=getattr(torch, info.dtype)), size=torch.Size(info.shape), chunks=[]
             )
@@ -99,46 +119,25 @@ class Index:
         }
         places: dict[MetadataIndex, Any] = {}
         for chunk in self.chunks:
-            chunks = described[chunk.key].chunks
+            chunks = entries[chunk.key].chunks
             places[MetadataIndex(chunk.key, chunk.box.start, len(chunks))] = _storage_info(chunk.place)
             chunks.append(ChunkStorageMetadata(torch.Size(chunk.box.start), torch.Size(chunk.box.shape)))
         for key, place in self.objects.items():
-            described[key] = BytesStorageMetadata()
+            entries[key] = BytesStorageMetadata()
             places[MetadataIndex(key)] = _storage_info(place)
-        held = Metadata(described, planner_data={}, storage_data=places, storage_meta=StorageMeta())
-        held.version = _FORMAT_VERSION
-        path.write_bytes(pickle.dumps(held))
+        content = Metadata(entries, planner_data={}, storage_data=places, storage_meta=StorageMeta())
+        content.version = _FORMAT_VERSION
+        with write_errors(path):
+            path.write_bytes(pickle.dumps(content))
+
+    def stored(self, directory: Path, chunk: TensorChunk) -> SavedTensor:
+        """The tensor of a chunk, to be read."""
+        info = TensorInfo(chunk.box.shape, self.tensors[chunk.key].dtype)
+        place = chunk.place
+        return SavedTensor(path=directory / place.file, offset=place.offset, nbytes=place.nbytes, info=info)
 
 
-def read_index(directory: Path) -> Index:
-    """Reads ``.metadata`` and compares it with the files that are there.
-
-    Raises:
-        BrokenError: it is missing, damaged or refused, or files are missing or too short; all of them are named.
-    """
-    try:
-        held = _Unpickler(BytesIO((directory / METADATA).read_bytes())).load()
-        index = _index(held)
-    except BrokenError:
-        raise
-    except OSError as error:
-        raise BrokenError(f"{directory} cannot be read", [f"{METADATA}: {error.strerror}"]) from None
-    except Exception as error:  # a damaged pickle raises anything
-        raise BrokenError(f"{directory} cannot be read", [f"{METADATA} is corrupted: {error!r}"]) from None
-    problems = _problems(directory, index)
-    if problems:
-        raise BrokenError(f"{directory} is broken", problems)
-    return index
-
-
-def stored(directory: Path, index: Index, chunk: Chunk) -> StoredItem:
-    """The tensor of a chunk, to be read."""
-    info = TensorInfo(chunk.box.shape, index.tensors[chunk.key].dtype)
-    place = chunk.place
-    return StoredItem(path=directory / place.file, offset=place.offset, nbytes=place.nbytes, info=info)
-
-
-class _Unpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     """Makes what describes tensors, and nothing that could run."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -146,20 +145,20 @@ class _Unpickler(pickle.Unpickler):
             return getattr(torch, name)
         if name in _KNOWN.get(module, {}):
             return _KNOWN[module][name]
-        raise BrokenError(f"{METADATA} is refused", [f"it needs {module}.{name}, which no index of tensors does"])
+        raise CheckpointError(f"{METADATA} is refused", [f"it needs {module}.{name}, which no index of tensors does"])
 
 
-def _index(held: Metadata) -> Index:
-    places: dict[tuple[str, tuple[int, ...] | None], Place] = {
-        (at.fqn, None if at.offset is None else tuple(at.offset)): Place(
+def _parse(content: Metadata) -> DCPIndex:
+    places = {
+        (at.fqn, None if at.offset is None else tuple(at.offset)): FileRange(
             file=info.relative_path, offset=info.offset, nbytes=info.length
         )
-        for at, info in held.storage_data.items()
+        for at, info in content.storage_data.items()
     }
     tensors: dict[str, TensorInfo] = {}
-    chunks: list[Chunk] = []
-    objects: dict[str, Place] = {}
-    for key, entry in held.state_dict_metadata.items():
+    chunks: list[TensorChunk] = []
+    objects: dict[str, FileRange] = {}
+    for key, entry in content.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             objects[key] = places[key, None]
             continue
@@ -167,12 +166,12 @@ def _index(held: Metadata) -> Index:
         for part in entry.chunks:
             start = tuple(part.offsets)
             box = Box(start, tuple(a + n for a, n in zip(start, part.sizes, strict=True)))
-            chunks.append(Chunk(key=key, box=box, place=places[key, start]))
-    return Index(tensors=tensors, chunks=chunks, objects=objects)
+            chunks.append(TensorChunk(key=key, box=box, place=places[key, start]))
+    return DCPIndex(tensors=tensors, chunks=chunks, objects=objects)
 
 
-def _problems(directory: Path, index: Index) -> list[str]:
-    """What is wrong with the files, and with boxes outside their tensors."""
+def _problems(directory: Path, index: DCPIndex) -> list[str]:
+    """What is wrong with the files, and boxes outside of their tensors."""
     problems: list[str] = []
     needed: dict[str, int] = {}
     for place in (*(chunk.place for chunk in index.chunks), *index.objects.values()):
@@ -191,10 +190,5 @@ def _problems(directory: Path, index: Index) -> list[str]:
     return problems
 
 
-def _storage_info(place: Place) -> Any:
+def _storage_info(place: FileRange) -> Any:
     return filesystem._StorageInfo(place.file, place.offset, place.nbytes)
-
-
-def nbytes(info: TensorInfo) -> int:
-    """The size of a tensor, of a dtype that weights cannot have too."""
-    return torch.Size(info.shape).numel() * (ITEM_BYTES.get(info.dtype) or getattr(torch, info.dtype).itemsize)

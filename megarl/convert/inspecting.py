@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from megarl.convert.dcp import Index, nbytes, read_index
-from megarl.convert.locating import Checkpoint, find
-from megarl.convert.memory import shown_bytes
+from megarl.convert.dcp import DCPIndex
+from megarl.convert.find_checkpoint import FoundCheckpoint, find_checkpoint
+from megarl.files import format_bytes
 from megarl.types import RoleName
 
 COMMON = "common.pt"
@@ -33,20 +33,27 @@ def inspect(
     """Describes a checkpoint, as plain data.
 
     Args:
-        checkpoint, role, step: as of ``locating.find``.
+        checkpoint, role, step: as of ``find_checkpoint``.
         allow_pickle: load ``common.pt`` where it holds objects of other programs, which could run code.
 
     Raises:
         UsageError: there is no checkpoint.
-        BrokenError, BrokenCheckpointError: files are missing or damaged.
+        CheckpointError, BrokenCheckpointError: files are missing or damaged.
     """
-    found = find(checkpoint, role=role, step=step)
-    index = read_index(found.directory)
-    grids = _grids(index)
-    files = sorted({chunk.place.file for chunk in index.chunks} | {place.file for place in index.objects.values()})
+    found = find_checkpoint(checkpoint, role=role, step=step)
+    index = DCPIndex.read(found.directory)
+    files = {chunk.place.file for chunk in index.chunks} | {place.file for place in index.objects.values()}
+    # Any dtype of torch may be there, not only those of weights.
+    sizes = {
+        key: torch.Size(info.shape).numel() * getattr(torch, info.dtype).itemsize for key, info in index.tensors.items()
+    }
+    starts: dict[str, list[set[int]]] = {key: [set() for _ in info.shape] for key, info in index.tensors.items()}
+    for chunk in index.chunks:
+        for axis, at in zip(starts[chunk.key], chunk.box.start, strict=True):
+            axis.add(at)
     dtypes: Counter[str] = Counter()
-    for info in index.tensors.values():
-        dtypes[info.dtype] += nbytes(info)
+    for key, info in index.tensors.items():
+        dtypes[info.dtype] += sizes[key]
     return {
         "kind": found.kind,
         "directory": str(found.directory),
@@ -55,46 +62,42 @@ def inspect(
         **_common(found, allow_pickle),
         "nbytes": sum(dtypes.values()),
         "dtypes": dict(dtypes),
-        "files": {name: (found.directory / name).stat().st_size for name in files},
+        "files": {name: (found.directory / name).stat().st_size for name in sorted(files)},
         "objects": len(index.objects),
         "tensors": {
-            key: {"shape": list(info.shape), "dtype": info.dtype, "nbytes": nbytes(info), "grid": grids[key]}
+            key: {
+                "shape": list(info.shape),
+                "dtype": info.dtype,
+                "nbytes": sizes[key],
+                "grid": [len(axis) for axis in starts[key]],
+            }
             for key, info in sorted(index.tensors.items())
         },
     }
 
 
-def report(held: Mapping[str, Any]) -> str:
-    """A description for people."""
-    when = "release" if held["step"] is None else f"step {held['step']}"
-    layout = held["layout"]
-    shown = ", ".join(f"{name} {size}" for name, size in layout.items()) if isinstance(layout, dict) else layout
+def render(found: Mapping[str, Any]) -> str:
+    """A description for people to read."""
+    when = "release" if found["step"] is None else f"step {found['step']}"
+    layout = found["layout"]
+    writer = ", ".join(f"{name} {size}" for name, size in layout.items()) if isinstance(layout, dict) else layout
     lines = [
-        f"{held['directory']}: {held['kind']}, {when}" + (f", role {held['role']}" if held["role"] else ""),
-        f"version: {held['version']}",
-        f"written by: {shown}",
-        f"{len(held['tensors'])} tensors, {shown_bytes(held['nbytes'])} "
-        f"({', '.join(f'{name} {shown_bytes(size)}' for name, size in held['dtypes'].items())}), "
-        f"{held['objects']} other objects, {len(held['files'])} files",
+        f"{found['directory']}: {found['kind']}, {when}" + (f", role {found['role']}" if found["role"] else ""),
+        f"version: {found['version']}",
+        f"written by: {writer}",
+        f"{len(found['tensors'])} tensors, {format_bytes(found['nbytes'])} "
+        f"({', '.join(f'{name} {format_bytes(size)}' for name, size in found['dtypes'].items())}), "
+        f"{found['objects']} other objects, {len(found['files'])} files",
     ]
-    width = max((len(key) for key in held["tensors"]), default=0)
-    for key, info in held["tensors"].items():
+    width = max((len(key) for key in found["tensors"]), default=0)
+    for key, info in found["tensors"].items():
         shape, grid = " x ".join(map(str, info["shape"])), " x ".join(map(str, info["grid"]))
         lines.append(f"  {key:{width}}  {info['dtype']:8}  {shape}  in {grid} chunks")
     return "\n".join(lines)
 
 
-def _grids(index: Index) -> dict[str, list[int]]:
-    """Into how many parts each axis of each tensor is cut."""
-    starts: dict[str, list[set[int]]] = {key: [set() for _ in info.shape] for key, info in index.tensors.items()}
-    for chunk in index.chunks:
-        for found, at in zip(starts[chunk.key], chunk.box.start, strict=True):
-            found.add(at)
-    return {key: [len(axis) for axis in axes] for key, axes in starts.items()}
-
-
-def _common(found: Checkpoint, allow_pickle: bool) -> dict[str, Any]:
-    """The version of a checkpoint, and the layout that wrote it, as far as ``common.pt`` tells."""
+def _common(found: FoundCheckpoint, allow_pickle: bool) -> dict[str, Any]:
+    """The version of a checkpoint, and the layout that wrote it, as far as ``common.pt`` says."""
     path = found.directory / COMMON
     if not path.is_file():
         return {"version": None, "layout": f"unknown: {COMMON} is missing"}

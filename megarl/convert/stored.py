@@ -1,20 +1,35 @@
-"""Tensors where they lie in files, and the reading of boxes of them without the rest."""
+"""Tensors in files: where they lie, also in files of ``torch.save``, and reading boxes of them without the rest.
+
+A file of ``torch.save`` is a zip archive without compression: ``*/data.pkl`` is a pickle in which storages are
+references, and ``*/data/<key>`` has the bytes of a storage (torch/serialization.py). Nothing in it is executed.
+"""
 
 from __future__ import annotations
 
+import io
 import math
 import os
-from collections.abc import Iterator
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import sub
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, BinaryIO, Self, cast
 
 import torch
 
-from megarl.convert.errors import BrokenError, UsageError
+from megarl.errors import UsageError
+from megarl.weights.hf_files import CheckpointError
 from megarl.weights.plan import Copy
-from megarl.weights.shard_map import Box, Shape, TensorInfo
+from megarl.weights.shard_map import ITEM_BYTES, Box, Shape, TensorInfo
+
+_ZIP_HEADER_BYTES = 30
+_STORAGES = {"DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16"}
+_STORAGES |= {"BFloat16Storage": "bfloat16", "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16"}
+_STORAGES |= {"CharStorage": "int8", "ByteStorage": "uint8", "BoolStorage": "bool"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +37,7 @@ class StoredTensor:
     """A tensor in a file, uncompressed and little endian.
 
     Args:
-        path: the file.
         offset: of its first element, in bytes.
-        info: its shape and dtype.
         strides: of its axes, in elements; None where it is row-major.
     """
 
@@ -34,25 +47,47 @@ class StoredTensor:
     strides: Shape | None = None
 
     def locate(self) -> StoredTensor:
-        """Itself: it is located."""
         return self
 
 
-class Stored(Protocol):
-    """Something that knows in which file a tensor lies, and where, or can find out."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTensor:
+    """A tensor in an archive of ``torch.save``, which is not read before the tensor is.
 
-    @property
-    def path(self) -> Path: ...
+    Args:
+        offset, nbytes: of the archive in the file.
+        info: as expected; leading axes of 1 may be missing in the archive.
+    """
 
-    def locate(self) -> StoredTensor: ...
+    path: Path
+    offset: int
+    nbytes: int
+    info: TensorInfo
+
+    def locate(self) -> StoredTensor:
+        """Finds the elements.
+
+        Raises:
+            CheckpointError: something else lies there.
+        """
+        found = read_torch_file(self.path, self.offset, self.nbytes)
+        if isinstance(found, StoredTensor) and found.strides is not None and found.info.dtype == self.info.dtype:
+            leading = len(self.info.shape) - len(found.info.shape)
+            if (1,) * leading + found.info.shape == self.info.shape:
+                return replace(found, info=self.info, strides=(0,) * leading + found.strides)
+        what = f"{found.info}" if isinstance(found, StoredTensor) else type(found).__name__
+        raise CheckpointError(f"{self.path.name} is corrupted", [f"at byte {self.offset} is {what}, not {self.info}"])
+
+
+Stored = StoredTensor | SavedTensor
 
 
 class BoxReader:
     """Reads boxes of stored tensors; keeps files open until it is closed.
 
     Args:
-        scratch_bytes: no more memory than this is used at a time, besides what is read into, unless a single row of
-            scattered elements needs it.
+        scratch_bytes: memory to use at a time, besides what is read into; more only where a single row of scattered
+            elements needs it.
     """
 
     def __init__(self, scratch_bytes: int) -> None:
@@ -71,21 +106,20 @@ class BoxReader:
         """Reads a copy's source box.
 
         Args:
-            stored: the copy's source.
             target: of the shape of the copy's target box; gets the values, cast to its dtype.
 
         Raises:
-            BrokenError, UsageError: as of ``read``; also, the source is not what it should be.
+            CheckpointError, UsageError: as of ``read``; also, the source is not what it should be.
         """
         if stored not in self._located:
             self._located[stored] = stored.locate()
-        self.read(self._located[stored], copy.source_box, _arranged_back(copy, target))
+        self.read(self._located[stored], copy.source_box, _source_view(copy, target))
 
     def read(self, stored: StoredTensor, box: Box, target: torch.Tensor) -> None:
         """Reads a box into a tensor of its shape.
 
         Raises:
-            BrokenError: the file ends before.
+            CheckpointError: the file ends before.
             UsageError: finite values are too large for the tensor's dtype.
         """
         dtype: torch.dtype = getattr(torch, stored.info.dtype)
@@ -106,38 +140,40 @@ class BoxReader:
     def _fill(self, path: Path, offset: int, tensor: torch.Tensor) -> None:
         """Reads bytes into a contiguous tensor."""
         left = as_bytes(tensor)
-        while left:
-            try:
-                count = os.preadv(self._file(path), [left], offset)
-            except OSError as error:
-                raise BrokenError(f"{path.name} cannot be read", [f"{error.strerror}: {path}"]) from None
-            if count == 0:
-                raise BrokenError(f"{path.name} cannot be read", [f"it ends {len(left)} bytes before a tensor does"])
-            left, offset = left[count:], offset + count
-
-    def _file(self, path: Path) -> int:
-        if path not in self._files:
-            try:
+        try:
+            if path not in self._files:
                 self._files[path] = os.open(path, os.O_RDONLY)
-            except OSError as error:
-                raise BrokenError(f"{path.name} cannot be read", [f"{error.strerror}: {path}"]) from None
-            self._stack.callback(os.close, self._files[path])
-        return self._files[path]
+                self._stack.callback(os.close, self._files[path])
+            while left:
+                count = os.preadv(self._files[path], [left], offset)
+                if count == 0:
+                    raise CheckpointError(
+                        f"{path.name} cannot be read", [f"it ends {len(left)} bytes before a tensor does"]
+                    )
+                left, offset = left[count:], offset + count
+        except OSError as error:
+            raise CheckpointError(f"{path.name} cannot be read", [f"{error.strerror}: {path}"]) from None
 
 
-def _overflows(values: torch.Tensor, cast: torch.Tensor) -> bool:
-    """Whether finite values have become infinite."""
-    if torch.finfo(cast.dtype).max >= torch.finfo(values.dtype).max or not cast.isinf().any():
-        return False
-    return bool((cast.isinf() & values.isfinite()).any())
+def read_torch_file(path: Path, offset: int = 0, nbytes: int | None = None) -> Any:
+    """Reads what a file of ``torch.save`` holds: dicts, lists and numbers, with a ``StoredTensor`` for each tensor.
 
+    Args:
+        offset, nbytes: of the archive in the file; the whole file by default.
 
-def _arranged_back(copy: Copy, target: torch.Tensor) -> torch.Tensor:
-    """A view of a copy's target with the axes of its source box."""
-    shape = copy.source_box.shape
-    if copy.transposed:
-        return target.view(*shape[:-2], shape[-1], shape[-2]).swapaxes(-2, -1)
-    return target.view(shape)
+    Raises:
+        CheckpointError: it is damaged, or holds objects of other kinds; the message names them.
+    """
+    try:
+        with path.open("rb") as stream:
+            return _Archive(path, stream, offset, nbytes).load()
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read", [f"{error.strerror}: {path}"]) from None
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged archive or pickle raises anything
+        where = "" if nbytes is None else f" at byte {offset}"
+        raise CheckpointError(f"{path.name} is corrupted", [f"no file of torch.save{where}: {error}"]) from None
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
@@ -149,6 +185,26 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 def row_major(shape: Shape) -> Shape:
     """The strides, in elements, of a tensor of this shape without gaps."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def relative_to(box: Box, origin: Shape) -> Box:
+    """The box in coordinates that begin at an origin."""
+    return Box(tuple(map(sub, box.start, origin)), tuple(map(sub, box.stop, origin)))
+
+
+def _overflows(values: torch.Tensor, cast: torch.Tensor) -> bool:
+    """Whether finite values have become infinite."""
+    if torch.finfo(cast.dtype).max >= torch.finfo(values.dtype).max or not cast.isinf().any():
+        return False
+    return bool((cast.isinf() & values.isfinite()).any())
+
+
+def _source_view(copy: Copy, target: torch.Tensor) -> torch.Tensor:
+    """A view of a copy's target with the axes of its source box."""
+    shape = copy.source_box.shape
+    if copy.transposed:
+        return target.view(*shape[:-2], shape[-1], shape[-2]).swapaxes(-2, -1)
+    return target.view(shape)
 
 
 def _extent(box: Box, strides: Shape) -> tuple[int, int]:
@@ -170,7 +226,90 @@ def _strips(box: Box, strides: Shape, size: int) -> Iterator[tuple[Box, tuple[sl
         part = pending.pop()
         _, span = _extent(part, strides)
         if span <= size or part.size == 1:
-            moved = zip(part.start, part.stop, box.start, strict=True)
-            yield part, tuple(slice(a - origin, b - origin) for a, b, origin in moved)
+            yield part, relative_to(part, box.start).slices
         else:
             pending += reversed(part.split(-(-part.size // 2)))
+
+
+class _Archive:
+    """An open file of ``torch.save``."""
+
+    def __init__(self, path: Path, stream: BinaryIO, offset: int, nbytes: int | None) -> None:
+        self.path, self._stream, self._base = path, stream, offset
+        part = stream if nbytes is None else cast(BinaryIO, io.BufferedReader(_FilePart(stream, offset, nbytes)))
+        self._zip = zipfile.ZipFile(part)
+        self._entries = {name.partition("/")[2]: self._zip.getinfo(name) for name in self._zip.namelist()}
+
+    def load(self) -> Any:
+        if "byteorder" in self._entries and self._zip.read(self._entries["byteorder"]) != b"little":
+            raise ValueError("its byte order is not little endian")
+        return _TensorUnpickler(io.BytesIO(self._zip.read(self._entries["data.pkl"])), self).load()
+
+    def tensor(self, storage: tuple[Any, ...], first: int, shape: Shape, strides: Shape, *_: Any) -> StoredTensor:
+        """A view of a storage, with the arguments of torch._utils._rebuild_tensor_v2."""
+        _, dtype, key, _, count = storage
+        item = ITEM_BYTES.get(dtype, 1)
+        last = first + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+        if last >= count or min((first, *strides)) < 0 or self._entries[f"data/{key}"].file_size < count * item:
+            raise ValueError("a tensor lies outside its storage")
+        start = self._start(key) + first * item
+        return StoredTensor(path=self.path, offset=start, info=TensorInfo(tuple(shape), dtype), strides=tuple(strides))
+
+    def _start(self, key: str) -> int:
+        """Where in the file the bytes of a storage begin."""
+        entry = self._entries[f"data/{key}"]
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise ValueError("it is compressed")
+        start = self._base + entry.header_offset
+        self._stream.seek(start)
+        header = self._stream.read(_ZIP_HEADER_BYTES)
+        name, extra = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+        return start + _ZIP_HEADER_BYTES + name + extra
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """Knows tensors and plain containers, and nothing that could run."""
+
+    def __init__(self, stream: io.BytesIO, archive: _Archive) -> None:
+        super().__init__(stream)
+        self._archive = archive
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        known: Mapping[tuple[str, str], Any] = {
+            ("torch._utils", "_rebuild_tensor_v2"): self._archive.tensor,
+            ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
+            ("collections", "OrderedDict"): OrderedDict,
+        }
+        if (module, name) in known:
+            return known[module, name]
+        path = self._archive.path
+        raise CheckpointError(f"{path.name} is refused", [f"it holds a {module}.{name}, not tensors alone"])
+
+    def persistent_load(self, pid: Any) -> Any:
+        return pid
+
+
+class _FilePart(io.RawIOBase):
+    """A part of an open file, as a file."""
+
+    def __init__(self, stream: BinaryIO, offset: int, nbytes: int) -> None:
+        self._stream, self._offset, self._nbytes, self._at = stream, offset, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._at = offset + (0, self._at, self._nbytes)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        self._stream.seek(self._offset + self._at)
+        data = self._stream.read(max(0, min(len(buffer), self._nbytes - self._at)))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)

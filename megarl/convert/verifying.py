@@ -1,47 +1,38 @@
-"""Whether a checkpoint holds the tensors of a Hugging Face directory, bit for bit."""
+"""Whether a checkpoint holds the tensors of a Hugging Face directory, bit for bit, and computes the same logits."""
 
 from __future__ import annotations
 
+import math
+import multiprocessing
+import tempfile
+from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from megarl.convert.chunks import Block, blocks
-from megarl.convert.errors import UsageError
-from megarl.convert.held import open_held
-from megarl.convert.hf import open_hf, read_spec
-from megarl.convert.locating import find
-from megarl.convert.memory import Resources
-from megarl.convert.parts import grouped, part_bytes
-from megarl.convert.progress import Meter
-from megarl.convert.running import run
+from megarl.convert.blocks import Block, group_blocks, plan_blocks, sources_of
+from megarl.convert.find_checkpoint import FoundCheckpoint, find_checkpoint
+from megarl.convert.hf_source import open_hf, read_spec
+from megarl.convert.megatron_checkpoint import MegatronCheckpoint
+from megarl.convert.resources import Resources
 from megarl.convert.stored import BoxReader, Stored, StoredTensor
-from megarl.types import RoleName
+from megarl.convert.write_task import task_bytes
+from megarl.errors import UsageError
+from megarl.models import model_spec
+from megarl.types import Layout, RoleName
+from megarl.weights.hf_files import read_config
 from megarl.weights.shard_map import ShardMap
 
+SEQUENCES, TOKENS = 4, 48
+TOLERANCE = 1e-4
+"""Of a logit, relative to the largest; float32 in two orders of summation differs by about 1e-6 per layer."""
 _STRIP = 1 << 16
 """Elements whose differences are in memory at a time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """How a tensor of the checkpoint differs.
-
-    Args:
-        tensor: its canonical name.
-        elements: that differ, of ``of``.
-        largest: absolute difference of finite elements.
-    """
-
-    tensor: str
-    elements: int
-    of: int
-    largest: float
-
-    def __str__(self) -> str:
-        return f"{self.tensor}: {self.elements} of {self.of} elements differ, by {self.largest:.3g} at most"
+_BLOCK_BYTES = 64 << 20
 
 
 def compare(
@@ -57,9 +48,7 @@ def compare(
     """Compares every tensor of a directory with a checkpoint's.
 
     Args:
-        hf: the directory.
-        checkpoint, role, step: as of ``locating.find``.
-        resources: what may be used.
+        checkpoint, role, step: as of ``find_checkpoint``.
         dtype: to which both sides are cast; otherwise a tensor of another dtype differs.
         allow_pickle: read ``pytorch_model.bin`` where there is no safetensors file.
 
@@ -68,74 +57,76 @@ def compare(
 
     Raises:
         UsageError: it cannot be done as asked.
-        BrokenError, BrokenCheckpointError, CheckpointError: files are damaged, or their tensors are not the model's.
+        CheckpointError, BrokenCheckpointError: files are damaged, or their tensors are not the model's.
         PlanError: some elements of the model are in no file.
     """
-    found, spec = find(checkpoint, role=role, step=step), read_spec(hf)
+    found, spec = find_checkpoint(checkpoint, role=role, step=step), read_spec(hf)
     head = found.head(spec.head)
     if (head == "lm") != (spec.head == "lm"):
         kinds = ("a language model", "a model with scores")[:: 1 if spec.head == "lm" else -1]
         raise UsageError(f"{hf} is {kinds[0]}, the {found.role} {kinds[1]}; choose another --role")
-    source = open_hf(hf, allow_pickle=allow_pickle).fitted(spec.manifest(head))
-    found.check()
-    held = open_held(found, spec, head)
-    own = source.tensors
-    other = {} if dtype else {name: info for name, info in held.tensors.items() if info.dtype != own[name].dtype}
-    problems = [f"{name}: {info.dtype}, not {own[name].dtype}" for name, info in other.items()]
-    tensors = {name: replace(info, dtype=dtype or info.dtype) for name, info in own.items()}
+    original = open_hf(hf, spec.manifest(head), allow_pickle=allow_pickle)
+    found.verify()
+    converted = MegatronCheckpoint.open(found, spec, head)
+    dtypes = {name: (info.dtype, original[name].info.dtype) for name, info in converted.tensors.items()}
+    problems = [f"{name}: {a}, not {b}" for name, (a, b) in dtypes.items() if a != b and not dtype]
+    tensors = {name: replace(tensor.info, dtype=dtype or tensor.info.dtype) for name, tensor in original.items()}
     target = ShardMap.identity(tensors)
     block_bytes = resources.block_bytes(len(tensors), 2 * target.nbytes) // 2  # of either side
-    groups = grouped(blocks(held.map, target, block_bytes), part_bytes(target.nbytes))
-    parts = [
-        _Comparison(
+    blocks = plan_blocks(converted.map, target, block_bytes)
+    tasks = [
+        _CompareTask(
             blocks=group,
-            held={name: held.stored[name] for block in group for name in block.sources},
-            own={block.target: source.stored[block.target] for block in group},
+            converted=sources_of(group, converted.stored),
+            original={block.target: original[block.target] for block in group},
             scratch_bytes=block_bytes,
         )
-        for group in groups
+        for group in group_blocks(blocks, task_bytes(target.nbytes))
     ]
-    differences: dict[str, Difference] = {}
-    with Meter(f"verify {checkpoint.name}", sum(part.nbytes for part in parts)) as meter:
-        for part, differing in run(parts, _Comparison.run, resources.processes):
-            meter.advance(part.nbytes)
-            for found_here in differing:
-                known = differences.get(found_here.tensor)
-                differences[found_here.tensor] = found_here if known is None else _together(known, found_here)
-    return len(tensors), [*problems, *(str(differences[name]) for name in tensors if name in differences)]
+    counts: Counter[str] = Counter()
+    largest: dict[str, float] = {}
+    for _, differences in resources.run(f"verify {checkpoint.name}", tasks, _CompareTask.run):
+        for name, count, difference in differences:
+            counts[name] += count
+            largest[name] = max(largest.get(name, 0.0), difference)
+    problems += [
+        f"{name}: {counts[name]} of {math.prod(info.shape)} elements differ, by {largest[name]:.3g} at most"
+        for name, info in tensors.items()
+        if counts[name]
+    ]
+    return len(tensors), problems
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Comparison:
-    """Blocks to compare; travels to the workers.
+class _CompareTask:
+    """Blocks to compare, in a worker.
 
     Args:
-        blocks: of canonical tensors.
-        held: the checkpoint's tensors.
-        own: the directory's.
+        converted: the checkpoint's tensors.
+        original: the directory's.
         scratch_bytes: of memory for reading.
     """
 
     blocks: tuple[Block, ...]
-    held: Mapping[str, Stored]
-    own: Mapping[str, StoredTensor]
+    converted: Mapping[str, Stored]
+    original: Mapping[str, StoredTensor]
     scratch_bytes: int
 
     @property
     def nbytes(self) -> int:
         return sum(block.nbytes for block in self.blocks)
 
-    def run(self) -> list[Difference]:
-        """The blocks that differ."""
-        found: list[Difference] = []
+    def run(self) -> list[tuple[str, int, float]]:
+        """The blocks that differ: tensor, number of elements that differ, largest absolute difference if finite."""
+        differences: list[tuple[str, int, float]] = []
         with BoxReader(self.scratch_bytes) as reader:
             for block in self.blocks:
-                held = block.read(self.held, reader)
-                expected = torch.empty_like(held)
-                reader.read(self.own[block.target], block.box, expected)
-                if not torch.equal(_bits(held), _bits(expected)):
-                    found.append(_difference(block, held, expected))
-        return found
+                values = block.read(self.converted, reader)
+                expected = torch.empty_like(values)
+                reader.read(self.original[block.target], block.box, expected)
+                if not torch.equal(_bits(values), _bits(expected)):
+                    differences.append((block.target, *_difference(values, expected)))
+        return differences
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
@@ -143,13 +134,79 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
     return values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize])
 
 
-def _difference(block: Block, held: torch.Tensor, expected: torch.Tensor) -> Difference:
+def _difference(values: torch.Tensor, expected: torch.Tensor) -> tuple[int, float]:
     count, largest = 0, 0.0
-    for own, other in zip(held.flatten().split(_STRIP), expected.flatten().split(_STRIP), strict=True):
-        count += int((_bits(own) != _bits(other)).sum())
-        largest = max(largest, float((own.double() - other.double()).abs().nan_to_num(0.0, 0.0).max()))
-    return Difference(tensor=block.target, elements=count, of=held.numel(), largest=largest)
+    for a, b in zip(values.flatten().split(_STRIP), expected.flatten().split(_STRIP), strict=True):
+        count += int((_bits(a) != _bits(b)).sum())
+        largest = max(largest, float((a.double() - b.double()).abs().nan_to_num(0.0, 0.0).max()))
+    return count, largest
 
 
-def _together(a: Difference, b: Difference) -> Difference:
-    return Difference(tensor=a.tensor, elements=a.elements + b.elements, of=a.of, largest=max(a.largest, b.largest))
+def compare_logits(
+    hf: Path, checkpoint: Path, *, role: RoleName | None = None, step: int | None = None
+) -> tuple[bool, str]:
+    """Runs both models on random sequences, in float32, one after the other; each must fit into memory.
+
+    Args:
+        hf: the directory that transformers loads.
+        checkpoint, role, step: as of ``find_checkpoint``; its model runs in a process of its own.
+
+    Returns:
+        Whether the logits are the same up to rounding, and a report.
+
+    Raises:
+        UsageError: it is not a language model.
+    """
+    found, spec = find_checkpoint(checkpoint, role=role, step=step), read_spec(hf)
+    if found.head(spec.head) != "lm":
+        raise UsageError("--logits compares language models; leave it out for models with a value or score head")
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(spec.dims.vocab, (SEQUENCES, min(TOKENS, spec.dims.positions)), generator=generator)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        megatron = torch.from_numpy(pool.submit(_megatron_logits, found, hf, tokens.numpy()).result())
+    expected = _transformers_logits(hf, tokens)
+    largest, scale = float((megatron - expected).abs().max()), float(expected.abs().max())
+    agree = largest <= TOLERANCE * max(1.0, scale)
+    verdict = "agree" if agree else "DISAGREE"
+    return agree, (
+        f"the logits of transformers and of Megatron {verdict} in float32 on {SEQUENCES} random "
+        f"sequences: they differ by {largest:.2e} at most, of {scale:.3g} (tolerance: {TOLERANCE:g} of it)"
+    )
+
+
+@torch.inference_mode()
+def _transformers_logits(hf: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """[sequences, tokens, vocabulary] float32."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)(tokens).logits
+
+
+@torch.inference_mode()
+def _megatron_logits(found: FoundCheckpoint, hf: Path, tokens: np.ndarray) -> np.ndarray:
+    """[sequences, tokens, vocabulary] float32, of the checkpoint's weights."""
+    from megarl.data.packing import PackShape
+    from megarl.megatron.attention import PackParams
+    from megarl.megatron.model import build_model
+    from megarl.megatron.parallel import GroupCache, build_groups
+    from megarl.megatron.platform import start_platform, start_world
+
+    spec, layout = model_spec(read_config(hf), dtype="float32"), Layout()
+    platform = start_platform("cpu")
+    with tempfile.TemporaryDirectory() as directory:  # for its rendezvous
+        start_world(platform, rank=0, world_size=1, init_method=f"file://{directory}/store")
+        groups = build_groups(layout, 0, GroupCache())
+    model = build_model(spec, layout, groups, head="lm", dtype=torch.float32, trainable=False)
+    parameters, source = model.parameters(), MegatronCheckpoint.open(found, spec, "lm")
+    with BoxReader(_BLOCK_BYTES) as reader:
+        for block in plan_blocks(source.map, spec.megatron_map(layout, 0), _BLOCK_BYTES):
+            parameters[block.target][block.box.slices] = block.read(source.stored, reader)
+    sequences, length = tokens.shape
+    shape = PackShape(cu_seqlens=np.arange(sequences + 1, dtype=np.int32) * length, max_seqlen=length)
+    params = PackParams.of(shape, platform.device)
+    (chunk,) = model.chunks
+    hidden = chunk(torch.from_numpy(tokens).reshape(1, -1), None, None, packed_seq_params=params)
+    logits = hidden.squeeze(1) @ chunk.output_weight().T
+    return logits[:, : spec.dims.vocab].reshape(sequences, length, -1).numpy()

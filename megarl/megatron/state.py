@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_planned
 
-from megarl.files import FileRecord, sync
+from megarl.files import FileRecord, sync, write_errors
 from megarl.megatron.model_engine import Role
 from megarl.megatron.offload import require_memory
 from megarl.megatron.optimizer import Shard, shards
@@ -60,7 +60,7 @@ def save_role(role: Role, directory: Path) -> list[FileRecord]:
         directory.mkdir()
     dist.barrier()
     state = {"counters": {name: getattr(role, name) for name in _COUNTERS}, **_tensors(role)}
-    with _first_error(f"{role.name} cannot be saved"):
+    with _first_error(f"{role.name} cannot be saved"), write_errors(directory / "common.pt"):
         dist_checkpointing.save(state, str(directory), _SaveInProcess("torch_dist", 1), validate_access_integrity=False)
     files = [path for path in sorted(directory.iterdir()) if _writer(path) == rank]
     for path in (*files, directory):
@@ -91,6 +91,22 @@ def _first_error(what: str) -> Iterator[None]:
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
         raise RuntimeError(f"{what}: rank {rank}: {cause}") from cause
+    except OSError as error:
+        raise RuntimeError(f"{what}: {error}") from error
+
+
+class _NamingWriter(FileSystemWriter):
+    """Names the file that cannot be written, and why."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        tensors = [item.tensor_data for item in plan.items if item.tensor_data is not None]
+        nbytes = sum(tensor.chunk.sizes.numel() * tensor.properties.dtype.itemsize for tensor in tensors)
+        with write_errors(Path(self.path) / f"{plan.storage_data.prefix}0.distcp", nbytes):
+            return super().write_data(plan, planner)
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        with write_errors(Path(self.path) / ".metadata"):
+            super().finish(metadata, results)
 
 
 class _SaveInProcess(SaveShardedStrategy):
@@ -108,7 +124,7 @@ class _SaveInProcess(SaveShardedStrategy):
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         save_planned(
             mcore_to_pyt_state_dict(by_key, False),
-            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True),
+            storage_writer=_NamingWriter(checkpoint_dir, thread_count=1, sync_files=True),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )
 

@@ -6,6 +6,7 @@ Nothing is gathered and nothing is sent. The ranks share a file system: one mach
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from megarl.files import sync
+from megarl.files import sync, write_errors
 from megarl.weights.hf_files import DTYPES, FILES_RANK, INDEX_FILE, SINGLE_FILE
 from megarl.weights.plan import Copy, SenderPlan, TransferPlan
 from megarl.weights.planner import Holder, plan
@@ -51,6 +52,20 @@ class SafetensorsFile:
     header: bytes
     offsets: Mapping[str, int]
     nbytes: int
+
+    def create(self, directory: Path) -> None:
+        """Writes the header and reserves the space of the data.
+
+        Writing to a memory map of a file without space of its own ends the process when the disk is full (SIGBUS).
+
+        Raises:
+            OSError: there is too little space; the file is named.
+        """
+        path = directory / self.name
+        with write_errors(path, self.nbytes), open(path, "w+b") as stream:
+            stream.write(self.header)
+            stream.flush()
+            os.posix_fallocate(stream.fileno(), 0, self.nbytes)
 
 
 def export_plan(maps: Sequence[ShardMap], tensors: Mapping[str, TensorInfo]) -> TransferPlan:
@@ -125,13 +140,19 @@ class Export:
         barrier()
 
     def create(self) -> None:
-        """Lays out the files, with headers and space for the data."""
+        """Lays out the files, with headers and space for the data.
+
+        Raises:
+            OSError: there is too little space; nothing is left.
+        """
         shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir(parents=True)
-        for file in self._files():
-            with open(self.partial / file.name, "wb") as stream:
-                stream.write(file.header)
-                stream.truncate(file.nbytes)
+        try:
+            for file in self._files():
+                file.create(self.partial)
+        except OSError:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            raise
 
     def write(self, copies: Sequence[Copy], params: Mapping[str, torch.Tensor]) -> None:
         """Writes boxes of local parameters to where they belong in the files."""
@@ -194,7 +215,8 @@ def copy_side_files(source: Path, target: Path) -> None:
     """Copies the tokenizer and generation files that a checkpoint's directory has."""
     for name in SIDE_FILES:
         if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+            with write_errors(target / name):
+                shutil.copyfile(source / name, target / name)
 
 
 def _layout(name: str, tensors: Mapping[str, TensorInfo]) -> SafetensorsFile:
@@ -228,4 +250,5 @@ def _bytes(copy: Copy, params: Mapping[str, torch.Tensor]) -> npt.NDArray[np.uin
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Writes a file as Hugging Face's libraries do: readable, in this order."""
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with write_errors(path):
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatch
 from pathlib import Path
@@ -23,6 +23,8 @@ DTYPES: Mapping[str, str] = {"F64": "float64", "F32": "float32", "F16": "float16
 
 _COMPARED = 1 << 20
 """Elements that are compared at a time."""
+_MAX_COMPARED_BYTES = 1 << 30
+"""Weights that are there twice are compared up to this size, which takes about a second."""
 
 FILES_RANK = -1
 """The rank of files in a plan: no process's."""
@@ -30,6 +32,9 @@ FILES_RANK = -1
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be read or lacks what is needed; the message lists every problem."""
+
+    def __init__(self, what: str, problems: Sequence[str] = ()) -> None:
+        super().__init__("\n  ".join([f"{what}:", *problems]) if problems else what)
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -97,7 +102,9 @@ class HFDirectory:
             self.file_of |= dict.fromkeys(held, file)
             problems += [f"{file.name} lacks {n}" for n, f in index.items() if f == file and n not in held]
         if problems:
-            raise CheckpointError(f"{self.path} cannot be read:\n  " + "\n  ".join(problems))
+            raise CheckpointError(f"{self.path} cannot be read", problems)
+        if index and (self.path / SINGLE_FILE).is_file():
+            self._compare_single_file()
 
     def _index(self) -> dict[str, Path]:
         """The file of each tensor; empty where there is a single file without an index."""
@@ -107,6 +114,32 @@ class HFDirectory:
         if not (self.path / SINGLE_FILE).is_file():
             raise CheckpointError(f"{self.path} has neither {SINGLE_FILE} nor {INDEX_FILE} (pickle files are not read)")
         return {}
+
+    def _compare_single_file(self) -> None:
+        """Compares the files of the index with a single file beside them: transformers reads only that one.
+
+        Raises:
+            CheckpointError: they differ, or are too large to be compared.
+        """
+        single = self.path / SINGLE_FILE
+        files = sorted(set(self.file_of.values()))
+        if files == [single]:
+            return
+        held = _header(single)
+        differing = sorted(
+            name for name in held.keys() | self.tensors.keys() if held.get(name) != self.tensors.get(name)
+        )
+        if not differing and single.stat().st_size > _MAX_COMPARED_BYTES:
+            reason = "too large to be compared"
+        else:
+            differing = differing or [name for file in files for name in _differing(single, file)]
+            if not differing:
+                return
+            reason = f"different in {len(differing)} tensors, such as {differing[0]}"
+        raise CheckpointError(
+            f"{self.path} has its weights twice, in {SINGLE_FILE}, which transformers reads, and in the files of "
+            f"{INDEX_FILE}, which MegaRL and vLLM read; they are {reason}: remove one of the two"
+        )
 
     def map(self, manifest: Manifest) -> ShardMap:
         """The directory's shard map: the manifest's tensors, whole, under the names that they have here."""
@@ -123,7 +156,7 @@ class HFDirectory:
         """
         problems = misfits(self.tensors, manifest) or untied(self.tensors, manifest, self._read)
         if problems:
-            raise CheckpointError(f"{self.path} does not fit the model:\n  " + "\n  ".join(problems))
+            raise CheckpointError(f"{self.path} does not fit the model", problems)
 
     def _read(self, name: str, box: Box) -> torch.Tensor:
         with _open(self.file_of[name]) as reader:
@@ -219,6 +252,18 @@ def _restrict(shard: ShardMap, manifest: Manifest) -> ShardMap:
 def _read(reader: Any, copy: Copy) -> torch.Tensor:
     """A box of a tensor of an open file."""
     return copy.arranged(reader.get_slice(copy.source)[copy.source_box.slices])
+
+
+def _differing(single: Path, shard: Path) -> Iterator[str]:
+    """The tensors of a file whose bits are others in a file that has all of them."""
+    import torch
+
+    with _open(single) as left, _open(shard) as right:
+        for name in right.keys():  # noqa: SIM118 (not a dict)
+            a, b = left.get_slice(name), right.get_slice(name)
+            boxes = Box.whole(tuple(b.get_shape())).split(_COMPARED)
+            if not all(torch.equal(*(x[box.slices].flatten().view(torch.uint8) for x in (a, b))) for box in boxes):
+                yield name
 
 
 def _open(file: Path) -> Any:

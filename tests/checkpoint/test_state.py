@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megarl.files import FileRecord
 from megarl.types import Layout, RoleName
 from tests.checkpoint.training import Snapshot, canonical, make_roles, restore, save, snapshot, train
+from tests.disk import SmallDisk
 from tests.leftovers import Trace, open_shared_memory
 from tests.megatron.families import FAMILIES
 from tests.megatron.tiny import save_model
@@ -216,6 +217,32 @@ def test_the_state_of_another_model_is_refused(pool: RankPool, tmp_path: Path) -
     layout = Layout(dp=2)
     for message in pool.run(_refused, other, "actor", layout, torch.float32, tmp_path / "actor", world_size=2):
         assert re.search(r"Global shape mismatch .*mlp", message)
+
+
+def _full(rank: int, model: Path, layout: Layout, out: Path) -> str:
+    role = make_roles(rank, {"actor": model}, {"actor": layout}, torch.float32)["actor"]
+    train(role, 0, 1)
+    with pytest.raises(RuntimeError, match="actor cannot be saved: ") as caught:
+        save(role, out)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("left_kib", "file"), [(0, "common.pt"), (40, "__0_0.distcp")])
+def test_a_full_disk_is_named(pool: RankPool, tmp_path: Path, left_kib: int, file: str) -> None:
+    model = save_model(tmp_path / "model")
+    with SmallDisk(tmp_path / "disk", 400) as disk:
+        disk.fill(left_kib)
+        (said,) = pool.run(_full, model, Layout(), disk.path / "actor", world_size=1)
+    assert re.search(rf"No space left on device \(.*0 B free\): '.*/actor/{file}'", said), said
+
+
+def test_every_rank_names_what_one_cannot_write(pool: RankPool, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    with SmallDisk(tmp_path / "disk", 400) as disk:
+        disk.fill(40)
+        said = pool.run(_full, model, Layout(tp=2), disk.path / "actor", world_size=2)
+    assert said[0] == said[1]
+    assert re.search(r"rank (\d): .*No space left on device \(.* KiB needed, 0 B free\): '.*/__\1_0.distcp'", said[0])
 
 
 def _traces(rank: int, model: Path, out: Path) -> tuple[set[str], set[str], bool]:

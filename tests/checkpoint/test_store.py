@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from megarl.checkpoint import BrokenCheckpointError, Checkpoints
+from megarl.errors import RunError
 from tests.checkpoint.staging import content, write_role, write_roles
+from tests.disk import SmallDisk
 
 STATE = {"version": 3, "stream": {"position": 7, "epoch": 1}, "kl": {"coef": 0.1 + 0.2}}
 
@@ -140,6 +142,21 @@ def test_a_state_that_json_cannot_hold_is_not_committed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         checkpoints.commit(1, records, {"coef": float("nan")})
     assert checkpoints.latest() is None
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    with SmallDisk(tmp_path / "disk", 400) as disk:
+        checkpoints = Checkpoints(disk.path / "checkpoints", keep=1)
+        save(checkpoints, 1)
+        records = write_roles(checkpoints.stage(2))
+        disk.fill(0)
+        said = r"step 2 cannot be written: .*step-2.staged/.state.json.partial: No space left on device \(.* 0 B free"
+        with pytest.raises(RunError, match=said):
+            checkpoints.commit(2, records, STATE)
+        checkpoints.clean()
+        latest = checkpoints.latest()
+        assert latest is not None
+        assert latest.step == 1
 
 
 def _killed_at(call: int, directory: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megarl.convert.exporting import export_checkpoint
 from megarl.convert.importing import import_checkpoint
-from megarl.convert.memory import Resources
-from megarl.convert.staging import Staging
+from megarl.convert.resources import Resources
+from megarl.convert.write_task import Staging
 
 RESOURCES = Resources(memory=4 << 30, processes=1)
 PART_BYTES = 4 << 10
@@ -27,7 +27,7 @@ def main(kind: str, source: str, out: str, parts: int) -> None:
 
     Staging.record = last_record  # type: ignore[method-assign]
     convert = import_checkpoint if kind == "import" else export_checkpoint
-    convert(Path(source), Path(out), resources=RESOURCES, part_size=PART_BYTES)
+    convert(Path(source), Path(out), resources=RESOURCES, max_task_bytes=PART_BYTES)
 
 
 if __name__ == "__main__":

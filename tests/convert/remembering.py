@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megarl.convert.exporting import export_checkpoint
 from megarl.convert.importing import import_checkpoint
-from megarl.convert.memory import Resources, resident_bytes
+from megarl.convert.resources import Resources, resident_bytes
 from megarl.convert.verifying import compare
 
 BUDGET_BYTES = 28 << 20

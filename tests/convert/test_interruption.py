@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from megarl.convert.errors import UsageError
 from megarl.convert.exporting import export_checkpoint
 from megarl.convert.importing import import_checkpoint
-from megarl.convert.parts import Part
-from megarl.convert.staging import Staging
+from megarl.convert.write_task import Staging, WriteTask
+from megarl.errors import UsageError
 from tests.convert.directories import assert_equal, make_directory, read_directory
 from tests.convert.killed import PART_BYTES, RESOURCES
 from tests.weights import models
@@ -26,13 +25,13 @@ CONFIG = models.qwen2_config()
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the parts that are written, in order."""
     names: list[str] = []
-    write = Part.write
+    write = WriteTask.write
 
-    def noted(part: Part, *args: Any) -> Any:
+    def noted(part: WriteTask, **options: Any) -> Any:
         names.append(part.name)
-        return write(part, *args)
+        return write(part, **options)
 
-    monkeypatch.setattr(Part, "write", noted)
+    monkeypatch.setattr(WriteTask, "write", noted)
     return names
 
 
@@ -51,7 +50,7 @@ def test_killed_conversions_go_on(tmp_path: Path, written: list[str]) -> None:
     assert len(before) == 6  # the last one without a record
     damaged = partial / "output/release/__2_0.distcp"
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, part_size=PART_BYTES)
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, max_task_bytes=PART_BYTES)
     assert not partial.exists()
     after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "ckpt/release").glob("__?_0.distcp")}
     assert {name for name in before if after[name] == before[name]} == {f"__{i}_0.distcp" for i in (0, 1, 3, 4)}
@@ -59,11 +58,11 @@ def test_killed_conversions_go_on(tmp_path: Path, written: list[str]) -> None:
 
     _kill("export", tmp_path / "ckpt", tmp_path / "out", 7)
     written.clear()
-    export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=RESOURCES, part_size=PART_BYTES)
+    export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=RESOURCES, max_task_bytes=PART_BYTES)
     whole = len(written) + 7
     assert_equal(read_directory(tmp_path / "out"), tensors)
     written.clear()
-    export_checkpoint(tmp_path / "ckpt", tmp_path / "again", resources=RESOURCES, part_size=PART_BYTES)
+    export_checkpoint(tmp_path / "ckpt", tmp_path / "again", resources=RESOURCES, max_task_bytes=PART_BYTES)
     assert len(written) == whole
 
 
@@ -74,7 +73,7 @@ def test_another_job_begins_anew(tmp_path: Path, written: list[str]) -> None:
     changed = make_directory(tmp_path / "hf2", {**CONFIG, "rms_norm_eps": 1e-5})
     for name in ("model.safetensors", "config.json"):
         (tmp_path / "hf2" / name).replace(tmp_path / "hf" / name)
-    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, part_size=PART_BYTES)
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, max_task_bytes=PART_BYTES)
     assert written[len(begun) : 2 * len(begun)] == begun
     export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=RESOURCES)
     assert_equal(read_directory(tmp_path / "out"), changed)
@@ -91,7 +90,7 @@ def _interrupted(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Staging, "record", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, part_size=PART_BYTES)
+            import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, max_task_bytes=PART_BYTES)
 
 
 def test_one_process_at_a_time_and_nothing_is_overwritten(tmp_path: Path) -> None:

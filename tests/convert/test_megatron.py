@@ -9,7 +9,7 @@ import pytest
 
 from megarl.convert.exporting import export_checkpoint
 from megarl.convert.importing import import_checkpoint
-from megarl.convert.memory import Resources
+from megarl.convert.resources import Resources
 from megarl.types import Layout
 from tests.convert import jobs
 from tests.convert.directories import Tensors, assert_equal, make_directory, read_directory

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.convert.errors import UsageError
-from megarl.convert.memory import Resources, parse_bytes, resident_bytes
+from megarl.convert.resources import Resources, parse_bytes, resident_bytes
+from megarl.errors import UsageError
 from tests.convert.directories import assert_equal, make_directory, read_directory
 from tests.convert.remembering import BUDGET_BYTES
 from tests.weights import models
@@ -53,7 +53,9 @@ def test_processes_share_the_budget() -> None:
 
 def test_the_plan_of_many_blocks_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured: 17 thousand blocks took 25 MiB, a thousand 5 MiB; each may take 5 KiB."""
-    monkeypatch.setattr("megarl.convert.memory.resident_bytes", lambda: 0)  # more and more here, and sizes are rounded
+    monkeypatch.setattr(
+        "megarl.convert.resources.resident_bytes", lambda: 0
+    )  # more and more here, and sizes are rounded
     small, large = (
         Resources(memory=308 << 20, processes=1).block_bytes(100, nbytes) for nbytes in (1 << 30, 800 << 30)
     )

@@ -10,27 +10,26 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.convert.chunks import Block
-from megarl.convert.dcp import Chunk, Index, Place
-from megarl.convert.dcp import read_index as read_dcp
-from megarl.convert.errors import BrokenError, UsageError
+from megarl.convert.blocks import Block
+from megarl.convert.dcp import DCPIndex, FileRange, TensorChunk
 from megarl.convert.exporting import export_checkpoint
-from megarl.convert.held import _stacked
-from megarl.convert.hf import open_hf
+from megarl.convert.hf_source import open_hf
 from megarl.convert.importing import import_checkpoint
-from megarl.convert.memory import Resources
-from megarl.convert.parts import Part
-from megarl.convert.stored import BoxReader, StoredTensor
-from megarl.convert.torch_file import read_index
+from megarl.convert.megatron_checkpoint import _stacked
+from megarl.convert.resources import Resources
+from megarl.convert.stored import BoxReader, StoredTensor, read_torch_file
 from megarl.convert.verifying import compare
+from megarl.convert.write_task import WriteTask
+from megarl.errors import UsageError
 from megarl.models import model_spec
 from megarl.types import Layout
 from megarl.weights.hf_files import CheckpointError, load_shard
 from megarl.weights.plan import Copy
-from megarl.weights.shard_map import Box, TensorInfo
+from megarl.weights.shard_map import Box, Manifest, TensorInfo
 from tests.convert.directories import Tensors, assert_equal, make_directory, read_directory
 from tests.weights import models
 
+NOTHING = Manifest(tensors={})
 RESOURCES = Resources(memory=4 << 30, processes=1)
 INDEX = "model.safetensors.index.json"
 
@@ -49,7 +48,7 @@ def test_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
     name = "transformer.h.1.ln_1.weight"
     twice = {**tensors, name.removeprefix("transformer."): tensors[name] + 1}
     save_file(twice, tmp_path / "hf/model.safetensors")
-    with pytest.raises(BrokenError, match=f"twice: h.1.ln_1.weight is {name}"):
+    with pytest.raises(CheckpointError, match=f"twice: h.1.ln_1.weight is {name}"):
         import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
 
 
@@ -65,7 +64,7 @@ def test_an_output_layer_beside_a_tied_embedding_must_be_the_same(pickled: bool,
     head[-1, -1] += 1
     store(tmp_path / "hf", {**tensors, "lm_head.weight": head})
     said = "untied: lm_head.weight differs from transformer.wte.weight, against tie_word_embeddings"
-    with pytest.raises(BrokenError, match=said):
+    with pytest.raises(CheckpointError, match=said):
         import_checkpoint(tmp_path / "hf", tmp_path / "again", resources=RESOURCES, allow_pickle=True)
     if not pickled:
         spec = model_spec(config)
@@ -96,7 +95,17 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
 def test_a_damaged_index_is_named(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(CheckpointError, match=f"{name} is corrupted"):
-        open_hf(tmp_path, allow_pickle=True)
+        open_hf(tmp_path, NOTHING, allow_pickle=True)
+
+
+def test_damage_that_a_worker_finds_is_named(tmp_path: Path) -> None:
+    make_directory(tmp_path / "hf", models.llama_config())
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
+    data = tmp_path / "ckpt/release/__0_0.distcp"
+    data.write_bytes(bytes(data.stat().st_size))
+    two = Resources(memory=4 << 30, processes=2)
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is corrupted:\n  no file of torch.save at byte"):
+        export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=two, max_task_bytes=4096)
 
 
 def test_an_index_stays_within_its_directory(tmp_path: Path) -> None:
@@ -104,13 +113,13 @@ def test_an_index_stays_within_its_directory(tmp_path: Path) -> None:
     weight_map = dict.fromkeys(load_file(tmp_path / "hf/model.safetensors"), "../hf/model.safetensors")
     (tmp_path / "hf" / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(CheckpointError, match=r"names files of other directories: \.\./hf/model.safetensors"):
-        open_hf(tmp_path / "hf", allow_pickle=False)
+        open_hf(tmp_path / "hf", NOTHING, allow_pickle=False)
 
 
 def test_a_pickle_of_something_else_is_named(tmp_path: Path) -> None:
     torch.save([torch.zeros(2)], tmp_path / "pytorch_model.bin")
-    with pytest.raises(BrokenError, match=r"pytorch_model.bin holds a list, not tensors by their names"):
-        open_hf(tmp_path, allow_pickle=True)
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin holds a list, not tensors by their names"):
+        open_hf(tmp_path, NOTHING, allow_pickle=True)
 
 
 def test_paths_are_what_they_lead_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,10 +139,11 @@ def test_layers_that_differ_in_shape_or_dtype_are_listed() -> None:
     shapes = {"0": ((6, 4), "float32"), "1": ((8, 4), "float32"), "2": ((6, 4), "bfloat16")}
     tensors = {f"decoder.layers.{i}.mlp.linear_fc2.weight": TensorInfo(*known) for i, known in shapes.items()}
     chunks = [
-        Chunk(key=key, box=Box.whole(tensors[key].shape), place=Place(file="x", offset=0, nbytes=1)) for key in tensors
+        TensorChunk(key=key, box=Box.whole(tensors[key].shape), place=FileRange(file="x", offset=0, nbytes=1))
+        for key in tensors
     ]
-    with pytest.raises(BrokenError) as caught:
-        _stacked(Index(tensors=tensors, chunks=chunks, objects={}))
+    with pytest.raises(CheckpointError) as caught:
+        _stacked(DCPIndex(tensors=tensors, chunks=chunks, objects={}))
     assert str(caught.value).splitlines()[1:] == [
         "  decoder.layers.1.mlp.linear_fc2.weight is [8, 4] of float32, unlike others of "
         "decoder.layers.mlp.linear_fc2.weight",
@@ -145,11 +155,11 @@ def test_layers_that_differ_in_shape_or_dtype_are_listed() -> None:
 def test_dtypes_that_weights_cannot_have_are_listed_once(tmp_path: Path) -> None:
     make_directory(tmp_path / "hf", models.llama_config())
     import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
-    index = read_dcp(tmp_path / "ckpt/release")
+    index = DCPIndex.read(tmp_path / "ckpt/release")
     key = "decoder.final_layernorm.weight"
     tensors = {**index.tensors, key: TensorInfo((20,), "float8_e4m3fn")}
-    Index(tensors=tensors, chunks=index.chunks, objects=index.objects).write(tmp_path / "ckpt/release/.metadata")
-    with pytest.raises(BrokenError) as caught:
+    DCPIndex(tensors=tensors, chunks=index.chunks, objects=index.objects).write(tmp_path / "ckpt/release/.metadata")
+    with pytest.raises(CheckpointError) as caught:
         export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=RESOURCES)
     assert [line for line in str(caught.value).splitlines() if key in line] == [
         f"  of another dtype: {key} is float8_e4m3fn; supported are float64, float32, float16, bfloat16"
@@ -179,8 +189,8 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     copy = Copy(source="a", source_box=box, target="b", target_box=box, dtype="float32")
     block = Block(target="b", box=box, dtype="float32", copies=(copy,))
     source = StoredTensor(path=tmp_path / "in", offset=0, info=info)
-    part = Part(file="file", start=0, archived=True, blocks=(block,), sources={"a": source})
-    with pytest.raises(OSError, match=r"No space left on device: .*out/file"):
+    part = WriteTask(file="file", start=0, archived=True, blocks=(block,), sources={"a": source})
+    with pytest.raises(OSError, match=r"No space left on device \(1.0 MiB needed, .* free\): .*out/file"):
         part.write(tmp_path / "out", 1 << 20)
 
 
@@ -194,7 +204,7 @@ def test_bytes_that_are_wrong_are_never_anything_but_damage(tmp_path: Path) -> N
             wrong[chance.randrange(len(wrong))] = chance.randrange(256)
         (tmp_path / "file.pt").write_bytes(wrong)
         try:
-            read_index(tmp_path / "file.pt")
-        except BrokenError as error:
+            read_torch_file(tmp_path / "file.pt")
+        except CheckpointError as error:
             damaged += "file.pt" in str(error)
     assert damaged > 100

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.convert.errors import BrokenError, UsageError
 from megarl.convert.exporting import export_checkpoint
 from megarl.convert.importing import import_checkpoint
-from megarl.convert.memory import Resources, resident_bytes
+from megarl.convert.resources import Resources, resident_bytes
 from megarl.convert.verifying import compare
+from megarl.errors import UsageError
 from megarl.models import model_spec
+from megarl.weights.hf_files import CheckpointError
 from tests.convert.directories import assert_equal, make_directory, random_tensors, read_directory
 from tests.weights import models
 
@@ -53,9 +54,9 @@ def test_small_blocks_and_parts_and_several_processes(tmp_path: Path) -> None:
     """Tensors are cut by rows, and read back from those cuts into others; two processes share the work."""
     tensors = make_directory(tmp_path / "hf", models.gpt2_config(vocab_size=70_001, n_embd=64, n_layer=2))
     tight = Resources(memory=resident_bytes() * 3 + (40 << 20), processes=2)
-    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=tight, part_size=1 << 20)
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=tight, max_task_bytes=1 << 20)
     assert len(list((tmp_path / "ckpt/release").glob("*.distcp"))) > 10
-    export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=RESOURCES, part_size=3 << 20)
+    export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=RESOURCES, max_task_bytes=3 << 20)
     assert_equal(read_directory(tmp_path / "out"), tensors)
 
 
@@ -128,7 +129,7 @@ def test_what_does_not_fit_is_all_listed(tmp_path: Path) -> None:
     tensors["lm_head.weight"] = torch.zeros(3, 20)
     tensors["extra"] = torch.zeros(1)
     make_directory(tmp_path / "hf", config, tensors=tensors)
-    with pytest.raises(BrokenError) as caught:
+    with pytest.raises(CheckpointError) as caught:
         import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
     assert set(str(caught.value).splitlines()[1:]) == {
         "  missing: model.norm.weight [20]",

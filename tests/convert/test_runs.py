@@ -13,11 +13,11 @@ import torch
 from megarl.checkpoint import BrokenCheckpointError, Checkpoints
 from megarl.config import load
 from megarl.config import save as save_config
-from megarl.convert.errors import UsageError
 from megarl.convert.exporting import export_checkpoint
-from megarl.convert.inspecting import inspect, report
-from megarl.convert.memory import Resources
+from megarl.convert.inspecting import inspect, render
+from megarl.convert.resources import Resources
 from megarl.convert.verifying import compare
+from megarl.errors import UsageError
 from megarl.types import Layout, RoleName
 from tests.checkpoint.training import make_roles, save
 from tests.config.debug import DEBUG
@@ -74,7 +74,7 @@ def test_what_a_run_has_is_described(run: Path) -> None:
     assert (held["kind"], held["step"], held["role"]) == ("megarl", 4, "actor")
     assert held["tensors"]["weight.model.norm.weight"]["dtype"] == "bfloat16"
     assert held["dtypes"].keys() == {"bfloat16", "float32"}
-    assert "role actor" in report(held)
+    assert "role actor" in render(held)
     assert inspect(run / "checkpoints/step-4/critic")["role"] == "critic"
 
 

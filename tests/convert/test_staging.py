@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from megarl.convert import exporting
-from megarl.convert.errors import BrokenError, UsageError
 from megarl.convert.exporting import export_checkpoint
 from megarl.convert.importing import import_checkpoint
-from megarl.convert.memory import Resources
-from megarl.convert.parts import Part
+from megarl.convert.resources import Resources
+from megarl.convert.write_task import WriteTask
+from megarl.errors import UsageError
+from megarl.weights.hf_files import CheckpointError
 from tests.convert.directories import assert_equal, make_directory, read_directory
 from tests.weights import models
 
@@ -39,26 +40,26 @@ def test_one_that_ends_while_it_lays_out_its_files_begins_again(tmp_path: Path) 
 def test_one_whose_source_changes_meanwhile_does_not_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = make_directory(tmp_path / "hf", CONFIG)
     later = make_directory(tmp_path / "later", CONFIG, tensors={name: t + 1 for name, t in tensors.items()})
-    write = Part.write
+    write = WriteTask.write
 
-    def replaced_after(part: Part, *args: object) -> object:
-        record = write(part, *args)  # type: ignore[arg-type]
+    def replaced_after(part: WriteTask, **options: object) -> object:
+        record = write(part, **options)  # type: ignore[arg-type]
         if (tmp_path / "later/model.safetensors").exists():
             (tmp_path / "later/model.safetensors").replace(tmp_path / "hf/model.safetensors")
         return record
 
-    monkeypatch.setattr(Part, "write", replaced_after)
-    with pytest.raises(BrokenError, match="files that it reads have changed meanwhile; run it again"):
-        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, part_size=4096)
+    monkeypatch.setattr(WriteTask, "write", replaced_after)
+    with pytest.raises(CheckpointError, match="files that it reads have changed meanwhile; run it again"):
+        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, max_task_bytes=4096)
     assert not (tmp_path / "ckpt").exists()
-    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, part_size=4096)
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, max_task_bytes=4096)
     export_checkpoint(tmp_path / "ckpt", tmp_path / "out", resources=RESOURCES)
     assert_equal(read_directory(tmp_path / "out"), later)
 
 
 def test_a_mistake_leaves_nothing(tmp_path: Path) -> None:
     make_directory(tmp_path / "hf", CONFIG, tensors={})
-    with pytest.raises(BrokenError, match=r"missing: model.norm.weight"):
+    with pytest.raises(CheckpointError, match=r"missing: model.norm.weight"):
         import_checkpoint(tmp_path / "hf", tmp_path / "missing/parent/ckpt", resources=RESOURCES)
     assert not list((tmp_path / "missing/parent").iterdir())
 

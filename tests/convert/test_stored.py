@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.convert.errors import BrokenError
-from megarl.convert.stored import BoxReader, StoredTensor
-from megarl.convert.torch_file import StoredItem, read_index
+from megarl.convert.stored import BoxReader, SavedTensor, StoredTensor, read_torch_file
+from megarl.weights.hf_files import CheckpointError
 from megarl.weights.plan import Copy
 from megarl.weights.shard_map import Box, TensorInfo
 
@@ -69,7 +68,7 @@ def test_an_item_lies_anywhere_in_a_file(tmp_path: Path) -> None:
     torch.save(values[1:4].T, archive)
     nbytes = len(archive.getvalue())
     (tmp_path / "file").write_bytes(b"x" * 11 + archive.getvalue() + b"y" * 5)
-    item = StoredItem(path=tmp_path / "file", offset=11, nbytes=nbytes, info=TensorInfo((1, 7, 3), "bfloat16"))
+    item = SavedTensor(path=tmp_path / "file", offset=11, nbytes=nbytes, info=TensorInfo((1, 7, 3), "bfloat16"))
     target = torch.zeros(1, 7, 3, dtype=torch.bfloat16)
     with BoxReader(1 << 20) as reader:
         reader.read(item.locate(), Box.whole((1, 7, 3)), target)
@@ -78,20 +77,20 @@ def test_an_item_lies_anywhere_in_a_file(tmp_path: Path) -> None:
 
 def test_what_is_not_a_tensor_is_named(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(2), "b": [1, 2.5, "x"], "n": None}, tmp_path / "good.pt")
-    held = read_index(tmp_path / "good.pt")
+    held = read_torch_file(tmp_path / "good.pt")
     assert (held["a"].info, held["b"], held["n"]) == (TensorInfo((2,), "float32"), [1, 2.5, "x"], None)
     torch.save({"a": Path("x")}, tmp_path / "bad.pt")
-    with pytest.raises(BrokenError, match=r"bad.pt is refused:\n  it holds a pathlib.\w*Path, not tensors alone"):
-        read_index(tmp_path / "bad.pt")
+    with pytest.raises(CheckpointError, match=r"bad.pt is refused:\n  it holds a pathlib.\w*Path, not tensors alone"):
+        read_torch_file(tmp_path / "bad.pt")
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:
     torch.save(torch.zeros(1000), tmp_path / "whole.pt")
     (tmp_path / "cut.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:2000])
-    with pytest.raises(BrokenError, match=r"cut.pt is corrupted:\n  no file of torch.save"):
-        read_index(tmp_path / "cut.pt")
-    with pytest.raises(BrokenError, match=r"gone.pt cannot be read:\n  No such file"):
-        read_index(tmp_path / "gone.pt")
+    with pytest.raises(CheckpointError, match=r"cut.pt is corrupted:\n  no file of torch.save"):
+        read_torch_file(tmp_path / "cut.pt")
+    with pytest.raises(CheckpointError, match=r"gone.pt cannot be read:\n  No such file"):
+        read_torch_file(tmp_path / "gone.pt")
     short = StoredTensor(path=tmp_path / "cut.pt", offset=0, info=TensorInfo((1000,), "float32"))
-    with BoxReader(1 << 20) as reader, pytest.raises(BrokenError, match="it ends 2000 bytes before a tensor does"):
+    with BoxReader(1 << 20) as reader, pytest.raises(CheckpointError, match="it ends 2000 bytes before a tensor does"):
         reader.read(short, Box.whole((1000,)), torch.zeros(1000))

@@ -8,32 +8,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from megarl.checkpoint import Checkpoints, Manifest
+from megarl.checkpoint import CheckpointManifest, Checkpoints
 from megarl.checkpoint.manifest import NAME as MANIFEST
 from megarl.convert.dcp import METADATA
-from megarl.convert.errors import UsageError
+from megarl.errors import UsageError
 from megarl.types import HEADS, HeadName, RoleName
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-"""What Megatron-LM calls weights that no training of its own has made: it loads them without optimizer state."""
+"""Megatron-LM's name for weights without training state: it loads them without optimizer state."""
 HF_FILES = "hf"
-"""Where an imported checkpoint keeps the configuration and tokenizer that it came with."""
+"""Directory of an imported checkpoint with the configuration and tokenizer that it came with."""
 CHECKPOINTS = "checkpoints"
 
 _ITERATION = re.compile(r"iter_(\d{7,})")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class FoundCheckpoint:
     """A directory of sharded tensors, and where it belongs.
 
     Args:
-        kind: who wrote it.
+        kind: which program wrote it.
         directory: has ``.metadata``.
-        root: what has the directory, and others of other steps: Megatron-LM's save directory, or a run.
+        root: Megatron-LM's save directory, or a run.
         step: training steps before it; None for a release.
-        role: whose state it is, of a run.
+        role: of a run.
     """
 
     kind: Literal["megatron", "megarl"]
@@ -42,50 +42,48 @@ class Checkpoint:
     step: int | None
     role: RoleName | None = None
 
-    def head(self, own: HeadName) -> HeadName:
-        """What the model has on top; Megatron's has what its configuration says."""
-        return own if self.role is None else HEADS[self.role]
+    def head(self, configured: HeadName) -> HeadName:
+        """The head of the model: that of the role, or, of Megatron's, that of its configuration."""
+        return configured if self.role is None else HEADS[self.role]
 
-    def check(self) -> None:
+    def verify(self) -> None:
         """Compares the files of a role with its checkpoint's manifest; Megatron's have none.
 
         Raises:
             BrokenCheckpointError: files are missing or differ; all of them are named.
         """
         if self.role is not None:
-            Manifest.read(self.directory.parent).verify(self.directory.parent, role=self.role)
+            CheckpointManifest.read(self.directory.parent).verify(self.directory.parent, role=self.role)
 
 
-def find(path: Path, *, role: RoleName | None = None, step: int | None = None) -> Checkpoint:
-    """The checkpoint that a path means.
+def find_checkpoint(path: Path, *, role: RoleName | None = None, step: int | None = None) -> FoundCheckpoint:
+    """Finds the checkpoint that a path means.
 
     Args:
         path: Megatron-LM's save directory or one iteration in it; or a run of MegaRL, one checkpoint of it, or a role's
             directory in that.
         role: of a run's checkpoint; the actor, or the only one, by default.
-        step: which one; the latest by default.
+        step: the latest by default.
 
     Raises:
         UsageError: there is none, or role or step have no meaning there.
         BrokenCheckpointError: the manifest of a run's checkpoint cannot be read.
     """
     path = Path(os.path.abspath(path))  # its name and parent tell what it is; links stay where they are
-    if (path / METADATA).is_file() and (path.parent / MANIFEST).is_file():
-        _refuse(path, role=role, step=step)
-        return _of_run(path.parent, path.name)
     if (path / METADATA).is_file():
         _refuse(path, role=role, step=step)
+        if (path.parent / MANIFEST).is_file():
+            return _in_run(path.parent, path.name)
         match = _ITERATION.fullmatch(path.name)
-        number = int(match[1]) if match else None
-        return Checkpoint(kind="megatron", directory=path, root=path.parent, step=number)
+        return FoundCheckpoint(kind="megatron", directory=path, root=path.parent, step=int(match[1]) if match else None)
     if (path / MANIFEST).is_file():
         _refuse(path, step=step)
-        return _of_run(path, role)
+        return _in_run(path, role)
     if (path / CHECKPOINTS).is_dir():
-        return _of_run(_run_step(path, step), role)
+        return _in_run(_run_step(path, step), role)
     if (path / TRACKER).is_file() or _iterations(path):
         _refuse(path, role=role)
-        return _of_megatron(path, step)
+        return _in_megatron(path, step)
     raise UsageError(
         f"{path} has no checkpoint: neither Megatron-LM's ({TRACKER} or {METADATA}) nor a run's ({CHECKPOINTS}); "
         "choose another one"
@@ -95,36 +93,36 @@ def find(path: Path, *, role: RoleName | None = None, step: int | None = None) -
 def _run_step(run: Path, step: int | None) -> Path:
     steps = Checkpoints(run / CHECKPOINTS, keep=1).steps()
     if not steps or (step is not None and step not in steps):
-        there = f"there are {', '.join(map(str, steps))}" if steps else "there is none yet"
-        raise UsageError(f"{run} has no checkpoint{'' if step is None else f' of step {step}'}; {there}")
+        found = f"there are {', '.join(map(str, steps))}" if steps else "there is none yet"
+        raise UsageError(f"{run} has no checkpoint{'' if step is None else f' of step {step}'}; {found}")
     return run / CHECKPOINTS / f"step-{steps[-1] if step is None else step}"
 
 
-def _of_run(directory: Path, role: str | None) -> Checkpoint:
-    manifest = Manifest.read(directory)
+def _in_run(directory: Path, role: str | None) -> FoundCheckpoint:
+    manifest = CheckpointManifest.read(directory)
     roles: list[RoleName] = [name for name in get_args(RoleName) if name in manifest.roles]
     chosen = role or ("actor" if "actor" in roles or len(roles) != 1 else roles[0])
     for name in roles:
         if name == chosen:
             root = directory.parent.parent
-            return Checkpoint(kind="megarl", directory=directory / name, root=root, step=manifest.step, role=name)
+            return FoundCheckpoint(kind="megarl", directory=directory / name, root=root, step=manifest.step, role=name)
     raise UsageError(f"{directory} has no {chosen}; choose --role {' or '.join(roles)}")
 
 
-def _of_megatron(root: Path, step: int | None) -> Checkpoint:
-    there = _iterations(root)
+def _in_megatron(root: Path, step: int | None) -> FoundCheckpoint:
+    steps = ", ".join(map(str, _iterations(root)))
     latest = (root / TRACKER).read_text().strip() if (root / TRACKER).is_file() else None
     if step is None and latest is None:
-        raise UsageError(f"{root} has no {TRACKER}; choose --step {' or '.join(map(str, there))}")
+        raise UsageError(f"{root} has no {TRACKER}; choose one with --step: {steps}")
     if step is None and latest != RELEASE:
         if latest is None or not latest.isdecimal():
             raise UsageError(f"{root / TRACKER} says {latest!r}, which is no iteration; choose one with --step")
         step = int(latest)
     directory = root / (RELEASE if step is None else f"iter_{step:07d}")
     if not (directory / METADATA).is_file():
-        others = f"; there are --step {', '.join(map(str, there))}" if there else ""
+        others = f"; choose one with --step: {steps}" if steps else ""
         raise UsageError(f"{directory} is not a checkpoint of Megatron's torch_dist format{others}")
-    return Checkpoint(kind="megatron", directory=directory, root=root, step=step)
+    return FoundCheckpoint(kind="megatron", directory=directory, root=root, step=step)
 
 
 def _iterations(root: Path) -> list[int]:
@@ -133,7 +131,7 @@ def _iterations(root: Path) -> list[int]:
 
 
 def _refuse(path: Path, *, role: str | None = None, step: int | None = None) -> None:
-    """Options that would have no effect."""
+    """Refuses options that would have no effect."""
     if role is not None:
         raise UsageError(f"--role {role} has no meaning for {path}: roles are of a run of MegaRL; leave it out")
     if step is not None:

@@ -1,0 +1,52 @@
+"""Conversions to a full disk: they name the file and the cause, and continue when there is space."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.convert.directories import assert_equal, make_directory, read_directory
+from tests.convert.test_cli import convert
+from tests.disk import SmallDisk
+from tests.weights import models
+
+NO_SPACE = re.compile(r"(?P<file>/\S+): No space left on device \((.+ needed, )?.+ free\)\n$")
+
+
+def test_an_import_names_file_and_cause_and_continues(tmp_path: Path) -> None:
+    tensors = make_directory(tmp_path / "hf", models.llama_config(vocab_size=3001))
+    command = ("import", "--hf", tmp_path / "hf", "--out")
+    failed: set[str] = set()
+    with SmallDisk(tmp_path / "disk", 8) as disk:
+        for kib in range(400, 900, 8):
+            code, said = convert(*command, disk.path / "ckpt")
+            if code == 0:
+                break
+            match = NO_SPACE.search(said)
+            assert code == 1, said
+            assert match, said
+            assert not (disk.path / "ckpt").exists()
+            failed.add(Path(match["file"]).name)
+            disk.resize(kib)
+        assert code == 0
+        assert {"__0_0.distcp", ".metadata"} <= failed
+        assert convert("export", "--checkpoint", disk.path / "ckpt", "--out", tmp_path / "out")[0] == 0
+    assert_equal(read_directory(tmp_path / "out"), tensors)
+
+
+def test_an_export_reserves_its_space_first(tmp_path: Path) -> None:
+    tensors = make_directory(tmp_path / "hf", models.llama_config(vocab_size=3001))
+    assert convert("import", "--hf", tmp_path / "hf", "--out", tmp_path / "ckpt")[0] == 0
+    with SmallDisk(tmp_path / "disk", 400) as disk:
+        command = ("export", "--checkpoint", tmp_path / "ckpt", "--out", disk.path / "out")
+        code, said = convert(*command)
+        match = re.search(
+            r"output/model\.safetensors: No space left on device \((.+) KiB needed, (.+) KiB free\)", said
+        )
+        assert code == 1
+        assert match, said
+        assert float(match[1]) > 480 > 400 > float(match[2])
+        assert not list(disk.path.iterdir())
+        disk.resize(1000)
+        assert convert(*command)[0] == 0
+        assert_equal(read_directory(disk.path / "out"), tensors)

@@ -1,1 +1,0 @@
-"""The checkpoint converter as a tool of its own; everything is in ``megarl.convert``."""
