@@ -83,10 +83,10 @@ $(RAY)/installed: $(RAY_LOCK) $(INSTALLED)
 	@touch $@
 
 demo: setup
-	$(BIN)/python -m megarl.demo --seed $(SEED)
+	$(BIN)/python -m examples.sort_letters --seed $(SEED)
 
 demo-control: setup
-	$(BIN)/python -m megarl.demo --control --seed $(SEED)
+	$(BIN)/python -m examples.sort_letters --control --seed $(SEED)
 
 learning: setup
 	$(BIN)/python -m benchmarks.learning --all

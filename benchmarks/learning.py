@@ -26,10 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from examples.sort_letters.checkpoint import write_checkpoint
+from examples.sort_letters.data import write_data
+from examples.sort_letters.results import TRUE_SCORE, read_lines
 from megarl.config.files import merged
-from megarl.demo.checkpoint import write_checkpoint
-from megarl.demo.data import write_data
-from megarl.demo.results import TRUE_SCORE, read_lines
 
 CONFIGS: Final = Path("configs/learning")
 DIRECTORY: Final = Path("runs/learning")

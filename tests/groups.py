@@ -24,7 +24,7 @@ _FILES = {
     ),
 }
 """Those of tests/e2e."""
-_LAST = (_RANKS, "slurm", "rollout", "launch", "launchers", "test_recipes.py", _DEBUG_RUN, "demo", "e2e")
+_LAST = (_RANKS, "slurm", "rollout", "launch", "launchers", "test_recipes.py", _DEBUG_RUN, "sort_letters", "e2e")
 """Groups, folders and files that take long, in their order; what is quick comes before them."""
 
 

@@ -33,7 +33,7 @@ LAYERS = (
     {"convert", "doctor", "plan"},
     {"launch"},
     {"cli"},
-    {"__main__", "demo"},
+    {"__main__"},
 )
 HEIGHT = {part: height for height, layer in enumerate(LAYERS) for part in layer}
 

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from megarl.demo.mistakes import DEMONSTRATED, REJECTED, Mistake, wrong_answer
-from megarl.demo.task import MAX_PROMPT_TOKENS, Question, exact_match, questions
+from examples.sort_letters.mistakes import DEMONSTRATED, REJECTED, Mistake, wrong_answer
+from examples.sort_letters.task import MAX_PROMPT_TOKENS, Question, exact_match, questions
 from megarl.rewards.functions import Answer
 
 UP = Question(direction="up", letters="kdxbq")

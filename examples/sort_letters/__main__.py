@@ -1,4 +1,4 @@
-"""The demo from its seed to its results: ``python -m megarl.demo [--seed N]``, from the directory with ``configs``."""
+"""The demo from seed to results: ``python -m examples.sort_letters [--seed N]``, at the root of the repository."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megarl.demo.checkpoint import write_checkpoint
-from megarl.demo.curves import draw_curves
-from megarl.demo.data import write_data
-from megarl.demo.memory import MemoryWatch
-from megarl.demo.report import print_costs, print_results, print_samples
-from megarl.demo.results import evaluations, samples, summary
-from megarl.demo.stages import CONFIGS, StageError, raise_on_sigterm, train
+from examples.sort_letters.checkpoint import write_checkpoint
+from examples.sort_letters.curves import draw_curves
+from examples.sort_letters.data import write_data
+from examples.sort_letters.memory import MemoryWatch
+from examples.sort_letters.report import print_costs, print_results, print_samples
+from examples.sort_letters.results import evaluations, samples, summary
+from examples.sort_letters.stages import CONFIGS, StageError, raise_on_sigterm, train
 
 DIRECTORY = Path("runs/demo")
 """As the files in configs/demo have it."""

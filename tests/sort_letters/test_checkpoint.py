@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
-from megarl.demo.checkpoint import write_checkpoint
-from megarl.demo.task import MAX_PROMPT_TOKENS
+from examples.sort_letters.checkpoint import write_checkpoint
+from examples.sort_letters.task import MAX_PROMPT_TOKENS
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megarl.demo.stages import StageError, train
+from examples.sort_letters.stages import StageError, train
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from threading import Event
 
 import pytest
 
-from megarl.demo.memory import MemoryWatch
+from examples.sort_letters.memory import MemoryWatch
 
 MIB = 1024 * 1024
 # A process with a child, which map the same 40 MiB of shared memory and have 20 MiB each of their own.
@@ -27,7 +27,7 @@ sys.stdin.read()
 WATCHING = """
 import sys
 from subprocess import PIPE, Popen
-from megarl.demo.memory import MemoryWatch
+from examples.sort_letters.memory import MemoryWatch
 watch = MemoryWatch()
 sizes = [watch.now()]
 with Popen([sys.executable, "-c", sys.argv[1]], env=watch.environment, stdin=PIPE, stdout=PIPE) as program:
@@ -60,7 +60,7 @@ def test_the_peak_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
             return sizes[0]
         return sizes.pop(0)
 
-    monkeypatch.setattr("megarl.demo.memory._INTERVAL_S", 0.01)
+    monkeypatch.setattr("examples.sort_letters.memory._INTERVAL_S", 0.01)
     monkeypatch.setattr(MemoryWatch, "now", now)
     with MemoryWatch() as watch:
         assert looked_at_all.wait(timeout=60)

@@ -7,7 +7,7 @@ from random import Random
 from string import ascii_lowercase
 from typing import Final
 
-from megarl.demo.task import Question
+from examples.sort_letters.task import Question
 
 Mistake = Callable[[Question, Random], str]
 

@@ -22,7 +22,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory in which the demo ran."""
     place = tmp_path_factory.mktemp("demo")
     (place / "configs").symlink_to(ROOT / "configs")
-    command = [sys.executable, "-m", "megarl.demo", "--seed", "1", "run.steps=2"]
+    command = [sys.executable, "-m", "examples.sort_letters", "--seed", "1", "run.steps=2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
     done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,8 +8,8 @@ from itertools import islice
 from pathlib import Path
 from random import Random
 
-from megarl.demo.mistakes import DEMONSTRATED, REJECTED, wrong_answer
-from megarl.demo.task import Question, questions
+from examples.sort_letters.mistakes import DEMONSTRATED, REJECTED, wrong_answer
+from examples.sort_letters.task import Question, questions
 
 Row = Mapping[str, str]
 

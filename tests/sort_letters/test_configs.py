@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from examples.sort_letters.checkpoint import MAX_POSITIONS, write_checkpoint
+from examples.sort_letters.data import HELD_OUT_ROWS, TRAIN_ROWS, write_data
+from examples.sort_letters.task import MAX_LETTERS, MAX_PROMPT_TOKENS
 from megarl.config import PPOConfig, RewardModelConfig, SFTConfig, load
-from megarl.demo.checkpoint import MAX_POSITIONS, write_checkpoint
-from megarl.demo.data import HELD_OUT_ROWS, TRAIN_ROWS, write_data
-from megarl.demo.task import MAX_LETTERS, MAX_PROMPT_TOKENS
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "demo"
 LONGEST_PROMPT = MAX_PROMPT_TOKENS + 1  # <bos>
@@ -57,7 +57,7 @@ def test_training_never_sees_the_true_score(demo: Demo) -> None:
     _, _, ppo = demo
     assert not ppo.reward.functions
     assert ppo.evaluation is not None
-    assert [function.name for function in ppo.evaluation.functions] == ["megarl.demo.task:exact_match"]
+    assert [function.name for function in ppo.evaluation.functions] == ["examples.sort_letters.task:exact_match"]
     assert HELD_OUT_ROWS["prompts"] * ppo.evaluation.samples_per_prompt >= 512
 
 

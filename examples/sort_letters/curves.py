@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.demo.results import Evaluation, evaluations, read_lines
+from examples.sort_letters.results import Evaluation, evaluations, read_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

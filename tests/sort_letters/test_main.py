@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from megarl.demo import __main__ as demo
-from megarl.demo.curves import draw_curves
-from megarl.demo.stages import StageError
+from examples.sort_letters import __main__ as demo
+from examples.sort_letters.curves import draw_curves
+from examples.sort_letters.stages import StageError
 
 Line = Mapping[str, Any]
 

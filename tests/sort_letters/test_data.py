@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.demo import data
-from megarl.demo.data import HELD_OUT_ROWS, MAKERS, TRAIN_ROWS, write_data
-from megarl.demo.task import Question
+from examples.sort_letters import data
+from examples.sort_letters.data import HELD_OUT_ROWS, MAKERS, TRAIN_ROWS, write_data
+from examples.sort_letters.task import Question
 
 Rows = dict[str, list[dict[str, str]]]
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megarl.demo.results import Estimate, Evaluation, Sample
+from examples.sort_letters.results import Estimate, Evaluation, Sample
 
 
 def print_samples(before: Sequence[Sample], after: Sequence[Sample], console: Console) -> None:
