@@ -293,6 +293,27 @@ def test_nothing_is_coerced() -> None:
     assert set(rules) == {"run.steps", "resharding.verify", "run.seed", "run.dir", "cluster.nodes"}
 
 
+def test_numbers_keep_to_their_bounds() -> None:
+    beyond = {
+        "rollout.temperature": "0",
+        "rollout.top_p": "1.01",
+        "rollout.top_k": "0",
+        "rollout.min_new_tokens": "-1",
+        "data.samples_per_prompt": "0",
+        "algo.ppo_epochs": "0",
+        "algo.entropy_coef": "-0.1",
+        "actor.optimizer.lr": "0",
+        "actor.optimizer.warmup": "1",
+        "actor.ema.decay": "1.01",
+        "run.seed": "-1",
+        "cluster.object_store_mib": "79",
+        "resharding.bucket_mib": "0",
+    }
+    rules = refused(*(f"{field}={value}" for field, value in beyond.items()))
+    assert rules.keys() == beyond.keys()
+    assert all(rule.startswith("should be ") for rule in rules.values())
+
+
 def test_null_removes_a_role_and_a_group() -> None:
     config = debug(
         *without("train", ["critic"]),

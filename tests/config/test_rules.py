@@ -69,6 +69,7 @@ def test_a_broken_rule_is_reported(stage: str, overrides: list[str], field: str,
         ["reward={dense: differences}"],
         ["algo.kl={in: loss, estimator: k2}", f"{ACTOR}.recompute=full"],
         ["algo.kl={target: 6.0, horizon: 100.0}"],
+        ["rollout={max_model_len: 128, max_new_tokens: 112}"],  # exactly the positions, and the micro-batches
         ["actor.optimizer={schedule: cosine, final_lr: 1e-5, warmup: 0.1}"],
         [f"{ACTOR}.offload=true", "rollout.sleep=true"],
         ["evaluation={prompts: a/b, every: 2}"],

@@ -42,6 +42,7 @@ def test_it_writes_a_line_per_step(debug_run: DebugRun) -> None:
         assert line["policy/skipped"] == line["value/skipped"] == 0
         assert {name for name in line if name.startswith("sync/")} == SYNC
         assert all(line[name] > 0 for name in SYNC)
+        assert line["staleness/max"] == 0, "the engine answers with the weights of the last step"
         assert line["rollout/logprob_gap"] < 1e-4, "trainer and engine disagree about the tokens that it sampled"
         stages, step = sum(line[f"time/{s}"] for s in ("rollout", "experience", "update", "sync")), line["time/step"]
         assert stages <= step + 0.01

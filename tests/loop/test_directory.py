@@ -130,6 +130,8 @@ REFUSED: dict[str, list[str]] = {
     "data.random.count=99": ["data.random.count"],
     "critic.head_std=0.1": ["critic.head_std"],
     "critic.value_norm={}": ["critic.value_norm"],
+    "reward.head_seed=5": ["reward.head_seed"],
+    "actor.ema={}": ["actor.ema"],
     "algo.kl.coef=0.5": ["algo.kl.coef"],
     "run.steps=5": ["run.steps"],
 }
@@ -147,7 +149,10 @@ def test_all_that_may_not_change_is_told_at_once_with_both_values(run: Path) -> 
         field
         for override in ("model.random.config.num_hidden_layers=8", "model.random.seed=5", "run.seed=5")
         for field in REFUSED[override]
-    ] + ["data.random.count", "critic.head_std", "critic.value_norm", "algo.kl.coef", "run.steps"]
+    ] + [
+        *("data.random.count", "critic.head_std", "critic.value_norm"),
+        *("reward.head_seed", "actor.ema", "algo.kl.coef", "run.steps"),
+    ]
     seed = next(problem for problem in refusal.value.problems if problem.field == "run.seed")
     assert (seed.value, seed.rule.split(":")[0]) == ("5", "stays 1 when a run goes on")
     assert "another run.dir" in seed.fix

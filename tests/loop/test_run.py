@@ -1,13 +1,17 @@
-"""What is looked at before a run starts its processes."""
+"""What is looked at before a run starts its processes, and what a stage has of a checkpoint."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megarl.algos.kl import AdaptiveKL
 from megarl.config import ConfigError, load
 from megarl.loop import train
+from megarl.loop.ppo import PPO
 from tests.loop.test_assets import DEBUG
 
 
@@ -20,3 +24,32 @@ def test_a_run_on_gpus_needs_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     ):
         train.train(config)
     assert not directory.exists()
+
+
+class Part:
+    """Something of a stage that has a state."""
+
+    def __init__(self, given: Any) -> None:
+        self.given = given
+
+    def state(self) -> Any:
+        return self.given
+
+    def load(self, state: Any) -> None:
+        self.given = state
+
+
+def ppo(coef: float, values: Any, prompts: Any, texts: Any) -> Any:
+    stage: Any = object.__new__(PPO)
+    stage._kl = AdaptiveKL(coef, target=1.0, horizon=10.0)
+    stage._sampler, stage._updater, stage._value_norm = Part(prompts), Part(texts), values
+    return stage
+
+
+def test_ppo_goes_on_with_all_that_it_has_saved() -> None:
+    state = json.loads(json.dumps(ppo(0.1 + 0.2, {"mean": 1.5}, {"position": 3}, {"epoch": 2}).state()))
+    resumed = ppo(0.7, {"mean": 0.0}, {"position": 0}, {"epoch": 0})
+    resumed.load(state)
+    assert (resumed._kl.coef, resumed._value_norm) == (0.1 + 0.2, {"mean": 1.5})
+    assert (resumed._sampler.given, resumed._updater.given) == ({"position": 3}, {"epoch": 2})
+    assert resumed.state() == state

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megarl.cluster.resharder import SyncReport
 from megarl.loop.colocation import Turns
+from megarl.loop.rollout_trainer import Online
 
 REPORT = SyncReport(version=0, nbytes=8, messages=1, staging_bytes=8, seconds=2.0, stages={"offload": 100.0})
 
@@ -74,3 +76,14 @@ def test_making_room_is_a_stage_of_a_sync_and_not_of_its_seconds(sleep: bool) ->
     assert 100.0 < report.stages["offload"] < 160.0
     assert report.seconds == 2.0
     assert report.metrics()["sync/gb_per_second"] == 4e-9
+
+
+@pytest.mark.parametrize(("every", "synced"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (9, [5])])
+def test_weights_go_to_the_engines_when_they_are_due_and_after_the_last_step(every: int, synced: list[int]) -> None:
+    log, stage = Log(), object.__new__(Online)
+    stage._config = SimpleNamespace(rollout=SimpleNamespace(sync_every=every), run=SimpleNamespace(steps=5))
+    stage._turns = SimpleNamespace(to_engines=log.sync)
+    told = [stage._sync(step) for step in range(1, 6)]
+    assert log.since() == [f"sync {step}" for step in synced]
+    assert [step for step, metrics in enumerate(told, 1) if metrics] == synced
+    assert stage._version == 5, "evaluations and a sync that is repeated are of the last version"

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megarl.config.schema import Algo
@@ -34,6 +35,14 @@ def _filled(column: Ragged, value: float) -> Ragged:
 
 def _with(columns: Mapping[int, ExperienceChunk], **changes: Mapping[int, Ragged]) -> dict[int, ExperienceChunk]:
     return {i: replace(chunk, **{name: new[i] for name, new in changes.items()}) for i, chunk in columns.items()}
+
+
+def _alternating(columns: Mapping[int, Ragged], first: bool) -> dict[int, Ragged]:
+    """1 on every second token, from the first one or the second one of a chunk on, and 0 on the others."""
+    return {
+        i: replace(column, values=(np.arange(len(column.values)) % 2 == int(not first)).astype(np.float32))
+        for i, column in columns.items()
+    }
 
 
 def _spoilt(index: int, chunk: ExperienceChunk) -> Ragged:
@@ -82,6 +91,15 @@ def _updates(rank: int, directory: Path) -> Told:
     step("nothing kept", REGULAR, _with(columns, kept={i: _filled(c, 0.0) for i, c in now.items()}))
     step("critic of some", VALUES, _with(columns, returns={i: _spoilt(i, chunk) for i, chunk in columns.items()}))
     step("critic of these alone", VALUES, columns, [i for i in STEPS[0] if i not in LEFT_OUT])
+    nothing = {i: _filled(c, 0.0) for i, c in now.items()}
+    step("critic of some, the actor of nothing", VALUES, _with(columns, kept=nothing))
+    step("critic of nothing", VALUES, _with(columns, value_kept=nothing))
+    whole = {i: _filled(c, 1.0) for i, c in now.items()}
+    step("all tokens", PLAIN, _with(columns, kept=whole))
+    step("odd tokens", PLAIN, _with(columns, kept=_alternating(now, first=True)))
+    step("even tokens", PLAIN, _with(columns, kept=_alternating(now, first=False)))
+    step("penalty", REGULAR, columns)
+    step("penalty that has adapted", {**REGULAR, "kl": {**REGULAR["kl"], "coef": KL_COEF / 3}}, columns)
     step("same", PLAIN, columns)
     step("same without empty rows", PLAIN, columns, [i for i in STEPS[0] if i not in EMPTY])
     step("same with longer padding", PLAIN, columns, longer=17)
@@ -113,7 +131,7 @@ def test_nothing_has_moved_before_the_first_step(told: Told) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", ["same", "decoupled"])
+@pytest.mark.parametrize("kind", ["same", "decoupled", "penalty"])
 def test_what_does_not_count_changes_nothing(told: Told, kind: str) -> None:
     alike = {name: step for name, step in told.items() if name.startswith(kind)}
     assert len(alike) > 1
@@ -139,3 +157,19 @@ def test_what_the_critic_does_not_learn_from_is_in_none_of_its_metrics(told: Tol
     tokens = [everything[i].response_tokens for i in STEPS[0]]
     left_out = sum(everything[i].response_tokens for i in LEFT_OUT.intersection(STEPS[0]))
     assert some["loss"] == pytest.approx(alone["loss"] * (1 - left_out / sum(tokens)), rel=1e-5)
+
+
+@pytest.mark.dist
+def test_the_critic_does_not_ask_what_the_actor_keeps(told: Told) -> None:
+    assert told["critic of some, the actor of nothing"]["loss"] == pytest.approx(
+        told["critic of some"]["loss"], rel=1e-5
+    )
+    assert told["critic of nothing"]["loss"] == told["critic of nothing"]["grad_norm"] == 0.0
+
+
+@pytest.mark.dist
+def test_tokens_that_are_left_out_stay_in_the_length_of_their_response(told: Told) -> None:
+    """The weight of a token does not depend on which others are kept: the losses of two halves add up."""
+    halves = [told[f"{which} tokens"]["loss"] for which in ("odd", "even")]
+    assert sum(halves) == pytest.approx(told["all tokens"]["loss"], rel=1e-5)
+    assert all(abs(half) > 1e-3 for half in halves)

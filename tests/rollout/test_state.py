@@ -89,6 +89,14 @@ def test_half_a_sync_needs_a_whole_one() -> None:
     assert state.usable_version() == 3
 
 
+def test_every_sync_has_its_version() -> None:
+    state = after("sync", sleeps=False)
+    for version in (4, 4, 9):
+        state.begin_sync()
+        state.commit(version)
+        assert state.usable_version() == state.version == version
+
+
 def test_weights_from_files_outlive_a_sleep() -> None:
     assert (
         after("wake_weights", "wake_cache", "sleep", "wake_weights", "wake_cache", drops=False, version=0).version == 0
