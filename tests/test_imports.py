@@ -25,7 +25,6 @@ LAYERS = (
     {"experience"},
     {"resharding"},
     {"megatron", "rollout"},
-    {"checkpoint"},
     {"cluster"},
     {"run"},
     {"preflight"},
@@ -46,7 +45,7 @@ OF_SCRIPTS = {"invoke", "jinja2", "launchers", "nemo_run", "paramiko", "typer", 
 
 TORCH_FREE = (
     "types",
-    "checkpoint",
+    "run.checkpoints",
     "config",
     "files",
     "run.attempts",

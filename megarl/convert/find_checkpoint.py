@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from megarl.checkpoint import CheckpointManifest, Checkpoints
-from megarl.checkpoint.manifest import NAME as MANIFEST
 from megarl.convert.dcp import METADATA
 from megarl.errors import UsageError
+from megarl.run.checkpoints import NAME as MANIFEST
+from megarl.run.checkpoints import CheckpointManifest, Checkpoints
 from megarl.types import HEADS, HeadName, RoleName
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -8,7 +8,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from megarl.checkpoint import Checkpoint
 from megarl.cluster.session import Session
 from megarl.cluster.trainers import Role
 from megarl.config import ConfigError, Problem, TrainingConfig
@@ -18,6 +17,7 @@ from megarl.loop.reward_model import RewardModel
 from megarl.loop.setup import Trainers, check_gpus
 from megarl.loop.supervised import SFT
 from megarl.preflight.check import check
+from megarl.run.checkpoints import Checkpoint
 from megarl.run.directory import RunDirectory, attempt
 from megarl.run.report import Reporter, Summary, read_summary
 from megarl.run.results import EvaluationResult, Metrics, StepResult

@@ -14,12 +14,12 @@ from typing import Any
 
 import yaml
 
-from megarl.checkpoint import BrokenCheckpointError, Checkpoint, Checkpoints
 from megarl.cluster.driver_environment import ignore_interrupts, interrupts_raise
 from megarl.config import ConfigError, EvalConfig, Problem, RunConfig, TrainingConfig, save
 from megarl.errors import RunError
 from megarl.files import read_lines, sync, write_durably
 from megarl.run.attempts import AttemptLog, Reason
+from megarl.run.checkpoints import BrokenCheckpointError, Checkpoint, Checkpoints
 from megarl.run.resume import broken_promises, cut_lines
 
 _CONFIG = "config.yaml"

@@ -10,10 +10,10 @@ from typing import Any, Final, cast
 
 import yaml
 
-from megarl.checkpoint import Checkpoint
 from megarl.config import Problem, TrainingConfig
 from megarl.config.problems import shown
 from megarl.files import sync
+from megarl.run.checkpoints import Checkpoint
 
 _WEIGHTS = "the checkpoints have its weights"
 _STREAM = "the checkpoints have its place in this data"

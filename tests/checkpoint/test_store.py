@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.checkpoint import BrokenCheckpointError, Checkpoints
 from megarl.errors import RunError
+from megarl.run.checkpoints import BrokenCheckpointError, Checkpoints
 from tests.checkpoint.staging import content, write_role, write_roles
 from tests.disk import SmallDisk
 

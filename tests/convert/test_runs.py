@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.checkpoint import BrokenCheckpointError, Checkpoints
 from megarl.config import load
 from megarl.config import save as save_config
 from megarl.convert.exporting import export_checkpoint
@@ -18,6 +17,7 @@ from megarl.convert.inspecting import inspect, render
 from megarl.convert.resources import Resources
 from megarl.convert.verifying import compare
 from megarl.errors import UsageError
+from megarl.run.checkpoints import BrokenCheckpointError, Checkpoints
 from megarl.types import Layout, RoleName
 from tests.checkpoint.training import make_roles, save
 from tests.config.debug import DEBUG

@@ -14,9 +14,9 @@ from typing import Any
 
 import yaml
 
-from megarl.checkpoint import Checkpoints
 from megarl.files import read_lines
 from megarl.run.attempts import Attempt, read_attempts
+from megarl.run.checkpoints import Checkpoints
 from megarl.run.sinks import COLUMNS
 from megarl.run.status.jobs import Job, Submission, job_of, last_job, noted, prepared
 from megarl.run.status.throughput import Progress, progress_of, troubles
