@@ -4,8 +4,6 @@ import sys
 from importlib.util import find_spec
 
 if find_spec("nemo_run") is None:
-    print(
-        "NeMo-Run is not installed here: make nemo-run, then .venv-nemo-run/bin/python -m launchers.ppo ...",
-        file=sys.stderr,
-    )
+    print("NeMo-Run is not installed here: make nemo-run, then", file=sys.stderr, end=" ")
+    print(".venv-nemo-run/bin/python -m launchers.ppo ...", file=sys.stderr)
     raise SystemExit(2)

@@ -1,4 +1,4 @@
-"""An experiment of NeMo-Run: shown, or run to its end, with an exit code that says how it ended."""
+"""An experiment of NeMo-Run: shown, or run and followed to its end, with an exit code that says how it ended."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shlex
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
@@ -15,29 +16,44 @@ from types import FrameType
 from typing import NoReturn
 
 import nemo_run as run
-from invoke.exceptions import UnexpectedExit
+import paramiko
+from invoke.exceptions import ThreadException, UnexpectedExit
 from nemo_run.config import get_nemorun_home
 
-from launchers.accounting import COMPLETED, LOST, AccountingError, followed, reason
-from megarl.launch.slurm import environment
+from megarl.launch.submit import sbatch_environment
 
-_PRIVATE = 0o077
-"""The umask for NeMo-Run's files: they have what the profile says, which others must not read."""
-_SHOWN = 4000
-"""Characters of a failed task's errors that are shown."""
+# A connection is lost, or cannot be made. NeMo-Run's tunnel ends the process where it cannot log in
+# (nemo_run/core/tunnel/client.py, SSHTunnel._authenticate).
+_LOST = (OSError, EOFError, paramiko.SSHException, ThreadException, SystemExit)
+_Tunnel = run.SSHTunnel | run.LocalTunnel
+_PENDING, _COMPLETED = "PENDING", "COMPLETED"
+_NOT_ENDED = frozenset(
+    [
+        "PENDING",
+        "RUNNING",
+        "SUSPENDED",
+        "REQUEUED",
+        "RESIZING",
+        "COMPLETING",
+        "CONFIGURING",
+        "SIGNALING",
+        "STAGE_OUT",
+        "STOPPED",
+    ]
+)
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 2.0, 30.0  # many share the accounting: it is asked less often the longer jobs take
+_LIMIT_S = 120.0
+_PRIVATE = 0o077  # the umask for NeMo-Run's files, which contain the profile's env and setup
+_ERROR_CHARACTERS = 4000
+
+
+class AccountingError(RuntimeError):
+    """Slurm's accounting gives no answer, or cannot be reached."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
-    """A run of an experiment.
-
-    Args:
-        name: of its own in the experiment.
-        script: lines of bash.
-        executor: what runs them.
-        after: names of tasks that end before it begins.
-        run_dir: of the run, for people.
-    """
+class ExperimentTask:
+    """A run of an experiment: a bash script, which begins when the tasks named in `after` have ended."""
 
     name: str
     script: str
@@ -46,8 +62,8 @@ class Task:
     run_dir: str
 
 
-def show(title: str, tasks: Sequence[Task]) -> None:
-    """Writes what NeMo-Run would submit, or start here, to the standard output, and leaves nothing."""
+def show(title: str, tasks: Sequence[ExperimentTask]) -> None:
+    """Prints what NeMo-Run would submit, or start here, and leaves nothing."""
     os.umask(_PRIVATE)
     home = Path(get_nemorun_home())
     made = [path for path in (home / "experiments" / title, home / "experiments", home) if not path.exists()]
@@ -66,76 +82,26 @@ def show(title: str, tasks: Sequence[Task]) -> None:
             path.rmdir()
 
 
-def start(title: str, tasks: Sequence[Task], *, detach: bool) -> int:
-    """Runs an experiment on this machine or on a cluster.
-
-    Args:
-        title: of the experiment.
-        tasks: earlier ones first.
-        detach: return when the jobs are submitted.
-
-    Returns:
-        0 where all tasks have succeeded, or are submitted; 1 where one has not.
-    """
+def start(title: str, tasks: Sequence[ExperimentTask], *, detach: bool) -> int:
+    """Runs an experiment here or on a cluster; returns 1 where a task failed. Detached, it only submits the jobs."""
     os.umask(_PRIVATE)
     experiment, executor = run.Experiment(title, log_level="WARN"), tasks[0].executor
     if isinstance(executor, run.SlurmExecutor):
-        for name in set(os.environ) - set(environment(_directives(executor))):
-            del os.environ[name]
-        try:
-            with experiment:
-                _add(experiment, tasks)
-                experiment.console.quiet = True  # a refusal is told once, below
-                experiment.run(detach=True)
-                experiment.console.quiet = False
-        except UnexpectedExit as error:
-            return _refused(experiment, f"refused: {error.result.command}\n{error.result.stderr.strip()}")
-        except LOST as error:
-            return _refused(experiment, f"submitting from {_place(executor)} failed: {reason(error)}")
-        return 0 if detach else _waited(experiment, tasks)
+        return _submit(experiment, executor, tasks, detach=detach)
     with _interruptible(experiment), experiment:  # which waits for the tasks at its end
         _add(experiment, tasks)
         experiment.run(tail_logs=True)
     states = {job.id: job.state.name for job in experiment.jobs}
     for job in (job for job in experiment.jobs if states[job.id] != "SUCCEEDED"):
-        _show_errors(Path(job.executor.job_dir))
-    return _told(tasks, states, succeeded="SUCCEEDED")
+        # NeMo-Run 0.4 loses the last lines of a task of this machine.
+        directory = Path(job.executor.job_dir)
+        for file in directory.glob("nemo_run/*/*/*/stderr.log"):
+            said = file.read_text(errors="replace")[-_ERROR_CHARACTERS:]
+            print(f"{directory.name}, the end of {file}:", said, file=sys.stderr)
+    return _report(tasks, states, succeeded="SUCCEEDED")
 
 
-def _directives(executor: run.SlurmExecutor) -> str:
-    """The options that NeMo-Run writes into a script."""
-    given = [name for name in executor.SBATCH_FLAGS if getattr(executor, name, None) is not None]
-    return "\n".join(
-        f"#SBATCH --{name.replace('_', '-')}" for name in (*given, *(executor.additional_parameters or ()))
-    )
-
-
-def _refused(experiment: run.Experiment, message: str) -> int:
-    """Says why not all jobs are submitted, and which are."""
-    print(message, file=sys.stderr)
-    numbers = _numbers(experiment).values()
-    if numbers:
-        print(f"submitted before it: {', '.join(numbers)}; to cancel: scancel {' '.join(numbers)}", file=sys.stderr)
-    return 1
-
-
-def _place(executor: run.SlurmExecutor) -> str:
-    """From where jobs are submitted."""
-    tunnel = executor.tunnel
-    return f"{tunnel.user}@{tunnel.host}" if isinstance(tunnel, run.SSHTunnel) else "this machine"
-
-
-def _elsewhere(executor: run.Executor) -> bool:
-    """Whether the runs are where this machine sees no files."""
-    return isinstance(executor, run.SlurmExecutor) and isinstance(executor.tunnel, run.SSHTunnel)
-
-
-def _numbers(experiment: run.Experiment) -> dict[str, str]:
-    """Those of the submitted jobs, by task."""
-    return {job.id: job.handle.partition("://")[2].split("/")[1] for job in experiment.jobs if job.handle}
-
-
-def _add(experiment: run.Experiment, tasks: Sequence[Task]) -> None:
+def _add(experiment: run.Experiment, tasks: Sequence[ExperimentTask]) -> None:
     for task in tasks:
         script = run.Script(inline=task.script)
         experiment.add(script, executor=task.executor, name=task.name, dependencies=list(task.after))
@@ -143,7 +109,7 @@ def _add(experiment: run.Experiment, tasks: Sequence[Task]) -> None:
 
 @contextmanager
 def _interruptible(experiment: run.Experiment) -> Iterator[None]:
-    """Ends the tasks of this machine with an interrupt or SIGTERM; NeMo-Run alone would go on until they end."""
+    """Ends the tasks of this machine at an interrupt or SIGTERM; NeMo-Run alone would let them run to their ends."""
 
     def end(number: int, _: FrameType | None) -> NoReturn:
         for ignored in before:
@@ -160,38 +126,112 @@ def _interruptible(experiment: run.Experiment) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _show_errors(directory: Path) -> None:
-    """Shows the end of what a task of this machine has said: NeMo-Run 0.4 loses what is said last."""
-    for file in directory.glob("nemo_run/*/*/*/stderr.log"):
-        print(f"{directory.name}, the end of {file}:", file.read_text(errors="replace")[-_SHOWN:], file=sys.stderr)
-
-
-def _waited(experiment: run.Experiment, tasks: Sequence[Task]) -> int:
-    """Follows the jobs of a cluster to their ends; an interrupt leaves them alone."""
-    numbers, executor = _numbers(experiment), experiment.jobs[0].executor
-    assert isinstance(executor, run.SlurmExecutor)
+def _submit(
+    experiment: run.Experiment, executor: run.SlurmExecutor, tasks: Sequence[ExperimentTask], *, detach: bool
+) -> int:
+    """Submits the tasks, and follows them to their ends."""
+    options = [name for name in executor.SBATCH_FLAGS if getattr(executor, name, None) is not None]
+    lines = [f"#SBATCH --{name.replace('_', '-')}" for name in (*options, *(executor.additional_parameters or ()))]
+    for name in set(os.environ) - set(sbatch_environment("\n".join(lines))):
+        del os.environ[name]
+    tunnel = executor.tunnel
     try:
-        known = followed(executor.tunnel, numbers)
+        with experiment:
+            _add(experiment, tasks)
+            experiment.console.quiet = True  # a refusal is told once, below
+            experiment.run(detach=True)
+            experiment.console.quiet = False
+    except UnexpectedExit as error:
+        message = f"refused: {error.result.command}\n{error.result.stderr.strip()}"
+    except _LOST as error:
+        place = f"{tunnel.user}@{tunnel.host}" if isinstance(tunnel, run.SSHTunnel) else "this machine"
+        message = f"submitting from {place} failed: {_cause(error)}"
+    else:
+        return 0 if detach else _wait(experiment, experiment.jobs[0].executor.tunnel, tasks)
+    print(message, file=sys.stderr)
+    if numbers := _numbers(experiment).values():
+        print(f"submitted before it: {', '.join(numbers)}; to cancel: scancel {' '.join(numbers)}", file=sys.stderr)
+    return 1
+
+
+def _numbers(experiment: run.Experiment) -> dict[str, str]:
+    """The numbers of the submitted jobs, by task."""
+    return {job.id: job.handle.partition("://")[2].split("/")[1] for job in experiment.jobs if job.handle}
+
+
+def _wait(experiment: run.Experiment, tunnel: _Tunnel, tasks: Sequence[ExperimentTask]) -> int:
+    """Follows the jobs of a cluster to their ends; an interrupt leaves them alone."""
+    numbers = _numbers(experiment)
+    try:
+        known = follow(tunnel, numbers)
     except KeyboardInterrupt:
         print("the jobs go on; the commands above tell of them, and cancel them", file=sys.stderr)
         return 128 + signal.SIGINT
     except AccountingError as error:
         jobs, directories = ",".join(numbers.values()), shlex.join(task.run_dir for task in tasks)
-        print(
-            f"{error}\nthe jobs go on, and are not waited for: {jobs}\n"
-            f"squeue --jobs {jobs} and megarl status {directories} tell of them; "
-            "where Slurm has no accounting, submit with --detach",
-            file=sys.stderr,
-        )
+        print(f"{error}\nthe jobs go on, and are not waited for: {jobs}", file=sys.stderr)
+        told = f"squeue --jobs {jobs} and megarl status {directories} tell of them"
+        print(f"{told}; where Slurm has no accounting, submit with --detach", file=sys.stderr)
         return 1
-    return _told(tasks, known, succeeded=COMPLETED)
+    return _report(tasks, known, succeeded=_COMPLETED)
 
 
-def _told(tasks: Sequence[Task], states: Mapping[str, str], *, succeeded: str) -> int:
-    """Says which tasks have not succeeded, and where to look."""
+def _report(tasks: Sequence[ExperimentTask], states: Mapping[str, str], *, succeeded: str) -> int:
+    """Says which tasks have not succeeded, and where to look; returns the exit code."""
     failed = [task for task in tasks if states.get(task.name) != succeeded]
     for task in failed:
-        begun = _elsewhere(task.executor) or os.path.exists(task.run_dir)
+        remote = isinstance(task.executor, run.SlurmExecutor) and isinstance(task.executor.tunnel, run.SSHTunnel)
+        begun = remote or os.path.exists(task.run_dir)
         where = f"see megarl status {shlex.quote(task.run_dir)}" if begun else "its run has not begun"
         print(f"{task.name}: {states.get(task.name)}; {where}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def follow(
+    tunnel: _Tunnel, numbers: Mapping[str, str], *, pause_s: float = _FIRST_PAUSE_S, limit_s: float = _LIMIT_S
+) -> dict[str, str]:
+    """Prints each change of a job's state until all have ended; returns the last states. May raise AccountingError."""
+    known: dict[str, str] = {}
+    silent_since: float | None = None
+    while True:
+        try:
+            found = job_states(tunnel, numbers)
+            silent_since = None
+        except AccountingError as error:
+            found = known
+            if silent_since is None:
+                silent_since = time.monotonic()
+                print(f"{error}; it is asked again", file=sys.stderr)
+            elif time.monotonic() - silent_since > limit_s:
+                raise
+        for task, state in found.items():
+            if known.get(task) != state:
+                print(f"{time.strftime('%H:%M:%S')} {task}: {state}", flush=True)
+        known = found
+        if known and _NOT_ENDED.isdisjoint(known.values()):
+            return known
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.1, _LAST_PAUSE_S)
+
+
+def job_states(tunnel: _Tunnel, numbers: Mapping[str, str]) -> dict[str, str]:
+    """The state of each job, by task; pending where the accounting does not know it. Raises AccountingError."""
+    command = f"sacct -X -n -P -o JobIDRaw,State -j {','.join(numbers.values())}"
+    try:
+        done = tunnel.run(command, hide=True, warn=True, in_stream=False)
+    except _LOST as error:
+        raise AccountingError(f"Slurm's accounting cannot be reached: {_cause(error)}") from error
+    if done.failed:
+        said = " ".join(done.stderr.split()) or f"exit code {done.exited}"
+        raise AccountingError(f"Slurm's accounting gives no answer: sacct: {said}")
+    rows = (line.partition("|") for line in done.stdout.splitlines())
+    found = {number: state.split()[0] for number, _, state in rows if state.strip()}  # of "CANCELLED by 0" the first
+    return {task: found.get(number, _PENDING) for task, number in numbers.items()}
+
+
+def _cause(error: BaseException) -> str:
+    """Of a lost connection, in one line."""
+    if isinstance(error, ThreadException):  # of the threads that carry a command's output
+        error = error.exceptions[0].value
+    said = "the login was refused" if isinstance(error, SystemExit) else " ".join(str(error).split())
+    return said or type(error).__name__

@@ -1,6 +1,6 @@
-"""A node of a run's own Ray on a cluster: the command that starts it, and the wait until all of them are there.
+"""A node of a run's own Ray on a cluster: the command that starts it, and the watch over all of them.
 
-Whoever starts nodes need not import Ray; the wait is a process of its own, ``python -m megarl.cluster.ray_node``.
+Whoever starts nodes need not import Ray; the watch is a process of its own, ``python -m megarl.cluster.ray_node``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ STARTED: Final = "Ray runtime started."
 
 _SHORT_PATH = 20
 _MIB = 1 << 20
-_LOOK_S = 0.1
+READY: Final = "Ray is ready on all nodes"
+"""What `watch_command` prints when every node is there with its devices."""
+_LOOK_S, _WATCH_S = 0.1, 1.0
 _ANSWER_S = 5.0
 
 
@@ -95,8 +97,10 @@ class RayNode:
         ]
 
 
-def waiting_command(head: str, devices: int, names: Sequence[str]) -> list[str]:
-    """What waits until all nodes of these names are there with all their devices; it prints whom it waits for.
+def watch_command(head: str, devices: int, names: Sequence[str]) -> list[str]:
+    """Waits until all nodes of these names are there with their devices, and then until one is gone.
+
+    It prints whom it waits for, then READY, and at its end the name of the node that is gone.
 
     Args:
         head: host and port of Ray's head.
@@ -107,22 +111,30 @@ def waiting_command(head: str, devices: int, names: Sequence[str]) -> list[str]:
 
 
 def main(head: str, devices: str, *names: str) -> None:
-    """Waits; a line for each change of what is missing."""
+    """Watches the table of nodes."""
     from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]
 
     told = ""
-    while True:
+    while told != READY:
         try:
             # A client of its own each time: one that cannot connect for long ends its process.
             there = _there(GcsClient(address=head), int(devices))
             missing = [name for index, name in enumerate(names) if index not in there]
         except Exception as error:  # whatever Ray raises while its head does not answer
             missing = [f"{names[0]} ({type(error).__name__}: {error})"]
-        if not missing:
-            return
-        if (now := f"waiting for Ray on {', '.join(missing)}") != told:
+        if (now := f"waiting for Ray on {', '.join(missing)}" if missing else READY) != told:
             print(told := now, flush=True)
         time.sleep(_LOOK_S)
+    while True:
+        time.sleep(_WATCH_S)
+        try:
+            there = _there(GcsClient(address=head), int(devices))
+        except Exception:  # the head's own end is not told here
+            continue
+        for index, name in enumerate(names):
+            if index not in there:
+                print(name, flush=True)
+                return
 
 
 def _there(client: object, devices: int) -> set[int]:

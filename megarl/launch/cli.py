@@ -1,23 +1,24 @@
-"""``megarl launch``: a run as a job of a cluster."""
+"""``megarl launch slurm | ray``: runs as jobs of a cluster."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from megarl.launch.ray_command import ray
-from megarl.launch.slurm_command import slurm
-
 
 class LaunchGroup(TyperGroup):
-    """A configuration alone does not say where it is to run."""
+    """Says what is missing where a configuration follows at once."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in self.commands and not args[0].startswith("-"):
-            ways = "|".join(self.commands)
-            ctx.fail(f"{args[0]} is none of {ways}; write megarl launch {ways} CONFIG")
+            names = "|".join(self.commands)
+            ctx.fail(f"{args[0]} is none of {names}; write megarl launch {names} CONFIG")
         return super().resolve_command(ctx, args)
 
 
@@ -29,5 +30,155 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("slurm")(slurm)
-app.command("ray")(ray)
+
+
+class GPURequest(StrEnum):
+    GPUS_PER_NODE = "gpus-per-node"
+    GRES = "gres"
+    NONE = "none"
+
+
+class RuntimeName(StrEnum):
+    BARE = "bare"
+    PYXIS = "pyxis"
+    ENROOT = "enroot"
+    APPTAINER = "apptainer"
+
+
+_job = partial(typer.Option, rich_help_panel="The job")
+_count = partial(_job, metavar="N", min=1)
+_runtime = partial(typer.Option, rich_help_panel="Where megarl is installed")
+_several = partial(typer.Option, rich_help_panel="Several runs")
+_apart = partial(typer.Option, rich_help_panel="A heterogeneous job")
+_GRACE = "Seconds before the time limit at which the run is ended in order, up to 60 earlier; 0 leaves it to Slurm."
+_PROFILE = "The cluster's profile, in place of ~/.config/megarl/cluster.yaml. Options given here go before it."
+_CONFIGS = "YAML file of the run, and settings to override. Several files are jobs that follow each other."
+_GPUS = "How GPUs are asked for: gpus-per-node, gres or none."
+_MOUNTS = "Directories that the container sees besides the present one and run.dir; repeatable."
+_PYTHON = "Interpreter that has megarl: without a container this one, in a container python."
+_SWEEP = "A run for each value, in directories below run.dir; repeatable: a run for each combination."
+_ROLLOUT_NODES = "Of the nodes, the last ones: they have the engines, as the second component of the job."
+_RUNTIME, _FURTHER = "bare, the nodes' own file system; or pyxis, enroot, apptainer.", "Further option, as "
+_IMAGE = "Image; by Pyxis, unless another runtime is said."
+_START_LIMIT = "Seconds for the nodes to find each other and to start Ray."
+_HEAD_PYTHON = "Interpreter on the head that has megarl: this one; with --working-dir python of the head's PATH."
+_WORKING_DIR = (
+    "Send this directory, 100 MiB at most, and run in its copy: for a machine that does not share the cluster's file "
+    "system. Default: run in the present directory, which all nodes must see."
+)
+_ARGUMENT = typer.Argument(metavar="CONFIG|KEY.PATH=VALUE", show_default=False, help=_CONFIGS)
+
+Text = str | None
+Texts = list[str] | None
+
+
+@app.command()
+def slurm(
+    arguments: Annotated[list[str], _ARGUMENT],
+    profile: Annotated[Path | None, typer.Option(metavar="FILE", help=_PROFILE)] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the script and show it; submit nothing.")] = False,
+    nodes: Annotated[int | None, _count(help="Nodes, as cluster.nodes=N.")] = None,
+    gpus_per_node: Annotated[int | None, _count(help="GPUs of each, as cluster.devices_per_node=N.")] = None,
+    time: Annotated[Text, _job(help="Time limit, as 04:00:00.")] = None,
+    partition: Annotated[Text, _job(help="Partition.")] = None,
+    account: Annotated[Text, _job(help="Account that is charged.")] = None,
+    qos: Annotated[Text, _job(help="Quality of service.")] = None,
+    reservation: Annotated[Text, _job(help="Reservation.")] = None,
+    constraint: Annotated[Text, _job(help="Features that the nodes must have.")] = None,
+    cpus_per_task: Annotated[int | None, _count(help="CPUs of each node; all of an exclusive one.")] = None,
+    mem: Annotated[Text, _job(help="Memory of each node, as 500G; all of an exclusive one.")] = None,
+    exclusive: Annotated[bool | None, _job(help="Take whole nodes, or share them. Whole ones.")] = None,
+    gpu_request: Annotated[GPURequest | None, _job(metavar="KIND", help=_GPUS)] = None,
+    gpu_type: Annotated[Text, _job(help="Type of the GPUs, where it must be said.")] = None,
+    job_name: Annotated[Text, _job(help="As Slurm shows it; the name of run.dir.")] = None,
+    dependency: Annotated[Text, _job(help="What the job waits for, as afterok:1234.")] = None,
+    grace: Annotated[int | None, _job(metavar="N", min=0, help=_GRACE)] = None,
+    interface: Annotated[Text, _job(help="Network interface between the nodes, as ib0.")] = None,
+    start_limit: Annotated[float | None, _job(help=_START_LIMIT)] = None,
+    env: Annotated[Texts, _job(metavar="NAME=VALUE", help="Environment variable of the job; repeatable.")] = None,
+    setup: Annotated[Texts, _job(metavar="LINE", help="Line of shell that prepares the job; repeatable.")] = None,
+    sbatch: Annotated[Texts, _job(metavar="OPTION", help=_FURTHER + "--sbatch=--mail-type=FAIL; repeatable.")] = None,
+    srun: Annotated[Texts, _job(metavar="OPTION", help=_FURTHER + "--srun=--mpi=none; repeatable.")] = None,
+    runtime: Annotated[RuntimeName | None, _runtime(metavar="KIND", help=_RUNTIME)] = None,
+    container: Annotated[Text, _runtime(metavar="IMAGE", help=_IMAGE)] = None,
+    mounts: Annotated[Texts, _runtime(metavar="DIR[:INSIDE],...", help=_MOUNTS)] = None,
+    python: Annotated[Text, _runtime(help=_PYTHON)] = None,
+    sweep: Annotated[Texts, _several(metavar="KEY.PATH=VALUE,...", help=_SWEEP)] = None,
+    parallel: Annotated[int | None, _several(metavar="N", min=1, help="Runs of a sweep at the same time.")] = None,
+    rollout_nodes: Annotated[int | None, _apart(metavar="N", min=1, help=_ROLLOUT_NODES)] = None,
+    rollout_partition: Annotated[Text, _apart(help="Partition of the rollout nodes.")] = None,
+) -> None:
+    """Submit CONFIG as a Slurm job: Ray on all of its nodes, and the run on top.
+
+    It is checked first, and kept in run.dir/slurm with the script, which is
+    yours to edit and to submit again. A mistake is told with all others, and
+    nothing is written or submitted then.
+    """
+    given = dict(locals())
+    from megarl.launch.profile import Profile
+    from megarl.launch.request import LaunchRequest, split_arguments
+    from megarl.launch.submit import launch
+
+    configs, overrides = split_arguments(arguments)
+    of_runtime = {
+        "name": runtime and runtime.value,
+        "image": container,
+        "mounts": [mount for text in mounts or () for mount in text.split(",") if mount],
+        "python": python,
+    }
+    of_profile = {name: value for name, value in given.items() if name in Profile.model_fields} | {
+        "gpu_request": gpu_request and gpu_request.value,
+        "env": _variables(env or ()),
+        "runtime": _given(of_runtime),
+    }
+    of_request = {name: value for name, value in given.items() if name in LaunchRequest.__dataclass_fields__}
+    request = LaunchRequest(
+        **of_request, configs=configs, overrides=overrides, settings=_given(of_profile), sweeps=tuple(sweep or ())
+    )
+    raise typer.Exit(launch(request))
+
+
+@app.command()
+def ray(
+    config_path: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")],
+    address: Annotated[str, typer.Option(metavar="URL", help="Dashboard of the cluster, as http://HEAD:8265.")],
+    overrides: Annotated[Texts, typer.Argument(metavar="KEY.PATH=VALUE", help="Settings to override.")] = None,
+    working_dir: Annotated[Path | None, typer.Option(metavar="DIR", help=_WORKING_DIR)] = None,
+    python: Annotated[Text, typer.Option(help=_HEAD_PYTHON)] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Follow the job to its end, or return once it is submitted.")
+    ] = True,
+) -> None:
+    """Run CONFIG as a job of a Ray cluster that is up: several nodes without Slurm, or KubeRay.
+
+    The configuration is checked first. What the job prints is printed here, and its exit code is this command's; an
+    interrupt stops the job. run.dir must be where the head and all nodes see it. docs/ray.md says how to start a
+    cluster.
+    """
+    from megarl.config import ConfigError
+    from megarl.errors import RunError
+    from megarl.launch.ray_job import launch
+
+    try:
+        code = launch(config_path, overrides or (), address=address, working_dir=working_dir, python=python, wait=wait)
+    except (ConfigError, RunError) as error:
+        typer.echo(str(error), err=True)
+        code = 2 if isinstance(error, ConfigError) else 1
+    raise typer.Exit(code)
+
+
+def _given(options: Mapping[str, object]) -> dict[str, object]:
+    """Without options that were not given."""
+    return {name: value for name, value in options.items() if value is not None and value != [] and value != {}}
+
+
+def _variables(texts: Sequence[str]) -> dict[str, str]:
+    variables: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"{text!r} is not NAME=VALUE", param_hint="--env")
+        if name in variables:
+            raise typer.BadParameter(f"{name} is given twice; give it once", param_hint="--env")
+        variables[name] = value
+    return variables

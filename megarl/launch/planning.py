@@ -1,79 +1,77 @@
-"""From a request to jobs that can be submitted; or everything that is wrong with it, at once."""
+"""From a request to jobs that can be submitted, or to everything that is wrong with it."""
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megarl.config import ConfigError, EvalConfig, Problem, RunConfig
-from megarl.launch.chain import Link, load_link
-from megarl.launch.checks import Examination, profile_problems
-from megarl.launch.node.configuration import JOINED, other_ray
+from megarl.config.files import merged
+from megarl.config.promises import is_promised
+from megarl.config.schema import Model
+from megarl.launch.checker import Checker, load_checked, profile_problems
 from megarl.launch.profile import Profile, found_profile, load_profile
-from megarl.launch.render import Component, Job
-from megarl.launch.request import Request, Way, as_given, submitted_as
+from megarl.launch.render import BatchJob, Component
+from megarl.launch.request import JOB_RAY, LaunchMode, LaunchRequest, as_option, names_other_ray, submitted_as
 from megarl.launch.sweep import Cell, load_cells, read_sweeps, run_directory
+
+_EXPORTS_A_MODEL = ("sft", "ppo", "raft")  # stages whose export is a model of the architecture that they start from
 
 T = TypeVar("T")
 
 
 class RefusedError(ValueError):
-    """A request that cannot be submitted; its text has every problem, by what they were found in."""
-
-    def __init__(self, errors: Sequence[ConfigError]) -> None:
-        super().__init__("\n".join(map(str, errors)))
+    """A request that cannot be submitted; its text has every problem."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
-    """A job and the runs that it is for.
+class PlannedJob:
+    """A job, the configurations of its runs, and the cells of a sweep that have nothing left to do."""
 
-    Args:
-        job: for its script.
-        configs: of its runs: one, or the cells of a sweep.
-        finished: of these cells, which have nothing left to do.
-    """
-
-    job: Job
+    job: BatchJob
     configs: tuple[RunConfig, ...]
     finished: tuple[Cell, ...] = ()
 
     @property
     def remarks(self) -> list[str]:
-        """Lines that tell which cells the job leaves out."""
         return [f"{cell} is finished: left out" for cell in self.finished]
 
 
-def plan(request: Request) -> list[Planned]:
-    """The jobs of a request; each but the first waits for the one before.
+@dataclass(frozen=True, kw_only=True)
+class ChainedRun:
+    """A run, and the model with which it is checked: where an earlier run will export it, that run's own."""
 
-    Raises:
-        RefusedError: anything is wrong.
-    """
+    config: RunConfig
+    checked_model: Model
+
+
+def plan(request: LaunchRequest) -> list[PlannedJob]:
+    """Returns the jobs of a request; each waits for the one before. Raises RefusedError where anything is wrong."""
     errors: list[ConfigError] = []
-    profile = _kept(errors, partial(_profile, request))
-    examine = Examination(request, profile or Profile())
+    profile = _collect(errors, partial(_profile, request))
+    checker = Checker(request, profile or Profile())
     cells, wrong = read_sweeps(request.sweeps)
-    wrong = [*request.contradictions(), *_no_sbatch(request, examine), *wrong]
+    wrong = [*request.contradictions(), *_sbatch_missing(request, checker), *wrong]
     if wrong:
         errors.append(ConfigError(wrong, "command line"))
-    planned: list[Planned] = []
+    planned: list[PlannedJob] = []
     if not request.sweeps:
-        planned = _chain(request, examine, errors)
+        planned = _chain(request, checker, errors)
     elif cells:
         for path in request.configs:
-            planned += _sweep(path, cells, request, examine, errors)
+            planned += _sweep(path, cells, request, checker, errors)
     if errors:
-        raise RefusedError(errors)
+        raise RefusedError("\n".join(map(str, errors)))
     return planned
 
 
-def _kept(errors: list[ConfigError], make: Callable[[], T]) -> T | None:
-    """What is made; None, with the error kept, where that is refused."""
+def _collect(errors: list[ConfigError], make: Callable[[], T]) -> T | None:
+    """Returns what is made, or None with the error appended."""
     try:
         return make()
     except ConfigError as error:
@@ -81,8 +79,7 @@ def _kept(errors: list[ConfigError], make: Callable[[], T]) -> T | None:
         return None
 
 
-def _profile(request: Request) -> Profile:
-    """The cluster's profile with the command line on top of it."""
+def _profile(request: LaunchRequest) -> Profile:
     try:
         profile = load_profile(request.profile, request.settings)
         problems = list(profile_problems(profile))
@@ -90,116 +87,143 @@ def _profile(request: Request) -> Profile:
             raise ConfigError(problems)
         return profile
     except ConfigError as error:
-        problems = [as_given(problem, request.settings) for problem in error.problems]
+        problems = [as_option(problem, request.settings) for problem in error.problems]
     of_file = any(not problem.field.startswith("--") for problem in problems)
     raise ConfigError(problems, str(found_profile(request.profile) or "command line") if of_file else "command line")
 
 
-def _no_sbatch(request: Request, examine: Examination) -> Iterator[Problem]:
-    submits = not (request.dry_run or request.way is Way.NONE or examine.elsewhere)
+def _sbatch_missing(request: LaunchRequest, checker: Checker) -> Iterator[Problem]:
+    submits = not (request.dry_run or request.mode is LaunchMode.LOCAL or checker.remote)
     if submits and shutil.which("sbatch") is None:
         fix = "submit from a login node of the cluster, or write and show the script with --dry-run"
         yield Problem(field="sbatch", value="not found", rule="Slurm's commands are on the PATH", fix=fix)
 
 
-def _chain(request: Request, examine: Examination, errors: list[ConfigError]) -> list[Planned]:
+def _chain(request: LaunchRequest, checker: Checker, errors: list[ConfigError]) -> list[PlannedJob]:
     """A job for each configuration."""
-    links: list[Link] = []
-    planned: list[Planned] = []
+    runs: list[ChainedRun] = []
+    planned: list[PlannedJob] = []
     refused: list[Path] = []
-    owners: dict[Path | None, Path] = {}
+    owners: dict[Path, Path] = {}
     for path in request.configs:
-        overrides = _kept(errors, partial(_overrides, path, request))
-        if overrides is None:
+        if (overrides := _collect(errors, partial(_overrides, path, request))) is None:
             continue
         named = run_directory(path, overrides)
-        run_dir = None if named is None else Path(named).absolute()
-        if run_dir in owners:
-            rule = f"a directory of its own; {owners[run_dir]} has this one too"
-            problem = Problem(field="run.dir", value=str(run_dir), rule=rule, fix="set it in the files, not for all")
-            errors.append(ConfigError([problem], str(path)))
-        owners |= {} if run_dir is None else {run_dir: path}
-        link = _kept(errors, partial(load_link, path, overrides, links, examine, refused))
-        if link is None:
-            refused += [] if run_dir is None else [run_dir]
-        else:
-            earlier = tuple(examine.present / before.config.run.dir for before in links)
-            job = _job([link.config], link.config.run.dir, request, examine, earlier=earlier)
-            links.append(link)
-            planned.append(Planned(job=job, configs=(link.config,)))
+        run_dirs = [] if named is None else [Path(named).absolute()]
+        for run_dir in run_dirs:
+            if run_dir in owners:
+                rule, fix = (
+                    f"a directory of its own; {owners[run_dir]} has this one too",
+                    "set it in the files, not for all",
+                )
+                errors.append(_wrong_run_dir(path, str(run_dir), rule, fix))
+            owners[run_dir] = path
+        run = _collect(errors, partial(_load_chained, path, overrides, runs, checker, refused))
+        if run is None:
+            refused += run_dirs
+            continue
+        earlier = tuple(checker.workdir / before.config.run.dir for before in runs)
+        job = _job([run.config], run.config.run.dir, request, checker, earlier=earlier)
+        runs.append(run)
+        planned.append(PlannedJob(job=job, configs=(run.config,)))
     return planned
 
 
+def _wrong_run_dir(path: Path, run_dir: str, rule: str, fix: str) -> ConfigError:
+    return ConfigError([Problem(field="run.dir", value=run_dir, rule=rule, fix=fix)], str(path))
+
+
+def _load_chained(
+    path: Path, overrides: Sequence[str], earlier: Sequence[ChainedRun], check: Checker, refused: Collection[Path]
+) -> ChainedRun:
+    """Reads and checks a configuration, as far as this is possible before the earlier runs; some are refused."""
+    raw, _ = merged(path, overrides)
+    promised = [*(Path(run.config.run.dir) for run in earlier), *refused]
+    stand_in = _stand_in(raw.get("model"), earlier)
+    config = load_checked(path, [*overrides, *stand_in], check, promised)
+    if not stand_in:
+        return ChainedRun(config=config, checked_model=config.model)
+    own = {"path": raw["model"]["path"], "random": None, "tokenizer": raw["model"].get("tokenizer")}
+    model = config.model.model_copy(update=own)
+    return ChainedRun(config=config.model_copy(update={"model": model}), checked_model=config.model)
+
+
+def _stand_in(model: Any, earlier: Sequence[ChainedRun]) -> list[str]:
+    """Overrides that replace a model that an earlier run will export by the one from which that run starts."""
+    path = model.get("path") if isinstance(model, dict) else None
+    for run in earlier:
+        if run.config.stage in _EXPORTS_A_MODEL and is_promised(path, [Path(run.config.run.dir)]):
+            start = run.checked_model
+            random = None if start.random is None else start.random.model_dump(mode="json")
+            fields = {"path": start.path, "random": random}
+            if model.get("tokenizer") is None:
+                fields["tokenizer"] = start.tokenizer
+            return [f"model.{name}={json.dumps(value)}" for name, value in fields.items()]
+    return []
+
+
 def _sweep(
-    path: Path, cells: Sequence[Cell], request: Request, examine: Examination, errors: list[ConfigError]
-) -> list[Planned]:
-    """One job for the cells of a configuration that are not finished; none where anything is wrong with one."""
-    overrides = _kept(errors, partial(_overrides, path, request))
-    if overrides is None:
+    path: Path, cells: Sequence[Cell], request: LaunchRequest, checker: Checker, errors: list[ConfigError]
+) -> list[PlannedJob]:
+    """One job for the unfinished cells of a configuration; none where anything is wrong with a cell."""
+    if (overrides := _collect(errors, partial(_overrides, path, request))) is None:
         return []
-    base = run_directory(path, overrides) or ""  # what is missing, the check of each cell tells
-    configs, wrong = load_cells(path, overrides, base, cells, examine)
+    base = run_directory(path, overrides) or ""  # the check of each cell reports a missing one
+    configs, wrong = load_cells(path, overrides, base, cells, checker)
     errors += wrong
     if wrong:
         return []
-    finished = tuple(cell for cell, config in zip(cells, configs, strict=True) if examine.finished(config))
+    finished = tuple(cell for cell, config in zip(cells, configs, strict=True) if checker.finished(config))
     if len(finished) == len(cells):
         rule = f"a sweep with something left to do; all of its runs, {len(cells)}, are finished"
         fix = "choose another run.dir, or raise run.steps to go on with them"
-        errors.append(ConfigError([Problem(field="run.dir", value=base, rule=rule, fix=fix)], str(path)))
+        errors.append(_wrong_run_dir(path, base, rule, fix))
         return []
-    job = _job(configs, base, request, examine, cells=cells, finished=finished)
-    return [Planned(job=job, configs=tuple(configs), finished=finished)]
+    job = _job(configs, base, request, checker, cells=cells, finished=finished)
+    return [PlannedJob(job=job, configs=tuple(configs), finished=finished)]
 
 
-def _overrides(path: Path, request: Request) -> list[str]:
-    """What the job sets in a configuration.
-
-    Raises:
-        ConfigError: the file cannot be read, or the configuration joins a Ray of its own.
-    """
+def _overrides(path: Path, request: LaunchRequest) -> list[str]:
+    """The request's overrides and what the job sets."""
     sizes = {"nodes": request.nodes, "devices_per_node": request.gpus_per_node}
-    given = [f"cluster.{name}={value}" for name, value in sizes.items() if value is not None]
-    problems = list(other_ray(path, request.overrides))
-    if request.way is Way.NONE:
-        return [*request.overrides, *given]
-    if problems:
+    given = [*request.overrides, *(f"cluster.{name}={size}" for name, size in sizes.items() if size is not None)]
+    problems = list(names_other_ray(path, request.overrides))
+    if problems and request.mode is not LaunchMode.LOCAL:
         raise ConfigError(problems, str(path))
-    return [*request.overrides, *given, JOINED]
+    return given if request.mode is LaunchMode.LOCAL else [*given, JOB_RAY]
 
 
 def _job(
     configs: Sequence[RunConfig],
     run_dir: str,
-    request: Request,
-    examine: Examination,
+    request: LaunchRequest,
+    checker: Checker,
     *,
     cells: Sequence[Cell] = (),
     finished: Sequence[Cell] = (),
     earlier: tuple[Path, ...] = (),
-) -> Job:
-    """What the script of a run, or of a sweep, has to say."""
+) -> BatchJob:
     config, count = configs[0], len(cells) - len(finished)
     runs = f"{count} run{'s' * (count > 1)} of {config.stage} below {run_dir}"
-    of = runs if cells else f"{config.stage} in {run_dir}"
-    return Job(
-        title=" ".join(of.split()),
-        name=request.job_name or (examine.present / run_dir).name,
+    title = runs if cells else f"{config.stage} in {run_dir}"
+    return BatchJob(
+        title=" ".join(title.split()),
+        name=request.job_name or (checker.workdir / run_dir).name,
         command="eval" if isinstance(config, EvalConfig) else "train",
-        present=examine.present,
-        run_dir=examine.present / run_dir,
-        configs=tuple(examine.present / submitted_as(config, "slurm") for config in configs),
+        workdir=checker.workdir,
+        run_dir=checker.workdir / run_dir,
+        configs=tuple(checker.workdir / submitted_as(config, "slurm") for config in configs),
         cells=tuple(cell.name for cell in cells),
         finished=frozenset(cell.index for cell in finished),
         parallel=request.parallel,
-        components=tuple(_components(config, request, examine.profile)),
+        components=tuple(_components(config, request, checker.profile)),
         dependent=bool(earlier) or request.dependency is not None,
         earlier=earlier,
-        profile=examine.profile,
+        profile=checker.profile,
     )
 
 
-def _components(config: RunConfig, request: Request, profile: Profile) -> Iterator[Component]:
+def _components(config: RunConfig, request: LaunchRequest, profile: Profile) -> Iterator[Component]:
     cluster, apart = config.cluster, request.rollout_nodes or 0
     gpus = cluster.devices_per_node if cluster.device == "cuda" else 0
     yield Component(nodes=cluster.nodes - apart, partition=profile.partition, gpus=gpus)

@@ -1,4 +1,4 @@
-"""``megarl launch ray``: a run as a job of a Ray cluster that is up already."""
+"""``megarl launch ray``: a run as a job of a Ray cluster that is already up."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ from zipfile import ZIP_DEFLATED, ZipFile
 import typer
 
 from megarl.config import ConfigError, EvalConfig, Problem, RunConfig, load, save
-from megarl.launch.checks import is_not_finished
-from megarl.launch.request import submitted_as
+from megarl.launch.checker import is_not_finished, load_checked
+from megarl.launch.request import submitted_as, unwritable
 from megarl.run.status.jobs import note
 
 _PACKED_CONFIG = "megarl-run.yaml"
-_LARGEST_MIB = 100
-_MIB = 1 << 20
+_LARGEST_MIB, _MIB = 100, 1 << 20
 _NAMED = 3
-"""Entries that a message names at most."""
 
 
 def launch(
@@ -40,25 +38,14 @@ def launch(
     """Submits a run to the cluster, and follows it to its end.
 
     Without ``working_dir`` the job runs in the present directory, which the nodes must see, and the resolved
-    configuration goes into the run's directory. With it, both go to the cluster in a package.
-
-    Args:
-        config_path: YAML file of the run.
-        overrides: ``key.path=value``.
-        address: of the cluster's dashboard.
-        working_dir: to send; its copy is where the job runs.
-        python: the job's interpreter; None is this one, or with a package the first of the cluster's PATH.
-        wait: follow the job; otherwise return once it is submitted.
-
-    Returns:
-        The job's exit code.
+    configuration goes into run.dir. With it, both go to the cluster in a package.
 
     Raises:
-        ConfigError: the configuration, the address or the directory cannot be used.
-        RunError: there is no such cluster, it has too few devices, or the job could not run to an end.
+        ConfigError: The configuration, the address or the directory cannot be used.
+        RunError: There is no such cluster, it has too few devices, or the job could not run to an end.
     """
     _check_address(address)
-    config = _loaded(config_path, [*overrides, "cluster.address=auto"], working_dir)
+    config = _load(config_path, [*overrides, "cluster.address=auto"], working_dir)
     from megarl.cluster.ray_jobs import RayJobs
 
     jobs = RayJobs(address)
@@ -71,8 +58,7 @@ def launch(
             written.parent.mkdir(parents=True, exist_ok=True)
             save(config, written)
         except OSError as error:
-            rule = f"can be written ({error.strerror})"
-            raise _wrong("run.dir", config.run.dir, rule, "choose another run.dir") from None
+            raise ConfigError([unwritable(config.run.dir, error)], "command line") from None
         here = shlex.join(["cd", os.getcwd()])
         jobs.submit(name, f"{here} && exec {shlex.join([*command, str(written)])}", None)
         note(written.parent, name)
@@ -80,22 +66,22 @@ def launch(
         command[0] = python or "python"
         with packed(working_dir, config) as package:
             jobs.submit(name, f"exec {shlex.join([*command, _PACKED_CONFIG])}", package)
-    typer.echo(_told(name, jobs.address, config))
+    typer.echo(
+        f"submitted {name} to {jobs.address}\n"
+        f"  run directory  {Path(config.run.dir).absolute()} (the head and all nodes must see it under this path)\n"
+        f"  follow         ray job logs {name} --address {jobs.address} --follow\n"
+        f"  stop           ray job stop {name} --address {jobs.address}"
+    )
     return jobs.follow(name, _write) if wait else 0
 
 
-def _loaded(path: Path, overrides: Sequence[str], working_dir: Path | None) -> RunConfig:
-    """The configuration, checked with its models and data; what is sent may name files that only the cluster has."""
+def _load(path: Path, overrides: Sequence[str], working_dir: Path | None) -> RunConfig:
+    """The checked configuration; a package may name files that only the cluster has."""
     from megarl.preflight.check import check
 
     if working_dir is None:
-        config = load(path, overrides, check)
-        try:
-            check(config)
-        except ConfigError as error:
-            raise ConfigError(error.problems, str(path), error.unchecked) from None
-        finished = list(is_not_finished(config))
-        if finished:
+        config = load_checked(path, overrides, check)
+        if finished := list(is_not_finished(config)):
             raise ConfigError(finished, str(path))
         return config
     path = path.absolute()
@@ -111,12 +97,11 @@ def _loaded(path: Path, overrides: Sequence[str], working_dir: Path | None) -> R
 
 @contextlib.contextmanager
 def packed(directory: Path, config: RunConfig) -> Iterator[Path]:
-    """A zip file of a directory, without what is hidden, and of the resolved configuration.
-
-    Raises:
-        ConfigError: it would be too large.
-    """
-    files = list(_sent(directory))
+    """A zip file of a directory, without hidden files and caches, and of the resolved configuration."""
+    files: list[Path] = []
+    for place, below, names in os.walk(directory):
+        below[:] = sorted(name for name in below if not name.startswith(".") and name != "__pycache__")
+        files += (Path(place, name) for name in sorted(names) if not name.startswith("."))
     sizes: dict[str, int] = {}
     for file in files:
         entry = file.relative_to(directory).parts[0]
@@ -127,20 +112,13 @@ def packed(directory: Path, config: RunConfig) -> Iterator[Path]:
         fix = "send a directory with your functions and small files; put models and data where all nodes see them"
         raise _wrong("--working-dir", value, f"at most {_LARGEST_MIB} MiB", fix)
     with tempfile.TemporaryDirectory() as temporary:
-        package = Path(temporary, "package.zip")
-        save(config, Path(temporary, _PACKED_CONFIG))
+        package, resolved = Path(temporary, "package.zip"), Path(temporary, _PACKED_CONFIG)
+        save(config, resolved)
         with ZipFile(package, "w", ZIP_DEFLATED, strict_timestamps=False) as archive:
             for file in files:
                 archive.write(file, file.relative_to(directory))
-            archive.write(Path(temporary, _PACKED_CONFIG), _PACKED_CONFIG)
+            archive.write(resolved, _PACKED_CONFIG)
         yield package
-
-
-def _sent(directory: Path) -> Iterator[Path]:
-    """The files of a directory but for hidden ones, what is in hidden directories, and Python's caches."""
-    for place, below, names in os.walk(directory):
-        below[:] = sorted(name for name in below if not name.startswith(".") and name != "__pycache__")
-        yield from (Path(place, name) for name in sorted(names) if not name.startswith("."))
 
 
 def _check_address(address: str) -> None:
@@ -156,17 +134,6 @@ def _check_address(address: str) -> None:
 
 def _wrong(field: str, value: str, rule: str, fix: str) -> ConfigError:
     return ConfigError([Problem(field=field, value=value, rule=rule, fix=fix)], "command line")
-
-
-def _told(name: str, address: str, config: RunConfig) -> str:
-    return "\n".join(
-        [
-            f"submitted {name} to {address}",
-            f"  run directory  {Path(config.run.dir).absolute()} (the head and all nodes must see it under this path)",
-            f"  follow         ray job logs {name} --address {address} --follow",
-            f"  stop           ray job stop {name} --address {address}",
-        ]
-    )
 
 
 def _write(text: str) -> None:

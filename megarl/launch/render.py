@@ -1,4 +1,4 @@
-"""Batch scripts: what a job is, and its script from the template."""
+"""A batch job, and its script from the template."""
 
 from __future__ import annotations
 
@@ -15,19 +15,12 @@ import jinja2
 from megarl.launch.profile import Bare, Profile, Runtime
 
 _PLAIN = re.compile(r"[\w@%+=:,./^*~\[\]-]+", re.ASCII)
-_ENDING_S = 120
-"""For the head to end its driver, and for all nodes to clean up."""
+_END_S = 120  # for the head to end its driver, and for all nodes to clean up
 
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """Nodes of one kind.
-
-    Args:
-        nodes: how many.
-        partition: of these nodes; None is the cluster's usual one.
-        gpus: of each; 0 asks for none.
-    """
+    """Nodes of one kind, with so many GPUs each; partition None is the cluster's default."""
 
     nodes: int
     partition: str | None
@@ -35,29 +28,24 @@ class Component:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """A job, as its script has it. All paths are absolute.
+class BatchJob:
+    """A job as its script describes it. All paths are absolute.
 
     Args:
-        title: what runs, for people.
-        name: as Slurm shows it.
         command: ``train`` or ``eval``.
-        present: directory in which the job works.
         run_dir: of the run, or above those of a sweep.
         configs: files of the resolved configurations: that of the run, or those of the cells of a sweep.
-        cells: directories of the runs of a sweep, below run_dir; none for a single run.
-        finished: places in cells of those that have nothing left to do and get no task.
+        cells: names of a sweep's run directories below run_dir; empty for a single run.
+        finished: indices of cells that have nothing left to do and get no task.
         parallel: runs of a sweep at the same time; None sets no limit.
-        components: one, or two of a heterogeneous job.
-        dependent: the job waits for another one.
+        dependent: whether the job waits for another one.
         earlier: directories of the runs that it follows, which it may read.
-        profile: of the cluster.
     """
 
     title: str
     name: str
     command: str
-    present: Path
+    workdir: Path
     run_dir: Path
     configs: tuple[Path, ...]
     cells: tuple[str, ...] = ()
@@ -69,20 +57,17 @@ class Job:
     profile: Profile
 
     @property
-    def patience(self) -> int:
-        """Seconds for srun to wait for the other tasks once one has ended.
-
-        A task may end before the head can know of it, which names the node when its limit is over, and then cleans up.
-        """
-        return math.ceil(self.profile.start_limit) + _ENDING_S
+    def wait_s(self) -> int:
+        """Seconds that srun waits for the other tasks once one has ended: the head may notice after its limit alone."""
+        return math.ceil(self.profile.start_limit) + _END_S
 
     @property
     def srun(self) -> tuple[str, ...]:
-        """Options of srun, but for those of a container: one task on each node, and its own end for each."""
+        """Options of srun without those of a container: one task per node, and each task ends by itself."""
         cpus, several = self.profile.cpus_per_task, len(self.components) > 1
         return (
             *("--ntasks-per-node=1", "--export=ALL", "--cpu-bind=none"),
-            *("--kill-on-bad-exit=0", f"--wait={self.patience}"),
+            *("--kill-on-bad-exit=0", f"--wait={self.wait_s}"),
             *(["--het-group=0,1"] if several else []),
             *([f"--cpus-per-task={cpus}"] if cpus else []),
             *self.profile.srun,
@@ -90,33 +75,24 @@ class Job:
 
     @property
     def directory(self) -> Path:
-        """Where the job's own files are: script, configuration, output, logs."""
         return self.run_dir / "slurm"
 
     @property
     def script(self) -> Path:
-        """The batch script."""
         return self.directory / "job.sbatch"
 
     @property
     def config(self) -> Path:
-        """The resolved configuration of a single run."""
         (config,) = self.configs
         return config
 
     @property
     def output(self) -> str:
-        """The job's output, as sbatch takes it."""
         return f"{self.directory}/".replace("%", "%%") + ("%A_%a.out" if self.cells else "%j.out")
 
     @property
-    def nodes(self) -> int:
-        """Of all components."""
-        return sum(component.nodes for component in self.components)
-
-    @property
     def array(self) -> str:
-        """The indices of a sweep, as sbatch takes them: ranges of those that are not finished."""
+        """The indices of a sweep's unfinished cells, as sbatch takes them: ``0,2-4%2``."""
         left = [index for index in range(len(self.cells)) if index not in self.finished]
         starts = [index for index in left if index - 1 not in left]
         ends = [index for index in left if index + 1 not in left]
@@ -125,51 +101,40 @@ class Job:
 
     @property
     def python(self) -> str:
-        """The interpreter that has megarl."""
         return self.profile.runtime.python or sys.executable
 
     @property
     def mounts(self) -> tuple[str, ...]:
-        """What a container sees; see ``mounts``."""
-        return mounts(self.profile.runtime, self.present, (self.run_dir, *self.earlier))
+        return mounts(self.profile.runtime, self.workdir, (self.run_dir, *self.earlier))
 
 
-def mounts(runtime: Runtime, present: Path, directories: Sequence[Path]) -> tuple[str, ...]:
-    """What a container sees, each as SOURCE:TARGET: directories of the job under their own names, and the profile's.
-
-    Args:
-        runtime: of the profile.
-        present: directory in which the job works.
-        directories: of runs, absolute.
-    """
-    own = [present, *(directory for directory in directories if not directory.is_relative_to(present))]
+def mounts(runtime: Runtime, workdir: Path, directories: Sequence[Path]) -> tuple[str, ...]:
+    """What a container sees, as SOURCE:TARGET: the job's directories under their own names, and the profile's."""
+    own = [workdir, *(directory for directory in directories if not directory.is_relative_to(workdir))]
     further = () if isinstance(runtime, Bare) else runtime.mounts
     return (*(f"{path}:{path}" for path in own), *(mount if ":" in mount else f"{mount}:{mount}" for mount in further))
 
 
-def render(job: Job) -> str:
-    """The batch script of a job."""
+def render(job: BatchJob) -> str:
+    """Returns the batch script of a job."""
     return templates().get_template("job.sbatch.j2").render(job=job, profile=job.profile, runtime=job.profile.runtime)
 
 
 def directive(value: object) -> str:
-    """A value for an #SBATCH line: sbatch reads quotes and backslashes there as its own parser has it, not the shell's.
-
-    Between double quotes a backslash keeps the next character, whatever it is (Slurm: src/sbatch/opt.c, _get_argument).
-    """
+    """Quotes a value for an #SBATCH line, as sbatch's own parser reads it (Slurm: src/sbatch/opt.c, _get_argument)."""
     text = str(value)
     return text if _PLAIN.fullmatch(text) else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def templates(*loaders: jinja2.BaseLoader) -> jinja2.Environment:
-    """The templates of a batch script, after those of further loaders."""
+    """The templates of further loaders and of batch scripts, in this order."""
+    loader = jinja2.ChoiceLoader([*loaders, jinja2.PackageLoader("megarl.launch")])
     environment = jinja2.Environment(
-        loader=jinja2.ChoiceLoader([*loaders, jinja2.PackageLoader("megarl.launch")]),
+        loader=loader,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,
     )
     environment.filters.update({"sh": lambda value: shlex.quote(str(value)), "directive": directive})
     return environment

@@ -1,4 +1,4 @@
-"""What the command line of a submission asks for, and what in it contradicts itself."""
+"""What the command line of a launch asks for, and which of its options contradict each other."""
 
 from __future__ import annotations
 
@@ -11,48 +11,37 @@ from enum import Enum, auto
 from pathlib import Path
 
 from megarl.config import RunConfig, as_yaml
+from megarl.config.files import merged
 from megarl.config.problems import KEY, Problem, shown
-from megarl.launch.values import PARTITIONS
+from megarl.launch.field_types import PARTITIONS
 
-OPTIONS: Mapping[str, str] = {
-    "runtime.name": "--runtime",
-    "runtime.image": "--container",
-    "runtime.mounts": "--mounts",
-    "runtime.python": "--python",
-}
-"""Options of the command line whose fields of the profile have other names."""
+_RUNTIME_OPTIONS = {"name": "--runtime", "image": "--container", "mounts": "--mounts", "python": "--python"}
+OPTIONS: Mapping[str, str] = {f"runtime.{name}": option for name, option in _RUNTIME_OPTIONS.items()}
+"""Command-line options by the fields of the profile that have other names."""
+_AUTO = "auto"
+JOB_RAY = f"cluster.address={_AUTO}"
+"""The driver takes Ray's address from its environment: a run that continues in another job keeps its configuration."""
 
 
-class Way(Enum):
+class LaunchMode(Enum):
     """How runs get to where they run."""
 
-    SBATCH = auto()
-    """Submitted on this machine, to its cluster."""
-    TUNNEL = auto()
-    """Submitted through the tunnel that the profile has for NeMo-Run."""
-    NONE = auto()
-    """They run on this machine, without Slurm."""
+    SBATCH = auto()  # by sbatch on this machine
+    TUNNEL = auto()  # through the profile's tunnel for NeMo-Run
+    LOCAL = auto()  # on this machine, without Slurm
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """A submission, as it is asked for; what is None is the configuration's, or left to the profile or the cluster.
+class LaunchRequest:
+    """A launch as asked for; None leaves a value to the configuration, the profile or the cluster.
 
     Args:
-        configs: of the runs: one, or several that follow each other.
-        overrides: ``key.path=value``, of every run.
-        profile: file of the cluster's profile; None is the user's own.
-        settings: fields of the profile that the command line gives.
-        nodes: of the job.
-        gpus_per_node: of each node.
-        job_name: as Slurm shows it.
+        configs: one, or several runs that follow each other.
+        settings: fields of the profile that the command line sets.
         dependency: of the first job, as sbatch takes it.
         sweeps: ``key.path=value,value``; every combination is a run.
         parallel: runs of a sweep at the same time.
-        rollout_nodes: of the job's nodes, the last ones, which are a component of their own.
-        rollout_partition: of that component.
-        dry_run: write and show, but do not submit.
-        way: how the runs get to where they run.
+        rollout_nodes: number of the last nodes, which are a component of their own.
     """
 
     configs: tuple[Path, ...]
@@ -68,46 +57,54 @@ class Request:
     rollout_nodes: int | None = None
     rollout_partition: str | None = None
     dry_run: bool = False
-    way: Way = Way.SBATCH
+    mode: LaunchMode = LaunchMode.SBATCH
 
     def contradictions(self) -> Iterator[Problem]:
-        """What cannot be asked for together."""
+        """Finds what cannot be asked for together."""
         chain, sweep, split = len(self.configs) > 1, bool(self.sweeps), self.rollout_nodes is not None
-        several, sweeps = " ".join(map(str, self.configs)), " ".join(self.sweeps)
-        if not self.configs:
-            fix = "name the YAML file of the run"
-            yield Problem(field="CONFIG", value="(missing)", rule="at least one configuration", fix=fix)
-        if chain and sweep:
-            fix = "submit the sweep by itself, with --dependency for what it follows"
-            yield Problem(field="--sweep", value=shown(sweeps), rule="not of several configurations", fix=fix)
-        if split and (chain or sweep):
-            what, value = ("several configurations", several) if chain else ("a sweep", sweeps)
-            rule = f"one run alone has components; not together with {what}: {value}"
-            fix = "submit it by itself, with --dependency for what it follows"
-            yield Problem(field="--rollout-nodes", value=str(self.rollout_nodes), rule=rule, fix=fix)
-        if self.parallel is not None and not sweep:
-            rule, fix = "has an effect on a sweep alone", "remove it, or give --sweep"
-            yield Problem(field="--parallel", value=str(self.parallel), rule=rule, fix=fix)
-        if self.rollout_partition is not None and not split:
-            rule, fix = "has an effect with --rollout-nodes alone", "remove it, or give --rollout-nodes"
-            yield Problem(field="--rollout-partition", value=self.rollout_partition, rule=rule, fix=fix)
-        pattern, rule = PARTITIONS
-        if self.rollout_partition is not None and re.fullmatch(pattern, self.rollout_partition) is None:
-            value = repr(self.rollout_partition)
-            yield Problem(field="--rollout-partition", value=value, rule=rule, fix="correct it")
-        for name, value in (("--job-name", self.job_name), ("--dependency", self.dependency)):
-            if value is not None and (not value.strip() or not value.isprintable()):
-                yield Problem(field=name, value=repr(value), rule="a line of text", fix="correct it")
+        sweeps, partition = " ".join(self.sweeps), self.rollout_partition
+        what, value = ("several configurations", " ".join(map(str, self.configs))) if chain else ("a sweep", sweeps)
+        alone = "submit it by itself, with --dependency for what it follows"
+        pattern, names = PARTITIONS
+        several = f"only a single run has components; not together with {what}: {value}"
+        no_sweep, no_split = "has an effect on a sweep alone", "has an effect with --rollout-nodes alone"
+        bad_partition = partition is not None and re.fullmatch(pattern, partition) is None
+        rules = [
+            (not self.configs, "CONFIG", "(missing)", "at least one configuration", "name the YAML file of the run"),
+            (chain and sweep, "--sweep", shown(sweeps), "not of several configurations", alone),
+            (split and (chain or sweep), "--rollout-nodes", self.rollout_nodes, several, alone),
+            (
+                self.parallel is not None and not sweep,
+                "--parallel",
+                self.parallel,
+                no_sweep,
+                "remove it, or give --sweep",
+            ),
+            (
+                partition is not None and not split,
+                "--rollout-partition",
+                partition,
+                no_split,
+                "remove it, or give --rollout-nodes",
+            ),
+            (bad_partition, "--rollout-partition", repr(partition), names, "correct it"),
+        ]
+        for name, text in (("--job-name", self.job_name), ("--dependency", self.dependency)):
+            wrong = text is not None and (not text.strip() or not text.isprintable())
+            rules.append((wrong, name, repr(text), "a line of text", "correct it"))
+        for wrong, field, given, rule, fix in rules:
+            if wrong:
+                yield Problem(field=field, value=str(given), rule=rule, fix=fix)
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[tuple[Path, ...], tuple[str, ...]]:
-    """Configurations and overrides: what has ``=`` is one of these, unless there is such a file."""
+    """Splits configurations and overrides, which contain ``=`` and are no file."""
     overrides = tuple(argument for argument in arguments if "=" in argument and not os.path.isfile(argument))
     return tuple(Path(argument) for argument in arguments if argument not in overrides), overrides
 
 
-def as_given(problem: Problem, settings: Mapping[str, object]) -> Problem:
-    """A problem of the profile under the name of the option that gave the value, where one did."""
+def as_option(problem: Problem, settings: Mapping[str, object]) -> Problem:
+    """Names the command-line option instead of the profile's field where the option set the value."""
     top, _, rest = problem.field.partition(".")
     if top not in settings:
         return problem
@@ -117,11 +114,20 @@ def as_given(problem: Problem, settings: Mapping[str, object]) -> Problem:
 
 
 def submitted_as(config: RunConfig, folder: str) -> Path:
-    """The file of the resolved configuration, for the job: named after what it says, as another job needs its own.
-
-    Args:
-        config: of the run.
-        folder: in its directory.
-    """
+    """The file of the resolved configuration in a folder of run.dir; its name has the content's hash."""
     digest = hashlib.sha256(as_yaml(config).encode()).hexdigest()
     return Path(config.run.dir, folder, f"config-{digest[:8]}.yaml")
+
+
+def unwritable(run_dir: object, error: OSError, what: str = "") -> Problem:
+    rule = f"can be written ({what}{error.strerror})"
+    return Problem(field="run.dir", value=str(run_dir), rule=rule, fix="choose another run.dir")
+
+
+def names_other_ray(path: Path, overrides: Sequence[str]) -> Iterator[Problem]:
+    """Finds a configuration that names a Ray cluster to join. Raises ConfigError where the file cannot be read."""
+    cluster = merged(path, overrides)[0].get("cluster")
+    address = cluster.get("address") if isinstance(cluster, Mapping) else None
+    if address not in (None, _AUTO):
+        rule, fix = "null: the job starts a Ray of its own", "remove it, or use megarl launch ray"
+        yield Problem(field="cluster.address", value=str(address), rule=rule, fix=fix)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sys
 
-from megarl.launch.node.__main__ import run
-from megarl.launch.node.agent import Options
+from megarl.launch.node.__main__ import run_agent
+from megarl.launch.node.agent import AgentOptions
 
 if __name__ == "__main__":
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     _, limit, command, config, *overrides = sys.argv[1:]
-    options = Options(
+    options = AgentOptions(
         program=(sys.executable, "-m", "tests.launch.node_driver"),
         command=command,
         config=config,
@@ -20,4 +19,4 @@ if __name__ == "__main__":
         interface=None,
         start_limit_s=float(limit),
     )
-    sys.exit(asyncio.run(run(options)))
+    sys.exit(run_agent(options))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.launch.profile import Profile
-from megarl.launch.render import Component, Job, render
+from megarl.launch.render import BatchJob, Component, render
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -15,13 +15,13 @@ _CLUSTER = {"partition": "batch", "account": "lab", "time": "04:00:00"}
 _TWO = (Component(nodes=2, partition="batch", gpus=8),)
 
 
-def job(profile: Mapping[str, Any], **changes: Any) -> Job:
+def job(profile: Mapping[str, Any], **changes: Any) -> BatchJob:
     """A job on two nodes of eight GPUs."""
     usual: dict[str, Any] = {
         "title": "ppo in runs/first",
         "name": "first",
         "command": "train",
-        "present": Path("/home/me/work"),
+        "workdir": Path("/home/me/work"),
         "run_dir": Path("/home/me/work/runs/first"),
         "components": _TWO,
     }
@@ -29,10 +29,10 @@ def job(profile: Mapping[str, Any], **changes: Any) -> Job:
     directories = [made["run_dir"] / cell for cell in made.get("cells", [""])]
     configs = tuple(directory / "slurm" / "config-0123abcd.yaml" for directory in directories)
     whole = {"runtime": {"python": "/home/me/venv/bin/python"}, **_CLUSTER, **profile}
-    return Job(**made, configs=configs, profile=Profile.model_validate(whole))
+    return BatchJob(**made, configs=configs, profile=Profile.model_validate(whole))
 
 
-JOBS: Mapping[str, Job] = {
+JOBS: Mapping[str, BatchJob] = {
     "bare": job({}),
     "module": job(
         {

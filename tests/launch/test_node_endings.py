@@ -57,7 +57,7 @@ def test_the_driver_runs_on_all_nodes_in_their_order(directory: Path) -> None:
             *("driver started", "driver ended", "stopped"),
         ]
         assert sorted(path.name for path in job.logs.iterdir()) == [
-            *("attach", "driver.log", "end.json", "head.log", "times.jsonl", "worker-1.log")
+            *("attach", "driver.log", "end.json", "head.log", "ray.json", "times.jsonl", "worker-1.log")
         ]
         assert job.left() == NOTHING
 
@@ -84,7 +84,7 @@ def test_a_killed_agent_of_another_node(busy: NodeJob) -> None:
     start = time.monotonic()
     busy.agents[1].kill()
     assert ended(busy, start) == (1, -signal.SIGKILL)
-    reason = "node n2 was lost: the connection to its agent has ended"
+    reason = "node n2 was lost: Ray has lost the connection to it"
     assert busy.end() == {"exit_code": 1, "reason": reason, "node": "n2"}
     assert f"[n1] {reason}" in busy.output(0)
     assert busy.log("driver.log").endswith(f"{reason}\n")
@@ -95,7 +95,7 @@ def test_a_killed_agent_of_the_first_node(busy: NodeJob) -> None:
     start = time.monotonic()
     busy.agents[0].kill()
     assert ended(busy, start) == (-signal.SIGKILL, 1)
-    reason = "node n1 was lost, on which the driver runs: the connection to its agent has ended"
+    reason = "node n1 was lost: the driver runs there, and its Ray does not answer"
     assert f"[n2] {reason}" in busy.output(1)
     assert busy.end() == {"exit_code": 1, "reason": reason, "node": "n1"}
 

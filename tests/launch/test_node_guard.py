@@ -15,17 +15,16 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster.cleanup import MARK, marked_processes
-from megarl.launch.node.guard import clean
+from megarl.launch.node.child_processes import clean_up
 
 ROOT = Path(__file__).parents[2]
 MARKED = f"guarded-{secrets.token_hex(4)}"
 AGENT = f"""
 import os, subprocess, sys
 from pathlib import Path
-from megarl.launch.node.guard import Guard
+from megarl.launch.node.child_processes import Guard
 directory, keep, how = sys.argv[1:]
-guard = Guard({MARKED!r}, directory, dict(os.environ))
-guard.keep_logs(Path(keep))
+guard = Guard({MARKED!r}, directory, Path(keep), dict(os.environ))
 subprocess.Popen(["sleep", "600"], env={{**os.environ, {MARK!r}: {MARKED!r}}})
 stubborn = '''
 import signal, time
@@ -36,9 +35,7 @@ time.sleep(600)
 subprocess.Popen([sys.executable, "-c", stubborn], env={{**os.environ, {MARK!r}: {MARKED!r}}})
 print(guard._process.pid, flush=True)
 sys.stdin.readline()
-if how.endswith("good"):
-    guard.keep_logs(None)
-sys.exit(not guard.finish())
+sys.exit(not guard.finish(failed=not how.endswith("good")))
 """
 
 
@@ -57,7 +54,7 @@ def test_temporary_files_go_where_logs_cannot_be_kept(
     ray: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    clean(MARKED, str(ray), str(tmp_path / "file" / "kept"))
+    clean_up(MARKED, str(ray), str(tmp_path / "file" / "kept"), failed=True)
     assert not ray.exists()
     assert "Ray's logs of this node are not kept in" in capsys.readouterr().err
 

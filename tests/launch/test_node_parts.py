@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import json
 import os
@@ -11,21 +10,19 @@ import socket
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.launch.node.addresses import address_of, interface_of
 from megarl.launch.node.agent import token_of
-from megarl.launch.node.children import Child
-from megarl.launch.node.directory import JobDirectory
-from megarl.launch.node.endings import Outcome
-from megarl.launch.node.gpus import lack_of_gpus
-from megarl.launch.node.ports import Claim, candidates
-from megarl.launch.node.scrub import scrubbed
-from megarl.launch.node.slurm_job import NoSlurmJobError, SlurmJob, expanded
+from megarl.launch.node.child_processes import LoggedProcess
+from megarl.launch.node.job_directory import ExitReason, JobDirectory
+from megarl.launch.node.network import PortBlock, address_of, head_address, interface_of, port_blocks
+from megarl.launch.node.slurm_job import SlurmJob, clean_env, expand_nodelist, missing_gpus
+from tests.leftovers import comes_true
 
 STEP = {
     "SLURM_JOB_ID": "4711",
@@ -47,14 +44,14 @@ STEP = {
     ],
 )
 def test_node_lists_are_expanded(nodelist: str, names: str) -> None:
-    assert list(expanded(nodelist)) == names.split()
+    assert list(expand_nodelist(nodelist)) == names.split()
 
 
 def test_a_task_knows_its_place() -> None:
     job = SlurmJob.of(STEP)
     assert (job.id, job.attempt, job.index, job.name) == (4711, 0, 1, "gpu01")
     assert job.nodes == ("gpu03", "gpu01", "big")
-    assert job.heads == ("10.0.0.3", "gpu03")
+    assert (job.launcher, job.step) == ("10.0.0.3", "0")
     assert SlurmJob.of({**STEP, "SLURM_RESTART_COUNT": "2"}).attempt == 2
 
 
@@ -64,13 +61,12 @@ def test_nodes_of_a_heterogeneous_step_are_those_of_its_components_in_their_orde
     job = SlurmJob.of({**STEP, "SLURM_STEP_NODELIST": "n[1-3]", "SLURM_HET_SIZE": "2", **components})
     assert job.components == (("n2",), ("n1", "n3"))
     assert job.nodes == ("n2", "n1", "n3")
-    assert job.heads == ("10.0.0.3", "n2")
 
 
 def test_a_process_that_is_no_task_is_told_how_to_start() -> None:
-    with pytest.raises(NoSlurmJobError, match=r"SLURM_STEP_NODELIST is not set.*srun --ntasks-per-node=1"):
+    with pytest.raises(ValueError, match=r"SLURM_STEP_NODELIST is not set.*srun --ntasks-per-node=1"):
         SlurmJob.of({"SLURM_JOB_ID": "1"})
-    with pytest.raises(NoSlurmJobError, match=r"6 tasks on 3 nodes: .*--ntasks-per-node=1"):
+    with pytest.raises(ValueError, match=r"6 tasks on 3 nodes: .*--ntasks-per-node=1"):
         SlurmJob.of({**STEP, "SLURM_NTASKS": "6"})
 
 
@@ -92,38 +88,59 @@ def test_what_misleads_is_left_out() -> None:
         *("PMI_RANK", "PMIX_RANK", "PMI2_X", "OMPI_COMM_WORLD_RANK", "I_MPI_PMI_LIBRARY", "MPI_LOCALRANKID", "HYDI_X"),
         *("RAY_ADDRESS", "RAY_JOB_ID"),
     }
-    assert set(scrubbed(dict.fromkeys(kept | misleading, "x"))) == kept
+    assert set(clean_env(dict.fromkeys(kept | misleading, "x"))) == kept
 
 
 @given(st.integers(min_value=1, max_value=2**31))
 def test_ports_are_below_those_that_systems_give_out(job: int) -> None:
-    blocks = candidates(job)
-    assert len({ports.first for ports in blocks}) == len(blocks)
-    for ports in blocks:
-        own = [ports.claim, ports.rendezvous, *ports.ray]
-        assert own == list(range(ports.first, ports.first + 100))
-        assert own[0] >= 10000
-        assert own[-1] < 32768
-    neighbours = [ports for near in range(1, 17) for ports in candidates(job + near)[:1]]
-    assert not {ports.first for ports in blocks} & {ports.first for ports in neighbours}
+    blocks = port_blocks(job)
+    assert len({block[0] for block in blocks}) == len(blocks)
+    for block in blocks:
+        assert len(block) == 100
+        assert block[0] >= 10000
+        assert block[-1] < 32768
+    neighbours = {port_blocks(job + near)[0][0] for near in range(1, 17)}
+    assert not {block[0] for block in blocks} & neighbours
 
 
 def test_a_block_is_claimed_by_one_alone_and_passed_over_where_a_port_is_taken() -> None:
-    blocks = candidates(190)
-    first = Claim(blocks)
-    second = Claim(blocks)
-    assert first.ports != second.ports
+    blocks = port_blocks(190)
+    first = PortBlock(blocks)
+    second = PortBlock(blocks)
+    taken = [blocks[0], blocks[1]]
+    assert first.ports == blocks[0][1:]
+    assert second.ports == blocks[1][1:]
     first.close()
-    with socket.create_server(("127.0.0.1", first.ports.ray[2])):
-        third = Claim([first.ports, second.ports, *blocks])
+    with socket.create_server(("127.0.0.1", first.ports[2])):
+        third = PortBlock([*taken, *blocks])
         assert third.ports not in (first.ports, second.ports)
-        with pytest.raises(
-            OSError, match=rf"taken: {first.ports.first}-{first.ports.first + 10}, {second.ports.first}-"
-        ):
-            Claim([first.ports, second.ports])
-    again = Claim([first.ports])
-    for claim in (second, third, again):
-        claim.close()
+        ranges = rf"taken: {taken[0][0]}-{taken[0][10]}, {taken[1][0]}-{taken[1][10]}"
+        with pytest.raises(OSError, match=ranges):
+            PortBlock(taken)
+    again = PortBlock(taken)
+    for block in (second, third, again):
+        block.close()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "launcher", "address"),
+    [
+        ("n1", None, "127.0.0.1"),
+        ("n1 127.0.0.1", None, "127.0.0.1"),
+        ("n1 127.0.0.1", "203.0.113.9", "127.0.0.1"),  # srun ran elsewhere
+        ("n1 nowhere.invalid", "127.0.0.1", "127.0.0.1"),
+    ],
+)
+def test_the_head_has_the_address_under_which_others_reach_it(nodes: str, launcher: str | None, address: str) -> None:
+    step = {**STEP, "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": nodes.replace(" ", ",")}
+    job = SlurmJob.of({**step, "SLURM_NTASKS": str(len(nodes.split()))})
+    assert head_address(replace(job, launcher=launcher)) == address
+
+
+def test_a_head_whose_address_nobody_knows_says_so() -> None:
+    job = SlurmJob.of({**STEP, "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "a,nowhere.invalid,b"})
+    with pytest.raises(OSError, match="not known"):
+        head_address(replace(job, launcher="203.0.113.9"))
 
 
 def test_interfaces_are_found_by_name_and_by_address() -> None:
@@ -151,7 +168,7 @@ def test_a_node_without_the_gpus_is_told_of(
 ) -> None:
     for name in files:
         (tmp_path / name).touch()
-    told = lack_of_gpus(2, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}, tmp_path)
+    told = missing_gpus(2, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}, tmp_path)
     if lack is None:
         assert told is None
     else:
@@ -161,16 +178,15 @@ def test_a_node_without_the_gpus_is_told_of(
 
 
 def test_the_directory_tells_of_the_job(tmp_path: Path) -> None:
-    directory = JobDirectory.of(str(tmp_path / "a run"), SlurmJob.of(STEP))
+    directory = JobDirectory(str(tmp_path / "a run"), SlurmJob.of(STEP))
     assert directory.path == tmp_path / "a run" / "slurm" / "4711-0"
-    directory.path.mkdir(parents=True)
     assert [directory.log(index).name for index in (0, 2)] == ["head.log", "worker-2.log"]
     directory.reached("agent started", 12.5)
     directory.reached("Ray ready")
     stages = [json.loads(line) for line in (directory.path / "times.jsonl").read_text().splitlines()]
     assert [stage["stage"] for stage in stages] == ["agent started", "Ray ready"]
     assert stages[0]["time"] == 12.5 < stages[1]["time"]
-    outcome = Outcome(exit_code=1, reason="node big was lost: gone", node="big")
+    outcome = ExitReason(exit_code=1, reason="node big was lost: gone", node="big")
     directory.write_end(outcome)
     assert json.loads((directory.path / "end.json").read_text()) == {
         "exit_code": 1,
@@ -179,61 +195,82 @@ def test_the_directory_tells_of_the_job(tmp_path: Path) -> None:
     }
 
 
+def test_nodes_tell_each_other_through_the_directory(tmp_path: Path) -> None:
+    directory = JobDirectory(str(tmp_path), SlurmJob.of(STEP))
+    assert (directory.ray_address(), directory.missing(), directory.end()) == (None, [0, 1, 2], None)
+    directory.begin()
+    assert directory.ray_address() == ""
+    directory.log(2).touch()
+    assert directory.missing() == [0, 1]
+    directory.publish_ray("10.0.0.3:14702")
+    assert directory.ray_address() == "10.0.0.3:14702"
+    lost = ExitReason(exit_code=1, reason="node big was lost: gone", node="big")
+    directory.write_end(lost)
+    assert directory.end() == lost
+
+
 def test_an_earlier_step_of_a_job_has_not_ended_this_one(tmp_path: Path) -> None:
-    directory = JobDirectory(tmp_path / "4711-0")
+    directory = JobDirectory(str(tmp_path), SlurmJob.of(STEP))
     directory.begin()
-    directory.write_end(Outcome(exit_code=1, reason="node big was lost: gone", node="big"))
-    directory.begin()
-    assert not (directory.path / "end.json").exists()
+    directory.publish_ray("10.0.0.3:14702")
+    directory.write_end(ExitReason(exit_code=1, reason="node big was lost: gone", node="big"))
+    later = JobDirectory(str(tmp_path), SlurmJob.of({**STEP, "SLURM_STEP_ID": "1"}))
+    assert later.ray_address() is None
+    later.begin()
+    assert (later.ray_address(), later.end()) == ("", None)
+
+
+def ended(child: LoggedProcess) -> int:
+    """Its exit code; waits for it."""
+    assert comes_true(lambda: child.exit_code is not None)
+    assert child.exit_code is not None
+    return child.exit_code
 
 
 def test_a_child_has_ended_when_it_has_whoever_holds_its_output(tmp_path: Path) -> None:
-    async def course() -> None:
-        child = await Child.start(["bash", "-c", "sleep 60 & echo $!; exit 3"], os.environ, tmp_path / "log")
-        assert await asyncio.wait_for(child.wait(), 30) == 3
-        os.kill(int(child.last_line), signal.SIGKILL)
-        assert (tmp_path / "log").read_text() == f"{child.last_line}\n"
+    child = LoggedProcess(["bash", "-c", "sleep 60 & echo $!; exit 3"], os.environ, tmp_path / "log")
+    assert ended(child) == 3
+    os.kill(int(child.last_message), signal.SIGKILL)
+    assert (tmp_path / "log").read_text() == f"{child.last_message}\n"
 
-    asyncio.run(course())
+
+def test_a_child_that_is_stopped_has_the_signal_as_its_exit_code(tmp_path: Path) -> None:
+    child = LoggedProcess(["sleep", "60"], os.environ, tmp_path / "log")
+    assert child.exit_code is None
+    child.stop(grace_s=30)
+    assert child.exit_code == 143
+    stubborn = LoggedProcess(
+        ["bash", "-c", "trap '' TERM; echo there; while :; do sleep 1; done"], os.environ, tmp_path / "log"
+    )
+    assert comes_true(lambda: stubborn.output == "there")
+    stubborn.stop(grace_s=0.1)
+    assert stubborn.exit_code == 137
 
 
 def test_a_log_that_cannot_be_written_does_not_stop_a_child(tmp_path: Path) -> None:
-    async def course() -> None:
-        much = "import sys; sys.stdout.write('x' * 10**6); print(); print('done')"
-        child = await Child.start([sys.executable, "-c", much], os.environ, tmp_path / "nowhere" / "log")
-        assert await asyncio.wait_for(child.wait(), 30) == 0
-        assert child.last_line == "done"
-
-    asyncio.run(course())
+    much = "import sys; sys.stdout.write('x' * 10**6); print(); print('done')"
+    child = LoggedProcess([sys.executable, "-c", much], os.environ, tmp_path / "nowhere" / "log")
+    assert ended(child) == 0
+    assert child.last_message == "done"
 
 
 def test_what_cannot_be_written_of_a_job_does_not_end_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    directory = JobDirectory(tmp_path / "gone")
+    directory = JobDirectory(str(tmp_path), SlurmJob.of(STEP))
+    directory.path.rmdir()
     directory.reached("Ray ready")
-    directory.write_end(Outcome(exit_code=0, reason="finished"))
+    directory.write_end(ExitReason(exit_code=0, reason="finished"))
     assert [record.getMessage().partition(": ")[0] for record in caplog.records] == ["not written"] * 2
 
 
 def test_a_child_that_is_forgotten_is_heard_to_its_end(tmp_path: Path) -> None:
-    async def forget() -> None:
-        ended = tmp_path / "ended"
-        await Child.start(["bash", "-c", f"sleep 0.5; echo late; touch {ended}"], os.environ, tmp_path / "log")
-        await asyncio.sleep(0.1)  # by now it listens
-        gc.collect()
-        while not (ended.exists() and (tmp_path / "log").read_text()):
-            await asyncio.sleep(0.05)
-
-    asyncio.run(asyncio.wait_for(forget(), 60))
-    assert (tmp_path / "log").read_text() == "late\n"
+    LoggedProcess(["bash", "-c", "sleep 0.5; echo late"], os.environ, tmp_path / "log")
+    gc.collect()
+    assert comes_true(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text() == "late\n")
 
 
-def test_the_last_message_of_a_child_is_its_last_line_or_what_that_belongs_to(tmp_path: Path) -> None:
-    async def last(output: str) -> str:
-        child = await Child.start(["printf", "%s", output], os.environ, tmp_path / "log")
-        await child.wait()
-        return child.last_message
-
-    for output, message in (
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
         (
             "step 1\nrun.yaml: 1 problem\n  run.dir = x\n    fix:  y\n",
             "run.yaml: 1 problem\n  run.dir = x\n    fix:  y",
@@ -241,14 +278,19 @@ def test_the_last_message_of_a_child_is_its_last_line_or_what_that_belongs_to(tm
         ("Traceback:\n  File\n\nValueError: no\n\n", "ValueError: no"),
         ("  indented", "  indented"),
         ("", ""),
-    ):
-        assert asyncio.run(last(output)) == message
+    ],
+)
+def test_the_last_message_of_a_child_is_its_last_line_or_what_that_belongs_to(
+    tmp_path: Path, output: str, message: str
+) -> None:
+    child = LoggedProcess(["printf", "%s", output], os.environ, tmp_path / "log")
+    ended(child)
+    assert child.last_message == message
 
 
 def test_the_attach_script_opens_a_shell_in_the_job_with_a_token_that_nobody_else_reads(tmp_path: Path) -> None:
-    directory = JobDirectory.of(str(tmp_path / "a run"), SlurmJob.of(STEP))
-    directory.path.mkdir(parents=True)
-    directory.write_attach(SlurmJob.of(STEP), "10.0.0.3:14702", "s3cr3t")
+    directory = JobDirectory(str(tmp_path / "a run"), SlurmJob.of(STEP))
+    directory.write_attach("10.0.0.3:14702", "s3cr3t")
     token, script = directory.path / "token", directory.path / "attach"
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     assert token.read_text() == "s3cr3t"
@@ -274,11 +316,12 @@ def test_the_attach_script_opens_a_shell_in_the_job_with_a_token_that_nobody_els
         "SLURM_JOB_NODELIST_HET_GROUP_0": "n2",
         "SLURM_JOB_NODELIST_HET_GROUP_1": "n[1,3]",
     }
-    directory.write_attach(SlurmJob.of(two), "10.0.0.3:14702", "s3cr3t")
+    directory = JobDirectory(str(tmp_path / "a run"), SlurmJob.of(two))
+    directory.write_attach("10.0.0.3:14702", "s3cr3t")
     for arguments, node, component in (([], "n2", 0), (["n1"], "n1", 1), (["n3"], "n3", 1)):
         told = subprocess.run([script, *arguments], capture_output=True, text=True, env=environment, check=True)
         assert {f"--nodelist={node}", f"--het-group={component}"} <= set(told.stdout.splitlines())
     told = subprocess.run([script, "n"], capture_output=True, text=True, env=environment, check=False)
     assert (told.returncode, told.stderr) == (2, "n is none of the job's nodes: n2 n1 n3\n")
-    directory.write_end(Outcome(exit_code=0, reason="finished"))
+    directory.write_end(ExitReason(exit_code=0, reason="finished"))
     assert not token.exists()

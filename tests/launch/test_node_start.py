@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.launch.node.ports import candidates
-from tests.launch.node_job import PATIENCE_S, NodeJob, wait_for
+from megarl.launch.node.network import port_blocks
+from tests.launch.node_job import NodeJob, wait_for
 
 NOTHING: tuple[list[str], set[str], list[str]] = ([], set(), [])
 
@@ -68,9 +68,9 @@ def test_a_node_that_cannot_take_part_ends_the_job_and_says_why(directory: Path)
     job.start(0)
     wait_for((job.logs / "times.jsonl").exists, "the head's first sign", lambda: job.output(0))
     with ExitStack() as taken:
-        for ports in candidates(job.number):
+        for block in port_blocks(job.number):
             with suppress(OSError):  # the head has one of them
-                taken.enter_context(socket.create_server(("", ports.claim)))
+                taken.enter_context(socket.create_server(("", block[0])))
         job.start(1)
         assert job.exit_codes() == (1, 1)
     end = job.end()
@@ -105,19 +105,21 @@ def test_a_node_that_finds_no_head_says_where_it_looked(directory: Path) -> None
     job = NodeJob(directory, "works", limit_s=2)
     job.start(1)
     assert job.exit_codes() == (1,)
-    assert "[n2] node n2 found no agent of the job on its first node, n1 (127.0.0.1, n1), within 2 s" in job.output(1)
+    assert f"[n2] node n2 sees nothing of the first node, n1, in {job.logs} within 2 s" in job.output(1)
     assert job.left() == NOTHING
 
 
 def test_a_node_with_another_token_is_not_let_in(directory: Path) -> None:
-    job = NodeJob(directory, "works", limit_s=30)
-    with job:
-        job.agents[1].kill()
-        job.agents[1].wait()
-        job.start(1, {"RAY_AUTH_TOKEN": "f" * 64})
-        assert job.agents[1].wait(PATIENCE_S) == 1
-        assert "does not let this node in: it has another RAY_AUTH_TOKEN: make one for the job" in job.output(1)
-        assert "127.0.0.1 was not let in: it has another RAY_AUTH_TOKEN" in job.output(0)
+    job = NodeJob(directory, "works")
+    job.start(0)
+    job.start(1, {"RAY_AUTH_TOKEN": "f" * 64})
+    assert job.exit_codes() == (1, 1)
+    end = job.end()
+    assert (end["exit_code"], end["node"]) == (1, "n2")
+    assert end["reason"].startswith("node n2 was lost: its Ray did not start: ")
+    assert "InvalidAuthToken" in end["reason"]
+    assert end["reason"] in job.output(0)
+    assert job.left() == NOTHING
 
 
 def test_without_a_token_or_a_job_the_agent_says_what_to_do(directory: Path) -> None:

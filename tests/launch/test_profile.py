@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
+from megarl.launch.field_types import seconds_of
 from megarl.launch.profile import Apptainer, Bare, Profile, Pyxis, load_profile
-from megarl.launch.values import seconds_of
 from tests.config.debug import by_field
 
 

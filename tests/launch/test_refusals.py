@@ -147,10 +147,10 @@ def test_what_is_wrong_in_all_cells_is_told_once(login: Login) -> None:
 
 
 def test_data_is_read_once_for_cells_that_read_the_same(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megarl.launch import checks
+    from megarl.launch import checker
 
     read = []
-    monkeypatch.setattr(checks, "check", read.append)
+    monkeypatch.setattr(checker, "check", read.append)
     sweep = ["--sweep=actor.optimizer.lr=1e-5,2e-5", "--sweep=run.seed=1,2", "--sweep=rollout.temperature=0.9,1.0"]
     assert login.launch(login.config("many"), *sweep).exit_code == 0
     assert len(read) == 2

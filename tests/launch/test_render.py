@@ -58,8 +58,8 @@ def test_every_golden_file_has_its_job() -> None:
 def test_golden_files_are_of_jobs_that_can_be(name: str) -> None:
     """What a submission takes from one place is the same everywhere."""
     made = JOBS[name]
-    within = made.run_dir.is_relative_to(made.present)
-    directory = made.run_dir.relative_to(made.present) if within else made.run_dir
+    within = made.run_dir.is_relative_to(made.workdir)
+    directory = made.run_dir.relative_to(made.workdir) if within else made.run_dir
     stage = "eval" if made.command == "eval" else "ppo"
     titles = {f"{stage} in {directory}", f"{len(made.cells)} runs of {stage} below {directory}"}
     assert made.title in titles
@@ -101,7 +101,7 @@ def test_the_plain_script_asks_srun_for_the_same() -> None:
     )
     assert plain == rendered
     assert tuple(plain.split()) == JOBS["bare"].srun
-    assert f"--wait={JOBS['bare'].patience}" in plain
+    assert f"--wait={JOBS['bare'].wait_s}" in plain
 
 
 def executed(script: str, directory: Path, *arguments: str, said: str = "", **env: str) -> tuple[int, list[list[Any]]]:
@@ -214,7 +214,7 @@ def contained(tmp_path: Path, runtime: dict[str, Any], **changes: Any) -> tuple[
 
 
 def test_pyxis_is_told_of_directories_and_variables(tmp_path: Path) -> None:
-    changes = {"present": Path("/w 'd"), "run_dir": Path("/w 'd/runs")}
+    changes = {"workdir": Path("/w 'd"), "run_dir": Path("/w 'd/runs")}
     srun, last = contained(tmp_path, {"name": "pyxis", "image": "a b#c:1"}, **changes)
     assert after(srun, "--container-image=a b#c:1")[:5] == [
         "--container-image=a b#c:1",
@@ -299,7 +299,7 @@ def test_slurm_reads_directives_as_they_were_meant(tmp_path: Path, text: str) ->
     conf.write_text("ClusterName=none\nSlurmctldHost=localhost(127.0.0.1)\nSlurmctldPort=1\nMessageTimeout=2\n")
     present = tmp_path / re.sub(r"[\\/]", "", f"x{text}")
     present.mkdir()
-    (tmp_path / "job.sbatch").write_text(render(job({"sbatch": [f"--comment={text}"]}, name=text, present=present)))
+    (tmp_path / "job.sbatch").write_text(render(job({"sbatch": [f"--comment={text}"]}, name=text, workdir=present)))
     done = subprocess.run(
         [sbatch, "-v", str(tmp_path / "job.sbatch")],
         env={"PATH": os.environ["PATH"], "SLURM_CONF": str(conf)},

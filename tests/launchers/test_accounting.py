@@ -10,7 +10,7 @@ import nemo_run as run
 import paramiko
 import pytest
 
-from launchers.accounting import AccountingError, followed, states
+from launchers.experiment import AccountingError, follow, job_states
 from tests.launchers.scripts import ROOT, User, user
 from tests.launchers.shown import PIPELINE, SFT
 
@@ -29,9 +29,10 @@ exit 1
 """
 _IMPATIENT = """
 import functools
-from launchers import accounting, experiment, options, pipeline
-experiment.followed = functools.partial(accounting.followed, pause_s=0.1, limit_s=0.3)
-options.run(pipeline.main)
+from launchers import experiment, pipeline
+from launchers.submission import run_script
+experiment.follow = functools.partial(experiment.follow, pause_s=0.1, limit_s=0.3)
+run_script(pipeline.main)
 """
 _PYXIS = "runtime: {name: pyxis, image: /images/megarl.sqsh}\nenv: {API_KEY: a secret}\n"
 NUMBERS = {"sft": "4711", "reward_model": "4712"}
@@ -70,7 +71,7 @@ def test_jobs_are_followed_to_their_ends(
     (tools / "answer-1").write_text("4711|PENDING\n")
     (tools / "answer-2").write_text("4711|RUNNING\n4712|PENDING\n")
     (tools / "answer-4").write_text("4711|COMPLETED\n4712|NODE_FAIL\n")
-    assert followed(here, NUMBERS, pause_s=0.01) == {"sft": "COMPLETED", "reward_model": "NODE_FAIL"}
+    assert follow(here, NUMBERS, pause_s=0.01) == {"sft": "COMPLETED", "reward_model": "NODE_FAIL"}
     output, errors = capsys.readouterr()
     assert [line.partition(" ")[2] for line in output.splitlines()] == [
         "sft: PENDING",
@@ -85,7 +86,7 @@ def test_jobs_are_followed_to_their_ends(
 
 def test_states_are_those_of_slurm(here: run.LocalTunnel, tools: Path) -> None:
     (tools / "answer").write_text("4712|CANCELLED by 0\n")
-    assert states(here, NUMBERS) == {"sft": "PENDING", "reward_model": "CANCELLED"}
+    assert job_states(here, NUMBERS) == {"sft": "PENDING", "reward_model": "CANCELLED"}
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_a_lost_connection_is_tried_again_for_a_time(
     monkeypatch.setattr(run.LocalTunnel, "run", lose)
     message = f"Slurm's accounting cannot be reached: {said}"
     with pytest.raises(AccountingError) as raised:
-        followed(run.LocalTunnel(job_dir=""), NUMBERS, pause_s=0.01, limit_s=0.1)
+        follow(run.LocalTunnel(job_dir=""), NUMBERS, pause_s=0.01, limit_s=0.1)
     assert str(raised.value) == message
     assert capsys.readouterr() == ("", f"{message}; it is asked again\n")
     assert len(calls) > 2

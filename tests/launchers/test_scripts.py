@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from launchers import sweep
 from megarl.launch.profile import SSH, Profile
 from tests.launch.slurm_command import finish
 from tests.launchers.scripts import ROOT, newest, user
@@ -61,12 +62,8 @@ def test_the_secret_is_made_where_nothing_is_traced(file: Path) -> None:
 
 def test_the_page_has_every_option_and_a_profile_that_holds() -> None:
     page = (ROOT / "docs" / "nemo_run.md").read_text(encoding="utf-8")
-    (main,) = (
-        node
-        for node in ast.parse((ROOT / "launchers" / "sweep.py").read_text()).body
-        if isinstance(node, ast.FunctionDef)
-    )
-    names = {argument.arg for argument in main.args.args} - {"arguments", "sweeps"}
+    names = set(inspect.signature(sweep.main).parameters) - {"arguments", "sweeps"}
+    assert len(names) > 8
     assert not [name for name in names if f"--{name.replace('_', '-')}" not in page]
     (profile,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
     tunnel = Profile.model_validate(yaml.safe_load(profile)).nemo_run.tunnel

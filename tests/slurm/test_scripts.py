@@ -64,7 +64,7 @@ def submitted(slurm: Slurm, tmp_path: Path, profile: dict[str, Any], **changes: 
     run_dir = tmp_path / NASTY
     (run_dir / "slurm").mkdir(parents=True)
     two = (Component(nodes=2, partition=None, gpus=0),)
-    script = render(job(profile, **{"present": tmp_path, "run_dir": run_dir, "components": two, **changes}))
+    script = render(job(profile, **{"workdir": tmp_path, "run_dir": run_dir, "components": two, **changes}))
     (run_dir / "slurm" / "job.sbatch").write_text(script)
     return int(slurm.run("sbatch", "--parsable", run_dir / "slurm" / "job.sbatch"))
 
@@ -81,7 +81,7 @@ def test_each_node_gets_what_was_given(slurm: Slurm, records: Records, tmp_path:
         setup=["export PATH=/usr/bin:/bin"],
     )
     number = submitted(
-        slurm, tmp_path, profile, present=present, name=NASTY, components=(Component(nodes=2, partition="all", gpus=8),)
+        slurm, tmp_path, profile, workdir=present, name=NASTY, components=(Component(nodes=2, partition="all", gpus=8),)
     )
     slurm.wait(number, "COMPLETED")
     found = records.read()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sys
@@ -12,18 +11,19 @@ from typing import Annotated
 
 import typer
 
-from megarl.launch.node.agent import Agent, Options, log, name_messages, token_of
+from megarl.launch.node.agent import AgentOptions, Worker, log, token_of
 from megarl.launch.node.head import Head
 from megarl.launch.node.slurm_job import SlurmJob
-from megarl.launch.node.worker import Worker
 
 
 class Command(StrEnum):
-    """What the driver runs."""
-
     TRAIN = "train"
     EVAL = "eval"
 
+
+_OVERRIDES = typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Settings to override.")
+_INTERFACE = "Network interface of the run, such as ib0. Default: that of the route between the nodes."
+_START_LIMIT = "How long the nodes may take to come together, and Ray on them to start, seconds."
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -32,16 +32,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def node(
     command: Annotated[Command, typer.Argument(help="What to run.")],
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Settings to override.")
-    ] = None,
-    interface: Annotated[
-        str | None,
-        typer.Option(help="Network interface of the run, such as ib0. Default: that of the route between the nodes."),
-    ] = None,
-    start_limit: Annotated[
-        float, typer.Option(help="How long the nodes may take to come together, and Ray on them to start, seconds.")
-    ] = 600.0,
+    overrides: Annotated[list[str] | None, _OVERRIDES] = None,
+    interface: Annotated[str | None, typer.Option(help=_INTERFACE)] = None,
+    start_limit: Annotated[float, typer.Option(help=_START_LIMIT)] = 600.0,
 ) -> None:
     """Run CONFIG on all nodes of a Slurm job step that has one task on each: srun --ntasks-per-node=1 ...
 
@@ -50,28 +43,21 @@ def node(
     However it ends, nothing is left running on any node. It needs RAY_AUTH_TOKEN, a secret of the job's own.
     """
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
-    options = Options(
-        command=command,
-        config=str(config),
-        overrides=(*(overrides or ()),),
-        interface=interface,
-        start_limit_s=start_limit,
-    )
-    raise typer.Exit(asyncio.run(run(options)))
+    run = {"command": command, "config": str(config), "overrides": tuple(overrides or ())}
+    raise typer.Exit(run_agent(AgentOptions(**run, interface=interface, start_limit_s=start_limit)))
 
 
-async def run(options: Options) -> int:
-    """What the node has to do in its job; its exit code."""
+def run_agent(options: AgentOptions) -> int:
+    """Runs this node's agent; returns its exit code."""
     try:
         job = SlurmJob.of(os.environ)
-        name_messages(job.name)
+        for handler in logging.getLogger().handlers:  # all nodes of a job share its stderr
+            handler.setFormatter(logging.Formatter(f"[{job.name}] %(message)s"))
         token = token_of(os.environ)
     except ValueError as error:
         log.error(error)
         return 2
-    agent = Agent(job, options, token)
-    agent.listen_for_signals()
-    return await (Head(agent) if job.index == 0 else Worker(agent)).run()
+    return (Head if job.index == 0 else Worker)(job, options, token).run()
 
 
 if __name__ == "__main__":

@@ -1,86 +1,57 @@
-"""What every agent has, the head's and the others': its node's means, and the end of all that it starts there."""
+"""What runs on every node of a job: its part of Ray, and the end of everything that it starts.
+
+The nodes need no protocol: the head publishes its Ray in the job's directory, Ray knows which nodes are alive, whoever
+ends the job writes why into the directory, and srun waits for all.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import math
 import os
 import resource
 import secrets
 import signal
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.cluster.cleanup import MARK
 from megarl.cluster.ray_node import ENVIRONMENT, STARTED, RayNode, new_directory
-from megarl.launch.node.addresses import address_of, interface_of
-from megarl.launch.node.children import Child
-from megarl.launch.node.directory import JobDirectory
-from megarl.launch.node.endings import Ended, Outcome
-from megarl.launch.node.gpus import lack_of_gpus
-from megarl.launch.node.guard import Guard
-from megarl.launch.node.messages import Start
-from megarl.launch.node.ports import Claim, Ports, candidates
-from megarl.launch.node.rendezvous import reachable
-from megarl.launch.node.scrub import scrubbed
-from megarl.launch.node.slurm_job import SlurmJob
+from megarl.config import ConfigError, Problem, RunConfig, load
+from megarl.launch.node.child_processes import Guard, LoggedProcess
+from megarl.launch.node.job_directory import ExitReason, JobDirectory
+from megarl.launch.node.network import PortBlock, address_of, address_towards, interface_of, is_reachable, port_blocks
+from megarl.launch.node.slurm_job import SlurmJob, clean_env, missing_gpus
+from megarl.launch.request import JOB_RAY, names_other_ray, unwritable
 
-_TOKEN, _LEAST_TOKEN = "RAY_AUTH_TOKEN", 16
-_RAY_STARTS = 3
-FIRST_SIGN_S = 1.0
-"""What looks like a node's failure may be its share of a signal that the whole job gets, this node a moment later."""
+_TOKEN, _TOKEN_LENGTH = "RAY_AUTH_TOKEN", 16
+_RAY_STARTS = 3  # Ray gives its parts 30 seconds to start, and a cold file system may be slower
+_WORKER_RAY = {"RAY_gcs_rpc_server_reconnect_timeout_s": "25"}
+"""A node's Ray ends when the head's does not answer for so long; Ray's own default is a minute."""
+_POLL_S, DIRECTORY_POLL_S = 0.1, 1.0
+SIGNAL_S = 1.0
+"""A node's failure may be its part of a signal to the whole job, which others get a moment later."""
 
 log = logging.getLogger("megarl.launch.node")
 
 
 def token_of(environment: Mapping[str, str]) -> str:
-    """The job's secret.
-
-    Raises:
-        ValueError: it is not there, or easily guessed.
-    """
+    """The job's secret. Raises ValueError where it is missing, or easily guessed."""
     token = environment.get(_TOKEN, "")
-    if len(token) < _LEAST_TOKEN:
+    if len(token) < _TOKEN_LENGTH:
         raise ValueError(
-            f"{_TOKEN} must be a secret of the job's own, of {_LEAST_TOKEN} characters or more: before srun, "
+            f"{_TOKEN} must be a secret of the job's own, of {_TOKEN_LENGTH} characters or more: before srun, "
             f"export {_TOKEN}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
         )
     return token
 
 
-def _allow_open_files() -> None:
-    """Slurm passes on the soft limit of the shell that submits, often 1024; Ray raises it in drivers, not in nodes."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def name_messages(name: str) -> None:
-    """Has messages of this node begin with its name, on standard error, which all nodes of a job share."""
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(logging.Formatter(f"[{name}] %(message)s"))
-
-
-def log_to(path: Path) -> None:
-    """Has what the agent says go to a file, too."""
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    log.addHandler(handler)
-
-
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What the agent is to do.
-
-    Args:
-        program: that is megarl.
-        command: of it, that the driver runs.
-        config: path of the run's configuration.
-        overrides: of the configuration.
-        interface: network interface of the run; None is that of the route between the nodes.
-        start_limit_s: seconds for the nodes to come together, and again for Ray to start on them.
-    """
+class AgentOptions:
+    """The agent's command line; the limit is for the nodes to come together, and again for Ray to start on them."""
 
     program: tuple[str, ...] = (sys.executable, "-m", "megarl")
     command: str
@@ -90,130 +61,204 @@ class Options:
     start_limit_s: float
 
 
+class JobEnded(Exception):  # noqa: N818  (a job ends well, too)
+    """Ends the job on this node."""
+
+    def __init__(self, exit_code: int, reason: str, node: str | None = None) -> None:
+        super().__init__(reason)
+        self.reason = ExitReason(exit_code=exit_code, reason=reason, node=node)
+
+
 class Agent:
-    """A node's ports, directory, environment and guard, and its Ray; ``clean_up`` ends everything.
+    """A node's ports, environment and guard, and its Ray; the base of the head and the workers."""
 
-    Args:
-        job: of the node.
-        options: of the agent.
-        token: of the job.
+    directory: JobDirectory
+    environment: Mapping[str, str]
+    _course: Callable[[], None]
+    """Does this node's part; raises JobEnded."""
+    _end: Callable[[ExitReason], int]
+    """Ends the job on this node; returns the exit code."""
 
-    """
-
-    def __init__(self, job: SlurmJob, options: Options, token: str) -> None:
-        self.job, self.options, self.token = job, options, token
-        self._address: str | None = None
-        self._claim: Claim | None = None
-        _allow_open_files()
-        self._directory = new_directory()
-        clean = scrubbed(os.environ)
-        mark = secrets.token_hex(8)
-        self._guard = Guard(mark, self._directory, clean)
-        own = {MARK: mark, "TMPDIR": self._directory, "RAY_AUTH_MODE": "token", _TOKEN: token}
-        self.environment = {**clean, **ENVIRONMENT, **own}
-        self._stopped_by: asyncio.Queue[signal.Signals] = asyncio.Queue()
-
-    def listen_for_signals(self) -> None:
-        """From here on a signal does not end the agent: it ends the job, in order, and further ones change nothing."""
+    def __init__(self, job: SlurmJob, options: AgentOptions, token: str) -> None:
+        self.job, self.options, self._token = job, options, token
+        self._guard: Guard | None = None
+        self._ports: PortBlock | None = None
+        self._ray: LoggedProcess | None = None
+        self._signal: signal.Signals | None = None
+        self._ray_starts, self._next_look = 0, 0.0
+        # Slurm passes on the soft limit of the shell that submits, often 1024; Ray raises it in drivers, not in nodes.
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._stopped_by.put_nowait, number)
+            signal.signal(number, self._note_signal)
+
+    def _note_signal(self, number: int, _: object) -> None:
+        self._signal = self._signal or signal.Signals(number)
 
     @property
-    def ports(self) -> Ports:
-        """Of the job on this node, once they are claimed."""
-        assert self._claim is not None
-        return self._claim.ports
+    def joined(self) -> bool:
+        """Whether this node takes part in the head's job."""
+        return self._guard is not None
 
-    def claim_ports(self) -> None:
-        """Takes the first block of ports that is free; where none is, the job ends."""
+    def run(self) -> int:
+        """Takes part in the job until its end; returns this node's exit code."""
         try:
-            self._claim = Claim(candidates(self.job.id))
+            self._course()
+            raise AssertionError("a course ends the job")
+        except JobEnded as end:
+            return self._end(end.reason)
+        except Exception as error:
+            log.exception("the node agent itself has failed")
+            return self._end(ExitReason(exit_code=1, reason=f"the node agent itself has failed: {error!r}"))
+
+    def wait(self, condition: Callable[[], object], limit_s: float = math.inf, *, poll_s: float = _POLL_S) -> bool:
+        """Waits for a condition; returns False after the limit, and raises JobEnded when something ends the job."""
+        deadline = time.monotonic() + limit_s
+        while not condition():
+            self._look()
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(poll_s)
+        return True
+
+    def _pause(self, seconds: float) -> None:
+        self.wait(lambda: False, seconds)
+
+    def _look(self) -> None:
+        """Raises JobEnded at a signal, when another node has ended the job, and when this node's Ray has ended."""
+        if self._signal:
+            raise JobEnded(128 + self._signal, f"node {self.job.name} got {self._signal.name}")
+        if self.joined and time.monotonic() > self._next_look:
+            self._next_look = time.monotonic() + DIRECTORY_POLL_S
+            if (end := self.directory.end()) is not None:
+                raise JobEnded(end.exit_code, end.reason, end.node)
+        if self._ray is not None and (code := self._ray.exit_code) is not None:
+            self._ray_ended(self._ray, code)
+
+    def _load_config(self) -> RunConfig:
+        """Reads the configuration, which must have as many nodes as the job, and opens the job's directory."""
+        path, nodes = self.options.config, len(self.job.nodes)
+        try:
+            config = load(path, [*self.options.overrides, JOB_RAY])
+            problems = list(names_other_ray(Path(path), self.options.overrides))
+            if config.cluster.nodes != nodes:
+                rule, fix = f"the job's nodes, {nodes}", f"set cluster.nodes={nodes}, or start the job on others"
+                problems.insert(0, Problem(field="cluster.nodes", value=str(config.cluster.nodes), rule=rule, fix=fix))
+            if problems:
+                raise ConfigError(problems, path)
+        except ConfigError as error:
+            # The head reports it, and so does a node that does not see the file.
+            raise JobEnded(0 if self.job.index and os.path.exists(path) else 2, str(error)) from None
+        try:
+            self.directory = JobDirectory(config.run.dir, self.job)
         except OSError as error:
-            raise self._cannot_take_part(error, exit_code=1) from None
+            raise JobEnded(2, str(ConfigError([unwritable(config.run.dir, error)], path)), self.job.name) from None
+        return config
 
-    def find_address(self) -> None:
-        """Looks for the interface that the run is to use; where it is not there, the job ends."""
+    def _join(self) -> None:
+        """Opens the agent's log, which tells the head that this node has arrived, and starts the guard."""
+        handler = logging.FileHandler(self.directory.log(self.job.index))
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        log.addHandler(handler)
+        clean, mark, self._temporary = clean_env(os.environ), secrets.token_hex(8), new_directory()
+        self._guard = Guard(mark, self._temporary, self.directory.ray_logs(self.job.index), clean)
+        own = {MARK: mark, "TMPDIR": self._temporary, "RAY_AUTH_MODE": "token", _TOKEN: self._token}
+        self.environment = {**clean, **ENVIRONMENT, **own}
+
+    def _claim(self, find_address: Callable[[], str]) -> tuple[str, range]:
+        """This node's address, that of the interface or else what is found, and its ports."""
+        name, interface = self.job.name, self.options.interface
         try:
-            self._address = address_of(self.options.interface) if self.options.interface is not None else None
-        except ValueError as error:
-            raise self._cannot_take_part(error, exit_code=2) from None
+            self._ports = PortBlock(port_blocks(self.job.id))
+            return find_address() if interface is None else address_of(interface), self._ports.ports
+        except (OSError, ValueError) as error:
+            code = 2 if isinstance(error, ValueError) else 1
+            raise JobEnded(code, f"node {name} cannot take part: {error}", name) from None
 
-    def _cannot_take_part(self, error: Exception, exit_code: int) -> Ended:
-        reason = f"node {self.job.name} cannot take part: {error}"
-        return Ended(Outcome(exit_code=exit_code, reason=reason, node=self.job.name))
-
-    async def signals(self) -> None:
-        """Waits for a signal, which ends the job."""
-        number = await self._stopped_by.get()
-        raise Ended(Outcome(exit_code=128 + number, reason=f"node {self.job.name} got {number.name}"))
-
-    async def run_ray(self, start: Start, address: str, directory: JobDirectory) -> None:
-        """Runs this node's Ray; its end ends the job.
-
-        What Ray consists of may come from file systems that are slow at first, and Ray gives its parts 30 seconds: a
-        start that fails is tried again.
-
-        Args:
-            start: what the head says of it.
-            address: of this machine, on the route to the other nodes.
-            directory: of the job.
-        """
-        name = self.job.name
-        lack = lack_of_gpus(start.devices, self.environment) if start.on_gpus else None
+    def _start_ray(self, config: RunConfig, head: str, address: str, ports: range) -> None:
+        """Starts this node's Ray, whose end ends the job; `head` is HOST:PORT of Ray's head."""
+        name, devices = self.job.name, config.cluster.devices_per_node
+        lack = missing_gpus(devices, self.environment) if config.cluster.device == "cuda" else None
         if lack is not None:
-            raise Ended(Outcome(exit_code=2, reason=f"node {name} lacks GPUs: {lack}", node=name))
-        self._guard.keep_logs(directory.ray_logs(self.job.index))
-        command, log_file = self._ray_node(start, self._address or address).command(), directory.log(self.job.index)
-        told = ""
-        for _ in range(_RAY_STARTS):
-            if self.job.index > 0:
-                await reachable(start.ray_address)
-            ray = await Child.start(command, self.environment, log_file)
-            code = await ray.wait()
-            if STARTED.encode() in ray.tail:
-                told = f"its Ray has ended with exit code {code}; see {log_file}"
-                break
-            told = f"its Ray did not start: {ray.last_line}"
-            log.warning(told)
-        await asyncio.sleep(FIRST_SIGN_S)
-        raise Ended(Outcome(exit_code=1, reason=f"node {name} was lost: {told}", node=name))
-
-    def _ray_node(self, start: Start, address: str) -> RayNode:
-        """Also says which interface it uses to what runs there."""
-        interface = self.options.interface or interface_of(address)
-        if interface is not None:
-            self.environment.setdefault("GLOO_SOCKET_IFNAME", interface)
-            self.environment.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # this one, and none that begins alike
-        return RayNode(
+            raise JobEnded(2, f"node {name} lacks GPUs: {lack}", name)
+        if interface := self.options.interface or interface_of(address):
+            # The = takes this interface, and none whose name begins alike.
+            own = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+            self.environment = {**own, **self.environment}
+        self._ray_node = RayNode(
             index=self.job.index,
-            name=self.job.name,
+            name=name,
             address=address,
-            head=start.ray_address,
-            ports=self.ports.ray,
-            devices=start.devices,
-            object_store_mib=start.object_store_mib,
-            directory=self._directory,
+            head=head,
+            ports=ports,
+            devices=devices,
+            object_store_mib=config.cluster.object_store_mib,
+            directory=self._temporary,
         )
+        self._start_ray_process()
 
-    def ray_address(self, address: str) -> str:
-        """Host and port of a Ray head on this node.
+    def _start_ray_process(self) -> None:
+        node = self._ray_node
+        self.wait(lambda: node.index == 0 or is_reachable(node.head))
+        self._ray_starts += 1
+        environment = {**self.environment, **(_WORKER_RAY if node.index else {})}
+        self._ray = LoggedProcess(node.command(), environment, self.directory.log(node.index))
 
-        Args:
-            address: of this machine, on the route to the other nodes.
-        """
-        return f"{self._address or address}:{self.ports.ray[0]}"
+    def _ray_ended(self, ray: LoggedProcess, code: int) -> None:
+        """Starts this node's Ray again where it did not come up; else the job ends."""
+        self._ray, name, node = None, self.job.name, self._ray_node
+        if STARTED in ray.output:
+            told = f"its Ray has ended with exit code {code}; see {self.directory.log(node.index)}"
+        else:
+            told = f"its Ray did not start: {ray.last_message}"
+            log.warning(told)
+            if self._ray_starts < _RAY_STARTS:
+                return self._start_ray_process()
+        self._pause(SIGNAL_S)
+        if node.index > 0 and not is_reachable(node.head):
+            name, told = self.job.nodes[0], "the driver runs there, and its Ray does not answer"
+        raise JobEnded(1, f"node {name} was lost: {told}", name)
 
-    async def clean_up(self, *, failed: bool) -> bool:
-        """Ends everything that the agent has started, and removes what that leaves; whether nothing is left.
-
-        Args:
-            failed: whether the logs of the node's Ray are kept.
-        """
-        if not failed:
-            self._guard.keep_logs(None)
-        clean = await asyncio.to_thread(self._guard.finish)
-        if self._claim is not None:
-            self._claim.close()
+    def _clean_up(self, *, failed: bool) -> bool:
+        """Ends everything that the agent has started, and removes what that leaves; returns whether nothing is left."""
+        clean = self._guard is None or self._guard.finish(failed=failed)
+        if self._ports is not None:
+            self._ports.close()
         if not clean:
             log.error("something of the job is left on this node: the message above says what")
         return clean
+
+
+class Worker(Agent):
+    """The agent of every node but the first: starts the node's Ray when the head's is there, and ends with the job."""
+
+    def _course(self) -> None:
+        config = self._load_config()
+        directory, limit, head = self.directory, self.options.start_limit_s, self.job.nodes[0]
+        lost = f"node {self.job.name} sees nothing of the first node, {head}, in {directory.path}"
+        if not self.wait(lambda: directory.ray_address() is not None, limit, poll_s=DIRECTORY_POLL_S):
+            fix = "does it run, and is run.dir on a file system that all nodes share?"
+            raise JobEnded(1, f"{lost} within {limit:g} s: {fix}", self.job.name)
+        self._join()
+        # The head has the limit for its check of the configuration, and again for all nodes to arrive.
+        if not self.wait(directory.ray_address, 2 * limit, poll_s=DIRECTORY_POLL_S):
+            raise JobEnded(1, f"{lost} that would be its Ray within {2 * limit:g} s", head)
+        ray = str(directory.ray_address())
+        self._start_ray(config, ray, *self._claim(lambda: address_towards(ray.rpartition(":")[0])))
+        self._pause(math.inf)
+
+    def _end(self, reason: ExitReason) -> int:
+        failed = reason.failed
+        if self.joined:
+            time.sleep(SIGNAL_S)  # a signal to the whole job is here by now, and another node has said why it ends
+            told = self.directory.end()
+            if self._signal:
+                name, signaled = self.job.name, self._signal
+                reason = ExitReason(exit_code=128 + signaled, reason=f"node {name} got {signaled.name}", node=name)
+            if told is None:
+                self.directory.write_end(reason)
+            elif not self._signal:
+                reason, failed = replace(reason, exit_code=0), told.failed
+        if reason.exit_code:
+            log.error(reason.reason)
+        return reason.exit_code if self._clean_up(failed=failed) else 1

@@ -1,4 +1,4 @@
-"""What Slurm tells a task of the job and step that it belongs to."""
+"""What Slurm gives a task: its place among the job's nodes, its GPUs, and an environment that has to be cleaned."""
 
 from __future__ import annotations
 
@@ -6,97 +6,119 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
 _ITEM = re.compile(r"(?:[^,\[\]]|\[[^\]]*\])+")
 _PART = re.compile(r"\[([^\]]*)\]|([^\[\]]+)")
+_VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+_DEVICE_FILE = re.compile(r"nvidia\d+")
 
+_TASK = "describes the agent's own task, one per node; the run's processes have other ranks"
+_TORCHRUN = "torch and Megatron would take it for the rank of a process that torchrun started"
+_MPI = "libraries that look for MPI would take the process for one of its ranks, and wait for its launcher"
+_OTHER_RAY = "names a Ray cluster of whoever submitted the job"
 
-class NoSlurmJobError(ValueError):
-    """This process is no task of a Slurm step, or of one that has other than one task on each node."""
+CLEARED: Final[Mapping[str, str]] = {
+    r"SLURM_(?!JOB_ID$|RESTART_COUNT$)\w+": _TASK,
+    r"SRUN_\w+": _TASK,
+    r"(LOCAL_|GROUP_|ROLE_|NODE_)?RANK": _TORCHRUN,
+    r"(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE": _TORCHRUN,
+    r"MASTER_(ADDR|PORT)": _TORCHRUN,
+    r"TORCHELASTIC_\w+": _TORCHRUN,
+    r"PMIX?\d?_\w+": _MPI,
+    r"(OMPI|OPAL|ORTE|PRTE|I_MPI|MPI|MPICH|MV2|HYDRA|HYDI|PALS)_\w+": _MPI,
+    r"RAY_(ADDRESS|NAMESPACE|JOB_\w+|RUNTIME_ENV\w*|TMPDIR)": _OTHER_RAY,
+}
+"""Patterns of environment variables that the run's processes do not get, and why."""
+_CLEARED = re.compile("|".join(CLEARED))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """A task's place in its job; in a heterogeneous job's step the nodes of all components count, one after the other.
+    """A task's place in its job; in a heterogeneous job the nodes of all components count, one after the other.
 
     Args:
-        id: of the job, of a heterogeneous one its first component's.
-        attempt: how often Slurm has started the job before.
-        index: of this node; the head is 0.
-        components: names of the nodes; those of a heterogeneous job by component, of any other job together.
-        launcher: address of the host that started the step, where Slurm tells it.
+        attempt: number of times that Slurm started the job before.
+        components: names of the nodes; only a heterogeneous job has two.
+        launcher: address of the host on which srun runs, where Slurm tells it.
     """
 
     id: int
     attempt: int
+    step: str
     index: int
     components: tuple[tuple[str, ...], ...]
     launcher: str | None
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Names of all nodes, by index."""
         return tuple(itertools.chain.from_iterable(self.components))
 
     @property
     def name(self) -> str:
-        """Of this node."""
         return self.nodes[self.index]
-
-    @property
-    def heads(self) -> tuple[str, ...]:
-        """Where the head may be reached: a batch job's step is started on its first node; else by that node's name."""
-        return (self.launcher, self.nodes[0]) if self.launcher else (self.nodes[0],)
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> SlurmJob:
-        """Reads the variables that srun sets.
-
-        Raises:
-            NoSlurmJobError: they are not there, or do not describe one task on each node.
-        """
+        """Reads the variables that srun sets; raises ValueError where they do not describe one task per node."""
         try:
-            number = int(environment["SLURM_JOB_ID"])
-            components = tuple(_components(environment))
-            index = int(environment["SLURM_NODEID"])
+            job = cls(
+                id=int(environment["SLURM_JOB_ID"]),
+                attempt=int(environment.get("SLURM_RESTART_COUNT", "0")),
+                step=environment.get("SLURM_STEP_ID", "0"),
+                components=tuple(_components(environment)),
+                index=int(environment["SLURM_NODEID"]),
+                launcher=environment.get("SLURM_LAUNCH_NODE_IPADDR"),
+            )
             tasks = int(environment["SLURM_NTASKS"])
         except KeyError as missing:
-            raise NoSlurmJobError(
-                f"{missing.args[0]} is not set: start the node agent in a Slurm job, with srun --ntasks-per-node=1"
-            ) from None
-        job = cls(
-            id=number,
-            attempt=int(environment.get("SLURM_RESTART_COUNT", "0")),
-            index=index,
-            components=components,
-            launcher=environment.get("SLURM_LAUNCH_NODE_IPADDR"),
-        )
+            fix = "start the node agent in a Slurm job, with srun --ntasks-per-node=1"
+            raise ValueError(f"{missing.args[0]} is not set: {fix}") from None
         if tasks != len(job.nodes):
-            raise NoSlurmJobError(
-                f"the step has {tasks} tasks on {len(job.nodes)} nodes: start it with srun --ntasks-per-node=1"
-            )
+            found = f"the step has {tasks} tasks on {len(job.nodes)} nodes"
+            raise ValueError(f"{found}: start it with srun --ntasks-per-node=1")
         return job
 
 
 def _components(environment: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
-    """The names of the step's nodes; in a heterogeneous job the step's own list is sorted, and not in their order."""
+    """In a heterogeneous job the step's own node list is sorted, and not in the order of the components."""
     count = int(environment.get("SLURM_HET_SIZE", "0"))
     names = [f"SLURM_JOB_NODELIST_HET_GROUP_{number}" for number in range(count)] or ["SLURM_STEP_NODELIST"]
     for name in names:
-        yield tuple(expanded(environment[name]))
+        yield tuple(expand_nodelist(environment[name]))
 
 
-def expanded(nodelist: str) -> Iterator[str]:
-    """The names that a list such as ``n[1-3,7],gpu-a[01-02]`` stands for, in its order."""
+def expand_nodelist(nodelist: str) -> Iterator[str]:
+    """The names in a list such as ``n[1-3,7],gpu-a[01-02]``, as scontrol show hostnames, which containers lack."""
     for item in _ITEM.findall(nodelist):
-        parts = [_alternatives(ranges) if ranges else [text] for ranges, text in _PART.findall(item)]
+        parts = [_numbers(ranges) if ranges else [text] for ranges, text in _PART.findall(item)]
         yield from map("".join, itertools.product(*parts))
 
 
-def _alternatives(ranges: str) -> list[str]:
-    """The numbers of ``1-3,7``, with the zeros that their first ones lead with."""
+def _numbers(ranges: str) -> list[str]:
+    """The numbers of ``1-3,7``, with leading zeros as written."""
     numbers: list[str] = []
     for part in ranges.split(","):
         first, _, last = part.partition("-")
         numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
     return numbers
+
+
+def missing_gpus(wanted: int, environment: Mapping[str, str], devices: Path = Path("/dev")) -> str | None:
+    """Says which GPUs are missing and how to request them; None where the node has enough. Loads no CUDA library."""
+    visible = environment.get(_VISIBLE)
+    if visible is None:
+        names = [entry.name for entry in devices.iterdir() if _DEVICE_FILE.fullmatch(entry.name)]
+        found = f"{len(names)} in {devices}"
+    else:
+        names = [name for name in visible.split(",") if name and name != "NoDevFiles"]  # Slurm's word for none
+        found = f"{len(names)}, as {_VISIBLE}={visible}"
+    if len(names) >= wanted:
+        return None
+    return f"it has {found}, and cluster.devices_per_node is {wanted}: ask for them, as with --gpus-per-node={wanted}"
+
+
+def clean_env(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without the variables that would mislead Ray, torch or an MPI library."""
+    return {name: value for name, value in environment.items() if not _CLEARED.fullmatch(name)}

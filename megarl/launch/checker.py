@@ -1,0 +1,188 @@
+"""What a launch requires of a configuration that is valid by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, Final
+
+from megarl.config import ConfigError, EvalConfig, Problem, RunConfig, TrainingConfig, load, parse_devices
+from megarl.config.problems import shown
+from megarl.config.promises import unpromised
+from megarl.config.schema import Rollout
+from megarl.launch.field_types import seconds_of
+from megarl.launch.profile import SSH, Apptainer, Bare, Enroot, Profile
+from megarl.launch.render import mounts
+from megarl.launch.request import LaunchMode, LaunchRequest, unwritable
+from megarl.preflight.check import check
+
+_EARLY_S = 60  # Slurm may send the signal before the time limit so much earlier (sbatch's manual, --signal)
+_NAMES_NOTHING: Final[Any] = {"run": True, "actor": {"optimizer"}, "critic": {"optimizer"}}
+"""Parts of a configuration that name neither models nor data nor functions."""
+
+
+class Checker:
+    """Checks that a configuration can run, and fits the request and the cluster.
+
+    Models and data are read once for runs that read the same; not where the jobs are remote, and see other files.
+    """
+
+    def __init__(self, request: LaunchRequest, profile: Profile) -> None:
+        self.request, self.profile = request, profile
+        tunnel = profile.nemo_run.tunnel if request.mode is LaunchMode.TUNNEL else None
+        self.remote = isinstance(tunnel, SSH)
+        self.workdir = Path(tunnel.directory) if isinstance(tunnel, SSH) else Path.cwd()
+        self._checked: dict[str, ConfigError | None] = {}
+
+    def __call__(self, config: RunConfig) -> None:
+        """Checks a configuration, which may break rules between its fields; raises a ConfigError with every problem."""
+        error = None if self.remote else self._preflight(config)
+        problems = [*self._misfits(config), *(() if error is None else error.problems)]
+        if problems:
+            raise ConfigError(problems, unchecked="" if error is None else error.unchecked)
+
+    def _preflight(self, config: RunConfig) -> ConfigError | None:
+        """What is wrong with the models, data and functions that the configuration names."""
+        key = config.model_dump_json(by_alias=True, exclude=_NAMES_NOTHING)
+        if key not in self._checked:
+            try:
+                check(config)
+                self._checked[key] = None
+            except ConfigError as error:
+                self._checked[key] = error
+        return self._checked[key]
+
+    def finished(self, config: RunConfig) -> list[Problem]:
+        """The problem that nothing is left to do in run.dir, if so."""
+        return [] if self.remote else list(is_not_finished(config, chain=len(self.request.configs) > 1))
+
+    def _misfits(self, config: RunConfig) -> Iterator[Problem]:
+        if not self.request.sweeps:  # of a sweep, finished cells are left out
+            yield from self.finished(config)
+        yield from _devices_fit(config, self.request)
+        run_dir = Path(config.run.dir)
+        if not self.remote:
+            yield from _is_writable(run_dir.parent if self.request.sweeps else run_dir)
+        yield from _paths_are_plain(run_dir, self.profile, self.workdir)
+        yield from _paths_are_mounted(config, self.profile, self.workdir)
+
+
+def load_checked(
+    path: Path, overrides: Sequence[str], check: Callable[[RunConfig], object], promised: Collection[Path] = ()
+) -> RunConfig:
+    """Reads and checks a configuration; what is missing in promised directories, earlier runs will have written."""
+    config = load(path, overrides, check, promised=promised)
+    try:
+        check(config)
+    except ConfigError as error:
+        problems = unpromised(error.problems, config.model_dump(by_alias=True), promised)
+        if problems:
+            raise ConfigError(problems, str(path), error.unchecked) from None
+    return config
+
+
+def profile_problems(profile: Profile) -> Iterator[Problem]:
+    """Checks the fields of a profile against each other."""
+    if profile.time is not None and profile.grace and seconds_of(profile.time) <= profile.grace + _EARLY_S:
+        rule = f"longer than grace, {profile.grace} s, and the {_EARLY_S} s by which Slurm may be early with its signal"
+        fix = "raise time, or lower grace (--grace 0 leaves the end to Slurm)"
+        yield Problem(field="time", value=profile.time, rule=rule, fix=fix)
+    if profile.gpu_type is not None and profile.gpu_request == "none":
+        rule, fix = "has an effect where GPUs are asked for", "remove it, or set gpu_request"
+        yield Problem(field="gpu_type", value=profile.gpu_type, rule=rule, fix=fix)
+
+
+def is_not_finished(config: RunConfig, *, chain: bool = False) -> Iterator[Problem]:
+    """Checks that something is left to do in run.dir."""
+    summary = Path(config.run.dir) / "summary.json"
+    try:
+        taken = json.loads(summary.read_text(encoding="utf-8"))["steps"]
+    except (OSError, ValueError, KeyError):
+        return
+    if isinstance(config, EvalConfig):
+        fix = "choose another run.dir, or remove the directory"
+        yield Problem(field="run.dir", value=config.run.dir, rule="no finished evaluation is there", fix=fix)
+    elif isinstance(config, TrainingConfig) and config.run.steps <= taken:
+        fix = f"raise run.steps to go on with it, {'leave it out, ' if chain else ''}or choose another run.dir"
+        rule = f"a run that is not finished; this one has taken its {taken} steps"
+        yield Problem(field="run.dir", value=config.run.dir, rule=rule, fix=fix)
+
+
+def _devices_fit(config: RunConfig, request: LaunchRequest) -> Iterator[Problem]:
+    """Every node is used; in a heterogeneous job the last nodes have the engines, and nothing else."""
+    nodes, per_node, split = config.cluster.nodes, config.cluster.devices_per_node, request.rollout_nodes
+    trainers = {device for name in config.groups for device in config.device_list(name)}
+    rollout = getattr(config, "rollout", None)
+    engines = set(parse_devices(rollout.devices)) if isinstance(rollout, Rollout) else set[int]()
+    if request.gpus_per_node is not None and config.cluster.device == "cpu":
+        rule = "the configuration's devices are virtual ones of the CPU (cluster.device = cpu)"
+        fix = "remove it, and set cluster.devices_per_node"
+        yield Problem(field="--gpus-per-node", value=str(request.gpus_per_node), rule=rule, fix=fix)
+    used = {device // per_node for device in trainers | engines}
+    if idle := [node for node in range(nodes) if node not in used]:
+        rule = f"every node has a device that the run uses; {', '.join(map(str, idle))} (from 0) has none"
+        fix = f"place groups or rollout there, or set --nodes {len(used)}"
+        yield Problem(field="cluster.nodes", value=str(nodes), rule=rule, fix=fix)
+    if split is None:
+        return
+    first = (nodes - split) * per_node
+    if split >= nodes:
+        rule = f"fewer than the job's nodes, {nodes}, of which they are the last ones"
+        yield Problem(field="--rollout-nodes", value=str(split), rule=rule, fix="lower it, or raise --nodes")
+    elif not engines or min(engines) < first or max(trainers, default=0) >= first:
+        rule = f"the engines have devices from {first} on, and the groups those below"
+        fix = f"set rollout.devices and the groups' devices so, or remove --rollout-nodes {split}"
+        yield Problem(field="rollout.devices", value=shown(getattr(rollout, "devices", None)), rule=rule, fix=fix)
+
+
+def _is_writable(directory: Path) -> Iterator[Problem]:
+    """The directory, or what exists of the path to it, takes files."""
+    present = next(path for path in (directory, *directory.absolute().parents) if os.path.exists(path))
+    try:
+        TemporaryFile(dir=present).close()
+    except OSError as error:
+        yield unwritable(directory, error)
+
+
+def _paths_are_plain(run_dir: Path, profile: Profile, workdir: Path) -> Iterator[Problem]:
+    """Slurm and the containers can be given the directories of the job."""
+    contained = not isinstance(profile.runtime, Bare)
+    for field, path in (("run.dir", run_dir.absolute()), ("the present directory", workdir)):
+        text = str(path)
+        if "\\" in text or not text.isprintable():
+            rule = "without backslashes and line breaks, which Slurm reads in its own way"
+            yield Problem(field=field, value=repr(text), rule=rule, fix="choose another one")
+        elif contained and re.search(r"[:,]" + (r"|\s" if isinstance(profile.runtime, Enroot) else ""), text):
+            rule = f"a path that {profile.runtime.name} can mount: without colons, commas and, of enroot, spaces"
+            yield Problem(field=field, value=text, rule=rule, fix="choose another one")
+
+
+def _paths_are_mounted(config: RunConfig, profile: Profile, workdir: Path) -> Iterator[Problem]:
+    """A container sees the models and data that are named by paths; a name on the hub looks like a relative path."""
+    if isinstance(profile.runtime, Bare):
+        return
+    mounted = mounts(profile.runtime, workdir, [Path(config.run.dir).absolute()])
+    seen = [Path(os.path.normpath(mount.split(":")[1])) for mount in mounted]
+    if isinstance(profile.runtime, Apptainer):
+        seen += [Path.home(), Path("/tmp")]  # it mounts these by itself
+    for field, path in _paths(config.model_dump(by_alias=True)):
+        place = Path(os.path.normpath(workdir / path))
+        if not any(place.is_relative_to(directory) for directory in seen):
+            rule = f"in a directory that the container sees: {', '.join(map(str, seen))}"
+            fix = (
+                f"add one above it to the profile's runtime.mounts, or give --mounts {place.parent}; what a "
+                "configuration names must have the same path inside and outside"
+            )
+            yield Problem(field=field, value=str(path), rule=rule, fix=fix)
+
+
+def _paths(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Path]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _paths(value, f"{above}{key}.")
+        elif key in ("path", "tokenizer", "replay") and isinstance(value, str):
+            yield f"{above}{key}", Path(value)

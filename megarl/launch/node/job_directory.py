@@ -1,0 +1,141 @@
+"""RUN_DIR/slurm/JOB-ATTEMPT: a job's logs and times, the address of its Ray, how to attach to it, and how it ended.
+
+The nodes of a job share it: the head publishes its Ray there, and whichever node ends the job first writes why.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.files import write_durably
+from megarl.launch.node.slurm_job import SlurmJob
+from megarl.launch.render import templates
+
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+_MISTAKE = 2
+_END, _RAY = "end.json", "ray.json"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitReason:
+    """Why a job ends, with the name of the node at fault, if one is."""
+
+    exit_code: int
+    reason: str
+    node: str | None = None
+
+    @property
+    def by_signal(self) -> bool:
+        """Whether somebody stopped the job; other signals are failures."""
+        return self.exit_code in _STOPPED
+
+    @property
+    def failed(self) -> bool:
+        """Whether something failed, so that Ray's logs are kept."""
+        return self.exit_code not in (0, _MISTAKE) and not self.by_signal
+
+
+class JobDirectory:
+    """The directory of one attempt of a job, which is made; raises OSError where it cannot be written."""
+
+    def __init__(self, run_dir: str, job: SlurmJob) -> None:
+        self._job = job
+        self.path = Path(run_dir).absolute() / "slurm" / f"{job.id}-{job.attempt}"
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.driver_log, self._token = self.path / "driver.log", self.path / "token"
+
+    def log(self, index: int) -> Path:
+        return self.path / f"{_role(index)}.log"
+
+    def ray_logs(self, index: int) -> Path:
+        return self.path / f"ray-{_role(index)}"
+
+    def begin(self) -> None:
+        """Tells the other nodes that the head has begun; an earlier step of the job may have ended here."""
+        (self.path / _END).unlink(missing_ok=True)
+        self.publish_ray("")
+
+    def publish_ray(self, address: str) -> None:
+        """Tells the other nodes HOST:PORT of the job's Ray, empty before it starts."""
+        write_durably(self.path / _RAY, json.dumps({"step": self._job.step, "address": address}) + "\n")
+
+    def ray_address(self) -> str | None:
+        """What the head of this step has published; None before it begins."""
+        published = self._read(_RAY)
+        return published["address"] if published.get("step") == self._job.step else None
+
+    def missing(self) -> list[int]:
+        """The indices of the nodes whose agents have not opened their logs yet."""
+        names = self._names()
+        return [index for index in range(len(self._job.nodes)) if self.log(index).name not in names]
+
+    def end(self) -> ExitReason | None:
+        """Why the job ends; None while it runs."""
+        told = self._read(_END)
+        return ExitReason(**told) if told else None
+
+    def _names(self) -> set[str]:
+        """Listing a directory shows new files on NFS, where opening them by name may not for a while."""
+        try:
+            return set(os.listdir(self.path))
+        except OSError:
+            return set()
+
+    def _read(self, name: str) -> dict[str, Any]:
+        try:
+            return json.loads((self.path / name).read_text(encoding="utf-8")) if name in self._names() else {}
+        except (OSError, ValueError):
+            return {}
+
+    def reached(self, stage: str, when: float | None = None) -> None:
+        """Appends a stage of the job to times.jsonl, in seconds since 1970; None is now."""
+        line = json.dumps({"stage": stage, "time": round(time.time() if when is None else when, 3)})
+        with _warning(), (self.path / "times.jsonl").open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+    def write_attach(self, ray_address: str, secret: str) -> None:
+        """Writes the script that opens a shell in the job, and the token that it needs, which only the owner reads."""
+        script, values = self.path / "attach", {"ray": ray_address, "token": self._token, "job": self._job}
+        with _warning():
+            self._token.unlink(missing_ok=True)
+            with os.fdopen(os.open(self._token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(secret)
+            text = templates().get_template("attach.j2").render(script=script, **values)
+            script.write_text(text, encoding="utf-8")
+            script.chmod(0o755)
+
+    def write_end(self, reason: ExitReason) -> None:
+        """Writes why the job ends, which ends it on every node, and removes its token."""
+        with _warning():
+            self._token.unlink(missing_ok=True)
+        with _warning():
+            write_durably(self.path / _END, json.dumps(asdict(reason)) + "\n")
+
+    def add_to_driver_log(self, text: str) -> None:
+        if self.driver_log.exists():
+            with _warning(), self.driver_log.open("a", encoding="utf-8") as file:
+                file.write(f"{text}\n")
+
+
+@contextmanager
+def _warning() -> Iterator[None]:
+    """Warns where nothing can be written, as on a full disk: the job continues, and ends in order, without."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("not written: %s", error)
+
+
+def _role(index: int) -> str:
+    return "head" if index == 0 else f"worker-{index}"

@@ -1,0 +1,117 @@
+"""The ports and addresses of a job on a node."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+from megarl.launch.node.slurm_job import SlurmJob
+
+_FIRST, _SIZE, _BLOCKS = 10000, 100, 227
+_CANDIDATES, _STRIDE = 8, 61
+_CHECKED = 11  # the first port, which claims the block, and Ray's fixed ones; Ray skips others in use
+_SIOCGIFADDR, _DISCARD, _CONNECT_S = 0x8915, 9, 5.0
+LOOPBACK: Final = "127.0.0.1"
+
+
+def port_blocks(job: int) -> tuple[range, ...]:
+    """The blocks of ports that a job's nodes try, in order; neighbouring jobs have different first ones."""
+    starts = (_FIRST + (job + step * _STRIDE) % _BLOCKS * _SIZE for step in range(_CANDIDATES))
+    return tuple(range(start, start + _SIZE) for start in starts)
+
+
+class PortBlock:
+    """The first free block of ports, kept until it is closed. Raises OSError where none is free."""
+
+    def __init__(self, blocks: Sequence[range]) -> None:
+        for block in blocks:
+            claim = _listen(block[0])
+            if claim is None:
+                continue
+            probes = [_listen(port) for port in block[1:_CHECKED]]
+            for probe in filter(None, probes):
+                probe.close()
+            if all(probes):
+                self._claim, self.ports = claim, block[1:]
+                return
+            claim.close()
+        tried = ", ".join(f"{block[0]}-{block[_CHECKED - 1]}" for block in blocks)
+        raise OSError(errno.EADDRINUSE, f"each of these ranges has a port that is taken: {tried}")
+
+    def close(self) -> None:
+        self._claim.close()
+
+
+def _listen(port: int) -> socket.socket | None:
+    try:
+        return socket.create_server(("", port))
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return None
+
+
+def interface_addresses() -> dict[str, str]:
+    """The IPv4 address of each network interface that has one."""
+    found: dict[str, str] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                found[name] = socket.inet_ntoa(answer[20:24])
+            except OSError:  # it has none
+                continue
+    return found
+
+
+def address_of(interface: str) -> str:
+    """The IPv4 address of an interface. Raises ValueError where there is no such interface, or it has none."""
+    addresses = interface_addresses()
+    if interface not in addresses:
+        known = ", ".join(f"{name} ({address})" for name, address in addresses.items())
+        raise ValueError(f"--interface {interface} is none of this node's interfaces with an address: {known}")
+    return addresses[interface]
+
+
+def interface_of(address: str) -> str | None:
+    return next((name for name, own in interface_addresses().items() if own == address), None)
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on the route to a host; nothing is sent. Raises OSError where there is no route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, _DISCARD))
+        return probe.getsockname()[0]
+
+
+def head_address(job: SlurmJob) -> str:
+    """The address under which the other nodes reach the first one, where this is called.
+
+    A batch script's srun runs on the first node, whose address Slurm tells. Where srun runs elsewhere, or that is the
+    loopback's, the route to the second node decides. Raises OSError where that node's name is unknown.
+    """
+    if len(job.nodes) == 1:
+        return LOOPBACK
+    launcher = job.launcher if job.launcher in interface_addresses().values() else None
+    if launcher not in (None, LOOPBACK):
+        return launcher
+    try:
+        return address_towards(job.nodes[1])
+    except OSError:
+        if launcher is None:
+            raise
+        return launcher
+
+
+def is_reachable(address: str) -> bool:
+    """Whether a server accepts connections at HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_S).close()
+    except OSError:
+        return False
+    return True
