@@ -118,8 +118,8 @@ bench: setup
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
 
 docs: setup
-	$(BIN)/python -m megarl.config.reference > docs/configuration.md
-	$(BIN)/python -m megarl.algos.reference > docs/algorithms.md
+	$(BIN)/python -m tools.docs.configuration_page > docs/configuration.md
+	$(BIN)/python -m tools.docs.algorithms_page > docs/algorithms.md
 
 clean:
 	rm -rf runs build dist megarl.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -29,7 +29,7 @@ from typing import Any, Final
 from examples.sort_letters.checkpoint import write_checkpoint
 from examples.sort_letters.data import write_data
 from examples.sort_letters.results import TRUE_SCORE, read_lines
-from megarl.config.files import merged
+from megarl.config.inheritance import merged
 
 CONFIGS: Final = Path("configs/learning")
 DIRECTORY: Final = Path("runs/learning")

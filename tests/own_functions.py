@@ -12,7 +12,7 @@ from megarl.algos.group_advantages import Samples
 from megarl.algos.kl import k2
 from megarl.algos.normalization import Groups, Reduce, levels
 from megarl.algos.policy_loss import LossTerms
-from megarl.algos.rollout_correction import token_truncate
+from megarl.algos.rollout_correction import rollout_weights
 
 NOT_A_FUNCTION = 3
 
@@ -76,4 +76,6 @@ def same_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def same_truncation(
     old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor, reduce: Reduce, *, upper: float
 ) -> Tensor:
-    return token_truncate(old_logprobs, rollout_logprobs, response_mask, reduce, upper=upper)
+    return rollout_weights(
+        old_logprobs, rollout_logprobs, response_mask, reduce, level="token", rule="truncate", upper=upper
+    )

@@ -15,9 +15,9 @@ PACKAGE = REPOSITORY / "megarl"
 
 # A part may import the parts of the lines above it, and itself.
 LAYERS = (
-    {"errors", "files", "plugins", "types"},
-    {"config"},
+    {"bounds", "errors", "files", "plugins", "types"},
     {"algos"},
+    {"config"},
     {"weights"},
     {"models"},
     {"data"},
@@ -46,6 +46,7 @@ OF_SCRIPTS = {"invoke", "jinja2", "launchers", "nemo_run", "paramiko", "typer", 
 TORCH_FREE = (
     "types",
     "run.checkpoints",
+    "algos.registry",
     "config",
     "files",
     "run.attempts",

@@ -6,6 +6,7 @@ Args:
     rewards: [B, R], the penalty of each token, plus the score of the response where it is placed.
     values: [B, R], of the state before each token; None without a critic.
     response_mask: [B, R] bool; in a run False on responses without a score.
+    gamma: discount per token.
 
 Returns:
     advantages, and returns for the critic to learn, [B, R] each, 0 off the mask.
@@ -19,9 +20,10 @@ import torch
 from torch import Tensor
 
 from megarl.algos.normalization import on_mask
+from megarl.bounds import Fraction, Positive
 
 Gaps = Literal["carry", "zero"]
-"""What a token that does not count is: passed over, or a step without reward and value."""
+"""What becomes of a token that does not count: it is passed over, or is a step without reward and value."""
 
 
 def gae(
@@ -30,10 +32,10 @@ def gae(
     response_mask: Tensor,
     bootstrap: Tensor | None = None,
     *,
-    gamma: float = 1.0,
-    lam: float = 0.95,
+    gamma: Fraction = 1.0,
+    lam: Fraction = 0.95,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over the counting tokens of each row.
+    """Generalised advantage estimation with a critic, over the counting tokens of each row.
 
         delta[t] = r[t] + gamma * V[t'] - V[t];  A[t] = delta[t] + gamma * lam * A[t'];  returns[t] = A[t] + V[t]
 
@@ -42,15 +44,8 @@ def gae(
     using generalized advantage estimation" (2016); gaps as in verl and AReaL.
 
     Args:
-        rewards: [B, R].
-        values: [B, R], of the state before each token.
-        response_mask: [B, R] bool.
-        bootstrap: [B], value of the state after the last token, for rows that were cut off; None: 0.
-        gamma: discount per token.
-        lam: decay per token of the estimator.
-
-    Returns:
-        advantages and returns, [B, R], 0 off the mask.
+        bootstrap: [B], value of the state after the last token, for rows that were cut off; None is 0.
+        lam: decay per token; 1 is Monte Carlo, 0 one-step.
     """
     advantages, returns = scan(rewards, values, response_mask, bootstrap, gamma=gamma, lam=lam)
     return on_mask(advantages, response_mask), on_mask(returns, response_mask)
@@ -61,28 +56,21 @@ def vapo(
     values: Tensor,
     response_mask: Tensor,
     *,
-    gamma: float = 1.0,
-    lam_value: float = 1.0,
-    lam_policy: float | None = None,
-    length_alpha: float = 0.05,
+    gamma: Fraction = 1.0,
+    lam_value: Fraction = 1.0,
+    lam_policy: Fraction | None = None,
+    length_alpha: Positive = 0.05,
 ) -> tuple[Tensor, Tensor]:
-    """Decoupled generalised advantage estimation: one decay for the returns, another for the advantages.
+    """Decoupled generalised advantage estimation with a critic: one decay for the returns, another for the advantages.
 
         returns = A(lam_value) + V;  advantages = A(lam_policy), or A(1 - 1 / max(length_alpha * n, 1))
 
     A(lam) is that of ``gae``, n the counting tokens of the row. Source: VAPO (Yue et al., 2025); NeMo-RL.
 
     Args:
-        rewards: [B, R].
-        values: [B, R], of the state before each token.
-        response_mask: [B, R] bool.
-        gamma: discount per token.
-        lam_value: decay per token for the returns.
-        lam_policy: decay per token for the advantages; None: by the length of each row.
-        length_alpha: how that grows with the length.
-
-    Returns:
-        advantages and returns, [B, R], 0 off the mask.
+        lam_value: decay per token of the critic's returns.
+        lam_policy: decay per token of the advantages; None is 1 - 1 / (length_alpha * tokens of the response).
+        length_alpha: how the decay of the advantages grows with the response, where lam_policy is None.
     """
     by_length = 1 - 1 / (length_alpha * response_mask.sum(-1).to(values.dtype)).clamp(min=1)
     lam = by_length if lam_policy is None else lam_policy
@@ -92,50 +80,40 @@ def vapo(
 
 
 def reinforce(
-    rewards: Tensor, values: Tensor | None, response_mask: Tensor, *, gamma: float = 1.0
+    rewards: Tensor, values: Tensor | None, response_mask: Tensor, *, gamma: Fraction = 1.0
 ) -> tuple[Tensor, Tensor]:
     """The reward-to-go of each token, without a critic: A[t] = G[t] = r[t] + gamma * G[t'].
 
-    t' is the next counting token of the row. REINFORCE++ is the same, whitened over the tokens of the step, with the
-    penalties in the rewards. Source: Williams, "Simple statistical gradient-following algorithms" (1992); REINFORCE++
-    (Hu, 2025); OpenRLHF and verl.
-
-    Args:
-        rewards: [B, R].
-        values: not used.
-        response_mask: [B, R] bool.
-        gamma: discount per token.
-
-    Returns:
-        The same twice, [B, R], 0 off the mask.
+    t' is the next counting token of the row; advantages and returns are the same. ``reinforce_pp`` (REINFORCE++) is
+    whitened over the tokens of the step by ``algo.normalise.advantages: auto``, with the penalties in the rewards.
+    Source: Williams, "Simple statistical gradient-following algorithms" (1992); REINFORCE++ (Hu et al., 2025); OpenRLHF
+    and verl.
     """
     del values
     returns = on_mask(reward_to_go(rewards, response_mask, gamma=gamma), response_mask)
     return returns, returns
 
 
-def from_outcomes(outcomes: Tensor, penalties: Tensor, response_mask: Tensor, *, cumulative: bool = True) -> Tensor:
-    """The advantage of a sample on each of its tokens, plus the penalties.
+def from_outcomes(
+    sequence_advantages: Tensor, penalties: Tensor, response_mask: Tensor, *, cumulative: bool = True
+) -> Tensor:
+    """The advantage a of a sample on each of its tokens, plus the penalties, [B, R], 0 off the mask.
 
-        A[t] = outcome + sum over t' >= t of penalty[t'], or with each token's own: A[t] = outcome + penalty[t]
+        A[t] = a + sum over t' >= t of penalty[t'], or with each token's own: A[t] = a + penalty[t]
 
     Source: OpenRLHF (cumulative); slime and NeMo-RL (each token's own).
 
     Args:
-        outcomes: [B], an advantage per sample, from a comparison.
-        penalties: [B, R], of ``rewards.kl_penalties``; 0 without any.
-        response_mask: [B, R] bool.
+        sequence_advantages: [B].
+        penalties: [B, R], of ``reward_shaping.kl_penalties``; 0 without any.
         cumulative: which of the two.
-
-    Returns:
-        [B, R], 0 off the mask.
     """
     own = reward_to_go(penalties, response_mask) if cumulative else penalties
-    return on_mask(outcomes[:, None] + own, response_mask)
+    return on_mask(sequence_advantages[:, None] + own, response_mask)
 
 
 def reward_to_go(rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0, gaps: Gaps = "carry") -> Tensor:
-    """G[t] = r[t] + gamma * G[t'], [B, R], off the mask as it passes: scan without values."""
+    """G[t] = r[t] + gamma * G[t'], [B, R], not masked: scan without values."""
     return scan(rewards, torch.zeros_like(rewards), response_mask, gamma=gamma, lam=1.0, gaps=gaps)[0]
 
 
@@ -149,10 +127,9 @@ def scan(
     lam: float | Tensor,
     gaps: Gaps = "carry",
 ) -> tuple[Tensor, Tensor]:
-    """The recursion of gae, from the last column to the first, and its returns: off the mask as they pass.
+    """The recursion of ``gae``, from the last column to the first, and its returns; not masked.
 
     Args:
-        rewards: [B, R]. values: [B, R]. response_mask: [B, R] bool. bootstrap: [B], or None. gamma: see gae.
         lam: decay per token, or one per row, [B].
         gaps: "zero" is the form of OpenRLHF and NeMo-Aligner, the same but for gaps inside a row: there the discount
             goes on, and what lies in the gap gets an advantage.

@@ -16,6 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megarl.bounds import Count
+
 
 def token_mean(
     response_mask: Tensor, *, total_tokens: int, total_sequences: int, dtype: torch.dtype = torch.float32
@@ -23,10 +25,6 @@ def token_mean(
     """The mean over the tokens of the optimizer step.
 
     Every counting token weighs 1 / total_tokens. Source: OpenRLHF, verl and DAPO (Yu et al., 2025).
-
-    Args:
-        response_mask, total_tokens, total_sequences: see the module.
-        dtype: of the weights.
     """
     del total_sequences
     return response_mask.to(dtype) / max(total_tokens, 1)
@@ -38,10 +36,6 @@ def token_sum(
     """The sum over the tokens of the optimizer step.
 
     Every counting token weighs 1: the learning rate is in proportion to the tokens of a step. Source: verl.
-
-    Args:
-        response_mask, total_tokens, total_sequences: see the module.
-        dtype: of the weights.
     """
     del total_tokens, total_sequences
     return response_mask.to(dtype)
@@ -54,10 +48,6 @@ def sequence_mean(
 
     A token of a row with n counting tokens weighs 1 / (n * total_sequences); a row without one is not averaged over.
     Source: GRPO (Shao et al., 2024) and GSPO (Zheng et al., 2025).
-
-    Args:
-        response_mask, total_tokens, total_sequences: see the module.
-        dtype: of the weights.
     """
     del total_tokens
     lengths = response_mask.sum(-1, keepdim=True).clamp(min=1)
@@ -70,10 +60,6 @@ def sequence_sum(
     """The mean over sequences of the sums over their tokens.
 
     Every counting token weighs 1 / total_sequences. Source: verl's seq-mean-token-sum.
-
-    Args:
-        response_mask, total_tokens, total_sequences: see the module.
-        dtype: of the weights.
     """
     del total_tokens
     return response_mask.to(dtype) / max(total_sequences, 1)
@@ -85,7 +71,7 @@ def sequence_sum_norm(
     total_tokens: int,
     total_sequences: int,
     dtype: torch.dtype = torch.float32,
-    tokens: float,
+    tokens: Count,
 ) -> Tensor:
     """The mean over sequences of the sums over their tokens, in units of a constant length.
 
@@ -93,9 +79,7 @@ def sequence_sum_norm(
     R1-Zero-like training" (2025), with the longest response as the constant.
 
     Args:
-        response_mask, total_tokens, total_sequences: see the module.
-        dtype: of the weights.
-        tokens: the constant, the same in all steps.
+        tokens: the constant: the longest response, for example.
     """
     del total_tokens
     return response_mask.to(dtype) / (max(total_sequences, 1) * tokens)

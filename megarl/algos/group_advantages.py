@@ -1,7 +1,11 @@
 """An advantage per sample, from comparing the scores of the samples of a step.
 
-A comparison is a function of (samples), which are ``Samples``, with options by keyword, that returns [N]. Samples
+A group advantage is a function of (samples), which are ``Samples``, with options by keyword, that returns [N]. Samples
 without a score are left out of every statistic and get 0, and so does a sample that has no other to be compared with.
+
+    eps: added to the deviation.
+    ddof: the deviation's degrees of freedom that are taken off the number of samples.
+    singleton: advantage of a sample that is alone, the others being without a score: zero, or its raw score.
 """
 
 from __future__ import annotations
@@ -14,14 +18,15 @@ import torch
 from torch import Tensor
 
 from megarl.algos.normalization import on_mask
+from megarl.bounds import NotNegative
 
 Singleton = Literal["zero", "raw"]
-"""The advantage of a sample that is alone: 0, or its score."""
+DDof = Literal[0, 1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """All samples of a step, on all ranks: those of a group need not be neighbours.
+    """All samples of a step, on all ranks; those of a group need not be neighbours.
 
     Args:
         scores: [N] float32 or float64, as the algorithm takes them; in a run float32, NaN where not ``scored``.
@@ -44,7 +49,7 @@ class Samples:
     greedy_scores: Tensor | None = None
 
 
-def grpo(samples: Samples, *, eps: float = 1e-6, ddof: Literal[0, 1] = 1, singleton: Singleton = "zero") -> Tensor:
+def grpo(samples: Samples, *, eps: NotNegative = 1e-6, ddof: DDof = 1, singleton: Singleton = "zero") -> Tensor:
     """(s - mean) / (deviation + eps), within each group; exactly 0 where all scores of a group are equal.
 
     ``ddof`` 1 is the sample deviation. ``singleton`` raw lets a sample that is alone keep its score, as verl does.
@@ -57,7 +62,8 @@ def grpo(samples: Samples, *, eps: float = 1e-6, ddof: Literal[0, 1] = 1, single
 def dr_grpo(samples: Samples, *, singleton: Singleton = "zero") -> Tensor:
     """s - mean, within each group.
 
-    Whitened over the tokens of the step it is REINFORCE++ with a baseline. Source: Liu et al., "Understanding
+    ``reinforce_pp_baseline`` (REINFORCE++-baseline, OpenRLHF's ``reinforce_baseline``) is the same, whitened over the
+    tokens of the step by ``algo.normalise.advantages: auto``. Source: Liu et al., "Understanding
     R1-Zero-like training" (2025), there with the aggregation sequence_sum_norm; Hu, "REINFORCE++" (2025).
     """
     return _within_groups(samples, lambda scores, _: _centred(scores), singleton=singleton)
@@ -84,14 +90,14 @@ def masked_rloo(samples: Samples) -> Tensor:
         ended = samples.finished[members]
         if ended.sum() < 2:
             return torch.zeros_like(scores)
-        outcomes = scores - scores[ended].sum() / (ended.sum() - 1)
-        outcomes[ended] = _left_out(scores[ended])
-        return outcomes
+        advantages = scores - scores[ended].sum() / (ended.sum() - 1)
+        advantages[ended] = _left_out(scores[ended])
+        return advantages
 
     return _within_groups(samples, rule)
 
 
-def rloo_std(samples: Samples, *, eps: float = 1e-6) -> Tensor:
+def rloo_std(samples: Samples, *, eps: NotNegative = 1e-6) -> Tensor:
     """(s - mean of the others) / (deviation of the others + eps), not divided where the others do not differ.
 
     The deviation is the sample deviation, within each group. Source: NeMo-RL, leave-one-out baseline and deviation.
@@ -120,7 +126,7 @@ def opo(samples: Samples, *, singleton: Singleton = "zero") -> Tensor:
     return _within_groups(samples, less_the_weighted_mean, singleton=singleton)
 
 
-def pass_at_k(samples: Samples, *, eps: float = 1e-6) -> Tensor:
+def pass_at_k(samples: Samples, *, eps: NotNegative = 1e-6) -> Tensor:
     """(best - second best) / (deviation + eps) for the best sample of each group, 0 for the others.
 
     The deviation is the sample deviation; where several are best, all get 0. Source: Chen et al., "Pass@k training"
@@ -134,7 +140,7 @@ def pass_at_k(samples: Samples, *, eps: float = 1e-6) -> Tensor:
     return _within_groups(samples, lead_of_the_best)
 
 
-def batch_std(samples: Samples, *, eps: float = 1e-6, ddof: Literal[0, 1] = 1) -> Tensor:
+def batch_std(samples: Samples, *, eps: NotNegative = 1e-6, ddof: DDof = 1) -> Tensor:
     """(s - mean of the group) / (deviation of all scores of the step + eps).
 
     ``ddof`` 1 is the sample deviation. Source: TRL, scale_rewards batch, there with eps 1e-4.
@@ -164,7 +170,7 @@ def remax(samples: Samples) -> Tensor:
     return on_mask(samples.scores - samples.greedy_scores, comparable)
 
 
-def gdpo(samples: Samples, *, eps: float = 1e-6) -> Tensor:
+def gdpo(samples: Samples, *, eps: NotNegative = 1e-6) -> Tensor:
     """sum over the sources k of a score of weight[k] * (s[k] - mean) / (deviation + eps), within each group.
 
     The deviation is the sample deviation: it is the sum of grpo of each source. Source: GDPO (Liu et al., 2026); verl.
@@ -183,13 +189,7 @@ def _within_groups(
     *,
     singleton: Singleton = "zero",
 ) -> Tensor:
-    """Applies the rule to each group of at least two samples.
-
-    Args:
-        samples: of the step.
-        rule: of the scores of a group in float64 and its members' numbers, [n] each, n > 1; gives [n].
-        singleton: what a sample gets that is alone.
-    """
+    """Applies the rule to each group of at least two samples: to its scores, [n] float64, and its members' indices."""
     members = samples.scored.nonzero().flatten()
     members = members[samples.groups[members].argsort(stable=True)]
     advantages = torch.zeros_like(samples.scores)

@@ -1,4 +1,4 @@
-"""Estimators of KL(policy || reference) in nats, and controllers of its coefficient.
+"""Estimators of KL(policy || reference) in nats, and the controller of its coefficient.
 
 With d = log policy - log reference at a token sampled from the policy, each is an estimate per token (J. Schulman,
 "Approximating KL divergence", 2020). All are elementwise, and differentiable in ``logprobs``, for a penalty in the
@@ -10,17 +10,20 @@ called with (logprobs, ref_logprobs, importance):
     importance: same shape; weights that the estimates are multiplied by before they are limited, without a gradient:
         the ratio of the policy to whatever sampled the tokens.
 
-Of the options, ``max_log_ratio`` clamps d to +- this, and ``limit`` the estimate; None does not. Where something is
-clamped, it has no gradient.
+Options of several, where what is clamped has no gradient:
+
+    max_log_ratio: largest size of d; None does not limit it.
+    limit: largest size of the estimate; None does not limit it.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from megarl.bounds import Positive
 
 
 def k1(
@@ -28,8 +31,8 @@ def k1(
     ref_logprobs: Tensor,
     importance: Tensor | None = None,
     *,
-    max_log_ratio: float | None = None,
-    limit: float | None = None,
+    max_log_ratio: Positive | None = None,
+    limit: Positive | None = None,
 ) -> Tensor:
     """d: unbiased, of either sign.
 
@@ -44,8 +47,8 @@ def k2(
     ref_logprobs: Tensor,
     importance: Tensor | None = None,
     *,
-    max_log_ratio: float | None = None,
-    limit: float | None = None,
+    max_log_ratio: Positive | None = None,
+    limit: Positive | None = None,
 ) -> Tensor:
     """d^2 / 2: biased, never negative.
 
@@ -59,8 +62,8 @@ def k3(
     ref_logprobs: Tensor,
     importance: Tensor | None = None,
     *,
-    max_log_ratio: float | None = 20.0,
-    limit: float | None = 10.0,
+    max_log_ratio: Positive | None = 20.0,
+    limit: Positive | None = 10.0,
 ) -> Tensor:
     """exp(-d) - 1 + d: unbiased, never negative.
 
@@ -76,10 +79,10 @@ def absolute(
     ref_logprobs: Tensor,
     importance: Tensor | None = None,
     *,
-    max_log_ratio: float | None = None,
-    limit: float | None = None,
+    max_log_ratio: Positive | None = None,
+    limit: Positive | None = None,
 ) -> Tensor:
-    """|d|: biased upwards, never negative.
+    """abs(d): biased upwards, never negative.
 
     Its gradient is the sign of d. Source: NeMo-Aligner, whose usual estimate it is.
     """
@@ -91,8 +94,8 @@ def k1_plus(
     ref_logprobs: Tensor,
     importance: Tensor | None = None,
     *,
-    max_log_ratio: float | None = None,
-    limit: float | None = None,
+    max_log_ratio: Positive | None = None,
+    limit: Positive | None = None,
 ) -> Tensor:
     """The value of k1 with the gradient of k2, which is that of the KL.
 
@@ -107,8 +110,8 @@ def k3_plus(
     ref_logprobs: Tensor,
     importance: Tensor | None = None,
     *,
-    max_log_ratio: float | None = 20.0,
-    limit: float | None = 10.0,
+    max_log_ratio: Positive | None = 20.0,
+    limit: Positive | None = 10.0,
 ) -> Tensor:
     """The value of k3 with the gradient of k2, which is that of the KL.
 
@@ -119,9 +122,9 @@ def k3_plus(
 
 
 def full(logits: Tensor, ref_logits: Tensor) -> Tensor:
-    """sum over the vocabulary of p * (log p - log q): the KL itself, not an estimate.
+    """sum over the vocabulary of p * (log p - log q): the KL itself, not an estimate; in the loss alone.
 
-    In the loss alone. The reference is then run again before each optimizer step, in the group of the actor and under
+    The reference is then run again before each optimizer step, in the group of the actor and under
     its layout, and one of its hidden states is kept per token. Source: TRL 0.10, "full".
 
     Args:
@@ -153,83 +156,39 @@ def _straight_through(value: Tensor, slope: Tensor) -> Tensor:
 MAX_ERROR = 0.2
 
 
-class KLController(Protocol):
-    """See AdaptiveKL."""
-
-    @property
-    def coef(self) -> float:
-        """Reward or loss per nat."""
-        ...
-
-    def update(self, kl: float, samples: int) -> None:
-        """Takes note of a step."""
-        ...
-
-    def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
-        ...
-
-    def load(self, state: dict[str, float]) -> None:
-        """Goes on from a checkpoint."""
-        ...
-
-
-class FixedKL:
-    """The coefficient that the configuration gives."""
-
-    def __init__(self, coef: float) -> None:
-        self.coef = coef
-
-    def update(self, kl: float, samples: int) -> None:
-        """Nothing changes."""
-        del kl, samples
-
-    def state(self) -> dict[str, float]:
-        """Nothing: the coefficient is the configuration's, of a resumed run too."""
-        return {}
-
-    def load(self, state: dict[str, float]) -> None:
-        """Nothing to load."""
-        del state
-
-
-class AdaptiveKL:
-    """Moves the coefficient in proportion to how far the divergence is from its target.
+class KLController:
+    """The coefficient of the penalty; with a target, it changes in proportion to the distance from it.
 
     coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon. Source: Ziegler et al., "Fine-tuning language
-    models from human preferences" (2019). A divergence that is not a number leaves it.
+    models from human preferences" (2019). A divergence that is not a number changes nothing.
 
     Args:
         coef: at the start, reward or loss per nat.
-        target: of the mean divergence of a response, the sum over its tokens or their mean, nats.
+        target: of the mean divergence of a response, the sum over its tokens or their mean, nats; None keeps ``coef``.
         horizon: samples.
     """
 
-    def __init__(self, coef: float, *, target: float, horizon: float) -> None:
+    def __init__(self, coef: float, *, target: float | None, horizon: float) -> None:
         self.coef = coef
         self._target, self._horizon = target, horizon
 
     def update(self, kl: float, samples: int) -> None:
-        """Takes note of a step, for the coefficient of the next.
+        """Adapts the coefficient to a step.
 
         Args:
-            kl: mean divergence of the step's responses, over all ranks, nats; of what the target is of.
+            kl: mean divergence of the step's responses over all ranks, in the unit of the target.
             samples: of the step, over all ranks.
         """
-        if math.isnan(kl):
+        if self._target is None or math.isnan(kl):
             return
         error = min(max(kl / self._target - 1, -MAX_ERROR), MAX_ERROR)
         self.coef *= 1 + error * samples / self._horizon
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
-        return {"coef": self.coef}
+        """Returns what a checkpoint keeps: nothing without a target, as the coefficient is the configuration's."""
+        return {} if self._target is None else {"coef": self.coef}
 
     def load(self, state: dict[str, float]) -> None:
-        """Goes on from a checkpoint."""
-        self.coef = state["coef"]
-
-
-def kl_controller(coef: float, *, target: float | None, horizon: float) -> KLController:
-    """Fixed without a target, else adaptive."""
-    return FixedKL(coef) if target is None else AdaptiveKL(coef, target=target, horizon=horizon)
+        """Loads ``state()``."""
+        if self._target is not None:
+            self.coef = state["coef"]

@@ -17,9 +17,6 @@ def rollout_gap(old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: T
     With the same weights, and without top-p and top-k, which the engine's numbers contain, only rounding is left.
 
     Args:
-        old_logprobs: [B, R], by the trainer.
-        rollout_logprobs: [B, R], by the engine that sampled.
-        response_mask: [B, R] bool.
         reduce: called once, whether this rank has rows or not.
     """
     gaps = (old_logprobs - rollout_logprobs).abs()[response_mask].double()
@@ -35,7 +32,6 @@ def mismatch_metrics(
     Source: verl's and NeMo-RL's rollout metrics.
 
     Args:
-        old_logprobs, rollout_logprobs, response_mask: see rollout_gap.
         reduce: called once, whether this rank has rows or not.
 
     Returns:
@@ -72,11 +68,10 @@ def mismatch_metrics(
 def correction_metrics(
     weights: Tensor, old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor, *, reduce: Reduce
 ) -> dict[str, float]:
-    """What rollout corrections do to the tokens of a step; a kept token is one whose weight is not 0.
+    """The effect of rollout corrections on the tokens of a step; a kept token is one whose weight is not 0.
 
     Args:
-        weights: [B, R], of ``corrections``, keep masks multiplied in.
-        old_logprobs, rollout_logprobs, response_mask: see rollout_gap.
+        weights: [B, R], of ``rollout_correction``, keep masks multiplied in.
         reduce: called once, whether this rank has rows or not.
 
     Returns:
@@ -99,16 +94,16 @@ def correction_metrics(
     ]
     sums = reduce(torch.stack([x.double() for x in own]))
     tokens, kept_tokens, changed, total, squares, log_ratios = (float(x) for x in sums)
-    told = {
+    metrics = {
         "rollout_corr/weight_mean": total / max(tokens, 1.0),
         "rollout_corr/ess": total * total / (tokens * squares) if squares else 0.0,
         "rollout_corr/changed_fraction": changed / max(tokens, 1.0),
         "rollout_corr/kept_fraction": kept_tokens / max(tokens, 1.0),
     }
     if kept_tokens:
-        told["rollout_corr/kept_weight_mean"] = total / kept_tokens
-        told["rollout_corr/kept_log_ratio"] = log_ratios / kept_tokens
-    return told
+        metrics["rollout_corr/kept_weight_mean"] = total / kept_tokens
+        metrics["rollout_corr/kept_log_ratio"] = log_ratios / kept_tokens
+    return metrics
 
 
 def objective_metrics(
@@ -117,8 +112,6 @@ def objective_metrics(
     """Means over sequences, in the definitions of lm-human-preferences.
 
     Args:
-        scores: [B].
-        old_logprobs: [B, R] nats.
         kl: [B, R] nats, the divergence from the reference; None without one, on all ranks.
         penalties: [B, R], the rewards without the score.
         response_mask: [B, R] bool.
@@ -160,12 +153,10 @@ def objective_metrics(
 
 
 def value_metrics(returns: Tensor, old_values: Tensor, response_mask: Tensor, *, reduce: Reduce) -> dict[str, float]:
-    """How well the values foretold the returns, over all counting tokens.
+    """How well the values predicted the returns, over all counting tokens.
 
     Args:
-        returns: [B, R].
         old_values: [B, R], of the critic before the update.
-        response_mask: [B, R] bool.
         reduce: called six times, whether this rank has rows or not.
 
     Returns:
@@ -188,7 +179,7 @@ def value_metrics(returns: Tensor, old_values: Tensor, response_mask: Tensor, *,
 
 
 def explained_variance(error: float, variance: float) -> float:
-    """1 - error / variance: how well the values of a critic in training tell the returns that it is trained on.
+    """1 - error / variance: how well the values of a critic in training predict the returns that it is trained on.
 
     The form of lm-human-preferences, with the new values; ``value_metrics`` has the one of verl, with the old.
 

@@ -8,8 +8,10 @@ A normaliser of advantages is a function of (advantages, response_mask, groups, 
 Args:
     advantages: [B, R], this rank's rows.
     response_mask: [B, R] bool; in a run False on responses without a score.
-    groups: normalisation.Groups, the prompt of each row, numbered over the whole step.
-    reduce: normalisation.Reduce, called equally often by every rank, whether it has rows or not.
+    groups: normalization.Groups, the prompt of each row, numbered over the whole step.
+    reduce: normalization.Reduce, called equally often by every rank, whether it has rows or not.
+    ddof: the variance's degrees of freedom that are taken off the number of tokens.
+    eps: added to the deviation.
 
 Returns:
     [B, R], 0 off the mask.
@@ -24,11 +26,16 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+from megarl.bounds import Positive
+
 Reduce = Callable[[Tensor], Tensor]
 """Sums a small float64 vector over the ranks that share a batch; collective: every rank calls, with data or without."""
 
 Form = Literal["var_plus_eps", "var_clamp", "std_plus_eps"]
 """The divisor: sqrt(variance + eps), sqrt(max(variance, eps)), or sqrt(variance) + eps."""
+
+Level = Literal["batch", "group"]
+DDof = Literal[0, 1]
 
 _DIVISORS: Final[dict[Form, Callable[[Tensor, float], Tensor]]] = {
     "var_plus_eps": lambda variance, eps: (variance + eps).sqrt(),
@@ -75,8 +82,7 @@ def masked_moments(values: Tensor, mask: Tensor, reduce: Reduce) -> Moments:
     """Over all entries that count; all 0 where nothing counts anywhere.
 
     Args:
-        values: this rank's entries, any shape.
-        mask: bool, same shape.
+        values: this rank's entries, any shape; ``mask`` likewise.
         reduce: called twice.
     """
     together = Groups(index=torch.zeros(mask.shape[:1], dtype=torch.int64, device=mask.device), count=1)
@@ -88,9 +94,7 @@ def grouped_moments(values: Tensor, mask: Tensor, groups: Groups, reduce: Reduce
     """Over the entries that count of each group's rows; all 0 in a group in which nothing counts.
 
     Args:
-        values: [B, ...], this rank's rows.
-        mask: bool, same shape.
-        groups: of the rows.
+        values: [B, ...], this rank's rows; ``mask`` likewise.
         reduce: called twice.
     """
     counted = values[mask].double()
@@ -122,17 +126,10 @@ def standardise(
     Entries off the mask go through the same map: callers set them to what they want.
 
     Args:
-        values: [B, R], this rank's rows.
-        mask: [B, R] bool.
+        values: [B, R], this rank's rows; the result has their dtype.
         reduce: called twice, whether this rank has tokens or not.
         keep_mean: add the mean again.
-        ddof: degrees of freedom that are taken off the number of entries in the variance.
-        form: of the divisor.
-        mean_only: divide by 1.
-        eps: of the divisor.
-
-    Returns:
-        [B, R], in the dtype of ``values``.
+        mean_only: do not divide.
     """
     moments = masked_moments(values, mask, reduce)
     divisor = torch.ones_like(moments.mean) if mean_only else _DIVISORS[form](moments.variance_of(ddof), eps)
@@ -145,9 +142,6 @@ def on_mask(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, torch.zeros_like(values))
 
 
-Level = Literal["batch", "group"]
-
-
 def whiten_rewards(rewards: Tensor, response_mask: Tensor, reduce: Reduce) -> Tensor:
     """(r - mean) / sqrt(variance + 1e-8) + mean, over the tokens of the step: a variance of 1, without a shift.
 
@@ -155,11 +149,7 @@ def whiten_rewards(rewards: Tensor, response_mask: Tensor, reduce: Reduce) -> Te
 
     Args:
         rewards: [B, R], this rank's rows; the penalties and the score together.
-        response_mask: [B, R] bool.
         reduce: called twice, whether this rank has tokens or not.
-
-    Returns:
-        [B, R], 0 off the mask.
     """
     return on_mask(standardise(rewards, response_mask, reduce, keep_mean=True), response_mask)
 
@@ -170,16 +160,21 @@ def whiten_advantages(
     groups: Groups,
     reduce: Reduce,
     *,
-    ddof: Literal[0, 1] = 0,
+    ddof: DDof = 0,
     form: Form = "var_plus_eps",
     mean_only: bool = False,
-    eps: float = 1e-8,
+    eps: Positive = 1e-8,
 ) -> Tensor:
     """(A - mean) / sqrt(variance + eps), over the response tokens of the step.
 
     ``ddof`` 1 is the sample variance. ``form`` var_clamp divides by sqrt(max(variance, eps)), std_plus_eps by
     sqrt(variance) + eps; with ``mean_only`` nothing is divided. Source: lm-human-preferences and NeMo-Aligner (as
     here); verl and TRL (ddof 1); OpenRLHF (var_clamp, and mean_only); AReaL (std_plus_eps, eps 1e-5).
+
+    Args:
+        form: the divisor: sqrt(variance + eps), sqrt(max(variance, eps)), or the deviation + eps.
+        mean_only: shift alone.
+        eps: keeps the divisor off 0.
     """
     del groups
     whitened = standardise(advantages, response_mask, reduce, ddof=ddof, form=form, mean_only=mean_only, eps=eps)
@@ -192,8 +187,8 @@ def grouped_tokens(
     groups: Groups,
     reduce: Reduce,
     *,
-    ddof: Literal[0, 1] = 0,
-    eps: float = 1e-5,
+    ddof: DDof = 0,
+    eps: Positive = 1e-5,
 ) -> Tensor:
     """(A - mean) / (deviation + eps), over the response tokens of each prompt's samples: long responses weigh more.
 
@@ -214,7 +209,7 @@ def levels(
     std: Level | None = "batch",
     leave_one_out: bool = False,
     unbiased: bool = True,
-    eps: float = 1e-5,
+    eps: Positive = 1e-5,
 ) -> Tensor:
     """(A - mean) / (deviation + eps), each over the step (batch), over each prompt's samples (group), or not (None).
 
@@ -223,6 +218,12 @@ def levels(
     no others, whose mean is then 0, and no unbiased deviation, which is then 1. Without a level for the mean c is A,
     and without one for the deviation c is the result. Source: AReaL, NormConfig; its presets are batch and batch (PPO),
     group and batch (LitePPO), group and none (Dr. GRPO; with leave_one_out RLOO).
+
+    Args:
+        mean: what the mean is taken over; None does not shift.
+        std: what the deviation is taken over; None does not scale.
+        leave_one_out: leave a token out of the mean that it is compared with.
+        unbiased: take one off the number of tokens in the variance.
     """
     together = Groups(index=torch.zeros_like(groups.index), count=1)
     of_level = {"batch": together, "group": groups}

@@ -21,9 +21,8 @@ def linear_anneal(lr: float, index: int, total: int) -> float:
     Source: Ziegler et al., "Fine-tuning language models from human preferences" (2019).
 
     Args:
-        lr: at the start.
         index: steps (rollouts) that are done; of a reward model, labels that were seen.
-        total: of the run.
+        total: such steps or labels of the run.
     """
     return lr * (1 - index / total)
 
@@ -36,8 +35,6 @@ def tensorflow_eps(eps: float, beta2: float, step: int) -> float:
     of RLHF with PPO" (2023).
 
     Args:
-        eps: TensorFlow's.
-        beta2: decay of the second moment.
         step: of this optimizer, from 1 on.
     """
     return eps / math.sqrt(1 - beta2**step)
@@ -49,10 +46,6 @@ def divided(items: Sequence[T], parts: int) -> list[Sequence[T]]:
     An epoch in mini-batches, of an optimizer step each, and a mini-batch in micro-batches: no sample is left over to
     make a smaller last one, which would weigh more. Source: the loops of lm-human-preferences, whose batches are
     multiples of their parts.
-
-    Args:
-        items: in the order of the epoch's permutation.
-        parts: at least 1.
     """
     bounds = [len(items) * part // parts for part in range(parts + 1)]
     return [items[start:stop] for start, stop in itertools.pairwise(bounds)]
@@ -64,9 +57,7 @@ def exceeds_target(kl: float, *, target: float, factor: float = 1.5) -> bool:
     Source: TRL 0.10's early stopping.
 
     Args:
-        kl: the epoch's mean of old - new over tokens, over all ranks, nats (``ppo_kl``).
-        target: nats.
-        factor: by which the target may be exceeded.
+        kl: the epoch's mean of old - new over tokens, over all ranks, nats (``ppo_kl``); ``target`` likewise.
     """
     return kl > factor * target
 
@@ -76,26 +67,17 @@ def rank_seeds(seed: int, ranks: Sequence[int], *, stride: int = RANK_STRIDE) ->
 
     For comparison with lm-human-preferences, which seeds its ranks so. Nothing random here depends on the layout: a
     sample's seed is a hash of the run's, the step, the prompt and the sample's index.
-
-    Args:
-        seed: of the run.
-        ranks: data-parallel ranks.
-        stride: between neighbours.
     """
     return [seed + rank * stride for rank in ranks]
 
 
 def ptx_shares(*, coef: float, mode: Literal["add", "convex", "deepspeed"] = "add") -> tuple[float, float]:
-    """What the policy loss and the loss of mixed-in text are multiplied by, before they are added up.
+    """The factors of the policy loss and of the loss of mixed-in text, before they are added up.
 
     add: L + c * L_ptx; convex: (1 - c) * L + c * L_ptx; deepspeed: (L + c * L_ptx) / 2. L_ptx is the mean negative
     log-likelihood per token of the text in an optimizer step, with a denominator of its own. Source: Ouyang et al.,
     "Training language models to follow instructions with human feedback" (2022), with c = 27.8; ColossalChat (convex);
     DeepSpeed-Chat, which divides each half of a doubled accumulation window by the whole.
-
-    Args:
-        coef: c.
-        mode: see above.
 
     Returns:
         The shares of the policy and of the text.
@@ -119,7 +101,6 @@ def ema(average: Tensor, current: Tensor, *, decay: float) -> Tensor:
     Args:
         average: float32 or float64: in bfloat16 the steps of a slow average are lost in rounding.
         current: same shape, any float type.
-        decay: weight of the average.
 
     Raises:
         TypeError: ``average`` has fewer bits than float32.

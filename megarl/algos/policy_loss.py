@@ -10,6 +10,10 @@ All are functions of (new_logprobs, old_logprobs, advantages, response_mask) and
     old_logprobs: [B, R] nats, of the policy before the update.
     advantages: [B, R].
     response_mask: [B, R] bool, True = counts.
+    clip: how far below 1 the probability ratio earns.
+    clip_high: how far above 1; None is as far as below.
+    dual_clip: where the advantage is negative: the loss is at most this many times its size; None does not limit it.
+    log_clamp: largest size of d, nats.
 
 With d = new - old, r = exp(d), d clamped to +-``log_clamp`` without a gradient there. Metrics of all: ``approxkl``,
 d^2 / 2 nats; ``ppo_kl``, -d nats; ``clipfrac``, 1 where a clip decides; ``clipfrac_lower``, 1 where the bound of a dual
@@ -25,6 +29,7 @@ import torch
 from torch import Tensor
 
 from megarl.algos.normalization import on_mask
+from megarl.bounds import AboveOne, BelowOne, Positive, RatioBounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +51,6 @@ def with_term(loss: LossTerms, name: str, values: Tensor, *, coef: float) -> Los
     """l + coef * values, with ``values`` among the metrics: a KL penalty, or with coef < 0 an entropy bonus.
 
     Args:
-        loss: of the policy.
-        name: of the metric.
         values: as ``loss.values``; carries a gradient where coef is not 0. The KL by an estimator of
             ``megarl.algos.kl``; the entropy of the distribution that is trained (after the temperature), nats.
         coef: loss per unit; with 0 the values are a metric only.
@@ -60,7 +63,6 @@ def weighted(loss: LossTerms, weights: Tensor) -> LossTerms:
     """w * l, of the finished terms, after any clipping; the metrics stay those of all tokens.
 
     Args:
-        loss: of the policy.
         weights: as ``loss.values``, without a gradient: rollout corrections and keep masks. Where a weight is 0 the
             term and its gradient are exactly 0, whatever the term is.
     """
@@ -77,11 +79,11 @@ def ppo(
     advantages: Tensor,
     response_mask: Tensor,
     *,
-    clip: float = 0.2,
-    clip_high: float | None = None,
-    dual_clip: float | None = None,
-    delta: float | None = None,
-    ratio_clamp: tuple[float, float] | None = None,
+    clip: BelowOne = 0.2,
+    clip_high: Positive | None = None,
+    dual_clip: AboveOne | None = None,
+    delta: Positive | None = None,
+    ratio_clamp: RatioBounds | None = None,
     log_clamp: float = MAX_LOG_RATIO,
 ) -> LossTerms:
     """PPO's clipped objective, a maximum of two terms per token.
@@ -93,13 +95,8 @@ def ppo(
     TRL's and INTELLECT-2's; ratio_clamp ColossalChat's.
 
     Args:
-        new_logprobs, old_logprobs, advantages, response_mask: see the module.
-        clip: how far r may fall below 1.
-        clip_high: how far r may rise above 1; None: as far as it may fall.
-        dual_clip: most that a token with A < 0 may cost, in units of |A|; above 1.
-        delta: bound of r in the unclipped term; above 1 + clip_high.
-        ratio_clamp: bounds of r in both terms.
-        log_clamp: most |d|, nats.
+        delta: largest ratio of the branch that is not clipped; None does not limit it.
+        ratio_clamp: bounds that the ratio is clamped to before the clip; None does not clamp.
     """
     difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
     ratio = difference.clamp(-log_clamp, log_clamp).exp()
@@ -117,9 +114,9 @@ def gspo(
     advantages: Tensor,
     response_mask: Tensor,
     *,
-    clip: float = 3e-4,
-    clip_high: float | None = 4e-4,
-    dual_clip: float | None = None,
+    clip: BelowOne = 3e-4,
+    clip_high: Positive | None = 4e-4,
+    dual_clip: AboveOne | None = None,
     log_clamp: float = MAX_LOG_RATIO,
 ) -> LossTerms:
     """PPO's clipped objective with one ratio per sequence, the geometric mean of its tokens' ratios.
@@ -128,15 +125,10 @@ def gspo(
     the response. With ``dual_clip`` c, l is at most -A * c where A < 0. Its aggregation is sequence_mean. Source: Zheng
     et al., "Group sequence policy optimization" (2025); with a dual clip as in OpenRLHF and AReaL.
 
-    Args:
-        new_logprobs, old_logprobs, advantages, response_mask: see the module.
-        clip: how far s may fall below 1.
-        clip_high: how far s may rise above 1; None: as far as it may fall.
-        dual_clip: see ppo.
-        log_clamp: most |log s|, nats.
+    Metrics also: ``sequence_ratio``, s.
 
-    Returns:
-        Metrics also: ``sequence_ratio``, s.
+    Args:
+        clip: how far below 1 the response's ratio earns.
     """
     difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
     ratio = row_mean(difference, response_mask).clamp(-log_clamp, log_clamp).exp()
@@ -159,8 +151,8 @@ def cispo(
     advantages: Tensor,
     response_mask: Tensor,
     *,
-    clip: float = 0.2,
-    clip_high: float | None = None,
+    clip: BelowOne = 0.2,
+    clip_high: Positive | None = None,
     log_clamp: float = MAX_LOG_RATIO,
 ) -> LossTerms:
     """REINFORCE with a clipped importance weight: every token keeps its gradient.
@@ -169,10 +161,7 @@ def cispo(
     "MiniMax-M1: scaling test-time compute efficiently with lightning attention" (2025), where clip is 1 or more.
 
     Args:
-        new_logprobs, old_logprobs, advantages, response_mask: see the module.
-        clip: how far w may fall below 1.
-        clip_high: how far w may rise above 1; None: as far as it may fall.
-        log_clamp: most |d|, nats.
+        clip: how far below 1 the ratio may be.
     """
     difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
     high = 1 + (clip if clip_high is None else clip_high)
@@ -185,7 +174,7 @@ def cispo_upper(
     advantages: Tensor,
     response_mask: Tensor,
     *,
-    max_ratio: float = 5.0,
+    max_ratio: Positive = 5.0,
     log_clamp: float = MAX_LOG_RATIO,
 ) -> LossTerms:
     """CISPO whose importance weight has an upper bound alone.
@@ -194,9 +183,7 @@ def cispo_upper(
     ``epsilon_high`` is this bound.
 
     Args:
-        new_logprobs, old_logprobs, advantages, response_mask: see the module.
-        max_ratio: bound of w itself.
-        log_clamp: most |d|, nats.
+        max_ratio: the largest ratio.
     """
     difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
     return _truncated_reinforce(new_logprobs, difference, advantages, low=0.0, high=max_ratio, log_clamp=log_clamp)
@@ -208,8 +195,8 @@ def sapo(
     advantages: Tensor,
     response_mask: Tensor,
     *,
-    tau_pos: float = 1.0,
-    tau_neg: float = 1.05,
+    tau_pos: Positive = 1.0,
+    tau_neg: Positive = 1.05,
     log_clamp: float = MAX_LOG_RATIO,
 ) -> LossTerms:
     """A soft gate in place of the clip.
@@ -219,10 +206,8 @@ def sapo(
     and AReaL.
 
     Args:
-        new_logprobs, old_logprobs, advantages, response_mask: see the module.
-        tau_pos: how sharp the gate is where A > 0.
-        tau_neg: how sharp it is elsewhere.
-        log_clamp: most |d|, nats.
+        tau_pos: steepness of the gate where the advantage is positive.
+        tau_neg: steepness of the gate where it is negative.
     """
     difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
     ratio = difference.clamp(-log_clamp, log_clamp).exp()
@@ -237,8 +222,8 @@ def gmpo(
     advantages: Tensor,
     response_mask: Tensor,
     *,
-    clip: float = 0.4,
-    clip_high: float | None = None,
+    clip: Positive = 0.4,
+    clip_high: Positive | None = None,
     log_clamp: float = MAX_LOG_RATIO,
 ) -> LossTerms:
     """The geometric mean of the clipped token ratios of a sequence.
@@ -247,14 +232,11 @@ def gmpo(
     min(d, clamp(d, -clip, clip_high)) where A >= 0, and the maximum of the two elsewhere. Its aggregation is
     sequence_mean. Source: Zhao et al., "Geometric-mean policy optimization" (2025).
 
-    Args:
-        new_logprobs, old_logprobs, advantages, response_mask: see the module.
-        clip: how far d may fall below 0, nats.
-        clip_high: how far d may rise above 0, nats; None: as far as it may fall.
-        log_clamp: most |d|, nats.
+    Metrics also: ``sequence_ratio``, exp(mean(e)).
 
-    Returns:
-        Metrics also: ``sequence_ratio``, exp(mean(e)).
+    Args:
+        clip: how far below 0 the log of a ratio earns.
+        clip_high: how far above 0; None is as far as below.
     """
     difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
     free = difference.clamp(-log_clamp, log_clamp)
@@ -277,10 +259,6 @@ def reinforce(
 
     l = -A * new. Source: Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement
     learning" (1992).
-
-    Args:
-        new_logprobs, old_logprobs, advantages, response_mask: see the module; the old ones make metrics only.
-        log_clamp: most |d| in the metrics, nats.
     """
     difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
     nothing = torch.zeros_like(advantages, dtype=torch.bool)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megarl.algos.policy_loss import LossTerms
+from megarl.bounds import NotNegative
 
 
 def pairwise(
@@ -27,8 +28,9 @@ def pairwise(
     rejected: Tensor,
     margins: Tensor | None = None,
     *,
+    margin: bool = False,
     kind: Literal["logsigmoid", "logexp"] = "logsigmoid",
-    centering: float = 0.0,
+    centering: NotNegative = 0.0,
 ) -> LossTerms:
     """The negative log-likelihood of the preferences under the model of Bradley and Terry.
 
@@ -37,16 +39,15 @@ def pairwise(
     Source: Bradley and Terry (1952); the margin is that of Llama 2 (Touvron et al., 2023), the term that keeps the
     scores around 0 that of Eisenstein et al., "Helping or herding?" (2023); logexp as in ColossalChat and OpenRLHF.
 
-    Args:
-        chosen: [P], scores of the responses that were preferred; carries the gradient.
-        rejected: [P], scores of the others.
-        margins: [P], by how much the one should score more; None: by any.
-        kind: see above.
-        centering: weight of the second term.
+    Metrics also: ``margin``, chosen - rejected; ``chosen`` and ``rejected``, the scores.
 
-    Returns:
-        Metrics also: ``margin``, chosen - rejected; ``chosen`` and ``rejected``, the scores.
+    Args:
+        margins: [P], by how much the one should score more; needed with ``margin``.
+        margin: take the rows' margins off the difference.
+        kind: -log sigmoid(difference), or log(1 + exp(-difference)), the same without margin.
+        centering: weight of the squared sum of a pair's scores, which keeps the scores around 0.
     """
+    assert (margins is not None) == margin, "margins are given where they are to be taken off"
     difference = chosen - rejected
     wanted = difference if margins is None or kind == "logexp" else difference - margins
     values = -functional.logsigmoid(wanted)
@@ -91,8 +92,7 @@ def spans_of(chosen_ids: Tensor, rejected_ids: Tensor, *, pad: int) -> Spans:
     The span of two equal rows is the last column alone. Source: DeepSpeed-Chat's reward model.
 
     Args:
-        chosen_ids: [P, T] int64.
-        rejected_ids: [P, T] int64.
+        chosen_ids: [P, T] int64; ``rejected_ids`` likewise.
         pad: id of the padding.
     """
     width = chosen_ids.shape[1]
@@ -119,13 +119,10 @@ def span(chosen: Tensor, rejected: Tensor, spans: Spans) -> LossTerms:
     l = mean over the span of -log sigmoid(chosen[t] - rejected[t]). The scores of the metrics are those of the last
     tokens. Source: DeepSpeed-Chat's reward model.
 
-    Args:
-        chosen: [P, T], the scores after each token; carries the gradient.
-        rejected: [P, T].
-        spans: see ``spans_of``.
+    Metrics also: ``margin``, chosen - rejected; ``chosen`` and ``rejected``, the scores.
 
-    Returns:
-        Metrics also: ``margin``, chosen - rejected; ``chosen`` and ``rejected``, the scores.
+    Args:
+        chosen: [P, T], the scores after each token; carries the gradient. ``rejected`` likewise.
     """
     counted = torch.where(spans.mask, chosen - rejected, torch.zeros_like(chosen))
     values = -(functional.logsigmoid(counted) * spans.mask).sum(-1) / spans.mask.sum(-1).clamp(min=1)

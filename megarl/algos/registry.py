@@ -1,118 +1,222 @@
-"""What the names of a configuration stand for. A user's own function is named ``package.module:function``."""
+"""The algorithms that a configuration names, and what each is called with.
+
+An entry is a name and the function of ``megarl/algos`` behind it: its keyword-only parameters are the options that a
+configuration gives, with their bounds and defaults. A user's own function is named ``package.module:function``.
+Without torch, which the functions import when they are first asked for.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final, TypeVar, cast
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
 
-from torch import Tensor
-
-from megarl.algos import (
-    advantages,
-    aggregation,
-    group_advantages,
-    kl,
-    normalization,
-    policy_loss,
-    preference_loss,
-    reward_shaping,
-    rollout_correction,
-    selection,
-    value_loss,
-)
-from megarl.algos.policy_loss import LossTerms
+from megarl.algos.signatures import Signature, signature_of
 from megarl.plugins import resolve
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.algos.policy_loss import LossTerms
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-
-TOKEN_ADVANTAGES: Final[Mapping[str, Callable[..., tuple[Tensor, Tensor]]]] = {
-    "gae": advantages.gae,
-    "vapo": advantages.vapo,
-    "reinforce": advantages.reinforce,
-    "reinforce_pp": advantages.reinforce,
-}
-COMPARISONS: Final[Mapping[str, Callable[..., Tensor]]] = {
-    "grpo": group_advantages.grpo,
-    "dr_grpo": group_advantages.dr_grpo,
-    "reinforce_pp_baseline": group_advantages.dr_grpo,
-    "rloo": group_advantages.rloo,
-    "rloo_std": group_advantages.rloo_std,
-    "masked_rloo": group_advantages.masked_rloo,
-    "opo": group_advantages.opo,
-    "pass_at_k": group_advantages.pass_at_k,
-    "batch_std": group_advantages.batch_std,
-    "gpg": group_advantages.gpg,
-    "remax": group_advantages.remax,
-    "gdpo": group_advantages.gdpo,
-}
-NORMALISERS: Final[Mapping[str, Callable[..., Tensor]]] = {
-    "whiten": normalization.whiten_advantages,
-    "grouped_tokens": normalization.grouped_tokens,
-    "levels": normalization.levels,
-}
-KL_ESTIMATORS: Final[Mapping[str, Callable[..., Tensor]]] = {
-    "k1": kl.k1,
-    "k2": kl.k2,
-    "k3": kl.k3,
-    "abs": kl.absolute,
-    "k1+": kl.k1_plus,
-    "k3+": kl.k3_plus,
-    "full": kl.full,
-}
-POLICY_LOSSES: Final[Mapping[str, Callable[..., LossTerms]]] = {
-    "ppo": policy_loss.ppo,
-    "gspo": policy_loss.gspo,
-    "cispo": policy_loss.cispo,
-    "cispo_upper": policy_loss.cispo_upper,
-    "sapo": policy_loss.sapo,
-    "gmpo": policy_loss.gmpo,
-    "reinforce": policy_loss.reinforce,
-}
-VALUE_LOSSES: Final[Mapping[str, Callable[..., LossTerms]]] = {"mse": value_loss.mse, "huber": value_loss.huber}
-AGGREGATIONS: Final[Mapping[str, Callable[..., Tensor]]] = {
-    "token_mean": aggregation.token_mean,
-    "token_sum": aggregation.token_sum,
-    "sequence_mean": aggregation.sequence_mean,
-    "sequence_sum": aggregation.sequence_sum,
-    "sequence_sum_norm": aggregation.sequence_sum_norm,
-}
-ROLLOUT_WEIGHTS: Final[Mapping[str, Callable[..., Tensor]]] = {
-    "token_truncate": rollout_correction.token_truncate,
-    "token_mask": rollout_correction.token_mask,
-    "sequence_truncate": rollout_correction.sequence_truncate,
-    "sequence_mask": rollout_correction.sequence_mask,
-    "geometric_truncate": rollout_correction.geometric_truncate,
-    "geometric_mask": rollout_correction.geometric_mask,
-}
-MISSING_ENDS: Final[Mapping[str, Callable[..., Tensor]]] = {
-    "replace": reward_shaping.replace_missing_end,
-    "subtract": reward_shaping.subtract_missing_end,
-    "scale": reward_shaping.scale_missing_end,
-    "zero": reward_shaping.zero_missing_end,
-}
-FILTERS: Final[Mapping[str, Callable[..., bool]]] = {
-    "nonzero_std": selection.nonzero_std,
-    "open_range": selection.open_range,
-}
-PREFERENCE_LOSSES: Final[Mapping[str, Callable[..., LossTerms]]] = {
-    "pairwise": preference_loss.pairwise,
-    "best_of_n": preference_loss.best_of_n,
-    "span": preference_loss.span,
-}
+_NUMERICAL = ("dtype", "log_clamp")
+"""Keyword arguments that are no option: what is computed in, and what keeps exponentials finite."""
 
 
-def bound(table: Mapping[str, F], name: str, options: Mapping[str, Any]) -> F:
-    """The function of that name with its options.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Kind(Generic[F]):
+    """The functions that one field chooses from. All of them get their options by keyword.
 
     Args:
-        table: one of the tables above.
-        name: of an entry, or ``package.module:function``.
-        options: keyword arguments.
+        field: of the configuration.
+        module: of ``megarl.algos``.
+        functions: of the module, by the name that a configuration has.
+        presets: keyword arguments that are part of a name.
+        arguments: of every call, by position.
+        further: arguments by position that only some calls have, each with the field that asks for it.
+        keywords: of every call, by name.
+        returns: what they return.
+        level: of a field whose own functions are of two kinds: what they say of themselves; None elsewhere.
+        own: whether the field takes functions of the user's own.
+    """
+
+    title: str
+    field: str
+    module: str
+    functions: Mapping[str, str]
+    presets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict[str, Mapping[str, Any]])
+    arguments: tuple[str, ...]
+    further: tuple[tuple[str, str], ...] = ()
+    keywords: tuple[str, ...] = ()
+    returns: str
+    level: str | None = None
+    own: bool = True
+
+    def signature(self, name: str) -> Signature:
+        """The options of a named function."""
+        given = (*_NUMERICAL, *self.keywords, *self.presets.get(name, ()))
+        return signature_of(self.module, self.functions[name], given)
+
+    def function(self, name: str) -> F:
+        """A named function; imports its module, and torch with it."""
+        function = getattr(import_module(f"megarl.algos.{self.module}"), self.functions[name])
+        return cast(F, partial(function, **self.presets[name]) if name in self.presets else function)
+
+
+def bound(kind: Kind[F], name: str, options: Mapping[str, Any]) -> F:
+    """The function of that name, or the user's own, with its options.
 
     Raises:
-        ValueError: a function of the user's own that there is not; see plugins.resolve.
+        ValueError: a function of the user's own that does not exist; see plugins.resolve.
     """
-    function = table[name] if name in table else resolve(name)
+    function = kind.function(name) if name in kind.functions else resolve(name)
     return cast(F, partial(function, **options))
+
+
+def _same(*names: str) -> dict[str, str]:
+    """Names that are those of their functions."""
+    return {name: name for name in names}
+
+
+TOKEN_ADVANTAGES: Final[Kind[Callable[..., tuple[Tensor, Tensor]]]] = Kind(
+    title="Advantages of tokens",
+    field="algo.advantage",
+    module="advantages",
+    functions={**_same("gae", "vapo", "reinforce"), "reinforce_pp": "reinforce"},
+    arguments=("rewards", "values", "response_mask"),
+    returns="advantages and returns, [B, R] each, 0 off the mask",
+    level="token",
+)
+GROUP_ADVANTAGES: Final[Kind[Callable[..., Tensor]]] = Kind(
+    title="Advantages of samples",
+    field="algo.advantage",
+    module="group_advantages",
+    functions={
+        **_same("grpo", "dr_grpo"),
+        "reinforce_pp_baseline": "dr_grpo",
+        **_same("rloo", "rloo_std", "masked_rloo", "opo", "pass_at_k", "batch_std", "gpg", "remax", "gdpo"),
+    },
+    arguments=("samples",),
+    returns="[N] floats, in the order of the samples, 0 for those without a score",
+    level="sample",
+)
+NORMALISERS: Final[Kind[Callable[..., Tensor]]] = Kind(
+    title="Normalisation of advantages",
+    field="algo.normalise.advantages",
+    module="normalization",
+    functions={"whiten": "whiten_advantages", **_same("grouped_tokens", "levels")},
+    arguments=("advantages", "response_mask", "groups", "reduce"),
+    returns="[B, R], 0 off the mask",
+)
+POLICY_LOSSES: Final[Kind[Callable[..., LossTerms]]] = Kind(
+    title="Policy losses",
+    field="algo.policy_loss",
+    module="policy_loss",
+    functions={
+        "ppo": "ppo",
+        "gspo": "gspo",
+        "cispo": "cispo",
+        "cispo_upper": "cispo_upper",
+        "sapo": "sapo",
+        "gmpo": "gmpo",
+        "reinforce": "reinforce",
+    },
+    arguments=("new_logprobs", "old_logprobs", "advantages", "response_mask"),
+    returns="`LossTerms`, its values [B, R]",
+)
+VALUE_LOSSES: Final[Kind[Callable[..., LossTerms]]] = Kind(
+    title="Value losses",
+    field="algo.value_loss",
+    module="value_loss",
+    functions=_same("mse", "huber"),
+    arguments=("values", "old_values", "returns"),
+    returns="`LossTerms`, its values [B, R]",
+)
+AGGREGATIONS: Final[Kind[Callable[..., Tensor]]] = Kind(
+    title="Aggregation",
+    field="algo.aggregation",
+    module="aggregation",
+    functions=_same("token_mean", "token_sum", "sequence_mean", "sequence_sum", "sequence_sum_norm"),
+    arguments=("response_mask",),
+    keywords=("total_tokens", "total_sequences"),
+    returns="weights [B, R] of the token losses, whose weighted sum over the optimizer step is the loss",
+)
+KL_ESTIMATORS: Final[Kind[Callable[..., Tensor]]] = Kind(
+    title="KL estimates",
+    field="algo.kl.estimator",
+    module="kl",
+    functions={
+        **_same("k1", "k2", "k3"),
+        "abs": "absolute",
+        "k1+": "k1_plus",
+        "k3+": "k3_plus",
+        "full": "full",
+    },
+    arguments=("logprobs", "ref_logprobs"),
+    further=(("importance", "algo.kl.importance"),),
+    returns="[B, R] nats",
+)
+MISSING_ENDS: Final[Kind[Callable[..., Tensor]]] = Kind(
+    title="Responses without an end",
+    field="algo.scores.missing_end",
+    module="reward_shaping",
+    functions={name: f"{name}_missing_end" for name in ("replace", "subtract", "scale", "zero")},
+    arguments=("scores", "finished"),
+    returns="[N]",
+    own=False,
+)
+_LEVELS_AND_RULES = [(level, rule) for level in ("token", "sequence", "geometric") for rule in ("truncate", "mask")]
+ROLLOUT_WEIGHTS: Final[Kind[Callable[..., Tensor]]] = Kind(
+    title="Weights of rollouts",
+    field="algo.correction.weights",
+    module="rollout_correction",
+    functions={f"{level}_{rule}": "rollout_weights" for level, rule in _LEVELS_AND_RULES},
+    presets={f"{level}_{rule}": {"level": level, "rule": rule} for level, rule in _LEVELS_AND_RULES},
+    arguments=("old_logprobs", "rollout_logprobs", "response_mask", "reduce"),
+    returns="[B, R], without a gradient, 0 off the mask",
+)
+FILTERS: Final[Kind[Callable[..., bool]]] = Kind(
+    title="Filters of prompts",
+    field="algo.filter",
+    module="selection",
+    functions=_same("nonzero_std", "open_range"),
+    arguments=("scores",),
+    returns="a bool, whether the prompt is kept",
+)
+SELECTIONS: Final[Kind[Callable[..., Tensor]]] = Kind(
+    title="Selection of samples",
+    field="raft.strategy",
+    module="selection",
+    functions={"local": "best_of_groups", "top": "best_fraction"},
+    arguments=("scores", "groups", "discarded"),
+    returns="[K] int64, the indices of the samples",
+    own=False,
+)
+PREFERENCE_LOSSES: Final[Kind[Callable[..., LossTerms]]] = Kind(
+    title="Losses of reward models",
+    field="reward.loss",
+    module="preference_loss",
+    functions=_same("pairwise", "best_of_n", "span"),
+    arguments=("chosen", "rejected"),
+    returns="`LossTerms`, its values [P]",
+)
+
+KINDS: Final[tuple[Kind[Any], ...]] = (
+    TOKEN_ADVANTAGES,
+    GROUP_ADVANTAGES,
+    NORMALISERS,
+    POLICY_LOSSES,
+    VALUE_LOSSES,
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    MISSING_ENDS,
+    ROLLOUT_WEIGHTS,
+    FILTERS,
+    SELECTIONS,
+    PREFERENCE_LOSSES,
+)
+"""In the order of docs/algorithms.md."""

@@ -1,4 +1,4 @@
-"""Rewards of response tokens, and what is done to the scores of responses before advantages are made of them.
+"""Rewards of response tokens, and the shaping of the scores of responses before advantages are made of them.
 
 The order is: the scale of the reward model, the limits, then the score of a response that did not end; comparisons of
 samples and rewards of tokens come after all of these.
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megarl.algos.normalization import on_mask
+from megarl.bounds import NotNegative, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class Ends:
 
     Args:
         kept: [B, R] bool, the tokens up to the end, its own token included; all of them where there is no end.
-        lengths: [B] int64, how many these are.
+        lengths: [B] int64, the number of kept tokens.
         found: [B] bool, whether there is an end.
     """
 
@@ -40,8 +41,6 @@ def first_end(response_ids: Tensor, response_mask: Tensor, tokens: Sequence[int]
     minimum of tokens; verl, get_response_mask, for several end tokens.
 
     Args:
-        response_ids: [B, R] int64.
-        response_mask: [B, R] bool, the tokens that a response has.
         tokens: ids of the end tokens.
         after: index of the first token that may end a response.
     """
@@ -70,27 +69,29 @@ def replace_missing_end(scores: Tensor, finished: Tensor, *, score: float = -1.0
     Args:
         scores: [N].
         finished: [N] bool, True where the model ended the response itself.
-        score: what the others get.
+        score: the score.
     """
     return torch.where(finished, scores, torch.full_like(scores, score))
 
 
-def subtract_missing_end(scores: Tensor, finished: Tensor, *, penalty: float) -> Tensor:
+def subtract_missing_end(scores: Tensor, finished: Tensor, *, penalty: Positive) -> Tensor:
     """A response that did not end loses a fixed amount: s = s - penalty.
 
     Source: TRL, missing_eos_penalty.
 
-    Args: as for replace_missing_end; ``penalty`` is what the others lose.
+    Args:
+        penalty: the penalty.
     """
     return torch.where(finished, scores, scores - penalty)
 
 
-def scale_missing_end(scores: Tensor, finished: Tensor, *, factor: float) -> Tensor:
+def scale_missing_end(scores: Tensor, finished: Tensor, *, factor: NotNegative) -> Tensor:
     """A response that did not end keeps a part of its score: s = factor * s.
 
     Source: OpenRLHF, a stop_properly_penalty_coef between 0 and 1.
 
-    Args: as for replace_missing_end; ``factor`` is what the scores of the others are multiplied by.
+    Args:
+        factor: the factor.
     """
     return torch.where(finished, scores, factor * scores)
 
@@ -99,8 +100,6 @@ def zero_missing_end(scores: Tensor, finished: Tensor) -> Tensor:
     """A response that did not end scores nothing: s = 0.
 
     Source: AReaL, mask_no_eos_with_zero.
-
-    Args: as for replace_missing_end.
     """
     return torch.where(finished, scores, torch.zeros_like(scores))
 
@@ -112,11 +111,7 @@ def keep_finished(response_mask: Tensor, finished: Tensor) -> Tensor:
     mask_truncated_completions; NeMo-Aligner, is_end.
 
     Args:
-        response_mask: [B, R] bool.
         finished: [B] bool, True where the model ended the response itself.
-
-    Returns:
-        [B, R] bool, True where a token is learnt from.
     """
     return response_mask & finished[:, None]
 
@@ -128,10 +123,7 @@ class ScoreScale:
     Source: lm-human-preferences, which measures before the training of a reward model and again after it.
 
     Args:
-        mean: of the raw scores.
-        std: of the raw scores.
-        target_mean: that they get.
-        target_std: that they get.
+        mean: of the raw scores; ``std`` likewise.
     """
 
     mean: float = 0.0
@@ -164,8 +156,6 @@ def score_scale(
 
     Args:
         raw: [N].
-        target_mean: of the scaled scores.
-        target_std: of the scaled scores.
         ddof: degrees of freedom that are taken off N in the variance.
 
     Raises:
@@ -188,7 +178,6 @@ def head_std(hidden: int, *, rule: Literal["inverse_sqrt", "inverse"] = "inverse
 
     Args:
         hidden: width of the model.
-        rule: which of the two.
     """
     return 1 / math.sqrt(hidden + 1) if rule == "inverse_sqrt" else 1 / (hidden + 1)
 
@@ -204,11 +193,7 @@ def kl_penalties(kl: Tensor, response_mask: Tensor, *, kl_coef: float) -> Tensor
 
     Args:
         kl: [B, R] nats, an estimate per token.
-        response_mask: [B, R] bool.
         kl_coef: reward per nat; a negative one counts as 0.
-
-    Returns:
-        [B, R].
     """
     return on_mask(-max(kl_coef, 0.0) * kl, response_mask)
 
@@ -225,7 +210,6 @@ def token_rewards(
     Args:
         scores: [B], one per response.
         penalties: [B, R], of ``kl_penalties``.
-        response_mask: [B, R] bool.
         placement: of the score. Two more are of padded rows, which a run has none of: last_column, the last column
             (lm-human-preferences, whose responses fill the row), and after_last, the column after the last counting
             token, or that token where there is none (DeepSpeed-Chat, TRL).
@@ -252,7 +236,6 @@ def dense_rewards(
     Args:
         dense: [B, R + 1], the score before the first response token and after each one.
         penalties: [B, R], of ``kl_penalties``.
-        response_mask: [B, R] bool.
         differences: whether a token earns what it added.
         clip: bounds of the scores, which are clamped first; None: they are not.
 

@@ -5,14 +5,15 @@ Throughout, d = old - rollout in nats per token, clamped to +-``log_clamp``, and
     old_logprobs: [B, R] nats, by the trainer before the update: of the policy that the ratio of the loss is about.
     rollout_logprobs: [B, R] nats, by the engine that sampled.
     response_mask: [B, R] bool.
-    reduce: over the ranks that share the step; see ``normalisation.Reduce``.
+    reduce: over the ranks that share the step; see ``normalization.Reduce``.
 
-Weights multiply the terms of the policy loss after clipping (``terms.weighted``), and carry no gradient. What is
-dropped stays in the denominators of the loss.
+Weights multiply the terms of the policy loss after clipping (``policy_loss.weighted``), and carry no gradient. Dropped
+tokens stay in the denominators of the loss.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -21,7 +22,10 @@ from torch import Tensor
 from megarl.algos.kl import k1
 from megarl.algos.normalization import Reduce, on_mask
 from megarl.algos.policy_loss import MAX_LOG_RATIO, row_mean
+from megarl.bounds import Positive
 
+Level = Literal["token", "sequence", "geometric"]
+Rule = Literal["truncate", "mask"]
 Statistic = Literal[
     "token_k1",
     "token_k2",
@@ -37,190 +41,64 @@ Statistic = Literal[
 ]
 
 
-def token_truncate(
+def rollout_weights(
     old_logprobs: Tensor,
     rollout_logprobs: Tensor,
     response_mask: Tensor,
     reduce: Reduce,
     *,
-    upper: float = 2.0,
-    lower: float | None = None,
+    level: Level,
+    rule: Rule,
+    upper: Positive = 2.0,
+    lower: Positive | None = None,
     batch_normalise: bool = False,
     log_clamp: float = MAX_LOG_RATIO,
 ) -> Tensor:
-    """Truncated importance weights per token: the variance of the tail is traded for bias.
+    """Importance weights of the token losses: the probability ratio r of the old policy to the engines',
+    of each token, of the sequence, or its geometric mean over the sequence; truncated at its bounds, or 0 beyond them.
 
-    w = clamp(exp(old - rollout), lower, upper). Source: Yao et al., "Your efficient RL framework secretly brings you
-    off-policy RL training" (2025), TIS, as in verl and OpenRLHF.
+    token: r is exp(d) of each token; sequence: exp(sum of d) over the response; geometric: exp(mean of d)
+    over the response. truncate: w = clamp(r, lower, upper), which trades the variance of the tail for bias; mask: w = r
+    where lower <= r <= upper, else 0; geometric_mask drops responses by r, and the others keep exp(d) of each token.
+
+    Source: token_truncate is TIS of Yao et al., "Your efficient RL framework secretly brings you off-policy RL
+    training" (2025), as in verl and OpenRLHF; token_mask IcePop (Ling team, "Every step evolves", 2025), and with an
+    upper bound alone the behaviour cap of AReaL's decoupled PPO (Fu et al., 2025), where it is 5; sequence_truncate
+    verl's; sequence_mask TRL's, with upper 3; geometric_truncate AReaL's rejection settings at the level of sequences;
+    geometric_mask OpenRLHF's seq-mask-tis.
 
     Args:
-        old_logprobs, rollout_logprobs, response_mask, reduce: see the module.
-        upper: largest weight.
-        lower: smallest weight; None: as it is.
-        batch_normalise: divide by the mean over the tokens of the step.
-        log_clamp: most |d|, nats.
+        upper: upper bound of the ratio.
+        lower: lower bound of the ratio; None is none.
+        batch_normalise: scale the factors to mean 1 over the tokens of the step, or over its responses where all tokens
+            of one have the same; what is dropped counts as 0.
 
     Returns:
         [B, R], 0 off the mask.
     """
-    ratio = (old_logprobs - rollout_logprobs).clamp(-log_clamp, log_clamp).exp()
-    return _weights(ratio.clamp(lower, upper), response_mask, response_mask, reduce, batch_normalise)
 
+    def ratio_of(log_ratio: Tensor) -> Tensor:
+        return log_ratio.clamp(-log_clamp, log_clamp).exp()
 
-def token_mask(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    response_mask: Tensor,
-    reduce: Reduce,
-    *,
-    upper: float = 2.0,
-    lower: float | None = None,
-    batch_normalise: bool = False,
-    log_clamp: float = MAX_LOG_RATIO,
-) -> Tensor:
-    """Importance weights per token, tokens beyond the bounds dropped.
-
-    w = exp(old - rollout) where that is within lower and upper, else 0. Source: IcePop (Ling team, "Every step
-    evolves", 2025); with an upper bound alone the behaviour cap of AReaL's decoupled PPO (Fu et al., 2025), where it is
-    5.
-
-    Args:
-        old_logprobs, rollout_logprobs, response_mask, reduce: see the module.
-        upper: largest weight that stays.
-        lower: smallest weight that stays; None: any.
-        batch_normalise: divide by the mean over the tokens of the step, those dropped included.
-        log_clamp: most |d|, nats.
-
-    Returns:
-        [B, R], 0 off the mask.
-    """
-    ratio = (old_logprobs - rollout_logprobs).clamp(-log_clamp, log_clamp).exp()
-    return _weights(ratio * _within(ratio, lower, upper), response_mask, response_mask, reduce, batch_normalise)
-
-
-def sequence_truncate(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    response_mask: Tensor,
-    reduce: Reduce,
-    *,
-    upper: float = 2.0,
-    lower: float | None = None,
-    batch_normalise: bool = False,
-    log_clamp: float = MAX_LOG_RATIO,
-) -> Tensor:
-    """Truncated importance weights of whole sequences, on each of their tokens.
-
-    w = clamp(exp(sum(old - rollout)), lower, upper), the sum over the response. Source: verl's sequence-level truncated
-    importance sampling.
-
-    Args:
-        old_logprobs, rollout_logprobs, response_mask, reduce: see the module.
-        upper: largest weight.
-        lower: smallest weight; None: as it is.
-        batch_normalise: divide by the mean over the sequences of the step.
-        log_clamp: most |sum of d|, nats.
-
-    Returns:
-        [B, R], 0 off the mask.
-    """
-    ratio = _row_sum(old_logprobs - rollout_logprobs, response_mask).clamp(-log_clamp, log_clamp).exp()
-    has_tokens = response_mask.any(-1, keepdim=True)
-    return _weights(ratio.clamp(lower, upper), has_tokens, response_mask, reduce, batch_normalise)
-
-
-def sequence_mask(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    response_mask: Tensor,
-    reduce: Reduce,
-    *,
-    upper: float = 2.0,
-    lower: float | None = None,
-    batch_normalise: bool = False,
-    log_clamp: float = MAX_LOG_RATIO,
-) -> Tensor:
-    """Importance weights of whole sequences, sequences beyond the bounds dropped.
-
-    w = exp(sum(old - rollout)), the sum over the response, where that is within lower and upper, else 0. Source: TRL's
-    sequence_mask, with upper 3.
-
-    Args:
-        old_logprobs, rollout_logprobs, response_mask, reduce: see the module.
-        upper: largest weight that stays.
-        lower: smallest weight that stays; None: any.
-        batch_normalise: divide by the mean over the sequences of the step, those dropped included.
-        log_clamp: most |sum of d|, nats.
-
-    Returns:
-        [B, R], 0 off the mask.
-    """
-    ratio = _row_sum(old_logprobs - rollout_logprobs, response_mask).clamp(-log_clamp, log_clamp).exp()
-    has_tokens = response_mask.any(-1, keepdim=True)
-    return _weights(ratio * _within(ratio, lower, upper), has_tokens, response_mask, reduce, batch_normalise)
-
-
-def geometric_truncate(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    response_mask: Tensor,
-    reduce: Reduce,
-    *,
-    upper: float = 2.0,
-    lower: float | None = None,
-    batch_normalise: bool = False,
-    log_clamp: float = MAX_LOG_RATIO,
-) -> Tensor:
-    """The truncated geometric mean of a sequence's ratios, on each of its tokens.
-
-    w = clamp(exp(mean(old - rollout)), lower, upper), the mean over the response. Source: AReaL's rejection settings at
-    the level of sequences.
-
-    Args:
-        old_logprobs, rollout_logprobs, response_mask, reduce: see the module.
-        upper: largest weight.
-        lower: smallest weight; None: as it is.
-        batch_normalise: divide by the mean over the sequences of the step.
-        log_clamp: most |mean of d|, nats.
-
-    Returns:
-        [B, R], 0 off the mask.
-    """
-    ratio = row_mean(old_logprobs - rollout_logprobs, response_mask).clamp(-log_clamp, log_clamp).exp()
-    has_tokens = response_mask.any(-1, keepdim=True)
-    return _weights(ratio.clamp(lower, upper), has_tokens, response_mask, reduce, batch_normalise)
-
-
-def geometric_mask(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    response_mask: Tensor,
-    reduce: Reduce,
-    *,
-    upper: float = 2.0,
-    lower: float | None = None,
-    batch_normalise: bool = False,
-    log_clamp: float = MAX_LOG_RATIO,
-) -> Tensor:
-    """Importance weights per token, of sequences whose geometric mean ratio is within the bounds.
-
-    w = exp(old - rollout) where exp(mean(old - rollout)), the mean over the response, is within lower and upper, else
-    0. Source: OpenRLHF's seq-mask-tis.
-
-    Args:
-        old_logprobs, rollout_logprobs, response_mask, reduce: see the module.
-        upper: largest geometric mean that stays.
-        lower: smallest geometric mean that stays; None: any.
-        batch_normalise: divide by the mean over the tokens of the step, those dropped included.
-        log_clamp: most |d| and |mean of d|, nats.
-
-    Returns:
-        [B, R], 0 off the mask.
-    """
     difference = old_logprobs - rollout_logprobs
-    ratio = difference.clamp(-log_clamp, log_clamp).exp()
-    of_rows = row_mean(difference, response_mask).clamp(-log_clamp, log_clamp).exp()
-    return _weights(ratio * _within(of_rows, lower, upper), response_mask, response_mask, reduce, batch_normalise)
+    match level:
+        case "token":
+            ratio = ratio_of(difference)
+        case "sequence":
+            ratio = ratio_of(on_mask(difference, response_mask).sum(-1, keepdim=True))
+        case "geometric":
+            ratio = ratio_of(row_mean(difference, response_mask))
+    if rule == "truncate":
+        weights = ratio.clamp(lower, upper)
+    else:
+        weights = (ratio_of(difference) if level == "geometric" else ratio) * _within(ratio, lower, upper)
+    if batch_normalise:
+        by_token = level == "token" or (level, rule) == ("geometric", "mask")
+        counted = weights[response_mask if by_token else response_mask.any(-1, keepdim=True)].double()
+        number, total = reduce(torch.stack([counted.new_tensor(counted.numel()), counted.sum()])).unbind()
+        mean = total / number.clamp(min=1)
+        weights = weights / torch.where(mean > 0, mean, torch.ones_like(mean)).to(weights.dtype)
+    return on_mask(weights.expand_as(response_mask), response_mask).detach()
 
 
 def rejection(
@@ -241,11 +119,8 @@ def rejection(
     verl's rollout rejection.
 
     Args:
-        old_logprobs, rollout_logprobs, response_mask: see the module.
-        statistic: see above.
         upper: largest k2 or k3 that stays, or largest exp(k1).
-        lower: smallest exp(k1) that stays; None: 1 / upper. k2 and k3 have no lower bound.
-        log_clamp: most |d|, nats.
+        lower: smallest exp(k1) that stays; None is 1 / upper. k2 and k3 have no lower bound.
 
     Returns:
         [B, R] bool, False off the mask.
@@ -286,7 +161,6 @@ def off_policy_sequences(
 
     Args:
         new_logprobs: [B, R] nats, of the policy in training.
-        rollout_logprobs, response_mask: see the module.
         advantages: [B, R], of one sign in each row.
         delta: nats per token.
 
@@ -298,7 +172,7 @@ def off_policy_sequences(
 
 
 def proximal_weights(versions: Tensor, current_version: int) -> Tensor:
-    """How far the proximal policy of each token is from the one that sampled it to the one in training, from 0 to 1.
+    """The place of each token's proximal policy between the one that sampled it (0) and the one in training (1).
 
     alpha = clamp((n - 1 - v) / (n - v), 0, 1) with n the current version and v the token's: the proximal policy is one
     version behind. 0 for tokens of the current version or, as prompts, of none. Source: AReaL's approximation of the
@@ -306,7 +180,7 @@ def proximal_weights(versions: Tensor, current_version: int) -> Tensor:
 
     Args:
         versions: [B, R], the policy version that sampled each token; negative for none.
-        current_version: of the policy in training, which the update makes: one more than the engines can have.
+        current_version: of the policy that the update makes: one more than the engines can have.
 
     Returns:
         [B, R], in the default float type.
@@ -329,13 +203,7 @@ def proximal_logprobs(
     gradient. Source: AReaL.
 
     Args:
-        rollout_logprobs: [B, R] nats.
-        new_logprobs: [B, R] nats.
         alpha: [B, R], by ``proximal_weights``.
-        method: see above.
-
-    Returns:
-        [B, R] nats.
     """
     new = new_logprobs.detach()
     if method == "loglinear":
@@ -343,20 +211,61 @@ def proximal_logprobs(
     return torch.logaddexp(torch.log1p(-alpha) + rollout_logprobs, alpha.log() + new)
 
 
-def _weights(weights: Tensor, counted: Tensor, response_mask: Tensor, reduce: Reduce, batch_normalise: bool) -> Tensor:
-    """Per token, 0 off the mask; over the mean of what is counted, tokens or rows, where that is asked for."""
-    if batch_normalise:
-        own = weights[counted].double()
-        number, total = reduce(torch.stack([own.new_tensor(own.numel()), own.sum()])).unbind()
-        mean = total / number.clamp(min=1)
-        weights = weights / torch.where(mean > 0, mean, torch.ones_like(mean)).to(weights.dtype)
-    return on_mask(weights.expand_as(response_mask), response_mask).detach()
+_DIGIT_BITS = 8
+_BUCKETS = 2**_DIGIT_BITS
+
+
+def m2po(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor, reduce: Reduce, *, threshold: float = 0.04
+) -> Tensor:
+    """Drops the tokens of the step that moved most until the mean of the squared log-ratios is below the threshold.
+
+    With x = (rollout - old)^2, kept are the smallest x whose mean is below ``threshold``: as many as there can be, and
+    at least the smallest. Tokens of one x stay or go together, so that nothing depends on their order or on the ranks.
+    Source: Zheng et al., "Prosperity before collapse: how far can off-policy RL reach with stale data on LLMs?" (2025),
+    as in AReaL.
+
+    Args:
+        reduce: called equally often on every rank, with tokens or without; eight times at most.
+        threshold: of the mean, nats^2.
+
+    Returns:
+        [B, R] bool, False off the mask.
+    """
+    squares = (rollout_logprobs.double() - old_logprobs.double()).square()
+    first_out, none_smaller = _first_out(squares[response_mask], reduce, threshold)
+    return response_mask & (squares <= first_out if none_smaller else squares < first_out)
+
+
+def _first_out(values: Tensor, reduce: Reduce, threshold: float) -> tuple[float, bool]:
+    """The smallest value with which the mean of the smallest reaches the threshold, and whether it is the smallest.
+
+    The mean of the n smallest grows with n, so that there is one such value, or none: infinity. It is searched digit by
+    digit, as bits of numbers that are not negative are in the order of the numbers: a round adds up the values that
+    agree with the digits known so far, by their next one.
+    """
+    bits = values.view(torch.int64)
+    known, smaller = 0, values.new_zeros(2)
+    for shift in range(64 - _DIGIT_BITS, -1, -_DIGIT_BITS):
+        matching = (bits >> _DIGIT_BITS >> shift) == known
+        digits = (bits[matching] >> shift) & (_BUCKETS - 1)
+        counts = torch.bincount(digits, minlength=_BUCKETS).double()
+        sums = torch.bincount(digits, weights=values[matching], minlength=_BUCKETS)
+        buckets = reduce(torch.cat([counts, sums])).view(2, _BUCKETS)
+        numbers, totals = smaller[:, None] + buckets.cumsum(1)
+        occupied = buckets[0] > 0
+        reached = occupied & (totals >= threshold * numbers)
+        if reached.any():
+            first = int(reached.nonzero()[0])
+        elif shift == 64 - _DIGIT_BITS:
+            return math.inf, False
+        else:
+            first = int(occupied.nonzero()[-1])  # its coarser bucket reached the threshold: this is rounding
+        smaller = smaller + buckets[:, :first].sum(1)
+        known = known << _DIGIT_BITS | first
+    return float(torch.tensor(known).view(torch.float64)), not bool(smaller[0])
 
 
 def _within(values: Tensor, lower: float | None, upper: float) -> Tensor:
     above = values <= upper
     return above if lower is None else above & (values >= lower)
-
-
-def _row_sum(values: Tensor, response_mask: Tensor) -> Tensor:
-    return on_mask(values, response_mask).sum(-1, keepdim=True)

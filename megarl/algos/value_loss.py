@@ -1,10 +1,12 @@
-"""Losses of the critic, and the normalization of what it learns.
+"""Losses of the critic, and the normalization of its targets.
 
 All are functions of (values, old_values, returns) and options:
 
     values: [B, R], V, of the critic in training; carries the gradient.
     old_values: [B, R], of the critic before the update.
     returns: [B, R], G.
+    clip: half width of the interval in which a value may move in one step; None does not clip.
+    scale: factor of the loss.
 
 Metrics of all: ``vpred``, V; ``error``, (V - G)^2; ``clipfrac``, 1 where the clipped branch is the larger.
 
@@ -23,21 +25,17 @@ from torch import Tensor
 
 from megarl.algos.normalization import Reduce
 from megarl.algos.policy_loss import LossTerms
+from megarl.bounds import Positive
 
 
 def mse(
-    values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None = 0.2, scale: float = 0.5
+    values: Tensor, old_values: Tensor, returns: Tensor, *, clip: Positive | None = 0.2, scale: Positive = 0.5
 ) -> LossTerms:
     """The squared error, of the value or of the value kept near its old one, whichever is the larger.
 
     l = scale * max((V - G)^2, (clamp(V, V_old - clip, V_old + clip) - G)^2) of a value V and a return G; without a
     clip, scale * (V - G)^2. Where the clipped branch wins there is no gradient. Source: the PPO of openai/baselines and
     lm-human-preferences.
-
-    Args:
-        values, old_values, returns: see the module.
-        clip: how far a value may move from its old one in an update; None: as far as it will.
-        scale: loss per squared error.
     """
     return _clipped(values, old_values, returns, torch.square, clip=clip, scale=scale)
 
@@ -47,9 +45,9 @@ def huber(
     old_values: Tensor,
     returns: Tensor,
     *,
-    clip: float | None = 0.2,
-    scale: float = 0.5,
-    delta: float = 10.0,
+    clip: Positive | None = 0.2,
+    scale: Positive = 0.5,
+    delta: Positive = 10.0,
 ) -> LossTerms:
     """The squared error that grows linearly from an error of delta on, so that outliers pull less; clipped as mse.
 
@@ -58,10 +56,7 @@ def huber(
     parameter" (1964), whose function is h / 2.
 
     Args:
-        values, old_values, returns: see the module.
-        clip: how far a value may move from its old one in an update; None: as far as it will.
-        scale: loss per squared error.
-        delta: error from which on the loss is linear.
+        delta: error from which the loss is linear.
     """
 
     def penalty(error: Tensor) -> Tensor:
@@ -102,13 +97,7 @@ LIMIT = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class ValueMoments:
-    """Moving averages that begin at 0.
-
-    Args:
-        mean: of the returns.
-        square: of their squares.
-        weight: what the averages of a constant 1 would be by now, of which ``mean`` and ``square`` are in units.
-    """
+    """Moving averages that begin at 0, of the returns, of their squares and of the constant 1 (``weight``)."""
 
     mean: float = 0.0
     square: float = 0.0
@@ -126,16 +115,13 @@ class ValueScale:
 def updated(
     moments: ValueMoments, returns: Tensor, response_mask: Tensor, reduce: Reduce, *, beta: float = 0.99995
 ) -> ValueMoments:
-    """The moments after another batch, whose tokens count alike; one without a token, or with a return that is not
-    finite, changes nothing.
+    """The moments after another batch; one without a token, or with a return that is not finite, changes nothing.
 
     m <- beta * m + (1 - beta) * mean over the batch, of the returns, of their squares and of 1. Source: AReaL,
     exponential running moments; PopArt (van Hasselt et al., 2016).
 
     Args:
-        moments: so far.
         returns: [B, R], units of reward.
-        response_mask: [B, R] bool.
         reduce: called once, with tokens or without.
         beta: decay per batch.
     """
@@ -156,12 +142,7 @@ def updated(
 
 
 def scale_of(moments: ValueMoments, *, eps: float = 1e-5) -> ValueScale:
-    """Mean and deviation: the averages over max(weight, eps), with a variance of 0.01 at least.
-
-    Args:
-        moments: of at least one batch; before that, the mean is 0.
-        eps: least weight.
-    """
+    """Mean and deviation: the averages over max(weight, eps), with a variance of 0.01 at least."""
     weight = max(moments.weight, eps)
     mean = moments.mean / weight
     return ValueScale(mean=mean, deviation=math.sqrt(max(moments.square / weight - mean * mean, VARIANCE_FLOOR)))
@@ -173,5 +154,5 @@ def normalised(values: Tensor, scale: ValueScale) -> Tensor:
 
 
 def denormalised(values: Tensor, scale: ValueScale) -> Tensor:
-    """values * deviation + mean: what the critic says, in units of reward."""
+    """values * deviation + mean: the critic's values in units of reward."""
     return values * scale.deviation + scale.mean

@@ -1,6 +1,5 @@
 """The configuration of a run: schema, inheritance, overrides, and checks that report everything at once."""
 
-from megarl.config.devices import parse_devices
 from megarl.config.loading import as_yaml, build, load, save
 from megarl.config.problems import ConfigError, Problem
 from megarl.config.schema import (
@@ -13,6 +12,7 @@ from megarl.config.schema import (
     SFTConfig,
     TrainingConfig,
 )
+from megarl.config.schema.base import parse_devices
 
 __all__ = [
     "ConfigError",

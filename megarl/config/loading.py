@@ -10,17 +10,17 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from megarl.config.files import merged
+from megarl.config.inheritance import merged
+from megarl.config.pending_paths import without_pending
 from megarl.config.problems import ConfigError, Problem, shown
-from megarl.config.promises import unpromised
 from megarl.config.rules import broken_rules
 from megarl.config.schema import STAGES, RunConfig
-from megarl.config.schema.walk import keys
+from megarl.config.schema.schema_walk import keys
 from megarl.config.schema_problems import schema_problems
 from megarl.files import write_durably
 
 _BEYOND = "Models, rows of data and functions"
-"""What is looked at where every field is sound in itself."""
+"""Checked where every field is sound in itself."""
 
 
 def load(
@@ -28,31 +28,30 @@ def load(
     overrides: Sequence[str] = (),
     further: Callable[[RunConfig], object] = lambda _: None,
     *,
-    promised: Collection[Path] = (),
+    pending_paths: Collection[Path] = (),
 ) -> RunConfig:
     """Reads, merges and checks a configuration.
 
     Args:
         path: a YAML file; ``defaults`` lists the files that it inherits, relative to it.
         overrides: ``key.path=value``, as on the command line.
-        further: looks beyond the configuration, and raises a ConfigError. It is asked where something is wrong already
+        further: looks beyond the configuration, and raises a ConfigError. It is called where there are problems already
             and every field is sound in itself, so that one report has everything.
-        promised: directories that another run will have written before this one begins: what is missing there is no
-            problem.
+        pending_paths: directories that another run writes before this one begins: what is missing there is no problem.
 
     Raises:
         ConfigError: anything is wrong; it lists every problem.
     """
     raw, unread = merged(Path(path), overrides)
     config, problems = _checked(raw)
-    problems, unchecked = unpromised([*unread, *problems], raw, promised), ""
+    problems, unchecked = without_pending([*unread, *problems], raw, pending_paths), ""
     if config is None:
         unchecked = _BEYOND
     elif problems:
         try:
             further(config)
         except ConfigError as error:
-            more = unpromised(error.problems, raw, promised)
+            more = without_pending(error.problems, raw, pending_paths)
             problems += [found for found in more if not any(_same(found, known) for known in problems)]
             unchecked = error.unchecked
     if config is None or problems:
@@ -73,7 +72,7 @@ def build(raw: Mapping[str, Any]) -> RunConfig:
 
 
 def save(config: RunConfig, path: str | Path) -> None:
-    """Writes the resolved configuration, at once and durably, so that loading the file gives it again."""
+    """Writes the resolved configuration atomically and durably; loading the file returns it again."""
     write_durably(Path(path), as_yaml(config))
 
 
@@ -85,14 +84,13 @@ def as_yaml(config: RunConfig) -> str:
 def _checked(raw: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
     """The configuration where every field is sound (unknown keys aside), and all problems.
 
-    Rules between fields are checked wherever the sections that they read are sound, so that one report
-    has the problems of single fields and the problems between fields.
+    Rules between fields are checked wherever the sections that they read are sound.
     """
     stage = raw.get("stage")
     if not isinstance(stage, str) or stage not in STAGES:
         rule, fix = f"one of {', '.join(STAGES)}", "say what the file describes, such as stage: ppo"
         value = shown(stage) if "stage" in raw else "(missing)"
-        return None, [Problem(field="stage", value=value, rule=rule, fix=fix)]
+        return None, [Problem("stage", value, rule, fix)]
     schema = STAGES[stage]
     found: list[Problem] = []
     try:
@@ -112,7 +110,7 @@ def _same(one: Problem, other: Problem) -> bool:
 
 
 def _known_part(schema: type[RunConfig], raw: Mapping[str, Any], error: ValidationError) -> dict[str, Any]:
-    """A copy without the unknown keys: they say nothing about the others."""
+    """A copy without the unknown keys."""
     known = copy.deepcopy(dict(raw))
     for found in error.errors(include_url=False):
         if found["type"] == "extra_forbidden":

@@ -1,21 +1,22 @@
-"""What is wrong with a configuration: collected first, reported all at once."""
+"""The problems of a configuration, which are collected first and reported all at once."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import yaml
+from pydantic import BaseModel
 
 _LONGEST_VALUE = 80
 KEY = "(key)"
 """The value of a problem that is in the name of a key, which the field ends with."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Problem:
     """One thing to correct.
 
@@ -41,7 +42,7 @@ class ConfigError(ValueError):
     Args:
         problems: at least one.
         source: the file that was loaded, for the heading.
-        unchecked: what could not be looked at yet because of them, as the beginning of a sentence; empty for nothing.
+        unchecked: what was not checked because of them, as the beginning of a sentence; empty for nothing.
     """
 
     def __init__(self, problems: Sequence[Problem], source: str = "configuration", unchecked: str = "") -> None:
@@ -49,6 +50,25 @@ class ConfigError(ValueError):
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         later = [f"{unchecked} are checked once the above is mended."] if unchecked else []
         super().__init__("\n".join([f"{source}: {count}", *map(str, problems), *later]))
+
+
+def ineffective_settings(
+    field: str, section: BaseModel, names: Sequence[str], where: str, otherwise: str
+) -> Iterator[Problem]:
+    """A problem for each of the named fields of a section that is not at its default, though it has no effect.
+
+    Args:
+        field: path of the section.
+        where: why, after "has no effect".
+        otherwise: an alternative to removing them.
+    """
+    for name in names:
+        info = type(section).model_fields[name]
+        value: object = getattr(section, name)
+        if value != info.default:
+            text: object = getattr(value, "name", "given") if isinstance(value, BaseModel) else value
+            key, rule = f"{field}.{info.alias or name}", f"has no effect {where}"
+            yield Problem(key, shown(text), rule, f"remove it, {otherwise}")
 
 
 def correct_path(path: str) -> str:

@@ -12,9 +12,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megarl.config.problems import KEY, Problem, shown
-from megarl.config.schema import Choice
-from megarl.config.schema.choices import SHORTHAND, Own
-from megarl.config.schema.walk import choices, fields, keys, section, sections
+from megarl.config.schema.choices import SHORTHAND, Choice, CustomFunction
+from megarl.config.schema.schema_walk import choices, fields, keys, section, sections, type_of
 from megarl.plugins import suggestion
 
 _TYPES = {
@@ -58,11 +57,11 @@ def _problem(schema: type[BaseModel], error: ErrorDetails) -> Problem:
     if kind.startswith("union_tag"):
         return _no_choice(field, value, choices(here), description)
     if kind == "missing":
-        return Problem(field=field, value="(missing)", rule="required", fix=f"add it: {description}")
+        return Problem(field, "(missing)", "required", f"add it: {description}")
     rule = _TYPES.get(kind) or _rule(error)
     named = isinstance(value, str) and "name" in _fields_of(here)
     fix = f"write it as {{name: {value}}}" if named else f"{_correction(kind, limits, value)}; it is: {description}"
-    return Problem(field=field, value=shown(value), rule=rule, fix=fix)
+    return Problem(field, shown(value), rule, fix)
 
 
 def _rule(error: ErrorDetails) -> str:
@@ -99,12 +98,12 @@ def _fields_of(annotation: Any) -> dict[str, FieldInfo]:
 def _bad_key(field: str, key: str, error: ErrorDetails, mapping: Any) -> Problem:
     """A key of a mapping that is not among those that there may be."""
     if error["type"] == "value_error":
-        return Problem(field=field, value=KEY, rule=_rule(error), fix="rename or remove it")
+        return Problem(field, KEY, _rule(error), "rename or remove it")
     if error["type"] == "literal_error":
         known = [str(choice) for choice in get_args(get_args(mapping)[0])]
-        return Problem(field=field, value=KEY, rule=f"one of {', '.join(known)}", fix=_suggestion(key, known))
+        return Problem(field, KEY, f"one of {', '.join(known)}", _suggestion(key, known))
     fix = "lower-case letters, digits and underscores, a letter first"
-    return Problem(field=field, value=KEY, rule="a name", fix=fix)
+    return Problem(field, KEY, "a name", fix)
 
 
 def _unknown(schema: type[BaseModel], loc: Sequence[int | str], field: str, value: object) -> Problem:
@@ -112,18 +111,18 @@ def _unknown(schema: type[BaseModel], loc: Sequence[int | str], field: str, valu
     key, (_, owner), (_, above) = str(loc[-1]), keys(schema, loc[:-1]), keys(schema, loc[:-2])
     if key == SHORTHAND:
         rule = f"should be keys with values, which is given where others of its keys are: {value}"
-        return Problem(field=field.removesuffix("."), value=shown(value), rule=rule, fix="remove one of them")
+        return Problem(field.removesuffix("."), shown(value), rule, "remove one of them")
     known = list(fields(owner)) if section(owner) is not None else []
     if not issubclass(owner, Choice):
         elsewhere = [f"{field.removesuffix(key)}{path}" for path in _deeper(owner, key, value)][:3]
         fix = f"did you mean {' or '.join(elsewhere)}?" if elsewhere else _suggestion(key, known)
-        return Problem(field=field, value=shown(value), rule="unknown key", fix=fix)
+        return Problem(field, shown(value), "unknown key", fix)
     known.remove("name")
     others = [name for name, choice in choices(above).items() if key in fields(choice)]
     having = "which has it" if len(others) == 1 else "which have it"
     fix = f"remove it, or choose {' or '.join(others)}, {having}" if others else _suggestion(key, known)
     options = f"its options are {', '.join(known)}" if known else "it has none"
-    return Problem(field=field, value=shown(value), rule=f"unknown option of {loc[-2]}; {options}", fix=fix)
+    return Problem(field, shown(value), f"unknown option of {loc[-2]}; {options}", fix)
 
 
 def _deeper(owner: type[BaseModel], key: str, value: object) -> Iterator[str]:
@@ -136,7 +135,7 @@ def _deeper(owner: type[BaseModel], key: str, value: object) -> Iterator[str]:
 
 
 def _may_hold_keys(info: FieldInfo) -> bool:
-    return bool(choices(info.annotation)) or section(info.annotation) is not None
+    return bool(choices(type_of(info))) or section(type_of(info)) is not None
 
 
 def _no_choice(field: str, value: object, table: Mapping[str, type[BaseModel]], description: str) -> Problem:
@@ -145,11 +144,11 @@ def _no_choice(field: str, value: object, table: Mapping[str, type[BaseModel]], 
     rule = f"one of {', '.join(table)}"
     if name is None:
         fix = "give a name, or a name and its options: {name: ..., option: ...}"
-        return Problem(field=field, value=shown(cast(object, value)), rule=rule, fix=fix)
+        return Problem(field, shown(cast(object, value)), rule, fix)
     near = difflib.get_close_matches(str(name).lower(), table, n=1, cutoff=0.5)
-    own = suggestion(str(name)) if any(issubclass(choice, Own) for choice in table.values()) else None
+    own = suggestion(str(name)) if any(issubclass(choice, CustomFunction) for choice in table.values()) else None
     fix = f"did you mean {near[0]}?" if near else own or f"choose one of them; it is: {description}"
-    return Problem(field=field, value=shown(name), rule=rule, fix=fix)
+    return Problem(field, shown(name), rule, fix)
 
 
 def _suggestion(key: str, known: Sequence[str]) -> str:

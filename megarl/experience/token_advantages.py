@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from megarl.algos.advantages import from_outcomes
-from megarl.algos.m2po import m2po
 from megarl.algos.normalization import Reduce, on_mask, whiten_rewards
 from megarl.algos.registry import KL_ESTIMATORS, NORMALISERS, ROLLOUT_WEIGHTS, TOKEN_ADVANTAGES, bound
 from megarl.algos.reward_shaping import dense_rewards, keep_finished, kl_penalties, token_rewards
-from megarl.algos.rollout_correction import rejection
+from megarl.algos.rollout_correction import m2po, rejection
 from megarl.config.schema import Algo, Correction
 from megarl.experience.padded_batch import Aligned
 from megarl.types import DenseScale

@@ -11,8 +11,8 @@ from tempfile import TemporaryFile
 from typing import Any, Final
 
 from megarl.config import ConfigError, EvalConfig, Problem, RunConfig, TrainingConfig, load, parse_devices
+from megarl.config.pending_paths import without_pending
 from megarl.config.problems import shown
-from megarl.config.promises import unpromised
 from megarl.config.schema import Rollout
 from megarl.launch.field_types import seconds_of
 from megarl.launch.profile import SSH, Apptainer, Bare, Enroot, Profile
@@ -72,14 +72,14 @@ class Checker:
 
 
 def load_checked(
-    path: Path, overrides: Sequence[str], check: Callable[[RunConfig], object], promised: Collection[Path] = ()
+    path: Path, overrides: Sequence[str], check: Callable[[RunConfig], object], pending: Collection[Path] = ()
 ) -> RunConfig:
-    """Reads and checks a configuration; what is missing in promised directories, earlier runs will have written."""
-    config = load(path, overrides, check, promised=promised)
+    """Reads and checks a configuration; what is missing in pending directories, earlier runs will have written."""
+    config = load(path, overrides, check, pending=pending)
     try:
         check(config)
     except ConfigError as error:
-        problems = unpromised(error.problems, config.model_dump(by_alias=True), promised)
+        problems = without_pending(error.problems, config.model_dump(by_alias=True), pending)
         if problems:
             raise ConfigError(problems, str(path), error.unchecked) from None
     return config

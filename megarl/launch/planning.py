@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl.config import ConfigError, EvalConfig, Problem, RunConfig
-from megarl.config.files import merged
-from megarl.config.promises import is_promised
+from megarl.config.inheritance import merged
+from megarl.config.pending_paths import is_pending
 from megarl.config.schema import Model
 from megarl.launch.checker import Checker, load_checked, profile_problems
 from megarl.launch.profile import Profile, found_profile, load_profile
@@ -138,9 +138,9 @@ def _load_chained(
 ) -> ChainedRun:
     """Reads and checks a configuration, as far as this is possible before the earlier runs; some are refused."""
     raw, _ = merged(path, overrides)
-    promised = [*(Path(run.config.run.dir) for run in earlier), *refused]
+    pending = [*(Path(run.config.run.dir) for run in earlier), *refused]
     stand_in = _stand_in(raw.get("model"), earlier)
-    config = load_checked(path, [*overrides, *stand_in], check, promised)
+    config = load_checked(path, [*overrides, *stand_in], check, pending)
     if not stand_in:
         return ChainedRun(config=config, checked_model=config.model)
     own = {"path": raw["model"]["path"], "random": None, "tokenizer": raw["model"].get("tokenizer")}
@@ -152,7 +152,7 @@ def _stand_in(model: Any, earlier: Sequence[ChainedRun]) -> list[str]:
     """Overrides that replace a model that an earlier run will export by the one from which that run starts."""
     path = model.get("path") if isinstance(model, dict) else None
     for run in earlier:
-        if run.config.stage in _EXPORTS_A_MODEL and is_promised(path, [Path(run.config.run.dir)]):
+        if run.config.stage in _EXPORTS_A_MODEL and is_pending(path, [Path(run.config.run.dir)]):
             start = run.checked_model
             random = None if start.random is None else start.random.model_dump(mode="json")
             fields = {"path": start.path, "random": random}

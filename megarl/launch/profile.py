@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal, cast
 import yaml
 from pydantic import Field, StringConstraints, ValidationError
 
+from megarl.bounds import Count, Natural, Positive
 from megarl.config.problems import ConfigError, Problem
-from megarl.config.schema.base import Count, Natural, Positive, Section
-from megarl.config.schema.choices import Choice, Chosen
+from megarl.config.schema.base import Section
+from megarl.config.schema.choices import Choice, OneOf
 from megarl.config.schema_problems import schema_problems
 from megarl.launch import field_types as types
 
@@ -90,7 +91,7 @@ class SSH(Choice):
 class NemoRun(Section):
     """What NeMo-Run needs besides."""
 
-    tunnel: Annotated[Local | SSH, Chosen(SSH)] = Local(name="local")
+    tunnel: Annotated[Local | SSH, OneOf(Local, SSH, default="ssh")] = Local(name="local")
     """From where jobs are submitted: local, or the login node that is named."""
 
 
@@ -133,7 +134,7 @@ class Profile(Section):
     """Network interface whose addresses the nodes use among each other, such as ib0; null is that of the route."""
     start_limit: Positive = 600.0
     """Seconds that the nodes have to find each other, and then to start Ray."""
-    runtime: Annotated[Runtime, Chosen(Bare)] = Bare()
+    runtime: Annotated[Runtime, OneOf(Bare, Pyxis, Enroot, Apptainer, default="bare")] = Bare()
     """Where megarl is installed: on the nodes, or in an image."""
     nemo_run: NemoRun = NemoRun()
     """What NeMo-Run needs besides."""

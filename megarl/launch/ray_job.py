@@ -88,7 +88,7 @@ def _load(path: Path, overrides: Sequence[str], working_dir: Path | None) -> Run
     if not working_dir.is_dir():
         raise _wrong("--working-dir", str(working_dir), "a directory", "correct the path")
     with contextlib.chdir(working_dir):
-        config = load(path, overrides, promised=[Path("/")])
+        config = load(path, overrides, pending_paths=[Path("/")])
     if not Path(config.run.dir).is_absolute():
         rule = "an absolute path that all nodes of the cluster see: the copy of --working-dir does not last"
         raise _wrong("run.dir", config.run.dir, rule, "name a directory of the shared file system")

@@ -11,7 +11,7 @@ from enum import Enum, auto
 from pathlib import Path
 
 from megarl.config import RunConfig, as_yaml
-from megarl.config.files import merged
+from megarl.config.inheritance import merged
 from megarl.config.problems import KEY, Problem, shown
 from megarl.launch.field_types import PARTITIONS
 

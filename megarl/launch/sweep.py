@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from megarl.config import ConfigError, Problem, RunConfig
-from megarl.config.files import merged
+from megarl.config.inheritance import merged
 from megarl.config.problems import shown
 from megarl.launch.checker import load_checked
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megarl.algos.kl import kl_controller
+from megarl.algos.kl import KLController
 from megarl.algos.value_loss import ValueMoments
 from megarl.cluster.calls import Call
 from megarl.cluster.ray_worker import ChunkRefs
@@ -83,7 +83,7 @@ class PPO(Online[PPOConfig]):
         )
         texts = None if config.ptx is None else TextMixture(config, data.texts, session)
         self._updater = Updater(config, self._roles, texts)
-        self._kl = kl_controller(algo.kl.coef, target=algo.kl.target, horizon=algo.kl.horizon)
+        self._kl = KLController(algo.kl.coef, target=algo.kl.target, horizon=algo.kl.horizon)
         self._value_norm: Mapping[str, float] | None = None
         if config.critic is not None and config.critic.value_norm is not None:
             self._value_norm = asdict(ValueMoments())

@@ -9,12 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megarl.algos.selection import best_fraction, best_of_groups
+from megarl.algos.registry import SELECTIONS, bound
 from megarl.cluster.session import Session
 from megarl.cluster.trainers import reported
 from megarl.config import RAFTConfig
-from megarl.config.schema import RAFT
-from megarl.config.schema.raft import BestOfStep
+from megarl.config.schema import RAFTSettings
 from megarl.data.batches import on_all_tokens
 from megarl.data.schedule import update_schedules
 from megarl.loop.rollout_trainer import Online
@@ -129,7 +128,7 @@ class RewardRanked(Online[RAFTConfig]):
 
 
 def selected(
-    scores: Values, samples: Sequence[SampleInfo], raft: RAFT, samples_per_prompt: int
+    scores: Values, samples: Sequence[SampleInfo], raft: RAFTSettings, samples_per_prompt: int
 ) -> npt.NDArray[np.int64]:
     """Which samples are learnt, as indices.
 
@@ -144,8 +143,6 @@ def selected(
         discarded |= ~np.array([sample.finished for sample in samples])
     if raft.min_score is not None:
         discarded |= ~(scores >= raft.min_score)
-    values, out = torch.from_numpy(scores), torch.from_numpy(discarded)
-    if isinstance(raft.strategy, BestOfStep):
-        return best_fraction(values, out, fraction=raft.strategy.fraction).numpy()
     draws = torch.arange(len(scores)) // samples_per_prompt
-    return best_of_groups(values, draws, out).numpy()
+    select = bound(SELECTIONS, raft.strategy.name, raft.strategy.options)
+    return select(torch.from_numpy(scores), draws, torch.from_numpy(discarded)).numpy()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarl.algos.group_advantages import Samples
 from megarl.algos.metrics import group_metrics
-from megarl.algos.registry import COMPARISONS, FILTERS, bound
+from megarl.algos.registry import FILTERS, GROUP_ADVANTAGES, bound
 from megarl.config.schema import Algo, Reward
 from megarl.loop.sampler import Keep, Sampled
 from megarl.loop.scoring import (
@@ -110,7 +110,7 @@ def judged(sampled: Sampled, reward: Reward, algo: Algo, *, seed: int) -> tuple[
     )
     outcomes = None
     if not algo.of_tokens:
-        outcomes = bound(COMPARISONS, algo.advantage.name, algo.advantage.options)(compared).float().numpy()
+        outcomes = bound(GROUP_ADVANTAGES, algo.advantage.name, algo.advantage.options)(compared).float().numpy()
     return Judged(
         scores=scores,
         outcomes=outcomes,

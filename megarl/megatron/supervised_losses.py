@@ -16,8 +16,7 @@ from torch import Tensor
 from megarl.algos.policy_loss import LossTerms
 from megarl.algos.preference_loss import best_of_n, pairwise, span, spans_of
 from megarl.algos.registry import PREFERENCE_LOSSES, bound
-from megarl.config.schema import Own
-from megarl.config.schema.reward_model import BestOfN, Pairwise, RewardLoss, Span
+from megarl.config.schema import Choice
 from megarl.data.packing import Chunks
 from megarl.experience.padded_batch import align, response_mask
 from megarl.megatron.heads import response_logprobs, row_scores, token_scores
@@ -50,7 +49,7 @@ def sft_loss(role: Role) -> StepLoss:
     return of_step
 
 
-def preference_loss(role: Role, settings: RewardLoss, chunks: Chunks[TextChunk]) -> StepLoss:
+def preference_loss(role: Role, settings: Choice, chunks: Chunks[TextChunk]) -> StepLoss:
     """The reward model's loss on preferences: the mean over those of the step; see ``algos.preference``.
 
     The responses of a preference are neighbours in a pack, the best one first. The spread ``score`` is of all of them.
@@ -77,31 +76,32 @@ def preference_loss(role: Role, settings: RewardLoss, chunks: Chunks[TextChunk])
     return of_step
 
 
-def _comparison(role: Role, settings: RewardLoss, chunks: Chunks[TextChunk]) -> Comparison:
+def _comparison(role: Role, settings: Choice, chunks: Chunks[TextChunk]) -> Comparison:
     """The loss that the settings name."""
-    match settings:
-        case Pairwise():
+    match settings.name:
+        case "pairwise":
+            options = settings.options
 
             def compare(batch: MicroBatch, hidden: Tensor, scores: Tensor) -> LossTerms:
                 chosen, rejected = scores.unbind(-1)
-                margins = _margins(batch, chunks, scores) if settings.margin else None
-                return pairwise(chosen, rejected, margins, kind=settings.kind, centering=settings.centering)
+                margins = _margins(batch, chunks, scores) if options["margin"] else None
+                return pairwise(chosen, rejected, margins, **options)
 
-        case BestOfN():
+        case "best_of_n":
 
             def compare(batch: MicroBatch, hidden: Tensor, scores: Tensor) -> LossTerms:
                 # The best one last: where another scores as much, it does not count as found.
                 best = torch.full((len(scores),), scores.shape[1] - 1, device=scores.device)
                 return best_of_n(scores.flip(-1), best)
 
-        case Span():
+        case "span":
 
             def compare(batch: MicroBatch, hidden: Tensor, scores: Tensor) -> LossTerms:
                 if not batch.rows:
                     return pairwise(*scores.unbind(-1))
                 return _span(role, batch, hidden)
 
-        case Own():
+        case _:
             own = bound(PREFERENCE_LOSSES, settings.name, settings.options)
 
             def compare(batch: MicroBatch, hidden: Tensor, scores: Tensor) -> LossTerms:

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from megarl.config import EvalConfig, PPOConfig, Problem, RAFTConfig, RewardModelConfig, SFTConfig
 from megarl.config.schema import Fault, SourceFields
-from megarl.config.schema.reward_model import BestOfN, Pairwise
 from megarl.data.demonstrations import Demonstration, load_demonstrations
 from megarl.data.preferences import Preference, load_candidates, load_pairs
 from megarl.data.prompts import load_prompts, random_prompts
@@ -209,8 +208,8 @@ def read_pair_sets(config: RewardModelConfig, reader: DataReader) -> PairSets:
     data, rollout, normalisation = config.data, config.rollout, config.normalisation
     loss = config.reward.loss
     read = reader.candidates
-    if not isinstance(loss, BestOfN):
-        read = partial(reader.pairs, margins=isinstance(loss, Pairwise) and loss.margin)
+    if loss.name != "best_of_n":
+        read = partial(reader.pairs, margins=loss.name == "pairwise" and loss.options["margin"])
     train = read("data.train", data.train, data.max_tokens)
     held_out = None
     if data.evaluation is not None:

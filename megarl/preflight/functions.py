@@ -6,20 +6,18 @@ import difflib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
+from megarl.algos.registry import KINDS, Kind
 from megarl.config import PPOConfig, RunConfig
 from megarl.config.problems import Problem, shown
-from megarl.config.schema import Own, RewardFunction, Section
+from megarl.config.schema import CustomFunction, RewardFunction, Section
 from megarl.plugins import Function, check_options, resolve, suggestion
 from megarl.rewards.functions import RULES, labels
 from megarl.rewards.functions import resolve as resolve_reward
 from megarl.types import Prompt
-
-if TYPE_CHECKING:
-    from megarl.algos.kinds import Kind
 
 _FIX = "correct it; docs/rewards.md describes the functions"
 _TAKEN = (
@@ -149,17 +147,17 @@ def check_own_functions(config: RunConfig) -> list[Problem]:
     return [problem for field, own in _named(config, "") for problem in _wrong(field, own, importance=importance)]
 
 
-def _named(section: Section, above: str) -> Iterator[tuple[str, Own]]:
+def _named(section: Section, above: str) -> Iterator[tuple[str, CustomFunction]]:
     """Every function of the user's own below a section, with its field."""
     for name, info in type(section).model_fields.items():
         value, field = getattr(section, name), f"{above}{info.alias or name}"
-        if isinstance(value, Own):
+        if isinstance(value, CustomFunction):
             yield field, value
         elif isinstance(value, Section):
             yield from _named(value, f"{field}.")
 
 
-def _wrong(field: str, own: Own, *, importance: bool) -> Iterator[Problem]:
+def _wrong(field: str, own: CustomFunction, *, importance: bool) -> Iterator[Problem]:
     kind = _kind(field, getattr(own, "level", None))
     try:
         function = resolve(own.name)
@@ -176,9 +174,7 @@ def _wrong(field: str, own: Own, *, importance: bool) -> Iterator[Problem]:
         yield Problem(field=f"{field}.args", value=shown(dict(own.args)), rule=str(error), fix=fix)
 
 
-def _kind(field: str, level: str | None) -> Kind:
+def _kind(field: str, level: str | None) -> Kind[Any]:
     """What the functions of a field are called with."""
-    from megarl.algos.kinds import KINDS  # and with it torch, which a run without such functions does not need yet
-
     (kind,) = (kind for kind in KINDS if kind.field == field and kind.level == level)
     return kind

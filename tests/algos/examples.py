@@ -41,7 +41,7 @@ AGGREGATIONS: Mapping[str, Callable[..., Tensor]] = {
     "token_sum": aggregation.token_sum,
     "sequence_mean": aggregation.sequence_mean,
     "sequence_sum": aggregation.sequence_sum,
-    "sequence_sum_norm": partial(aggregation.sequence_sum_norm, tokens=7.0),
+    "sequence_sum_norm": partial(aggregation.sequence_sum_norm, tokens=7),
 }
 MASK = torch.tensor([[1, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0], [0, 1, 1, 1, 0, 1]]).bool()
 """Gaps, an empty row, a row of one token."""

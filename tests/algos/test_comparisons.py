@@ -17,7 +17,7 @@ from torch import Tensor
 from megarl.algos import group_advantages
 from megarl.algos.advantages import from_outcomes
 from megarl.algos.group_advantages import Samples
-from megarl.algos.registry import COMPARISONS
+from megarl.algos.registry import GROUP_ADVANTAGES
 from tests.algos.inputs import NAN, lengths_mask, numbers, seeds
 from tests.oracle import comparisons as naive
 from tests.oracle.models import Sample
@@ -73,7 +73,8 @@ def in_groups(scores: list[float], groups: list[int], **others: Any) -> Samples:
     return Samples(scores=torch.tensor(scores), groups=torch.tensor(groups), **{**usual, **others})
 
 
-ORACLES = sorted(COMPARISONS.keys() - {"reinforce_pp_baseline"})
+FUNCTIONS = {name: GROUP_ADVANTAGES.function(name) for name in GROUP_ADVANTAGES.functions}
+ORACLES = sorted(FUNCTIONS.keys() - {"reinforce_pp_baseline"})
 
 
 @pytest.mark.parametrize("name", ORACLES)
@@ -87,10 +88,10 @@ def test_comparisons_are_those_of_the_oracle(name: str, rows: list[tuple[int, fl
     if name == "batch_std" and sum(row[1] is not None for row in rows) < 2:
         rows = [*rows, (9, 1.0, True, 1), (9, 0.0, True, 1)]
     expected = oracle(naive_samples(rows), [row[1] for row in rows])
-    assert COMPARISONS[name](samples_of(rows), **options).tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert FUNCTIONS[name](samples_of(rows), **options).tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(COMPARISONS))
+@pytest.mark.parametrize("name", sorted(FUNCTIONS))
 @settings(max_examples=30)
 @given(drawn, seeds)
 def test_t2_the_order_of_the_samples_is_no_matter(
@@ -108,17 +109,17 @@ def test_t2_the_order_of_the_samples_is_no_matter(
         weights=WEIGHTS,
         greedy_scores=None if samples.greedy_scores is None else samples.greedy_scores[order],
     )
-    compare = COMPARISONS[name]
+    compare = FUNCTIONS[name]
     torch.testing.assert_close(compare(shuffled), compare(samples)[order], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", sorted(COMPARISONS))
+@pytest.mark.parametrize("name", sorted(FUNCTIONS))
 @settings(max_examples=30)
 @given(drawn)
 def test_what_has_no_score_gets_nothing_and_changes_nothing(
     name: str, rows: list[tuple[int, float | None, bool, int]]
 ) -> None:
-    compare, samples = COMPARISONS[name], samples_of(rows)
+    compare, samples = FUNCTIONS[name], samples_of(rows)
     advantages = compare(samples)
     assert not advantages[~samples.scored].any()
     assert advantages.isfinite().all()
@@ -127,7 +128,7 @@ def test_what_has_no_score_gets_nothing_and_changes_nothing(
         torch.testing.assert_close(advantages[samples.scored], compare(samples_of(kept)), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", sorted(COMPARISONS.keys() - {"remax", "gdpo"}))
+@pytest.mark.parametrize("name", sorted(FUNCTIONS.keys() - {"remax", "gdpo"}))
 @settings(max_examples=30)
 @given(drawn, st.sampled_from([-4.0, 0.25, 8.0]))
 def test_t9_a_constant_added_to_all_scores_changes_nothing(
@@ -135,13 +136,13 @@ def test_t9_a_constant_added_to_all_scores_changes_nothing(
 ) -> None:
     samples = samples_of(rows)
     shifted = replace(samples, scores=samples.scores + shift)
-    compare = COMPARISONS[name]
+    compare = FUNCTIONS[name]
     used = samples.finished if name == "masked_rloo" else torch.ones_like(samples.finished)
     torch.testing.assert_close(compare(shifted)[used], compare(samples)[used], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", sorted(COMPARISONS.keys() - {"remax"}))
+@pytest.mark.parametrize("name", sorted(FUNCTIONS.keys() - {"remax"}))
 def test_t8_equal_scores_and_single_samples_teach_exactly_nothing(name: str, dtype: torch.dtype) -> None:
     """0.1 is no binary fraction: the mean of seven of them is another number."""
     scores = torch.tensor([0.1] * 7 + [5.0], dtype=dtype)
@@ -155,10 +156,10 @@ def test_t8_equal_scores_and_single_samples_teach_exactly_nothing(name: str, dty
         components=torch.stack([scores, scores * 3], dim=-1),
         weights=WEIGHTS,
     )
-    outcomes = COMPARISONS[name](samples)
-    assert outcomes.tolist() == [0.0] * n
-    assert outcomes.dtype == dtype
-    tokens = from_outcomes(outcomes, torch.zeros(n, 4, dtype=dtype), lengths_mask([4] * n, 4))
+    advantages = FUNCTIONS[name](samples)
+    assert advantages.tolist() == [0.0] * n
+    assert advantages.dtype == dtype
+    tokens = from_outcomes(advantages, torch.zeros(n, 4, dtype=dtype), lengths_mask([4] * n, 4))
     assert not tokens.any()
 
 
@@ -195,8 +196,8 @@ def test_p15_a_sample_that_is_alone_teaches_nothing_unless_its_score_is_asked_fo
     """verl divides what is alone by 1 and subtracts 0: its score is its advantage."""
     samples = in_groups([3.0, 1.0, 2.0], [0, 1, 1])
     for name in ("grpo", "dr_grpo", "rloo", "opo"):
-        assert COMPARISONS[name](samples)[0] == 0.0
-        assert COMPARISONS[name](samples, singleton="raw")[0] == 3.0
+        assert FUNCTIONS[name](samples)[0] == 0.0
+        assert FUNCTIONS[name](samples, singleton="raw")[0] == 3.0
 
 
 @given(seeds)

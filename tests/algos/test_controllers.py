@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algos.kl import AdaptiveKL, FixedKL, kl_controller
+from megarl.algos.kl import KLController
 
 
 def test_a_fixed_coefficient_stays() -> None:
-    controller = kl_controller(0.1, target=None, horizon=100.0)
+    controller = KLController(0.1, target=None, horizon=100.0)
     controller.update(50.0, 64)
     assert controller.coef == 0.1
 
 
 def test_the_coefficient_of_the_configuration_wins_over_that_of_a_checkpoint() -> None:
-    controller = FixedKL(0.1)
-    controller.load(json.loads(json.dumps(FixedKL(0.5).state())))
+    controller = KLController(0.1, target=None, horizon=1.0)
+    controller.load(json.loads(json.dumps(KLController(0.5, target=None, horizon=1.0).state())))
     assert controller.coef == 0.1
 
 
@@ -28,14 +28,14 @@ def test_the_coefficient_of_the_configuration_wins_over_that_of_a_checkpoint() -
     [(6.6, 1 + 0.1 * 0.5), (5.7, 1 - 0.05 * 0.5), (60.0, 1 + 0.2 * 0.5), (-3.0, 1 - 0.2 * 0.5), (6.0, 1.0)],
 )
 def test_the_error_is_relative_and_bounded(kl: float, factor: float) -> None:
-    controller = AdaptiveKL(0.3, target=6.0, horizon=100.0)
+    controller = KLController(0.3, target=6.0, horizon=100.0)
     controller.update(kl, samples=50)
     assert controller.coef == pytest.approx(0.3 * factor)
 
 
 @given(st.lists(st.tuples(st.floats(-10, 100), st.integers(1, 64)), max_size=8), st.integers(0, 8))
 def test_a_checkpoint_changes_nothing(updates: list[tuple[float, int]], cut: int) -> None:
-    whole, first, second = (AdaptiveKL(0.3, target=6.0, horizon=100.0) for _ in range(3))
+    whole, first, second = (KLController(0.3, target=6.0, horizon=100.0) for _ in range(3))
     for update in updates:
         whole.update(*update)
     for update in updates[:cut]:
@@ -50,7 +50,7 @@ def test_a_checkpoint_changes_nothing(updates: list[tuple[float, int]], cut: int
 def test_t17_an_update_moves_the_coefficient_by_a_fifth_of_samples_over_horizon_at_most(
     kl: float, samples: int, target: float, horizon: float
 ) -> None:
-    controller = AdaptiveKL(0.3, target=target, horizon=horizon)
+    controller = KLController(0.3, target=target, horizon=horizon)
     controller.update(kl, samples)
     most = 0.2 * samples / horizon
     assert controller.coef >= 0.3 * (1 - most) - 1e-12
@@ -60,7 +60,7 @@ def test_t17_an_update_moves_the_coefficient_by_a_fifth_of_samples_over_horizon_
 
 
 def test_a_divergence_that_is_no_number_does_not_spoil_the_coefficient() -> None:
-    controller = AdaptiveKL(0.15, target=6.0, horizon=10000.0)
+    controller = KLController(0.15, target=6.0, horizon=10000.0)
     controller.update(float("nan"), 512)
     assert controller.coef == 0.15
     controller.update(float("inf"), 512)  # far beyond the target: the largest move

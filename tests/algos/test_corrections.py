@@ -11,22 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.algos import metrics, rollout_correction
-from megarl.algos.m2po import m2po
+from megarl.algos import metrics, registry, rollout_correction
 from megarl.algos.normalization import Reduce
+from megarl.algos.rollout_correction import m2po
 from tests.algos.adapters.common import local, on_ranks
 from tests.algos.examples import MASK, tokens
 from tests.algos.inputs import numbers
 from tests.oracle import corrections as naive
 
-WEIGHTS = {
-    "token_truncate": rollout_correction.token_truncate,
-    "token_mask": rollout_correction.token_mask,
-    "sequence_truncate": rollout_correction.sequence_truncate,
-    "sequence_mask": rollout_correction.sequence_mask,
-    "geometric_truncate": rollout_correction.geometric_truncate,
-    "geometric_mask": rollout_correction.geometric_mask,
-}
+WEIGHTS = {name: registry.ROLLOUT_WEIGHTS.function(name) for name in registry.ROLLOUT_WEIGHTS.functions}
 KINDS = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
 """From d = log(rollout / old)."""
 LEVELS = ("token", "sequence_sum", "sequence_mean", "sequence_max")
@@ -173,7 +166,7 @@ def test_the_proximal_policy_is_between_the_two(method: Any) -> None:
 @pytest.mark.parametrize("measure", ["mismatch", "correction"])
 def test_metrics_add_up_over_ranks(measure: str) -> None:
     old, rollout, _ = tokens(0)
-    weights = rollout_correction.token_mask(old, rollout, MASK, local, upper=1.2)
+    weights = WEIGHTS["token_mask"](old, rollout, MASK, local, upper=1.2)
 
     def of(part: slice, reduce: Reduce) -> dict[str, float]:
         if measure == "mismatch":
@@ -192,7 +185,7 @@ def test_the_same_policy_needs_no_correction() -> None:
     assert told.pop("rollout_corr/training_ppl") == told.pop("rollout_corr/rollout_ppl")
     ones = ("rollout_corr/ppl_ratio", "rollout_corr/mult_prob_error")
     assert told == {name: 1.0 if name in ones else 0.0 for name in told}
-    weights = rollout_correction.token_truncate(old, old, MASK, local)
+    weights = WEIGHTS["token_truncate"](old, old, MASK, local)
     told = metrics.correction_metrics(weights, old, old, MASK, reduce=local)
     none = ("rollout_corr/changed_fraction", "rollout_corr/kept_log_ratio")
     assert told == pytest.approx({name: 0.0 if name in none else 1.0 for name in told})

@@ -90,7 +90,7 @@ def test_value_losses(name: str, aggregate: str, seed: int) -> None:
 def test_pairs(kind: str) -> None:
     chosen, rejected, margins = (numbers(5, seed=seed) for seed in range(3))
     check(
-        lambda c, r: preference_loss.pairwise(c, r, margins.abs(), kind=kind, centering=0.1).values.mean(),  # type: ignore[arg-type]
+        lambda c, r: preference_loss.pairwise(c, r, margins.abs(), margin=True, kind=kind, centering=0.1).values.mean(),  # type: ignore[arg-type]
         chosen,
         rejected,
     )

@@ -20,7 +20,6 @@ from megarl.algos import (
     policy_loss,
     preference_loss,
     registry,
-    rollout_correction,
     value_loss,
 )
 from megarl.algos.advantages import from_outcomes
@@ -107,7 +106,7 @@ def test_a_loss_with_penalty_and_bonus_is_that_of_the_oracle(seed: int, estimato
         value_loss, metrics = oracle.policy_terms(torch.nn.Identity(), sample, experience, settings)
     ours = policy_loss.ppo(new, old, advantages, torch.ones(1, 5).bool(), clip=0.1)
     ours = weighted(ours, torch.tensor([experience.weights]).double())
-    ours = with_term(ours, "kl", registry.KL_ESTIMATORS[estimator](new, ref), coef=0.2)
+    ours = with_term(ours, "kl", registry.KL_ESTIMATORS.function(estimator)(new, ref), coef=0.2)
     ours = with_term(ours, "entropy", entropy, coef=-0.3)
     torch.testing.assert_close(ours.values[0], value_loss)
     told = {**ours.metrics, **ours.spreads}
@@ -188,10 +187,10 @@ def test_the_first_update_is_the_policy_gradient(name: str) -> None:
 # ---- decoupled PPO, mixed-in text
 
 
-@pytest.mark.parametrize("mode", [rollout_correction.token_mask, rollout_correction.token_truncate])
+@pytest.mark.parametrize("mode", ["token_mask", "token_truncate"])
 def test_where_the_rollout_was_by_the_proximal_policy_decoupled_ppo_is_ppo(mode: Any) -> None:
     new, proximal, advantages = tokens(0)
-    weights = mode(proximal, proximal, MASK, local, upper=5.0)
+    weights = registry.ROLLOUT_WEIGHTS.function(mode)(proximal, proximal, MASK, local, upper=5.0)
     plain = policy_loss.ppo(new, proximal, advantages, MASK)
     torch.testing.assert_close(total(weighted(plain, weights), MASK), total(plain, MASK), rtol=0.0, atol=0.0)
 
@@ -256,7 +255,7 @@ def test_pairs_far_apart_stay_finite_and_a_margin_asks_for_more() -> None:
     for kind in ("logsigmoid", "logexp"):
         assert preference_loss.pairwise(chosen, rejected, kind=kind).values.tolist() == [0.0, 2e4]  # type: ignore[arg-type]
     near = torch.tensor([0.5]).double()
-    with_margin = preference_loss.pairwise(near, near, torch.tensor([0.7]))
+    with_margin = preference_loss.pairwise(near, near, torch.tensor([0.7]), margin=True)
     torch.testing.assert_close(with_margin.values, preference_loss.pairwise(near - 0.7, near).values)
     assert preference_loss.pairwise(near, near).metrics["accuracy"].item() == 0.0
 
@@ -288,11 +287,11 @@ def test_losses_stay_on_the_device_of_their_arguments() -> None:
     x, mask = torch.zeros(2, 3, device="meta"), torch.ones(2, 3, dtype=torch.bool, device="meta")
     losses = [function(x, x, x, mask) for function in POLICY_LOSSES.values()]
     losses += [function(x, x, x) for function in VALUE_LOSSES.values()]
-    losses += [preference_loss.pairwise(x, x, x), preference_loss.best_of_n(x, mask.sum(-1))]
+    losses += [preference_loss.pairwise(x, x, x, margin=True), preference_loss.best_of_n(x, mask.sum(-1))]
     losses += [preference_loss.span(x, x, preference_loss.spans_of(x.long(), x.long(), pad=0)), weighted(losses[0], x)]
     for loss in losses:
         assert {loss.values.device.type, *(v.device.type for v in loss.metrics.values())} == {"meta"}
-    for weigh in registry.ROLLOUT_WEIGHTS.values():
+    for weigh in map(registry.ROLLOUT_WEIGHTS.function, registry.ROLLOUT_WEIGHTS.functions):
         assert weigh(x, x, mask, local).device.type == "meta"
     for aggregate in AGGREGATIONS.values():
         assert aggregate(mask, total_tokens=6, total_sequences=2).device.type == "meta"

@@ -12,14 +12,14 @@ import torch
 
 from megarl.algos import policy_loss, registry, rollout_correction, value_loss
 from megarl.algos.aggregation import sequence_mean, token_mean, weighted_sum
-from megarl.algos.kl import AdaptiveKL
-from megarl.algos.m2po import m2po
+from megarl.algos.kl import KLController
 from megarl.algos.metrics import objective_metrics
 from megarl.algos.normalization import Reduce
 from megarl.algos.optimization import ema
 from megarl.algos.policy_loss import LossTerms, weighted
 from megarl.algos.preference_loss import span, spans_of
 from megarl.algos.reward_shaping import keep_finished, kl_penalties
+from megarl.algos.rollout_correction import m2po
 from megarl.models.architecture import model_spec
 from tests.algos.adapters.common import local, on_ranks
 from tests.algos.examples import MASK, POLICY_LOSSES, VALUE_LOSSES, gradient, step_weights, tokens, total
@@ -52,7 +52,7 @@ def test_p05_a_kl_coefficient_that_drifts_apart_over_ranks() -> None:
     def coefficient(rows: slice, reduce: Reduce) -> float:
         own = kl[rows], torch.zeros_like(kl[rows]), MASK[rows]
         told = objective_metrics(scores[rows], old[rows], *own, reduce=reduce)
-        controller = AdaptiveKL(0.1, target=3.0, horizon=100.0)
+        controller = KLController(0.1, target=3.0, horizon=100.0)
         controller.update(told["objective/kl"], 4)
         return controller.coef
 
@@ -137,7 +137,8 @@ def test_p21_a_micro_batch_without_a_token_that_counts(name: str) -> None:
 
 
 def test_p24_a_ratio_to_the_rollout_where_the_old_log_probabilities_are_missing() -> None:
-    for name, function in registry.POLICY_LOSSES.items():
+    for name in registry.POLICY_LOSSES.functions:
+        function = registry.POLICY_LOSSES.function(name)
         parameter = inspect.signature(function).parameters["old_logprobs"]
         assert parameter.default is parameter.empty, f"{name} must be told what its ratio is to"
     new, old, advantages = tokens(0)
@@ -185,7 +186,9 @@ def test_p30_a_last_token_where_there_is_none() -> None:
     assert torch.isfinite(span(torch.zeros(1, 4), torch.ones(1, 4), spans).values).all()
 
 
-@pytest.mark.parametrize("correct", registry.ROLLOUT_WEIGHTS.values())
+@pytest.mark.parametrize(
+    "correct", [registry.ROLLOUT_WEIGHTS.function(name) for name in registry.ROLLOUT_WEIGHTS.functions]
+)
 def test_p13_a_rank_without_tokens_that_stays_away_from_a_reduction(correct: type) -> None:
     calls = []
 

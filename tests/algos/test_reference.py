@@ -15,15 +15,13 @@ import torch
 
 from megarl.algos import registry
 from megarl.algos.group_advantages import Samples
-from megarl.algos.kinds import KINDS
 from megarl.algos.normalization import Groups
-from megarl.algos.parts import PARTS
 from megarl.algos.policy_loss import LossTerms
-from megarl.algos.reference import markdown
 from megarl.config import PPOConfig, load
 from megarl.config.schema import STAGES
-from megarl.config.schema.walk import choices, fields, section
+from megarl.config.schema.schema_walk import choices, fields, section, type_of
 from megarl.preflight.functions import check_own_functions
+from tools.docs.algorithms_page import PARTS, PageItem, markdown
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs" / "algorithms.md").read_text(encoding="utf-8")
@@ -33,7 +31,8 @@ def entries(page: str) -> Iterator[tuple[str, str]]:
     """The items of a page, by name, with what stands below."""
     for text in page.split("\n### ")[1:]:
         name, _, below = text.partition("\n")
-        yield name.strip("`"), below.split("\n## ")[0]
+        for own in re.findall(r"`([^`]+)`", name):
+            yield own, below.split("\n## ")[0]
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -41,15 +40,16 @@ def test_the_page_is_up_to_date() -> None:
 
 
 def test_every_name_of_every_table_is_an_item_with_its_options_and_source() -> None:
-    for kind in KINDS:
+    for kind in registry.KINDS:
         chapter = PAGE.split(f"\n## {kind.title}: ")[1].split("\n## ")[0]
         assert f"`{kind.field}`" in chapter.splitlines()[0]
         items = dict(entries(chapter))
-        assert list(items) == list(kind.functions)
-        for name, function in kind.functions.items():
-            own = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        assert set(items) == set(kind.functions)
+        for name in kind.functions:
+            parameters = inspect.signature(kind.function(name)).parameters.values()
+            own = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
             told = set(re.findall(r"`(\w+)`", items[name].partition("\n\nSource")[0]))
-            assert set(own) - {*kind.keywords, "dtype", "log_clamp"} <= told, name
+            assert set(own) - {*kind.keywords, *kind.presets.get(name, ()), "dtype", "log_clamp"} <= told, name
 
 
 def test_every_item_has_a_source() -> None:
@@ -57,18 +57,17 @@ def test_every_item_has_a_source() -> None:
 
 
 def test_the_registry_has_no_table_besides() -> None:
-    tables = [table for name, table in vars(registry).items() if name.isupper() and isinstance(table, dict)]
-    assert len(tables) == len(KINDS)
-    assert all(any(table is kind.functions for kind in KINDS) for table in tables)
+    tables = [table for table in vars(registry).values() if isinstance(table, registry.Kind)]
+    assert tables == list(registry.KINDS)
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part.field}: {part.choice}")
 def test_parts_are_asked_for_by_fields_that_there_are(part: object) -> None:
     """A field with a choice has it among its names, its values, or (of reward functions) the rules."""
-    from megarl.algos.parts import Part
+
     from megarl.rewards.functions import RULES
 
-    assert isinstance(part, Part)
+    assert isinstance(part, PageItem)
     found = [info for schema in STAGES.values() if (info := field(schema, part.field.split("."))) is not None]
     assert found, f"no stage has {part.field}"
     if part.choice is not None and part.field != "reward.functions":
@@ -83,19 +82,20 @@ def field(schema: object, path: list[str]) -> object:
     known = fields(owner) if owner is not None else {}
     if path[0] not in known:
         return None
-    inside = known[path[0]].annotation
+    inside = type_of(known[path[0]])
     return inside if len(path) == 1 else field(inside, path[1:])
 
 
 def test_the_table_and_the_sections_agree_on_what_own_functions_are_called_with() -> None:
     rows = re.findall(r"^\| `[\w.]+`(?:, `level: \w+`)? \| (.*?) \|", PAGE, flags=re.MULTILINE)
-    own = [kind for kind in KINDS if kind.own]
+    own = [kind for kind in registry.KINDS if kind.own]
     assert len(rows) == len(own)
     for kind, row in zip(own, rows, strict=True):
         called = re.findall(r"\w+", re.sub(r"; then (`\w+`) with `.*`", r"\1", row))
         assert called == [*kind.arguments, *(name for name, _ in kind.further), *kind.keywords]
         opening = PAGE.split(f"\n## {kind.title}: ")[1].split("\n### ")[0]
-        assert called == (re.findall(r"^- `(\w+)`: ", opening, flags=re.MULTILINE) or ["samples"])
+        listed = re.findall(r"^- `(\w+)`: ", opening, flags=re.MULTILINE)
+        assert called == ["samples"] or called == listed[: len(called)]
 
 
 def test_records_are_there_with_all_their_fields() -> None:
@@ -136,7 +136,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_advantage_is_accepted_and_computes_what_it_says(here: Path) -> None:
     with example("my_advantages.py", "grpo.yaml", here) as config:
         chosen = config.algo.advantage
-        compare = registry.bound(registry.COMPARISONS, chosen.name, chosen.options)
+        compare = registry.bound(registry.GROUP_ADVANTAGES, chosen.name, chosen.options)
     missing = float("nan")
     samples = Samples(
         scores=torch.tensor([1.0, 5.0, 4.0, missing, 2.0, missing, 8.0, 2.0]),

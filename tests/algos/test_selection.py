@@ -36,9 +36,10 @@ def test_the_best_of_each_prompt_is_that_of_the_oracle(pairs: list[tuple[int, fl
 
 @given(samples, st.sampled_from([0.2, 0.5, 1.0]))
 def test_the_best_of_all_are_those_of_the_oracle(pairs: list[tuple[int, float | None]], fraction: float) -> None:
-    scores, _, discarded = tensors(pairs)
+    scores, groups, discarded = tensors(pairs)
     best = naive.best_of_all(of_the_oracle(pairs), fraction)
-    assert best_fraction(scores, discarded, fraction=fraction).tolist() == [int(sample.sample_id) for sample in best]
+    chosen = best_fraction(scores, groups, discarded, fraction=fraction)
+    assert chosen.tolist() == [int(sample.sample_id) for sample in best]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.config.rules import algorithm, corrections, data, generation, penalty, scoring, training
+from megarl.config.rules import algorithm_rules, data_rules, rollout_rules, scoring_rules, training_rules
 from tests.config.debug import ACTOR, FUNCTIONS, GRPO, PTX, Cases, without
 
 REFERENCE = "groups.train.roles.reference"
@@ -12,7 +12,7 @@ EVALUATION = "evaluation={prompts: a/b, functions: [{name: length}]}"
 
 # rule -> (overrides of the debug run, the field that is named, a part of the rule's text)
 ALGORITHMS: Cases = {
-    algorithm.advantages_have_their_critic: [
+    algorithm_rules.advantages_have_their_critic: [
         (without("train", ["critic"]), "algo.advantage", "role critic"),
         ([*without("train", ["critic"]), "algo.advantage=vapo"], "algo.advantage", "role critic"),
         (["critic=null"], "critic", "advantage gae needs the section critic"),
@@ -21,18 +21,18 @@ ALGORITHMS: Cases = {
         (["algo.advantage={name: a.b:c, level: token}", "critic=null"], "groups.train.roles.critic", "has no critic"),
         (["algo.advantage=a.b:c"], "critic", "no effect with advantage a.b:c"),
     ],
-    algorithm.value_losses_have_a_critic: [
+    algorithm_rules.value_losses_have_a_critic: [
         ([*GRPO, "algo.value_loss.clip=0.5"], "algo.value_loss", "no effect without a critic")
     ],
-    algorithm.groups_of_samples_are_compared: [
+    algorithm_rules.groups_of_samples_are_compared: [
         ([*GRPO, f"{SAMPLES}=1"], SAMPLES, "at least 2 with advantage grpo"),
         ([*GRPO, f"{SAMPLES}=1", "algo.advantage=dr_grpo"], SAMPLES, "at least 2 with advantage dr_grpo"),
         ([*GRPO, f"{SAMPLES}=2", "algo.advantage=rloo_std"], SAMPLES, "at least 3 with advantage rloo_std"),
     ],
-    algorithm.samples_differ_from_the_likeliest: [
+    algorithm_rules.samples_differ_from_the_likeliest: [
         ([*GRPO, "algo.advantage=remax", f"{SAMPLES}=1", "rollout.top_k=1"], "rollout.top_k", "the likeliest response"),
     ],
-    generation.samples_differ: [
+    rollout_rules.samples_differ: [
         (["rollout.top_k=1"], SAMPLES, "would all be the same"),
         (
             ["rollout.top_k=1", EVALUATION, "evaluation.samples_per_prompt=2"],
@@ -40,17 +40,17 @@ ALGORITHMS: Cases = {
             "would all be the same",
         ),
     ],
-    penalty.references_follow_in_time: [
+    algorithm_rules.references_follow_in_time: [
         (["algo.kl.reference_sync.every=3"], "algo.kl.reference_sync.every", "below run.steps = 3")
     ],
-    algorithm.decays_are_read: [
+    algorithm_rules.decays_are_read: [
         (
             ["algo.advantage={name: vapo, lam_policy: 0.9, length_alpha: 0.1}"],
             "algo.advantage.length_alpha",
             "no effect with algo.advantage.lam_policy",
         )
     ],
-    algorithm.normalisers_are_whole: [
+    algorithm_rules.normalisers_are_whole: [
         (
             ["algo.normalise.advantages={name: whiten, mean_only: true, ddof: 1}"],
             "algo.normalise.advantages.ddof",
@@ -70,37 +70,37 @@ ALGORITHMS: Cases = {
         (["algo.normalise.advantages=grouped_tokens", f"{SAMPLES}=1"], SAMPLES, "over the samples of a prompt"),
         (["algo.normalise.advantages={name: levels, std: group}", f"{SAMPLES}=1"], SAMPLES, "at least 2"),
     ],
-    algorithm.token_rewards_are_read: [
+    algorithm_rules.token_rewards_are_read: [
         ([*GRPO, "algo.normalise.rewards=true"], "algo.normalise.rewards", "which compares scores"),
         ([*GRPO, "algo.scores.placement=every_valid"], "algo.scores.placement", "which compares scores"),
     ],
-    algorithm.responses_weigh_alike: [
+    algorithm_rules.responses_weigh_alike: [
         (["algo.policy_loss=gspo"], "algo.aggregation", "sequence_mean with policy loss gspo"),
         (["algo.policy_loss=gmpo", "algo.aggregation=token_sum"], "algo.aggregation", "weigh them by their length"),
     ],
-    algorithm.ratios_have_room: [
+    algorithm_rules.ratios_have_room: [
         (["algo.policy_loss.delta=1.2"], "algo.policy_loss.delta", "above 1 + clip_high = 1.2"),
         (["algo.policy_loss={clip_high: 0.5, ratio_clamp: [0, 1.4]}"], "algo.policy_loss.ratio_clamp", "[0.8, 1.5]"),
     ],
-    algorithm.filters_compare: [
+    algorithm_rules.filters_compare: [
         (["algo.filter_rounds=3"], "algo.filter_rounds", "no effect without algo.filter"),
         (["algo.filter=nonzero_std", f"{SAMPLES}=1"], SAMPLES, "a sample alone has no deviation"),
         (["algo.filter={name: open_range, low: 1.0}"], "algo.filter.low", "below algo.filter.high = 1"),
     ],
-    algorithm.epochs_can_stop: [
+    training_rules.epochs_can_stop: [
         (["algo.early_stop.kl=0.1", "algo.ppo_epochs=1"], "algo.early_stop", "algo.ppo_epochs above 1 alone")
     ],
-    algorithm.warm_ups_end: [(["critic.warmup_steps=3"], "critic.warmup_steps", "below run.steps = 3")],
-    algorithm.value_heads_have_a_source: [
+    training_rules.warm_ups_end: [(["critic.warmup_steps=3"], "critic.warmup_steps", "below run.steps = 3")],
+    training_rules.value_heads_have_a_source: [
         (["critic.head_seed=1"], "critic.head_seed", "critic.head_std = 0"),
         (["critic.head=loaded"], "critic.head", "needs critic.path"),
         (["critic={head: loaded, path: x, head_std: 0.1}"], "critic.head_std", "with critic.head = loaded"),
     ],
-    penalty.penalty_has_a_reference: [
+    algorithm_rules.penalty_has_a_reference: [
         (without("train", ["reference"]), "algo.kl.coef", "needs the role reference"),
         (["algo.kl.coef=0"], "algo.kl.coef", "no effect otherwise"),
     ],
-    penalty.penalty_is_one: [
+    algorithm_rules.penalty_is_one: [
         ([*GRPO, "algo.kl.in=loss"], "algo.kl.in", "no effect with algo.kl.coef = 0"),
         ([*GRPO, "algo.kl.estimator=k3"], "algo.kl.estimator", "no effect with algo.kl.coef = 0"),
         ([*GRPO, "algo.kl.reference_sync.every=5"], "algo.kl.reference_sync", "no effect with algo.kl.coef = 0"),
@@ -115,12 +115,12 @@ ALGORITHMS: Cases = {
             "which is no estimate from samples",
         ),
     ],
-    penalty.estimators_fit_their_place: [
+    algorithm_rules.estimators_fit_their_place: [
         (["algo.kl.in=loss"], "algo.kl.estimator", "where the gradient of k1 is 0 on average"),
         (["algo.kl.estimator=full"], "algo.kl.estimator", "full needs the whole distribution"),
         (["algo.kl.estimator=k3+"], "algo.kl.estimator", "differs from k3 in its gradient alone"),
     ],
-    penalty.references_share_the_actors_ranks: [
+    algorithm_rules.references_share_the_actors_ranks: [
         (
             ["algo.kl.reference_sync.every=2"],
             REFERENCE,
@@ -138,7 +138,7 @@ ALGORITHMS: Cases = {
             "in the group of the actor",
         ),
     ],
-    corrections.ratios_differ_from_one: [
+    algorithm_rules.ratios_differ_from_one: [
         (
             ["algo.correction={old_logprobs: rollout, weights: token_mask}"],
             "algo.correction.weights",
@@ -160,7 +160,7 @@ ALGORITHMS: Cases = {
             "the ratio to the engines is 1",
         ),
     ],
-    corrections.bounds_are_in_order: [
+    algorithm_rules.bounds_are_in_order: [
         (
             ["algo.correction.weights={name: token_mask, lower: 2.0}"],
             "algo.correction.weights.lower",
@@ -182,10 +182,10 @@ ALGORITHMS: Cases = {
             "the usual one is 1 / upper",
         ),
     ],
-    corrections.interpolation_has_an_age: [
+    algorithm_rules.interpolation_has_an_age: [
         (["algo.correction.old_logprobs=linear"], "algo.correction.old_logprobs", "no rollout is older than the actor")
     ],
-    corrections.normalised_weights_are_known: [
+    algorithm_rules.normalised_weights_are_known: [
         (
             [
                 "algo.correction={old_logprobs: loglinear, weights: {name: token_mask, batch_normalise: true}}",
@@ -195,10 +195,10 @@ ALGORITHMS: Cases = {
             "changes in each micro-batch",
         )
     ],
-    corrections.old_weights_are_kept: [
+    rollout_rules.old_weights_are_kept: [
         (["rollout={sleep: true, sync_every: 2}"], "rollout.sync_every", "1 with rollout.sleep")
     ],
-    corrections.syncs_meet: [
+    rollout_rules.syncs_meet: [
         (["rollout.sync_every=2", "checkpoint.every=3"], "checkpoint.every", "a multiple of rollout.sync_every = 2"),
         (
             ["rollout.sync_every=2", EVALUATION, "evaluation.every=1"],
@@ -206,28 +206,28 @@ ALGORITHMS: Cases = {
             "have older weights otherwise",
         ),
     ],
-    scoring.scores_have_a_source: [
+    scoring_rules.scores_have_a_source: [
         (without("train", ["reward"]), "reward", "reward.functions has a rule"),
         (["reward={weight: 0.0, functions: [{name: length, weight: 0}]}"], "reward", "nothing could be learnt"),
     ],
-    scoring.reward_settings_have_their_model: [
+    scoring_rules.reward_settings_have_their_model: [
         ([*without("train", ["reward"]), FUNCTIONS, "reward.path=x"], "reward.path", "no effect without the role"),
         ([*without("train", ["reward"]), FUNCTIONS, "reward.weight=2.0"], "reward.weight", "no effect without"),
         ([*without("train", ["reward"]), FUNCTIONS, "reward.dense=scores"], "reward.dense", "no effect without"),
         (["reward.path=x", "reward.head_seed=4"], "reward.head_seed", "whose head is loaded"),
     ],
-    scoring.processes_have_functions: [
+    scoring_rules.processes_have_functions: [
         (["reward.processes=2"], "reward.processes", "no effect without functions"),
         (["reward.time_limit=2"], "reward.time_limit", "no effect without functions"),
     ],
-    scoring.calls_end_in_time: [
+    scoring_rules.calls_end_in_time: [
         ([FUNCTIONS, "cluster.time_limits.scoring=60"], "reward.time_limit", "at most 54, nine tenths of"),
     ],
-    scoring.shaped_scores_are_compared: [
+    scoring_rules.shaped_scores_are_compared: [
         ([*GRPO, "algo={advantage: gdpo, scores: {clip: 2}}"], "algo.scores.clip", "the score of each source as it is"),
         ([*GRPO, "algo.advantage=gdpo"], "algo.scores.missing_end", "the score of each source as it is"),
     ],
-    scoring.masked_comparisons_mask: [
+    scoring_rules.masked_comparisons_mask: [
         (
             [*GRPO, "algo={advantage: masked_rloo, scores: {missing_end: null}}"],
             "algo.scores.missing_end",
@@ -235,7 +235,7 @@ ALGORITHMS: Cases = {
         ),
         ([*GRPO, "algo.advantage=masked_rloo"], "algo.scores.missing_end", "compares the responses that ended"),
     ],
-    scoring.dense_scores_are_read: [
+    scoring_rules.dense_scores_are_read: [
         (
             [*without("train", ["critic"]), "critic=null", "algo.advantage=rloo", "reward.dense=scores"],
             "reward.dense",
@@ -245,25 +245,25 @@ ALGORITHMS: Cases = {
         (["reward.dense=scores", "algo.scores.truncate_at.token=1"], "algo.scores.truncate_at", "scores every token"),
         (["reward.dense=differences", "reward.shuffle=true"], "reward.shuffle", "fit no other response"),
     ],
-    scoring.scores_end_within_responses: [
+    scoring_rules.scores_end_within_responses: [
         (["algo.scores.truncate_at.token=96"], "algo.scores.truncate_at.token", "below 96"),
         (["algo.scores.truncate_at={token: 3, after: 32}"], "algo.scores.truncate_at.after", "max_new_tokens = 32"),
     ],
-    scoring.evaluations_report_something: [
+    scoring_rules.evaluations_report_something: [
         (
             [*without("train", ["reward"]), FUNCTIONS, "evaluation={prompts: a/b}"],
             "evaluation.functions",
             "the role reward",
         )
     ],
-    scoring.evaluations_weigh_nothing: [
+    scoring_rules.evaluations_weigh_nothing: [
         (
             ["evaluation={prompts: a/b, functions: [{name: length}, {name: regex, weight: 2.0}]}"],
             "evaluation.functions.1.weight",
             "reports each function by itself",
         )
     ],
-    scoring.evaluations_sample: [
+    scoring_rules.evaluations_sample: [
         (
             [EVALUATION, "evaluation={greedy: true, temperature: 0.5}"],
             "evaluation.temperature",
@@ -277,17 +277,19 @@ ALGORITHMS: Cases = {
         ([EVALUATION, "evaluation.success_at=0.5"], "evaluation.success_at", "no effect without evaluation.pass_at"),
         ([EVALUATION, "evaluation.pass_at=[2]"], "evaluation.pass_at", "at most evaluation.samples_per_prompt = 1"),
     ],
-    scoring.averages_are_kept: [([EVALUATION, "evaluation.ema=true"], "evaluation.ema", "needs actor.ema")],
-    data.texts_are_mixed_in: [
+    training_rules.averages_are_kept: [([EVALUATION, "evaluation.ema=true"], "evaluation.ema", "needs actor.ema")],
+    training_rules.texts_are_mixed_in: [
         ([PTX, "ptx.coef=0"], "ptx.coef", "above 0"),
         ([PTX, "ptx={mode: convex, coef: 1.0}"], "ptx.coef", "below 1 with ptx.mode = convex"),
     ],
-    data.micro_batches_hold_a_sample: [
+    data_rules.micro_batches_hold_a_sample: [
         ([PTX, "ptx.max_tokens=129"], f"{ACTOR}.tokens_per_micro_batch", "at least ptx.max_tokens = 129")
     ],
-    data.files_exist: [([PTX, "ptx.data=/nowhere.jsonl"], "ptx.data", "a file that exists")],
-    data.chat_templates_have_a_tokenizer: [([PTX, "ptx.chat_template=true"], "ptx.chat_template", "needs a tokenizer")],
-    training.actor_rate_falls: [
+    data_rules.files_exist: [([PTX, "ptx.data=/nowhere.jsonl"], "ptx.data", "a file that exists")],
+    data_rules.chat_templates_have_a_tokenizer: [
+        ([PTX, "ptx.chat_template=true"], "ptx.chat_template", "needs a tokenizer")
+    ],
+    training_rules.actor_rate_falls: [
         (["actor.optimizer.final_lr=1e-5"], "actor.optimizer.final_lr", "no effect with a constant schedule"),
         (
             ["actor.optimizer.schedule=linear", "actor.optimizer.final_lr=1e-4"],
@@ -296,5 +298,5 @@ ALGORITHMS: Cases = {
         ),
         (["actor.optimizer={schedule: anneal, final_lr: 1e-5}"], "actor.optimizer.final_lr", "with schedule anneal"),
     ],
-    training.critic_rate_falls: [(["critic.optimizer.final_lr=1e-5"], "critic.optimizer.final_lr", "no effect")],
+    training_rules.critic_rate_falls: [(["critic.optimizer.final_lr=1e-5"], "critic.optimizer.final_lr", "no effect")],
 }

@@ -2,50 +2,50 @@
 
 from __future__ import annotations
 
-from megarl.config.rules import data, generation, model, placement, resharding
+from megarl.config.rules import data_rules, model_rules, placement_rules, rollout_rules, training_rules
 from tests.config.debug import ACTOR, MIXTURE, PTX, SPARE, Cases, without
 
 # rule -> (overrides of the debug run, the field that is named, a part of the rule's text)
 LAYOUTS: Cases = {
-    placement.groups_have_roles: [([*SPARE, "groups.spare.roles={}"], "groups.spare.roles", "at least one role")],
-    placement.nodes_are_joined: [
+    placement_rules.groups_have_roles: [([*SPARE, "groups.spare.roles={}"], "groups.spare.roles", "at least one role")],
+    placement_rules.nodes_are_joined: [
         (["cluster.nodes=2", "cluster.device=cuda"], "cluster.nodes", "need cluster.address"),
     ],
-    placement.devices_exist: [
+    placement_rules.devices_exist: [
         (["groups.train.devices=4-7"], "groups.train.devices", "below nodes * devices_per_node = 4"),
     ],
-    placement.groups_are_disjoint: [
+    placement_rules.groups_are_disjoint: [
         (
             [*SPARE, *without("train", ["reward"]), "groups.spare.roles.reward.tp=1"],
             "groups.spare.devices",
             "disjoint devices; 3 also in train",
         )
     ],
-    placement.roles_placed_once: [
+    placement_rules.roles_placed_once: [
         (
             ["groups.b={devices: 4, roles: {reward: {}}}", "cluster.devices_per_node=8"],
             "groups.b.roles.reward",
             "in exactly one group",
         ),
     ],
-    placement.roles_belong_to_the_stage: [(without("train", ["actor"]), "groups", "role actor")],
-    placement.layouts_fill_groups: [
+    placement_rules.roles_belong_to_the_stage: [(without("train", ["actor"]), "groups", "role actor")],
+    placement_rules.layouts_fill_groups: [
         ([f"{ACTOR}.tp=4"], ACTOR, "tp * pp = 8 divides the group's 4 devices"),
         (["groups.train.devices=0-2"], ACTOR, "tp * pp = 4 divides the group's 3 devices"),
     ],
-    placement.experts_divide_replicas: [
+    placement_rules.experts_divide_replicas: [
         ([*MIXTURE, f"{ACTOR}={{tp: 1, pp: 1, ep: 3}}"], f"{ACTOR}.ep", "the role's 4 replicas"),
         ([*MIXTURE, f"{ACTOR}.ep=2"], f"{ACTOR}.ep", "the role's 1 replicas"),
     ],
-    placement.interleaving_needs_stages: [([f"{ACTOR}.pp=1", f"{ACTOR}.vpp=2"], f"{ACTOR}.vpp", "needs pp of 2")],
-    placement.sequence_parallel_needs_tp: [
+    placement_rules.interleaving_needs_stages: [([f"{ACTOR}.pp=1", f"{ACTOR}.vpp=2"], f"{ACTOR}.vpp", "needs pp of 2")],
+    placement_rules.sequence_parallel_needs_tp: [
         ([f"{ACTOR}.tp=1", f"{ACTOR}.sequence_parallel=true"], f"{ACTOR}.sequence_parallel", "with tp above 1 alone")
     ],
-    placement.recomputation_is_for_a_backward_pass: [
+    placement_rules.recomputation_is_for_a_backward_pass: [
         (["groups.train.roles.reference.recompute=full"], "groups.train.roles.reference.recompute", "actor, critic"),
         (["groups.train.roles.reward.recompute=selective"], "groups.train.roles.reward.recompute", "actor, critic"),
     ],
-    placement.offloading_frees_devices: [
+    placement_rules.offloading_frees_devices: [
         (
             [
                 *without("train", ["critic"]),
@@ -56,8 +56,8 @@ LAYOUTS: Cases = {
             "another role or an engine",
         )
     ],
-    generation.engine_devices_exist: [(["cluster.nodes=2", "rollout.devices=8"], "rollout.devices", "= 8")],
-    generation.engines_fill_devices: [
+    rollout_rules.engine_devices_exist: [(["cluster.nodes=2", "rollout.devices=8"], "rollout.devices", "= 8")],
+    rollout_rules.engines_fill_devices: [
         (["rollout.devices=0-2", "rollout.tp=2"], "rollout.tp", "divides the 3 rollout devices"),
         (
             ["rollout.devices=3-4", "rollout.tp=2", "cluster.nodes=2"],
@@ -65,20 +65,20 @@ LAYOUTS: Cases = {
             "within a node; one would have devices 3, 4",
         ),
     ],
-    generation.sleeping_frees_devices: [
+    rollout_rules.sleeping_frees_devices: [
         (
             ["rollout.sleep=true", "rollout.devices=4", "cluster.devices_per_node=5"],
             "rollout.sleep",
             "has devices of the engines",
         )
     ],
-    generation.new_tokens_in_order: [(["rollout.min_new_tokens=33"], "rollout.min_new_tokens", "at most")],
-    generation.stops_can_be_met: [
+    rollout_rules.new_tokens_in_order: [(["rollout.min_new_tokens=33"], "rollout.min_new_tokens", "at most")],
+    rollout_rules.stops_can_be_met: [
         (["rollout.stop=[x]"], "rollout.stop", "needs a tokenizer"),
         (["rollout.stop=[a, '']", "model.tokenizer=somewhere"], "rollout.stop", "empty text"),
         (["rollout.stop_token_ids=[3, 96]"], "rollout.stop_token_ids", "below 96"),
     ],
-    generation.quantized_models: [
+    rollout_rules.quantized_models: [
         (["rollout.quantization=fp8_per_channel"], "rollout.quantization", "bfloat16 or float16; it is of float32"),
         (
             [*MIXTURE, "model.random.config.dtype=bfloat16", "rollout.quantization=fp8_per_channel"],
@@ -86,38 +86,38 @@ LAYOUTS: Cases = {
             "experts on a CPU",
         ),
     ],
-    resharding.transports_are_for_the_cpu: [
+    rollout_rules.transports_are_for_the_cpu: [
         (
             ["resharding.transport=gloo", "cluster.device=cuda"],
             "resharding.transport",
             "auto where cluster.device is cuda",
         )
     ],
-    resharding.shared_memory_stays_within_a_node: [
+    rollout_rules.shared_memory_stays_within_a_node: [
         (
             ["resharding.transport=shared_memory", "cluster.nodes=2", "rollout.devices=0,4"],
             "resharding.transport",
             "actor and engines are on nodes 0, 1",
         )
     ],
-    generation.record_or_replay: [
+    rollout_rules.record_or_replay: [
         (["rollout.replay=/nowhere"], "rollout.replay", "a directory that exists"),
         (["rollout.replay=.", "rollout.record=."], "rollout.record", "not together"),
     ],
-    model.one_model_source: [
+    model_rules.one_model_source: [
         (["model.random=null"], "model", "exactly one"),
         (["model.path=/nowhere"], "model", "exactly one"),
     ],
-    model.checkpoints_are_readable: [
+    model_rules.checkpoints_are_readable: [
         (["model={path: /nowhere, random: null}"], "model.path", "readable config.json"),
         (["reward.path=/nowhere"], "reward.path", "readable config.json"),
         (["critic.path=/nowhere"], "critic.path", "readable config.json"),
     ],
-    model.architecture_is_known: [
+    model_rules.architecture_is_known: [
         (["model.random.config.model_type=opt"], "model.random.config.model_type", "one of llama, mistral, qwen2"),
         (["model.random.config.vocab_size=null"], "model.random.config.vocab_size", "required"),
     ],
-    model.layouts_split_the_model: [
+    model_rules.layouts_split_the_model: [
         (["model.random.config.num_attention_heads=5"], f"{ACTOR}.tp", "num_attention_heads = 5"),
         (
             ["model.random.config={num_attention_heads: 6, num_key_value_heads: 3}"],
@@ -128,14 +128,14 @@ LAYOUTS: Cases = {
         (["model.random.config.num_hidden_layers=1"], f"{ACTOR}.pp", "pp * vpp = 2 is at most"),
         ([f"{ACTOR}.vpp=4"], f"{ACTOR}.pp", "pp * vpp = 8 is at most the model's num_hidden_layers = 4"),
     ],
-    model.experts_are_split: [
+    model_rules.experts_are_split: [
         ([f"{ACTOR}={{tp: 1, ep: 2}}"], f"{ACTOR}.ep", "needs a mixture of experts; the model is of kind qwen2"),
         ([*MIXTURE, "groups.train.roles.reference={tp: 1, ep: 4}"], "groups.train.roles.reference.ep", "experts = 6"),
     ],
-    model.experts_need_sequence_parallel: [
+    model_rules.experts_need_sequence_parallel: [
         ([*MIXTURE, f"{ACTOR}.sequence_parallel=false"], f"{ACTOR}.sequence_parallel", "with tp above 1 needs")
     ],
-    model.engines_split_the_model: [
+    model_rules.engines_split_the_model: [
         (["rollout.devices=0-2", "rollout.tp=3"], "rollout.tp", "num_attention_heads = 4"),
         (
             ["rollout.devices=0-3", "rollout.tp=4", "model.random.config.num_key_value_heads=6"],
@@ -143,44 +143,44 @@ LAYOUTS: Cases = {
             "divides, or is a multiple of",
         ),
     ],
-    model.engines_have_an_attention_kernel: [
+    model_rules.engines_have_an_attention_kernel: [
         (["model.random.config.hidden_size=64"], "cluster.device", "the model's have 16"),
         (["model.random.config.head_dim=48"], "cluster.device", "the model's have 48"),
     ],
-    model.positions_cover_lengths: [
+    model_rules.positions_cover_lengths: [
         (["rollout.max_model_len=129"], "rollout.max_model_len", "max_position_embeddings = 128")
     ],
-    model.checkpoints_share_the_tokens: [],  # in a test of its own: it needs a checkpoint
-    data.run_directories_can_be_made: [
+    model_rules.checkpoints_share_the_tokens: [],  # in a test of its own: it needs a checkpoint
+    data_rules.run_directories_can_be_made: [
         (["run.dir=README.md"], "run.dir", "README.md is a file"),
         (["run.dir=README.md/run"], "run.dir", "README.md is a file"),
         (["run.dir=nowhere/../../runs"], "run.dir", "made; nowhere, before .., is not there"),
     ],
-    data.run_directories_are_in_full: [(["run.dir=~/runs/x"], "run.dir", "~ is not read as a home directory")],
-    data.files_exist: [
+    data_rules.run_directories_are_in_full: [(["run.dir=~/runs/x"], "run.dir", "~ is not read as a home directory")],
+    data_rules.files_exist: [
         (["data.random=null", "data.prompts=/nowhere.jsonl"], "data.prompts", "a file that exists"),
         (["data.random=null", "data.prompts=nope"], "data.prompts", "a file that exists"),
         (["data.random=null", "data.prompts=data.csv"], "data.prompts", "ends in .jsonl or .parquet"),
         (["data.random=null", "data.prompts={path: p.parquet, split: train}"], "data.prompts.split", "this is a file"),
         (["evaluation={prompts: /nowhere.jsonl}"], "evaluation.prompts", "a file that exists"),
     ],
-    data.chat_templates_have_a_tokenizer: [
+    data_rules.chat_templates_have_a_tokenizer: [
         (["data.random=null", "data.prompts=a/b", "data.chat_template=true"], "data.chat_template", "needs a tokenizer")
     ],
-    data.one_prompt_source: [
+    data_rules.one_prompt_source: [
         (["data.random=null"], "data", "exactly one"),
         (["data.prompts=a/b"], "data", "exactly one"),
         (["data.random.min_tokens=17"], "data.random.min_tokens", "max_tokens = 16"),
         (["data.random.count=7"], "data.random.count", "prompts_per_step = 8"),
     ],
-    data.random_prompts_are_ids: [
+    data_rules.random_prompts_are_ids: [
         (["data.chat_template=true"], "data.chat_template", "no effect with data.random"),
         (["data.too_long=drop"], "data.too_long", "no effect with data.random"),
         ([PTX, "data.chat_template=true"], "data.chat_template", "no effect with data.random"),
     ],
-    data.mini_batches_are_equal: [(["algo.mini_batches=3"], "algo.mini_batches", "= 16")],
-    data.lengths_fit: [(["rollout.max_new_tokens=49"], "rollout.max_model_len", "max_new_tokens = 49")],
-    data.micro_batches_hold_a_sample: [
+    training_rules.mini_batches_are_equal: [(["algo.mini_batches=3"], "algo.mini_batches", "= 16")],
+    data_rules.lengths_fit: [(["rollout.max_new_tokens=49"], "rollout.max_model_len", "max_new_tokens = 49")],
+    data_rules.micro_batches_hold_a_sample: [
         ([f"{ACTOR}.tokens_per_micro_batch=63"], f"{ACTOR}.tokens_per_micro_batch", "max_model_len = 64")
     ],
 }

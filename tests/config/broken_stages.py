@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from megarl.config.rules import corrections, data, generation, model, placement, scoring, training
+from megarl.config.rules import data_rules, model_rules, placement_rules, rollout_rules, scoring_rules, training_rules
 from tests.config.debug import ACTOR, Cases
 
 SFT: Cases = {
-    placement.roles_belong_to_the_stage: [
+    placement_rules.roles_belong_to_the_stage: [
         (["groups.train.roles.critic={}"], "groups.train.roles.critic", "stage sft has the roles actor alone")
     ],
-    placement.offloading_frees_devices: [([f"{ACTOR}.offload=true"], f"{ACTOR}.offload", "another role")],
-    model.positions_cover_lengths: [(["data.max_tokens=129"], "data.max_tokens", "max_position_embeddings = 128")],
-    data.files_exist: [
+    placement_rules.offloading_frees_devices: [([f"{ACTOR}.offload=true"], f"{ACTOR}.offload", "another role")],
+    model_rules.positions_cover_lengths: [
+        (["data.max_tokens=129"], "data.max_tokens", "max_position_embeddings = 128")
+    ],
+    data_rules.files_exist: [
         (["data.evaluation=/nowhere.parquet"], "data.evaluation", "a file that exists"),
         (["data.train={path: x.jsonl, subset: main}"], "data.train.subset", "this is a file"),
     ],
-    data.micro_batches_hold_a_sample: [
+    data_rules.micro_batches_hold_a_sample: [
         (["data.max_tokens=129"], f"{ACTOR}.tokens_per_micro_batch", "data.max_tokens = 129")
     ],
-    generation.nothing_to_show: [(["tracking.samples=8"], "tracking.samples", "no effect in a stage without rollouts")],
-    data.evaluations_have_rows: [
+    rollout_rules.nothing_to_show: [
+        (["tracking.samples=8"], "tracking.samples", "no effect in a stage without rollouts")
+    ],
+    data_rules.evaluations_have_rows: [
         (["data.evaluation=null", "data.evaluate_every=1"], "data.evaluate_every", "data.evaluation alone")
     ],
-    training.actor_rate_falls: [
+    training_rules.actor_rate_falls: [
         (["actor.optimizer.final_lr=1e-3"], "actor.optimizer.final_lr", "a linear schedule comes down")
     ],
 }
@@ -30,64 +34,68 @@ SFT: Cases = {
 REWARD = "groups.train.roles.reward"
 
 REWARD_MODEL: Cases = {
-    placement.roles_belong_to_the_stage: [
+    placement_rules.roles_belong_to_the_stage: [
         (["groups.train.roles.actor={}"], ACTOR, "stage reward_model has the roles reward alone"),
         (["groups.train.roles={reward: null, actor: {}}"], "groups", "role reward"),
     ],
-    generation.engine_devices_exist: [(["rollout.devices=7"], "rollout.devices", "= 4")],
-    generation.nothing_to_record: [
+    rollout_rules.engine_devices_exist: [(["rollout.devices=7"], "rollout.devices", "= 4")],
+    rollout_rules.nothing_to_record: [
         (["rollout.record=x"], "rollout.record", "does not train on rollouts"),
         (["rollout.sync_every=2"], "rollout.sync_every", "does not train on rollouts"),
     ],
-    generation.nothing_to_show: [(["tracking.samples=0"], "tracking.samples", "no effect in a stage without rollouts")],
-    model.layouts_split_the_model: [(["model.random.config.num_attention_heads=5"], f"{REWARD}.tp", "= 5")],
-    data.files_exist: [(["normalisation.prompts=/nowhere.jsonl"], "normalisation.prompts", "a file that exists")],
-    data.lengths_fit: [(["rollout.max_model_len=32"], "rollout.max_model_len", "covers the longest prompt and")],
-    data.micro_batches_hold_a_sample: [
+    rollout_rules.nothing_to_show: [
+        (["tracking.samples=0"], "tracking.samples", "no effect in a stage without rollouts")
+    ],
+    model_rules.layouts_split_the_model: [(["model.random.config.num_attention_heads=5"], f"{REWARD}.tp", "= 5")],
+    data_rules.files_exist: [(["normalisation.prompts=/nowhere.jsonl"], "normalisation.prompts", "a file that exists")],
+    data_rules.lengths_fit: [(["rollout.max_model_len=32"], "rollout.max_model_len", "covers the longest prompt and")],
+    data_rules.micro_batches_hold_a_sample: [
         (["data.max_tokens=65"], f"{REWARD}.tokens_per_micro_batch", "twice data.max_tokens, for a pair, = 130")
     ],
-    data.evaluations_have_rows: [
+    data_rules.evaluations_have_rows: [
         (["data.evaluation=null", "data.evaluate_every=1"], "data.evaluate_every", "data.evaluation alone")
     ],
-    data.reference_samples_have_engines: [
+    data_rules.reference_samples_have_engines: [
         (["rollout=null"], "normalisation", "needs the section rollout"),
         (["normalisation=null"], "rollout", "normalisation alone"),
     ],
-    training.reward_rate_falls: [(["reward.optimizer.lr=1e-4"], "reward.optimizer.final_lr", "below lr = 0.0001")],
-    training.margins_are_read: [
+    training_rules.reward_rate_falls: [
+        (["reward.optimizer.lr=1e-4"], "reward.optimizer.final_lr", "below lr = 0.0001")
+    ],
+    training_rules.margins_are_read: [
         (["reward.loss={margin: true, kind: logexp}"], "reward.loss.margin", "no effect with reward.loss.kind = logexp")
     ],
 }
 
 RAFT: Cases = {
-    placement.roles_belong_to_the_stage: [
+    placement_rules.roles_belong_to_the_stage: [
         (["groups.train.roles.reference={}"], "groups.train.roles.reference", "stage raft has the roles actor, reward")
     ],
-    data.selections_fill_mini_batches: [
+    training_rules.selections_fill_mini_batches: [
         (["data.samples_per_prompt=1"], "data.samples_per_prompt", "at least 2 with raft.strategy = local"),
         (["raft.mini_batches=7"], "raft.mini_batches", "at most 6, the samples that are selected"),
         (["raft={strategy: top, mini_batches: 5}"], "raft.mini_batches", "at most 4, the samples that are selected"),
     ],
-    generation.samples_differ: [(["rollout.top_k=1"], "data.samples_per_prompt", "would all be the same")],
-    data.discarded_ends_have_no_score: [
+    rollout_rules.samples_differ: [(["rollout.top_k=1"], "data.samples_per_prompt", "would all be the same")],
+    data_rules.discarded_ends_have_no_score: [
         (
             ["raft.discard_unfinished=true", "scores.missing_end=replace"],
             "scores.missing_end",
             "no effect with raft.discard_unfinished",
         )
     ],
-    scoring.selections_read_scores: [
+    scoring_rules.selections_read_scores: [
         (["scores.placement=every_valid"], "scores.placement", "no rewards of tokens"),
         (["scores.missing_end=mask"], "scores.missing_end", "not mask in stage raft"),
         (["scores.truncate_at.token=96"], "scores.truncate_at.token", "below 96"),
         (["reward.dense=scores", "groups.train.roles.reward={}"], "reward.dense", "no rewards of tokens"),
     ],
-    scoring.scores_have_a_source: [(["groups.train.roles.reward=null"], "reward", "reward.functions has a rule")],
-    scoring.averages_are_kept: [
+    scoring_rules.scores_have_a_source: [(["groups.train.roles.reward=null"], "reward", "reward.functions has a rule")],
+    training_rules.averages_are_kept: [
         (["evaluation={prompts: a/b, ema: true, functions: [{name: length}]}"], "evaluation.ema", "needs actor.ema")
     ],
-    corrections.syncs_meet: [(["rollout.sync_every=2", "checkpoint.every=3"], "checkpoint.every", "a multiple of")],
-    training.actor_rate_falls: [
+    rollout_rules.syncs_meet: [(["rollout.sync_every=2", "checkpoint.every=3"], "checkpoint.every", "a multiple of")],
+    training_rules.actor_rate_falls: [
         (
             ["actor.optimizer={schedule: anneal, warmup: 0.1}"],
             "actor.optimizer.warmup",
@@ -97,35 +105,37 @@ RAFT: Cases = {
 }
 
 EVAL: Cases = {
-    placement.roles_belong_to_the_stage: [
+    placement_rules.roles_belong_to_the_stage: [
         (["groups.train={devices: 0, roles: {actor: {}}}"], "groups.train.roles.actor", "has the roles reward alone")
     ],
-    placement.recomputation_is_for_a_backward_pass: [
+    placement_rules.recomputation_is_for_a_backward_pass: [
         (
             ["groups.train={devices: 0, roles: {reward: {recompute: full}}}"],
             "groups.train.roles.reward.recompute",
             "roles in training alone (none)",
         )
     ],
-    generation.nothing_to_record: [(["rollout.replay=x"], "rollout.replay", "does not train on rollouts")],
-    data.files_exist: [(["evaluation.prompts=/nowhere.jsonl"], "evaluation.prompts", "a file that exists")],
-    scoring.reward_heads_have_a_source: [
+    rollout_rules.nothing_to_record: [(["rollout.replay=x"], "rollout.replay", "does not train on rollouts")],
+    data_rules.files_exist: [(["evaluation.prompts=/nowhere.jsonl"], "evaluation.prompts", "a file that exists")],
+    scoring_rules.reward_heads_have_a_source: [
         (
             ["model={path: /nowhere, random: null}", "groups.train={devices: 0, roles: {reward: {}}}"],
             "reward.path",
             "would score at random",
         )
     ],
-    scoring.evaluations_report_something: [(["evaluation.functions=[]"], "evaluation.functions", "the role reward")],
-    scoring.evaluations_sample: [
+    scoring_rules.evaluations_report_something: [
+        (["evaluation.functions=[]"], "evaluation.functions", "the role reward")
+    ],
+    scoring_rules.evaluations_sample: [
         (["evaluation.pass_at=[1, 8]"], "evaluation.pass_at", "at most evaluation.samples_per_prompt = 4")
     ],
-    scoring.reward_settings_have_their_model: [(["reward.path=x"], "reward.path", "no effect without the role")],
-    scoring.nothing_is_learnt: [
+    scoring_rules.reward_settings_have_their_model: [(["reward.path=x"], "reward.path", "no effect without the role")],
+    scoring_rules.nothing_is_learnt: [
         (["reward.functions=[{name: regex}]"], "reward.functions", "no effect in stage eval"),
         (["reward.shuffle=true"], "reward.shuffle", "no effect in stage eval"),
     ],
-    data.chat_templates_have_a_tokenizer: [
+    data_rules.chat_templates_have_a_tokenizer: [
         (["evaluation.chat_template=true"], "evaluation.chat_template", "needs a tokenizer")
     ],
 }

@@ -10,19 +10,12 @@ from typing import Any, get_origin
 import pytest
 from pydantic import BaseModel
 
+from megarl.algos.registry import KINDS, Kind
+from megarl.algos.signatures import REQUIRED, signature_of
 from megarl.config import ConfigError, PPOConfig, Problem, load, save
-from megarl.config.files import FREE
+from megarl.config.inheritance import FREE
 from megarl.config.schema import STAGES
-from megarl.config.schema.advantages import Advantage
-from megarl.config.schema.algo import Filter
-from megarl.config.schema.choices import table_of
-from megarl.config.schema.correction import RolloutWeights
-from megarl.config.schema.kl import Estimator
-from megarl.config.schema.losses import Aggregation, PolicyLoss, ValueLoss
-from megarl.config.schema.normalisation import Normaliser
-from megarl.config.schema.reward_model import RewardLoss
-from megarl.config.schema.scores import MissingEnd
-from megarl.config.schema.walk import choices, fields, plain, section, sections
+from megarl.config.schema.schema_walk import choices, fields, section, sections, type_of
 from tests.config.debug import DEBUG, debug, refused
 
 
@@ -90,7 +83,7 @@ def test_mappings_of_the_users_own_are_known_to_the_merging_of_files() -> None:
         for _, below in [("", schema), *sections(schema)]:
             for owner in choices(below).values() or (below,):
                 for key, info in fields(owner).items():
-                    if get_origin(plain(info.annotation)) is Mapping and section(info.annotation) is None:
+                    if get_origin(type_of(info)) is Mapping and section(type_of(info)) is None:
                         found.add(key)
     assert found == FREE
 
@@ -166,63 +159,47 @@ def test_wrong_values_of_options_are_named_without_the_choice() -> None:
     assert "a function, written as package.module:function" in rules["algo.value_loss.name"]
 
 
-# ---- what names stand for
+# ---- options are those of the functions
 
-TABLES: Mapping[str, tuple[Any, tuple[str, ...]]] = {
-    "algo.advantage": (Advantage, ("TOKEN_ADVANTAGES", "COMPARISONS")),
-    "algo.normalise.advantages": (Normaliser, ("NORMALISERS",)),
-    "algo.policy_loss": (PolicyLoss, ("POLICY_LOSSES",)),
-    "algo.value_loss": (ValueLoss, ("VALUE_LOSSES",)),
-    "algo.aggregation": (Aggregation, ("AGGREGATIONS",)),
-    "algo.kl.estimator": (Estimator, ("KL_ESTIMATORS",)),
-    "algo.scores.missing_end": (MissingEnd, ("MISSING_ENDS",)),
-    "algo.correction.weights": (RolloutWeights, ("ROLLOUT_WEIGHTS",)),
-    "algo.filter": (Filter, ("FILTERS",)),
-    "reward.loss": (RewardLoss, ("PREFERENCE_LOSSES",)),
-}
-WITHOUT_A_FUNCTION = {"auto", "none", "mask"}
-"""Names that are not a function of the registry: what the estimator's source does, nothing, and no weight."""
-
-OF_THE_DATA = {("reward.loss", "margin")}
-"""Options that are a tensor of the call: margins, where they are to be taken."""
-
-OF_THE_CALL = {"total_tokens", "total_sequences", "dtype"}
-NUMERICAL = {"log_clamp"}
-"""Keyword arguments that a caller gives, and those that keep exponentials finite: no choice of a run."""
+BY_HAND = {"auto", "none", "mask"}
+"""Names without a function: what the estimator's source does, nothing, and no weight."""
 
 
-def named(annotation: Any) -> Iterator[tuple[str, type[BaseModel]]]:
-    table = choices(annotation) or table_of([annotation])
-    yield from ((name, choice) for name, choice in table.items() if ":" not in name)
+def tables() -> dict[str, Mapping[str, type[BaseModel]]]:
+    """The choices of every field that has some, by path."""
+    return {path: choices(below) for schema in STAGES.values() for path, below in sections(schema) if choices(below)}
 
 
-@pytest.mark.parametrize("path", TABLES)
-def test_options_are_those_of_the_functions(path: str) -> None:
-    from megarl.algos import registry
+def test_every_field_of_named_functions_has_those_of_the_registry() -> None:
+    names = {path: {name for name in table if ":" not in name} - BY_HAND for path, table in tables().items()}
+    assert names.pop("scores.missing_end") == names["algo.scores.missing_end"]
+    registered: dict[str, set[str]] = {}
+    for kind in KINDS:
+        registered.setdefault(kind.field, set()).update(kind.functions)
+    assert names == registered
 
-    annotation, tables = TABLES[path]
-    functions = {name: function for table in tables for name, function in getattr(registry, table).items()}
-    assert {name for name, _ in named(annotation)} - WITHOUT_A_FUNCTION == set(functions)
-    for name, choice in named(annotation):
-        if name in WITHOUT_A_FUNCTION:
-            continue
-        takes = {
-            key: parameter.default
-            for key, parameter in inspect.signature(functions[name]).parameters.items()
-            if parameter.kind is parameter.KEYWORD_ONLY and key not in OF_THE_CALL | NUMERICAL
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.title)
+def test_signatures_read_from_the_source_are_those_of_the_functions(kind: Kind[Any]) -> None:
+    for name in kind.functions:
+        parameters = inspect.signature(kind.function(name)).parameters.values()
+        own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        for given in (*kind.keywords, *kind.presets.get(name, ()), "dtype", "log_clamp"):
+            own.pop(given, None)
+        read = kind.signature(name).options
+        assert {key: option.default for key, option in read.items()} == {
+            key: REQUIRED if default is inspect.Parameter.empty else default for key, default in own.items()
         }
-        has = {
-            key: inspect.Parameter.empty if info.is_required() else info.default
-            for key, info in choice.model_fields.items()
-            if key != "name" and (path, key) not in OF_THE_DATA
-        }
-        assert has == takes, f"{path}: {name}"
+        choice = tables()[kind.field][name]
+        assert [key for key in choice.model_fields if key != "name"] == list(own), name
 
 
-def test_every_table_of_functions_is_here() -> None:
-    """Those of the schema, but the selection of RAFT, which is no function of the registry."""
-    found = {path for schema in STAGES.values() for path, below in sections(schema) if choices(below)}
-    assert found == {*TABLES, "raft.strategy", "scores.missing_end"}
+def test_a_meaning_of_the_module_is_that_of_options_that_have_none_of_their_own() -> None:
+    def meaning(function: str, option: str) -> str:
+        return signature_of("policy_loss", function, ("log_clamp",)).options[option].meaning
+
+    assert meaning("ppo", "clip_high") == meaning("cispo", "clip_high") == "How far above 1; null is as far as below."
+    assert meaning("gmpo", "clip") == "How far below 0 the log of a ratio earns."
 
 
 # ---- fields
@@ -233,7 +210,7 @@ def described(schema: type[BaseModel]) -> Iterator[str]:
     is one. Every field has a description."""
     for key, info in fields(schema).items():
         assert info.description, f"{schema.__name__}.{key} has no description"
-        below = None if choices(info.annotation) or info.default is None else section(info.annotation)
+        below = None if choices(type_of(info)) or info.default is None else section(type_of(info))
         yield from [key] if below is None else (f"{key}.{path}" for path in described(below))
 
 

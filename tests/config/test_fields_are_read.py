@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 
 from megarl.config.schema import STAGES, Choice
-from megarl.config.schema.walk import choices, sections
+from megarl.config.schema.schema_walk import choices, sections
 from tests.config.debug import REPOSITORY
 
 PACKAGE = REPOSITORY / "megarl"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from megarl.config.reference import markdown
 from megarl.config.schema import STAGES
 from tests.config.debug import REPOSITORY
+from tools.docs.configuration_page import markdown
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.config import ConfigError, build
 from megarl.config.loading import load
-from megarl.config.rules import RULES, model
+from megarl.config.rules import RULES, model_rules
 from tests.config.broken_algorithms import ALGORITHMS, EVALUATION
 from tests.config.broken_layouts import LAYOUTS
 from tests.config.broken_stages import EVAL, RAFT, REWARD_MODEL, SFT
@@ -132,4 +132,4 @@ def test_a_layout_is_accepted_exactly_if_whole_replicas_fill_the_group(devices: 
 def test_model_types_are_those_with_a_weight_spec() -> None:
     from megarl.models import FAMILIES
 
-    assert set(model.MODEL_TYPES) == set(FAMILIES)
+    assert set(model_rules.MODEL_TYPES) == set(FAMILIES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.config.rules.sizes import needed_fields, size_of
+from megarl.config.rules.model_rules import needed_fields, size_of
 
 
 @pytest.mark.parametrize("field", ["num_experts", "num_local_experts"])

@@ -18,7 +18,7 @@ def test_models_of_earlier_runs_are_not_missing(login: Login) -> None:
     models = f"model: {{path: {login.home}/warm/export, random: null}}\nreward: {{path: {login.home}/rm/export}}\n"
     last = login.config("last", models)
     assert login.launch(warm, rm, last).exit_code == 0
-    kept = load(login.kept("last"), promised=[login.home / "warm", login.home / "rm"])
+    kept = load(login.kept("last"), pending_paths=[login.home / "warm", login.home / "rm"])
     assert isinstance(kept, PPOConfig)
     assert (kept.model.path, kept.model.random) == (f"{login.home}/warm/export", None)
     assert kept.reward.path == f"{login.home}/rm/export"
@@ -76,5 +76,5 @@ def test_relative_and_absolute_directories_are_the_same(login: Login) -> None:
 def test_load_leaves_out_what_is_promised_and_nothing_else(tmp_path: Path) -> None:
     overrides = [f"model.path={tmp_path}/a/export", "model.random=null", f"reward.path={tmp_path}/ab", "algo.epochs=1"]
     with pytest.raises(ConfigError) as caught:
-        load(DEBUG, overrides, promised=[tmp_path / "a"])
+        load(DEBUG, overrides, pending_paths=[tmp_path / "a"])
     assert set(by_field(caught.value)) == {"reward.path", "algo.epochs"}

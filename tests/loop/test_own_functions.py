@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import pytest
 
-from megarl.algos.kinds import KINDS
-from megarl.config.schema import STAGES, Own
-from megarl.config.schema.walk import choices, plain, sections
+from megarl.algos.registry import KINDS
+from megarl.config.schema import STAGES, CustomFunction
+from megarl.config.schema.schema_walk import choices, sections
 from megarl.preflight.functions import check_own_functions
 from tests.config.debug import GRPO, debug
 
@@ -73,8 +71,10 @@ def test_functions_that_cannot_be_called_so_are_told(overrides: list[str], field
 
 
 def test_every_table_that_takes_functions_has_a_kind() -> None:
-    """By field; a table of choices without Own has functions of ours alone."""
+    """By field; a table of choices without CustomFunction has functions of ours alone."""
     tables = {path: below for schema in STAGES.values() for path, below in sections(schema) if choices(below)}
-    own = {path for path, below in tables.items() if any(issubclass(member, Own) for member in get_args(plain(below)))}
+    own = {
+        path for path, below in tables.items() if any(issubclass(member, CustomFunction) for member in below.members)
+    }
     assert own <= {kind.field for kind in KINDS}
     assert {kind.field for kind in KINDS} <= set(tables)

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.config.schema import RAFT
-from megarl.config.schema.raft import BestOfStep
+from megarl.config.schema import RAFTSettings
 from megarl.loop.raft import selected
 from megarl.types import SampleInfo
 
@@ -17,7 +16,7 @@ SCORES = [0.1, 0.9, np.nan, 0.2, 0.5, 0.4, 0.9, 0.7]
 FINISHED = [True, False, True, True, True, True, True, True]
 
 
-def chosen(raft: RAFT, scores: Sequence[float] = SCORES, prompts: str = "aaaabbbb") -> list[int]:
+def chosen(raft: RAFTSettings, scores: Sequence[float] = SCORES, prompts: str = "aaaabbbb") -> list[int]:
     samples = [
         SampleInfo(
             sample_id=str(row), prompt_id=prompt, chunk=0, row=row, prompt_tokens=1, response_tokens=1, finished=end
@@ -37,18 +36,21 @@ def chosen(raft: RAFT, scores: Sequence[float] = SCORES, prompts: str = "aaaabbb
     ],
 )
 def test_the_best_of_each_prompt(options: dict[str, Any], expected: list[int]) -> None:
-    assert chosen(RAFT(**options)) == expected
+    assert chosen(RAFTSettings(**options)) == expected
 
 
 def test_the_best_of_the_step() -> None:
-    assert chosen(RAFT(strategy=BestOfStep(fraction=0.5))) == [6, 1, 7, 4], "of equals the later first"
-    assert chosen(RAFT(strategy=BestOfStep(fraction=0.3), discard_unfinished=True)) == [6, 7]
-    assert chosen(RAFT(strategy=BestOfStep(fraction=0.9))) == [6, 1, 7, 4, 5, 3, 0], "what has no score is never learnt"
+    def top(fraction: float, **options: Any) -> RAFTSettings:
+        return RAFTSettings.model_validate({"strategy": {"name": "top", "fraction": fraction}, **options})
+
+    assert chosen(top(0.5)) == [6, 1, 7, 4], "of equals the later first"
+    assert chosen(top(0.3, discard_unfinished=True)) == [6, 7]
+    assert chosen(top(0.9)) == [6, 1, 7, 4, 5, 3, 0], "what has no score is never learnt"
 
 
 def test_a_prompt_that_comes_twice_in_a_step_is_two() -> None:
-    assert chosen(RAFT(), prompts="aaaaaaaa") == [1, 6]
+    assert chosen(RAFTSettings(), prompts="aaaaaaaa") == [1, 6]
 
 
 def test_without_any_score_nothing_is_learnt() -> None:
-    assert chosen(RAFT(), scores=[np.nan] * 8) == []
+    assert chosen(RAFTSettings(), scores=[np.nan] * 8) == []

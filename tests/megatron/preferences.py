@@ -61,14 +61,14 @@ def batches(responses: int) -> list[Batch]:
 
 
 def settings_of(name: str) -> Any:
-    from megarl.config.schema import Own
-    from megarl.config.schema.reward_model import BestOfN, Pairwise, Span
+    from megarl.config.schema import CustomFunction
+    from megarl.config.schema.training_sections import PREFERENCE_LOSSES
 
     return {
-        "margin": Pairwise(margin=True),
-        "best_of_n": BestOfN(),
-        "span": Span(),
-        "own": Own(name="tests.megatron.preferences:own_loss", args={"weight": 0.3}),
+        "margin": PREFERENCE_LOSSES("pairwise", margin=True),
+        "best_of_n": PREFERENCE_LOSSES("best_of_n"),
+        "span": PREFERENCE_LOSSES("span"),
+        "own": CustomFunction(name="tests.megatron.preferences:own_loss", args={"weight": 0.3}),
     }[name]
 
 

@@ -37,10 +37,10 @@ def sft(role: Any) -> Any:
 
 
 def preferences(role: Any) -> Any:
-    from megarl.config.schema.reward_model import Pairwise
+    from megarl.config.schema.training_sections import PREFERENCE_LOSSES
     from megarl.megatron.supervised_losses import preference_loss
 
-    return preference_loss(role, Pairwise(centering=CENTERING), {})
+    return preference_loss(role, PREFERENCE_LOSSES("pairwise", centering=CENTERING), {})
 
 
 def two_steps(

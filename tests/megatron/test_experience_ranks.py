@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from megarl.algos import registry
-from megarl.config.schema import Algo, ValueNorm
-from megarl.config.schema.correction import Reject
+from megarl.config.schema import Algo, Reject, ValueNorm
 from megarl.experience.build import build_experience
 from megarl.types import DenseScale, ExperienceChunk, ExperienceReport, ExperienceTerms, Ragged
 from tests.megatron.samples import columns_of, random_chunks
@@ -56,7 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
 _COMPARED = {"advantage": "reinforce", "normalise": {"advantages": "none"}}
 CASES |= {
     f"{name} of {what}": {"algo": {**_COMPARED, "correction": {"weights": {"name": name, "batch_normalise": scaled}}}}
-    for name in registry.ROLLOUT_WEIGHTS
+    for name in registry.ROLLOUT_WEIGHTS.functions
     for what, scaled in (("mean 1", True), ("any mean", False))
 }
 CASES |= {
@@ -159,11 +158,13 @@ def same(found: ExperienceChunk, expected: ExperienceChunk, what: str) -> None:
 
 def test_the_cases_have_every_registered_function() -> None:
     algos = [Algo.model_validate(case["algo"]) for case in CASES.values()]
-    assert {algo.advantage.name for algo in algos} > registry.TOKEN_ADVANTAGES.keys()
-    assert {algo.normaliser.name for algo in algos if algo.normaliser is not None} == registry.NORMALISERS.keys()
+    assert {algo.advantage.name for algo in algos} > registry.TOKEN_ADVANTAGES.functions.keys()
+    assert {
+        algo.normaliser.name for algo in algos if algo.normaliser is not None
+    } == registry.NORMALISERS.functions.keys()
     assert {
         algo.correction.weights.name for algo in algos if algo.correction.weights
-    } == registry.ROLLOUT_WEIGHTS.keys()
+    } == registry.ROLLOUT_WEIGHTS.functions.keys()
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.endswith("corrected")])

@@ -1,62 +1,75 @@
-"""Every field of a run, typed and described, a class per stage.
+"""Every field of a run, typed and described.
 
-Rules that hold within one field stand here; rules between fields are in ``megarl.config.rules``.
+Rules within one field are here; rules between fields are in ``megarl.config.rules``.
 """
 
-from collections.abc import Mapping
-from typing import Final
-
-from megarl.config.schema.algo import Algo, EarlyStop
+from megarl.config.schema.algo import (
+    KL,
+    Algo,
+    Correction,
+    CustomAdvantage,
+    EarlyStop,
+    ReferenceSync,
+    Reject,
+    Scores,
+    TruncateAt,
+)
 from megarl.config.schema.base import Section
-from megarl.config.schema.choices import Choice, Own
-from megarl.config.schema.correction import Correction, Reject
-from megarl.config.schema.data import Fault, PairData, PromptData, RandomPrompts, RewardFunction, SourceFields, TextData
-from megarl.config.schema.evaluation import EvalConfig, HeldOut
-from megarl.config.schema.kl import KL, ReferenceSync
-from megarl.config.schema.model import Model, RandomModel, read_hf_config
-from megarl.config.schema.placement import Cluster, Group, RoleConfig, TimeLimits
-from megarl.config.schema.ppo import PTX, Critic, PPOConfig, ValueNorm
-from megarl.config.schema.raft import RAFT, RAFTConfig
-from megarl.config.schema.reward import Evaluation, PeriodicEvaluation, Reward
-from megarl.config.schema.reward_model import Normalisation, RewardModelConfig, RewardTraining
-from megarl.config.schema.rollout import LogprobGate, Resharding, Rollout
-from megarl.config.schema.run import (
-    EMA,
+from megarl.config.schema.choices import Choice, CustomFunction
+from megarl.config.schema.inputs import (
+    Fault,
+    Model,
+    PairData,
+    PromptData,
+    RandomModel,
+    RandomPrompts,
+    SourceFields,
+    TextData,
+    read_hf_config,
+)
+from megarl.config.schema.resources import Cluster, Group, LogprobGate, Resharding, RoleConfig, Rollout, TimeLimits
+from megarl.config.schema.scoring_sections import Evaluation, HeldOut, PeriodicEvaluation, Reward, RewardFunction
+from megarl.config.schema.stage_configs import (
+    STAGES,
+    EvalConfig,
+    PPOConfig,
+    RAFTConfig,
+    RewardModelConfig,
+    RunConfig,
+    SFTConfig,
+    TrainingConfig,
+)
+from megarl.config.schema.training_sections import (
+    PTX,
     Actor,
-    Checkpoint,
+    CheckpointSettings,
+    Critic,
+    EMASettings,
+    Normalisation,
     Optimizer,
     Policy,
+    RAFTSettings,
+    RewardTraining,
     Run,
-    RunConfig,
     Tracking,
-    TrainingConfig,
     TrainingRun,
+    ValueNorm,
 )
-from megarl.config.schema.scores import Scores, TruncateAt
-from megarl.config.schema.sft import SFTConfig
-
-STAGES: Final[Mapping[str, type[RunConfig]]] = {
-    "sft": SFTConfig,
-    "reward_model": RewardModelConfig,
-    "ppo": PPOConfig,
-    "raft": RAFTConfig,
-    "eval": EvalConfig,
-}
-"""The configuration of each stage, by the value of ``stage``."""
 
 __all__ = [
-    "EMA",
     "KL",
     "PTX",
-    "RAFT",
     "STAGES",
     "Actor",
     "Algo",
-    "Checkpoint",
+    "CheckpointSettings",
     "Choice",
     "Cluster",
     "Correction",
     "Critic",
+    "CustomAdvantage",
+    "CustomFunction",
+    "EMASettings",
     "EarlyStop",
     "EvalConfig",
     "Evaluation",
@@ -67,13 +80,13 @@ __all__ = [
     "Model",
     "Normalisation",
     "Optimizer",
-    "Own",
     "PPOConfig",
     "PairData",
     "PeriodicEvaluation",
     "Policy",
     "PromptData",
     "RAFTConfig",
+    "RAFTSettings",
     "RandomModel",
     "RandomPrompts",
     "ReferenceSync",

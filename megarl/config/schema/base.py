@@ -1,13 +1,14 @@
-"""The manners that all parts of a configuration share, and the types of its values."""
+"""Sections of a configuration, and types of their values."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, cast
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, StringConstraints
 
-from megarl.config.devices import parse_devices
+_DEVICES = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 class Section(BaseModel):
@@ -16,6 +17,26 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+def parse_devices(text: str) -> tuple[int, ...]:
+    """The device numbers of a list such as ``0-3`` or ``0,1,4-5``, in its order; numbers count over all nodes from 0.
+
+    Raises:
+        ValueError: a part that is neither a number nor a rising range, or a device named twice.
+    """
+    devices: list[int] = []
+    for part in text.split(","):
+        match = _DEVICES.fullmatch(part.strip())
+        if match is None:
+            raise ValueError(f"{part.strip()!r} is neither a device number nor a range such as 0-3")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ValueError(f"the range {part.strip()} runs backwards")
+        devices.extend(range(first, last + 1))
+    if len(set(devices)) < len(devices):
+        raise ValueError(f"{text!r} names a device twice")
+    return tuple(devices)
 
 
 def _device_text(value: object) -> object:
@@ -35,12 +56,4 @@ def without_removed(value: object) -> object:
 
 
 Devices = Annotated[str, BeforeValidator(_device_text), AfterValidator(_checked_devices)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-BelowOne = Annotated[float, Field(gt=0, lt=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
 GroupName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]

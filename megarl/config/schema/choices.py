@@ -1,28 +1,32 @@
-"""Alternatives by name, each with options of its own, and functions of the user's own among them.
+"""Fields that are one of several named choices, each with options of its own.
 
-A table of alternatives is ``Annotated[One | Other | Own, Chosen(One)]``. A configuration gives a name alone, or a
-mapping of the name and options; a mapping without a name means the table's usual choice.
+Such a field is ``Annotated[Choice, OneOf(...)]`` of classes of choices, and of tables of ``megarl.algos.registry``:
+their choices are derived from the signatures of the functions. A configuration gives a name alone, or a mapping of the
+name and options; a mapping without a name means the default choice.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, cast, get_args
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Final, Literal, cast, get_args
 
-from pydantic import AfterValidator, BaseModel, GetCoreSchemaHandler
+from pydantic import AfterValidator, BaseModel, Field, GetCoreSchemaHandler, create_model
 from pydantic_core import core_schema
 
+from megarl.algos.registry import Kind
 from megarl.config.schema.base import Section
 
 SHORTHAND: Final = ""
-"""The key under which merging files keeps a text that options are then added to; see ``files``."""
+"""The key under which merging files keeps a text that options are then added to; see ``inheritance``."""
 
-_OWN = "package.module:function"
+_CUSTOM = "package.module:function"
 
 
 class Choice(Section):
-    """An alternative. The field ``name`` has its names, the other fields are its options."""
+    """An alternative; the fields besides ``name`` are its options."""
+
+    name: Any
 
     @property
     def options(self) -> dict[str, Any]:
@@ -32,11 +36,11 @@ class Choice(Section):
 
 def _of_a_module(name: str) -> str:
     if re.fullmatch(r"\w+(\.\w+)*:\w+", name) is None:
-        raise ValueError(f"should be a function, written as {_OWN}")
+        raise ValueError(f"should be a function, written as {_CUSTOM}")
     return name
 
 
-class Own(Choice):
+class CustomFunction(Choice):
     """A function of your own."""
 
     name: Annotated[str, AfterValidator(_of_a_module)]
@@ -50,20 +54,26 @@ class Own(Choice):
         return dict(self.args)
 
 
-class Chosen:
-    """Marks a union of choices, in an annotated type.
+class OneOf:
+    """The choices of a field, for an annotated type.
 
     Args:
-        usual: the choice that a mapping without a name is for; None where it must have one.
+        parts: classes of choices, and kinds of algorithms.
+        default: name of the choice that a mapping without a name is for; None where it must have one.
     """
 
-    def __init__(self, usual: type[Choice] | None = None) -> None:
-        self._usual = None if usual is None else names_of(usual)[0]
+    def __init__(self, *parts: type[Choice] | Kind[Any], default: str | None = None) -> None:
+        self.members = tuple(member for part in parts for member in _members(part))
+        self.table = {name: member for member in self.members for name in names_of(member)}
+        self._default = default
+
+    def __call__(self, name: str, **options: Any) -> Choice:
+        """A choice of the table."""
+        return self.table[name].model_validate({"name": name, **options})
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        table = table_of(get_args(source))
         union = core_schema.tagged_union_schema(
-            {name: handler.generate_schema(member) for name, member in table.items()}, discriminator=_tag
+            {name: handler.generate_schema(member) for name, member in self.table.items()}, discriminator=_tag
         )
         return core_schema.no_info_before_validator_function(self._as_mapping, union)
 
@@ -74,24 +84,40 @@ class Chosen:
         if not isinstance(value, Mapping):
             return value
         given = dict(cast(Mapping[object, object], value))
-        name = given.pop(SHORTHAND, self._usual)
+        name = given.pop(SHORTHAND, self._default)
         return given if name is None else {"name": name, **given}
 
 
 def names_of(choice: type[BaseModel]) -> tuple[str, ...]:
-    """The names that a choice goes by; of functions of the user's own, what they look like."""
-    return get_args(choice.model_fields["name"].annotation) or (_OWN,)
+    """The names of a choice; of custom functions, their pattern."""
+    return get_args(choice.model_fields["name"].annotation) or (_CUSTOM,)
 
 
-def table_of(members: Sequence[type[BaseModel]]) -> dict[str, type[BaseModel]]:
-    """The choices of a union by name."""
-    return {name: member for member in members for name in names_of(member)}
+def _members(part: type[Choice] | Kind[Any]) -> Iterator[type[Choice]]:
+    """A class of choices itself, or one for each function of a kind, which may have several names."""
+    if not isinstance(part, Kind):
+        yield part
+        return
+    for function in dict.fromkeys(part.functions.values()):
+        yield _derived(part, [name for name, target in part.functions.items() if target == function])
+
+
+def _derived(kind: Kind[Any], names: list[str]) -> type[Choice]:
+    """The choice of a function: its options, their bounds and their defaults are those of its signature."""
+    signature = kind.signature(names[0])
+    title = f"{kind.title}: {', '.join(names)}"
+    fields: dict[str, Any] = {"name": (cast(Any, Literal)[tuple(names)], names[0])}
+    for option, parameter in signature.options.items():
+        fields[option] = (parameter.type, Field(default=parameter.default, description=parameter.meaning))
+    derived = create_model(title, __base__=Choice, __doc__=signature.summary, __module__=__name__, **fields)
+    globals()[title] = derived  # where pickle looks for the class
+    return derived
 
 
 def _tag(value: object) -> str | None:
-    """Under which name of the table a value stands; None where it has no name."""
+    """The name of the table for a value; None where it has no name."""
     if isinstance(value, Mapping):
         name = cast(Mapping[object, object], value).get("name")
     else:
         name = getattr(value, "name", None)
-    return None if name is None else _OWN if ":" in str(name) else str(name)
+    return None if name is None else _CUSTOM if ":" in str(name) else str(name)

@@ -7,23 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.algos import metrics, rollout_correction, selection
+from megarl.algos import metrics, registry, rollout_correction, selection
 from megarl.algos.kl import k1
-from megarl.algos.m2po import m2po
 from megarl.algos.optimization import divided, ema, exceeds_target, linear_anneal, rank_seeds, tensorflow_eps
 from megarl.algos.policy_loss import MAX_LOG_RATIO, row_mean
 from megarl.algos.reward_shaping import kl_penalties
+from megarl.algos.rollout_correction import m2po
 from megarl.algos.value_loss import ValueMoments, denormalised, mse, normalised, scale_of, updated
 from tests.algos.adapters.common import Args, Runner, done, floats, local, pick, take, take_mask
 from tests.algos.adapters.updates import mean
 
 WEIGHTS = {
-    "token_truncate": rollout_correction.token_truncate,
-    "token_mask": rollout_correction.token_mask,
-    "seq_truncate": rollout_correction.sequence_truncate,
-    "seq_mask": rollout_correction.sequence_mask,
-    "geo_truncate": rollout_correction.geometric_truncate,
-    "geo_mask": rollout_correction.geometric_mask,
+    f"{short}_{rule}": registry.ROLLOUT_WEIGHTS.function(f"{level}_{rule}")
+    for short, level in (("token", "token"), ("seq", "sequence"), ("geo", "geometric"))
+    for rule in ("truncate", "mask")
 }
 
 
@@ -176,11 +173,10 @@ def raft_select(args: Args) -> Args:
     k, fraction, discard = args.pop("k", None), args.pop("fraction", None), args.pop("discard", None)
     done(args)
     discarded = torch.zeros_like(scores).bool() if discard is None else torch.tensor(discard).bool()
-    if strategy == "local":
-        groups = torch.arange(len(scores)).repeat_interleave(k)[: len(scores)]
-        return {"indices": selection.best_of_groups(scores, groups, discarded)}
+    groups = torch.arange(len(scores)).repeat_interleave(k or 1)[: len(scores)]
     options = {} if fraction is None else {"fraction": fraction}
-    return {"indices": pick({"top": selection.best_fraction}, strategy)(scores, discarded, **options)}
+    select = pick({"local": selection.best_of_groups, "top": selection.best_fraction}, strategy)
+    return {"indices": select(scores, groups, discarded, **options)}
 
 
 def dynamic_filter(args: Args) -> Args:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megarl.algos import kl, reward_shaping
-from megarl.algos.kl import kl_controller
+from megarl.algos.kl import KLController
 from megarl.algos.overlong import overlong_penalty
 from megarl.algos.reward_shaping import dense_rewards, kl_penalties, token_rewards
 from megarl.data import padding
@@ -142,7 +142,7 @@ def kl_full(args: Args) -> Args:
 
 def run_controller(args: Args) -> Args:
     fixed = args["kind"] == "fixed"
-    controller = kl_controller(
+    controller = KLController(
         args["init"], target=None if fixed else args["target"], horizon=args.get("horizon") or 1.0
     )
     values: list[Any] = []

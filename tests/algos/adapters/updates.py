@@ -145,8 +145,9 @@ def decoupled_policy_loss(args: Args) -> Args:
     options = {"clip": args.pop("eps_low", 0.2), "clip_high": args.pop("eps_high", None)}
     options["dual_clip"] = args.pop("dual_clip", None)
     done(args)
-    correct = pick({"mask": rollout_correction.token_mask, "clamp": rollout_correction.token_truncate}, mode)
-    weights = correct(prox, behav, mask, local, upper=float("inf") if cap is None else cap)
+    rule = pick({"mask": "mask", "clamp": "truncate"}, mode)
+    upper = float("inf") if cap is None else cap
+    weights = rollout_correction.rollout_weights(prox, behav, mask, local, level="token", rule=rule, upper=upper)
     loss = weighted(policy_losses.ppo(new.requires_grad_(), prox, advantages, mask, **options), weights)
     total = weighted_sum(loss.values, token_mean(mask, **totals(mask)))
     (grad,) = torch.autograd.grad(total, new)
@@ -206,7 +207,9 @@ def rm_pairwise(args: Args) -> Args:
     margin = args.pop("margin", None)
     options = {"kind": args.pop("kind", "logsigmoid"), "centering": args.pop("center", 0.0)}
     done(args)
-    loss = preference_loss.pairwise(chosen, rejected, None if margin is None else torch.tensor(margin), **options)
+    if margin is not None:
+        options |= {"margins": torch.tensor(margin), "margin": True}
+    loss = preference_loss.pairwise(chosen, rejected, **options)
     total = mean_of_pairs(loss.values)
     grad_chosen, grad_rejected = torch.autograd.grad(total, (chosen, rejected))
     return {

@@ -1,14 +1,14 @@
-"""Whether the model exists, is of a known kind, and can be split as the layouts ask."""
+"""Rules of models: that they exist, are of a known kind, and can be split as the layouts ask."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from megarl.config.problems import Problem, correct_path, shown
-from megarl.config.rules.placement import roles_of
-from megarl.config.rules.sizes import Size, needed_fields, size_of
+from megarl.config.rules.placement_rules import roles_of
 from megarl.config.schema import (
     PTX,
     Cluster,
@@ -30,13 +30,74 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "mixtral", 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's attention on a CPU takes (0.28 to 0.32: v1/attention/backends/cpu_attn.py)."""
 
+What = Literal["layers", "heads", "kv_heads", "hidden", "ffn", "positions", "experts"]
+
+_USUAL: Mapping[What, str] = {
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "hidden": "hidden_size",
+    "ffn": "intermediate_size",
+    "positions": "max_position_embeddings",
+}
+
+_OWN: Mapping[str, Mapping[What, str]] = {
+    "gpt2": {
+        "layers": "n_layer",
+        "heads": "n_head",
+        "hidden": "n_embd",
+        "ffn": "n_inner",
+        "positions": "n_positions",
+    },
+    "mixtral": {"experts": "num_local_experts"},
+    "qwen3_moe": {"experts": "num_experts", "ffn": "moe_intermediate_size"},
+}
+"""Where a kind of model differs from the usual, by its model_type. A model without a name for them has no experts."""
+
+_ALSO: Mapping[str, str] = {"num_experts": "num_local_experts"}
+"""What fields are called by transformers from 5 on."""
+
+_OPTIONAL: Mapping[str, tuple[What, ...]] = {"gpt2": ("ffn",)}
+"""What a kind derives where its configuration is silent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A size of a model, and the field of its config.json that gives it."""
+
+    field: str
+    value: int
+
+
+def field_of(hf: Mapping[str, Any], what: What) -> str | None:
+    """The field of a config.json that gives a size; None for experts of a model that has none."""
+    own = _OWN.get(str(hf.get("model_type")), {})
+    field = own.get(what) or _USUAL.get(what)
+    also = _ALSO.get(field or "")
+    return also if also in hf and field not in hf else field
+
+
+def size_of(hf: Mapping[str, Any], what: What) -> Size | None:
+    """A size as a config.json gives it; None where it gives none that could be one."""
+    field = field_of(hf, what)
+    value = None if field is None else hf.get(field)
+    return Size(field=field, value=value) if field is not None and isinstance(value, int) and value > 0 else None
+
+
+def needed_fields(hf: Mapping[str, Any]) -> list[str]:
+    """The fields without which the sizes of a model of this kind are not known."""
+    optional = _OPTIONAL.get(str(hf.get("model_type")), ())
+    wanted: tuple[What, ...] = ("hidden", "ffn", "layers", "heads", "experts")
+    fields = [field_of(hf, what) for what in wanted if what not in optional]
+    return ["model_type", "vocab_size", *(field for field in fields if field is not None)]
+
 
 def one_model_source(model: Model) -> Iterator[Problem]:
     """Either a checkpoint or a random model."""
     if (model.path is None) == (model.random is None):
         given = "neither" if model.path is None else "both"
         fix = "give model.path, or model.random, and set the other to null"
-        yield Problem(field="model", value=given, rule="exactly one of path and random is given", fix=fix)
+        yield Problem("model", given, "exactly one of path and random is given", fix)
 
 
 def checkpoints_are_readable(
@@ -51,10 +112,10 @@ def checkpoints_are_readable(
             read_hf_config(path)
         except (OSError, ValueError) as error:
             yield Problem(
-                field=field,
-                value=path,
-                rule=f"a directory with a readable config.json ({getattr(error, 'strerror', None) or error})",
-                fix=f"{correct_path(path)}; a model of the hub is downloaded by: hf download NAME --local-dir {path}",
+                field,
+                path,
+                f"a directory with a readable config.json ({getattr(error, 'strerror', None) or error})",
+                f"{correct_path(path)}; a model of the hub is downloaded by: hf download NAME --local-dir {path}",
             )
 
 
@@ -66,14 +127,12 @@ def architecture_is_known(model: Model) -> Iterator[Problem]:
     where = "model.random.config" if model.random is not None else "model.path"
     for key in needed_fields(hf):
         if hf.get(key) is None:
-            yield Problem(
-                field=f"{where}.{key}", value="(missing)", rule="required", fix="add it to the model's config"
-            )
+            yield Problem(f"{where}.{key}", "(missing)", "required", "add it to the model's config")
     kind = hf.get("model_type", MODEL_TYPES[0])
     if kind not in MODEL_TYPES:
         fix = "choose a model of one of these kinds"
         rule = f"one of {', '.join(MODEL_TYPES)}"
-        yield Problem(field=f"{where}.model_type", value=shown(kind), rule=rule, fix=fix)
+        yield Problem(f"{where}.model_type", shown(kind), rule, fix)
 
 
 def layouts_split_the_model(
@@ -85,7 +144,7 @@ def layouts_split_the_model(
         stages, layers = role.pp * role.vpp, size_of(hf, "layers")
         if layers is not None and stages > layers.value:
             rule = f"pp * vpp = {stages} is at most the model's {layers.field} = {layers.value}"
-            yield Problem(field=f"{field}.pp", value=str(role.pp), rule=rule, fix="choose a smaller pp or vpp")
+            yield Problem(f"{field}.pp", str(role.pp), rule, "choose a smaller pp or vpp")
 
 
 def experts_are_split(
@@ -96,7 +155,7 @@ def experts_are_split(
         experts = size_of(hf, "experts")
         if experts is None and role.ep > 1:
             rule = f"ep above 1 needs a mixture of experts; the model is of kind {hf.get('model_type')}"
-            yield Problem(field=f"{field}.ep", value=str(role.ep), rule=rule, fix="set it to 1")
+            yield Problem(f"{field}.ep", str(role.ep), rule, "set it to 1")
         yield from _split(f"{field}.ep", role.ep, "ep", experts, role.ep)
 
 
@@ -107,10 +166,10 @@ def experts_need_sequence_parallel(
     for field, role, hf in _models_of(model, groups, reward, critic):
         if role.tp > 1 and not role.sequence_parallel and size_of(hf, "experts") is not None:
             yield Problem(
-                field=f"{field}.sequence_parallel",
-                value="False",
-                rule="a mixture of experts with tp above 1 needs sequence_parallel",
-                fix="set it to true, or tp to 1",
+                f"{field}.sequence_parallel",
+                "False",
+                "a mixture of experts with tp above 1 needs sequence_parallel",
+                "set it to true, or tp to 1",
             )
 
 
@@ -132,10 +191,10 @@ def engines_have_an_attention_kernel(model: Model, cluster: Cluster, rollout: Ro
     size, sizes = hf.get("head_dim") or hidden.value // heads.value, ", ".join(map(str, CPU_HEAD_SIZES))
     if size not in CPU_HEAD_SIZES:
         yield Problem(
-            field="cluster.device",
-            value="cpu",
-            rule=f"vLLM on a CPU takes attention heads of {sizes}; the model's have {size}",
-            fix="choose a model with such heads, or device cuda",
+            "cluster.device",
+            "cpu",
+            f"vLLM on a CPU takes attention heads of {sizes}; the model's have {size}",
+            "choose a model with such heads, or device cuda",
         )
 
 
@@ -162,7 +221,7 @@ def positions_cover_lengths(
         positions = None if hf is None else size_of(hf, "positions")
         if positions is not None and length > positions.value:
             rule = f"at most {whose}'s {positions.field} = {positions.value}"
-            yield Problem(field=field, value=str(length), rule=rule, fix=f"set it to {positions.value} or less")
+            yield Problem(field, str(length), rule, f"set it to {positions.value} or less")
 
 
 def checkpoints_share_the_tokens(model: Model, reward: Reward, critic: Critic | None) -> Iterator[Problem]:
@@ -175,10 +234,10 @@ def checkpoints_share_the_tokens(model: Model, reward: Reward, critic: Critic | 
         if not isinstance(used, int) or not isinstance(size, int) or size >= used:
             continue
         yield Problem(
-            field=field,
-            value=shown(path),
-            rule=f"knows the {used} token ids in use; it has {size}",
-            fix=f"choose a checkpoint with the model's tokenizer, or set model.vocab_size to {size} if ids from there "
+            field,
+            shown(path),
+            f"knows the {used} token ids in use; it has {size}",
+            f"choose a checkpoint with the model's tokenizer, or set model.vocab_size to {size} if ids from there "
             "on stand for nothing",
         )
 
@@ -220,14 +279,14 @@ def _split_by_tp(field: str, tp: int, hf: Mapping[str, Any]) -> Iterator[Problem
     kv_heads = size_of(hf, "kv_heads")
     if kv_heads is not None and kv_heads.value % tp and tp % kv_heads.value:
         rule = f"divides, or is a multiple of, the model's {kv_heads.field} = {kv_heads.value}"
-        yield Problem(field=field, value=str(tp), rule=rule, fix="choose another tp")
+        yield Problem(field, str(tp), rule, "choose another tp")
 
 
 def _split(field: str, value: int, what: str, whole: Size | None, parts: int) -> Iterator[Problem]:
     """A size of the model that its parts do not divide."""
     if whole is not None and whole.value % parts:
         rule = f"{what} divides the model's {whole.field} = {whole.value}"
-        yield Problem(field=field, value=str(value), rule=rule, fix=f"choose a divisor of {whole.value}")
+        yield Problem(field, str(value), rule, f"choose a divisor of {whole.value}")
 
 
 RULES = (

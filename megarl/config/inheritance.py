@@ -50,7 +50,7 @@ def merged(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[P
     except OmegaConfBaseException as error:
         field = str(getattr(error, "full_key", None) or "interpolation")
         fix = "correct the ${...} reference"
-        problems.append(Problem(field=field, value="${...}", rule=_first_line(error), fix=fix))
+        problems.append(Problem(field, "${...}", _first_line(error), fix))
         raise ConfigError(problems, str(path)) from error
 
 
@@ -59,13 +59,13 @@ def _overridden(tree: DictConfig, override: str, problems: list[Problem]) -> Dic
     key, equals, value = override.partition("=")
     if not equals or not _KEY_PATH.fullmatch(key):
         fix = "write it as key.path=value, for example run.steps=3"
-        problems.append(Problem(field="override", value=override, rule="has the form key.path=value", fix=fix))
+        problems.append(Problem("override", override, "has the form key.path=value", fix))
         return tree
     try:
         return _merge(tree, OmegaConf.from_dotlist([override]))
     except (OmegaConfBaseException, TypeError, ValueError, yaml.YAMLError) as error:
         rule = f"a value in YAML that fits its place ({_first_line(error)})"
-        problems.append(Problem(field=key, value=shown(value), rule=rule, fix="correct the value"))
+        problems.append(Problem(key, shown(value), rule, "correct the value"))
         return tree
 
 
@@ -75,7 +75,7 @@ def _read(path: Path, inheritors: tuple[Path, ...], problems: list[Problem]) -> 
 
     def wrong(rule: str, fix: str) -> DictConfig:
         field = f"{INHERIT_KEY} of {inheritors[-1]}" if inheritors else "config file"
-        problems.append(Problem(field=field, value=str(path), rule=rule, fix=fix))
+        problems.append(Problem(field, str(path), rule, fix))
         return OmegaConf.create({})
 
     if here in inheritors:

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Final
 
+from megarl.algos import (
+    advantages,
+    kl,
+    metrics,
+    normalization,
+    optimization,
+    overlong,
+    reward_shaping,
+    rollout_correction,
+    value_loss,
+)
 from megarl.algos.group_advantages import Samples
-from megarl.algos.kinds import FIXED, KINDS, Kind
 from megarl.algos.normalization import Groups
-from megarl.algos.parts import PARTS, Part
 from megarl.algos.policy_loss import LossTerms
+from megarl.algos.registry import KINDS, Kind
+from megarl.algos.signatures import REQUIRED, Signature
 
 _INTRODUCTION = """\
 # Algorithms
@@ -109,46 +121,83 @@ algo:
   policy_loss: {name: my_losses:damped, args: {damping: 0.5}}
 ```
 """
-_ALSO = {
-    "reinforce_pp": "As `reinforce`; `algo.normalise.advantages: auto` whitens over the step.\n\n"
-    "Source: Hu et al., REINFORCE++ (2025); OpenRLHF and verl.",
-    "reinforce_pp_baseline": "As `dr_grpo`; `algo.normalise.advantages: auto` whitens over the step.\n\n"
-    "Source: REINFORCE++-baseline, OpenRLHF's `reinforce_baseline`.",
-}
-"""Names of a function that another name stands for already: what is different about them."""
-
 _RECORDS = (Samples, Groups, LossTerms)
 
-_OF_THE_DATA = {"pairwise": ("`margin` = false",)}
-"""Options that say what of the data a function is given."""
+
+@dataclass(frozen=True, kw_only=True)
+class PageItem:
+    """An algorithm that a single field asks for, which is no choice by name.
+
+    Args:
+        title: of its section on the page.
+        field: of the configuration that asks for it.
+        choice: the field's value that does; None for any, or for the field's being there.
+    """
+
+    title: str
+    field: str
+    choice: str | None = None
+    function: Callable[..., Any]
+
+
+_REWARDS, _SCORES, _STALE = "Rewards of tokens", "Scores", "Rollouts of another policy"
+_UPDATES, _VALUES, _MODELS, _HELD_OUT = "Optimizer steps", "Values", "Scale of reward models", "Evaluations"
+
+PARTS: Final[tuple[PageItem, ...]] = (
+    PageItem(title=_SCORES, field="algo.scores.clip", function=reward_shaping.clip_scores),
+    PageItem(title=_SCORES, field="algo.scores.truncate_at", function=reward_shaping.first_end),
+    PageItem(title=_SCORES, field="algo.scores.missing_end", choice="mask", function=reward_shaping.keep_finished),
+    PageItem(title=_SCORES, field="reward.functions", choice="soft_overlong", function=overlong.overlong_penalty),
+    PageItem(title=_REWARDS, field="algo.kl.coef", function=reward_shaping.kl_penalties),
+    PageItem(title=_REWARDS, field="algo.kl.target", function=kl.KLController),
+    PageItem(title=_REWARDS, field="algo.scores.placement", function=reward_shaping.token_rewards),
+    PageItem(title=_REWARDS, field="reward.dense", function=reward_shaping.dense_rewards),
+    PageItem(title=_REWARDS, field="algo.normalise.rewards", function=normalization.whiten_rewards),
+    PageItem(title=_REWARDS, field="algo.kl.cumulative", function=advantages.from_outcomes),
+    PageItem(title=_STALE, field="algo.correction.old_logprobs", function=rollout_correction.proximal_logprobs),
+    PageItem(title=_STALE, field="algo.correction.reject", function=rollout_correction.rejection),
+    PageItem(title=_STALE, field="algo.correction.sequence_mask", function=rollout_correction.off_policy_sequences),
+    PageItem(title=_STALE, field="algo.correction.m2po", function=rollout_correction.m2po),
+    PageItem(title=_UPDATES, field="algo.mini_batches", function=optimization.divided),
+    PageItem(title=_UPDATES, field="algo.early_stop", function=optimization.exceeds_target),
+    PageItem(title=_UPDATES, field="ptx.mode", function=optimization.ptx_shares),
+    PageItem(title=_UPDATES, field="actor.ema", function=optimization.ema),
+    PageItem(title=_UPDATES, field="algo.kl.reference_sync", function=optimization.ema),
+    PageItem(title=_UPDATES, field="actor.optimizer.adam", choice="tensorflow", function=optimization.tensorflow_eps),
+    PageItem(title=_UPDATES, field="actor.optimizer.schedule", choice="anneal", function=optimization.linear_anneal),
+    PageItem(title=_VALUES, field="critic.value_norm", function=value_loss.updated),
+    PageItem(title=_MODELS, field="reward.head_std", function=reward_shaping.head_std),
+    PageItem(title=_MODELS, field="normalisation", function=reward_shaping.score_scale),
+    PageItem(title=_HELD_OUT, field="evaluation.pass_at", function=metrics.pass_rate),
+    PageItem(title=_HELD_OUT, field="evaluation.samples_per_prompt", function=metrics.clustered_mean),
+)
 
 
 def markdown() -> str:
     """The whole page."""
-    parts, told = [_INTRODUCTION.replace("{kinds}", _kinds()).replace("{records}", _records())], set[str]()
+    parts, described = [_INTRODUCTION.replace("{kinds}", _kinds()).replace("{records}", _records())], set[str]()
 
-    def begin(title: str, functions: Iterable[Callable[..., Any]]) -> None:
-        """A heading, and below it what the functions' module says of all of them, where they are of one."""
-        modules = {function.__module__ for function in functions}
-        opening = [_of_module(name) for name in modules - told if len(modules) == 1]
-        told.update(modules)
+    def begin(title: str, modules: set[str]) -> None:
+        """A heading, and below it the docstring of the functions' module, where they are of one."""
+        opening = [_of_module(name) for name in modules - described if len(modules) == 1]
+        described.update(modules)
         parts.append("\n\n".join([f"## {title}", *opening]) + "\n")
 
     for kind in KINDS:
-        begin(f"{kind.title}: `{kind.field}`", kind.functions.values())
+        begin(f"{kind.title}: `{kind.field}`", {f"megarl.algos.{kind.module}"})
         parts += _functions(kind)
     for title in dict.fromkeys(part.title for part in PARTS):
-        own: dict[Callable[..., Any], list[Part]] = {}
+        own: dict[Callable[..., Any], list[PageItem]] = {}
         for part in PARTS:
             if part.title == title:
                 own.setdefault(part.function, []).append(part)
-        begin(title, own)
+        begin(title, {function.__module__ for function in own})
         parts += [_part(function, places) for function, places in own.items()]
     return "\n".join(parts)
 
 
 def _kinds() -> str:
-    """The table of what own functions are called with."""
+    """The table of the arguments of custom functions."""
     rows = ["| field | called with | returns |", "| --- | --- | --- |"]
     for kind in KINDS:
         if kind.own:
@@ -160,30 +209,32 @@ def _kinds() -> str:
 
 
 def _records() -> str:
-    """What own functions are given or return that is more than a tensor, with every field."""
-    told = [f"`{record.__module__}.{record.__name__}`: {inspect.getdoc(record)}" for record in _RECORDS]
-    return "\n\n".join(map(_listed, told)) + "\n"
+    """The records that custom functions are given or return, with every field."""
+    texts = [f"`{record.__module__}.{record.__name__}`: {inspect.getdoc(record)}" for record in _RECORDS]
+    return "\n\n".join(map(_listed, texts)) + "\n"
 
 
-def _functions(kind: Kind) -> Iterator[str]:
-    for name, function in kind.functions.items():
-        yield f"### `{name}`\n\n{_options(name, function, kind.keywords)}{_ALSO.get(name) or _text(function)}\n"
+def _functions(kind: Kind[Any]) -> Iterator[str]:
+    """An item for each function of a kind, with all its names."""
+    module = import_module(f"megarl.algos.{kind.module}")
+    for function in dict.fromkeys(kind.functions.values()):
+        names = [name for name, target in kind.functions.items() if target == function]
+        heading = ", ".join(f"`{name}`" for name in names)
+        yield f"### {heading}\n\n{_options(kind.signature(names[0]))}{_text(getattr(module, function))}\n"
 
 
-def _part(function: Callable[..., Any], places: Iterable[Part]) -> str:
+def _part(function: Callable[..., Any], places: Iterable[PageItem]) -> str:
     """An algorithm, once, below all fields that ask for it."""
     fields = [part.field if part.choice is None else f"{part.field}: {part.choice}" for part in places]
     return f"### {', '.join(f'`{field}`' for field in fields)}\n\n{_text(function)}\n"
 
 
-def _options(name: str, function: Callable[..., Any], keywords: Sequence[str]) -> str:
+def _options(signature: Signature) -> str:
     """A line of the keyword arguments that a configuration gives, with their defaults."""
     own = [
-        f"`{option}`" + ("" if parameter.default is parameter.empty else f" = {_value(parameter.default)}")
-        for option, parameter in inspect.signature(function).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY and option not in {*keywords, *FIXED}
+        f"`{name}`" + ("" if option.default is REQUIRED else f" = {_value(option.default)}")
+        for name, option in signature.options.items()
     ]
-    own += _OF_THE_DATA.get(name, ())
     return f"Options: {', '.join(own)}.\n\n" if own else ""
 
 
@@ -195,7 +246,7 @@ def _value(default: object) -> str:
 
 
 def _text(function: Callable[..., Any]) -> str:
-    """What a docstring says before its arguments; the source last, in a paragraph of its own."""
+    """A docstring before its arguments; the source last, in a paragraph of its own."""
     text = re.split(r"^(?:Args|Returns|Raises):", inspect.getdoc(function) or "", maxsplit=1, flags=re.MULTILINE)[0]
     found = re.search(r"\s*Source:\s+(.*?)(?=\n\n|\Z)", text, flags=re.DOTALL)
     if found is None:
@@ -204,8 +255,8 @@ def _text(function: Callable[..., Any]) -> str:
 
 
 def _of_module(name: str) -> str:
-    """What a module says of all its functions."""
-    return _listed(inspect.getdoc(sys.modules[name]) or "")
+    """The docstring of a module."""
+    return _listed(inspect.getdoc(import_module(name)) or "")
 
 
 def _listed(text: str) -> str:

@@ -1,13 +1,13 @@
-"""Which role runs on which devices, and how it is split over them."""
+"""Rules of roles and their devices."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import get_args
 
-from megarl.config.devices import parse_devices
 from megarl.config.problems import Problem
 from megarl.config.schema import STAGES, Cluster, Group, RoleConfig, Rollout
+from megarl.config.schema.base import parse_devices
 from megarl.types import RoleName
 
 Groups = Mapping[str, Group]
@@ -42,7 +42,7 @@ def groups_have_roles(groups: Groups) -> Iterator[Problem]:
     for name, group in groups.items():
         if not group.roles:
             fix = f"give it a role, or remove it with groups.{name}=null"
-            yield Problem(field=f"groups.{name}.roles", value="{}", rule="a group has at least one role", fix=fix)
+            yield Problem(f"groups.{name}.roles", "{}", "a group has at least one role", fix)
 
 
 def devices_exist(cluster: Cluster, groups: Groups) -> Iterator[Problem]:
@@ -58,10 +58,10 @@ def beyond_the_cluster(cluster: Cluster, field: str, devices: str) -> Iterator[P
     if highest >= total:
         enough = -(-(highest + 1) // cluster.nodes)
         yield Problem(
-            field=field,
-            value=devices,
-            rule=f"device numbers are below nodes * devices_per_node = {total}",
-            fix=f"choose devices below {total}, or set cluster.devices_per_node to {enough} or more",
+            field,
+            devices,
+            f"device numbers are below nodes * devices_per_node = {total}",
+            f"choose devices below {total}, or set cluster.devices_per_node to {enough} or more",
         )
 
 
@@ -73,10 +73,10 @@ def groups_are_disjoint(groups: Groups) -> Iterator[Problem]:
         if shared:
             others = ", ".join(sorted(set(shared.values())))
             yield Problem(
-                field=f"groups.{name}.devices",
-                value=group.devices,
-                rule=f"groups have disjoint devices; {', '.join(map(str, shared))} also in {others}",
-                fix="give the groups devices of their own, or put the roles into one group",
+                f"groups.{name}.devices",
+                group.devices,
+                f"groups have disjoint devices; {', '.join(map(str, shared))} also in {others}",
+                "give the groups devices of their own, or put the roles into one group",
             )
         owner.update(dict.fromkeys(parse_devices(group.devices), name))
 
@@ -87,10 +87,10 @@ def roles_belong_to_the_stage(stage: str, groups: Groups) -> Iterator[Problem]:
     for field, _, role, _ in roles_of(groups):
         if role not in known:
             rule = f"stage {stage} has the roles {', '.join(known)} alone"
-            yield Problem(field=field, value=role, rule=rule, fix=f"remove it: {field}=null")
+            yield Problem(field, role, rule, f"remove it: {field}=null")
     if needed is not None and not placed(groups, needed):
         fix = "add it to the roles of a group"
-        yield Problem(field="groups", value=", ".join(groups), rule=f"a group has the role {needed}", fix=fix)
+        yield Problem("groups", ", ".join(groups), f"a group has the role {needed}", fix)
 
 
 def roles_placed_once(groups: Groups) -> Iterator[Problem]:
@@ -99,10 +99,10 @@ def roles_placed_once(groups: Groups) -> Iterator[Problem]:
         places = [name for name, group in groups.items() if role in group.roles]
         if len(places) > 1:
             yield Problem(
-                field=f"groups.{places[-1]}.roles.{role}",
-                value=f"in {' and '.join(places)}",
-                rule="a role is in exactly one group",
-                fix=f"remove it from the others, for example groups.{places[0]}.roles.{role}=null",
+                f"groups.{places[-1]}.roles.{role}",
+                f"in {' and '.join(places)}",
+                "a role is in exactly one group",
+                f"remove it from the others, for example groups.{places[0]}.roles.{role}=null",
             )
 
 
@@ -112,10 +112,10 @@ def layouts_fill_groups(groups: Groups) -> Iterator[Problem]:
         count = len(parse_devices(group.devices))
         if count % (role.tp * role.pp):
             yield Problem(
-                field=field,
-                value=f"tp {role.tp}, pp {role.pp}",
-                rule=f"tp * pp = {role.tp * role.pp} divides the group's {count} devices",
-                fix=f"change tp or pp so that the product divides {count}, or change the group's devices",
+                field,
+                f"tp {role.tp}, pp {role.pp}",
+                f"tp * pp = {role.tp * role.pp} divides the group's {count} devices",
+                f"change tp or pp so that the product divides {count}, or change the group's devices",
             )
 
 
@@ -125,10 +125,10 @@ def experts_divide_replicas(groups: Groups) -> Iterator[Problem]:
         replicas, rest = divmod(len(parse_devices(group.devices)), role.tp * role.pp)
         if not rest and replicas % role.ep:
             yield Problem(
-                field=f"{field}.ep",
-                value=str(role.ep),
-                rule=f"ep divides the role's {replicas} replicas (devices / (tp * pp))",
-                fix=f"choose a divisor of {replicas}, or change tp, pp or the group's devices",
+                f"{field}.ep",
+                str(role.ep),
+                f"ep divides the role's {replicas} replicas (devices / (tp * pp))",
+                f"choose a divisor of {replicas}, or change tp, pp or the group's devices",
             )
 
 
@@ -137,7 +137,7 @@ def interleaving_needs_stages(groups: Groups) -> Iterator[Problem]:
     for field, _, _, role in roles_of(groups):
         if role.vpp > 1 and role.pp < 2:
             fix = "set pp to 2 or more, or vpp to 1"
-            yield Problem(field=f"{field}.vpp", value=str(role.vpp), rule="vpp above 1 needs pp of 2 or more", fix=fix)
+            yield Problem(f"{field}.vpp", str(role.vpp), "vpp above 1 needs pp of 2 or more", fix)
 
 
 def sequence_parallel_needs_tp(groups: Groups) -> Iterator[Problem]:
@@ -145,10 +145,10 @@ def sequence_parallel_needs_tp(groups: Groups) -> Iterator[Problem]:
     for field, _, _, role in roles_of(groups):
         if role.sequence_parallel and role.tp == 1:
             yield Problem(
-                field=f"{field}.sequence_parallel",
-                value="True",
-                rule="has an effect with tp above 1 alone",
-                fix="set it to false, or tp to 2 or more",
+                f"{field}.sequence_parallel",
+                "True",
+                "has an effect with tp above 1 alone",
+                "set it to false, or tp to 2 or more",
             )
 
 
@@ -158,7 +158,7 @@ def recomputation_is_for_a_backward_pass(stage: str, groups: Groups) -> Iterator
     for field, _, name, role in roles_of(groups):
         if role.recompute != "none" and name not in trained:
             rule = f"has an effect on roles in training alone ({', '.join(trained) or 'none'})"
-            yield Problem(field=f"{field}.recompute", value=role.recompute, rule=rule, fix="set it to none")
+            yield Problem(f"{field}.recompute", role.recompute, rule, "set it to none")
 
 
 def offloading_frees_devices(groups: Groups, rollout: Rollout | None) -> Iterator[Problem]:
@@ -167,10 +167,10 @@ def offloading_frees_devices(groups: Groups, rollout: Rollout | None) -> Iterato
     for field, group, _, role in roles_of(groups):
         if role.offload and len(group.roles) == 1 and not engines & set(parse_devices(group.devices)):
             yield Problem(
-                field=f"{field}.offload",
-                value="True",
-                rule="has an effect where another role or an engine has the same devices",
-                fix="set it to false",
+                f"{field}.offload",
+                "True",
+                "has an effect where another role or an engine has the same devices",
+                "set it to false",
             )
 
 
@@ -178,10 +178,10 @@ def nodes_are_joined(cluster: Cluster) -> Iterator[Problem]:
     """A Ray that is started here has this machine's GPUs alone."""
     if cluster.nodes > 1 and cluster.device == "cuda" and cluster.address is None:
         yield Problem(
-            field="cluster.nodes",
-            value=str(cluster.nodes),
-            rule="several nodes of GPUs need cluster.address",
-            fix="start it with megarl launch slurm or ray, or join a running Ray with cluster.address",
+            "cluster.nodes",
+            str(cluster.nodes),
+            "several nodes of GPUs need cluster.address",
+            "start it with megarl launch slurm or ray, or join a running Ray with cluster.address",
         )
 
 

@@ -1,4 +1,4 @@
-"""The way through the schema: which sections a field's type holds, and how a path is written."""
+"""The way through the schema: the sections and choices that a field's type holds, and the path of each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megarl.config.schema.choices import Choice, table_of
+from megarl.config.schema.choices import OneOf
 
 
 def fields(schema: type[BaseModel]) -> dict[str, FieldInfo]:
@@ -17,10 +17,16 @@ def fields(schema: type[BaseModel]) -> dict[str, FieldInfo]:
     return {info.alias or name: info for name, info in schema.model_fields.items()}
 
 
+def type_of(info: FieldInfo) -> Any:
+    """The plain type of a field."""
+    return plain(info.rebuild_annotation())
+
+
 def plain(annotation: Any) -> Any:
-    """A type without Annotated and without ``| None``."""
+    """A type without Annotated and without ``| None``; of a field with choices, its ``OneOf``."""
     if hasattr(annotation, "__metadata__"):
-        return plain(annotation.__origin__)
+        choices = [part for part in annotation.__metadata__ if isinstance(part, OneOf)]
+        return choices[0] if choices else plain(annotation.__origin__)
     if get_origin(annotation) in (Union, types.UnionType):
         members = [member for member in get_args(annotation) if member is not type(None)]
         return plain(members[0]) if len(members) == 1 else annotation
@@ -43,10 +49,10 @@ def section(annotation: Any) -> type[BaseModel] | None:
     return inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None
 
 
-def choices(annotation: Any) -> dict[str, type[BaseModel]]:
-    """The choices that a field has, by name; empty where it is no table of them."""
-    members = get_args(plain(annotation))
-    return table_of(members) if members and all(_is_choice(member) for member in members) else {}
+def choices(annotation: Any) -> Mapping[str, type[BaseModel]]:
+    """The choices that a field has, by name; empty where it has none."""
+    inner = plain(annotation)
+    return inner.table if isinstance(inner, OneOf) else {}
 
 
 def within(annotation: Any, part: object) -> Any:
@@ -59,13 +65,13 @@ def within(annotation: Any, part: object) -> Any:
         return inside
     owner = section(annotation)
     known = fields(owner) if owner is not None else {}
-    return plain(known[str(part)].annotation) if str(part) in known else None
+    return type_of(known[str(part)]) if str(part) in known else None
 
 
 def keys(schema: type[BaseModel], loc: Sequence[int | str]) -> tuple[list[int | str], Any]:
-    """Where an error of a validation is, as keys of the configuration, and the type there.
+    """The keys of the configuration at which an error of a validation is, and the type there.
 
-    Pydantic's locations name the choice between the key of a table and that of an option.
+    Pydantic's locations have the name of a choice between the key of its field and that of an option.
     """
     path: list[int | str] = []
     here: Any = schema
@@ -77,20 +83,16 @@ def keys(schema: type[BaseModel], loc: Sequence[int | str]) -> tuple[list[int | 
 
 
 def sections(schema: type[BaseModel], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Every section and table of choices below a schema with its path, outer ones first.
+    """Every section and every ``OneOf`` below a schema with its path, outer ones first.
 
-    The entries of mappings and lists stand for all; what is of a table is its type.
+    ``<name>`` and ``<n>`` stand for the entries of mappings and lists.
     """
     for key, info in fields(schema).items():
-        below, table = section(info.annotation), choices(info.annotation)
-        if table:
-            yield above + key, plain(info.annotation)
+        inner = type_of(info)
+        below = section(inner)
+        if choices(inner):
+            yield above + key, inner
         elif below is not None:
-            kind = get_origin(plain(info.annotation))
-            path = above + key + {Mapping: ".<name>", tuple: ".<n>"}.get(kind, "")
+            path = above + key + {Mapping: ".<name>", tuple: ".<n>"}.get(get_origin(inner), "")
             yield path, below
             yield from sections(below, f"{path}.")
-
-
-def _is_choice(member: Any) -> bool:
-    return isinstance(member, type) and issubclass(member, Choice)

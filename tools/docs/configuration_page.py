@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from megarl.config.schema import STAGES, RunConfig, TrainingConfig
 from megarl.config.schema.choices import names_of
-from megarl.config.schema.walk import choices, entries, fields, plain, section, sections
+from megarl.config.schema.schema_walk import choices, entries, fields, plain, section, sections
 
 _INTRODUCTION = """\
 # Configuration
@@ -125,7 +125,7 @@ def _summary(schema: type[BaseModel]) -> str:
 def _row(key: str, info: FieldInfo) -> str:
     default = "required" if info.is_required() else _default(info.default)
     meaning = " ".join((info.description or "").split())
-    return f"| `{key}` | {_type(info.annotation)} | {default} | {meaning} |"
+    return f"| `{key}` | {_type(info.rebuild_annotation())} | {default} | {meaning} |"
 
 
 def _default(value: object) -> str:
@@ -142,12 +142,8 @@ def _type(annotation: Any) -> str:
 
 
 def _alternatives(annotation: Any) -> Iterator[str]:
-    if choices(annotation):
-        yield "choice"
-        if types.NoneType in get_args(annotation):
-            yield "null"
-    elif hasattr(annotation, "__metadata__"):
-        yield from _alternatives(annotation.__origin__)
+    if hasattr(annotation, "__metadata__"):
+        yield from ("choice",) if choices(annotation) else _alternatives(annotation.__origin__)
     elif get_origin(annotation) is Literal:
         yield from (f"`{choice}`" for choice in get_args(annotation))
     elif get_origin(annotation) in (Union, types.UnionType):

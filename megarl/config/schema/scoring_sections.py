@@ -1,13 +1,26 @@
-"""What scores responses, and what is evaluated."""
+"""The sources of scores, and the evaluation of held-out prompts."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field
 
-from megarl.config.schema.base import Count, Natural, Positive, Section, Seed
-from megarl.config.schema.data import RewardFunction, Source
+from megarl.bounds import Count, Natural, Positive, Seed
+from megarl.config.schema.base import Section
+from megarl.config.schema.inputs import Fault, Source, dropped
+
+
+class RewardFunction(Section):
+    """A rule that scores a response; see docs/rewards.md."""
+
+    name: str
+    """A built-in rule, or package.module:function of your own."""
+    weight: float = 1.0
+    """What its score is multiplied with in the sum; evaluations report each function by itself, without one."""
+    args: Mapping[str, Any] = {}
+    """Keyword arguments for the function."""
 
 
 class Reward(Section):
@@ -62,3 +75,17 @@ class PeriodicEvaluation(Evaluation):
     """Steps between evaluations; null: before the first step and after the last."""
     ema: bool = False
     """Evaluate the actor's moving average as well."""
+
+
+class HeldOut(Evaluation):
+    """Held-out prompts, answered and scored, and how their rows are read."""
+
+    chat_template: bool = False
+    """Text prompts are what a user says: put them into the tokenizer's chat template. Chats always are."""
+    too_long: Literal["refuse", "drop"] = "refuse"
+    """What becomes of rows that leave no room for the response: an error, or left out and counted."""
+
+    @property
+    def drop(self) -> frozenset[Fault]:
+        """Faults of the rows that are left out."""
+        return dropped(too_long=self.too_long)

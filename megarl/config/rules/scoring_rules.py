@@ -1,13 +1,12 @@
-"""What scores responses, what becomes of the scores, and what is evaluated."""
+"""Rules of reward models and functions, of scores, and of evaluations."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megarl.config.problems import Problem, shown
-from megarl.config.rules.model import known
-from megarl.config.rules.placement import placed
-from megarl.config.rules.unused import unused
+from megarl.config.problems import Problem, ineffective_settings, shown
+from megarl.config.rules.model_rules import known
+from megarl.config.rules.placement_rules import placed
 from megarl.config.schema import (
     Algo,
     Cluster,
@@ -15,8 +14,6 @@ from megarl.config.schema import (
     Group,
     HeldOut,
     Model,
-    PeriodicEvaluation,
-    Policy,
     Reward,
     Rollout,
     Scores,
@@ -30,20 +27,24 @@ def scores_have_a_source(groups: Groups, reward: Reward) -> Iterator[Problem]:
     if not placed(groups, "reward") and not reward.functions:
         fix = "add reward to the roles of a group, or give reward.functions"
         rule = "a group has the role reward, or reward.functions has a rule"
-        yield Problem(field="reward", value="nothing scores", rule=rule, fix=fix)
+        yield Problem("reward", "nothing scores", rule, fix)
     elif not any(weight for weight in _weights(groups, reward)):
         rule, fix = "one that is not 0: nothing could be learnt", "raise reward.weight, or that of a function"
-        yield Problem(field="reward", value="all weights 0", rule=rule, fix=fix)
+        yield Problem("reward", "all weights 0", rule, fix)
 
 
 def reward_settings_have_their_model(groups: Groups, reward: Reward) -> Iterator[Problem]:
     """A head's initialisation is given for a random head alone, and the rest of a reward model for the role."""
     if not placed(groups, "reward"):
         names = ("path", "head_std", "head_seed", "weight", "dense")
-        yield from unused("reward", reward, names, "without the role reward", "or add the role to a group")
+        yield from ineffective_settings(
+            "reward", reward, names, "without the role reward", "or add the role to a group"
+        )
     elif reward.path is not None:
         names = ("head_std", "head_seed")
-        yield from unused("reward", reward, names, "with reward.path, whose head is loaded", "or remove the path")
+        yield from ineffective_settings(
+            "reward", reward, names, "with reward.path, whose head is loaded", "or remove the path"
+        )
 
 
 def reward_heads_have_a_source(groups: Groups, model: Model, reward: Reward) -> Iterator[Problem]:
@@ -51,14 +52,14 @@ def reward_heads_have_a_source(groups: Groups, model: Model, reward: Reward) -> 
     if placed(groups, "reward") and model.path is not None and reward.path is None:
         rule = "a reward model with model.path: a random head on that model would score at random"
         fix = "give it, or remove the role reward from its group"
-        yield Problem(field="reward.path", value="null", rule=rule, fix=fix)
+        yield Problem("reward.path", "null", rule, fix)
 
 
 def processes_have_functions(reward: Reward, evaluation: Evaluation | None) -> Iterator[Problem]:
     """The processes run rules."""
     if not reward.functions and (evaluation is None or not evaluation.functions):
         names = ("processes", "time_limit", "retries")
-        yield from unused("reward", reward, names, "without functions", "or give reward.functions")
+        yield from ineffective_settings("reward", reward, names, "without functions", "or give reward.functions")
 
 
 def calls_end_in_time(cluster: Cluster, reward: Reward, evaluation: Evaluation | None) -> Iterator[Problem]:
@@ -67,7 +68,7 @@ def calls_end_in_time(cluster: Cluster, reward: Reward, evaluation: Evaluation |
     if (reward.functions or (evaluation is not None and evaluation.functions)) and reward.time_limit > most:
         rule = f"at most {most:g}, nine tenths of cluster.time_limits.scoring, which all calls of a step have together"
         fix = "lower it, or raise cluster.time_limits.scoring"
-        yield Problem(field="reward.time_limit", value=f"{reward.time_limit:g}", rule=rule, fix=fix)
+        yield Problem("reward.time_limit", f"{reward.time_limit:g}", rule, fix)
 
 
 def shaped_scores_are_compared(algo: Algo) -> Iterator[Problem]:
@@ -76,7 +77,7 @@ def shaped_scores_are_compared(algo: Algo) -> Iterator[Problem]:
         return
     masks = algo.scores.missing_end is not None and algo.scores.missing_end.name == "mask"
     where = "with advantage gdpo, which compares the score of each source as it is"
-    yield from unused(
+    yield from ineffective_settings(
         "algo.scores", algo.scores, ("clip",) if masks else ("clip", "missing_end"), where, "or choose grpo"
     )
 
@@ -87,7 +88,7 @@ def masked_comparisons_mask(algo: Algo) -> Iterator[Problem]:
     if algo.advantage.name == "masked_rloo" and (missing is None or missing.name != "mask"):
         value = "null" if missing is None else missing.name
         rule = "mask with advantage masked_rloo, which compares the responses that ended alone"
-        yield Problem(field="algo.scores.missing_end", value=value, rule=rule, fix="set it to mask, or choose rloo")
+        yield Problem("algo.scores.missing_end", value, rule, "set it to mask, or choose rloo")
 
 
 def dense_scores_are_read(algo: Algo, reward: Reward) -> Iterator[Problem]:
@@ -96,17 +97,19 @@ def dense_scores_are_read(algo: Algo, reward: Reward) -> Iterator[Problem]:
         return
     if not algo.of_tokens:
         where = f"with advantage {algo.advantage.name}, which compares scores"
-        yield from unused("reward", reward, ("dense",), where, "or choose gae")
-    yield from unused("algo.scores", algo.scores, ("placement",), "with reward.dense", "or set reward.dense to null")
+        yield from ineffective_settings("reward", reward, ("dense",), where, "or choose gae")
+    yield from ineffective_settings(
+        "algo.scores", algo.scores, ("placement",), "with reward.dense", "or set reward.dense to null"
+    )
     if algo.filter is not None:
         rule, fix = "null with reward.dense: prompts are filtered by the scores of responses", "set one of them to null"
-        yield Problem(field="algo.filter", value=algo.filter.name, rule=rule, fix=fix)
+        yield Problem("algo.filter", algo.filter.name, rule, fix)
     if algo.scores.truncate_at is not None:
         rule, fix = "null with reward.dense, which scores every token", "remove it, or set reward.dense to null"
-        yield Problem(field="algo.scores.truncate_at", value="given", rule=rule, fix=fix)
+        yield Problem("algo.scores.truncate_at", "given", rule, fix)
     if reward.shuffle:
         rule, fix = "false with reward.dense, whose scores fit no other response", "set it to false"
-        yield Problem(field="reward.shuffle", value="True", rule=rule, fix=fix)
+        yield Problem("reward.shuffle", "True", rule, fix)
 
 
 def scores_end_within_responses(model: Model, rollout: Rollout, algo: Algo) -> Iterator[Problem]:
@@ -117,11 +120,15 @@ def scores_end_within_responses(model: Model, rollout: Rollout, algo: Algo) -> I
 def selections_read_scores(model: Model, rollout: Rollout, scores: Scores, reward: Reward) -> Iterator[Problem]:
     """A selection sees no rewards of tokens."""
     yield from _truncation("scores", scores, model, rollout)
-    yield from unused("scores", scores, ("placement",), "in stage raft, which has no rewards of tokens", "or use ppo")
-    yield from unused("reward", reward, ("dense",), "in stage raft, which has no rewards of tokens", "or use ppo")
+    yield from ineffective_settings(
+        "scores", scores, ("placement",), "in stage raft, which has no rewards of tokens", "or use ppo"
+    )
+    yield from ineffective_settings(
+        "reward", reward, ("dense",), "in stage raft, which has no rewards of tokens", "or use ppo"
+    )
     if scores.missing_end is not None and scores.missing_end.name == "mask":
         rule, fix = "not mask in stage raft", "set it to null, and raft.discard_unfinished to true"
-        yield Problem(field="scores.missing_end", value="mask", rule=rule, fix=fix)
+        yield Problem("scores.missing_end", "mask", rule, fix)
 
 
 def evaluations_report_something(groups: Groups, evaluation: Evaluation | None) -> Iterator[Problem]:
@@ -130,14 +137,16 @@ def evaluations_report_something(groups: Groups, evaluation: Evaluation | None) 
         otherwise = "place the role reward" if isinstance(evaluation, HeldOut) else "remove evaluation"
         fix = f"give evaluation.functions, or {otherwise}"
         rule = "has rules to report, or a group has the role reward"
-        yield Problem(field="evaluation.functions", value="[]", rule=rule, fix=fix)
+        yield Problem("evaluation.functions", "[]", rule, fix)
 
 
 def evaluations_weigh_nothing(evaluation: Evaluation | None) -> Iterator[Problem]:
     """Every rule of an evaluation is reported by itself."""
     for index, function in enumerate(() if evaluation is None else evaluation.functions):
         where = "in an evaluation, which reports each function by itself"
-        yield from unused(f"evaluation.functions.{index}", function, ("weight",), where, "or name it in reward")
+        yield from ineffective_settings(
+            f"evaluation.functions.{index}", function, ("weight",), where, "or name it in reward"
+        )
 
 
 def evaluations_sample(evaluation: Evaluation | None) -> Iterator[Problem]:
@@ -146,31 +155,28 @@ def evaluations_sample(evaluation: Evaluation | None) -> Iterator[Problem]:
         return
     if evaluation.greedy:
         where = "with evaluation.greedy"
-        yield from unused("evaluation", evaluation, ("temperature",), where, "or set evaluation.greedy to false")
+        yield from ineffective_settings(
+            "evaluation", evaluation, ("temperature",), where, "or set evaluation.greedy to false"
+        )
         if evaluation.samples_per_prompt > 1:
             rule = "1 with evaluation.greedy: the answers to a prompt would all be the same"
             value, fix = str(evaluation.samples_per_prompt), "set it to 1, or evaluation.greedy to false"
-            yield Problem(field="evaluation.samples_per_prompt", value=value, rule=rule, fix=fix)
+            yield Problem("evaluation.samples_per_prompt", value, rule, fix)
     if not evaluation.pass_at:
-        yield from unused("evaluation", evaluation, ("success_at",), "without evaluation.pass_at", "or give some")
+        yield from ineffective_settings(
+            "evaluation", evaluation, ("success_at",), "without evaluation.pass_at", "or give some"
+        )
     elif max(evaluation.pass_at) > evaluation.samples_per_prompt:
         rule = f"at most evaluation.samples_per_prompt = {evaluation.samples_per_prompt}"
         value, fix = shown(list(evaluation.pass_at)), f"set samples_per_prompt to {max(evaluation.pass_at)} or more"
-        yield Problem(field="evaluation.pass_at", value=value, rule=rule, fix=fix)
+        yield Problem("evaluation.pass_at", value, rule, fix)
 
 
 def nothing_is_learnt(reward: Reward) -> Iterator[Problem]:
     """An evaluation by itself reports its sources one by one."""
     where = "in stage eval, which reports each source by itself"
     otherwise = "or name functions in evaluation.functions"
-    yield from unused("reward", reward, ("weight", "functions", "dense", "shuffle"), where, otherwise)
-
-
-def averages_are_kept(actor: Policy, evaluation: PeriodicEvaluation | None) -> Iterator[Problem]:
-    """An average that is evaluated is kept."""
-    if evaluation is not None and evaluation.ema and actor.ema is None:
-        fix = "add actor.ema, or set evaluation.ema to false"
-        yield Problem(field="evaluation.ema", value="True", rule="needs actor.ema", fix=fix)
+    yield from ineffective_settings("reward", reward, ("weight", "functions", "dense", "shuffle"), where, otherwise)
 
 
 def _weights(groups: Groups, reward: Reward) -> Iterator[float]:
@@ -188,10 +194,10 @@ def _truncation(field: str, scores: Scores, model: Model, rollout: Rollout) -> I
     used = model.vocab_size or (known(model) or {}).get("vocab_size")
     if isinstance(used, int) and cut.token >= used:
         rule = f"below {used}, the number of ids in use: others are never sampled"
-        yield Problem(field=f"{field}.truncate_at.token", value=str(cut.token), rule=rule, fix="correct it")
+        yield Problem(f"{field}.truncate_at.token", str(cut.token), rule, "correct it")
     if cut.after >= rollout.max_new_tokens:
         rule = f"below rollout.max_new_tokens = {rollout.max_new_tokens}"
-        yield Problem(field=f"{field}.truncate_at.after", value=str(cut.after), rule=rule, fix="lower it")
+        yield Problem(f"{field}.truncate_at.after", str(cut.after), rule, "lower it")
 
 
 RULES = (
