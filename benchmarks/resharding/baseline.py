@@ -108,16 +108,16 @@ class Gather:
         whole = views(self._buffer, bucket, dtype)
         copies: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # what several ranks hold is taken from one
         for tp, rank in enumerate(self._stages[bucket.stage]):
-            shard, offset = setup.actor_map(rank), 0
+            shard_map, offset = setup.actor_map(rank), 0
             held: dict[str, torch.Tensor] = {}
             for name in bucket.params:
-                info = shard.params[name]
+                info = shard_map.params[name]
                 held[name] = parts[tp, offset : offset + info.nbytes].view(dtype).view(info.shape)
                 offset += info.nbytes
-            for piece in shard.pieces:
-                if piece.param in held:
-                    target = whole[piece.name][piece.region.slices]
-                    copies[f"{piece.name}{piece.region}"] = target, held[piece.param][piece.box.slices]
+            for shard in shard_map.shards:
+                if shard.param in held:
+                    target = whole[shard.name][shard.region.slices]
+                    copies[f"{shard.name}{shard.region}"] = target, held[shard.param][shard.box.slices]
         return list(copies.values())
 
 

@@ -112,7 +112,7 @@ class _Bench:
         self.packing = 0.0
         self.receivers: dict[str, Receiver] = {}
         self.load: Load | None = None
-        self.shard = setup.spec.vllm_map(ENGINE_TP, worker.rank)
+        self.shard_map = setup.spec.vllm_map(ENGINE_TP, worker.rank)
         for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
             self._time(method)
 
@@ -155,13 +155,13 @@ def _receive_without_load(worker: Any, name: str, version: int) -> Span:
 
 def _checksums(worker: Any) -> Span:
     """Makes a checksum of as many bytes as the rank receives."""
-    blocks = [torch.ones(info.nbytes, dtype=torch.uint8).numpy() for info in worker.bench.shard.params.values()]
+    blocks = [torch.ones(info.nbytes, dtype=torch.uint8).numpy() for info in worker.bench.shard_map.params.values()]
     return measure(lambda: [xxhash.xxh3_64_intdigest(block) for block in blocks])
 
 
 def _pack_all(worker: Any) -> Span:
     """Lets vLLM pack every layer; the weights are random afterwards."""
-    infos, modules = worker.bench.shard.params, dict(worker.get_model().named_modules())
+    infos, modules = worker.bench.shard_map.params, dict(worker.get_model().named_modules())
     span = Span(start=perf_counter())
     for name, module in modules.items():
         if hasattr(module, "quant_method") and f"{name}.weight" in infos:

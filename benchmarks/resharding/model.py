@@ -67,18 +67,18 @@ class Setup:
     def plan(self) -> TransferPlan:
         """Ours: ranks are the trainers', then the engine's, all of them on one node."""
         sources = [Holder(rank=rank, map=self.actor_map(rank)) for rank in TRAINERS]
-        shards = [self.spec.vllm_map(ENGINE_TP, rank) for rank in range(ENGINE_TP)]
-        engines = [Holder(rank=rank, map=shard) for rank, shard in zip(ENGINES, shards, strict=True)]
+        shard_maps = [self.spec.vllm_map(ENGINE_TP, rank) for rank in range(ENGINE_TP)]
+        engines = [Holder(rank=rank, map=shard_map) for rank, shard_map in zip(ENGINES, shard_maps, strict=True)]
         return plan(sources, engines, int(self.bucket_mib * MIB))
 
     def values(self, rank: int, seed: int) -> dict[str, torch.Tensor]:
         """A trainer rank's parameters: random, and equal wherever ranks hold the same elements."""
-        shard = self.actor_map(rank)
-        regions: dict[str, list[str]] = {name: [] for name in shard.params}
-        for piece in shard.pieces:
-            regions[piece.param].append(f"{piece.name}{piece.region}")
+        shard_map = self.actor_map(rank)
+        regions: dict[str, list[str]] = {name: [] for name in shard_map.params}
+        for shard in shard_map.shards:
+            regions[shard.param].append(f"{shard.name}{shard.region}")
         values: dict[str, torch.Tensor] = {}
-        for name, info in shard.params.items():
+        for name, info in shard_map.params.items():
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {regions[name]}".encode()))
             drawn = torch.empty(info.shape).normal_(1.0 if "norm" in name else 0.0, 0.03, generator=generator)
             values[name] = drawn.to(getattr(torch, info.dtype))
@@ -121,13 +121,13 @@ def full_buckets(setup: Setup, limit: int) -> list[FullBucket]:
     canonical = setup.spec.canonical()
     made: list[FullBucket] = []
     for stage in range(ACTOR.pp):
-        shard = setup.actor_map(stage * ACTOR.tp)
+        shard_map = setup.actor_map(stage * ACTOR.tp)
         held: dict[str, set[str]] = {}
-        for piece in shard.pieces:
-            held.setdefault(piece.param, set()).add(piece.name)
+        for shard in shard_map.shards:
+            held.setdefault(shard.param, set()).add(shard.name)
         params: list[str] = []
         names: set[str] = set()
-        for layer in _layers(shard.params):
+        for layer in _layers(shard_map.params):
             more = set().union(*(held[param] for param in layer))
             if params and sum(canonical[name].nbytes for name in names | more) > limit:
                 made.append(_bucket(setup, stage, params, names))

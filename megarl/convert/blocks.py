@@ -13,7 +13,7 @@ from megarl.convert.stored import BoxReader, Stored, relative_to
 from megarl.weights.hf_files import FILES_RANK
 from megarl.weights.plan import Copy
 from megarl.weights.planner import Holder, plan
-from megarl.weights.shard_map import ITEM_BYTES, Box, Hole, Piece, Shape, ShardMap, TensorInfo
+from megarl.weights.shard_map import ITEM_BYTES, Box, Padding, Shape, Shard, ShardMap, TensorInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,30 +60,30 @@ class Block:
 
 
 def stored_map(whole: ShardMap, boxes: Mapping[str, StoredBox]) -> ShardMap:
-    """The map of a holder whose parameters are stored boxes, by name; what no piece covers is a hole.
+    """The map of a holder whose parameters are stored boxes, by name; what no shard covers is a padding.
 
     Args:
         whole: map of the parameters that the boxes are parts of.
     """
-    # Parameters may stack matrices along leading axes: pieces are found by these indices.
+    # Parameters may stack matrices along leading axes: shards are found by these indices.
     leading: dict[str, int] = defaultdict(int)
-    pieces_at: dict[tuple[str, Shape], list[Piece]] = defaultdict(list)
-    for piece in whole.pieces:
-        leading[piece.param] = len(piece.box.start) - len(piece.region.start)
-        pieces_at[piece.param, piece.box.start[: leading[piece.param]]].append(piece)
-    pieces: list[Piece] = []
-    holes: list[Hole] = []
+    shards_at: dict[tuple[str, Shape], list[Shard]] = defaultdict(list)
+    for shard in whole.shards:
+        leading[shard.param] = len(shard.box.start) - len(shard.region.start)
+        shards_at[shard.param, shard.box.start[: leading[shard.param]]].append(shard)
+    shards: list[Shard] = []
+    padding: list[Padding] = []
     for name, stored in boxes.items():
         uncovered = [stored.box]
         for at in product(*(range(s.start, s.stop) for s in stored.box.slices[: leading[stored.param]])):
-            for piece in pieces_at.get((stored.param, at), ()):
-                part = piece.within(stored.box)
+            for shard in shards_at.get((stored.param, at), ()):
+                part = shard.within(stored.box)
                 if part is not None:
-                    pieces.append(part._replace(param=name, box=relative_to(part.box, stored.box.start)))
+                    shards.append(part._replace(param=name, box=relative_to(part.box, stored.box.start)))
                     uncovered = [rest for box in uncovered for rest in _without(box, part.box)]
-        holes += [Hole(param=name, box=relative_to(box, stored.box.start)) for box in uncovered]
+        padding += [Padding(param=name, box=relative_to(box, stored.box.start)) for box in uncovered]
     params = {name: TensorInfo(stored.box.shape, stored.dtype) for name, stored in boxes.items()}
-    return ShardMap(params=params, pieces=tuple(pieces), holes=tuple(holes))
+    return ShardMap(params=params, shards=tuple(shards), padding=tuple(padding))
 
 
 def plan_blocks(source: ShardMap, target: ShardMap, block_bytes: int) -> Iterator[Block]:
@@ -122,6 +122,6 @@ def sources_of(blocks: Iterable[Block], stored: Mapping[str, Stored]) -> dict[st
     return {copy.source: stored[copy.source] for block in blocks for copy in block.copies}
 
 
-def _without(box: Box, hole: Box) -> list[Box]:
-    inside = box.intersect(hole)
+def _without(box: Box, padding: Box) -> list[Box]:
+    inside = box.intersect(padding)
     return [box] if inside is None else box.without(inside)

@@ -99,16 +99,16 @@ def _global_map(spec: ModelSpec) -> ShardMap:
     extra = {key: info for key, info in without.params.items() if key not in with_te.params}
     return ShardMap(
         params={**with_te.params, **extra},
-        pieces=(*with_te.pieces, *(piece for piece in without.pieces if piece.param in extra)),
-        holes=with_te.holes,
+        shards=(*with_te.shards, *(shard for shard in without.shards if shard.param in extra)),
+        padding=with_te.padding,
     )
 
 
 def _with_dtypes(whole: ShardMap, tensors: Mapping[str, TensorInfo], dtype: str | None) -> ShardMap:
     """The map with the dtypes of its parameters: those of the canonical tensors in them, unless all get one."""
     dtypes: dict[str, set[str]] = {}
-    for piece in whole.pieces:
-        dtypes.setdefault(piece.param, set()).add(dtype or tensors[piece.name].dtype)
+    for shard in whole.shards:
+        dtypes.setdefault(shard.param, set()).add(dtype or tensors[shard.name].dtype)
     mixed = [f"{key}: {' and '.join(sorted(found))}" for key, found in dtypes.items() if len(found) > 1]
     if mixed:
         raise UsageError(
@@ -131,7 +131,7 @@ def _stored_boxes(whole: ShardMap, block_bytes: int) -> Iterator[StoredBox]:
 
 def _leading_axes(whole: ShardMap) -> dict[str, int]:
     """The number of axes along which each parameter stacks canonical tensors."""
-    return {piece.param: len(piece.box.start) - len(piece.region.start) for piece in whole.pieces}
+    return {shard.param: len(shard.box.start) - len(shard.region.start) for shard in whole.shards}
 
 
 def _write_indices(

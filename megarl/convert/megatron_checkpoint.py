@@ -69,7 +69,7 @@ class MegatronCheckpoint:
             name: StoredBox(param=chunk.key, box=chunk.box, dtype=index.tensors[chunk.key].dtype)
             for name, chunk in chunks.items()
         }
-        dtypes = {piece.name: index.tensors[piece.param].dtype for piece in whole.pieces}
+        dtypes = {shard.name: index.tensors[shard.param].dtype for shard in whole.shards}
         return cls(
             map=stored_map(whole, boxes),
             stored={name: index.stored(found.directory, chunk) for name, chunk in chunks.items()},
@@ -82,7 +82,7 @@ def _role_map(spec: ModelSpec, head: HeadName) -> ShardMap:
     named = ShardMap.identity(spec.canonical(head))
     return ShardMap(
         params={_WEIGHT + name: info for name, info in named.params.items()},
-        pieces=tuple(piece._replace(param=_WEIGHT + piece.param) for piece in named.pieces),
+        shards=tuple(shard._replace(param=_WEIGHT + shard.param) for shard in named.shards),
     )
 
 

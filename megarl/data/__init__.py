@@ -1,1 +1,1 @@
-"""Prompts, schedules and packing: what is trained on, by whom, in which order."""
+"""Reading, scheduling and packing of training data."""

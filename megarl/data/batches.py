@@ -1,4 +1,4 @@
-"""The rows of a step as chunks, which the ranks read, and what the driver knows of them."""
+"""A step of demonstrations or preferences as chunks for the ranks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,13 @@ from megarl.types import Ragged, SampleInfo, TextChunk
 def text_batch(
     items: Sequence[Demonstration] | Sequence[Preference], chunks: int
 ) -> tuple[tuple[SampleInfo, ...], tuple[TextChunk, ...]]:
-    """Divides demonstrations or preferences into chunks of about as many items each.
+    """Divides demonstrations or preferences into at most ``chunks`` chunks of about equally many items.
 
-    A preference makes neighbouring rows of one chunk, one per response and the best one first. A row's id is ``key/n``,
-    of a preference's ``key/n/i``, where n counts from 0 how often the item comes in the batch, and i its responses.
-
-    Args:
-        items: of one step, in order.
-        chunks: how many to make; fewer where there are fewer items.
+    A preference makes neighbouring rows of one chunk, the best response first. A row's id is ``key/n``, or ``key/n/i``
+    for response i of a preference, where n counts the item's occurrences in the batch from 0.
 
     Returns:
-        What the driver knows of each row, in order, and the chunks.
+        The samples, one per row in order, and the chunks.
     """
     seen: Counter[str] = Counter()
     samples: list[SampleInfo] = []
@@ -37,11 +33,22 @@ def text_batch(
     count = min(chunks, len(items))
     bounds = [len(items) * i // count for i in range(count + 1)]
     for start, stop in itertools.pairwise(bounds):
-        rows: list[_Row] = []
+        rows: list[_TextRow] = []
         for item in items[start:stop]:
             rows += _rows(item, seen[item.key])
             seen[item.key] += 1
-        samples += [_info(row, chunk=len(made), place=place) for place, row in enumerate(rows)]
+        samples += [
+            SampleInfo(
+                sample_id=row.sample_id,
+                prompt_id=row.key,
+                chunk=len(made),
+                row=index,
+                prompt_tokens=len(row.prompt_ids),
+                response_tokens=len(row.response_ids),
+                finished=True,
+            )
+            for index, row in enumerate(rows)
+        ]
         made.append(
             TextChunk(
                 sample_ids=tuple(row.sample_id for row in rows),
@@ -54,14 +61,11 @@ def text_batch(
 
 
 def on_all_tokens(samples: Sequence[SampleInfo]) -> list[SampleInfo]:
-    """The same rows, for a loss on every token of prompt and response but the first, which nothing predicts.
-
-    To a schedule, the tokens that a loss counts are those of the response: here the response begins at token 1.
-    """
+    """Returns the rows with all tokens but the first counted as response, for losses on prompt and response."""
     return [replace(sample, prompt_tokens=1, response_tokens=sample.tokens - 1) for sample in samples]
 
 
-class _Row(NamedTuple):
+class _TextRow(NamedTuple):
     key: str
     sample_id: str
     prompt_ids: npt.NDArray[np.int32]
@@ -69,28 +73,16 @@ class _Row(NamedTuple):
     margin: float | None
 
 
-def _margins(rows: Sequence[_Row]) -> npt.NDArray[np.float32] | None:
+def _margins(rows: Sequence[_TextRow]) -> npt.NDArray[np.float32] | None:
     margins = [row.margin for row in rows if row.margin is not None]
     return np.array(margins, dtype=np.float32) if len(margins) == len(rows) else None
 
 
-def _rows(item: Demonstration | Preference, occurrence: int) -> list[_Row]:
+def _rows(item: Demonstration | Preference, occurrence: int) -> list[_TextRow]:
     name = f"{item.key}/{occurrence}"
     if isinstance(item, Demonstration):
-        return [_Row(item.key, name, item.prompt_ids, item.response_ids, None)]
+        return [_TextRow(item.key, name, item.prompt_ids, item.response_ids, None)]
     return [
-        _Row(item.key, f"{name}/{place}", item.prompt_ids, response, item.margin)
-        for place, response in enumerate(item.responses)
+        _TextRow(item.key, f"{name}/{index}", item.prompt_ids, response, item.margin)
+        for index, response in enumerate(item.responses)
     ]
-
-
-def _info(row: _Row, *, chunk: int, place: int) -> SampleInfo:
-    return SampleInfo(
-        sample_id=row.sample_id,
-        prompt_id=row.key,
-        chunk=chunk,
-        row=place,
-        prompt_tokens=len(row.prompt_ids),
-        response_tokens=len(row.response_ids),
-        finished=True,
-    )

@@ -12,19 +12,18 @@ import numpy.typing as npt
 from megarl.config.schema import Fault, SourceFields
 from megarl.data.encoding import PROMPTS, Encoder, messages
 from megarl.data.sources import Row, Rows, parse_rows
-from megarl.data.tokenizer import Tokenizer
 
 _RESPONSES = ("response_ids", "response", "completion")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Demonstration:
-    """One prompt and its response, tokenised.
+    """A tokenized prompt and response.
 
     Args:
         key: unique in its data set, the same in every run.
-        prompt_ids: P ids, int32.
-        response_ids: R ids, int32, the end token included.
+        prompt_ids: [P] int32.
+        response_ids: [R] int32, end token included.
     """
 
     key: str
@@ -33,37 +32,19 @@ class Demonstration:
 
     @property
     def content(self) -> bytes:
-        """Its tokens, and where the response begins."""
+        """Returns the tokens, with the boundary of the response marked."""
         return b"|".join(ids.tobytes() for ids in (self.prompt_ids, self.response_ids))
 
 
-def load_demonstrations(
-    source: SourceFields,
-    tokenizer: Tokenizer | None,
-    *,
-    vocab_size: int,
-    chat_template: bool,
-    max_tokens: int,
-    drop: Collection[Fault] = (),
-) -> Rows[Demonstration]:
-    """Reads demonstrations; a row's key is its number.
-
-    A row has a prompt (``prompt``, text or a chat; or ``prompt_ids``) and a response (``response`` or ``completion``,
-    text or one message; or ``response_ids``), or it has a chat (``messages``) whose last message is the response.
+def load_demonstrations(source: SourceFields, encoder: Encoder, *, drop: Collection[Fault] = ()) -> Rows[Demonstration]:
+    """Reads demonstrations; see docs/data.md for the columns. A row's key is its number.
 
     Args:
-        source: of the rows.
-        tokenizer: None where all rows have ids.
-        vocab_size: ids must lie below it.
-        chat_template: text prompts are what a user says in a chat.
-        max_tokens: of prompt and response together.
-        drop: faults of rows that are left out; rows with others are errors.
+        drop: faults of rows that are dropped; rows with other faults are errors.
 
     Raises:
-        OSError, ValueError: the source cannot be read; rows are broken, of which the first are named with file, line
-            and reason; the tokenizer does not fit.
+        OSError, ValueError: the source cannot be read, or rows are broken; the first ones are named.
     """
-    encoder = Encoder(tokenizer, vocab_size=vocab_size, chat_template=chat_template, max_tokens=max_tokens)
 
     def parse(row: Row, columns: dict[str, Any]) -> Demonstration:
         if "messages" in columns and not any(name in columns for name in _RESPONSES):

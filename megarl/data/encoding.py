@@ -1,4 +1,4 @@
-"""From the columns of a row to token ids."""
+"""Token ids from the columns of a row."""
 
 from __future__ import annotations
 
@@ -15,30 +15,23 @@ Ids = npt.NDArray[np.int32]
 Columns = dict[str, Any]
 
 PROMPTS = ("prompt_ids", "token_ids", "prompt")
-"""The columns of a prompt."""
+"""Columns of a prompt, by precedence."""
 
 
 class Encoder:
-    """Reads prompts and responses, as text, chats or ids.
+    """Encodes prompts and responses given as text, chats or ids.
 
     Args:
         tokenizer: None where all rows have ids.
         vocab_size: ids must lie below it.
-        chat_template: text prompts are what a user says in a chat.
-        max_tokens: most that a row may have.
+        chat_template: a text prompt becomes a chat of one user message.
+        max_tokens: of a row.
 
     Raises:
-        ValueError: the tokenizer does not fit, or there is none where one is needed.
+        ValueError: the tokenizer does not fit, or a needed one is missing.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        *,
-        vocab_size: int,
-        chat_template: bool,
-        max_tokens: int,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, *, vocab_size: int, chat_template: bool, max_tokens: int) -> None:
         if tokenizer is not None:
             tokenizer.check(vocab_size=vocab_size, chat_template=chat_template)
         elif chat_template:
@@ -49,11 +42,7 @@ class Encoder:
         self._max_tokens = max_tokens
 
     def prompt(self, columns: Columns, *names: str) -> Ids:
-        """A prompt, from the first of the named columns that the row has; those that end in ``_ids`` hold ids.
-
-        Raises:
-            ValueError: it has none, or one that is broken.
-        """
+        """Encodes a prompt from the first of these columns that the row has; names in ``_ids`` hold ids."""
         name = first_of(columns, *names)
         value = columns[name]
         if name.endswith("_ids"):
@@ -63,23 +52,17 @@ class Encoder:
         return self.chat(messages(name, value))
 
     def text(self, text: str) -> Ids:
-        """A prompt of text, or of a chat of one message if text is to be that."""
         if self._chat_template:
             return self.chat([{"role": "user", "content": text}])
         return _some("prompt", self._need().encode(text))
 
     def chat(self, chat: Sequence[Message]) -> Ids:
-        """A prompt of messages."""
         if chat[-1]["role"] == "assistant":
             raise ValueError("the last message of a prompt is the assistant's: nothing is left to answer")
         return _some("prompt", self._need().chat(chat))
 
     def response(self, columns: Columns, *names: str) -> Ids:
-        """A response, from the first of the named columns that the row has; those that end in ``_ids`` hold ids.
-
-        Raises:
-            ValueError: it has none, or one that is broken.
-        """
+        """Encodes a response from the first of these columns that the row has; names in ``_ids`` hold ids."""
         name = first_of(columns, *names)
         value = columns[name]
         if name.endswith("_ids"):
@@ -92,22 +75,13 @@ class Encoder:
         return self.answer(chat[0]["content"])
 
     def answer(self, text: str) -> Ids:
-        """A response of text.
-
-        Raises:
-            UnusableRowError: there is nothing in it but white space.
-        """
+        """Encodes a response of text. Raises UnusableRowError where it is empty or white space."""
         if not text.strip():
             raise UnusableRowError("empty", "a response is empty")
         return _some("response", self._need().respond(text))
 
     def ids(self, name: str, value: object) -> Ids:
-        """Ids as they are given.
-
-        Raises:
-            UnusableRowError: there is none.
-            ValueError: it is not a list, or has one that is not an id in use.
-        """
+        """Checks ids and returns them as an array. Raises UnusableRowError where there are none."""
         if not isinstance(value, list):
             raise ValueError(f"{name} must be a list of token ids")
         for token in cast(list[Any], value):
@@ -116,11 +90,7 @@ class Encoder:
         return _some(name, cast(list[int], value))
 
     def check_length(self, *parts: Ids) -> None:
-        """Whether a row of these tokens fits.
-
-        Raises:
-            UnusableRowError: it is too long.
-        """
+        """Raises UnusableRowError where a row of these parts is too long."""
         tokens = sum(map(len, parts))
         if tokens > self._max_tokens:
             reason = f"{tokens} tokens are too many: at most {max(self._max_tokens, 0)} fit"
@@ -133,11 +103,7 @@ class Encoder:
 
 
 def first_of(columns: Mapping[str, Any], *names: str) -> str:
-    """The first of the names that is a column.
-
-    Raises:
-        ValueError: none is.
-    """
+    """Returns the first of the names that is a column; raises ValueError where none is."""
     for name in names:
         if name in columns:
             return name
@@ -145,11 +111,7 @@ def first_of(columns: Mapping[str, Any], *names: str) -> str:
 
 
 def messages(name: str, value: object) -> list[Message]:
-    """A chat as a column has it.
-
-    Raises:
-        ValueError: it is not a list of messages, each with a role and a content of text.
-    """
+    """Reads a chat: a list of messages with role and content, both text; raises ValueError otherwise."""
     if not isinstance(value, list) or not value:
         raise ValueError(f"{name} must be a list of messages" + ("" if name == "messages" else ", or text"))
     chat: list[Message] = []

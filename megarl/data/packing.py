@@ -1,15 +1,14 @@
-"""One pack (micro-batch) as flat arrays: sequences end to end, no padding between them (THD).
+"""Packs (micro-batches) as flat arrays: sequences end to end, without padding between them (THD).
 
-Index convention. A row with P prompt and R response tokens that starts at position s of the pack holds prompt token i
-at s + i and response token t at s + P + t. What is computed *about* response token t before it is known, its
-log-probability, the entropy and the value (of the state before the token), is the model's output at the position that
-predicts it, s + P + t - 1: the ``source_positions``. The score of a row is the output at its last token's own position,
-s + P + R - 1: the ``last_positions``.
+Index convention: a row with P prompt and R response tokens that starts at position s holds prompt token i at s + i and
+response token t at s + P + t. The log-probability, entropy and value of response token t are the model's outputs at the
+position that predicts it, s + P + t - 1 (``source_positions``). The score of a row is the output at its last token,
+s + P + R - 1 (``last_positions``).
 
-Padding at the end of a pack is made of short sequences, so that every position attends to something and the lengths
-always add up to the padded length. Nothing refers to its outputs. A pack without rows is padding from end to end.
+Padding at the end of a pack consists of short sequences, so that every position attends to something and the lengths
+add up to the padded length. Its outputs are not used. A pack without rows is padding alone.
 
-Shape legend: S positions of the pack, B rows, T response tokens of all rows one after the other ("flat").
+Shapes: S positions of the pack, B rows, T response tokens of all rows ("flat").
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ import numpy.typing as npt
 from megarl.types import PackRow, Ragged
 
 PAD_TOKEN_ID = 0
-"""What padding positions hold; any id of the vocabulary would do."""
+"""Any id of the vocabulary would do."""
 
 PAD_SEQUENCE_TOKENS = 64
-"""Most tokens in a sequence of padding. Attention is quadratic in the length of a sequence: one over all the padding
-would make a pack without rows the dearest of all. Sequences cost something each, too, where they are looped over."""
+"""Length of padding sequences. Attention is quadratic in it: with one sequence of padding, empty packs would cost most.
+Very short sequences cost time where attention loops over them."""
 
 V_co = TypeVar("V_co", covariant=True)
 
 
 class Chunks(Protocol[V_co]):
-    """Something per chunk, by chunk index; fetched when it is asked for, perhaps."""
+    """One value per chunk, by chunk index, perhaps fetched on access."""
 
     def __getitem__(self, chunk: int, /) -> V_co: ...
 
 
 class TokenChunk(Protocol):
-    """The token columns that RolloutChunk and ExperienceChunk share."""
+    """The token columns of RolloutChunk and ExperienceChunk."""
 
     @property
     def prompt_ids(self) -> Ragged: ...
@@ -52,11 +51,11 @@ class TokenChunk(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PackShape:
-    """What every pipeline stage must know of a pack, from lengths alone.
+    """Sequence lengths of a pack; every pipeline stage needs them.
 
     Args:
-        cu_seqlens: [sequences + 1] int32, where each sequence starts and the last ends: from 0 to S.
-        max_seqlen: tokens of the longest sequence, of rows or of padding; S only where there is just one.
+        cu_seqlens: [sequences + 1] int32, starts of the sequences and the end: from 0 to S.
+        max_seqlen: tokens of the longest sequence, padding included.
     """
 
     cu_seqlens: npt.NDArray[np.int32]
@@ -68,9 +67,8 @@ class PackedBatch:
     """A pack with its tokens.
 
     Args:
-        shape: sequence bounds.
         tokens: [S] int64.
-        response_lengths: [B] int64, response tokens of each row.
+        response_lengths: [B] int64.
         source_positions: [T] int64, the position that predicts each response token.
         labels: [T] int64, the response tokens.
         last_positions: [B] int64, the position of each row's last token.
@@ -85,11 +83,7 @@ class PackedBatch:
 
 
 def pack_shape(rows: Sequence[PackRow], pack_tokens: int) -> PackShape:
-    """The shape of a pack of these rows, padded to ``pack_tokens``.
-
-    Raises:
-        ValueError: the rows do not fit.
-    """
+    """Returns the shape of a pack padded to ``pack_tokens``; raises ValueError where the rows do not fit."""
     lengths = [row.tokens for row in rows]
     padding = pack_tokens - sum(lengths)
     if padding < 0:
@@ -102,17 +96,14 @@ def pack_shape(rows: Sequence[PackRow], pack_tokens: int) -> PackShape:
 
 
 def pack(rows: Sequence[PackRow], chunks: Chunks[TokenChunk], pack_tokens: int) -> PackedBatch:
-    """Lays the tokens of the rows end to end.
-
-    Which tokens count as the response, the schedule says: it may begin elsewhere than the chunk's.
+    """Packs the tokens of the rows; the schedule decides where each response begins, not the chunk.
 
     Args:
-        rows: of one pack, in order.
-        chunks: where the rows' tokens are; only the chunks of the rows are asked for.
+        chunks: tokens by chunk; only the chunks of the rows are fetched.
         pack_tokens: S.
 
     Raises:
-        ValueError: the rows do not fit, or a row's tokens are not as many as the schedule says.
+        ValueError: the rows do not fit, or a row's length is not the schedule's.
     """
     shape = pack_shape(rows, pack_tokens)
     tokens = np.full(pack_tokens, PAD_TOKEN_ID, dtype=np.int64)
@@ -141,11 +132,7 @@ def pack(rows: Sequence[PackRow], chunks: Chunks[TokenChunk], pack_tokens: int) 
 
 
 def gather(rows: Iterable[PackRow], column: Chunks[Ragged]) -> npt.NDArray[np.float32]:
-    """[T] float32: a column of the rows, flat, in the order of the pack's response tokens.
-
-    Raises:
-        ValueError: a row of the column is not as long as the response.
-    """
+    """Returns a column of the rows, [T] float32, in the pack's order; raises ValueError on a wrong length."""
     values: list[npt.NDArray[Any]] = []
     for row in rows:
         value = column[row.chunk][row.row]
@@ -158,14 +145,14 @@ def gather(rows: Iterable[PackRow], column: Chunks[Ragged]) -> npt.NDArray[np.fl
 
 
 def scatter(rows: Sequence[PackRow], flat: npt.NDArray[np.float32]) -> dict[int, Ragged]:
-    """The inverse of gather for whole chunks: flat values per response token to one column per chunk.
+    """The inverse of ``gather`` for whole chunks: one column per chunk.
 
     Args:
-        rows: every row of every chunk that occurs, in any order: those of all packs of a rank, say.
+        rows: every row of every chunk that occurs, in any order.
         flat: [T] float32, in the order of ``rows``.
 
     Raises:
-        ValueError: a chunk is not there in whole, or the number of values is wrong.
+        ValueError: a chunk is incomplete, or the number of values is wrong.
     """
     ends = np.cumsum([row.response_tokens for row in rows])
     if len(flat) != (ends[-1] if rows else 0):
@@ -177,24 +164,24 @@ def scatter(rows: Sequence[PackRow], flat: npt.NDArray[np.float32]) -> dict[int,
 
 
 def scatter_scalars(rows: Sequence[PackRow], values: npt.NDArray[np.float32]) -> dict[int, npt.NDArray[np.float32]]:
-    """Values per row, [B] float32, to one [N] float32 array per chunk; see scatter."""
+    """Splits values per row, [B] float32, into one [N] float32 array per chunk; see ``scatter``."""
     if len(values) != len(rows):
         raise ValueError(f"{len(values)} values for {len(rows)} rows")
     return {chunk: values[order].astype(np.float32) for chunk, order in _row_order(rows).items()}
 
 
 def _row_order(rows: Sequence[PackRow]) -> dict[int, list[int]]:
-    """By chunk, where in ``rows`` its row 0, 1, 2, ... stands."""
-    places: dict[int, dict[int, int]] = defaultdict(dict)
-    for place, row in enumerate(rows):
-        places[row.chunk][row.row] = place
-    if sum(map(len, places.values())) != len(rows) or any(max(p) != len(p) - 1 for p in places.values()):
+    """By chunk, the indices in ``rows`` of its rows 0, 1, 2, ..."""
+    indices: dict[int, dict[int, int]] = defaultdict(dict)
+    for index, row in enumerate(rows):
+        indices[row.chunk][row.row] = index
+    if sum(map(len, indices.values())) != len(rows) or any(max(p) != len(p) - 1 for p in indices.values()):
         raise ValueError("rows do not make whole chunks: one is missing or there twice")
-    return {chunk: [by_row[i] for i in range(len(by_row))] for chunk, by_row in sorted(places.items())}
+    return {chunk: [by_row[i] for i in range(len(by_row))] for chunk, by_row in sorted(indices.items())}
 
 
 def _ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """arange(start, start + length) of each pair, one after the other."""
+    """Concatenates arange(start, start + length) of each pair."""
     before = np.cumsum(lengths) - lengths
     return np.arange(lengths.sum(), dtype=np.int64) + np.repeat(starts - before, lengths)
 

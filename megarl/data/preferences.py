@@ -1,10 +1,10 @@
-"""Preferences: a prompt and responses to it, of which one is the best."""
+"""Preferences: a prompt and responses to it, one of which is the best."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -12,18 +12,18 @@ import numpy.typing as npt
 from megarl.config.schema import Fault, SourceFields
 from megarl.data.encoding import PROMPTS, Encoder, Ids, first_of, messages
 from megarl.data.sources import Row, Rows, UnusableRowError, parse_rows
-from megarl.data.tokenizer import Message, Tokenizer
+from megarl.data.tokenizer import Message
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Preference:
-    """One prompt and responses to it, tokenised. Of a pair, the first response was chosen and the second rejected.
+    """A tokenized prompt and its responses, the best first; of a pair, the chosen one and then the rejected one.
 
     Args:
         key: unique in its data set, the same in every run.
-        prompt_ids: P ids, int32.
-        responses: ids of each, int32, the end token included; the best one first.
-        margin: by which the first is better; None where the data does not say.
+        prompt_ids: [P] int32.
+        responses: int32 each, end token included.
+        margin: by how much the first is better; None where the data has no margins.
     """
 
     key: str
@@ -33,74 +33,40 @@ class Preference:
 
     @property
     def content(self) -> bytes:
-        """Its tokens and its margin, and where the responses begin."""
+        """Returns margin and tokens, with the boundaries of the responses marked."""
         told = b"" if self.margin is None else np.float32(self.margin).tobytes()
         return b"|".join([told, *(ids.tobytes() for ids in (self.prompt_ids, *self.responses))])
 
 
-class _Read(NamedTuple):
-    """What a row has: a prompt, responses of which the first is the best, and the margin."""
-
-    prompt: Ids
-    responses: tuple[Ids, ...]
-    margin: float | None
+_Read = tuple[Ids, tuple[Ids, ...], float | None]
+"""Prompt, responses with the best one first, and margin."""
 
 
 def load_pairs(
-    source: SourceFields,
-    tokenizer: Tokenizer | None,
-    *,
-    vocab_size: int,
-    chat_template: bool,
-    max_tokens: int,
-    margins: bool = False,
-    drop: Collection[Fault] = (),
+    source: SourceFields, encoder: Encoder, *, margins: bool = False, drop: Collection[Fault] = ()
 ) -> Rows[Preference]:
-    """Reads preference pairs; a row's key is its number.
-
-    A row has a prompt (``prompt``, text or a chat; or ``prompt_ids``) and two responses, ``chosen`` and ``rejected``:
-    text, one message, or ids (``chosen_ids``, ``rejected_ids``). Or ``chosen`` and ``rejected`` are whole chats that
-    differ in their last message.
+    """Reads preference pairs; see docs/data.md for the columns. A row's key is its number.
 
     Args:
-        source: of the rows.
-        tokenizer: None where all rows have ids.
-        vocab_size: ids must lie below it.
-        chat_template: text prompts are what a user says in a chat.
-        max_tokens: of the prompt and the longer response together.
         margins: every row has the column ``margin``, a number.
-        drop: faults of rows that are left out; rows with others are errors.
+        drop: faults of rows that are dropped; rows with other faults are errors.
 
     Raises:
-        OSError, ValueError: the source cannot be read; rows are broken, of which the first are named with file, line
-            and reason; the tokenizer does not fit.
+        OSError, ValueError: the source cannot be read, or rows are broken; the first ones are named.
     """
-    encoder = Encoder(tokenizer, vocab_size=vocab_size, chat_template=chat_template, max_tokens=max_tokens)
 
     def read(columns: dict[str, Any]) -> _Read:
         prompt, chosen, rejected = _whole_chats(encoder, columns) if _are_chats(columns) else _apart(encoder, columns)
-        return _Read(prompt, (chosen, rejected), _margin(columns) if margins else None)
+        return prompt, (chosen, rejected), _margin(columns) if margins else None
 
     return _load(source, encoder, read, drop)
 
 
-def load_candidates(
-    source: SourceFields,
-    tokenizer: Tokenizer | None,
-    *,
-    vocab_size: int,
-    chat_template: bool,
-    max_tokens: int,
-    drop: Collection[Fault] = (),
-) -> Rows[Preference]:
-    """Reads prompts with candidates, of which one was found the best; a row's key is its number.
+def load_candidates(source: SourceFields, encoder: Encoder, *, drop: Collection[Fault] = ()) -> Rows[Preference]:
+    """Reads prompts with candidates, of which ``best`` is the index of the best; all rows have equally many.
 
-    A row has a prompt, as that of a pair, ``candidates``: a list of responses, each as one of a pair
-    (``candidates_ids``: a list of lists of ids), in all rows as many; and ``best``, the index of the best one, from 0.
-
-    Args, Raises: see ``load_pairs``; the candidates of a row are the best one and then the others, in order.
+    Args and Raises: as of ``load_pairs``. ``responses`` are the best candidate, then the others in order.
     """
-    encoder = Encoder(tokenizer, vocab_size=vocab_size, chat_template=chat_template, max_tokens=max_tokens)
     sizes: list[int] = []
 
     def read(columns: dict[str, Any]) -> _Read:
@@ -111,7 +77,7 @@ def load_candidates(
         sizes.append(len(candidates))
         if len(candidates) != sizes[0]:
             raise ValueError(f"it has {len(candidates)} candidates: all rows must have as many, and others {sizes[0]}")
-        return _Read(prompt, (candidates[best], *candidates[:best], *candidates[best + 1 :]), None)
+        return prompt, (candidates[best], *candidates[:best], *candidates[best + 1 :]), None
 
     return _load(source, encoder, read, drop)
 
@@ -150,7 +116,7 @@ def _are_chats(columns: dict[str, Any]) -> bool:
 
 
 def _apart(encoder: Encoder, columns: dict[str, Any]) -> tuple[Ids, Ids, Ids]:
-    """Prompt, chosen and rejected of a row with a column for each."""
+    """Reads prompt, chosen and rejected from a column each."""
     prompt = encoder.prompt(columns, *PROMPTS)
     return (
         prompt,
@@ -160,7 +126,7 @@ def _apart(encoder: Encoder, columns: dict[str, Any]) -> tuple[Ids, Ids, Ids]:
 
 
 def _whole_chats(encoder: Encoder, columns: dict[str, Any]) -> tuple[Ids, Ids, Ids]:
-    """Prompt, chosen and rejected of a row with two chats that share all but their last message."""
+    """Reads prompt, chosen and rejected from two chats that differ in their last message."""
     chosen, rejected = (messages(name, columns.get(name)) for name in ("chosen", "rejected"))
     if chosen[:-1] != rejected[:-1]:
         raise ValueError("chosen and rejected are chats that differ before their last message")
@@ -172,7 +138,7 @@ def _whole_chats(encoder: Encoder, columns: dict[str, Any]) -> tuple[Ids, Ids, I
 
 
 def _agrees(prompt: object, chat: list[Message]) -> bool:
-    """Whether a prompt beside whole chats is theirs: absent, the messages before the response, or a user's message."""
+    """Whether a prompt column matches whole chats: absent, equal to their common messages, or one user message."""
     if prompt is None:
         return True
     if isinstance(prompt, str):

@@ -1,4 +1,4 @@
-"""Prompts, and the samples to draw of each."""
+"""Prompts, and the sample requests made from them."""
 
 from __future__ import annotations
 
@@ -12,37 +12,18 @@ from megarl.config.schema import Fault, SourceFields
 from megarl.data.encoding import PROMPTS, Encoder, first_of
 from megarl.data.sources import Row, Rows, parse_rows
 from megarl.data.stream import stable_hash
-from megarl.data.tokenizer import Tokenizer
 from megarl.types import Prompt, SampleRequest
 
 
-def load_prompts(
-    source: SourceFields,
-    tokenizer: Tokenizer | None,
-    *,
-    vocab_size: int,
-    chat_template: bool,
-    max_tokens: int,
-    drop: Collection[Fault] = (),
-) -> Rows[Prompt]:
-    """Reads prompts.
-
-    A row has ``prompt``, text or a chat, or ``prompt_ids`` (also named ``token_ids``), or ``messages``, a chat. Its id
-    is ``prompt_id``, else its number. Its other columns become ``fields``.
+def load_prompts(source: SourceFields, encoder: Encoder, *, drop: Collection[Fault] = ()) -> Rows[Prompt]:
+    """Reads prompts; see docs/data.md for the columns. Columns that are not read become ``fields``.
 
     Args:
-        source: of the rows.
-        tokenizer: None where all rows have ids.
-        vocab_size: ids must lie below it.
-        chat_template: text prompts are what a user says in a chat.
-        max_tokens: of a prompt.
-        drop: faults of rows that are left out; rows with others are errors.
+        drop: faults of rows that are dropped; rows with other faults are errors.
 
     Raises:
-        OSError, ValueError: the source cannot be read; rows are broken, of which the first are named with file, line
-            and reason; the tokenizer does not fit.
+        OSError, ValueError: the source cannot be read, or rows are broken; the first ones are named.
     """
-    encoder = Encoder(tokenizer, vocab_size=vocab_size, chat_template=chat_template, max_tokens=max_tokens)
     places: dict[str, str] = {}
 
     def parse(row: Row, columns: dict[str, Any]) -> Prompt:
@@ -60,14 +41,13 @@ def load_prompts(
 
 
 def _prompt_id(value: object) -> str:
-    """The id of a prompt: text, or a number as text."""
     if not isinstance(value, int | str) or isinstance(value, bool) or value == "":
         raise ValueError(f"prompt_id is {value!r}: it must be text that is not empty, or a whole number")
     return str(value)
 
 
 def random_prompts(*, count: int, min_tokens: int, max_tokens: int, vocab_size: int, seed: int) -> list[Prompt]:
-    """Prompts of random ids, of ``min_tokens`` to ``max_tokens`` of them; prompt i does not depend on ``count``."""
+    """Returns prompts of random ids, ``min_tokens`` to ``max_tokens`` long; prompt i does not depend on ``count``."""
     prompts: list[Prompt] = []
     for index in range(count):
         random = np.random.default_rng([seed, index])
@@ -80,12 +60,12 @@ def random_prompts(*, count: int, min_tokens: int, max_tokens: int, vocab_size: 
 def sample_requests(
     prompts: Sequence[Prompt], samples_per_prompt: int, *, seed: int, step: int, temperature: float | None = None
 ) -> list[SampleRequest]:
-    """The samples to draw of a step's prompts, each with a seed from (seed, step, prompt id, sample index) alone.
+    """Returns the requests of a step; seeds depend on (seed, step, prompt id, sample index) alone.
 
-    A sample's id is ``step/prompt id/sample index``. A prompt that comes twice in a step gets twice the samples.
+    A sample's id is ``step/prompt id/sample index``. A prompt that occurs twice in a step gets twice the samples.
 
     Args:
-        temperature: of the samples; None is the rollouts' own.
+        temperature: None uses the rollouts' own.
     """
     drawn: Counter[str] = Counter()
     requests: list[SampleRequest] = []
@@ -105,7 +85,7 @@ def sample_requests(
 
 
 def greedy_requests(prompts: Sequence[Prompt], *, step: int) -> list[SampleRequest]:
-    """The likeliest response, token by token, to each different prompt; its id is ``step/prompt id/greedy``."""
+    """Returns one greedy request per distinct prompt, with the id ``step/prompt id/greedy``."""
     different = {prompt.prompt_id: prompt for prompt in prompts}
     return [
         SampleRequest(sample_id=f"{step}/{prompt_id}/greedy", prompt=prompt, seed=0, temperature=0.0)

@@ -1,12 +1,11 @@
-"""Who computes which samples in which micro-batch, planned from ids and lengths alone.
+"""Schedules: which rank computes which samples in which micro-batch, from ids and lengths alone.
 
-An item is what stays together: one row or, of a preference pair, two. Its cost is its tokens.
+An item stays together: one row, or the rows of a preference. Its cost is its tokens.
 
 A schedule is one pass: the forward pass over a step's samples, or the forward and backward passes of one optimizer
-step. It gives every DP rank the same number of packs (micro-batches), all of one padded length: pipelines then exchange
-tensors of one shape, and no rank waits in a collective for another's surplus pack. As every pack costs its padded
-length, the rows of a rank are levelled over its packs, so that the longest pack, and with it the padding of all, is
-short. Schedules have nothing to do with each other: one long sample lengthens the packs of its own mini-batch alone.
+step. Every DP rank gets the same number of packs (micro-batches), all of one padded length, so that pipelines exchange
+tensors of one shape and no rank waits in a collective. Since every pack costs its padded length, the rows of a rank are
+balanced over its packs. Each schedule has its own padded length: one long sample affects its own mini-batch alone.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ T = TypeVar("T")
 
 
 def spread(items: Sequence[T], shares: int, cost: Callable[[T], int]) -> list[list[T]]:
-    """Gives each item, the dearest first, to the share that costs least so far; ties go to the first share."""
+    """Assigns each item, largest first, to the share with the lowest cost so far; ties go to the first share."""
     dealt: list[list[T]] = [[] for _ in range(shares)]
     loads = [(0, share) for share in range(shares)]
     for item in sorted(items, key=cost, reverse=True):
@@ -37,10 +36,7 @@ def spread(items: Sequence[T], shares: int, cost: Callable[[T], int]) -> list[li
 
 
 def deal(items: Sequence[T], shares: int, cost: Callable[[T], int]) -> list[list[T]]:
-    """Deals in rounds, one item to every share, the dearest of a round to the share that costs least so far.
-
-    The numbers of items in the shares differ by at most one.
-    """
+    """Deals items in rounds of one per share, largest first to the lowest cost; share sizes differ by at most one."""
     dealt: list[list[T]] = [[] for _ in range(shares)]
     loads = [0] * shares
     dearest_first = sorted(items, key=cost, reverse=True)
@@ -53,15 +49,15 @@ def deal(items: Sequence[T], shares: int, cost: Callable[[T], int]) -> list[list
 
 
 def packed(shares: Sequence[Sequence[T]], unit: int, capacity: int, cost: Callable[[T], int]) -> list[list[list[T]]]:
-    """Packs the items of every share, each into one number of packs.
+    """Packs the items of every share into the same number of packs.
 
     Args:
-        shares: items, none dearer than ``capacity``.
-        unit: what the number of packs is a multiple of; it is the least that fits.
-        capacity: most that a pack may cost. Packs are levelled as far as it allows.
+        shares: items, none larger than ``capacity``.
+        unit: the number of packs is the smallest multiple of this that fits.
+        capacity: maximum cost of a pack.
 
     Returns:
-        By share, its packs; some are empty where another share needs more.
+        Packs by share; some are empty where another share needs more.
     """
     fitted = [_first_fit(items, capacity, cost) for items in shares]
     count = -(-max(map(len, fitted)) // unit) * unit
@@ -71,7 +67,7 @@ def packed(shares: Sequence[Sequence[T]], unit: int, capacity: int, cost: Callab
 def _levelled(
     items: Sequence[T], tight: list[list[T]], count: int, capacity: int, cost: Callable[[T], int]
 ) -> list[list[T]]:
-    """``count`` packs of about equal cost or, where one would overflow, the tight ones and empty ones."""
+    """Returns ``count`` packs of about equal cost, or the tight and some empty packs where one would overflow."""
     level = spread(items, count, cost)
     if max(sum(map(cost, pack)) for pack in level) <= capacity:
         return level
@@ -79,7 +75,7 @@ def _levelled(
 
 
 def _first_fit(items: Sequence[T], capacity: int, cost: Callable[[T], int]) -> list[list[T]]:
-    """First-fit decreasing: the dearest item first, each into the first pack that has room."""
+    """First-fit decreasing bin packing."""
     packs: list[list[T]] = []
     room: list[int] = []
     for item in sorted(items, key=cost, reverse=True):
@@ -100,12 +96,10 @@ def inference_schedule(samples: Sequence[SampleInfo], layout: Layout, tokens_per
     """Plans a forward pass over all samples; a DP rank gets whole chunks, so that it returns whole columns.
 
     Args:
-        samples: all samples of the step.
-        layout: of the role that computes.
-        tokens_per_micro_batch: most tokens in a pack; those of the longest sample where that is more.
+        tokens_per_micro_batch: maximum tokens of a pack; raised to the longest sample.
 
     Raises:
-        ValueError: no samples, a sample twice, a sample without a prompt, or a budget below one token.
+        ValueError: no samples, a repeated sample, a sample without a prompt, or a budget below one token.
     """
     _check(samples, tokens_per_micro_batch)
     chunks: dict[int, list[SampleInfo]] = defaultdict(list)
@@ -119,17 +113,14 @@ def inference_schedule(samples: Sequence[SampleInfo], layout: Layout, tokens_per
 def step_schedule(
     samples: Sequence[SampleInfo], layout: Layout, tokens_per_micro_batch: int, *, rows_per_unit: int = 1
 ) -> Schedule:
-    """Plans one optimizer step over all samples, or a forward pass with its loss; DP ranks get equal tokens.
+    """Plans one optimizer step, or a forward pass with its loss, over all samples; DP ranks get equal tokens.
 
     Args:
-        samples: all samples of the step.
-        layout: of the role that trains.
-        tokens_per_micro_batch: most tokens in a pack; those of the longest unit where that is more.
-        rows_per_unit: neighbours of a chunk that stay neighbours, in order and in one pack: the responses of a
-            preference, 2 of a pair.
+        tokens_per_micro_batch: maximum tokens of a pack; raised to the longest unit.
+        rows_per_unit: neighbouring rows of a chunk that stay in one pack in order: the responses of a preference.
 
     Raises:
-        ValueError: as for inference_schedule; or a unit that is not there in whole.
+        ValueError: as of ``inference_schedule``; or a unit is incomplete.
     """
     _check(samples, tokens_per_micro_batch)
     units: dict[tuple[int, int], list[SampleInfo]] = defaultdict(list)
@@ -152,23 +143,18 @@ def update_schedules(
     seed: int,
     step: int,
 ) -> tuple[Schedule, ...]:
-    """Plans the optimizer steps of an update: ``epochs * mini_batches`` schedules, in order.
+    """Plans the ``epochs * mini_batches`` optimizer steps of an update, in order.
 
-    Which samples make which mini-batch depends on (seed, step, epoch, sample id) and on nothing else: not on the
-    layout, the chunks or the order of ``samples``. The numbers of samples in the mini-batches of an epoch differ by at
-    most one, as do those of the DP ranks in a mini-batch. Each schedule has a padded length of its own.
+    Mini-batches depend on (seed, step, epoch, sample id) alone: not on the layout, the chunks or the order of
+    ``samples``. The numbers of samples in the mini-batches of an epoch differ by at most one, and so do those of the DP
+    ranks.
 
     Args:
-        samples: all samples of the step.
-        layout: of the role that trains.
-        tokens_per_micro_batch: most tokens in a pack; those of the mini-batch's longest sample where that is more.
-        mini_batches: optimizer steps in an epoch.
-        epochs: passes over the samples.
-        seed: of the run.
+        tokens_per_micro_batch: maximum tokens of a pack; raised to the mini-batch's longest sample.
         step: of the loop.
 
     Raises:
-        ValueError: as for inference_schedule; no epoch, no mini-batch, or more mini-batches than samples.
+        ValueError: as of ``inference_schedule``; no epoch, no mini-batch, or more mini-batches than samples.
     """
     _check(samples, tokens_per_micro_batch)
     if epochs < 1:
@@ -189,16 +175,13 @@ def update_schedules(
 def mini_batch_members(
     samples: Sequence[SampleInfo], mini_batches: int, *, seed: int, step: int, epoch: int
 ) -> list[list[SampleInfo]]:
-    """The samples of each mini-batch of an epoch, in an order that depends on (seed, step, epoch, sample id) alone."""
+    """Returns the samples of each mini-batch, in an order from (seed, step, epoch, sample id) alone."""
     ordered = sorted(samples, key=lambda s: (stable_hash(seed, step, epoch, s.sample_id), s.sample_id))
     return [list(members) for members in divided(ordered, mini_batches)]
 
 
 def under_one_length(one: Schedule, other: Schedule) -> tuple[Schedule, Schedule]:
-    """Two passes that make one optimizer step: pipelines exchange tensors of one shape, so all packs get one length.
-
-    The passes keep their own denominators.
-    """
+    """Gives two passes of one optimizer step the same pack length: pipelines exchange tensors of one shape."""
     pack_tokens = max(rank.pack_tokens for schedule in (one, other) for rank in schedule.ranks)
 
     def lengthened(schedule: Schedule) -> Schedule:

@@ -1,4 +1,4 @@
-"""Rows of data, wherever they are: JSONL and Parquet files, Hugging Face data sets."""
+"""Rows from JSONL and Parquet files and Hugging Face data sets."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from typing import Any, Final, Generic, TypeVar, cast
 from megarl.config.schema import Fault, SourceFields
 
 SHOWN = 10
-"""Reasons that a report of rows names; it counts the rows with others."""
+"""Number of reasons that a report names; it counts the rows with others."""
 
 T = TypeVar("T")
 
 
 class UnusableRowError(ValueError):
-    """A row can be read and is of no use, for the reason that the message gives.
+    """A row can be read but not be trained on.
 
     Args:
-        fault: the kind of reason.
-        message: the reason.
         tokens: of a row that is too long.
     """
 
@@ -34,10 +32,10 @@ class UnusableRowError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A row as it was found.
+    """A row as read from a source.
 
     Args:
-        where: the file and the line, or the data set and the row.
+        where: file and line, or data set and row.
         number: from 1, in its source.
         content: a line of JSON, or columns.
     """
@@ -47,11 +45,7 @@ class Row:
     content: bytes | Mapping[str, Any]
 
     def columns(self) -> dict[str, Any]:
-        """Its columns by name; those that are null are not there.
-
-        Raises:
-            ValueError: the line is not a JSON object.
-        """
+        """Returns the columns that are not null; raises ValueError where the line is not a JSON object."""
         content = _parsed(self.content) if isinstance(self.content, bytes) else self.content
         if not isinstance(content, Mapping):
             raise ValueError("a row must be a JSON object")
@@ -60,13 +54,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOut:
-    """A row that is left out.
-
-    Args:
-        where: see Row.
-        fault: what is wrong with it.
-        reason: the same in words.
-    """
+    """A row that was dropped: where it is, its fault, and the reason in words."""
 
     where: str
     fault: Fault
@@ -75,23 +63,18 @@ class LeftOut:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows(Generic[T]):
-    """What was made of a source.
-
-    Args:
-        items: in its order.
-        left_out: rows that are not among them.
-    """
+    """The items made from a source, in its order, and the rows that were dropped."""
 
     items: Sequence[T]
     left_out: Sequence[LeftOut]
 
 
 def read_rows(source: SourceFields) -> Iterator[Row]:
-    """The rows of a source, in its order.
+    """Yields the rows of a source in order.
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: there is no such file or data set, or it cannot be read as what it is.
+        ValueError: there is no such file or data set, or its format is not what its name says.
     """
     path = Path(source.path)
     if path.suffix in _READERS:
@@ -109,17 +92,14 @@ def read_rows(source: SourceFields) -> Iterator[Row]:
 def parse_rows(
     source: SourceFields, parse: Callable[[Row, dict[str, Any]], T], drop: Collection[Fault] = ()
 ) -> Rows[T]:
-    """Reads a source to its end and makes something of every row.
+    """Parses every row of a source.
 
     Args:
-        source: with the columns to rename.
-        parse: from a row and its columns, renamed; a ValueError says why it is broken, an UnusableRowError why it is of
-            no use.
-        drop: faults of rows that are left out; rows with others are broken.
+        parse: makes an item of a row and its renamed columns; a ValueError means that the row is broken.
+        drop: faults of rows that are dropped; rows with other faults are broken.
 
     Raises:
-        OSError, ValueError: as read_rows; or rows are broken, of which the first are named with their reason; or none
-            is left.
+        OSError, ValueError: as of ``read_rows``; or rows are broken, or none is left.
     """
     made: list[T] = []
     left_out: list[LeftOut] = []
@@ -142,17 +122,15 @@ def parse_rows(
         heading = [f"{len(broken)} of {len(made) + len(left_out) + len(broken)} rows are broken{most}:"]
         raise ValueError("\n      ".join([*(heading if len(broken) > 1 else []), *listed]))
     if not made:
-        of_no_use = "\n      ".join([f"none of its {len(left_out)} rows is of use:", *report(_reasons(left_out))])
+        of_no_use = "\n      ".join(
+            [f"none of its {len(left_out)} rows is of use:", *report([(row.where, row.reason) for row in left_out])]
+        )
         raise ValueError(f"{source.path}: " + (of_no_use if left_out else "no rows"))
     return Rows(items=made, left_out=left_out)
 
 
 def report(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Lines of text on rows: each reason once, with the first row that has it, and how many others have it too.
-
-    Args:
-        rows: where each is, and the reason.
-    """
+    """Names each reason once, with its first row and the number of others; rows are (where, reason)."""
     places: dict[str, list[str]] = defaultdict(list)
     for where, reason in rows:
         places[reason].append(where)
@@ -164,12 +142,8 @@ def report(rows: Sequence[tuple[str, str]]) -> list[str]:
     return [*lines, f"and {unnamed} more"] if unnamed else lines
 
 
-def _reasons(rows: Iterable[LeftOut]) -> list[tuple[str, str]]:
-    return [(row.where, row.reason) for row in rows]
-
-
 def _renamed(columns: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The columns under our names; ``names`` says which column of the source each of ours is."""
+    """Renames columns; ``names`` maps our names to the source's."""
     missing = [theirs for theirs in names.values() if theirs not in columns]
     if missing:
         raise ValueError(f"there is no column {missing[0]!r}; there are {listed(columns)}")
@@ -178,7 +152,6 @@ def _renamed(columns: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names for a message."""
     return ", ".join(names) or "none"
 
 
@@ -214,7 +187,7 @@ _READERS: Final[Mapping[str, Callable[[Path], Iterator[Row]]]] = {".jsonl": _lin
 
 
 def _dataset(source: SourceFields) -> Iterator[Row]:
-    """The rows of one split of a data set, of the hub or of a directory."""
+    """Yields the rows of one split of a data set, from the hub or a directory."""
     name = source.path if source.subset is None else f"{source.path} ({source.subset})"
     try:
         found = _saved(source) if _is_saved(source.path) else _loaded(source)
@@ -233,7 +206,7 @@ def _dataset(source: SourceFields) -> Iterator[Row]:
 
 
 def _is_saved(path: str) -> bool:
-    """Whether a directory is one that ``save_to_disk`` of the library datasets wrote."""
+    """Whether ``save_to_disk`` of the library datasets wrote the directory."""
     return any((Path(path) / name).exists() for name in ("dataset_dict.json", "state.json"))
 
 
@@ -258,27 +231,27 @@ def _loaded(source: SourceFields) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOutRows:
-    """The rows that a run leaves out.
+    """The rows that a run drops.
 
     Args:
-        faults: of which there may be rows.
-        rows: each with the field that names its source.
+        faults: for which rows are dropped.
+        rows: each with the configuration field of its source.
     """
 
     faults: frozenset[Fault] = frozenset()
     rows: Sequence[tuple[str, LeftOut]] = field(default_factory=tuple[tuple[str, LeftOut], ...])
 
     def metrics(self) -> dict[str, float]:
-        """How many rows have each fault."""
+        """Returns the number of dropped rows by fault."""
         counts = Counter(row.fault for _, row in self.rows)
         return {f"data/dropped_{fault}": counts[fault] for fault in sorted(self.faults)}
 
     def write(self, path: Path) -> None:
-        """A line of JSON for each row, with the field that names its source; no file without rows."""
+        """Writes a line of JSON per row; no file without rows."""
         if self.rows:
             path.write_text("".join(json.dumps({"field": name, **asdict(row)}) + "\n" for name, row in self.rows))
 
-    def told(self, path: Path) -> str:
-        """What a user is told: how many rows are left out, the first of them, and where all are named."""
+    def message(self, path: Path) -> str:
+        """Returns the message for the user: how many rows were dropped, the first of them, and the file of all."""
         lines = report([(row.where, row.reason) for _, row in self.rows])
         return "\n  ".join([f"{len(self.rows)} rows are left out; {path} names them:", *lines])

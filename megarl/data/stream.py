@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 def stable_hash(*parts: int | str) -> int:
-    """A non-negative 63-bit number that depends on nothing but the parts and their order."""
+    """Returns a non-negative 63-bit hash that depends on the parts and their order alone."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         encoded = repr(part).encode()
@@ -19,14 +19,14 @@ def stable_hash(*parts: int | str) -> int:
 
 
 class Keyed(Protocol):
-    """What has a key that is unique in its data set: prompts, demonstrations, pairs."""
+    """An item with a key that is unique in its data set."""
 
     @property
     def key(self) -> str: ...
 
     @property
     def content(self) -> bytes:
-        """What training reads of it: a stream tells by it whether it has the same data as before."""
+        """Returns what training reads of it, to recognise changed data on resume."""
         ...
 
 
@@ -35,7 +35,7 @@ T = TypeVar("T", bound=Keyed)
 
 @dataclass(frozen=True, kw_only=True)
 class StreamState:
-    """Where a stream stands: the next item is number ``position`` of ``epoch``; ``digest`` tells its data and seed."""
+    """The position of a stream: item ``position`` of ``epoch``; ``digest`` identifies data and seed."""
 
     epoch: int
     position: int
@@ -43,16 +43,10 @@ class StreamState:
 
 
 class Stream(Generic[T]):
-    """An endless stream: every epoch has all items, in an order of its own.
-
-    The order of an epoch depends on (seed, epoch) and the items' keys alone.
-
-    Args:
-        items: with unique keys.
-        seed: of the run.
+    """An endless stream; each epoch has all items, in an order that depends on (seed, epoch) and the keys alone.
 
     Raises:
-        ValueError: no item, or a key twice.
+        ValueError: there are no items, or keys repeat.
     """
 
     def __init__(self, items: Sequence[T], seed: int) -> None:
@@ -66,7 +60,7 @@ class Stream(Generic[T]):
         self._start(epoch=0, position=0)
 
     def next(self, count: int) -> list[T]:
-        """The next items, from as many epochs as it takes."""
+        """Returns the next items, from as many epochs as needed."""
         taken: list[T] = []
         while len(taken) < count:
             if self._position == len(self._order):
@@ -78,19 +72,14 @@ class Stream(Generic[T]):
 
     @property
     def epochs(self) -> float:
-        """How often all items were taken, parts of an epoch included."""
+        """Number of epochs taken, with fractions."""
         return self._epoch + self._position / len(self._items)
 
     def state(self) -> StreamState:
-        """What ``load`` needs to go on from here."""
         return StreamState(epoch=self._epoch, position=self._position, digest=self._digest)
 
     def load(self, state: StreamState) -> None:
-        """Goes on from where ``state`` was taken.
-
-        Raises:
-            ValueError: it was taken with other items or another seed.
-        """
+        """Restores a state; raises ValueError where items or seed are not those of the state."""
         if state.digest != self._digest:
             raise ValueError("the data or the seed are not those of the saved stream; resume with the same ones")
         self._start(epoch=state.epoch, position=state.position)

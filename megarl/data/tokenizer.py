@@ -1,4 +1,4 @@
-"""Text as token ids, as training sees it."""
+"""Tokenization of prompts, chats and responses."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""Of which a directory with a tokenizer has at least one."""
+"""A directory with a tokenizer has at least one of these."""
 
 Message = Mapping[str, Any]
-"""A message of a chat: a role, a content, and what else its template reads."""
+"""Role, content, and other keys that chat templates read."""
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer; its special tokens go to where rollouts have them.
+    """A Hugging Face tokenizer that places special tokens as rollouts do.
 
-    A prompt starts as the tokenizer starts every text, with the token for the beginning where it has one. A chat has
-    what its template writes and nothing more. A response starts with nothing and ends with the end token, once.
+    A prompt starts with the tokenizer's begin token, where it has one. A chat is exactly what its template writes. A
+    response starts with nothing and ends with the end token, once.
 
     Args:
-        hf: the tokenizer.
-        name: of it, for messages.
+        name: for messages.
 
     Raises:
-        ValueError: it is not one of the tokenizers library, has no end token, or ends prompts with one.
+        ValueError: it is not a fast tokenizer, has no end token, or ends prompts with one.
     """
 
     def __init__(self, hf: PreTrainedTokenizerBase, name: str) -> None:
@@ -52,23 +51,19 @@ class Tokenizer:
             raise ValueError(f"{name}: the tokenizer ends every text; set add_eos_token to false, prompts go on")
 
     def __len__(self) -> int:
-        """Ids that it may give: its largest one plus 1."""
+        """Largest id plus 1."""
         return self._ids
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether it can write chats."""
         return self._hf.chat_template is not None
 
     def check(self, *, vocab_size: int, chat_template: bool = False) -> None:
-        """Whether it can be used with a model.
+        """Raises ValueError where it gives ids beyond the model's, or cannot write chats and must.
 
         Args:
             vocab_size: ids of the model in use.
-            chat_template: chats are to be written.
-
-        Raises:
-            ValueError: it gives other ids, or cannot write chats.
+            chat_template: chats must be written.
         """
         if len(self) > vocab_size:
             raise ValueError(
@@ -78,12 +73,12 @@ class Tokenizer:
             raise ValueError(f"{self._name}: the tokenizer has no chat template")
 
     def encode(self, text: str) -> list[int]:
-        """A prompt."""
+        """Encodes a prompt."""
         begun = self._hf.bos_token is not None and text.startswith(str(self._hf.bos_token))
         return self._encoded(text, special=not begun)
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
-        """A chat that the assistant is to answer: the template's text, up to where the answer starts.
+        """Encodes a chat with the template's start of the answer.
 
         Raises:
             ValueError: there is no template, or it refuses the chat.
@@ -99,11 +94,7 @@ class Tokenizer:
         return self._encoded(str(text), special=False)
 
     def respond(self, text: str) -> list[int]:
-        """A response, with the end token.
-
-        Raises:
-            ValueError: the end token stands within the text.
-        """
+        """Encodes a response with the end token; raises ValueError where that occurs within the text."""
         ids = self._encoded(text, special=False)
         if ids[-1:] != [self.end_token_id]:
             ids.append(self.end_token_id)
@@ -112,7 +103,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens."""
+        """Decodes ids without special tokens."""
         text = self._hf.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
@@ -122,12 +113,11 @@ class Tokenizer:
 
 
 def has_tokenizer(directory: str | Path) -> bool:
-    """Whether a directory has the files of a tokenizer."""
     return any((Path(directory) / name).exists() for name in _FILES)
 
 
 def model_tokenizer(model: Model) -> Tokenizer | None:
-    """The tokenizer that a configuration names, or else its model's own; None where there is neither.
+    """Loads the tokenizer that a configuration names, else the model's own; None where there is neither.
 
     Raises:
         ValueError: it cannot be used.
@@ -140,11 +130,7 @@ def model_tokenizer(model: Model) -> Tokenizer | None:
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face directory.
-
-    Raises:
-        ValueError: there is none, or it cannot be used.
-    """
+    """Loads the tokenizer of a Hugging Face directory; raises ValueError where it cannot be used."""
     if not has_tokenizer(directory):
         raise ValueError(f"{directory}: no tokenizer is there; it would have one of {', '.join(_FILES)}")
     from transformers import AutoTokenizer

@@ -218,7 +218,7 @@ def evaluate(config: EvalConfig) -> Summary:
     session = Session(config.cluster, directory.logs, config.cluster.address)
     if data.left_out.rows:
         data.left_out.write(directory.left_out)
-        print(data.left_out.told(directory.left_out), flush=True)
+        print(data.left_out.message(directory.left_out), flush=True)
     with closing(directory), attempt(directory):
         with EvaluationReporter(config, directory) as reporter, session:
             result = _result(config, session, directory, data)

@@ -35,7 +35,8 @@ from megarl.megatron.model_engine import Role
 from megarl.megatron.offload import require_memory
 from megarl.megatron.optimizer import Shard, shards
 from megarl.types import RankCoords
-from megarl.weights.shard_map import Box, Piece, row_major_boxes
+from megarl.weights.shard_map import Box, row_major_boxes
+from megarl.weights.shard_map import Shard as WeightShard
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _COUNTERS = ("steps_taken", "adam_steps", "skipped_in_a_row")
@@ -179,15 +180,17 @@ class _Boxes:
         self._role = role
         self._tensors = role.spec.canonical(role.head)
         self._order = {name: index for index, name in enumerate(self._tensors)}
-        self._pieces: dict[str, list[Piece]] = {param: [] for param in role.shard_map.params}  # some are padding alone
-        for piece in role.shard_map.pieces:
-            self._pieces[piece.param].append(piece)
+        self._weight_shards: dict[str, list[WeightShard]] = {
+            param: [] for param in role.shard_map.params
+        }  # some are padding alone
+        for shard in role.shard_map.shards:
+            self._weight_shards[shard.param].append(shard)
         layout = role.layout
         self._holders: dict[tuple[str, Box], list[RankCoords]] = {}
         for pp, dp, tp in product(range(layout.pp), range(layout.ep), range(layout.tp)):
             coords = RankCoords(tp=tp, dp=dp, pp=pp)  # of the first replicas, which hold all experts between them
-            for piece in role.spec.megatron_map(layout, layout.rank(coords), role.head).pieces:
-                self._holders.setdefault((piece.name, piece.region), []).append(coords)
+            for shard in role.spec.megatron_map(layout, layout.rank(coords), role.head).shards:
+                self._holders.setdefault((shard.name, shard.region), []).append(coords)
 
     def sharded(
         self, kind: str, param: str, values: torch.Tensor, span: range, *, over_dp: bool
@@ -201,8 +204,8 @@ class _Boxes:
         """
         for box in row_major_boxes(self._role.shard_map.params[param].shape, span.start, span.stop):
             block, values = values[: box.size].view(box.shape), values[box.size :]
-            for piece in self._pieces[param]:
-                part = piece.within(box)
+            for shard in self._weight_shards[param]:
+                part = shard.within(box)
                 if part is None:
                     continue
                 inside = Box(*(tuple(map(sub, edge, box.start)) for edge in (part.box.start, part.box.stop)))
@@ -215,22 +218,22 @@ class _Boxes:
                     global_shape=self._tensors[part.name].shape,
                     global_offset=part.region.start,
                     axis_fragmentations=None,
-                    replica_id=self._replica(piece, over_dp),
+                    replica_id=self._replica(shard, over_dp),
                 )
 
-    def _replica(self, piece: Piece, over_dp: bool) -> int:
+    def _replica(self, shard: WeightShard, over_dp: bool) -> int:
         """0 on the rank that writes: replicas over DP take turns, so that they share the writing."""
         coords, layout = self._role.coords, self._role.layout
         own = RankCoords(tp=coords.tp, dp=layout.expert_rank(coords), pp=coords.pp)
-        holders = self._holders[piece.name, piece.region]
+        holders = self._holders[shard.name, shard.region]
         if not over_dp:
             places = list(dict.fromkeys((holder.pp, holder.tp) for holder in holders))
             return places.index((own.pp, own.tp))
         index, replicas = holders.index(own), layout.dp // layout.ep
         turn = index * replicas + coords.dp // layout.ep
-        return (turn + self._order[piece.name]) % (len(holders) * replicas)
+        return (turn + self._order[shard.name]) % (len(holders) * replicas)
 
 
-def _canonical(piece: Piece, values: torch.Tensor) -> torch.Tensor:
-    """A view of a piece's elements with the axes of its canonical tensor."""
-    return (values.mT if piece.transposed else values).view(piece.region.shape)
+def _canonical(shard: WeightShard, values: torch.Tensor) -> torch.Tensor:
+    """A view of a shard's elements with the axes of its canonical tensor."""
+    return (values.mT if shard.transposed else values).view(shard.region.shape)

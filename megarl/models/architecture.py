@@ -12,15 +12,15 @@ from megarl.models.hf_config import (
     Activation,
     Family,
     HFConfig,
-    Reader,
+    HFConfigReader,
+    ParamTable,
     Rope,
-    Table,
     UnsupportedModelError,
 )
 from megarl.models.llama_like import LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
 from megarl.models.mixtral import MIXTRAL, QWEN3_MOE
-from megarl.models.param_types import Dims, Element, Engine, Place, Shard, VocabRows
-from megarl.models.shard_maps import Laid, Prefixed, in_checkpoint, shard_map
+from megarl.models.param_types import Dims, Engine, GroupRank, ParamType, ShardCoords, VocabRows
+from megarl.models.shard_maps import Laid, Prefixed, build_shard_map, in_checkpoint
 from megarl.types import HeadName, Layout
 from megarl.weights.shard_map import Manifest, ShardMap, TensorInfo
 
@@ -106,7 +106,7 @@ class ModelSpec:
     family: Family
     config: HFConfig
     dims: Dims
-    table: Table
+    table: ParamTable
     rope: Rope | None
     dtype: str
     tied: bool
@@ -114,14 +114,14 @@ class ModelSpec:
 
     def canonical(self, head: HeadName = "lm") -> dict[str, TensorInfo]:
         """The model's HF tensors with a given head; a tied output layer is not among them."""
-        named: list[tuple[str, Element]] = [("", element) for element in self._first()]
+        named: list[tuple[str, ParamType]] = [("", param_type) for param_type in self._first()]
         prefix = self.table.layer_prefix.hf
-        named += [(prefix.format(i), element) for i in range(self.dims.layers) for element in self.table.layer]
-        named += [("", element) for element in (*self.table.final, *self._output(head))]
+        named += [(prefix.format(i), param_type) for i in range(self.dims.layers) for param_type in self.table.layer]
+        named += [("", param_type) for param_type in (*self.table.final, *self._output(head))]
         return {
             f"{prefix}{name}": TensorInfo(shape, self.dtype)
-            for prefix, element in named
-            for name, shape in element.tensors(self.dims).items()
+            for prefix, param_type in named
+            for name, shape in param_type.tensors(self.dims).items()
         }
 
     def manifest(self, head: HeadName = "lm", *, new_head: bool = False) -> Manifest:
@@ -163,23 +163,23 @@ class ModelSpec:
         """
         self.check_megatron(layout)
         coords = layout.coords(rank)
-        place = Place(
-            tp=Shard(rank=coords.tp, size=layout.tp), ep=Shard(rank=layout.expert_rank(coords), size=layout.ep)
+        at = ShardCoords(
+            tp=GroupRank(rank=coords.tp, size=layout.tp), ep=GroupRank(rank=layout.expert_rank(coords), size=layout.ep)
         )
-        laid = self._laid(self.table.layer, "megatron", place)
+        laid = self._laid(self.table.layer, "megatron", at)
         groups: list[Prefixed] = []
         for chunk in range(layout.vpp):
             local = f"{chunk}:"
             if coords.pp == 0 and chunk == 0:
-                groups.append((local, "", self._laid(self._first(), "megatron", place)))
+                groups.append((local, "", self._laid(self._first(), "megatron", at)))
             for i, layer in enumerate(self.layers(layout, coords.pp, chunk)):
                 hf, megatron = self.table.layer_prefix.hf.format(layer), self.table.layer_prefix.megatron.format(i)
                 groups.append((local + megatron, hf, laid))
             if coords.pp == layout.pp - 1 and chunk == layout.vpp - 1:
                 copied = self.tied and head == "lm" and layout.pp > 1
                 output = (self._tied_output(),) if copied else self._output(head)
-                groups.append((local, "", self._laid((*self.table.final, *output), "megatron", place)))
-        return shard_map(groups, self.dtype)
+                groups.append((local, "", self._laid((*self.table.final, *output), "megatron", at)))
+        return build_shard_map(groups, self.dtype)
 
     def checkpoint_map(
         self, head: HeadName = "lm", *, vocab_rows: int | None = None, transformer_engine: bool = True
@@ -191,17 +191,19 @@ class ModelSpec:
             transformer_engine: whether it is of Megatron's modules for Transformer Engine; without, the norm before the
                 experts has another key.
         """
-        place = Place(tp=Shard())
+        coords = ShardCoords(tp=GroupRank())
         dense = self.dims.experts == 0
         groups: list[Prefixed] = []
-        for element in (*self._first(), *self.table.final, *self._output(head)):
-            if isinstance(element, VocabRows):
-                whole = element.rows("megatron", self.dims, 0, vocab_rows or self.dims.vocab)
+        for param_type in (*self._first(), *self.table.final, *self._output(head)):
+            if isinstance(param_type, VocabRows):
+                whole = param_type.rows("megatron", self.dims, 0, vocab_rows or self.dims.vocab)
                 groups.append(("", "", [Laid.of(whole)]))
             else:
-                groups.append(("", "", self._laid((element,), "megatron", place)))
+                groups.append(("", "", self._laid((param_type,), "megatron", coords)))
         local = self.table.layer_prefix.megatron.removesuffix("{}.")
-        stacks = [stack for element in self.table.layer for stack in element.stacks("megatron", self.dims, place)]
+        stacks = [
+            stack for param_type in self.table.layer for stack in param_type.stacks("megatron", self.dims, coords)
+        ]
         for i in range(self.dims.layers):
             stored = (
                 in_checkpoint(
@@ -214,7 +216,7 @@ class ModelSpec:
                 for stack in stacks
             )
             groups.append((local, self.table.layer_prefix.hf.format(i), [Laid.of(stack) for stack in stored]))
-        return shard_map(groups, self.dtype)
+        return build_shard_map(groups, self.dtype)
 
     def vllm_map(self, tp: int, rank: int) -> ShardMap:
         """What a TP rank of a vLLM engine holds of the language model, under vLLM's fused names.
@@ -223,12 +225,12 @@ class ModelSpec:
             ValueError: TP does not fit the model; every reason is listed.
         """
         self.check_vllm(tp)
-        place = Place(tp=Shard(rank=rank, size=tp))
-        prefix, laid = self.table.layer_prefix, self._laid(self.table.layer, "vllm", place)
-        groups: list[Prefixed] = [("", "", self._laid(self._first(), "vllm", place))]
+        coords = ShardCoords(tp=GroupRank(rank=rank, size=tp))
+        prefix, laid = self.table.layer_prefix, self._laid(self.table.layer, "vllm", coords)
+        groups: list[Prefixed] = [("", "", self._laid(self._first(), "vllm", coords))]
         groups += [(prefix.vllm.format(i), prefix.hf.format(i), laid) for i in range(self.dims.layers)]
-        groups.append(("", "", self._laid((*self.table.final, *self._output("lm")), "vllm", place)))
-        return shard_map(groups, self.dtype)
+        groups.append(("", "", self._laid((*self.table.final, *self._output("lm")), "vllm", coords)))
+        return build_shard_map(groups, self.dtype)
 
     def padded_vocab(self, tp: int) -> int:
         """The vocabulary of Megatron's model at a TP, padding included."""
@@ -286,11 +288,11 @@ class ModelSpec:
             problems.append(f"tp {tp} exceeds the {dims.experts} experts")
         _refuse("vLLM cannot hold the model", problems)
 
-    def _first(self) -> tuple[Element, ...]:
+    def _first(self) -> tuple[ParamType, ...]:
         """What precedes the first layer."""
         return (self.table.embedding, *((self.table.positions,) if self.table.positions else ()))
 
-    def _output(self, head: HeadName) -> tuple[Element, ...]:
+    def _output(self, head: HeadName) -> tuple[ParamType, ...]:
         """The output layer as tensors of its own: none where it is tied."""
         if head != "lm":
             return (self.table.score,)
@@ -300,9 +302,9 @@ class ModelSpec:
         """The last stage's copy of a tied embedding: the output layer's names for the embedding's tensor."""
         return VocabRows(names=replace(self.table.output.names, hf=self.table.embedding.names.hf))
 
-    def _laid(self, elements: Iterable[Element], engine: Engine, place: Place) -> list[Laid]:
-        """The stacks of some elements."""
-        return [Laid.of(stack) for element in elements for stack in element.stacks(engine, self.dims, place)]
+    def _laid(self, param_types: Iterable[ParamType], engine: Engine, coords: ShardCoords) -> list[Laid]:
+        """The stacks of some param_types."""
+        return [Laid.of(stack) for param_type in param_types for stack in param_type.stacks(engine, self.dims, coords)]
 
 
 def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
@@ -317,7 +319,7 @@ def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
     """
     family, head = family_of(config)
     stated = dict(config) if dtype is None else {**config, "dtype": dtype}
-    reader = Reader(stated, fields=family.fields, defaults=family.defaults)
+    reader = HFConfigReader(stated, fields=family.fields, defaults=family.defaults)
     dims = reader.dims(rotary=family.rotary, mlp_ratio=family.mlp_ratio)
     rope = reader.rope() if family.rotary else None
     stored = reader.dtype()

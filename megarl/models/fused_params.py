@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from megarl.models.param_types import (
     Dims,
     Engine,
-    Part,
-    Place,
+    ShardCoords,
     Stack,
+    TensorRange,
     column_stacks,
     column_tensors,
     cut,
@@ -47,9 +47,9 @@ class FusedQKV:
     def tensors(self, dims: Dims) -> dict[str, Shape]:
         return column_tensors(self._projections(dims), dims, self.bias, self.transposed)
 
-    def stacks(self, engine: Engine, dims: Dims, place: Place) -> Iterator[Stack]:
+    def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
         megatron = engine == "megatron"
-        parts = self._megatron_parts(dims, place) if megatron else self._vllm_parts(dims, place)
+        parts = self._megatron_parts(dims, coords) if megatron else self._vllm_parts(dims, coords)
         name = self.megatron if megatron else self.vllm
         yield from column_stacks(name, parts, dims, self.bias, self.transposed)
 
@@ -57,29 +57,29 @@ class FusedQKV:
         kv = dims.kv_heads * dims.head_dim
         return [(self.query, dims.width("attention")), (self.key, kv), (self.value, kv)]
 
-    def _megatron_parts(self, dims: Dims, place: Place) -> list[Part]:
+    def _megatron_parts(self, dims: Dims, coords: ShardCoords) -> list[TensorRange]:
         query, key, value = located(self._projections(dims))
         per_group = dims.heads // dims.kv_heads
-        whole: list[Part] = []
+        whole: list[TensorRange] = []
         for group in range(dims.kv_heads):
             whole.append(_heads(query, group * per_group, (group + 1) * per_group, dims))
             whole += (_heads(part, group, group + 1, dims) for part in (key, value))
-        return cut(whole, *place.tp.range(sum(part.stop - part.start for part in whole)))
+        return cut(whole, *coords.tp.range(sum(part.stop - part.start for part in whole)))
 
-    def _vllm_parts(self, dims: Dims, place: Place) -> list[Part]:
+    def _vllm_parts(self, dims: Dims, coords: ShardCoords) -> list[TensorRange]:
         query, key, value = located(self._projections(dims))
-        if place.tp.size <= dims.kv_heads:
-            first, last = place.tp.range(dims.kv_heads)
+        if coords.tp.size <= dims.kv_heads:
+            first, last = coords.tp.range(dims.kv_heads)
         else:
-            first = place.tp.rank // (place.tp.size // dims.kv_heads)
+            first = coords.tp.rank // (coords.tp.size // dims.kv_heads)
             last = first + 1
         return [
-            _heads(query, *place.tp.range(dims.heads), dims),
+            _heads(query, *coords.tp.range(dims.heads), dims),
             *(_heads(part, first, last, dims) for part in (key, value)),
         ]
 
 
-def _heads(projection: Part, first: int, last: int, dims: Dims) -> Part:
+def _heads(projection: TensorRange, first: int, last: int, dims: Dims) -> TensorRange:
     """The rows of attention heads [first, last)."""
     return projection.within(first * dims.head_dim, last * dims.head_dim)
 
@@ -102,8 +102,8 @@ class FusedGateUp:
     def tensors(self, dims: Dims) -> dict[str, Shape]:
         return column_tensors(self._projections(dims), dims, self.bias)
 
-    def stacks(self, engine: Engine, dims: Dims, place: Place) -> Iterator[Stack]:
-        shard = place.tp.range(dims.ffn)
+    def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
+        shard = coords.tp.range(dims.ffn)
         parts = [part.within(*shard) for part in located(self._projections(dims))]
         yield from column_stacks(self.megatron if engine == "megatron" else self.vllm, parts, dims, self.bias)
 
@@ -133,27 +133,27 @@ class Experts:
         shapes = ((self.gate, inner), (self.up, inner), (self.down, outer))
         return {f"{name.format(e)}.weight": shape for e in range(dims.experts) for name, shape in shapes}
 
-    def stacks(self, engine: Engine, dims: Dims, place: Place) -> Iterator[Stack]:
-        experts = range(*place.ep.range(dims.experts))
+    def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
+        experts = range(*coords.ep.range(dims.experts))
         if engine == "megatron":
             for local, expert in enumerate(experts):
                 module = MEGATRON_EXPERTS.format(local)
-                yield self._in(f"{module}.linear_fc1.weight", expert, dims, place)
-                yield self._out(f"{module}.linear_fc2.weight", expert, dims, place)
+                yield self._in(f"{module}.linear_fc1.weight", expert, dims, coords)
+                yield self._out(f"{module}.linear_fc2.weight", expert, dims, coords)
         else:
             of = (len(experts),)
             for i, expert in enumerate(experts):
-                yield self._in(f"{self.vllm}.w13_weight", expert, dims, place, (i,), of)
+                yield self._in(f"{self.vllm}.w13_weight", expert, dims, coords, (i,), of)
             for i, expert in enumerate(experts):
-                yield self._out(f"{self.vllm}.w2_weight", expert, dims, place, (i,), of)
+                yield self._out(f"{self.vllm}.w2_weight", expert, dims, coords, (i,), of)
 
-    def _in(self, param: str, expert: int, dims: Dims, place: Place, at: Shape = (), of: Shape = ()) -> Stack:
-        start, stop = place.tp.range(dims.ffn)
+    def _in(self, param: str, expert: int, dims: Dims, coords: ShardCoords, at: Shape = (), of: Shape = ()) -> Stack:
+        start, stop = coords.tp.range(dims.ffn)
         names = (f"{name.format(expert)}.weight" for name in (self.gate, self.up))
-        parts = tuple(Part(tensor=name, start=start, stop=stop) for name in names)
+        parts = tuple(TensorRange(tensor=name, start=start, stop=stop) for name in names)
         return Stack(param=param, shape=(2 * (stop - start), dims.hidden), parts=parts, at=at, of=of)
 
-    def _out(self, param: str, expert: int, dims: Dims, place: Place, at: Shape = (), of: Shape = ()) -> Stack:
-        start, stop = place.tp.range(dims.ffn)
-        part = Part(tensor=f"{self.down.format(expert)}.weight", start=start, stop=stop)
+    def _out(self, param: str, expert: int, dims: Dims, coords: ShardCoords, at: Shape = (), of: Shape = ()) -> Stack:
+        start, stop = coords.tp.range(dims.ffn)
+        part = TensorRange(tensor=f"{self.down.format(expert)}.weight", start=start, stop=stop)
         return Stack(param=param, shape=(dims.hidden, stop - start), parts=(part,), axis=1, at=at, of=of)

@@ -6,16 +6,16 @@ The dropouts in its configs are of its pretraining; here no model drops anything
 from __future__ import annotations
 
 from megarl.models.fused_params import FusedQKV
-from megarl.models.hf_config import Family, Reader, Table
+from megarl.models.hf_config import Family, HFConfigReader, ParamTable
 from megarl.models.param_types import ColumnParallel, Matrix, Names, RowParallel, Vector, VocabRows
 
 
-def _describe(read: Reader) -> Table:
+def _describe(read: HFConfigReader) -> ParamTable:
     read.require("scale_attn_weights", True, only="attention scaled by the root of the head's width")
     read.require("scale_attn_by_inverse_layer_idx", False, only="attention scaled alike in all layers")
     read.require("reorder_and_upcast_attn", False, only="False")
     read.require("add_cross_attention", False, only="decoders without encoders")
-    return Table(
+    return ParamTable(
         embedding=VocabRows(
             names=Names(hf="transformer.wte", megatron="embedding.word_embeddings", vllm="transformer.wte")
         ),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megarl.models.param_types import Dims, Element, Matrix, Names, VocabRows
+from megarl.models.param_types import Dims, Matrix, Names, ParamType, VocabRows
 from megarl.weights.shard_map import ITEM_BYTES
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -23,7 +23,7 @@ class UnsupportedModelError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class ParamTable:
     """Where the tensors of a family are, in the order in which vLLM's parameters are loaded.
 
     Args:
@@ -40,8 +40,8 @@ class Table:
     embedding: VocabRows
     positions: Matrix | None = None
     layer_prefix: Names
-    layer: tuple[Element, ...]
-    final: tuple[Element, ...]
+    layer: tuple[ParamType, ...]
+    final: tuple[ParamType, ...]
     output: VocabRows
     score: Matrix
     megatron: Mapping[str, Any]
@@ -55,7 +55,7 @@ class Family:
         model_type: HF's ``model_type``.
         lm_class, score_class: HF's classes with a language-model head and with a score head.
         describe: makes the table of a config, and notes what it does not support.
-        fields: the config's names of fields where they are not the usual ones; see ``Reader``.
+        fields: the config's names of fields where they are not the usual ones; see ``HFConfigReader``.
         defaults: what HF assumes of fields that a config lacks, by their usual names.
         activation: of the MLP.
         rotary: positions enter by rotary embeddings; otherwise they are learned.
@@ -67,7 +67,7 @@ class Family:
     model_type: str
     lm_class: str
     score_class: str
-    describe: Callable[[Reader], Table]
+    describe: Callable[[HFConfigReader], ParamTable]
     fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     activation: Activation = "silu"
@@ -92,7 +92,7 @@ class Rope:
 
 
 @dataclass
-class Reader:
+class HFConfigReader:
     """Reads fields of an HF config and collects what is wrong with them.
 
     Args:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.models.fused_params import FusedGateUp, FusedQKV
-from megarl.models.hf_config import Family, Reader, Table
-from megarl.models.param_types import Element, Matrix, Names, RowParallel, Vector, VocabRows
+from megarl.models.hf_config import Family, HFConfigReader, ParamTable
+from megarl.models.param_types import Matrix, Names, ParamType, RowParallel, Vector, VocabRows
 
 QKV = FusedQKV(
     query="self_attn.q_proj",
@@ -22,24 +22,24 @@ MLP_DOWN = RowParallel(names=Names(hf="mlp.down_proj", megatron="mlp.linear_fc2"
 
 
 def llama_table(
-    read: Reader,
+    read: HFConfigReader,
     *,
     qkv: FusedQKV = QKV,
-    head_norms: tuple[Element, ...] = (),
-    mlp: tuple[Element, ...] = (MLP_IN, MLP_DOWN),
+    head_norms: tuple[ParamType, ...] = (),
+    mlp: tuple[ParamType, ...] = (MLP_IN, MLP_DOWN),
     output_bias: bool = False,
     megatron: Mapping[str, Any] | None = None,
-) -> Table:
+) -> ParamTable:
     """Llama's tensors, which other families share.
 
     Args:
         qkv: the query, key and value projections.
         head_norms: norms of each head's query and key.
-        mlp: the MLP, or what is in its place.
+        mlp: the MLP, or what is in its coords.
         output_bias: the attention's output projection has a bias.
         megatron: what Megatron has to know besides.
     """
-    return Table(
+    return ParamTable(
         embedding=VocabRows(
             names=Names(hf="model.embed_tokens", megatron="embedding.word_embeddings", vllm="model.embed_tokens")
         ),
@@ -74,7 +74,7 @@ def llama_table(
     )
 
 
-def _llama(read: Reader) -> Table:
+def _llama(read: HFConfigReader) -> ParamTable:
     biased = bool(read.get("attention_bias"))
     if biased != bool(read.get("mlp_bias")):
         read.problems.append(
@@ -101,7 +101,7 @@ LLAMA = Family(
 )
 
 
-def _mistral(read: Reader) -> Table:
+def _mistral(read: HFConfigReader) -> ParamTable:
     read.require("sliding_window", only="null: full attention")
     read.require("llama_4_scaling", only="attention that positions do not scale")
     return llama_table(read)
@@ -134,7 +134,7 @@ _GATE_UP = FusedGateUp(
 )
 
 
-def _phi3(read: Reader) -> Table:
+def _phi3(read: HFConfigReader) -> ParamTable:
     read.require("sliding_window", only="full attention")
     for name in ("embd_pdrop", "resid_pdrop"):
         read.require(name, 0, only="0: trainer and engine must agree without randomness")
@@ -150,7 +150,7 @@ PHI3 = Family(
 )
 
 
-def _qwen2(read: Reader) -> Table:
+def _qwen2(read: HFConfigReader) -> ParamTable:
     read.require("use_sliding_window", False, only="full attention")
     read.require("qk_norm", False, only="queries and keys without norms")
     read.require("dual_chunk_attention_config", only="attention over the whole sequence")
@@ -171,7 +171,7 @@ QWEN2 = Family(
 )
 
 
-HEAD_NORMS: tuple[Element, ...] = tuple(
+HEAD_NORMS: tuple[ParamType, ...] = tuple(
     Vector(
         names=Names(hf=f"self_attn.{of}_norm", megatron=f"self_attention.{of}_layernorm", vllm=f"self_attn.{of}_norm"),
         width="head",
@@ -180,14 +180,14 @@ HEAD_NORMS: tuple[Element, ...] = tuple(
 )
 
 
-def refuse_uncommon_attention(read: Reader) -> None:
+def refuse_uncommon_attention(read: HFConfigReader) -> None:
     """Notes what neither Qwen3 nor its mixtures of experts support."""
     read.require("attention_bias", False, only="False: vLLM's Qwen3 has no bias on o_proj")
     read.require("use_sliding_window", False, only="full attention")
     read.require("dual_chunk_attention_config", only="attention over the whole sequence")
 
 
-def _qwen3(read: Reader) -> Table:
+def _qwen3(read: HFConfigReader) -> ParamTable:
     refuse_uncommon_attention(read)
     return llama_table(read, head_norms=HEAD_NORMS, megatron={"qk_layernorm": True})
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.models.fused_params import Experts
-from megarl.models.hf_config import Family, Reader, Table
+from megarl.models.hf_config import Family, HFConfigReader, ParamTable
 from megarl.models.llama_like import HEAD_NORMS, llama_table, refuse_uncommon_attention
-from megarl.models.param_types import Element, Matrix, Names
+from megarl.models.param_types import Matrix, Names, ParamType
 
 
-def routing(read: Reader, *, renormalised: bool) -> dict[str, Any]:
+def routing(read: HFConfigReader, *, renormalised: bool) -> dict[str, Any]:
     """The fields of ``TransformerConfig`` for a router that weights its choice of experts by softmax.
 
     Args:
@@ -29,7 +29,7 @@ def routing(read: Reader, *, renormalised: bool) -> dict[str, Any]:
     }
 
 
-_MIXTRAL_MOE: tuple[Element, ...] = (
+_MIXTRAL_MOE: tuple[ParamType, ...] = (
     Matrix(
         names=Names(hf="block_sparse_moe.gate", megatron="mlp.router", vllm="block_sparse_moe.gate"), rows="experts"
     ),
@@ -42,7 +42,7 @@ _MIXTRAL_MOE: tuple[Element, ...] = (
 )
 
 
-def _mixtral(read: Reader) -> Table:
+def _mixtral(read: HFConfigReader) -> ParamTable:
     read.require("sliding_window", only="full attention")
     read.require("router_jitter_noise", 0, only="0: routing without noise")
     return llama_table(read, mlp=_MIXTRAL_MOE, megatron=routing(read, renormalised=True))
@@ -65,7 +65,7 @@ MIXTRAL = Family(
 )
 
 
-_QWEN3_MOE: tuple[Element, ...] = (
+_QWEN3_MOE: tuple[ParamType, ...] = (
     Matrix(names=Names(hf="mlp.gate", megatron="mlp.router", vllm="mlp.gate"), rows="experts"),
     Experts(
         gate="mlp.experts.{}.gate_proj",
@@ -76,7 +76,7 @@ _QWEN3_MOE: tuple[Element, ...] = (
 )
 
 
-def _qwen3_moe(read: Reader) -> Table:
+def _qwen3_moe(read: HFConfigReader) -> ParamTable:
     refuse_uncommon_attention(read)
     read.require("mlp_only_layers", [], only="experts in every layer")
     read.require("decoder_sparse_step", 1, only="experts in every layer")

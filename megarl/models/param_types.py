@@ -60,7 +60,7 @@ class Dims:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard:
+class GroupRank:
     """Which rank of how many."""
 
     rank: int = 0
@@ -74,25 +74,25 @@ class Shard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ShardCoords:
     """Which part of a layer an engine's rank holds: its TP shard of every matrix, of its EP shard of the experts."""
 
-    tp: Shard
-    ep: Shard = Shard()
+    tp: GroupRank
+    ep: GroupRank = GroupRank()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class TensorRange:
     """Indices [start, stop) of the canonical tensor ``tensor`` along the stacked axis; a hole where that is None."""
 
     tensor: str | None
     start: int
     stop: int
 
-    def within(self, start: int, stop: int) -> Part:
+    def within(self, start: int, stop: int) -> TensorRange:
         """Indices [start, stop) of this part."""
         assert 0 <= start <= stop <= self.stop - self.start
-        return Part(tensor=self.tensor, start=self.start + start, stop=self.start + stop)
+        return TensorRange(tensor=self.tensor, start=self.start + start, stop=self.start + stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,21 +111,21 @@ class Stack:
 
     param: str
     shape: Shape
-    parts: tuple[Part, ...]
+    parts: tuple[TensorRange, ...]
     axis: int = 0
     transposed: bool = False
     at: Shape = ()
     of: Shape = ()
 
 
-class Element(Protocol):
+class ParamType(Protocol):
     """A group of canonical tensors that the engines store together; names have no layer prefix."""
 
     def tensors(self, dims: Dims) -> dict[str, Shape]:
         """The canonical tensors and their shapes."""
         ...
 
-    def stacks(self, engine: Engine, dims: Dims, place: Place) -> Iterator[Stack]:
+    def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
         """The parameters in which one rank of an engine holds them."""
         ...
 
@@ -153,10 +153,10 @@ class Vector:
     def tensors(self, dims: Dims) -> dict[str, Shape]:
         return {f"{self.names.hf}.{kind}": (dims.width(self.width),) for kind in _kinds(self.bias)}
 
-    def stacks(self, engine: Engine, dims: Dims, place: Place) -> Iterator[Stack]:
+    def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
         n = dims.width(self.width)
         for kind in _kinds(self.bias):
-            part = Part(tensor=f"{self.names.hf}.{kind}", start=0, stop=n)
+            part = TensorRange(tensor=f"{self.names.hf}.{kind}", start=0, stop=n)
             yield Stack(param=f"{self.names.of(engine)}.{kind}", shape=(n,), parts=(part,))
 
 
@@ -170,9 +170,9 @@ class Matrix:
     def tensors(self, dims: Dims) -> dict[str, Shape]:
         return {f"{self.names.hf}.weight": (dims.count(self.rows), dims.hidden)}
 
-    def stacks(self, engine: Engine, dims: Dims, place: Place) -> Iterator[Stack]:
+    def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
         rows = dims.count(self.rows)
-        part = Part(tensor=f"{self.names.hf}.weight", start=0, stop=rows)
+        part = TensorRange(tensor=f"{self.names.hf}.weight", start=0, stop=rows)
         yield Stack(param=f"{self.names.of(engine)}.weight", shape=(rows, dims.hidden), parts=(part,))
 
 
@@ -185,16 +185,16 @@ class VocabRows:
     def tensors(self, dims: Dims) -> dict[str, Shape]:
         return {f"{self.names.hf}.weight": (dims.vocab, dims.hidden)}
 
-    def stacks(self, engine: Engine, dims: Dims, place: Place) -> Iterator[Stack]:
-        start, stop = place.tp.range(dims.padded_vocab(engine, place.tp.size))
+    def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
+        start, stop = coords.tp.range(dims.padded_vocab(engine, coords.tp.size))
         yield self.rows(engine, dims, start, stop)
 
     def rows(self, engine: Engine, dims: Dims, start: int, stop: int) -> Stack:
         """Rows [start, stop) of the padded matrix."""
         known = max(start, min(stop, dims.vocab))
         parts = (
-            Part(tensor=f"{self.names.hf}.weight", start=start, stop=known),
-            Part(tensor=None, start=known, stop=stop),
+            TensorRange(tensor=f"{self.names.hf}.weight", start=start, stop=known),
+            TensorRange(tensor=None, start=known, stop=stop),
         )
         filled = tuple(part for part in parts if part.stop > part.start)
         return Stack(param=f"{self.names.of(engine)}.weight", shape=(stop - start, dims.hidden), parts=filled)
@@ -216,9 +216,9 @@ class ColumnParallel:
     def tensors(self, dims: Dims) -> dict[str, Shape]:
         return column_tensors([(self.names.hf, dims.width(self.outputs))], dims, self.bias, self.transposed)
 
-    def stacks(self, engine: Engine, dims: Dims, place: Place) -> Iterator[Stack]:
-        start, stop = place.tp.range(dims.width(self.outputs))
-        parts = [Part(tensor=self.names.hf, start=start, stop=stop)]
+    def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
+        start, stop = coords.tp.range(dims.width(self.outputs))
+        parts = [TensorRange(tensor=self.names.hf, start=start, stop=stop)]
         yield from column_stacks(self.names.of(engine), parts, dims, self.bias, self.transposed)
 
 
@@ -240,18 +240,18 @@ class RowParallel:
         weight = {f"{self.names.hf}.weight": shape[::-1] if self.transposed else shape}
         return weight | ({f"{self.names.hf}.bias": (dims.hidden,)} if self.bias else {})
 
-    def stacks(self, engine: Engine, dims: Dims, place: Place) -> Iterator[Stack]:
+    def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
         hf, local = self.names.hf, self.names.of(engine)
-        start, stop = place.tp.range(dims.width(self.inputs))
+        start, stop = coords.tp.range(dims.width(self.inputs))
         yield Stack(
             param=f"{local}.weight",
             shape=(dims.hidden, stop - start),
-            parts=(Part(tensor=f"{hf}.weight", start=start, stop=stop),),
+            parts=(TensorRange(tensor=f"{hf}.weight", start=start, stop=stop),),
             axis=1,
             transposed=self.transposed,
         )
         if self.bias:
-            rows = Part(tensor=f"{hf}.bias", start=0, stop=dims.hidden)
+            rows = TensorRange(tensor=f"{hf}.bias", start=0, stop=dims.hidden)
             yield Stack(param=f"{local}.bias", shape=(dims.hidden,), parts=(rows,))
 
 
@@ -276,20 +276,20 @@ def column_tensors(
     return tensors
 
 
-def located(projections: Sequence[tuple[str, int]]) -> list[Part]:
+def located(projections: Sequence[tuple[str, int]]) -> list[TensorRange]:
     """Where each of some projections is in its canonical tensor; arguments as of ``column_tensors``."""
     rows: dict[str, int] = {}
-    parts: list[Part] = []
+    parts: list[TensorRange] = []
     for name, n in projections:
         first = rows.get(name, 0)
         rows[name] = first + n
-        parts.append(Part(tensor=name, start=first, stop=first + n))
+        parts.append(TensorRange(tensor=name, start=first, stop=first + n))
     return parts
 
 
-def cut(parts: Sequence[Part], start: int, stop: int) -> list[Part]:
+def cut(parts: Sequence[TensorRange], start: int, stop: int) -> list[TensorRange]:
     """Indices [start, stop) of stacked parts."""
-    found: list[Part] = []
+    found: list[TensorRange] = []
     offset = 0
     for part in parts:
         n = part.stop - part.start
@@ -301,12 +301,12 @@ def cut(parts: Sequence[Part], start: int, stop: int) -> list[Part]:
 
 
 def column_stacks(
-    param: str, parts: Sequence[Part], dims: Dims, bias: bool, transposed: bool = False
+    param: str, parts: Sequence[TensorRange], dims: Dims, bias: bool, transposed: bool = False
 ) -> Iterator[Stack]:
     """A fused projection's weight and, where there is one, its bias, stacked from the same rows of projections."""
     rows = sum(part.stop - part.start for part in parts)
     for kind in _kinds(bias):
-        named = tuple(Part(tensor=f"{part.tensor}.{kind}", start=part.start, stop=part.stop) for part in parts)
+        named = tuple(TensorRange(tensor=f"{part.tensor}.{kind}", start=part.start, stop=part.stop) for part in parts)
         matrix = kind == "weight"
         shape = (rows, dims.hidden) if matrix else (rows,)
         yield Stack(param=f"{param}.{kind}", shape=shape, parts=named, transposed=transposed and matrix)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from megarl.models.fused_params import MEGATRON_EXPERTS
 from megarl.models.param_types import Stack
-from megarl.weights.shard_map import Box, Hole, Piece, Shape, ShardMap, TensorInfo
+from megarl.weights.shard_map import Box, Padding, Shape, Shard, ShardMap, TensorInfo
 
 _EXPERT = re.compile(re.escape(MEGATRON_EXPERTS).replace(r"\{\}", r"(\d+)"))
 _INPUT_NORM = ("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
@@ -22,7 +22,7 @@ class Laid:
     Args:
         param: its parameter.
         shape: of that.
-        parts: of each part, the box in the parameter, the canonical tensor (None: a hole), and the box in that.
+        parts: of each part, the box in the parameter, the canonical tensor (None: a padding), and the box in that.
         transposed: as in ``Stack``.
     """
 
@@ -41,22 +41,22 @@ Prefixed = tuple[str, str, Sequence[Laid]]
 """Stacks with the prefixes of their local and their canonical names."""
 
 
-def shard_map(groups: Iterable[Prefixed], dtype: str) -> ShardMap:
+def build_shard_map(groups: Iterable[Prefixed], dtype: str) -> ShardMap:
     """The map of a holder that has these stacks."""
     params: dict[str, TensorInfo] = {}
-    pieces: list[Piece] = []
-    holes: list[Hole] = []
+    shards: list[Shard] = []
+    padding: list[Padding] = []
     for local, hf, stacks in groups:
         for stack in stacks:
             param = local + stack.param
             params[param] = TensorInfo(stack.shape, dtype)
             for box, tensor, region in stack.parts:
                 if tensor is None:
-                    holes.append(Hole(param=param, box=box))
+                    padding.append(Padding(param=param, box=box))
                 else:
-                    named = Piece(param=param, box=box, name=hf + tensor, region=region, transposed=stack.transposed)
-                    pieces.append(named)
-    return ShardMap(params=params, pieces=tuple(pieces), holes=tuple(holes))
+                    named = Shard(param=param, box=box, name=hf + tensor, region=region, transposed=stack.transposed)
+                    shards.append(named)
+    return ShardMap(params=params, shards=tuple(shards), padding=tuple(padding))
 
 
 def in_checkpoint(stack: Stack, layer: int, layers: int, *, experts: int, norm_in_mlp: bool) -> Stack:

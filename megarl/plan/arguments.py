@@ -25,7 +25,7 @@ DEFAULT_SPEEDS: Mapping[Distance, float] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollout:
+class EngineLayout:
     """Engines of ``tp`` ranks each."""
 
     tp: int
@@ -45,10 +45,10 @@ def train_layout(text: str, problems: list[Problem]) -> Layout | None:
         return None
 
 
-def rollout_layout(text: str, problems: list[Problem]) -> Rollout | None:
+def rollout_layout(text: str, problems: list[Problem]) -> EngineLayout | None:
     """The engines; None, with its problems added, where the text does not describe them."""
     values = _counts("--rollout", text, ("tp", "replicas"), problems)
-    return None if values is None else Rollout(tp=values.get("tp", 1), replicas=values.get("replicas", 1))
+    return None if values is None else EngineLayout(tp=values.get("tp", 1), replicas=values.get("replicas", 1))
 
 
 def link_speeds(text: str, problems: list[Problem]) -> dict[Distance, float]:

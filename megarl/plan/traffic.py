@@ -102,7 +102,7 @@ class Traffic:
         return np.bincount(where[chosen], weights=self.nbytes[chosen], minlength=count).astype(np.int64)
 
 
-def content_bytes(shard: ShardMap) -> int:
-    """Bytes of the elements that a shard map holds: its parameters without holes."""
-    item = {param: ITEM_BYTES[info.dtype] for param, info in shard.params.items()}
-    return shard.nbytes - sum(hole.box.size * item[hole.param] for hole in shard.holes)
+def content_bytes(shard_map: ShardMap) -> int:
+    """Bytes of the elements that a shard map holds: its parameters without padding."""
+    item = {param: ITEM_BYTES[info.dtype] for param, info in shard_map.params.items()}
+    return shard_map.nbytes - sum(padding.box.size * item[padding.param] for padding in shard_map.padding)

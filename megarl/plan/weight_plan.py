@@ -13,7 +13,7 @@ from rich.table import Table
 
 from megarl.config import ConfigError, Problem
 from megarl.models import ModelSpec, model_spec
-from megarl.plan.arguments import LINKS, Rollout, link_speeds, rollout_layout, train_layout
+from megarl.plan.arguments import LINKS, EngineLayout, link_speeds, rollout_layout, train_layout
 from megarl.plan.traffic import Traffic, content_bytes
 from megarl.resharding.holders import engine_holders, trainer_holders
 from megarl.types import Layout
@@ -28,7 +28,7 @@ _LEAST_BUCKET_BYTES = max(ITEM_BYTES.values())
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class WeightPlanRequest:
     """What to plan.
 
     Args:
@@ -43,7 +43,7 @@ class Request:
 
     spec: ModelSpec
     layout: Layout
-    rollout: Rollout
+    rollout: EngineLayout
     devices_per_node: int
     colocated: bool
     bucket_bytes: int
@@ -66,7 +66,7 @@ class Spread:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class LinkTraffic:
     """What travels over one kind of link.
 
     Args:
@@ -119,7 +119,7 @@ class WeightsReport:
     bucket_bytes: int
     staging_bytes: int
     plan_seconds: float
-    links: Mapping[str, Link]
+    links: Mapping[str, LinkTraffic]
     slowest_rank_seconds: float
     in_step_seconds: float
 
@@ -133,7 +133,7 @@ def request(
     colocated: bool,
     bucket_mib: float,
     link: str,
-) -> Request:
+) -> WeightPlanRequest:
     """Reads the arguments of ``megarl plan weights``.
 
     Raises:
@@ -161,7 +161,7 @@ def request(
         problems.append(_problem("--rollout", rollout, rule, "use fewer replicas, or leave --colocated away"))
     if problems or spec is None or layout is None or engines is None:
         raise ConfigError(problems, "megarl plan weights")
-    return Request(
+    return WeightPlanRequest(
         spec=spec,
         layout=layout,
         rollout=engines,
@@ -173,7 +173,7 @@ def request(
 
 
 @collector_paused()
-def plan_weights(request: Request) -> WeightsReport:
+def plan_weights(request: WeightPlanRequest) -> WeightsReport:
     """Plans the transfer and sums it up."""
     start = perf_counter()
     spec, (trainers, engines) = request.spec, request.places()
@@ -215,9 +215,9 @@ def _spread(nbytes: list[int]) -> Spread:
     return Spread(median=int(np.median(nbytes)), maximum=max(nbytes))
 
 
-def _link(traffic: Traffic, distance: Distance, speed: float) -> Link:
+def _link(traffic: Traffic, distance: Distance, speed: float) -> LinkTraffic:
     sent, received = traffic.sent[distance], traffic.received[distance]
-    return Link(
+    return LinkTraffic(
         messages=traffic.messages(distance),
         nbytes=int(sent.sum()),
         sent=int(sent.max()),
@@ -248,7 +248,7 @@ _MODEL = (
 _FAR = {"device": "same device", "node": "same node", "network": "other nodes"}
 
 
-def print_weights(request: Request, report: WeightsReport, console: Console | None = None) -> None:
+def print_weights(request: WeightPlanRequest, report: WeightsReport, console: Console | None = None) -> None:
     """Prints what the transfer takes, and how the estimate is made."""
     out = console or Console(highlight=False)
     for key, text in _lines(request, report):
@@ -275,7 +275,7 @@ def shown(nbytes: float) -> str:
     return f"{nbytes:.0f} B" if unit == 0 else f"{nbytes:.2f} {_UNITS[unit]}"
 
 
-def _lines(request: Request, report: WeightsReport) -> list[tuple[str, str]]:
+def _lines(request: WeightPlanRequest, report: WeightsReport) -> list[tuple[str, str]]:
     layout, rollout = request.layout, request.rollout
     degrees = f"TP {layout.tp} x PP {layout.pp} x DP {layout.dp}"
     degrees += f", VPP {layout.vpp}" if layout.vpp > 1 else ""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from megarl.config import EvalConfig, PPOConfig, Problem, RAFTConfig, RewardModelConfig, SFTConfig
 from megarl.config.schema import Fault, SourceFields
 from megarl.data.demonstrations import Demonstration, load_demonstrations
+from megarl.data.encoding import Encoder
 from megarl.data.preferences import Preference, load_candidates, load_pairs
 from megarl.data.prompts import load_prompts, random_prompts
 from megarl.data.sources import LeftOut, LeftOutRows, Rows
@@ -101,7 +102,7 @@ class DataReader:
         self.tokenizer, self._rules = tokenizer, ", ".join(rules)
         self._drop, self._left_out = frozenset(drop), list[tuple[str, LeftOut]]()
         self.problems: list[Problem] = []
-        self._options: dict[str, Any] = {"vocab_size": vocab_size, "chat_template": chat_template, "drop": drop}
+        self._vocab_size, self._chat_template = vocab_size, chat_template
 
     @property
     def left_out(self) -> LeftOutRows:
@@ -112,7 +113,7 @@ class DataReader:
         self, field: str, source: SourceFields, max_tokens: int, *, at_least: tuple[str, int] | None = None
     ) -> list[Prompt]:
         """Prompts of at most ``max_tokens``, and at least as many of them as a field says, given with its value."""
-        return self._read(load_prompts, field, source, max_tokens, at_least)
+        return self._read(load_prompts, field, source, max_tokens, at_least=at_least)
 
     def demonstrations(self, field: str, source: SourceFields, max_tokens: int) -> list[Demonstration]:
         """Demonstrations of at most ``max_tokens``."""
@@ -136,16 +137,15 @@ class DataReader:
         field: str,
         source: SourceFields,
         max_tokens: int,
+        *,
         at_least: tuple[str, int] | None = None,
-        **own: Any,
+        chat_template: bool | None = None,
     ) -> list[T]:
-        """The rows; none where something is wrong.
-
-        Args:
-            own: options of the source that go before the reader's.
-        """
+        """Returns the rows, none where something is wrong; ``chat_template`` overrides the reader's."""
+        chats = self._chat_template if chat_template is None else chat_template
         try:
-            rows = load(source, self.tokenizer, max_tokens=max_tokens, **{**self._options, **own})
+            encoder = Encoder(self.tokenizer, vocab_size=self._vocab_size, chat_template=chats, max_tokens=max_tokens)
+            rows = load(source, encoder, drop=self._drop)
         except (OSError, ValueError) as error:
             fix = f"correct the path or the rows (docs/data.md); what becomes of rows without use: {self._rules}"
             self.problems.append(Problem(field=field, value=source.path, rule=str(error), fix=fix))

@@ -1,4 +1,4 @@
-"""The bytes of a sync: parameters of a bucket in landing memory, frames on the wire, copies and checksums of both."""
+"""The bytes of a sync: parameters of a bucket in receive buffer, frames on the wire, copies and checksums of both."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 import xxhash
 
-from megarl.resharding.spec import LandingPlan
+from megarl.resharding.spec import RecvBufferPlan
 from megarl.resharding.sync_barrier import SyncStats
 from megarl.weights.plan import Bucket, Copy, Message
 from megarl.weights.shard_map import ITEM_BYTES, TensorInfo
 
 _ALIGNMENT = 16
-"""Frames and buckets start at multiples of this in their buffer."""
+"""FrameSender and buckets start at multiples of this in their buffer."""
 
 _SLAB_BYTES = 1 << 20
 """What is copied and then hashed at a time: no more than a core's cache holds."""
@@ -24,21 +24,21 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def half_bytes(landing: LandingPlan) -> int:
+def half_bytes(buffer: RecvBufferPlan) -> int:
     """Memory for one bucket."""
-    return aligned(max((bucket.nbytes for bucket in landing.buckets), default=0))
+    return aligned(max((bucket.nbytes for bucket in buffer.buckets), default=0))
 
 
-def landing_bytes(landing: LandingPlan) -> int:
+def recv_buffer_bytes(buffer: RecvBufferPlan) -> int:
     """Memory for all buckets that are there at once."""
-    return half_bytes(landing) * landing.depth
+    return half_bytes(buffer) * buffer.depth
 
 
-def bucket_views(memory: torch.Tensor, landing: LandingPlan, index: int) -> dict[str, torch.Tensor]:
+def bucket_views(memory: torch.Tensor, buffer: RecvBufferPlan, index: int) -> dict[str, torch.Tensor]:
     """The parameters of a bucket, or the part of one, in the flat uint8 memory where they land."""
-    start = half_bytes(landing) * (index % landing.depth)
-    bucket = landing.buckets[index]
-    return _views(memory[start : start + bucket.nbytes], bucket, landing.params)
+    start = half_bytes(buffer) * (index % buffer.depth)
+    bucket = buffer.buckets[index]
+    return _views(memory[start : start + bucket.nbytes], bucket, buffer.params)
 
 
 def _views(memory: torch.Tensor, bucket: Bucket, infos: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
@@ -60,7 +60,7 @@ def zero_holes(views: Mapping[str, torch.Tensor], holed: frozenset[str]) -> None
         views[name].zero_()
 
 
-def landed(message: Message, bucket: Bucket, views: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+def recv_views(message: Message, bucket: Bucket, views: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """Where the elements of a message's copies lie in a bucket's memory."""
     return [views[copy.target][_within(copy, bucket)] for copy in message.copies]
 

@@ -53,7 +53,7 @@ class _Bytes:
         }
 
 
-class Allocation:
+class DeviceAllocation:
     """Device memory that others may map.
 
     Args:
@@ -73,7 +73,7 @@ class Allocation:
             try:
                 self._runtime.call("cudaMalloc", ctypes.byref(self._pointer), ctypes.c_size_t(nbytes))
             except ValueError as error:
-                raise ValueError(f"no {nbytes} bytes of landing memory: {error}") from error
+                raise ValueError(f"no {nbytes} bytes of receive buffer: {error}") from error
             try:
                 self._runtime.call("cudaIpcGetMemHandle", ctypes.byref(handle), self._pointer)
             except ValueError:
@@ -89,8 +89,8 @@ class Allocation:
             self._runtime.call("cudaFree", self._pointer)
 
 
-class Mapping:
-    """Another process's Allocation on the same device.
+class DeviceMapping:
+    """Another process's DeviceAllocation on the same device.
 
     Args:
         handle: of it.
@@ -123,7 +123,7 @@ def _tensor(pointer: ctypes.c_void_p, nbytes: int, device: torch.device) -> torc
     return tensor
 
 
-class Landing(Protocol):
+class RecvBuffer(Protocol):
     """Memory that this process owns.
 
     Args:
@@ -147,7 +147,7 @@ class Landing(Protocol):
         ...
 
 
-class HostLanding:
+class HostRecvBuffer:
     """Anonymous memory of the host. It has no name, so that nothing of it is left when processes are killed.
 
     It stays from sync to sync: the first touch of a page costs as much as a copy. ``release`` gives its pages back,
@@ -159,7 +159,7 @@ class HostLanding:
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = max(1, nbytes)
-        self._file = os.memfd_create("megarl-landing", os.MFD_CLOEXEC)
+        self._file = os.memfd_create("megarl-recv", os.MFD_CLOEXEC)
         os.ftruncate(self._file, self._nbytes)
         status = os.fstat(self._file)
         self.handle = f"{os.getpid()} {self._file} {status.st_dev} {status.st_ino} {self._nbytes}"
@@ -171,7 +171,7 @@ class HostLanding:
             try:
                 os.posix_fallocate(self._file, 0, self._nbytes)
             except OSError as error:
-                raise MemoryError(f"no room for {self._nbytes} bytes of landing memory: {error}") from error
+                raise MemoryError(f"no room for {self._nbytes} bytes of receive buffer: {error}") from error
             self._map = _map(self._file, self._nbytes)
             self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
 
@@ -189,7 +189,7 @@ class HostLanding:
 
 
 def map_host(handle: str) -> torch.Tensor:
-    """Maps another process's HostLanding.
+    """Maps another process's HostRecvBuffer.
 
     Raises:
         ValueError: the process is not to be found, or not to be looked into.
@@ -213,7 +213,7 @@ def _map(file: int, nbytes: int) -> mmap.mmap:
     return mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
-class DeviceLanding:
+class DeviceRecvBuffer:
     """Memory of a CUDA device, outside every allocator's pools. It is there during a sync alone.
 
     Args:
@@ -227,9 +227,9 @@ class DeviceLanding:
 
     def prepare(self) -> None:
         if self._allocation is None:
-            from megarl.resharding.memory import Allocation
+            from megarl.resharding.memory import DeviceAllocation
 
-            self._allocation = Allocation(self._nbytes, self._device)
+            self._allocation = DeviceAllocation(self._nbytes, self._device)
             self.memory, self.handle = self._allocation.memory, self._allocation.handle
 
     def rest(self) -> None:
@@ -242,8 +242,8 @@ class DeviceLanding:
             self._allocation = None
 
 
-class Mappings:
-    """Other processes' landing memory, as this process has it mapped.
+class PeerMappings:
+    """Other processes' receive buffer, as this process has it mapped.
 
     Args:
         device: of this process, and of the memory.
@@ -265,9 +265,9 @@ class Mappings:
         if self._device.type == "cpu":
             self._mapped[receiver] = handle, map_host(handle)
         else:
-            from megarl.resharding.memory import Mapping
+            from megarl.resharding.memory import DeviceMapping
 
-            self._mapped[receiver] = handle, Mapping(handle, self._device)
+            self._mapped[receiver] = handle, DeviceMapping(handle, self._device)
 
     def __getitem__(self, receiver: int) -> torch.Tensor:
         mapped = self._mapped[receiver][1]
@@ -286,6 +286,6 @@ class Mappings:
         self._mapped.clear()
 
 
-def make_landing(nbytes: int, device: torch.device) -> Landing:
-    """Landing memory on this process's device."""
-    return HostLanding(nbytes) if device.type == "cpu" else DeviceLanding(nbytes, device)
+def make_recv_buffer(nbytes: int, device: torch.device) -> RecvBuffer:
+    """RecvBuffer memory on this process's device."""
+    return HostRecvBuffer(nbytes) if device.type == "cpu" else DeviceRecvBuffer(nbytes, device)

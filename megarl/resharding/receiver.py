@@ -1,4 +1,4 @@
-"""The receiving side of a sync: checks what has landed, and loads it while the next bucket lands."""
+"""The receiving side of a sync: checks what has recv_views, and loads it while the next bucket lands."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from megarl.resharding.buckets import (
     Checksum,
     bucket_views,
     frames_bytes,
-    landed,
-    landing_bytes,
     named,
+    recv_buffer_bytes,
+    recv_views,
     split_frames,
     sum_up,
     unpack,
     zero_holes,
 )
-from megarl.resharding.memory import Landing, make_landing
+from megarl.resharding.memory import RecvBuffer, make_recv_buffer
 from megarl.resharding.spec import senders_of
 from megarl.resharding.sync_barrier import SyncStats
-from megarl.resharding.sync_round import Session
+from megarl.resharding.sync_round import SyncRound
 from megarl.resharding.transport import PeerError, Transfer
-from megarl.resharding.wire import Awaited, Connection, Notice, Outbox
+from megarl.resharding.wire import Connection, MessageReady, Outbox, PendingMessage
 from megarl.weights.plan import Message, ReceiverPlan
 from megarl.weights.shard_map import Box
 
 
-class Port:
+class FrameReceiver:
     """The frames of one receiver; those of a bucket arrive while an earlier one is loaded.
 
     Args:
@@ -40,11 +40,11 @@ class Port:
 
     def __init__(self, connection: Connection, plan: ReceiverPlan) -> None:
         self._connection, self._plan = connection, plan
-        self._landing = connection.spec.landings[plan.rank]
-        framed = self._landing.framed
+        self._recv_buffer = connection.spec.recv_buffers[plan.rank]
+        framed = self._recv_buffer.via_network
         self.messages = [[message for message in bucket if message.sender in framed] for bucket in plan.messages]
         self._wire = torch.empty(0, dtype=torch.uint8)
-        self._arriving: list[tuple[Message, torch.Tensor, Transfer, Awaited]] = []
+        self._arriving: list[tuple[Message, torch.Tensor, Transfer, PendingMessage]] = []
 
     @property
     def staging_bytes(self) -> int:
@@ -57,7 +57,7 @@ class Port:
             self._wire = torch.empty(self.staging_bytes, dtype=torch.uint8, device=self._connection.device)
         self._receive(0)
 
-    def land(self, bucket: int, memory: torch.Tensor, stats: SyncStats) -> list[tuple[Message, Notice]]:
+    def land(self, bucket: int, memory: torch.Tensor, stats: SyncStats) -> list[tuple[Message, MessageReady]]:
         """Waits for the frames of a bucket, unpacks them, and starts to receive the next ones.
 
         Args:
@@ -67,15 +67,15 @@ class Port:
         Returns:
             What its senders say of each.
         """
-        came: list[tuple[Message, Notice]] = []
-        views = bucket_views(memory, self._landing, bucket)
+        came: list[tuple[Message, MessageReady]] = []
+        views = bucket_views(memory, self._recv_buffer, bucket)
         for message, frame, transfer, awaited in self._arriving:
             try:
                 transfer.wait()
             except PeerError as error:
                 raise PeerError(f"rank {message.sender} did not deliver {named(message)}: {error}") from error
             came.append((message, awaited.wait(stats.version)))
-            unpack(message, frame, landed(message, self._plan.buckets[bucket], views))
+            unpack(message, frame, recv_views(message, self._plan.buckets[bucket], views))
         self._receive(bucket + 1)
         return came
 
@@ -90,7 +90,7 @@ class Port:
         for message, frame in zip(messages, split_frames(self._wire, messages), strict=True):
             assert wire is not None, "frames come over the wire"
             transfer = wire.receive(message.sender, message.receiver, frame)
-            self._arriving.append((message, frame, transfer, Awaited(self._connection, message, message.sender)))
+            self._arriving.append((message, frame, transfer, PendingMessage(self._connection, message, message.sender)))
 
 
 Load = Callable[[Mapping[str, torch.Tensor], Box | None], None]
@@ -114,16 +114,16 @@ class Receiver:
     def __init__(self, connection: Connection, load: Load, *, version: int = -1) -> None:
         rank = connection.rank
         self._connection, self._load = connection, load
-        self._plan, self._plan_landing = connection.spec.receivers[rank], connection.spec.landings[rank]
-        self._session = Session(connection, version)
-        self._port = Port(connection, self._plan) if self._plan_landing.port == rank else None
-        self._landing: Landing | None = None
+        self._plan, self._buffer_plan = connection.spec.receivers[rank], connection.spec.recv_buffers[rank]
+        self._round = SyncRound(connection, version)
+        self._port = FrameReceiver(connection, self._plan) if self._buffer_plan.owner == rank else None
+        self._recv_buffer: RecvBuffer | None = None
         self._consistent = True
 
     @property
     def version(self) -> int:
         """The last version that all ranks have committed."""
-        return self._session.version
+        return self._round.version
 
     @property
     def consistent(self) -> bool:
@@ -138,7 +138,7 @@ class Receiver:
         Raises:
             SyncError: the sync was aborted. If ``consistent`` is false then, the weights must not be used.
         """
-        with self._session.sync(version, self._offer, self._join) as stats:
+        with self._round.sync(version, self._offer, self._join) as stats:
             self._receive(stats)
             self._connection.mapped.rest()
         self._consistent = True
@@ -147,9 +147,9 @@ class Receiver:
         return stats
 
     def release(self) -> None:
-        """Gives the landing memory back until the next sync; on a CPU it is kept from sync to sync otherwise."""
-        if self._landing is not None:
-            self._landing.release()
+        """Gives the receive buffer back until the next sync; on a CPU it is kept from sync to sync otherwise."""
+        if self._recv_buffer is not None:
+            self._recv_buffer.release()
         if self._port is not None:
             self._port.release()
 
@@ -162,20 +162,20 @@ class Receiver:
         self._check_plan()
         if self._port is None:
             return
-        if self._landing is None:
-            self._landing = make_landing(landing_bytes(self._plan_landing), self._connection.device)
-        self._landing.prepare()
-        for bucket in range(min(self._plan_landing.depth, len(self._plan.buckets))):
+        if self._recv_buffer is None:
+            self._recv_buffer = make_recv_buffer(recv_buffer_bytes(self._buffer_plan), self._connection.device)
+        self._recv_buffer.prepare()
+        for bucket in range(min(self._buffer_plan.depth, len(self._plan.buckets))):
             self._clear(bucket)
-        if len(self._plan_landing.framed) < len(senders_of(self._plan)):
-            self._connection.board.post(f"landing/{self._plan.rank}", self._landing.handle)
+        if len(self._buffer_plan.via_network) < len(senders_of(self._plan)):
+            self._connection.barrier.post(f"recv_buffer/{self._plan.rank}", self._recv_buffer.handle)
 
     def _join(self) -> None:
         """Maps the memory that a trainer owns for this rank."""
         if self._port is None:
             rank = self._plan.rank
-            self._connection.mapped.open(rank, self._connection.board.read(f"landing/{rank}"))
-            for bucket in range(min(self._plan_landing.depth, len(self._plan.buckets))):
+            self._connection.mapped.open(rank, self._connection.barrier.read(f"recv_buffer/{rank}"))
+            for bucket in range(min(self._buffer_plan.depth, len(self._plan.buckets))):
                 self._clear(bucket)
             self._connection.settle()
 
@@ -186,11 +186,11 @@ class Receiver:
             self._port.begin()
             stats.peak_staging_bytes = self._memory.numel() + self._port.staging_bytes
         for index, bucket in enumerate(self._plan.buckets):
-            views = bucket_views(self._memory, self._plan_landing, index)
-            for message, notice in self._arrivals(index, stats):
+            views = bucket_views(self._memory, self._buffer_plan, index)
+            for message, ready in self._arrivals(index, stats):
                 if self._connection.spec.verify:
-                    self._verify(message, notice, landed(message, bucket, views), stats)
-                stats.nbytes += notice.nbytes
+                    self._verify(message, ready, recv_views(message, bucket, views), stats)
+                stats.nbytes += ready.nbytes
                 stats.messages += 1
             with stats.stage("load"):
                 self._consistent = False
@@ -199,44 +199,46 @@ class Receiver:
         with stats.stage("transfer"):
             outbox.drain()
 
-    def _arrivals(self, index: int, stats: SyncStats) -> list[tuple[Message, Notice]]:
+    def _arrivals(self, index: int, stats: SyncStats) -> list[tuple[Message, MessageReady]]:
         """Waits until all messages of a bucket have landed."""
         with stats.stage("transfer"):
             came = [] if self._port is None else self._port.land(index, self._memory, stats)
             known = {message.sender for message, _ in came}
             others = [message for message in self._plan.messages[index] if message.sender not in known]
-            awaited = [(message, Awaited(self._connection, message, self._writer(message))) for message in others]
-            return [*came, *((message, notice.wait(stats.version)) for message, notice in awaited)]
+            awaited = [
+                (message, PendingMessage(self._connection, message, self._writer(message))) for message in others
+            ]
+            return [*came, *((message, ready.wait(stats.version)) for message, ready in awaited)]
 
     def _free(self, index: int, outbox: Outbox) -> None:
         """Lets others write the bucket that comes to where a loaded one was."""
-        following = index + self._plan_landing.depth
+        following = index + self._buffer_plan.depth
         if following < len(self._plan.buckets):
             self._clear(following)
             for writer in sorted({self._writer(message) for message in self._plan.messages[following]}):
                 if writer != self._plan.rank:
-                    outbox.grant(writer, self._plan.rank, following)
+                    outbox.give_credit(writer, self._plan.rank, following)
 
-    def _verify(self, message: Message, notice: Notice, targets: list[torch.Tensor], stats: SyncStats) -> None:
+    def _verify(self, message: Message, ready: MessageReady, targets: list[torch.Tensor], stats: SyncStats) -> None:
         checksum = Checksum(message, stats)
         sum_up(targets, checksum)
-        if checksum.value != notice.checksum:
+        if checksum.value != ready.checksum:
             raise CorruptMessageError(
                 f"the message from rank {message.sender} for bucket {message.bucket} is corrupt: {named(message)}"
             )
 
     def _writer(self, message: Message) -> int:
-        """The rank that writes a message to the landing memory."""
-        return self._plan_landing.port if message.sender in self._plan_landing.framed else message.sender
+        """The rank that writes a message to the receive buffer."""
+        return self._buffer_plan.owner if message.sender in self._buffer_plan.via_network else message.sender
 
     def _clear(self, index: int) -> None:
-        """Makes a bucket's memory ready: nothing is written to holes."""
+        """Makes a bucket's memory ready: nothing is written to padding."""
         if self._plan.holed.intersection(self._plan.buckets[index].params):
-            zero_holes(bucket_views(self._memory, self._plan_landing, index), self._plan.holed)
+            zero_holes(bucket_views(self._memory, self._buffer_plan, index), self._plan.holed)
 
     @property
     def _memory(self) -> torch.Tensor:
-        return self._connection.mapped[self._plan.rank] if self._landing is None else self._landing.memory
+        return self._connection.mapped[self._plan.rank] if self._recv_buffer is None else self._recv_buffer.memory
 
     def _check_plan(self) -> None:
         plan = self._plan

@@ -7,12 +7,12 @@ from itertools import groupby
 
 import torch
 
-from megarl.resharding.buckets import Checksum, bucket_views, landed, landing_bytes, pack
-from megarl.resharding.memory import Landing, make_landing
-from megarl.resharding.receiver import Port
+from megarl.resharding.buckets import Checksum, bucket_views, pack, recv_buffer_bytes, recv_views
+from megarl.resharding.memory import RecvBuffer, make_recv_buffer
+from megarl.resharding.receiver import FrameReceiver
 from megarl.resharding.sync_barrier import SyncStats
-from megarl.resharding.sync_round import Session
-from megarl.resharding.wire import Connection, Frames, Grants, Notice, Outbox
+from megarl.resharding.sync_round import SyncRound
+from megarl.resharding.wire import Connection, Credits, FrameSender, MessageReady, Outbox
 from megarl.weights.plan import Message
 
 
@@ -20,7 +20,7 @@ class Sender:
     """Sends a rank's part of a plan.
 
     What another process can map of a receiver's memory is written there, without staging; the rest is packed into
-    frames. On CUDA the rank also owns the landing memory of the engine on its device, and is its port.
+    frames. On CUDA the rank also owns the receive buffer of the engine on its device, and is its port.
 
     Args:
         connection: to the other ranks.
@@ -34,20 +34,22 @@ class Sender:
         spec, rank = connection.spec, connection.rank
         self._connection, self._params = connection, params
         self._plan = spec.sender(rank)
-        self._session = Session(connection, version)
-        framed = [message for message in self._plan.messages if rank in spec.landings[message.receiver].framed]
-        self._frames = Frames(connection, framed, self._plan.staging_bytes, self._pack)
-        reached = [message for message in self._plan.messages if rank not in spec.landings[message.receiver].framed]
+        self._round = SyncRound(connection, version)
+        framed = [message for message in self._plan.messages if rank in spec.recv_buffers[message.receiver].via_network]
+        self._frames = FrameSender(connection, framed, self._plan.staging_bytes, self._pack)
+        reached = [
+            message for message in self._plan.messages if rank not in spec.recv_buffers[message.receiver].via_network
+        ]
         self._reached = {b: list(group) for b, group in groupby(reached, key=lambda message: message.bucket)}
         self._receivers = sorted({message.receiver for message in reached})
-        hosted = [part for receiver, part in spec.receivers.items() if spec.landings[receiver].port == rank]
-        self._ports = {part.rank: Port(connection, part) for part in hosted}
-        self._landings: dict[int, Landing] = {}
+        hosted = [part for receiver, part in spec.receivers.items() if spec.recv_buffers[receiver].owner == rank]
+        self._ports = {part.rank: FrameReceiver(connection, part) for part in hosted}
+        self._recv_buffers: dict[int, RecvBuffer] = {}
 
     @property
     def version(self) -> int:
         """The last version that all ranks have committed."""
-        return self._session.version
+        return self._round.version
 
     def send(self, version: int) -> SyncStats:
         """Sends the parameters as they are now; returns when all ranks have committed the version.
@@ -57,7 +59,7 @@ class Sender:
         Raises:
             SyncError: the sync was aborted.
         """
-        with self._session.sync(version, self._offer, self._join) as stats:
+        with self._round.sync(version, self._offer, self._join) as stats:
             self._send(stats)
             self._connection.mapped.rest()
         if self._connection.device.type != "cpu":
@@ -65,12 +67,12 @@ class Sender:
         return stats
 
     def release(self) -> None:
-        """Gives staging and landing memory back; on a CPU it is kept from sync to sync otherwise."""
+        """Gives staging and receive buffer back; on a CPU it is kept from sync to sync otherwise."""
         self._frames.release()
         for port in self._ports.values():
             port.release()
-        for landing in self._landings.values():
-            landing.release()
+        for buffer in self._recv_buffers.values():
+            buffer.release()
 
     def _offer(self) -> None:
         """Checks the parameters, and offers the memory of the engine on this device.
@@ -88,17 +90,17 @@ class Sender:
             raise ValueError("; ".join(problems))
         connection = self._connection
         for receiver in self._ports:
-            if receiver not in self._landings:
-                nbytes = landing_bytes(connection.spec.landings[receiver])
-                self._landings[receiver] = make_landing(nbytes, connection.device)
-            self._landings[receiver].prepare()
-            connection.board.post(f"landing/{receiver}", self._landings[receiver].handle)
+            if receiver not in self._recv_buffers:
+                nbytes = recv_buffer_bytes(connection.spec.recv_buffers[receiver])
+                self._recv_buffers[receiver] = make_recv_buffer(nbytes, connection.device)
+            self._recv_buffers[receiver].prepare()
+            connection.barrier.post(f"recv_buffer/{receiver}", self._recv_buffers[receiver].handle)
 
     def _join(self) -> None:
         """Maps the memory of others to which this rank writes."""
         for receiver in self._receivers:
-            if receiver not in self._landings:
-                self._connection.mapped.open(receiver, self._connection.board.read(f"landing/{receiver}"))
+            if receiver not in self._recv_buffers:
+                self._connection.mapped.open(receiver, self._connection.barrier.read(f"recv_buffer/{receiver}"))
 
     def _send(self, stats: SyncStats) -> None:
         """Goes through the buckets: their frames first, which take time, then what is written in place.
@@ -106,55 +108,57 @@ class Sender:
         In a bucket, a rank waits for what others do in earlier ones and for frames that are under way, so that some
         rank can always go on.
         """
-        outbox, grants = Outbox(self._connection), Grants(self._connection)
+        outbox, credits = Outbox(self._connection), Credits(self._connection)
         self._frames.begin()
         for port in self._ports.values():
             port.begin()
         stats.peak_staging_bytes = (
             self._frames.staging_bytes
             + sum(port.staging_bytes for port in self._ports.values())
-            + sum(landing.memory.numel() for landing in self._landings.values())
+            + sum(buffer.memory.numel() for buffer in self._recv_buffers.values())
         )
         for bucket in range(self._num_buckets()):
             self._frames.send(bucket, outbox, stats)
             for message in self._reached.get(bucket, ()):
                 with stats.stage("transfer"):
-                    grants.wait(message)
-                landing = self._connection.spec.landings[message.receiver]
-                views = bucket_views(self._memory(message.receiver), landing, bucket)
-                notice = self._pack(message, landed(message, landing.buckets[bucket], views), stats)
-                self._connection.put[message.receiver] += notice.nbytes
-                outbox.notify(message.receiver, message, notice)
+                    credits.wait(message)
+                buffer = self._connection.spec.recv_buffers[message.receiver]
+                views = bucket_views(self._memory(message.receiver), buffer, bucket)
+                ready = self._pack(message, recv_views(message, buffer.buckets[bucket], views), stats)
+                self._connection.put[message.receiver] += ready.nbytes
+                outbox.notify(message.receiver, message, ready)
             for receiver, port in self._ports.items():
-                self._pass_on(receiver, port, bucket, grants, outbox, stats)
+                self._pass_on(receiver, port, bucket, credits, outbox, stats)
         self._frames.drain(stats)
         with stats.stage("transfer"):
             outbox.drain()
 
     def _pass_on(
-        self, receiver: int, port: Port, bucket: int, grants: Grants, outbox: Outbox, stats: SyncStats
+        self, receiver: int, port: FrameReceiver, bucket: int, credits: Credits, outbox: Outbox, stats: SyncStats
     ) -> None:
         """Lands what others have sent for the engine on this device, and says so to it."""
         if bucket >= len(port.messages):
             return
         with stats.stage("transfer"):
             for message in port.messages[bucket]:
-                grants.wait(message)
-            for message, notice in port.land(bucket, self._memory(receiver), stats):
-                outbox.notify(receiver, message, notice)
+                credits.wait(message)
+            for message, ready in port.land(bucket, self._memory(receiver), stats):
+                outbox.notify(receiver, message, ready)
 
-    def _pack(self, message: Message, targets: Sequence[torch.Tensor], stats: SyncStats) -> Notice:
+    def _pack(self, message: Message, targets: Sequence[torch.Tensor], stats: SyncStats) -> MessageReady:
         """Writes a message; what there is to say of it."""
         checksum = Checksum(message, stats) if self._connection.spec.verify else None
         with stats.stage("pack"):
             nbytes = pack(message, self._params, targets, checksum)
         stats.nbytes += nbytes
         stats.messages += 1
-        return Notice(stats.version, message.bucket, nbytes, checksum.value if checksum else 0)
+        return MessageReady(stats.version, message.bucket, nbytes, checksum.value if checksum else 0)
 
     def _memory(self, receiver: int) -> torch.Tensor:
-        """A receiver's landing memory."""
-        return self._landings[receiver].memory if receiver in self._landings else self._connection.mapped[receiver]
+        """A receiver's receive buffer."""
+        return (
+            self._recv_buffers[receiver].memory if receiver in self._recv_buffers else self._connection.mapped[receiver]
+        )
 
     def _num_buckets(self) -> int:
         """Of the receivers to which this rank sends, or whose port it is."""

@@ -11,22 +11,22 @@ from megarl.weights.shard_map import TensorInfo
 from megarl.weights.topology import Place
 
 Device = Literal["cpu", "cuda"]
-Transport = Literal["auto", "gloo", "shared_memory"]
+TransportName = Literal["auto", "gloo", "shared_memory"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LandingPlan:
-    """How the messages for one receiver arrive: in landing memory, laid out as the parameters of a bucket.
+class RecvBufferPlan:
+    """How the messages for one receiver arrive: in receive buffer, laid out as the parameters of a bucket.
 
     Args:
-        port: the rank that owns the memory: the receiver itself, or the trainer on its device.
+        owner: the rank that owns the memory: the receiver itself, or the trainer on its device.
         framed: senders that cannot write to the memory; theirs come to the port as frames, which it unpacks.
         depth: buckets that the memory holds. Where frames come it is one, for they wait in a buffer of their own.
         params, buckets: of the receiver's plan.
     """
 
-    port: int
-    framed: frozenset[int]
+    owner: int
+    via_network: frozenset[int]
     depth: int
     params: Mapping[str, TensorInfo]
     buckets: tuple[Bucket, ...]
@@ -43,7 +43,7 @@ class SyncSpec:
         fingerprint: of the plan.
         staging_bytes: of the plan's largest bucket.
         senders, receivers: the plan's parts, by rank.
-        landings: by receiver.
+        recv_buffers: by receiver.
         wire: the ranks that send frames or are sent them.
         verify: every message carries a checksum.
         timeout_s: how long a rank waits for others before it aborts the sync.
@@ -57,7 +57,7 @@ class SyncSpec:
     staging_bytes: int
     senders: Mapping[int, SenderPlan]
     receivers: Mapping[int, ReceiverPlan]
-    landings: Mapping[int, LandingPlan]
+    recv_buffers: Mapping[int, RecvBufferPlan]
     wire: tuple[int, ...]
     verify: bool = True
     timeout_s: float = 300.0
@@ -72,7 +72,7 @@ class SyncSpec:
         port: int,
         places: Sequence[Place],
         device: Device = "cpu",
-        transport: Transport = "auto",
+        transport: TransportName = "auto",
         verify: bool = True,
         timeout_s: float = 300.0,
     ) -> SyncSpec:
@@ -87,7 +87,7 @@ class SyncSpec:
         Raises:
             ValueError: the transport does not reach, or the places cannot be; all problems are listed.
         """
-        landings = plan_landings(plan, places, device=device, transport=transport)
+        recv_buffers = plan_recv_buffers(plan, places, device=device, transport=transport)
         return cls(
             name=name,
             host=host,
@@ -97,8 +97,8 @@ class SyncSpec:
             staging_bytes=plan.staging_bytes,
             senders=plan.senders,
             receivers=plan.receivers,
-            landings=landings,
-            wire=wire_ranks(landings),
+            recv_buffers=recv_buffers,
+            wire=wire_ranks(recv_buffers),
             verify=verify,
             timeout_s=timeout_s,
         )
@@ -107,36 +107,38 @@ class SyncSpec:
         """The spec with nothing but these ranks' parts: what is sent to their process."""
         senders = {rank: part for rank, part in self.senders.items() if rank in ranks}
         reached = {message.receiver for part in senders.values() for message in part.messages}
-        receivers = {r: part for r, part in self.receivers.items() if r in ranks or self.landings[r].port in ranks}
-        landings = {r: landing for r, landing in self.landings.items() if r in reached or r in receivers}
-        return replace(self, senders=senders, receivers=receivers, landings=landings)
+        receivers = {r: part for r, part in self.receivers.items() if r in ranks or self.recv_buffers[r].owner in ranks}
+        recv_buffers = {r: buffer for r, buffer in self.recv_buffers.items() if r in reached or r in receivers}
+        return replace(self, senders=senders, receivers=receivers, recv_buffers=recv_buffers)
 
     def wire_peers(self, rank: int) -> list[int]:
         """The ranks with which a rank, whose parts these are, exchanges frames."""
-        return sorted({*self.framed_to(rank), *self.framed_from(rank)})
+        return sorted({*self.network_receivers(rank), *self.network_senders(rank)})
 
     def peers(self, rank: int) -> list[int]:
         """The ranks with which a rank, whose parts these are, exchanges small messages."""
-        peers = {*self.framed_to(rank), *self.framed_from(rank)}
+        peers = {*self.network_receivers(rank), *self.network_senders(rank)}
         for message in self.sender(rank).messages:
-            if rank not in self.landings[message.receiver].framed:
+            if rank not in self.recv_buffers[message.receiver].via_network:
                 peers.add(message.receiver)
         for receiver, part in self.receivers.items():
-            landing = self.landings[receiver]
+            buffer = self.recv_buffers[receiver]
             if receiver == rank:
-                peers.update(landing.port if s in landing.framed else s for s in senders_of(part))
-            elif landing.port == rank and landing.framed:
+                peers.update(buffer.owner if s in buffer.via_network else s for s in senders_of(part))
+            elif buffer.owner == rank and buffer.via_network:
                 peers.add(receiver)
         return sorted(peers - {rank})
 
-    def framed_to(self, rank: int) -> set[int]:
+    def network_receivers(self, rank: int) -> set[int]:
         """The ports of those to which a rank sends frames."""
-        landings = [self.landings[message.receiver] for message in self.sender(rank).messages]
-        return {landing.port for landing in landings if rank in landing.framed}
+        recv_buffers = [self.recv_buffers[message.receiver] for message in self.sender(rank).messages]
+        return {buffer.owner for buffer in recv_buffers if rank in buffer.via_network}
 
-    def framed_from(self, rank: int) -> set[int]:
+    def network_senders(self, rank: int) -> set[int]:
         """The ranks that send frames to a port."""
-        return {sender for landing in self.landings.values() if landing.port == rank for sender in landing.framed}
+        return {
+            sender for buffer in self.recv_buffers.values() if buffer.owner == rank for sender in buffer.via_network
+        }
 
     def sender(self, rank: int) -> SenderPlan:
         """A rank's part in sending; an empty one where the plan has another replica send."""
@@ -146,34 +148,36 @@ class SyncSpec:
         return self.senders.get(rank, idle)
 
 
-def wire_ranks(landings: Mapping[int, LandingPlan]) -> tuple[int, ...]:
+def wire_ranks(recv_buffers: Mapping[int, RecvBufferPlan]) -> tuple[int, ...]:
     """The ranks between which frames go."""
-    framed = [landing for landing in landings.values() if landing.framed]
-    return tuple(sorted({rank for landing in framed for rank in (landing.port, *landing.framed)}))
+    framed = [buffer for buffer in recv_buffers.values() if buffer.via_network]
+    return tuple(sorted({rank for buffer in framed for rank in (buffer.owner, *buffer.via_network)}))
 
 
-def plan_landings(
-    plan: TransferPlan, places: Sequence[Place], *, device: Device, transport: Transport
-) -> dict[int, LandingPlan]:
+def plan_recv_buffers(
+    plan: TransferPlan, places: Sequence[Place], *, device: Device, transport: TransportName
+) -> dict[int, RecvBufferPlan]:
     """Decides the way of every message; see ``SyncSpec.of``."""
     problems = _problems(plan, places, device, transport)
     if problems:
         raise ValueError("; ".join(problems))
     trainers = {place.device: rank for rank, place in enumerate(places) if rank not in plan.receivers}
-    landings: dict[int, LandingPlan] = {}
+    recv_buffers: dict[int, RecvBufferPlan] = {}
     for rank, part in plan.receivers.items():
-        port = trainers.get(places[rank].device, rank) if device == "cuda" else rank
+        owner = trainers.get(places[rank].device, rank) if device == "cuda" else rank
         shared = device == "cpu" and transport != "gloo"
         framed = frozenset(
-            sender for sender in senders_of(part) if sender != port and not (shared and _near(places, sender, rank))
+            sender for sender in senders_of(part) if sender != owner and not (shared and _near(places, sender, rank))
         )
-        landings[rank] = LandingPlan(
-            port=port, framed=framed, depth=1 if framed else 2, params=part.params, buckets=part.buckets
+        recv_buffers[rank] = RecvBufferPlan(
+            owner=owner, via_network=framed, depth=1 if framed else 2, params=part.params, buckets=part.buckets
         )
-    return landings
+    return recv_buffers
 
 
-def _problems(plan: TransferPlan, places: Sequence[Place], kind_of_device: Device, transport: Transport) -> list[str]:
+def _problems(
+    plan: TransferPlan, places: Sequence[Place], kind_of_device: Device, transport: TransportName
+) -> list[str]:
     """What keeps messages from their ways."""
     problems: list[str] = []
     if kind_of_device == "cuda" and transport != "auto":

@@ -61,7 +61,7 @@ _STORE_TIMEOUT = timedelta(seconds=60)
 """To reach the store, which is there before the ranks hear of it."""
 
 
-class Board:
+class SyncBarrier:
     """One rank's access to a store that all ranks share.
 
     A place is a key prefix, where the ranks meet once. It gets one verdict, which the first to decide sets for all: the
@@ -69,7 +69,7 @@ class Board:
     answers those who wait when the verdict is there.
 
     Args:
-        store: keys are the board's own.
+        store: keys are the barrier's own.
         rank, size: this rank of how many.
         timeout_s: how long to wait for the others.
 

@@ -10,7 +10,7 @@ from megarl.resharding.sync_barrier import SyncError, SyncStats
 from megarl.resharding.wire import Connection
 
 
-class Session:
+class SyncRound:
     """One rank's part in the syncs over one connection.
 
     Args:
@@ -22,7 +22,7 @@ class Session:
     def __init__(self, connection: Connection, version: int) -> None:
         self.version = version
         self._connection = connection
-        self._board = connection.board
+        self._barrier = connection.barrier
         self._round = 0
 
     @contextmanager
@@ -47,16 +47,16 @@ class Session:
         with stats.stage("agree"):
             self._check(agreed, lambda: self._check_version(version))
             self._check(agreed, offer)
-            self._board.meet(agreed, {"version": f"{version}"})
+            self._barrier.meet(agreed, {"version": f"{version}"})
             self._check(ready, join)
-            self._board.meet(ready)
+            self._barrier.meet(ready)
             for place in ("agreed", "ready", "done"):  # all have left the round before
-                self._board.forget(f"{self._round - 1}/{place}")
-        self._board.ahead = done
+                self._barrier.forget(f"{self._round - 1}/{place}")
+        self._barrier.ahead = done
         try:
             yield stats
             with stats.stage("commit"):
-                self._board.meet(done)
+                self._barrier.meet(done)
         except SyncError:
             self._connection.abort()
             raise
@@ -69,7 +69,7 @@ class Session:
         try:
             step()
         except Exception as error:  # whatever it is, the others must not wait for this rank
-            self._board.abort(place, f"{error}")
+            self._barrier.abort(place, f"{error}")
 
     def _check_version(self, version: int) -> None:
         if not self._connection.connected:
@@ -79,6 +79,6 @@ class Session:
 
     def _break(self, place: str, error: Exception) -> NoReturn:
         try:
-            self._board.abort(place, f"{error}")
+            self._barrier.abort(place, f"{error}")
         finally:
             self._connection.abort()

@@ -163,7 +163,7 @@ class NcclTransport:
         to, from_: the peers to which this rank sends, and those from which it receives.
         device: of this process.
         look: called from time to time by whoever waits; raises where the sync has been aborted. Unlike a TCP
-            connection, NCCL does not notice that a peer is gone.
+            connection, NCCL does not ready that a peer is gone.
 
     Raises:
         RuntimeError: NCCL cannot connect.

@@ -11,9 +11,9 @@ import torch
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]  (public by its documentation)
 
 from megarl.resharding.buckets import frames_bytes, named, payload, split_frames
-from megarl.resharding.memory import Mappings
+from megarl.resharding.memory import PeerMappings
 from megarl.resharding.spec import SyncSpec
-from megarl.resharding.sync_barrier import Board, SyncStats, open_store
+from megarl.resharding.sync_barrier import SyncBarrier, SyncStats, open_store
 from megarl.resharding.transport import GlooTransport, NcclTransport, PeerError, Transfer, Transport
 from megarl.weights.plan import Message
 
@@ -25,21 +25,21 @@ class Connection:
     Args:
         spec: with this rank's parts.
         rank: of how many others.
-        device: of parameters, frames and landing memory.
-        board: where all meet.
+        device: of parameters, frames and receive buffer.
+        barrier: where all meet.
         control: carries small messages: Gloo on every device, so that a rank that is gone is noticed.
         wire: carries frames; None where this rank has none.
-        mapped: other processes' landing memory, by receiver.
+        mapped: other processes' receive buffer, by receiver.
         put: payload bytes that this rank has written into others' memory, by receiver.
     """
 
     spec: SyncSpec
     rank: int
     device: torch.device
-    board: Board
+    barrier: SyncBarrier
     control: Transport
     wire: Transport | None
-    mapped: Mappings
+    mapped: PeerMappings
     put: Counter[int] = field(default_factory=Counter)
 
     @property
@@ -81,9 +81,9 @@ def connect(spec: SyncSpec, rank: int, device: torch.device | str = "cpu") -> Co
     """
     device = torch.device(device)
     store = open_store(spec.host, spec.port, spec.name)
-    board = Board(store, rank, spec.world_size, spec.timeout_s)
-    board.meet("connect/start", {"plan": spec.fingerprint, "verify": f"{spec.verify}"})
-    board.ahead = "connect/done"
+    barrier = SyncBarrier(store, rank, spec.world_size, spec.timeout_s)
+    barrier.meet("connect/start", {"plan": spec.fingerprint, "verify": f"{spec.verify}"})
+    barrier.ahead = "connect/done"
     wire: Transport | None = None
     try:
         members, peers = range(spec.world_size), spec.peers(rank)
@@ -97,28 +97,28 @@ def connect(spec: SyncSpec, rank: int, device: torch.device | str = "cpu") -> Co
                     frames,
                     spec.wire,
                     rank,
-                    to=spec.framed_to(rank),
-                    from_=spec.framed_from(rank),
+                    to=spec.network_receivers(rank),
+                    from_=spec.network_senders(rank),
                     device=device,
                     timeout_s=spec.timeout_s,
-                    look=board.look_ahead,
+                    look=barrier.look_ahead,
                 )
     except RuntimeError as error:
-        board.abort("connect/done", f"could not connect: {error}")
-    board.meet("connect/done")
+        barrier.abort("connect/done", f"could not connect: {error}")
+    barrier.meet("connect/done")
     return Connection(
         spec=spec,
         rank=rank,
         device=device,
-        board=board,
+        barrier=barrier,
         control=control,
         wire=wire,
-        mapped=Mappings(device),
+        mapped=PeerMappings(device),
     )
 
 
 @dataclass(frozen=True)
-class Notice:
+class MessageReady:
     """Says that a message is where it was to go.
 
     Args:
@@ -133,8 +133,8 @@ class Notice:
     checksum: int
 
 
-class Awaited:
-    """A notice of a message that is on its way.
+class PendingMessage:
+    """A ready of a message that is on its way.
 
     Args:
         connection: on which it comes.
@@ -147,8 +147,8 @@ class Awaited:
         self._numbers = torch.empty(4, dtype=torch.int64)
         self._transfer = connection.control.receive(peer, message.sender, self._numbers)
 
-    def wait(self, version: int) -> Notice:
-        """The notice.
+    def wait(self, version: int) -> MessageReady:
+        """The ready.
 
         Raises:
             PeerError: it does not come, or is about something else.
@@ -158,14 +158,14 @@ class Awaited:
             self._transfer.wait()
         except PeerError as error:
             raise PeerError(f"rank {message.sender} did not deliver {named(message)}: {error}") from error
-        notice = Notice(*self._numbers.tolist())
-        said = (notice.version, notice.bucket, notice.nbytes)
+        ready = MessageReady(*self._numbers.tolist())
+        said = (ready.version, ready.bucket, ready.nbytes)
         if said != (version, message.bucket, message.nbytes):
             raise PeerError(
                 f"rank {message.sender} delivered version {said[0]}, bucket {said[1]}, {said[2]} bytes for "
                 f"{named(message)}; planned was version {version}, bucket {message.bucket}, {message.nbytes} bytes"
             )
-        return notice
+        return ready
 
 
 class Outbox:
@@ -179,12 +179,12 @@ class Outbox:
         self._connection = connection
         self._under_way: list[tuple[Transfer, str]] = []
 
-    def notify(self, peer: int, message: Message, notice: Notice) -> None:
-        """Tells a rank that a message has landed, when what was started on the device is done."""
+    def notify(self, peer: int, message: Message, ready: MessageReady) -> None:
+        """Tells a rank that a message has recv_views, when what was started on the device is done."""
         self._connection.settle()
-        self._send(peer, message.sender, torch.tensor(astuple(notice)), named(message))
+        self._send(peer, message.sender, torch.tensor(astuple(ready)), named(message))
 
-    def grant(self, writer: int, receiver: int, bucket: int) -> None:
+    def give_credit(self, writer: int, receiver: int, bucket: int) -> None:
         """Lets a rank write a bucket, when what was started on the device is done."""
         self._connection.settle()
         self._send(writer, receiver, torch.tensor([bucket]), f"the memory of bucket {bucket}")
@@ -199,14 +199,14 @@ class Outbox:
             try:
                 transfer.wait()
             except PeerError as error:
-                raise PeerError(f"no notice was taken of {what}: {error}") from error
+                raise PeerError(f"no ready was taken of {what}: {error}") from error
         self._under_way.clear()
 
     def _send(self, peer: int, tag: int, numbers: torch.Tensor, what: str) -> None:
         self._under_way.append((self._connection.control.send(peer, tag, numbers), what))
 
 
-class Grants:
+class Credits:
     """What this rank may write, by receiver; the first buckets, as many as the memory holds, it always may.
 
     Args:
@@ -224,7 +224,7 @@ class Grants:
             PeerError: the receiver is gone.
         """
         receiver, bucket = message.receiver, message.bucket
-        while bucket >= max(self._connection.spec.landings[receiver].depth, self._granted[receiver] + 1):
+        while bucket >= max(self._connection.spec.recv_buffers[receiver].depth, self._granted[receiver] + 1):
             number = torch.empty(1, dtype=torch.int64)
             try:
                 self._connection.control.receive(receiver, receiver, number).wait()
@@ -233,11 +233,11 @@ class Grants:
             self._granted[receiver] = int(number)
 
 
-Pack = Callable[[Message, Sequence[torch.Tensor], SyncStats], Notice]
+Pack = Callable[[Message, Sequence[torch.Tensor], SyncStats], MessageReady]
 """Writes a message's elements to their places; what there is to say of it."""
 
 
-class Frames:
+class FrameSender:
     """The messages of a rank that go over the wire.
 
     Args:
@@ -281,12 +281,12 @@ class Frames:
             self._wait(which, stats)
             half = self._memory[: self._sizes[0]] if which == 0 else self._memory[self._sizes[0] :]
             for message, frame in zip(batch, split_frames(half, batch), strict=True):
-                notice = self._pack(message, payload(message, frame), stats)
-                port = self._connection.spec.landings[message.receiver].port
+                ready = self._pack(message, payload(message, frame), stats)
+                port = self._connection.spec.recv_buffers[message.receiver].owner
                 assert self._connection.wire is not None, "frames go over the wire"
                 transfer = self._connection.wire.send(port, message.receiver, frame)
                 self._under_way[which].append((message, transfer))
-                outbox.notify(port, message, notice)
+                outbox.notify(port, message, ready)
 
     def drain(self, stats: SyncStats) -> None:
         """Waits until all have arrived.

@@ -78,7 +78,7 @@ def export_plan(maps: Sequence[ShardMap], tensors: Mapping[str, TensorInfo]) -> 
     Raises:
         PlanError: the ranks together lack a region.
     """
-    sources = [Holder(rank=rank, map=shard) for rank, shard in enumerate(maps)]
+    sources = [Holder(rank=rank, map=shard_map) for rank, shard_map in enumerate(maps)]
     return plan(sources, [Holder(rank=FILES_RANK, map=ShardMap.identity(tensors))], bucket_bytes=1 << 28)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from megarl.weights.plan import Copy
 from megarl.weights.planner import Holder, plan
-from megarl.weights.shard_map import ITEM_BYTES, Box, Manifest, Piece, ShardMap, TensorInfo
+from megarl.weights.shard_map import ITEM_BYTES, Box, Manifest, Shard, ShardMap, TensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -145,8 +145,8 @@ class HFDirectory:
         """The directory's shard map: the manifest's tensors, whole, under the names that they have here."""
         held = {name: info for name, info in self.tensors.items() if manifest.canonical(name) in manifest.tensors}
         whole = {name: Box.whole(info.shape) for name, info in held.items()}
-        pieces = [Piece(param=name, box=box, name=manifest.canonical(name), region=box) for name, box in whole.items()]
-        return ShardMap(params=held, pieces=tuple(pieces))
+        shards = [Shard(param=name, box=box, name=manifest.canonical(name), region=box) for name, box in whole.items()]
+        return ShardMap(params=held, shards=tuple(shards))
 
     def check(self, manifest: Manifest) -> None:
         """Compares with what is needed.
@@ -208,11 +208,11 @@ def untied(
     return problems
 
 
-def load_shard(shard: ShardMap, directory: str | Path, manifest: Manifest) -> dict[str, torch.Tensor]:
+def load_shard(shard_map: ShardMap, directory: str | Path, manifest: Manifest) -> dict[str, torch.Tensor]:
     """Reads a holder's local parameters, and no more, from an HF directory.
 
     Args:
-        shard: the holder's map; the tensors get its dtypes, and zeros in its holes.
+        shard_map: the holder's map; the tensors get its dtypes, and zeros in its padding.
         directory: the checkpoint.
         manifest: what it has to contain; parameters of tensors that are not in it are left out of the result.
 
@@ -223,7 +223,7 @@ def load_shard(shard: ShardMap, directory: str | Path, manifest: Manifest) -> di
 
     source = HFDirectory(directory)
     source.check(manifest)
-    wanted = _restrict(shard, manifest)
+    wanted = _restrict(shard_map, manifest)
     transfer = plan(
         [Holder(rank=FILES_RANK, map=source.map(manifest))], [Holder(rank=0, map=wanted)], bucket_bytes=1 << 30
     )
@@ -239,13 +239,13 @@ def load_shard(shard: ShardMap, directory: str | Path, manifest: Manifest) -> di
     return tensors
 
 
-def _restrict(shard: ShardMap, manifest: Manifest) -> ShardMap:
+def _restrict(shard_map: ShardMap, manifest: Manifest) -> ShardMap:
     """The part of a map that holds the manifest's tensors."""
-    dropped = {piece.param for piece in shard.pieces if piece.name not in manifest.tensors}
+    dropped = {shard.param for shard in shard_map.shards if shard.name not in manifest.tensors}
     return ShardMap(
-        params={name: info for name, info in shard.params.items() if name not in dropped},
-        pieces=tuple(piece for piece in shard.pieces if piece.param not in dropped),
-        holes=tuple(hole for hole in shard.holes if hole.param not in dropped),
+        params={name: info for name, info in shard_map.params.items() if name not in dropped},
+        shards=tuple(shard for shard in shard_map.shards if shard.param not in dropped),
+        padding=tuple(padding for padding in shard_map.padding if padding.param not in dropped),
     )
 
 
@@ -272,9 +272,9 @@ def _open(file: Path) -> Any:
     return cast("Callable[..., Any]", safe_open)(str(file), framework="pt")
 
 
-def _dtype(piece: Any) -> str:
+def _dtype(shard: Any) -> str:
     """The dtype of a tensor; what safetensors calls it where weights cannot have it."""
-    code = str(piece.get_dtype())
+    code = str(shard.get_dtype())
     return DTYPES.get(code, code)
 
 
@@ -285,7 +285,7 @@ def _header(file: Path) -> dict[str, TensorInfo]:
     try:
         with _open(file) as reader:
             slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118 (not a dict)
-            return {name: TensorInfo(tuple(piece.get_shape()), _dtype(piece)) for name, piece in slices.items()}
+            return {name: TensorInfo(tuple(shard.get_shape()), _dtype(shard)) for name, shard in slices.items()}
     except FileNotFoundError as error:
         raise CheckpointError(f"{file.name} is missing") from error
     except SafetensorError as error:

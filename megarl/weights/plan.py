@@ -72,7 +72,7 @@ class Bucket:
 
     Args:
         params: their names, in load order.
-        nbytes: of what arrives, holes included.
+        nbytes: of what arrives, padding included.
         box: of the only parameter, where this is a part of it; the parts follow one another in row-major order.
         last: the parameters are whole when this bucket has arrived.
     """
@@ -113,7 +113,7 @@ class ReceiverPlan:
     Args:
         fingerprint: of the plan that it is a part of.
         params: the manifest: every local parameter, in load order, which may begin at any bucket.
-        holed: the parameters of which some elements are holes, which are written as zero.
+        holed: the parameters of which some elements are padding, which are written as zero.
         buckets: in order of their arrival.
         messages: per bucket, one message from each of its senders.
     """
@@ -127,7 +127,7 @@ class ReceiverPlan:
 
     @property
     def nbytes(self) -> int:
-        """Payload bytes that the rank receives: its shard without holes, once."""
+        """Payload bytes that the rank receives: its shard without padding, once."""
         return sum(message.nbytes for bucket in self.messages for message in bucket)
 
 

@@ -17,7 +17,7 @@ from operator import attrgetter
 
 from megarl.weights.plan import Bucket, Copy, Message, ReceiverPlan, SenderPlan, TransferPlan
 from megarl.weights.shard_map import ITEM_BYTES, Box, ShardMap, TensorInfo
-from megarl.weights.source_index import Owners, Route, Sources
+from megarl.weights.source_index import Owners, Route, SourceIndex
 from megarl.weights.topology import Distance, Place
 
 
@@ -106,7 +106,7 @@ def plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes
         ValueError: a rank occurs twice on one side, or a bucket would not hold one element.
     """
     source_replicas, destination_replicas = _replicas(sources), _replicas(destinations)
-    matched = Sources([replicas.map for replicas in source_replicas])
+    matched = SourceIndex([replicas.map for replicas in source_replicas])
     stamper = _Stamper(source_replicas, matched.owners)
     stamps: list[tuple[Holder, _Template, int]] = []
     for replicas in destination_replicas:
@@ -133,17 +133,19 @@ def _replicas(holders: Sequence[Holder]) -> list[_Replicas]:
     return list(groups.values())
 
 
-def _template(shard: ShardMap, sources: Sources, bucket_bytes: int) -> _Template:
-    buckets = tuple(_buckets(shard, bucket_bytes))
-    routes = sources.routes(shard, buckets)
-    return _Template(shard, buckets, tuple(tuple(sorted(group, key=lambda route: -route.nbytes)) for group in routes))
+def _template(shard_map: ShardMap, sources: SourceIndex, bucket_bytes: int) -> _Template:
+    buckets = tuple(_buckets(shard_map, bucket_bytes))
+    routes = sources.routes(shard_map, buckets)
+    return _Template(
+        shard_map, buckets, tuple(tuple(sorted(group, key=lambda route: -route.nbytes)) for group in routes)
+    )
 
 
-def _buckets(shard: ShardMap, bucket_bytes: int) -> Iterator[Bucket]:
+def _buckets(shard_map: ShardMap, bucket_bytes: int) -> Iterator[Bucket]:
     """Groups small parameters; a parameter that is larger than a bucket gets several of its own."""
     params: list[str] = []
     nbytes = 0
-    for param, info in shard.params.items():
+    for param, info in shard_map.params.items():
         if params and nbytes + info.nbytes > bucket_bytes:
             yield Bucket(params=tuple(params), nbytes=nbytes)
             params, nbytes = [], 0
@@ -191,7 +193,7 @@ class _Stamper:
 
     Args:
         sources: the source replicas.
-        owners: those that can send a route, as in ``Sources``.
+        owners: those that can send a route, as in ``SourceIndex``.
     """
 
     def __init__(self, sources: Sequence[_Replicas], owners: Sequence[Owners]) -> None:
@@ -211,7 +213,7 @@ class _Stamper:
             rank=holder.rank,
             fingerprint=fingerprint,
             params={param: holder.map.params[param] for param in order},
-            holed=frozenset(hole.param for hole in holder.map.holes),
+            holed=frozenset(padding.param for padding in holder.map.padding),
             buckets=buckets,
             messages=self._messages(holder, routes),
         )
@@ -246,7 +248,9 @@ class _Stamper:
         return Message(sender=sender, receiver=receiver, bucket=bucket, copies=copies, nbytes=nbytes)
 
 
-def _assemble(fingerprint: str, shards: Mapping[int, ShardMap], receivers: Mapping[int, ReceiverPlan]) -> TransferPlan:
+def _assemble(
+    fingerprint: str, shard_maps: Mapping[int, ShardMap], receivers: Mapping[int, ReceiverPlan]
+) -> TransferPlan:
     """Gives every sender its messages, in order of bucket and receiver."""
     outgoing: dict[int, list[Message]] = defaultdict(list)
     for receiver in receivers.values():
@@ -259,7 +263,7 @@ def _assemble(fingerprint: str, shards: Mapping[int, ShardMap], receivers: Mappi
         rank: SenderPlan(
             rank=rank,
             fingerprint=fingerprint,
-            params=shards[rank].params,
+            params=shard_maps[rank].params,
             messages=tuple(sorted(outgoing[rank], key=attrgetter("bucket"))),  # of each bucket, by receiver already
             staging_bytes=staging,
         )

@@ -58,16 +58,16 @@ class Box(NamedTuple):
             and all(a >= b for a, b in zip(self.stop, other.stop, strict=True))
         )
 
-    def without(self, hole: Box) -> list[Box]:
-        """Disjoint boxes that cover this box less ``hole``, which lies inside it."""
+    def without(self, padding: Box) -> list[Box]:
+        """Disjoint boxes that cover this box less ``padding``, which lies inside it."""
         rest: list[Box] = []
         start, stop = list(self.start), list(self.stop)
         for axis in range(len(start)):
-            if start[axis] < hole.start[axis]:
-                rest.append(Box(tuple(start), (*stop[:axis], hole.start[axis], *stop[axis + 1 :])))
-            if hole.stop[axis] < stop[axis]:
-                rest.append(Box((*start[:axis], hole.stop[axis], *start[axis + 1 :]), tuple(stop)))
-            start[axis], stop[axis] = hole.start[axis], hole.stop[axis]
+            if start[axis] < padding.start[axis]:
+                rest.append(Box(tuple(start), (*stop[:axis], padding.start[axis], *stop[axis + 1 :])))
+            if padding.stop[axis] < stop[axis]:
+                rest.append(Box((*start[:axis], padding.stop[axis], *start[axis + 1 :]), tuple(stop)))
+            start[axis], stop[axis] = padding.start[axis], padding.stop[axis]
         return rest
 
     def split(self, size: int) -> list[Box]:
@@ -133,7 +133,7 @@ class TensorInfo:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-class Piece(NamedTuple):
+class Shard(NamedTuple):
     """A box of a local parameter and the canonical elements that it holds.
 
     A parameter may stack canonical tensors along leading axes (experts, layers), in each of which the box has extent 1.
@@ -153,13 +153,13 @@ class Piece(NamedTuple):
     transposed: bool = False
 
     def local(self, region: Box) -> Box:
-        """Where in the parameter a part of this piece's region lies."""
+        """Where in the parameter a part of this shard's region lies."""
         leading = self._leading
         inner = _moved(region, self.region.start, self.box.start[leading:], self.transposed)
         return Box(self.box.start[:leading] + inner.start, self.box.stop[:leading] + inner.stop)
 
-    def within(self, box: Box) -> Piece | None:
-        """The part of this piece that lies in a box of its parameter, or None."""
+    def within(self, box: Box) -> Shard | None:
+        """The part of this shard that lies in a box of its parameter, or None."""
         inside = self.box.intersect(box)
         if inside is None:
             return None
@@ -168,7 +168,7 @@ class Piece(NamedTuple):
         leading = self._leading
         inner = Box(inside.start[leading:], inside.stop[leading:])
         region = _moved(inner, self.box.start[leading:], self.region.start, self.transposed)
-        return Piece(param=self.param, box=inside, name=self.name, region=region, transposed=self.transposed)
+        return Shard(param=self.param, box=inside, name=self.name, region=region, transposed=self.transposed)
 
     @property
     def _leading(self) -> int:
@@ -177,7 +177,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hole:
+class Padding:
     """A box of a local parameter that holds no canonical element (padded vocabulary rows): zero on import."""
 
     param: str
@@ -186,28 +186,28 @@ class Hole:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardMap:
-    """What one holder holds: its local parameters, each tiled by pieces and explicit holes.
+    """What one holder holds: its local parameters, each tiled by shards and explicit padding.
 
     Args:
         params: the local parameters, in load order: all parameters of a module one after the other.
-        pieces: pieces of them.
-        holes: the boxes that no piece covers.
+        shards: shards of them.
+        padding: the boxes that no shard covers.
 
     Raises:
-        ValueError: a piece is unknown, outside its parameter or unlike its region, or the boxes of a parameter
+        ValueError: a shard is unknown, outside its parameter or unlike its region, or the boxes of a parameter
             overlap or do not cover it.
     """
 
     params: Mapping[str, TensorInfo]
-    pieces: tuple[Piece, ...]
-    holes: tuple[Hole, ...] = field(default=())
+    shards: tuple[Shard, ...]
+    padding: tuple[Padding, ...] = field(default=())
 
     def __post_init__(self) -> None:
         boxes: dict[str, list[Box]] = {param: [] for param in self.params}
         # What the layers have in common is checked once.
-        for piece in {(piece.box, piece.region, piece.transposed): piece for piece in self.pieces}.values():
-            _check_extents(piece)
-        for part in (*self.pieces, *self.holes):
+        for shard in {(shard.box, shard.region, shard.transposed): shard for shard in self.shards}.values():
+            _check_extents(shard)
+        for part in (*self.shards, *self.padding):
             if part.param not in boxes:
                 raise ValueError(f"shard map: {part.param} is not among the parameters")
             boxes[part.param].append(part.box)
@@ -217,15 +217,15 @@ class ShardMap:
     @classmethod
     def identity(cls, tensors: Mapping[str, TensorInfo]) -> ShardMap:
         """The map of a holder that holds whole canonical tensors under their own names, as files do."""
-        pieces = [
-            Piece(param=name, box=Box.whole(info.shape), name=name, region=Box.whole(info.shape))
+        shards = [
+            Shard(param=name, box=Box.whole(info.shape), name=name, region=Box.whole(info.shape))
             for name, info in tensors.items()
         ]
-        return cls(params=dict(tensors), pieces=tuple(pieces))
+        return cls(params=dict(tensors), shards=tuple(shards))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all local parameters, holes included."""
+        """Bytes of all local parameters, padding included."""
         return sum(info.nbytes for info in self.params.values())
 
     @cached_property
@@ -233,16 +233,16 @@ class ShardMap:
         """A digest of the contents; equal maps have equal ones in every process."""
         params = [(param, info.shape, info.dtype) for param, info in self.params.items()]
         geometries: dict[tuple[Box, Box, bool], int] = {}
-        pieces = [
+        shards = [
             (
-                piece.param,
-                piece.name,
-                geometries.setdefault((piece.box, piece.region, piece.transposed), len(geometries)),
+                shard.param,
+                shard.name,
+                geometries.setdefault((shard.box, shard.region, shard.transposed), len(geometries)),
             )
-            for piece in self.pieces
+            for shard in self.shards
         ]
-        holes = [(hole.param, *hole.box) for hole in self.holes]
-        return hashlib.sha256(repr((params, pieces, list(geometries), holes)).encode()).hexdigest()
+        padding = [(padding.param, *padding.box) for padding in self.padding]
+        return hashlib.sha256(repr((params, shards, list(geometries), padding)).encode()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,14 +278,14 @@ def _moved(box: Box, origin: Shape, base: Shape, reverse: bool) -> Box:
     )
 
 
-def _check_extents(piece: Piece) -> None:
-    extents = piece.region.shape[::-1] if piece.transposed else piece.region.shape
-    if piece.transposed and len(extents) != 2:
-        raise ValueError(f"shard map: {piece.name}{piece.region} is not a matrix, which {piece.param} could transpose")
-    leading = len(piece.box.start) - len(extents)
-    if leading < 0 or piece.box.shape != (1,) * leading + extents:
+def _check_extents(shard: Shard) -> None:
+    extents = shard.region.shape[::-1] if shard.transposed else shard.region.shape
+    if shard.transposed and len(extents) != 2:
+        raise ValueError(f"shard map: {shard.name}{shard.region} is not a matrix, which {shard.param} could transpose")
+    leading = len(shard.box.start) - len(extents)
+    if leading < 0 or shard.box.shape != (1,) * leading + extents:
         raise ValueError(
-            f"shard map: {piece.param}{piece.box} and its region {piece.name}{piece.region} differ in extents"
+            f"shard map: {shard.param}{shard.box} and its region {shard.name}{shard.region} differ in extents"
         )
 
 
@@ -303,4 +303,4 @@ def _check_tiling(param: str, info: TensorInfo, boxes: Iterable[Box]) -> None:
                 raise ValueError(f"shard map: {param}{box} and {param}{other} overlap")
     covered = sum(box.size for box in ordered)
     if covered != whole.size:
-        raise ValueError(f"shard map: the pieces and holes of {param} cover {covered} of its {whole.size} elements")
+        raise ValueError(f"shard map: the shards and padding of {param} cover {covered} of its {whole.size} elements")

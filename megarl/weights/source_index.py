@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megarl.weights.plan import Bucket, Copy
-from megarl.weights.shard_map import ITEM_BYTES, Box, Piece, ShardMap, adjacent_axis
+from megarl.weights.shard_map import ITEM_BYTES, Box, Shard, ShardMap, adjacent_axis
 
 _NAMED = 10
 """Tensors that a refusal names."""
@@ -27,7 +27,7 @@ class _Stored:
     """What the sources hold of a tensor: distinct boxes in order, and for each how it is stored, and by whom."""
 
     regions: tuple[Box, ...]
-    ways: list[tuple[tuple[Piece, ...], int]]
+    ways: list[tuple[tuple[Shard, ...], int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Route:
     """Copies for one bucket that the same source maps can send; equal to no other.
 
     Args:
-        owners: who those are: an index of ``Sources.owners``.
+        owners: who those are: an index of ``SourceIndex.owners``.
         copies: for each way, the copies from there.
         nbytes: of the copies from one owner.
     """
@@ -53,7 +53,7 @@ class Route:
     nbytes: int = 0
 
 
-class Sources:
+class SourceIndex:
     """What some shard maps hold together.
 
     Args:
@@ -64,49 +64,49 @@ class Sources:
     """
 
     def __init__(self, maps: Sequence[ShardMap]) -> None:
-        found: dict[str, dict[Box, dict[tuple[str, Box, bool], tuple[Piece, list[int]]]]] = defaultdict(dict)
-        for index, shard in enumerate(maps):
-            for piece in shard.pieces:
-                alike = found[piece.name].setdefault(piece.region, {})
-                _, owners = alike.setdefault((piece.param, piece.box, piece.transposed), (piece, []))
+        found: dict[str, dict[Box, dict[tuple[str, Box, bool], tuple[Shard, list[int]]]]] = defaultdict(dict)
+        for index, shard_map in enumerate(maps):
+            for shard in shard_map.shards:
+                alike = found[shard.name].setdefault(shard.region, {})
+                _, owners = alike.setdefault((shard.param, shard.box, shard.transposed), (shard, []))
                 owners.append(index)
         self.owners: list[Owners] = []
         known: dict[Owners, int] = {}
         self._stored: dict[str, _Stored] = {}
         for name, regions in found.items():
             ordered = tuple(sorted(regions))
-            ways: list[tuple[tuple[Piece, ...], int]] = []
+            ways: list[tuple[tuple[Shard, ...], int]] = []
             for held in (regions[region].values() for region in ordered):
                 owners = tuple(tuple(indices) for _, indices in held)
                 if owners not in known:
                     known[owners] = len(self.owners)
                     self.owners.append(owners)
-                ways.append((tuple(piece for piece, _ in held), known[owners]))
+                ways.append((tuple(shard for shard, _ in held), known[owners]))
             self._stored[name] = _Stored(ordered, ways)
         # Layers and experts differ in their names alone: what concerns only their boxes is worked out once.
         self._covers: dict[tuple[Box, tuple[Box, ...]], _Cover] = {}
         self._local: dict[tuple[Box, Box, bool, Box], Box] = {}
 
-    def routes(self, shard: ShardMap, buckets: Sequence[Bucket]) -> list[tuple[Route, ...]]:
+    def routes(self, shard_map: ShardMap, buckets: Sequence[Bucket]) -> list[tuple[Route, ...]]:
         """The copies that fill a destination's parameters, per bucket.
 
         Args:
-            shard: what the destination holds.
+            shard_map: what the destination holds.
             buckets: of its parameters.
 
         Raises:
             PlanError: nobody holds some region; the first of each tensor is named.
         """
-        pieces: dict[str, list[Piece]] = {param: [] for param in shard.params}
-        for piece in shard.pieces:
-            pieces[piece.param].append(piece)
+        shards: dict[str, list[Shard]] = {param: [] for param in shard_map.params}
+        for shard in shard_map.shards:
+            shards[shard.param].append(shard)
         missing: dict[str, str] = {}
         routes: list[tuple[Route, ...]] = []
         for bucket in buckets:
             found: dict[int, Route] = {}
             for param in bucket.params:
-                for piece in _inside(pieces[param], bucket.box):
-                    self._add(piece, shard.params[param].dtype, found, missing)
+                for shard in _inside(shards[param], bucket.box):
+                    self._add(shard, shard_map.params[param].dtype, found, missing)
             routes.append(tuple(found.values()))
         if missing:
             named = "; ".join(list(missing.values())[:_NAMED])
@@ -114,10 +114,10 @@ class Sources:
             raise PlanError(f"no source holds {named}{more}")
         return routes
 
-    def _add(self, piece: Piece, dtype: str, routes: dict[int, Route], missing: dict[str, str]) -> None:
-        """Adds the copies that bring a piece."""
-        stored = self._stored.get(piece.name, _NOTHING)
-        key = piece.region, stored.regions
+    def _add(self, shard: Shard, dtype: str, routes: dict[int, Route], missing: dict[str, str]) -> None:
+        """Adds the copies that bring a shard."""
+        stored = self._stored.get(shard.name, _NOTHING)
+        key = shard.region, stored.regions
         cover = self._covers.get(key)
         if cover is None:
             cover = self._covers[key] = _cover(*key)
@@ -127,26 +127,26 @@ class Sources:
             if route is None:
                 route = routes[owners] = Route(owners, [[] for _ in held])
             route.nbytes += size * ITEM_BYTES[dtype]
-            target = self._where(piece, region)
+            target = self._where(shard, region)
             for copies, source in zip(route.copies, held, strict=True):
                 new = Copy(
                     source=source.param,
                     source_box=self._where(source, region),
-                    target=piece.param,
+                    target=shard.param,
                     target_box=target,
                     dtype=dtype,
-                    transposed=source.transposed != piece.transposed,
+                    transposed=source.transposed != shard.transposed,
                 )
                 _append(copies, new)
         if cover.missing is not None:
-            missing.setdefault(piece.name, f"{piece.name}{cover.missing}, which {piece.param} needs")
+            missing.setdefault(shard.name, f"{shard.name}{cover.missing}, which {shard.param} needs")
 
-    def _where(self, piece: Piece, region: Box) -> Box:
-        """``piece.local(region)``."""
-        key = piece.box, piece.region, piece.transposed, region
+    def _where(self, shard: Shard, region: Box) -> Box:
+        """``shard.local(region)``."""
+        key = shard.box, shard.region, shard.transposed, region
         box = self._local.get(key)
         if box is None:
-            box = self._local[key] = piece.local(region)
+            box = self._local[key] = shard.local(region)
         return box
 
 
@@ -173,12 +173,12 @@ def _cover(region: Box, stored: tuple[Box, ...]) -> _Cover:
     return _Cover(tuple(parts), open_boxes[0] if open_boxes else None)
 
 
-def _inside(pieces: Sequence[Piece], box: Box | None) -> Iterable[Piece]:
-    """The parts of a parameter's pieces in a box of it; all of them where it is None."""
+def _inside(shards: Sequence[Shard], box: Box | None) -> Iterable[Shard]:
+    """The parts of a parameter's shards in a box of it; all of them where it is None."""
     if box is None:
-        return pieces
-    near = (p for p in pieces if p.box.start[0] < box.stop[0] and box.start[0] < p.box.stop[0])
-    return filter(None, (piece.within(box) for piece in near))
+        return shards
+    near = (p for p in shards if p.box.start[0] < box.stop[0] and box.start[0] < p.box.stop[0])
+    return filter(None, (shard.within(box) for shard in near))
 
 
 def _append(copies: list[Copy], new: Copy) -> None:

@@ -20,7 +20,7 @@ from megarl.algos.reward_shaping import (
     subtract_missing_end,
     zero_missing_end,
 )
-from megarl.data.padding import left_pad, position_ids, position_ids_with_padding_at_one
+from tests.algos.adapters.padding import left_pad, position_ids, position_ids_with_padding_at_one
 from tests.algos.inputs import lengths_mask
 from tests.oracle.models import Sample
 from tests.oracle.scores import overlong, truncated

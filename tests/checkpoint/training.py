@@ -77,22 +77,22 @@ def canonical(snapshots: Sequence[Snapshot]) -> dict[str, torch.Tensor]:
     """
     whole: dict[str, torch.Tensor] = {}
     for held in snapshots:
-        for piece in held.shard_map.pieces:
-            _put(whole, f"weight {piece.name}", piece, held.weights[piece.param])
+        for shard in held.shard_map.shards:
+            _put(whole, f"weight {shard.name}", shard, held.weights[shard.param])
         for (kind, param), (start, values) in held.moments.items():
             flat = torch.full((held.weights[param].numel(),), torch.nan)
             flat[start : start + len(values)] = values
             spread = flat.view(held.weights[param].shape)
-            for piece in held.shard_map.pieces:
-                if piece.param == param:
-                    _put(whole, f"{kind} {piece.name}", piece, spread)
+            for shard in held.shard_map.shards:
+                if shard.param == param:
+                    _put(whole, f"{kind} {shard.name}", shard, spread)
     return whole
 
 
-def _put(whole: dict[str, torch.Tensor], name: str, piece: Any, param: torch.Tensor) -> None:
+def _put(whole: dict[str, torch.Tensor], name: str, shard: Any, param: torch.Tensor) -> None:
     """Adds what is a number; the tensor grows as needed, and what nobody has put is not a number."""
-    region, values = piece.region, param[piece.box.slices]
-    values = values.T if piece.transposed else values
+    region, values = shard.region, param[shard.box.slices]
+    values = values.T if shard.transposed else values
     shape = (
         tuple(max(a, b) for a, b in zip(region.stop, whole[name].shape, strict=True)) if name in whole else region.stop
     )

@@ -74,7 +74,7 @@ def test_nodes_and_the_configured_transport_decide_the_way(transport: str, frame
     """TP2 x PP2 has each half of the layers on one of the nodes; each engine is on one, too."""
     told = specs(Calls(), f"resharding.transport={transport}", "resharding.verify=false")
     for (spec, ranks), far in zip(told[4:], framed, strict=True):
-        assert {sender for rank in ranks for sender in spec.landings[rank].framed} == far
+        assert {sender for rank in ranks for sender in spec.recv_buffers[rank].via_network} == far
         assert not spec.verify
 
 

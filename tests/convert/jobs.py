@@ -27,10 +27,10 @@ def load(rank: int, config: dict[str, Any], layout: Layout, directory: str, hf: 
         chunk.load_state_dict(loaded[name], strict=True)
     tensors, parameters = read_directory(Path(hf)), model.parameters()
     expected = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-    for piece in spec.megatron_map(layout, rank, spec.head).pieces:
-        values = tensors[piece.name][piece.region.slices]
-        values = values.T if piece.transposed else values
-        expected[piece.param][piece.box.slices] = values.reshape(piece.box.shape)
+    for shard in spec.megatron_map(layout, rank, spec.head).shards:
+        values = tensors[shard.name][shard.region.slices]
+        values = values.T if shard.transposed else values
+        expected[shard.param][shard.box.slices] = values.reshape(shard.box.shape)
     for name, parameter in parameters.items():
         assert torch.equal(parameter, expected[name]), name
     return len(parameters)
@@ -60,10 +60,10 @@ def save(
     with torch.no_grad():
         for parameter in parameters.values():
             parameter.fill_(float("nan"))  # what padding holds must not matter
-        for piece in spec.megatron_map(layout, rank, spec.head).pieces:
-            values = tensors[piece.name][piece.region.slices]
-            values = values.T if piece.transposed else values
-            parameters[piece.param][piece.box.slices] = values.reshape(piece.box.shape)
+        for shard in spec.megatron_map(layout, rank, spec.head).shards:
+            values = tensors[shard.name][shard.region.slices]
+            values = values.T if shard.transposed else values
+            parameters[shard.param][shard.box.slices] = values.reshape(shard.box.shape)
     if rank == 0:
         Path(directory).mkdir(parents=True)
     torch.distributed.barrier()

@@ -11,6 +11,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megarl.config.schema import SourceFields
+from megarl.data.encoding import Encoder
+from megarl.data.tokenizer import Tokenizer as MegaTokenizer
 
 CHATML = (
     "{% for message in messages %}"
@@ -66,6 +68,16 @@ def _save(directory: Path, specials: list[str], template: str | None, single: st
 def transformers_own(directory: Path) -> Any:
     """The tokenizer as transformers alone sees it."""
     return AutoTokenizer.from_pretrained(directory)
+
+
+def encoder(
+    tokenizer: MegaTokenizer | None = None,
+    *,
+    vocab_size: int = 1000,
+    chat_template: bool = False,
+    max_tokens: int = 100,
+) -> Encoder:
+    return Encoder(tokenizer, vocab_size=vocab_size, chat_template=chat_template, max_tokens=max_tokens)
 
 
 def jsonl(directory: Path, rows: Sequence[Mapping[str, Any] | str], name: str = "rows.jsonl") -> SourceFields:

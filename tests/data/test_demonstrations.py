@@ -12,7 +12,7 @@ import pytest
 from megarl.config.schema import SourceFields
 from megarl.data.demonstrations import load_demonstrations
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from tests.data.rows import jsonl, transformers_own
+from tests.data.rows import encoder, jsonl, transformers_own
 
 ASKED = {"role": "user", "content": "1+1?"}
 SAID = {"role": "assistant", "content": "2"}
@@ -22,8 +22,8 @@ def load(
     source: SourceFields, tokenizer: Tokenizer | None = None, **changes: Any
 ) -> tuple[list[tuple[str, list[int], list[int]]], list[tuple[int, str]]]:
     """Key, prompt and response of each demonstration, and the lines that were left out, with their faults."""
-    options = {"vocab_size": 1000, "chat_template": False, "max_tokens": 100, **changes}
-    found = load_demonstrations(source, tokenizer, **options)
+    drop = changes.pop("drop", ())
+    found = load_demonstrations(source, encoder(tokenizer, **changes), drop=drop)
     assert {(d.prompt_ids.dtype.name, d.response_ids.dtype.name) for d in found.items} == {("int32", "int32")}
     kept = [(d.key, d.prompt_ids.tolist(), d.response_ids.tolist()) for d in found.items]
     return kept, [(int(row.where.rsplit(" ", 1)[1]), row.fault) for row in found.left_out]

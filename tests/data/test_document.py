@@ -13,11 +13,9 @@ from megarl.data.demonstrations import load_demonstrations
 from megarl.data.preferences import load_candidates, load_pairs
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_tokenizer
-from tests.data.rows import jsonl
+from tests.data.rows import encoder, jsonl
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
-
-OPTIONS: dict[str, Any] = {"vocab_size": 1000, "chat_template": False, "max_tokens": 100}
 
 
 def rows_of(section: str) -> list[dict[str, Any]]:
@@ -36,7 +34,7 @@ def rows_of(section: str) -> list[dict[str, Any]]:
     ],
 )
 def test_the_rows_shown_load(tmp_path: Path, chatml: Path, section: str, load: Any, count: int) -> None:
-    found = load(jsonl(tmp_path, rows_of(section)), load_tokenizer(chatml), **OPTIONS)
+    found = load(jsonl(tmp_path, rows_of(section)), encoder(load_tokenizer(chatml)))
     assert len(found.items) == count
 
 
@@ -47,6 +45,6 @@ def test_the_report_shown_is_what_is_reported(tmp_path: Path, chatml: Path) -> N
         rows[index] = {"prompt": "a", "chosen": "b", "rejected": " "}
     source = jsonl(tmp_path, rows)
     with pytest.raises(ValueError, match="5 of 20 rows are broken") as error:
-        load_pairs(source, load_tokenizer(chatml), **OPTIONS)
+        load_pairs(source, encoder(load_tokenizer(chatml)))
     for line in str(error.value).splitlines()[1:]:
         assert line.replace(source.path, "data/pairs.jsonl") in DOCUMENT

@@ -11,26 +11,26 @@ import pytest
 from megarl.config.schema import SourceFields
 from megarl.data.preferences import Preference, load_candidates, load_pairs
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from tests.data.rows import jsonl, transformers_own
+from tests.data.rows import encoder, jsonl, transformers_own
 
 ASKED = {"role": "user", "content": "1+1?"}
 GOOD = {"role": "assistant", "content": "2"}
 BAD = {"role": "assistant", "content": "11"}
-OPTIONS: dict[str, Any] = {"vocab_size": 1000, "chat_template": False, "max_tokens": 100}
 
 
 def load(
     source: SourceFields, tokenizer: Tokenizer | None = None, **changes: Any
 ) -> tuple[list[tuple[str, list[int], list[int], list[int]]], list[tuple[int, str]]]:
     """Key, prompt, chosen and rejected of each pair, and the lines that were left out, with their faults."""
-    found = load_pairs(source, tokenizer, **{**OPTIONS, **changes})
+    drop = changes.pop("drop", ())
+    found = load_pairs(source, encoder(tokenizer, **changes), drop=drop)
     assert {array.dtype.name for p in found.items for array in (p.prompt_ids, *p.responses)} == {"int32"}
     kept = [(p.key, p.prompt_ids.tolist(), *(response.tolist() for response in p.responses)) for p in found.items]
     return kept, [(int(row.where.rsplit(" ", 1)[1]), row.fault) for row in found.left_out]
 
 
-def margins_of(source: SourceFields, **changes: Any) -> list[float | None]:
-    return [pair.margin for pair in load_pairs(source, None, **{**OPTIONS, **changes}).items]
+def margins_of(source: SourceFields, *, margins: bool = False) -> list[float | None]:
+    return [pair.margin for pair in load_pairs(source, encoder(), margins=margins).items]
 
 
 def test_every_form_of_a_chat_is_the_same_pair(tmp_path: Path, llama: Path) -> None:
@@ -131,7 +131,8 @@ def test_margins(tmp_path: Path) -> None:
 
 
 def candidates(source: SourceFields, tokenizer: Tokenizer | None = None, **changes: Any) -> list[Preference]:
-    return list(load_candidates(source, tokenizer, **{**OPTIONS, **changes}).items)
+    drop = changes.pop("drop", ())
+    return list(load_candidates(source, encoder(tokenizer, **changes), drop=drop).items)
 
 
 def test_the_best_candidate_comes_first(tmp_path: Path, chatml: Path) -> None:

@@ -16,7 +16,7 @@ from megarl.data.prompts import greedy_requests, load_prompts, random_prompts, s
 from megarl.data.sources import Rows
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.types import Prompt
-from tests.data.rows import jsonl, transformers_own
+from tests.data.rows import encoder, jsonl, transformers_own
 
 
 def prompts_of(count: int) -> list[Prompt]:
@@ -28,8 +28,8 @@ def load(source: SourceFields, tokenizer: Tokenizer | None = None, **changes: An
 
 
 def load_rows(source: SourceFields, tokenizer: Tokenizer | None = None, **changes: Any) -> Rows[Prompt]:
-    options = {"vocab_size": 1000, "chat_template": False, "max_tokens": 100, **changes}
-    return load_prompts(source, tokenizer, **options)
+    drop = changes.pop("drop", ())
+    return load_prompts(source, encoder(tokenizer, **changes), drop=drop)
 
 
 def test_rows_of_ids(tmp_path: Path) -> None:

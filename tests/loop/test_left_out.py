@@ -22,7 +22,7 @@ def test_they_are_counted_by_fault_and_named(tmp_path: Path) -> None:
     assert [json.loads(line) for line in file.read_text().splitlines()] == [
         {"field": field, "where": row.where, "fault": row.fault, "reason": row.reason} for field, row in ROWS
     ]
-    assert left_out.told(file).splitlines() == [
+    assert left_out.message(file).splitlines() == [
         f"3 rows are left out; {file} names them:",
         "  pairs.jsonl, line 3 (and 1 more): the same",
         "  pairs.jsonl, line 5: 90 tokens are too many",

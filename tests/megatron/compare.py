@@ -57,13 +57,13 @@ def everywhere(column: dict[int, Any] | None) -> dict[int, Any]:
 
 
 def trained(role: Any, steps: list[dict[str, float]]) -> dict[str, Any]:
-    """What a rank returns of a role for the checks below: its steps, and its pieces of the weights by HF name."""
+    """What a rank returns of a role for the checks below: its steps, and its shards of the weights by HF name."""
     parameters = {name: parameter.detach() for name, parameter in role.model.parameters().items()}
-    pieces = []
-    for piece in role.shard_map.pieces:
-        held = parameters[piece.param][piece.box.slices].clone()
-        pieces.append((piece.name, piece.region.slices, held.T if piece.transposed else held))
-    return {"name": role.name, "steps": steps, "reports": role.reports, "pieces": pieces}
+    shards = []
+    for shard in role.shard_map.shards:
+        held = parameters[shard.param][shard.box.slices].clone()
+        shards.append((shard.name, shard.region.slices, held.T if shard.transposed else held))
+    return {"name": role.name, "steps": steps, "reports": role.reports, "shards": shards}
 
 
 def check(
@@ -83,7 +83,7 @@ def check(
         _check_steps(rank, steps)
     with TemporaryDirectory() as stored:
         model.save_pretrained(stored)  # in memory, the experts of a layer are one tensor
-        _check_weights(ranks[0]["name"], [rank["pieces"] for rank in ranks], state_of(Path(stored)), start)
+        _check_weights(ranks[0]["name"], [rank["shards"] for rank in ranks], state_of(Path(stored)), start)
 
 
 def _check_steps(found: dict[str, Any], steps: list[ppo.Step]) -> None:
@@ -102,10 +102,10 @@ def _check_steps(found: dict[str, Any], steps: list[ppo.Step]) -> None:
 
 
 def _check_weights(name: str, ranks: list[Any], want: dict[str, torch.Tensor], start: dict[str, torch.Tensor]) -> None:
-    """Every replica of every piece, against how far the parameter moved."""
+    """Every replica of every shard, against how far the parameter moved."""
     seen = set()
-    for pieces in ranks:
-        for tensor, region, value in pieces:
+    for shards in ranks:
+        for tensor, region, value in shards:
             expected = want[tensor][region]
             moved = (expected - start[tensor][region]).abs().max().item()
             worst = (value - expected).abs().max().item()

@@ -281,13 +281,13 @@ def deviation(role: Any, start: Mapping[str, torch.Tensor], stored: Path) -> flo
 
 
 def _held(role: Any) -> list[tuple[str, str, Any, torch.Tensor]]:
-    """This rank's pieces of the canonical tensors: weights, then their average."""
+    """This rank's shards of the canonical tensors: weights, then their average."""
     held = []
     for kind in ("weight", "average"):
         role.average.use(kind == "average")
         parameters = role.model.parameters()
-        for piece in role.shard_map.pieces:
-            values = parameters[piece.param].detach()[piece.box.slices].clone()
-            held.append((kind, piece.name, piece.region.slices, values.T if piece.transposed else values))
+        for shard in role.shard_map.shards:
+            values = parameters[shard.param].detach()[shard.box.slices].clone()
+            held.append((kind, shard.name, shard.region.slices, values.T if shard.transposed else values))
     role.average.use(False)
     return held

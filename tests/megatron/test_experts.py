@@ -102,7 +102,7 @@ def test_a_rank_without_samples_lends_its_experts(pool: RankPool, models: dict[s
     directory = models["mixtral"]
     ((expected, alone, _),) = pool.run(_one_sample, directory, Layout(), "none", world_size=1)
     start = state_of(directory)
-    whole = {name: value for name, _, value in alone["pieces"] if value.shape == start[name].shape}
+    whole = {name: value for name, _, value in alone["shards"] if value.shape == start[name].shape}
     results = pool.run(_one_sample, directory, EP, "full", world_size=2)
     assert [sorted(before) for before, _, _ in results] == [[0], []], "the second replica has no sample"
     assert results[0][0][0][0] == pytest.approx(expected[0][0], abs=1e-5)
@@ -111,11 +111,11 @@ def test_a_rank_without_samples_lends_its_experts(pool: RankPool, models: dict[s
         assert [step[key] for key in ("loss", "grad_norm")] == pytest.approx(
             [want[key] for key in ("loss", "grad_norm")], rel=1e-5
         )
-        assert released >= sum(value.nbytes for _, _, value in shared["pieces"])
-        for name, region, value in shared["pieces"]:
+        assert released >= sum(value.nbytes for _, _, value in shared["shards"])
+        for name, region, value in shared["shards"]:
             if name in whole:
                 moved = (whole[name] - start[name]).abs().max()
                 assert (value - whole[name][region]).abs().max() <= 1e-3 * moved + 1e-6, name
-    experts = [{name for name, *_ in shared["pieces"] if ".experts." in name} for _, shared, _ in results]
+    experts = [{name for name, *_ in shared["shards"] if ".experts." in name} for _, shared, _ in results]
     assert not experts[0] & experts[1]
     assert len(experts[0]) == len(experts[1]) == 5 * 3 * 3

@@ -104,8 +104,8 @@ def load_role(
         recompute=recompute,
     )
     local = {param: torch.zeros(info.shape) for param, info in role.shard_map.params.items()}
-    for piece in role.shard_map.pieces:
-        values = whole[piece.name][piece.region.slices]
-        local[piece.param][piece.box.slices] = values.T if piece.transposed else values
+    for shard in role.shard_map.shards:
+        values = whole[shard.name][shard.region.slices]
+        local[shard.param][shard.box.slices] = values.T if shard.transposed else values
     role.load(local)
     return role

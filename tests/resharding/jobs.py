@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megarl.models import ModelSpec, model_spec
 from megarl.resharding import Connection, Receiver, Sender, SyncError, SyncSpec, SyncStats, connect
-from megarl.resharding.buckets import bucket_views, landed
+from megarl.resharding.buckets import bucket_views, recv_views
 from megarl.resharding.transport import PeerError, Transfer, Transport
 from megarl.types import Layout
 from megarl.weights.plan import TransferPlan
@@ -55,9 +55,9 @@ def single_plan() -> TransferPlan:
     return plan([Holder(rank=0, map=single_map())], [Holder(rank=1, map=single_map())], 4096)
 
 
-def weights(shard: ShardMap, scale: float = 1.0) -> dict[str, torch.Tensor]:
+def weights(shard_map: ShardMap, scale: float = 1.0) -> dict[str, torch.Tensor]:
     """A holder's parameters; every canonical element has a value of its own (exact in float32)."""
-    arrays = held(shard, numbered(spec_of().canonical()))
+    arrays = held(shard_map, numbered(spec_of().canonical()))
     return {name: torch.from_numpy((array * scale).astype(np.float32)) for name, array in arrays.items()}
 
 
@@ -136,7 +136,7 @@ class Rank:
         """Keeps a bucket; parts of a parameter are put together."""
         self.before_load(self.loads)
         self.loads += 1
-        infos = self.connection.spec.landings[self.connection.rank].params
+        infos = self.connection.spec.recv_buffers[self.connection.rank].params
         for name, tensor in params.items():
             note_storage(self.staging, tensor)
             if box is None:
@@ -232,9 +232,9 @@ def corrupted(rank: int, spec: SyncSpec, odd: int, at: int) -> Any:
     def change_landed(count: int, peer: int, numbers: torch.Tensor) -> None:
         if count == at:
             (message,) = (m for m in spec.senders[rank].messages if (m.receiver, m.bucket) == (peer, int(numbers[1])))
-            landing = spec.landings[peer]
-            views = bucket_views(me.connection.mapped[peer], landing, message.bucket)
-            element = landed(message, landing.buckets[message.bucket], views)[0]
+            buffer = spec.recv_buffers[peer]
+            views = bucket_views(me.connection.mapped[peer], buffer, message.bucket)
+            element = recv_views(message, buffer.buckets[message.bucket], views)[0]
             element[(0,) * element.ndim] += 1
 
     if rank == odd and me.connection.wire is not None:
@@ -256,8 +256,8 @@ def killed(rank: int, spec: SyncSpec, odd: int, when: str) -> Any:
         if when == "loading":
             me.before_load = lambda count: die() if count >= 2 else None
         if when == "committing":
-            meet = me.connection.board.meet
-            me.connection.board.meet = lambda place, *facts: die() if place.endswith("done") else meet(place, *facts)
+            meet = me.connection.barrier.meet
+            me.connection.barrier.meet = lambda place, *facts: die() if place.endswith("done") else meet(place, *facts)
     return me.sync(1), me.state
 
 
@@ -280,7 +280,7 @@ def gone(rank: int, spec: SyncSpec) -> list[str]:
 
 def late(rank: int, spec: SyncSpec, missing: int, patience: float) -> Any:
     me = Rank(spec, rank)
-    me.connection.board.timeout_s = patience
+    me.connection.barrier.timeout_s = patience
     if rank == missing:
         time.sleep(patience + 3)
     first, state = me.sync(1), me.state

@@ -9,8 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.resharding import buckets
-from megarl.resharding.buckets import Checksum, bucket_views, landed, landing_bytes, pack, payload, sum_up, unpack
-from megarl.resharding.spec import LandingPlan
+from megarl.resharding.buckets import (
+    Checksum,
+    bucket_views,
+    pack,
+    payload,
+    recv_buffer_bytes,
+    recv_views,
+    sum_up,
+    unpack,
+)
+from megarl.resharding.spec import RecvBufferPlan
 from megarl.resharding.sync_barrier import SyncStats
 from megarl.weights.plan import Bucket, Copy, Message
 from megarl.weights.shard_map import Box, TensorInfo
@@ -38,9 +47,9 @@ def messages(draw: st.DrawFn) -> Message:
 
 SOURCE = torch.arange(30, dtype=torch.float32).view(5, 6)
 INFOS = {dtype: TensorInfo((6, 6), dtype) for dtype in ("bfloat16", "float32")}
-LANDING = LandingPlan(
-    port=1,
-    framed=frozenset(),
+BUFFER = RecvBufferPlan(
+    owner=1,
+    via_network=frozenset(),
     depth=2,
     params=INFOS,
     buckets=(Bucket(params=("bfloat16", "float32"), nbytes=36 * 6),) * 2,
@@ -68,19 +77,19 @@ def test_frames_carry_boxes(message: Message, verify: bool) -> None:
     checksum = Checksum(message, SyncStats(version=1)) if verify else None
     assert pack(message, {"s": SOURCE}, payload(message, frame), checksum) == message.nbytes
     assert frame.numpy().tobytes() == b"".join(map(as_bytes, message.copies))
-    views = bucket_views(torch.zeros(landing_bytes(LANDING), dtype=torch.uint8), LANDING, 0)
-    unpack(message, frame, landed(message, LANDING.buckets[0], views))
+    views = bucket_views(torch.zeros(recv_buffer_bytes(BUFFER), dtype=torch.uint8), BUFFER, 0)
+    unpack(message, frame, recv_views(message, BUFFER.buckets[0], views))
     check(message, views)
 
 
 @given(messages(), st.integers(0, 1))
 def test_boxes_land_in_their_half_with_the_checksum_of_a_frame(message: Message, index: int) -> None:
-    memory = torch.full((landing_bytes(LANDING),), 7, dtype=torch.uint8)
-    halves = memory.split(landing_bytes(LANDING) // 2)
+    memory = torch.full((recv_buffer_bytes(BUFFER),), 7, dtype=torch.uint8)
+    halves = memory.split(recv_buffer_bytes(BUFFER) // 2)
     halves[index].zero_()
-    views = bucket_views(memory, LANDING, index)
+    views = bucket_views(memory, BUFFER, index)
     assert list(views) == ["bfloat16", "float32"]
-    targets = landed(message, LANDING.buckets[index], views)
+    targets = recv_views(message, BUFFER.buckets[index], views)
     stats = SyncStats(version=1)
     there, again, framed = (Checksum(message, stats) for _ in range(3))
     assert pack(message, {"s": SOURCE}, targets, there) == message.nbytes
@@ -100,13 +109,13 @@ def _disjoint(message: Message) -> bool:
 
 def test_a_part_of_a_parameter_lies_alone() -> None:
     part = Bucket(params=("w",), nbytes=2 * 3 * 4, box=Box((4, 0), (6, 3)), last=True)
-    landing = LandingPlan(
-        port=0, framed=frozenset({1}), depth=1, params={"w": TensorInfo((6, 3), "float32")}, buckets=(part,)
+    buffer = RecvBufferPlan(
+        owner=0, via_network=frozenset({1}), depth=1, params={"w": TensorInfo((6, 3), "float32")}, buckets=(part,)
     )
     copy = Copy(source="s", source_box=Box((0, 0), (1, 3)), target="w", target_box=Box((5, 0), (6, 3)), dtype="float32")
     message = Message(sender=1, receiver=0, bucket=0, copies=(copy,), nbytes=12)
-    views = bucket_views(torch.zeros(landing_bytes(landing), dtype=torch.uint8), landing, 0)
-    pack(message, {"s": SOURCE}, landed(message, part, views), None)
+    views = bucket_views(torch.zeros(recv_buffer_bytes(buffer), dtype=torch.uint8), buffer, 0)
+    pack(message, {"s": SOURCE}, recv_views(message, part, views), None)
     assert views["w"].tolist() == [[0, 0, 0], [0, 1, 2]]
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megarl.resharding import Place, Receiver, Sender, SyncSpec, connect, serve_store
 from megarl.resharding.spec import wire_ranks
 from megarl.weights.planner import Holder, plan
-from megarl.weights.shard_map import Box, Hole, Piece, ShardMap, TensorInfo
+from megarl.weights.shard_map import Box, Padding, Shard, ShardMap, TensorInfo
 from tests.weights.models import Arrays, held, numbered
 
 STORE = serve_store()
@@ -36,15 +36,15 @@ class Case:
 
 
 @st.composite
-def shards(draw: st.DrawFn, tensors: Mapping[str, TensorInfo], count: int, *, holes: bool) -> list[ShardMap]:
+def random_maps(draw: st.DrawFn, tensors: Mapping[str, TensorInfo], count: int, *, padding: bool) -> list[ShardMap]:
     """Maps of holders that divide each tensor among them by rows or columns, or all hold the whole."""
     params: list[dict[str, TensorInfo]] = [{} for _ in range(count)]
-    pieces: list[list[Piece]] = [[] for _ in range(count)]
-    padding: list[list[Hole]] = [[] for _ in range(count)]
+    shards: list[list[Shard]] = [[] for _ in range(count)]
+    padded: list[list[Padding]] = [[] for _ in range(count)]
     for name, info in tensors.items():
         axis = draw(st.integers(0, len(info.shape) - 1))
         split = draw(st.booleans()) and info.shape[axis] >= count
-        dtype = draw(st.sampled_from(["float32", "bfloat16"])) if holes else "float32"
+        dtype = draw(st.sampled_from(["float32", "bfloat16"])) if padding else "float32"
         cuts = [info.shape[axis] * i // count for i in range(count + 1)]
         for i in range(count):
             start, stop = [0] * len(info.shape), list(info.shape)
@@ -53,22 +53,22 @@ def shards(draw: st.DrawFn, tensors: Mapping[str, TensorInfo], count: int, *, ho
             region = Box(tuple(start), tuple(stop))
             flip = len(info.shape) == 2 and draw(st.booleans())
             shape = region.shape[::-1] if flip else region.shape
-            extra = draw(st.integers(0, 2)) if holes else 0
+            extra = draw(st.integers(0, 2)) if padding else 0
             local = f"local.{name}"
             params[i][local] = TensorInfo((shape[0] + extra, *shape[1:]), dtype)
-            pieces[i].append(Piece(param=local, box=Box.whole(shape), name=name, region=region, transposed=flip))
+            shards[i].append(Shard(param=local, box=Box.whole(shape), name=name, region=region, transposed=flip))
             if extra:
                 box = Box((shape[0], *(0 for _ in shape[1:])), (shape[0] + extra, *shape[1:]))
-                padding[i].append(Hole(param=local, box=box))
-    return [ShardMap(params=params[i], pieces=tuple(pieces[i]), holes=tuple(padding[i])) for i in range(count)]
+                padded[i].append(Padding(param=local, box=box))
+    return [ShardMap(params=params[i], shards=tuple(shards[i]), padding=tuple(padded[i])) for i in range(count)]
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     shapes = draw(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=2), min_size=1, max_size=6))
     tensors = {f"t{i}": TensorInfo(tuple(shape), "float32") for i, shape in enumerate(shapes)}
-    sources = draw(shards(tensors, draw(st.integers(1, 3)), holes=False))
-    destinations = draw(shards(tensors, draw(st.integers(1, 3)), holes=True))
+    sources = draw(random_maps(tensors, draw(st.integers(1, 3)), padding=False))
+    destinations = draw(random_maps(tensors, draw(st.integers(1, 3)), padding=True))
     return Case(
         tensors=tensors,
         sources=sources * draw(st.integers(1, 2)),
@@ -98,13 +98,13 @@ def spec_of(case: Case) -> SyncSpec:
     )
     if not case.ported:
         return spec
-    landings = {}
-    for i, (receiver, landing) in enumerate(spec.landings.items()):
-        port = i % first
+    recv_buffers = {}
+    for i, (receiver, buffer) in enumerate(spec.recv_buffers.items()):
+        owner = i % first
         senders = {message.sender for bucket in transfers.receivers[receiver].messages for message in bucket}
-        framed = frozenset(senders - {port})
-        landings[receiver] = replace(landing, port=port, framed=framed, depth=1 if framed else 2)
-    return replace(spec, landings=landings, wire=wire_ranks(landings))
+        framed = frozenset(senders - {owner})
+        recv_buffers[receiver] = replace(buffer, owner=owner, via_network=framed, depth=1 if framed else 2)
+    return replace(spec, recv_buffers=recv_buffers, wire=wire_ranks(recv_buffers))
 
 
 def values(shard: ShardMap, canonical: Arrays) -> dict[str, torch.Tensor]:

@@ -9,12 +9,12 @@ import pytest
 
 from megarl.resharding import Place, SyncSpec
 from megarl.weights.planner import Holder, plan
-from megarl.weights.shard_map import Box, Piece, ShardMap, TensorInfo
+from megarl.weights.shard_map import Box, Shard, ShardMap, TensorInfo
 
 HALVES = [
     ShardMap(
         params={"w": TensorInfo((2, 3), "float32")},
-        pieces=(Piece(param="w", box=Box.whole((2, 3)), name="w", region=Box((2 * i, 0), (2 * i + 2, 3))),),
+        shards=(Shard(param="w", box=Box.whole((2, 3)), name="w", region=Box((2 * i, 0), (2 * i + 2, 3))),),
     )
     for i in range(2)
 ]
@@ -34,7 +34,7 @@ def on(*nodes: int) -> list[Place]:
 
 def ways(spec: SyncSpec) -> dict[int, tuple[int, set[int], int]]:
     """By receiver: the owner of its memory, who sends frames, and how many buckets there are at once."""
-    return {rank: (way.port, set(way.framed), way.depth) for rank, way in spec.landings.items()}
+    return {rank: (way.owner, set(way.via_network), way.depth) for rank, way in spec.recv_buffers.items()}
 
 
 def test_on_one_node_everybody_writes_in_place() -> None:
@@ -69,7 +69,7 @@ def test_no_two_ranks_of_the_wire_share_a_gpu() -> None:
 
 def test_a_rank_is_told_its_own_parts_and_the_memory_that_it_writes_to() -> None:
     own = spec_of([*on(0, 0), *on(0, 0)], device="cuda").only([1])
-    assert (set(own.senders), set(own.receivers), set(own.landings)) == ({1}, {3}, {2, 3})
+    assert (set(own.senders), set(own.receivers), set(own.recv_buffers)) == ({1}, {3}, {2, 3})
 
 
 def test_shared_memory_does_not_reach_other_nodes() -> None:

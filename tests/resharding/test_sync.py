@@ -54,12 +54,12 @@ def test_shards_arrive_whole_and_once(
             continue
         if way == "gloo":
             assert frames == {sender: 2 * _nbytes(part, sender) for sender in range(jobs.TRAINERS)}
-        shard = jobs.engine_map(rank, dtype)
+        shard_map = jobs.engine_map(rank, dtype)
         assert order == 2 * list(plan.receivers[rank].params)
-        holes = sum(hole.box.size for hole in shard.holes)
-        assert part.nbytes == shard.nbytes - holes * (4 if dtype == "float32" else 2)
+        padding = sum(padding.box.size for padding in shard_map.padding)
+        assert part.nbytes == shard_map.nbytes - padding * (4 if dtype == "float32" else 2)
         for scale, loaded in ((1, once), (2, twice)):
-            for name, tensor in jobs.weights(shard, scale).items():
+            for name, tensor in jobs.weights(shard_map, scale).items():
                 assert torch.equal(loaded[name], tensor.to(getattr(torch, dtype))), (rank, name)
     if way == "shared":
         assert carried == {rank: 2 * part.nbytes for rank, part in plan.receivers.items()}

@@ -26,7 +26,7 @@ class Connections:
 
         Args:
             way: ``mixed`` has a trainer and an engine rank on either node, so that engines get both kinds; in ``two
-                hops`` each trainer is the port of an engine rank, as where they share a GPU.
+                hops`` each trainer is the owner of the receive buffer of an engine rank, as where they share a GPU.
         """
         self.count += 1
         spec = SyncSpec.of(
@@ -52,14 +52,14 @@ class Connections:
             places=[Place(device=0)] * 2,
             device="cuda",
         )
-        assert spec.landings[1].port == 0
+        assert spec.recv_buffers[1].owner == 0
         return spec
 
 
 def in_two_hops(spec: SyncSpec) -> SyncSpec:
-    """Makes each trainer the port of an engine rank."""
-    landings = {
-        receiver: replace(landing, port=port, framed=frozenset({1 - port}), depth=1)
-        for port, (receiver, landing) in enumerate(sorted(spec.landings.items()))
+    """Makes each trainer the owner of the receive buffer of an engine rank."""
+    recv_buffers = {
+        receiver: replace(buffer, owner=owner, via_network=frozenset({1 - owner}), depth=1)
+        for owner, (receiver, buffer) in enumerate(sorted(spec.recv_buffers.items()))
     }
-    return replace(spec, landings=landings, wire=wire_ranks(landings))
+    return replace(spec, recv_buffers=recv_buffers, wire=wire_ranks(recv_buffers))

@@ -67,10 +67,10 @@ def free_bytes(_engine: RolloutEngine) -> int:
     return torch.cuda.mem_get_info()[0]
 
 
-def landing_bytes(_engine: RolloutEngine) -> int:
+def recv_buffer_bytes(_engine: RolloutEngine) -> int:
     """Of the memory in which weights arrive, what there is in this process."""
     files = [Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd")]
-    return sum(512 * file.stat().st_blocks for file in files if "megarl-landing" in os.path.realpath(file))
+    return sum(512 * file.stat().st_blocks for file in files if "megarl-recv" in os.path.realpath(file))
 
 
 def loaded_modules(_engine: RolloutEngine, package: str) -> list[str]:

@@ -102,37 +102,37 @@ class Trainer:
 
 @dataclass
 class _Corrupting:
-    """The transport of rank 0's notices: before that of one bucket is sent, what it speaks of is changed."""
+    """The transport of rank 0's ready messages: before that of one bucket is sent, what it speaks of is changed."""
 
     inner: Transport
     connection: Connection
     receiver: int
     bucket: int
-    notices: int = field(default=0)
+    ready_messages: int = field(default=0)
 
     def send(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
         if peer == self.receiver:
-            if self.notices == self.bucket:
-                landing = self.connection.spec.landings[self.receiver]
-                views = bucket_views(self.connection.mapped[self.receiver], landing, self.bucket)
+            if self.ready_messages == self.bucket:
+                buffer = self.connection.spec.recv_buffers[self.receiver]
+                views = bucket_views(self.connection.mapped[self.receiver], buffer, self.bucket)
                 next(iter(views.values())).view(torch.uint8).view(-1)[0] ^= 1
-            self.notices += 1
+            self.ready_messages += 1
         return self.inner.send(peer, tag, buffer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
 
-def megatron_shard(tensors: dict[str, torch.Tensor], shard: ShardMap) -> dict[str, torch.Tensor]:
-    """A Megatron rank's parameters, piece by piece out of a model's own tensors."""
+def megatron_shard(tensors: dict[str, torch.Tensor], shard_map: ShardMap) -> dict[str, torch.Tensor]:
+    """A Megatron rank's parameters, shard by shard out of a model's own tensors."""
     device = next(iter(tensors.values())).device
     params = {
         name: torch.zeros(info.shape, dtype=getattr(torch, info.dtype), device=device)
-        for name, info in shard.params.items()
+        for name, info in shard_map.params.items()
     }
-    for piece in shard.pieces:
-        values = tensors[piece.name][piece.region.slices]
-        params[piece.param][piece.box.slices] = (values.T if piece.transposed else values).reshape(piece.box.shape)
+    for shard in shard_map.shards:
+        values = tensors[shard.name][shard.region.slices]
+        params[shard.param][shard.box.slices] = (values.T if shard.transposed else values).reshape(shard.box.shape)
     return params
 
 

@@ -30,9 +30,9 @@ def test_it_wakes_to_new_weights(
         trainer.sync(version)
         process.call("wake_cache")
         assert_same(ask(process), fresh[name])
-        assert process.apply(in_process.landing_bytes) > 0, "syncs would touch every page anew"
+        assert process.apply(in_process.recv_buffer_bytes) > 0, "syncs would touch every page anew"
         process.call("sleep")
-        assert process.apply(in_process.landing_bytes) == 0
+        assert process.apply(in_process.recv_buffer_bytes) == 0
 
 
 def test_weights_from_files_are_there_again(

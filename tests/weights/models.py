@@ -149,13 +149,13 @@ def numbered(tensors: Mapping[str, TensorInfo]) -> Arrays:
     return arrays
 
 
-def held(shard: ShardMap, canonical: Arrays) -> Arrays:
-    """What a holder has in its parameters; zero in holes."""
-    arrays = {name: np.zeros(info.shape, np.int64) for name, info in shard.params.items()}
-    for piece in shard.pieces:
-        values = canonical[piece.name][piece.region.slices]
-        values = values.T if piece.transposed else values
-        arrays[piece.param][piece.box.slices] = values.reshape(piece.box.shape)
+def held(shard_map: ShardMap, canonical: Arrays) -> Arrays:
+    """What a holder has in its parameters; zero in padding."""
+    arrays = {name: np.zeros(info.shape, np.int64) for name, info in shard_map.params.items()}
+    for shard in shard_map.shards:
+        values = canonical[shard.name][shard.region.slices]
+        values = values.T if shard.transposed else values
+        arrays[shard.param][shard.box.slices] = values.reshape(shard.box.shape)
     return arrays
 
 

@@ -104,11 +104,11 @@ def test_loading_casts_and_fills_holes_with_zero(tmp_path: Path) -> None:
 def test_a_new_head_is_left_to_the_caller(tmp_path: Path) -> None:
     save_model(tmp_path / "in", qwen2_config())
     spec = model_spec(read_config(tmp_path / "in"))
-    shard = spec.megatron_map(Layout(), 0, "value")
+    shard_map = spec.megatron_map(Layout(), 0, "value")
     with pytest.raises(CheckpointError, match=r"missing: score\.weight \[1, 24\]"):
-        load_shard(shard, tmp_path / "in", spec.manifest("value"))
-    params = load_shard(shard, tmp_path / "in", spec.manifest("value", new_head=True))
-    assert shard.params.keys() - params.keys() == {"0:output_layer.weight"}
+        load_shard(shard_map, tmp_path / "in", spec.manifest("value"))
+    params = load_shard(shard_map, tmp_path / "in", spec.manifest("value", new_head=True))
+    assert shard_map.params.keys() - params.keys() == {"0:output_layer.weight"}
 
 
 def test_everything_that_does_not_fit_is_listed(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_weights_come_from_the_nearest_replica(
 
 
 def test_distances_are_between_processes_devices_and_nodes() -> None:
-    nothing = ShardMap(params={}, pieces=())
+    nothing = ShardMap(params={}, shards=())
 
     def at(rank: int, node: int, device: int | None) -> Holder:
         return Holder(rank=rank, map=nothing, node=node, device=device)

@@ -14,7 +14,7 @@ from megarl.models import model_spec
 from megarl.types import Layout
 from megarl.weights.plan import ReceiverPlan, TransferPlan
 from megarl.weights.planner import Holder, plan
-from megarl.weights.shard_map import Box, Hole, Piece, ShardMap, TensorInfo
+from megarl.weights.shard_map import Box, Padding, Shard, ShardMap, TensorInfo
 from megarl.weights.source_index import PlanError
 from tests.weights.models import execute, held, llama_config, numbered, qwen2_config
 
@@ -35,23 +35,23 @@ def tilings(draw: st.DrawFn, box: Box) -> list[Box]:
 
 @st.composite
 def shard_maps(draw: st.DrawFn, regions: list[tuple[str, Box]]) -> ShardMap:
-    """Stores each region in a parameter, maybe transposed and below leading axes, cut into pieces and before a hole."""
-    params, pieces, holes = {}, [], []
+    """Stores each region in a parameter, maybe transposed and below leading axes, cut up and before padding."""
+    params, shards, padding = {}, [], []
     for i, (name, region) in enumerate(regions):
-        transposed, padding = len(region.start) == 2 and draw(st.booleans()), draw(st.integers(0, 2))
+        transposed, extra = len(region.start) == 2 and draw(st.booleans()), draw(st.integers(0, 2))
         leading = (1,) * draw(st.integers(0, 2))
         for part in draw(tilings(region)):
             start = [a - b for a, b in zip(part.start, region.start, strict=True)]
             stop = [a - b for a, b in zip(part.stop, region.start, strict=True)]
             step = -1 if transposed else 1
             box = Box((*(0 for _ in leading), *start[::step]), (*leading, *stop[::step]))
-            pieces.append(Piece(param=f"p{i}", box=box, name=name, region=part, transposed=transposed))
+            shards.append(Shard(param=f"p{i}", box=box, name=name, region=part, transposed=transposed))
         shape = (*leading, *(region.shape[::-1] if transposed else region.shape))
-        params[f"p{i}"] = TensorInfo((shape[0] + padding, *shape[1:]), draw(st.sampled_from(["float32", "float16"])))
-        if padding:
+        params[f"p{i}"] = TensorInfo((shape[0] + extra, *shape[1:]), draw(st.sampled_from(["float32", "float16"])))
+        if extra:
             box = Box((shape[0], *(0 for _ in shape[1:])), params[f"p{i}"].shape)
-            holes.append(Hole(param=f"p{i}", box=box))
-    return ShardMap(params=params, pieces=tuple(pieces), holes=tuple(holes))
+            padding.append(Padding(param=f"p{i}", box=box))
+    return ShardMap(params=params, shards=tuple(shards), padding=tuple(padding))
 
 
 @st.composite
@@ -166,8 +166,8 @@ def test_what_no_source_holds_is_refused_by_name() -> None:
 def test_replicas_share_the_sending_and_neighbours_come_first() -> None:
     spec = model_spec(qwen2_config(num_hidden_layers=8, vocab_size=128))
     layout = Layout(tp=2, dp=4)
-    shard = [spec.vllm_map(2, rank) for rank in range(2)]
-    engines = [Holder(rank=8 + i, map=shard[i % 2], node=1) for i in range(8)]
+    shard_maps = [spec.vllm_map(2, rank) for rank in range(2)]
+    engines = [Holder(rank=8 + i, map=shard_maps[i % 2], node=1) for i in range(8)]
 
     far = [Holder(rank=r, map=spec.megatron_map(layout, r), node=0) for r in range(8)]
     sent = [s.nbytes for s in plan(far, engines, 4096).senders.values()]
@@ -188,12 +188,12 @@ def test_a_rank_keeps_what_it_has() -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 def test_neighbouring_boxes_become_one_copy(transposed: bool) -> None:
     def rows(*cuts: int, transposed: bool = False) -> ShardMap:
-        pieces = []
+        shards = []
         for a, b in zip((0, *cuts), (*cuts, 8), strict=True):
             region, flipped = Box((a, 0), (b, 3)), Box((0, a), (3, b))
             box = flipped if transposed else region
-            pieces.append(Piece(param="p", box=box, name="W", region=region, transposed=transposed))
-        return ShardMap(params={"p": TensorInfo((3, 8) if transposed else (8, 3), "float32")}, pieces=tuple(pieces))
+            shards.append(Shard(param="p", box=box, name="W", region=region, transposed=transposed))
+        return ShardMap(params={"p": TensorInfo((3, 8) if transposed else (8, 3), "float32")}, shards=tuple(shards))
 
     source, destination = rows(2, 5), rows(3, 4, 7, transposed=transposed)
     (sender,) = plan([Holder(rank=0, map=source)], [Holder(rank=1, map=destination)], 1 << 20).senders.values()
@@ -206,12 +206,12 @@ def test_neighbouring_boxes_become_one_copy(transposed: bool) -> None:
 def test_neighbours_along_leading_axes_become_one_copy(transposed: bool) -> None:
     def experts(*leading: int, transposed: bool = False) -> ShardMap:
         region, extents = Box.whole((2, 3)), (3, 2) if transposed else (2, 3)
-        pieces = []
+        shards = []
         for i in range(4):
             at = (*(0 for _ in leading), i)
             box = Box((*at, 0, 0), (*(a + 1 for a in at), *extents))
-            pieces.append(Piece(param="p", box=box, name=f"W{i}", region=region, transposed=transposed))
-        return ShardMap(params={"p": TensorInfo((*leading, 4, *extents), "float32")}, pieces=tuple(pieces))
+            shards.append(Shard(param="p", box=box, name=f"W{i}", region=region, transposed=transposed))
+        return ShardMap(params={"p": TensorInfo((*leading, 4, *extents), "float32")}, shards=tuple(shards))
 
     source, destination = experts(1), experts(transposed=transposed)
     (sender,) = plan([Holder(rank=0, map=source)], [Holder(rank=1, map=destination)], 1 << 20).senders.values()
@@ -223,9 +223,9 @@ def test_neighbours_along_leading_axes_become_one_copy(transposed: bool) -> None
 
 
 def stacked(*at: tuple[int, ...], of: tuple[int, ...], rows: tuple[int, ...] = (0, 4)) -> ShardMap:
-    """Matrices W0, W1, ... of [4, 3] at these indices of leading axes, cut at some rows; the rest is holes."""
-    pieces = [
-        Piece(
+    """Matrices W0, W1, ... of [4, 3] at these indices of leading axes, cut at some rows; the rest is padding."""
+    shards = [
+        Shard(
             param="p",
             box=Box((*index, a, 0), (*(i + 1 for i in index), b, 3)),
             name=f"W{n}",
@@ -234,8 +234,10 @@ def stacked(*at: tuple[int, ...], of: tuple[int, ...], rows: tuple[int, ...] = (
         for n, index in enumerate(at)
         for a, b in pairwise(rows)
     ]
-    holes = [Hole(param="p", box=Box((*i, 0, 0), (*(x + 1 for x in i), 4, 3))) for i in np.ndindex(of) if i not in at]
-    return ShardMap(params={"p": TensorInfo((*of, 4, 3), "float32")}, pieces=tuple(pieces), holes=tuple(holes))
+    padding = [
+        Padding(param="p", box=Box((*i, 0, 0), (*(x + 1 for x in i), 4, 3))) for i in np.ndindex(of) if i not in at
+    ]
+    return ShardMap(params={"p": TensorInfo((*of, 4, 3), "float32")}, shards=tuple(shards), padding=tuple(padding))
 
 
 @pytest.mark.parametrize(
@@ -271,14 +273,14 @@ def test_boxes_of_different_rank_are_joined_where_they_correspond(
     transfer = plan(sources, destinations, 1 << 20)
     (message,) = transfer.senders[0].messages
     assert [(copy.source_box, copy.target_box) for copy in message.copies] == boxes
-    tensors = dict.fromkeys((piece.name for piece in source.pieces), TensorInfo((4, 3), "float32"))
+    tensors = dict.fromkeys((shard.name for shard in source.shards), TensorInfo((4, 3), "float32"))
     check(transfer, sources, destinations, numbered(tensors))
 
 
 def test_tiles_become_one_copy() -> None:
     tiles = [Box((a, b), (a + 2, b + 2)) for a in (0, 2) for b in (0, 2, 4)]
-    pieces = tuple(Piece(param="p", box=tile, name="W", region=tile) for tile in tiles)
-    tiled = ShardMap(params={"p": TensorInfo((4, 6), "float32")}, pieces=pieces)
+    shards = tuple(Shard(param="p", box=tile, name="W", region=tile) for tile in tiles)
+    tiled = ShardMap(params={"p": TensorInfo((4, 6), "float32")}, shards=shards)
     transfer = plan([Holder(rank=0, map=tiled)], [Holder(rank=1, map=tiled)], 1 << 20)
     (message,) = transfer.senders[0].messages
     assert [copy.target_box for copy in message.copies] == [Box((0, 0), (4, 6))]

@@ -90,14 +90,14 @@ def check_nearest(made: TransferPlan, sources: list[Holder], destinations: list[
     """Each copy comes from as near as anyone is who holds the same box under the same name."""
     receivers = {holder.rank: holder for holder in destinations}
     holders = {holder.rank: holder for holder in sources}
-    boxes = {holder.rank: {(p.name, p.region) for p in holder.map.pieces} for holder in sources}
+    boxes = {holder.rank: {(p.name, p.region) for p in holder.map.shards} for holder in sources}
     for sender in made.senders.values():
-        pieces = {piece.param: piece for piece in holders[sender.rank].map.pieces}
-        single = {p for p in pieces if sum(piece.param == p for piece in holders[sender.rank].map.pieces) == 1}
+        shards = {shard.param: shard for shard in holders[sender.rank].map.shards}
+        single = {p for p in shards if sum(shard.param == p for shard in holders[sender.rank].map.shards) == 1}
         for message in sender.messages:
             receiver = receivers[message.receiver]
             for param in {copy.source for copy in message.copies} & single:
-                box = pieces[param].name, pieces[param].region
+                box = shards[param].name, shards[param].region
                 nearest = min(holders[rank].distance(receiver) for rank in boxes if box in boxes[rank])
                 assert holders[sender.rank].distance(receiver) == nearest, (param, sender.rank, message.receiver)
 

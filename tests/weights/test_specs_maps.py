@@ -89,8 +89,8 @@ def placed(draw: st.DrawFn, family: str) -> tuple[dict[str, Any], Layout]:
     return config, Layout(tp=tp, pp=pp, vpp=vpp, ep=ep, dp=ep * draw(st.integers(1, 2)))
 
 
-def assert_holds(shard: ShardMap, hf: Arrays, expected: Arrays) -> None:
-    actual = held(shard, hf)
+def assert_holds(shard_map: ShardMap, hf: Arrays, expected: Arrays) -> None:
+    actual = held(shard_map, hf)
     assert actual.keys() == expected.keys()
     for name, array in expected.items():
         np.testing.assert_array_equal(actual[name], array, err_msg=name)
@@ -104,8 +104,8 @@ def assert_tiled(maps: Iterable[ShardMap], spec: ModelSpec, head: str, replicas:
         even: false where some elements of a tensor have more holders than others.
     """
     holders: Counter[tuple[str, Box]] = Counter()
-    for shard in maps:
-        holders.update((piece.name, piece.region) for piece in shard.pieces)
+    for shard_map in maps:
+        holders.update((shard.name, shard.region) for shard in shard_map.shards)
     counts = {name: np.zeros(info.shape, int) for name, info in spec.canonical(head).items()}
     for (name, region), count in holders.items():
         counts[name][region.slices] += count
@@ -143,8 +143,8 @@ def test_vllm_maps_are_vllms_fused_weights(family: str, data: st.DataObject) -> 
     spec = model_spec(config)
     hf = numbered(spec.canonical())
     maps = [spec.vllm_map(tp, rank) for rank in range(tp)]
-    for rank, shard in enumerate(maps):
-        assert_holds(shard, hf, naive.vllm(naive.Model(config, hf), tp, rank))
+    for rank, shard_map in enumerate(maps):
+        assert_holds(shard_map, hf, naive.vllm(naive.Model(config, hf), tp, rank))
     shared = family == "phi3"  # KV heads that several ranks hold are in one tensor with queries
     assert_tiled(maps, spec, "lm", replicas=1, even=not shared)
 
@@ -154,13 +154,13 @@ def test_vllm_maps_are_vllms_fused_weights(family: str, data: st.DataObject) -> 
 @given(st.data())
 def test_checkpoint_maps_are_megatrons_global_tensors(family: str, data: st.DataObject) -> None:
     config = data.draw(sizes(family, 1))
-    head, padding = data.draw(st.sampled_from(["lm", "value"])), data.draw(st.integers(0, 3))
+    head, vocab_padding = data.draw(st.sampled_from(["lm", "value"])), data.draw(st.integers(0, 3))
     spec = model_spec(config)
     hf = numbered(spec.canonical(head))
-    rows = config["vocab_size"] + padding
-    shard = spec.checkpoint_map(head, vocab_rows=rows if padding else None)
-    assert_holds(shard, hf, naive.checkpoint(naive.Model(config, hf), head, rows))
-    assert_tiled([shard], spec, head, replicas=1)
+    rows = config["vocab_size"] + vocab_padding
+    shard_map = spec.checkpoint_map(head, vocab_rows=rows if vocab_padding else None)
+    assert_holds(shard_map, hf, naive.checkpoint(naive.Model(config, hf), head, rows))
+    assert_tiled([shard_map], spec, head, replicas=1)
 
 
 def test_a_checkpoint_without_transformer_engine_has_another_norm_before_experts() -> None:
@@ -178,7 +178,7 @@ def test_parameters_of_a_module_are_loaded_together(family: str) -> None:
     tp = 3 if family == "qwen3" else 2
     changes = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
     changes |= {"intermediate_size": 36} if family == "qwen3" else {}
-    shard = model_spec(CONFIGS[family](**changes)).vllm_map(tp, 0)
-    modules = [name.rpartition(".")[0] for name in shard.params]
+    shard_map = model_spec(CONFIGS[family](**changes)).vllm_map(tp, 0)
+    modules = [name.rpartition(".")[0] for name in shard_map.params]
     starts = [module for i, module in enumerate(modules) if i == 0 or modules[i - 1] != module]
     assert len(starts) == len(set(starts))

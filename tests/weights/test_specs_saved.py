@@ -79,8 +79,8 @@ def test_gpt2_files_without_a_prefix_and_with_masks_are_read(tmp_path: Path) -> 
     """As the first GPT-2 checkpoints are: the bare model's names, and its causal masks as tensors."""
     save(tmp_path, gpt2_config())
     spec = model_spec(read_config(tmp_path))
-    shard = spec.megatron_map(Layout(tp=2), 1)
-    expected = load_shard(shard, tmp_path, spec.manifest())
+    shard_map = spec.megatron_map(Layout(tp=2), 1)
+    expected = load_shard(shard_map, tmp_path, spec.manifest())
 
     file = tmp_path / "model.safetensors"
     stored = load_file(file)
@@ -89,7 +89,7 @@ def test_gpt2_files_without_a_prefix_and_with_masks_are_read(tmp_path: Path) -> 
         bare[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 48, 48, dtype=torch.bool).tril()
         bare[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(bare, file)
-    actual = load_shard(shard, tmp_path, spec.manifest())
+    actual = load_shard(shard_map, tmp_path, spec.manifest())
     assert actual.keys() == expected.keys()
     assert all(torch.equal(tensor, actual[name]) for name, tensor in expected.items())
 

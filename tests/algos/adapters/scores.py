@@ -10,8 +10,8 @@ from megarl.algos import kl, reward_shaping
 from megarl.algos.kl import KLController
 from megarl.algos.overlong import overlong_penalty
 from megarl.algos.reward_shaping import dense_rewards, kl_penalties, token_rewards
-from megarl.data import padding
 from megarl.megatron.logprobs import VocabShard, logprobs_and_entropy
+from tests.algos.adapters import padding
 from tests.algos.adapters.common import Args, Runner, done, floats, pick, take, take_mask
 
 KL_ESTIMATORS = {

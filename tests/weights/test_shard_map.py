@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.weights.shard_map import Box, Hole, Piece, ShardMap, TensorInfo, adjacent_axis, row_major_boxes
+from megarl.weights.shard_map import Box, Padding, Shard, ShardMap, TensorInfo, adjacent_axis, row_major_boxes
 
 SHAPE = (5, 4, 3)
 
@@ -63,50 +63,50 @@ def test_a_piece_within_a_box_is_the_piece_there(outer: Box, other: Box, leading
     at = (10, 20, 30)[leading:]
     shape = outer.shape[:0:-1] if transposed else outer.shape[leading:]
     region = Box(at, tuple(a + n for a, n in zip(at, shape, strict=True)))
-    piece = Piece(param="w", box=outer, name="W", region=region, transposed=transposed)
-    part = piece.within(other)
+    shard = Shard(param="w", box=outer, name="W", region=region, transposed=transposed)
+    part = shard.within(other)
     canonical = np.arange(60 ** len(at)).reshape((60,) * len(at)) + 1
 
-    def stored(piece: Piece) -> np.ndarray:
-        cells, values = np.zeros(SHAPE, int), canonical[piece.region.slices]
-        cells[piece.box.slices] = values.T if transposed else values
+    def stored(shard: Shard) -> np.ndarray:
+        cells, values = np.zeros(SHAPE, int), canonical[shard.region.slices]
+        cells[shard.box.slices] = values.T if transposed else values
         return cells
 
-    expected = stored(piece) * mask(other)
+    expected = stored(shard) * mask(other)
     assert (part is not None) == bool(expected.any())
     if part:
         np.testing.assert_array_equal(stored(part), expected)
-        assert piece.local(part.region) == part.box
+        assert shard.local(part.region) == part.box
 
 
-def piece(start: int, stop: int, *, param: str = "w", region: Box | None = None) -> Piece:
+def shard(start: int, stop: int, *, param: str = "w", region: Box | None = None) -> Shard:
     box = Box((start, 0), (stop, 2))
-    return Piece(param=param, box=box, name="W", region=region or box)
+    return Shard(param=param, box=box, name="W", region=region or box)
 
 
 @pytest.mark.parametrize(
-    ("pieces", "holes", "message"),
+    ("shards", "padding", "message"),
     [
-        ([piece(0, 3)], [], "cover 6 of its 8"),
-        ([piece(0, 3), piece(2, 4)], [], "overlap"),
-        ([piece(0, 3), piece(3, 5)], [], "outside"),
-        ([piece(0, 4), piece(0, 4, param="v")], [], "v is not among"),
-        ([piece(0, 4, region=Box((0, 0), (2, 4)))], [], "differ in extents"),
-        ([piece(0, 4, region=Box((0,), (2,)))], [], "differ in extents"),
-        ([piece(0, 4, region=Box((0, 0, 0), (1, 4, 2)))], [], "differ in extents"),
-        ([piece(0, 3)], [Hole(param="w", box=Box((2, 0), (4, 2)))], "overlap"),
+        ([shard(0, 3)], [], "cover 6 of its 8"),
+        ([shard(0, 3), shard(2, 4)], [], "overlap"),
+        ([shard(0, 3), shard(3, 5)], [], "outside"),
+        ([shard(0, 4), shard(0, 4, param="v")], [], "v is not among"),
+        ([shard(0, 4, region=Box((0, 0), (2, 4)))], [], "differ in extents"),
+        ([shard(0, 4, region=Box((0,), (2,)))], [], "differ in extents"),
+        ([shard(0, 4, region=Box((0, 0, 0), (1, 4, 2)))], [], "differ in extents"),
+        ([shard(0, 3)], [Padding(param="w", box=Box((2, 0), (4, 2)))], "overlap"),
     ],
 )
 def test_a_shard_map_refuses_what_does_not_tile_its_parameters(
-    pieces: list[Piece], holes: list[Hole], message: str
+    shards: list[Shard], padding: list[Padding], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        ShardMap(params={"w": TensorInfo((4, 2), "float32")}, pieces=tuple(pieces), holes=tuple(holes))
+        ShardMap(params={"w": TensorInfo((4, 2), "float32")}, shards=tuple(shards), padding=tuple(padding))
 
 
 def test_fingerprints_are_of_contents() -> None:
     def make(dtype: str) -> ShardMap:
-        return ShardMap(params={"w": TensorInfo((4, 2), dtype)}, pieces=(piece(0, 4),))
+        return ShardMap(params={"w": TensorInfo((4, 2), dtype)}, shards=(shard(0, 4),))
 
     assert make("float32").fingerprint == make("float32").fingerprint
     assert make("float32").fingerprint != make("bfloat16").fingerprint

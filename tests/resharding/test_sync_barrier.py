@@ -8,35 +8,35 @@ import pytest
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from megarl.resharding import SyncError
-from megarl.resharding.sync_barrier import Board, open_store, serve_store
+from megarl.resharding.sync_barrier import SyncBarrier, open_store, serve_store
 
 
-def boards_at(served: TCPStore, size: int, timeout_s: float = 10.0) -> list[Board]:
+def barriers_at(served: TCPStore, size: int, timeout_s: float = 10.0) -> list[SyncBarrier]:
     """Those of several ranks, as in processes of their own."""
-    return [Board(open_store("127.0.0.1", served.port, "sync"), rank, size, timeout_s) for rank in range(size)]
+    return [SyncBarrier(open_store("127.0.0.1", served.port, "sync"), rank, size, timeout_s) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_store_does_not_grow_with_the_syncs(size: int) -> None:
     served = serve_store()
-    boards = boards_at(served, size)
+    barriers = barriers_at(served, size)
     keys: list[int] = []
 
-    def meet(board: Board, count: int) -> None:
-        board.post("landing", f"{count}")
-        board.meet(f"{count}", {"plan": "p", "version": f"{count}"})
-        board.forget(f"{count - 1}")
+    def meet(barrier: SyncBarrier, count: int) -> None:
+        barrier.post("buffer", f"{count}")
+        barrier.meet(f"{count}", {"plan": "p", "version": f"{count}"})
+        barrier.forget(f"{count - 1}")
 
     with ThreadPoolExecutor(size) as ranks:
         for count in range(4):
-            list(ranks.map(meet, boards, [count] * size))
+            list(ranks.map(meet, barriers, [count] * size))
             keys.append(served.num_keys())
     assert keys == [keys[0]] * 4
 
 
 def test_ranks_that_know_different_things_say_which() -> None:
     store = serve_store()
-    one, other = boards_at(store, 2)
+    one, other = barriers_at(store, 2)
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(one.meet, "here", {"plan": "p", "version": "1"})
         while not store.check(["sync/here/0"]):
@@ -50,7 +50,7 @@ def test_ranks_that_know_different_things_say_which() -> None:
 
 def test_the_first_to_decide_decides_for_all() -> None:
     store = serve_store()
-    one, other = boards_at(store, 2, timeout_s=0.1)
+    one, other = barriers_at(store, 2, timeout_s=0.1)
     with pytest.raises(SyncError, match=r"rank 0: ranks \[1\] did not come within 0.1 s"):
         one.meet("here")
     for late in (lambda: other.meet("here"), lambda: other.abort("here", "no"), lambda: other.look("here")):
