@@ -75,7 +75,7 @@ def load_checked(
     path: Path, overrides: Sequence[str], check: Callable[[RunConfig], object], pending: Collection[Path] = ()
 ) -> RunConfig:
     """Reads and checks a configuration; what is missing in pending directories, earlier runs will have written."""
-    config = load(path, overrides, check, pending=pending)
+    config = load(path, overrides, check, pending_paths=pending)
     try:
         check(config)
     except ConfigError as error:
