@@ -1,6 +1,6 @@
 """The records that cross a boundary: frozen, keyword-only, free of torch.
 
-Ragged columns are numpy so that a reader in another process maps them from the object store without a copy.
+Columns are numpy arrays, which a reader in another process maps from the object store without a copy.
 Shape legend: N rows (samples) of a chunk, T all tokens of a column, P prompt tokens, R response tokens.
 """
 
@@ -17,12 +17,12 @@ RoleName = Literal["actor", "critic", "reference", "reward"]
 HeadName = Literal["lm", "value", "score"]
 
 HEADS: Mapping[RoleName, HeadName] = {"actor": "lm", "reference": "lm", "critic": "value", "reward": "score"}
-"""What each role's model has on top."""
+"""The head of each role's model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankCoords:
-    """Where one rank stands in a role's layout; each index counts from 0."""
+    """The coordinates of a rank in a role's layout, from 0."""
 
     tp: int
     dp: int
@@ -34,7 +34,7 @@ class Layout:
     """How a role is split over the ranks of its group.
 
     Ranks are numbered TP fastest, then DP, then PP (Megatron's default order), so that a TP group is
-    on neighbouring devices. Neighbouring replicas share the experts of a layer: each holds a part of them.
+    on neighbouring devices. ``ep`` neighbouring replicas share the experts of a layer.
 
     Args:
         tp: ranks that share each matrix.
@@ -68,11 +68,11 @@ class Layout:
         return RankCoords(tp=rank % self.tp, dp=rank // self.tp % self.dp, pp=rank // (self.tp * self.dp))
 
     def rank(self, coords: RankCoords) -> int:
-        """The rank in the group that has these coordinates."""
+        """The rank with these coordinates."""
         return coords.tp + self.tp * (coords.dp + self.dp * coords.pp)
 
     def expert_rank(self, coords: RankCoords) -> int:
-        """Which part of each layer's experts a rank has, of ``ep`` equal ones in order."""
+        """The index of the rank's part of each layer's experts, of ``ep`` equal parts in order."""
         return coords.dp % self.ep
 
 
@@ -119,7 +119,7 @@ class Prompt:
     Args:
         prompt_id: unique in its data set, the same in every run.
         token_ids: P ids.
-        fields: the other columns of its row (the reference answer, say), for rule-based rewards.
+        fields: the other columns of its row (the reference answer, say), for reward functions.
     """
 
     prompt_id: str
@@ -128,7 +128,7 @@ class Prompt:
 
     @property
     def key(self) -> str:
-        """What tells it from the other items of its data set."""
+        """Unique in its data set."""
         return self.prompt_id
 
     @property
@@ -139,13 +139,12 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest:
-    """One answer to generate.
+    """One response to generate.
 
     Args:
-        sample_id: which of the prompt's samples of the step it is.
-        prompt: to answer.
-        seed: of its sampling, 64 bit.
-        temperature: of its sampling; 0 takes the likeliest token each time, None is the rollouts' own.
+        sample_id: unique among the requests of a step.
+        seed: 64 bit.
+        temperature: 0 takes the likeliest token each time; None is that of the configuration.
     """
 
     sample_id: str
@@ -156,11 +155,11 @@ class SampleRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkItem:
-    """Neighbouring requests of a step, which one engine answers.
+    """Neighbouring requests of a step, for one engine.
 
     Args:
-        chunk: index of the chunk that the answers make, one row per request.
-        requests: one at least.
+        chunk: index of the chunk that the responses make, one row per request.
+        requests: at least one.
     """
 
     chunk: int
@@ -179,7 +178,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutChunk:
-    """Some samples as the engine wrote them: the unit in which rollouts move.
+    """Some samples as an engine wrote them: the unit in which rollouts move.
 
     Args:
         sample_ids: N ids.
@@ -187,7 +186,7 @@ class RolloutChunk:
         response_ids: N rows of int32 token ids, the end token included.
         rollout_logprobs: N rows of float32 nats, one per response token, by the engine, under the distribution
             that it sampled from.
-        finished: [N] bool; True where an end token or a stop text ended the answer, False where the length limit did.
+        finished: [N] bool; True where an end token or a stop text ended the response, False where the length limit did.
         versions: N tuples of spans that cover the response in order.
     """
 
@@ -207,7 +206,7 @@ class TextChunk:
         sample_ids: N ids.
         prompt_ids, response_ids: N rows of int32 token ids, the end token included. The responses of a preference are
             neighbours, the best one first: of pairs, row 2i is the chosen response and row 2i + 1 the rejected one.
-        margins: [N] float32, by which the best response of a row's preference is better; None where nothing says so.
+        margins: [N] float32, by which the best response of a row's preference is better; None where not known.
     """
 
     sample_ids: tuple[str, ...]
@@ -218,13 +217,11 @@ class TextChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleInfo:
-    """What the driver knows of a sample: ids and lengths, never tokens.
+    """A sample as the driver knows it: ids and lengths, never tokens; ``finished`` is as in RolloutChunk.
 
     Args:
-        chunk: index of the chunk object that holds it.
-        row: its row in that chunk.
-        prompt_tokens, response_tokens: lengths.
-        finished: see RolloutChunk.
+        chunk: index of the chunk that holds it.
+        row: in that chunk.
     """
 
     sample_id: str
@@ -241,25 +238,39 @@ class SampleInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleFacts:
-    """What the driver knows of the samples of one chunk when their experience is built.
+class SampleScores:
+    """The scores of some samples; those of a chunk are neighbours, in the order of its rows.
 
     Args:
-        scores: [N] float32, as the algorithm takes them; not a number where there is none.
-        groups: [N] int64, the number of each sample's prompt among those of the step.
-        outcomes: [N] float32, an advantage per sample; None where advantages are of tokens.
-        learnt: [N] bool, False where the policy is to learn nothing of a sample, though it has a score.
+        chunks: [N] int64, the chunk of each sample.
+        scores: [N] float32, of which the algorithm makes advantages; NaN without a score.
+        groups: [N] int64, each sample's prompt, numbered within the step.
+        sequence_advantages: [N] float32; None where the algorithm estimates advantages per token.
+        actor_mask: [N] bool, False where the actor does not learn from a sample, though it has a score.
     """
 
+    chunks: npt.NDArray[np.int64]
     scores: npt.NDArray[np.float32]
     groups: npt.NDArray[np.int64]
-    outcomes: npt.NDArray[np.float32] | None
-    learnt: npt.NDArray[np.bool_]
+    sequence_advantages: npt.NDArray[np.float32] | None
+    actor_mask: npt.NDArray[np.bool_]
+
+    def only(self, chunks: Iterable[int]) -> SampleScores:
+        """The samples of these chunks, in their order."""
+        rows = np.concatenate([np.zeros(0, np.int64), *(np.flatnonzero(self.chunks == chunk) for chunk in chunks)])
+        advantages = self.sequence_advantages
+        return SampleScores(
+            chunks=self.chunks[rows],
+            scores=self.scores[rows],
+            groups=self.groups[rows],
+            sequence_advantages=None if advantages is None else advantages[rows],
+            actor_mask=self.actor_mask[rows],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenseScale:
-    """What the reward model's score after a token is worth: gain * raw + bias; with ``differences``, what it added."""
+class TokenRewardScale:
+    """Scale of a reward model that scores every token: gain * raw + bias; with ``differences``, of its increments."""
 
     gain: float
     bias: float
@@ -267,27 +278,27 @@ class DenseScale:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExperienceTerms:
-    """What the driver says of a whole step when its experience is built.
+class StepContext:
+    """What building a step's experience needs beside the samples.
 
     Args:
-        kl_coef: reward or loss per nat.
+        kl_coef: of the KL penalty, per nat.
         version: of the actor's weights before the update.
-        groups: prompts of the step.
-        value_norm: the moments that the values are normalised with, as the value normaliser keeps them; None without.
-        dense: of the reward model's scores after every token; None where a response has one score.
+        groups: number of prompts.
+        value_norm: moments of the value normaliser; None without one.
+        dense: of a reward model that scores every token; None where responses have one score.
     """
 
     kl_coef: float
     version: int
     groups: int
     value_norm: Mapping[str, float] | None = None
-    dense: DenseScale | None = None
+    dense: TokenRewardScale | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExperienceReport:
-    """What the driver hears of a step's experience: metrics of all of it, and the moments of the value normaliser."""
+    """Metrics of a step's experience, over all replicas, and the new moments of the value normaliser."""
 
     metrics: Mapping[str, float]
     value_norm: Mapping[str, float] | None
@@ -308,8 +319,8 @@ class ExperienceChunk:
         old_values: float32, by the critic before the update; None without one.
         advantages, returns: float32; returns is None without a critic, and in the units of its values.
         weights: float32, what the terms of the policy loss are multiplied with; None where nothing is.
-        kept: float32, 0 where the actor learns nothing, 1 elsewhere; None where it learns from all.
-        value_kept: likewise, of the critic.
+        actor_mask: float32, 1 where the actor learns, else 0; None where it learns from all tokens.
+        critic_mask: likewise, of the critic.
     """
 
     sample_ids: tuple[str, ...]
@@ -323,13 +334,13 @@ class ExperienceChunk:
     advantages: Ragged
     returns: Ragged | None = None
     weights: Ragged | None = None
-    kept: Ragged | None = None
-    value_kept: Ragged | None = None
+    actor_mask: Ragged | None = None
+    critic_mask: Ragged | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackRow:
-    """A sample in a pack: where it lies and how long it is (tokens)."""
+    """A sample in a pack: its chunk and row, and its lengths."""
 
     chunk: int
     row: int
@@ -343,15 +354,18 @@ class PackRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSchedule:
-    """The micro-batches of one DP rank, in order; a pack without rows is a masked filler.
+    """The micro-batches of one DP rank, in order.
+
+    The number of packs, ``pack_tokens`` and the totals, which are a loss's global denominators, are the same on every
+    DP rank.
 
     Args:
-        packs: rows of each micro-batch; the same number of packs on every DP rank.
-        pack_tokens: every pack is padded to this many tokens; the same on every DP rank.
+        packs: rows of each micro-batch; one without rows is a masked filler.
+        pack_tokens: to which every pack is padded.
         total_rows: samples in the pass, over all ranks.
-        total_sequences: those of them with a response token.
-        total_response_tokens: response tokens in the pass, over all ranks. These are a loss's global denominators.
-        rows_per_unit: rows that stay neighbours, in one pack and in order: 2 where they are preference pairs.
+        total_sequences: samples with a response token, over all ranks.
+        total_response_tokens: over all ranks.
+        rows_per_unit: rows that stay neighbours, in one pack and in order: 2 for preference pairs.
     """
 
     packs: tuple[tuple[PackRow, ...], ...]
@@ -363,12 +377,12 @@ class RankSchedule:
 
     @property
     def chunks(self) -> list[int]:
-        """The chunks that the rank reads, in order."""
+        """Those that the rank reads, in order."""
         return sorted({row.chunk for rows in self.packs for row in rows})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Who does what in one pass: one RankSchedule per DP rank, of which a rank is sent its own."""
+    """The micro-batches of one pass, by DP rank."""
 
     ranks: tuple[RankSchedule, ...]

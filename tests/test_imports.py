@@ -18,7 +18,7 @@ LAYERS = (
     {"bounds", "errors", "files", "plugins", "types"},
     {"algos"},
     {"config"},
-    {"weights"},
+    {"role_specs", "weights"},
     {"models"},
     {"data"},
     {"rewards"},

@@ -9,7 +9,7 @@ from string import ascii_lowercase
 from typing import Literal
 
 from megarl.data.stream import stable_hash
-from megarl.rewards.functions import Answer
+from megarl.rewards.functions import Completion
 
 MIN_LETTERS = 4
 MAX_LETTERS = 7
@@ -64,6 +64,6 @@ def questions(random: Random, *, held_out: bool) -> Iterator[Question]:
             yield question
 
 
-def exact_match(answer: Answer) -> float:
+def exact_match(completion: Completion) -> float:
     """The true score: 1 where the response is the right answer and ends there, else 0."""
-    return float(answer.finished and answer.response == Question.parse(answer.prompt).answer)
+    return float(completion.finished and completion.response == Question.parse(completion.prompt).answer)

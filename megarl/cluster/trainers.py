@@ -13,12 +13,12 @@ from megarl.cluster.session import Session
 from megarl.config import RunConfig
 from megarl.experience.padded_batch import Columns
 from megarl.types import (
-    ExperienceTerms,
     Layout,
     RankSchedule,
     RoleName,
     RolloutChunk,
     Schedule,
+    StepContext,
     TextChunk,
 )
 
@@ -137,7 +137,7 @@ class Role:
         return self._each("token_scores", schedule, lambda own: (self.name, own, rollouts.only(own.chunks)))
 
     def build_experience(
-        self, schedule: Schedule, rollouts: ChunkRefs[RolloutChunk], columns: Columns, terms: ExperienceTerms
+        self, schedule: Schedule, rollouts: ChunkRefs[RolloutChunk], columns: Columns, terms: StepContext
     ) -> Call:
         """Experience by chunk, and as the small results an ExperienceReport; see ``megatron.experience``."""
 
@@ -161,13 +161,13 @@ class Role:
         args = [(self.name, *part, kl_coef, *text) for part, text in zip(own, along, strict=True)]
         return self.group.call_each(f"{self.name}.update", "update", "update", args)
 
-    def forgo(self, steps: int) -> Call:
+    def skip_steps(self, steps: int) -> Call:
         """Goes on in the learning rate's course without these optimizer steps."""
-        return self.group.call(f"{self.name}.forgo", "update", "forgo", self.name, steps)
+        return self.group.call(f"{self.name}.skip_steps", "update", "skip_steps", self.name, steps)
 
-    def use_average(self, wanted: bool) -> Call:
+    def swap_weights(self, wanted: bool) -> Call:
         """Gives the role the average of its weights for its weights, or its weights again."""
-        return self.group.call(f"{self.name}.use_average", "inference", "use_average", self.name, wanted)
+        return self.group.call(f"{self.name}.swap_weights", "inference", "swap_weights", self.name, wanted)
 
     def sync_reference(self) -> Call:
         """Lets the reference, of the same group, follow this role."""

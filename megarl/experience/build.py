@@ -1,11 +1,10 @@
-"""Builds the experience that updates read, from rollouts, log-probabilities, values and scores; and its metrics.
+"""Builds the experience of a step from rollouts, log-probabilities, values and scores; and its metrics.
 
-Weights are factors of the policy loss. What is left out is so in every term of the loss, the penalty and the bonus as
-well; the denominators stay.
+What a mask leaves out is left out of every term of the loss, the penalty and the entropy bonus included; the
+denominators stay those of all response tokens. Samples without a score are in no statistic, and their advantages are 0.
 
-The order: penalties, token rewards, their whitening, the estimator (or the comparison that the driver made of whole
-samples), and the normalisation of the advantages. Samples without a score are in no statistic, and their advantages
-are 0. Shape legend: B rows, R response tokens of the longest.
+Shape legend: B rows, R response tokens of the longest. ``reduce`` sums a small vector over the ranks that build, and
+``largest`` takes the largest of each entry; every rank calls them equally often, with samples or without.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from megarl.algos.rollout_correction import proximal_weights
 from megarl.algos.value_loss import ValueMoments, denormalised, normalised, scale_of, updated
 from megarl.config.schema import Algo, ValueNorm
 from megarl.data.packing import Chunks
-from megarl.experience.padded_batch import Aligned, Columns, aligned, by_chunk
+from megarl.experience.padded_batch import Columns, PaddedBatch, by_chunk, pad_batch
 from megarl.experience.token_advantages import (
-    Credit,
+    Advantages,
+    actor_mask,
+    compute_advantages,
     correction_weights,
-    credit,
-    kept_tokens,
-    trusted_tokens,
-    value_kept_tokens,
+    critic_mask,
+    trust_region_mask,
 )
-from megarl.types import ExperienceChunk, ExperienceReport, ExperienceTerms, Ragged, RolloutChunk
+from megarl.types import ExperienceChunk, ExperienceReport, Ragged, RolloutChunk, StepContext
 
 INTERPOLATED = ("loglinear", "linear")
-"""Old log-probabilities that the loss makes of the engines' and its own."""
+"""Methods by which the update interpolates old log-probabilities between the engines' and its own."""
 
 
 def build_experience(
@@ -50,70 +49,61 @@ def build_experience(
     columns: Columns,
     algo: Algo,
     value_norm: ValueNorm | None,
-    terms: ExperienceTerms,
+    context: StepContext,
     reduce: Reduce,
     largest: Reduce,
 ) -> tuple[dict[int, ExperienceChunk], ExperienceReport]:
-    """Scores to token rewards to advantages, with statistics and metrics over all ranks.
+    """Builds the experience of a rank's chunks.
 
     Args:
         chunk_ids: the chunks of this rank, whole.
         rollouts, columns: of those chunks at least.
-        algo: of the run.
         value_norm: of the critic; None where it learns returns as they are.
-        terms: of the step.
-        reduce: sums a small vector over the ranks that build; each of them calls, with chunks or without.
-        largest: likewise, the largest of each entry.
 
     Returns:
-        The experience by chunk, and what all ranks say alike.
+        The experience by chunk, and the report, which is equal on all ranks.
     """
     chunks = {i: rollouts[i] for i in chunk_ids}
-    own = aligned(chunks, columns, algo, terms)
-    moments = None if terms.value_norm is None else ValueMoments(**terms.value_norm)
-    values = own.values
+    batch = pad_batch(chunks, columns, algo, context)
+    moments = None if context.value_norm is None else ValueMoments(**context.value_norm)
+    values = batch.values
     if value_norm is not None and moments is not None and values is not None:
         values = denormalised(values, scale_of(moments, eps=value_norm.eps))
-    earned = credit(own, values, algo, terms.dense, reduce, kl_coef=terms.kl_coef)
-    weights = correction_weights(own, algo.correction, reduce)
-    trusted = trusted_tokens(own, algo.correction, reduce)
-    corrected = _product(weights, trusted)
-    metrics = experience_metrics(own, earned, values, corrected, algo, terms, reduce, largest)
-    returns = earned.returns
+    advantages = compute_advantages(batch, values, algo, context.dense, reduce, kl_coef=context.kl_coef)
+    weights = correction_weights(batch, algo.correction, reduce)
+    trust_region = trust_region_mask(batch, algo.correction, reduce)
+    corrected = _product(weights, trust_region)
+    metrics = experience_metrics(batch, advantages, values, corrected, algo, context, reduce, largest)
+    returns = advantages.returns
     if value_norm is not None and moments is not None and returns is not None:
-        moments = updated(moments, returns, own.counted, reduce, beta=value_norm.beta)
+        moments = updated(moments, returns, batch.scored_mask, reduce, beta=value_norm.beta)
         returns = normalised(returns, scale_of(moments, eps=value_norm.eps))
-    report = ExperienceReport(metrics=metrics, value_norm=None if moments is None else asdict(moments))
     tensors = {
-        "advantages": earned.advantages,
+        "advantages": advantages.normalized,
         "returns": returns,
         "weights": weights,
-        "kept": kept_tokens(own, trusted, reduce),
-        "value_kept": None if returns is None else value_kept_tokens(own, reduce),
-        "proximal_weights": _proximal_weights(own, algo, terms),
+        "actor_mask": actor_mask(batch, trust_region, reduce),
+        "critic_mask": None if returns is None else critic_mask(batch, reduce),
+        "proximal_weights": None,
     }
-    split = {name: by_chunk(tensor, own.mask, chunks) for name, tensor in tensors.items() if tensor is not None}
+    if algo.correction.old_logprobs in INTERPOLATED:
+        tensors["proximal_weights"] = proximal_weights(batch.versions, context.version + 1)
+    split = {name: by_chunk(tensor, batch.mask, chunks) for name, tensor in tensors.items() if tensor is not None}
+    report = ExperienceReport(metrics=metrics, value_norm=None if moments is None else asdict(moments))
     return {i: _chunk(i, chunk, columns, algo, split) for i, chunk in chunks.items()}, report
 
 
-def _product(weights: Tensor | None, trusted: Tensor | None) -> Tensor | None:
-    """[B, R]: the weights where the tokens are trusted, 0 elsewhere; None without either."""
-    if weights is None or trusted is None:
-        return weights if trusted is None else trusted.float()
-    return weights * trusted
-
-
-def _proximal_weights(own: Aligned, algo: Algo, terms: ExperienceTerms) -> Tensor | None:
-    """[B, R]: how far the old policy of each token is on the way from the engines' to the one in training."""
-    if algo.correction.old_logprobs not in INTERPOLATED:
-        return None
-    return proximal_weights(own.versions, terms.version + 1)
+def _product(weights: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """[B, R]: the weights on the mask, 0 elsewhere; None without either."""
+    if weights is None or mask is None:
+        return weights if mask is None else mask.float()
+    return weights * mask
 
 
 def _chunk(
     index: int, chunk: RolloutChunk, columns: Columns, algo: Algo, split: Mapping[str, Mapping[int, Ragged]]
 ) -> ExperienceChunk:
-    """One chunk's columns; those that are as they came are not copied."""
+    """The experience of one chunk; columns that do not change are not copied."""
     correction = algo.correction
     sampled = correction.sequence_mask is not None or correction.old_logprobs in INTERPOLATED
     ref = columns.ref_logprobs if algo.kl.placement == "loss" else None
@@ -130,57 +120,45 @@ def _chunk(
 
 
 def experience_metrics(
-    own: Aligned,
-    earned: Credit,
+    batch: PaddedBatch,
+    advantages: Advantages,
     values: Tensor | None,
     corrected: Tensor | None,
     algo: Algo,
-    terms: ExperienceTerms,
+    context: StepContext,
     reduce: Reduce,
     largest: Reduce,
 ) -> dict[str, float]:
-    """The metrics of a rank's samples with those of all others, equal on all ranks; none over samples of no rank.
+    """The metrics of all ranks' samples, equal on all ranks; those without a sample are left out.
 
     Args:
-        own: the samples.
-        earned: by them.
-        values: [B, R], by the critic, in the units of the rewards; None without one.
-        corrected: [B, R], weights for rollouts of another policy; None where nothing is corrected.
-        algo: of the run.
-        terms: of the step.
-        reduce, largest: sum and largest over the ranks; each calls equally often, with samples or without.
+        values: [B, R], by the critic, in units of reward; None without one.
+        corrected: [B, R], weights of the rollouts, 0 outside the trust region; None where nothing is corrected.
     """
-    scored, counted = own.scored, own.counted
-    scores = own.scores if own.dense is None else (earned.rewards - earned.penalties).sum(-1)
-    drift = None if own.ref is None else k1(own.old, own.ref)[scored]
-    kept = (scores[scored], own.old[scored], drift, earned.penalties[scored], own.mask[scored])
-    metrics = {**objective_metrics(*kept, reduce=reduce), "objective/kl_coef": terms.kl_coef}
-    if values is not None and earned.returns is not None:
-        metrics |= value_metrics(earned.returns, values, counted, reduce=reduce)
+    scored, mask = batch.scored, batch.scored_mask
+    scores = batch.scores if batch.dense is None else (advantages.rewards - advantages.penalties).sum(-1)
+    kl = None if batch.ref is None else k1(batch.old, batch.ref)[scored]
+    columns = (scores[scored], batch.old[scored], kl, advantages.penalties[scored], batch.mask[scored])
+    metrics = {**objective_metrics(*columns, reduce=reduce), "objective/kl_coef": context.kl_coef}
+    if values is not None and advantages.returns is not None:
+        metrics |= value_metrics(advantages.returns, values, mask, reduce=reduce)
     if algo.correction.old_logprobs == "recompute":
-        metrics["rollout/logprob_gap"] = rollout_gap(own.old, own.rollout, own.mask, reduce=reduce)
-        metrics |= mismatch_metrics(own.old, own.rollout, own.mask, reduce=reduce)
+        metrics["rollout/logprob_gap"] = rollout_gap(batch.old, batch.rollout, batch.mask, reduce=reduce)
+        metrics |= mismatch_metrics(batch.old, batch.rollout, batch.mask, reduce=reduce)
     if corrected is not None:
-        metrics |= correction_metrics(corrected, own.old, own.rollout, own.mask, reduce=reduce)
-    metrics |= spread("rewards", earned.rewards.sum(-1), scored, reduce, largest)
-    metrics |= spread("advantages", earned.raw, counted, reduce, largest)
-    age = spread("staleness", terms.version - own.versions, own.mask, reduce, largest)
-    metrics |= {name: value for name, value in age.items() if not name.endswith("/min")}
+        metrics |= correction_metrics(corrected, batch.old, batch.rollout, batch.mask, reduce=reduce)
+    metrics |= spread("rewards", advantages.rewards.sum(-1), scored, reduce, largest)
+    metrics |= spread("advantages", advantages.unnormalized, mask, reduce, largest)
+    staleness = spread("staleness", context.version - batch.versions, batch.mask, reduce, largest)
+    metrics |= {name: value for name, value in staleness.items() if not name.endswith("/min")}
     return metrics
 
 
 def spread(name: str, values: Tensor, mask: Tensor, reduce: Reduce, largest: Reduce) -> dict[str, float]:
-    """Mean, smallest and largest of what counts on all ranks; none of them where nothing does.
-
-    Args:
-        name: before ``/mean``, ``/min`` and ``/max``.
-        values: any shape.
-        mask: bool, same shape.
-        reduce, largest: sum and largest over the ranks.
-    """
+    """``name/mean``, ``name/min`` and ``name/max`` of the values on the mask of all ranks; empty without any."""
     moments = masked_moments(values, mask, reduce)
-    own = values[mask].double()
-    ends = torch.stack([torch.cat([side, side.new_full((1,), -torch.inf)]).max() for side in (own, -own)])
+    chosen = values[mask].double()
+    ends = torch.stack([torch.cat([side, side.new_full((1,), -torch.inf)]).max() for side in (chosen, -chosen)])
     high, low = largest(ends).tolist()
     if not moments.count:
         return {}

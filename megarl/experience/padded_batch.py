@@ -1,4 +1,4 @@
-"""The columns of a rank's samples, and the response-aligned [B, R] tensors that are made of them.
+"""The samples of a rank as right-padded [B, R] tensors.
 
 Shape legend: B rows, the samples of all chunks of the rank; R response tokens of the longest; T response tokens of all
 rows one after the other ("flat").
@@ -17,7 +17,7 @@ from torch import Tensor
 from megarl.algos.normalization import Groups
 from megarl.config.schema import Algo
 from megarl.data.packing import Chunks
-from megarl.types import ExperienceTerms, Ragged, RolloutChunk, SampleFacts
+from megarl.types import Ragged, RolloutChunk, SampleScores, StepContext
 
 
 def response_mask(lengths: Sequence[int] | Tensor, device: torch.device | str = "cpu") -> Tensor:
@@ -28,18 +28,13 @@ def response_mask(lengths: Sequence[int] | Tensor, device: torch.device | str = 
 
 
 def align(flat: Tensor, mask: Tensor) -> Tensor:
-    """[B, R] of the flat values, 0 off the mask; gradients flow back to ``flat``.
-
-    Args:
-        flat: [T], T the True entries of the mask.
-        mask: [B, R] bool.
-    """
+    """[B, R] of the [T] flat values, 0 off the mask; gradients flow back to ``flat``."""
     assert len(flat) == int(mask.sum()), f"{len(flat)} values for {int(mask.sum())} response tokens"
     return flat.new_zeros(mask.shape).masked_scatter(mask, flat)
 
 
 def flatten(aligned: Tensor, mask: Tensor) -> Tensor:
-    """[T] of the [B, R] values on the mask, row after row: the inverse of align."""
+    """[T] of the [B, R] values on the mask, row after row: the inverse of ``align``."""
     return aligned[mask]
 
 
@@ -47,7 +42,7 @@ V_co = TypeVar("V_co", covariant=True)
 
 
 class Selectable(Protocol[V_co]):
-    """Something per chunk, of which a part of the chunks can be taken; fetched when it is asked for, perhaps."""
+    """A value per chunk, perhaps fetched on access; ``only`` selects some of the chunks."""
 
     def __getitem__(self, chunk: int, /) -> V_co: ...
 
@@ -59,55 +54,56 @@ class Columns:
     """Columns by chunk; each has a float32 row per sample, with a value per response token.
 
     Args:
-        samples: what the driver knows of the samples.
-        old_logprobs: nats, by the actor before the update; None where the engines' stand for them.
+        samples: scores and masks of the samples.
+        old_logprobs: nats, by the actor before the update; None where the engines' take their place.
         ref_logprobs: nats, by the reference; None without one.
         values: by the critic before the update; None without one.
-        dense: raw scores by the reward model, one more than response tokens: before the first one, and after each.
+        dense: raw scores by the reward model, before the first token and after each, so one more than response tokens;
             None where a response has one score.
     """
 
-    samples: Mapping[int, SampleFacts]
+    samples: SampleScores
     old_logprobs: Selectable[Ragged] | None
     ref_logprobs: Selectable[Ragged] | None
     values: Selectable[Ragged] | None
     dense: Selectable[Ragged] | None
 
     def only(self, chunks: Iterable[int]) -> Columns:
-        """Those of these chunks alone."""
-        own = tuple(chunks)
-        parts: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        tokens = {
-            name: None if column is None else column.only(own) for name, column in parts.items() if name != "samples"
-        }
-        return Columns(samples={chunk: self.samples[chunk] for chunk in own}, **tokens)
+        """The columns of these chunks."""
+        selected = tuple(chunks)
+        columns: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        samples = columns.pop("samples")
+        return Columns(
+            samples=samples.only(selected),
+            **{name: None if column is None else column.only(selected) for name, column in columns.items()},
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Aligned:
-    """What is known of the samples of a rank.
+class PaddedBatch:
+    """The samples of a rank.
 
     Args:
         mask: [B, R] bool, the response tokens.
-        scored: [B] bool, False where there is no score.
-        learnt: [B] bool, False where the policy learns nothing, be it without a score.
+        scored: [B] bool, False for samples without a score.
+        actor_rows: [B] bool, the samples that the actor learns from; all of them have a score.
         groups: the prompt of each row.
-        scores: [B] float32, 0 where there is none.
-        outcomes: [B] float32; None where advantages are of tokens.
+        scores: [B] float32, 0 without a score.
+        sequence_advantages: [B] float32; None where advantages are estimated per token.
         rollout: [B, R] nats, by the engines.
-        old: [B, R] nats, by the actor before the update; the engines' where those stand for them.
+        old: [B, R] nats, by the actor before the update, or the engines' in its place.
         ref: [B, R] nats, by the reference; None without one.
-        values: [B, R], by the critic, as it says them; None without one.
+        values: [B, R], the critic's raw output; None without one.
         dense: [B, R + 1], by the reward model before the first token and after each; None where responses have one.
-        versions: [B, R] int64, of the weights that sampled each token; 0 off the mask.
+        versions: [B, R] int64, version of the weights that sampled each token; 0 off the mask.
     """
 
     mask: Tensor
     scored: Tensor
-    learnt: Tensor
+    actor_rows: Tensor
     groups: Groups
     scores: Tensor
-    outcomes: Tensor | None
+    sequence_advantages: Tensor | None
     rollout: Tensor
     old: Tensor
     ref: Tensor | None
@@ -116,59 +112,60 @@ class Aligned:
     versions: Tensor
 
     @property
-    def counted(self) -> Tensor:
+    def scored_mask(self) -> Tensor:
         """[B, R] bool: the tokens of responses with a score, over which statistics are taken."""
         return self.mask & self.scored[:, None]
 
 
-def aligned(chunks: Mapping[int, RolloutChunk], columns: Columns, algo: Algo, terms: ExperienceTerms) -> Aligned:
-    """The rows of all chunks, in their order; a rank without chunks has the same columns as the others."""
+def pad_batch(chunks: Mapping[int, RolloutChunk], columns: Columns, algo: Algo, context: StepContext) -> PaddedBatch:
+    """Pads the rows of all chunks, in their order; a rank without chunks gets the same columns without rows."""
     lengths = [int(n) for chunk in chunks.values() for n in chunk.response_ids.lengths]
     mask = response_mask(lengths)
 
-    def tokens(column: Chunks[Ragged] | None, mask: Tensor = mask) -> Tensor | None:
-        return None if column is None else align(_joined([column[i].values for i in chunks], np.float32), mask)
+    def padded(column: Chunks[Ragged] | None, mask: Tensor = mask) -> Tensor | None:
+        return None if column is None else align(_concatenate([column[i].values for i in chunks], np.float32), mask)
 
-    facts = [columns.samples[i] for i in chunks]
-    scores = _joined([of_chunk.scores for of_chunk in facts], np.float32)
+    samples = columns.samples.only(chunks)
+    scores = _concatenate([samples.scores], np.float32)
     scored = scores.isfinite()
-    outcomes = [of_chunk.outcomes for of_chunk in facts if of_chunk.outcomes is not None]
-    rollout = tokens({i: chunk.rollout_logprobs for i, chunk in chunks.items()})
+    given = [] if samples.sequence_advantages is None else [samples.sequence_advantages]
+    rollout = padded({i: chunk.rollout_logprobs for i, chunk in chunks.items()})
     assert rollout is not None
-    old = tokens(columns.old_logprobs)
-    return Aligned(
+    old = padded(columns.old_logprobs)
+    return PaddedBatch(
         mask=mask,
         scored=scored,
-        learnt=scored & _joined([of_chunk.learnt for of_chunk in facts], np.bool_),
-        groups=Groups(index=_joined([of_chunk.groups for of_chunk in facts], np.int64), count=terms.groups),
+        actor_rows=scored & _concatenate([samples.actor_mask], np.bool_),
+        groups=Groups(index=_concatenate([samples.groups], np.int64), count=context.groups),
         scores=torch.where(scored, scores, torch.zeros_like(scores)),
-        outcomes=None if algo.of_tokens else _joined(outcomes, np.float32),
+        sequence_advantages=None if algo.of_tokens else _concatenate(given, np.float32),
         rollout=rollout,
         old=rollout if old is None else old,
-        ref=tokens(columns.ref_logprobs),
-        values=tokens(columns.values),
-        dense=tokens(columns.dense, response_mask([n + 1 for n in lengths])),
-        versions=align(_joined([_versions(chunk) for chunk in chunks.values()], np.int64), mask),
+        ref=padded(columns.ref_logprobs),
+        values=padded(columns.values),
+        dense=padded(columns.dense, response_mask([n + 1 for n in lengths])),
+        versions=align(_concatenate([_versions(chunk) for chunk in chunks.values()], np.int64), mask),
     )
 
 
 def by_chunk(values: Tensor, mask: Tensor, chunks: Mapping[int, RolloutChunk]) -> dict[int, Ragged]:
-    """[B, R] of all chunks' rows -> one float32 column per chunk."""
+    """Splits [B, R] values of all chunks' rows into one float32 column per chunk."""
     offsets = [chunk.response_ids.offsets for chunk in chunks.values()]
-    parts = flatten(values, mask).float().split([int(own[-1]) for own in offsets])
+    parts = flatten(values, mask).float().split([int(of_chunk[-1]) for of_chunk in offsets])
     return {
-        i: Ragged(values=part.numpy().copy(), offsets=own) for i, part, own in zip(chunks, parts, offsets, strict=True)
+        i: Ragged(values=part.numpy().copy(), offsets=of_chunk)
+        for i, part, of_chunk in zip(chunks, parts, offsets, strict=True)
     }
 
 
 def _versions(chunk: RolloutChunk) -> np.typing.NDArray[np.int64]:
-    """Of each response token of a chunk."""
+    """[T], the version that sampled each response token of a chunk."""
     spans = [span for of_row in chunk.versions for span in of_row]
     return np.repeat(
         np.array([span.version for span in spans], dtype=np.int64), [span.stop - span.start for span in spans]
     )
 
 
-def _joined(parts: Sequence[np.typing.NDArray[Any]], dtype: Any) -> Tensor:
-    """One copy of all parts, which may be views of read-only memory."""
+def _concatenate(parts: Sequence[np.typing.NDArray[Any]], dtype: Any) -> Tensor:
+    """Copies, as the parts may be views of read-only memory."""
     return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype))

@@ -1,6 +1,7 @@
-"""Rollout corrections, token masks, token rewards and advantages of a rank's samples.
+"""Token rewards and advantages of a rank's samples, rollout corrections, and the masks of actor and critic.
 
-Shape legend: B rows, R response tokens of the longest row.
+Shape legend: B rows, R response tokens of the longest row. ``reduce`` sums a small vector over the ranks; every rank
+calls it equally often, with samples or without.
 """
 
 from __future__ import annotations
@@ -16,126 +17,120 @@ from megarl.algos.registry import KL_ESTIMATORS, NORMALISERS, ROLLOUT_WEIGHTS, T
 from megarl.algos.reward_shaping import dense_rewards, keep_finished, kl_penalties, token_rewards
 from megarl.algos.rollout_correction import m2po, rejection
 from megarl.config.schema import Algo, Correction
-from megarl.experience.padded_batch import Aligned
-from megarl.types import DenseScale
+from megarl.experience.padded_batch import PaddedBatch
+from megarl.types import TokenRewardScale
 
 
-def correction_weights(own: Aligned, correction: Correction, reduce: Reduce) -> Tensor | None:
-    """[B, R], 0 off the mask: the weights of the rollouts; None without any that are known before the update.
-
-    Args:
-        own: the samples of a rank.
-        correction: of the algorithm.
-        reduce: called equally often on every rank, with samples or without.
-    """
+def correction_weights(batch: PaddedBatch, correction: Correction, reduce: Reduce) -> Tensor | None:
+    """[B, R], 0 off the mask: importance weights of the rollouts; None where the update computes them, or has none."""
     if correction.weights is None or correction.old_logprobs != "recompute":
         return None
     weigh = bound(ROLLOUT_WEIGHTS, correction.weights.name, correction.weights.options)
-    return weigh(own.old, own.rollout, own.mask, reduce)
+    return weigh(batch.old, batch.rollout, batch.mask, reduce)
 
 
-def trusted_tokens(own: Aligned, correction: Correction, reduce: Reduce) -> Tensor | None:
-    """[B, R] bool, False off the mask: the tokens that all trust regions keep; None without any.
-
-    Args:
-        own, correction, reduce: see ``correction_weights``.
-    """
+def trust_region_mask(batch: PaddedBatch, correction: Correction, reduce: Reduce) -> Tensor | None:
+    """[B, R] bool, False off the mask: the tokens inside every trust region; None without any."""
     if not correction.reject and correction.m2po is None:
         return None
-    columns, trusted = (own.old, own.rollout, own.mask), own.mask
+    columns, mask = (batch.old, batch.rollout, batch.mask), batch.mask
     for bounds in correction.reject:
-        trusted = trusted & rejection(*columns, statistic=bounds.statistic, upper=bounds.upper, lower=bounds.lower)
+        mask = mask & rejection(*columns, statistic=bounds.statistic, upper=bounds.upper, lower=bounds.lower)
     if correction.m2po is not None:
-        trusted = trusted & m2po(*columns, reduce, threshold=correction.m2po.threshold)
-    return trusted
+        mask = mask & m2po(*columns, reduce, threshold=correction.m2po.threshold)
+    return mask
 
 
-def kept_tokens(own: Aligned, trusted: Tensor | None, reduce: Reduce) -> Tensor | None:
-    """[B, R] bool: what the actor learns from; None where that is everything on all ranks."""
-    left_out = _any(~own.learnt, reduce)
-    if trusted is None and not left_out:
+def actor_mask(batch: PaddedBatch, trust_region: Tensor | None, reduce: Reduce) -> Tensor | None:
+    """[B, R] bool: the tokens that the actor learns from; None where those are all tokens of all ranks."""
+    excludes_rows = _any(~batch.actor_rows, reduce)
+    if trust_region is None and not excludes_rows:
         return None
-    kept = keep_finished(own.mask, own.learnt)
-    return kept if trusted is None else kept & trusted
+    mask = keep_finished(batch.mask, batch.actor_rows)
+    return mask if trust_region is None else mask & trust_region
 
 
-def value_kept_tokens(own: Aligned, reduce: Reduce) -> Tensor | None:
-    """[B, R] bool: what the critic learns from, the responses with a score; None where that is all of them."""
-    return own.counted if _any(~own.scored, reduce) else None
+def critic_mask(batch: PaddedBatch, reduce: Reduce) -> Tensor | None:
+    """[B, R] bool: the tokens of responses with a score; None where those are all tokens of all ranks."""
+    return batch.scored_mask if _any(~batch.scored, reduce) else None
 
 
 def _any(rows: Tensor, reduce: Reduce) -> bool:
-    """Whether it holds for a row of any rank."""
+    """Whether a row of any rank is True."""
     return bool(reduce(rows.sum().double().reshape(1)) > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Credit:
-    """What the tokens have earned, [B, R] each, 0 off the mask.
+class Advantages:
+    """Rewards, advantages and returns, [B, R] each, 0 off the mask.
 
     Args:
         penalties: the part of the rewards that is not a score.
         rewards: before whitening.
-        raw: the advantages before they are normalised.
-        advantages: of the update.
-        returns: for a critic to learn, in the units of the rewards; None without one.
+        unnormalized: the advantages before normalization.
+        normalized: the advantages of the update.
+        returns: targets of the critic, in units of reward; None without a critic.
     """
 
     penalties: Tensor
     rewards: Tensor
-    raw: Tensor
-    advantages: Tensor
+    unnormalized: Tensor
+    normalized: Tensor
     returns: Tensor | None
 
 
-def credit(
-    own: Aligned, values: Tensor | None, algo: Algo, dense: DenseScale | None, reduce: Reduce, *, kl_coef: float
-) -> Credit:
-    """The credit of a rank's samples.
+def compute_advantages(
+    batch: PaddedBatch,
+    values: Tensor | None,
+    algo: Algo,
+    dense: TokenRewardScale | None,
+    reduce: Reduce,
+    *,
+    kl_coef: float,
+) -> Advantages:
+    """Computes advantages: penalties, token rewards, their whitening, the estimate, and its normalization.
 
     Args:
-        own: the samples.
-        values: [B, R], by the critic, in the units of the rewards; None without one.
-        algo: of the run.
-        dense: what the reward model's scores after every token are worth; None where a response has one score.
-        reduce: called equally often on every rank, with samples or without.
-        kl_coef: of the step, reward per nat where the penalty is in the reward.
+        values: [B, R], by the critic, in units of reward; None without one.
+        dense: see ``StepContext``.
+        kl_coef: of the step, reward per nat.
     """
-    counted = own.counted
-    penalties = _penalties(own, algo, kl_coef)
-    rewards = on_mask(_rewards(own, penalties, algo, dense), counted)
-    if own.outcomes is not None:
-        raw, returns = from_outcomes(own.outcomes, penalties, counted, cumulative=algo.kl.cumulative), None
+    mask = batch.scored_mask
+    penalties = _penalties(batch, algo, kl_coef)
+    rewards = on_mask(_rewards(batch, penalties, algo, dense), mask)
+    if batch.sequence_advantages is not None:
+        unnormalized = from_outcomes(batch.sequence_advantages, penalties, mask, cumulative=algo.kl.cumulative)
+        returns = None
     else:
-        learnt = whiten_rewards(rewards, counted, reduce) if algo.normalise.rewards else rewards
+        whitened = whiten_rewards(rewards, mask, reduce) if algo.normalise.rewards else rewards
         estimate = bound(TOKEN_ADVANTAGES, algo.advantage.name, algo.advantage.options)
-        raw, returns = estimate(learnt, values, counted)
-    advantages, normaliser = raw, algo.normaliser
+        unnormalized, returns = estimate(whitened, values, mask)
+    advantages, normaliser = unnormalized, algo.normaliser
     if normaliser is not None:
         normalise = bound(NORMALISERS, normaliser.name, normaliser.options)
-        advantages = on_mask(normalise(raw, counted, own.groups, reduce), counted)
-    return Credit(
+        advantages = on_mask(normalise(unnormalized, mask, batch.groups, reduce), mask)
+    return Advantages(
         penalties=penalties,
         rewards=rewards,
-        raw=raw,
-        advantages=advantages,
+        unnormalized=unnormalized,
+        normalized=advantages,
         returns=None if values is None else returns,
     )
 
 
-def _penalties(own: Aligned, algo: Algo, kl_coef: float) -> Tensor:
-    """[B, R]: what leaving the reference costs, where that is in the reward."""
-    if own.ref is None or algo.kl.placement == "loss":
-        return torch.zeros_like(own.old)
+def _penalties(batch: PaddedBatch, algo: Algo, kl_coef: float) -> Tensor:
+    """[B, R]: the KL penalty where it is part of the reward, else 0."""
+    if batch.ref is None or algo.kl.placement == "loss":
+        return torch.zeros_like(batch.old)
     estimate = bound(KL_ESTIMATORS, algo.kl.estimator.name, algo.kl.estimator.options)
-    return kl_penalties(estimate(own.old, own.ref), own.counted, kl_coef=kl_coef)
+    return kl_penalties(estimate(batch.old, batch.ref), batch.scored_mask, kl_coef=kl_coef)
 
 
-def _rewards(own: Aligned, penalties: Tensor, algo: Algo, dense: DenseScale | None) -> Tensor:
-    """[B, R]: the penalties, the reward model's scores where each token has one, and the score of the response."""
-    if own.dense is not None:
+def _rewards(batch: PaddedBatch, penalties: Tensor, algo: Algo, dense: TokenRewardScale | None) -> Tensor:
+    """[B, R]: penalties, token scores where the reward model gives them, and the response's score."""
+    mask = batch.scored_mask
+    if batch.dense is not None:
         assert dense is not None
-        worth = dense.gain * own.dense + dense.bias
-        clip = algo.scores.clip
-        penalties = dense_rewards(worth, penalties, own.counted, differences=dense.differences, clip=clip)
-    return token_rewards(own.scores, penalties, own.counted, placement=algo.scores.placement)
+        scaled = dense.gain * batch.dense + dense.bias
+        penalties = dense_rewards(scaled, penalties, mask, differences=dense.differences, clip=algo.scores.clip)
+    return token_rewards(batch.scores, penalties, mask, placement=algo.scores.placement)

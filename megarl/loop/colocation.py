@@ -1,4 +1,4 @@
-"""Whose turn it is: trainers and engines may share devices, and then give them up to each other."""
+"""Devices that trainers and engines share, and the version of the weights that the engines have."""
 
 from __future__ import annotations
 
@@ -9,59 +9,59 @@ from megarl.cluster.resharder import Resharder, SyncReport
 from megarl.loop.setup import Trainers
 
 
-class Turns:
-    """Hands the devices from the engines to the trainers and back, in the only order that fits into their memory.
+class Colocation:
+    """Gives the devices to the trainers or to the engines, in the only order that fits into their memory.
 
-    The trainers have the first turn. Engines that sleep start asleep, and drop their weights and their cache whenever
-    they fall asleep again. They wake to the weights of a sync, and get their cache when the trainers have offloaded
-    what they may. The engines' own state refuses any other order.
+    The trainers have them first. Engines that sleep start asleep and drop their weights and their cache whenever they
+    fall asleep. They wake up to receive weights, and get their cache after the trainers have offloaded theirs. The
+    engines refuse any other order.
 
     Args:
-        trainers: with the actor.
-        engines: that generate.
-        resharder: from the actor to the engines.
-        sleep: the engines sleep in the trainers' turn.
+        resharder: from the actor to the engines; None where the engines load their weights from files.
+        sleep: the engines sleep while the trainers have the devices.
     """
 
-    def __init__(self, trainers: Trainers, engines: RolloutGroup, resharder: Resharder, *, sleep: bool) -> None:
+    def __init__(self, trainers: Trainers, engines: RolloutGroup, resharder: Resharder | None, *, sleep: bool) -> None:
         self._trainers, self._engines, self._resharder = trainers, engines, resharder
-        self._sleep, self._of_trainers = sleep, True
+        self._sleep, self._training = sleep, True
+        self._version = 0
 
-    def to_trainers(self) -> None:
-        """Ends the engines' turn, if it is theirs; returns when their memory is free."""
-        if self._sleep and not self._of_trainers:
+    def to_training(self) -> None:
+        """Gives the devices to the trainers, unless they have them; waits until the engines' memory is free."""
+        if self._sleep and not self._training:
             self._engines.sleep()
-        self._of_trainers = True
+        self._training = True
 
-    def to_engines(self, version: int) -> SyncReport:
-        """Ends the trainers' turn; returns when the engines have the actor's weights.
+    def to_rollout(self) -> None:
+        """Gives the devices to the engines, unless they have them; those that slept get their weights again."""
+        if not self._training:
+            return
+        if self._sleep and self._resharder is not None:
+            self.sync()
+            return
+        self._trainers.rest()
+        if self._sleep:
+            self._engines.wake_weights()
+            self._engines.wake_cache()
+        self._training = False
+
+    def sync(self, version: int | None = None) -> SyncReport:
+        """Moves the actor's weights into the engines, and gives them the devices.
 
         Args:
-            version: of the weights; not below the last one.
+            version: of the weights, not below the last one; None: the last one.
         """
-        assert self._of_trainers, "it is the engines' turn already"
+        assert self._training, "the engines have the devices already"
+        assert self._resharder is not None
+        self._version = self._version if version is None else version
         start = perf_counter()
         if self._sleep:
             self._engines.wake_weights()
         awake = perf_counter()
-        report = self._resharder.sync(version)
+        report = self._resharder.sync(self._version)
         synced = perf_counter()
         self._trainers.rest()
         if self._sleep:
             self._engines.wake_cache()
-        self._of_trainers = False
+        self._training = False
         return report.with_offload(awake - start + perf_counter() - synced)
-
-    def back_to_engines(self, version: int) -> None:
-        """Ends the trainers' turn, if it is theirs, in which the actor's weights have not changed.
-
-        Engines that slept get them again; others have kept them.
-
-        Args:
-            version: of the weights: that of the last sync.
-        """
-        if self._of_trainers and self._sleep:
-            self.to_engines(version)
-        elif self._of_trainers:
-            self._trainers.rest()
-            self._of_trainers = False

@@ -16,27 +16,18 @@ from megarl.config import RAFTConfig
 from megarl.config.schema import RAFTSettings
 from megarl.data.batches import on_all_tokens
 from megarl.data.schedule import update_schedules
-from megarl.loop.rollout_trainer import Online
-from megarl.loop.sampler import Sampled, Sampler, sample_metrics
-from megarl.loop.scoring import Sources, Values, known_means, permutation_seed, total_scores, unscored_metrics
+from megarl.loop.rollout_trainer import RolloutTrainer
+from megarl.loop.sampler import Sampled, Sampler
+from megarl.loop.scoring import Values, known_means, score_metrics, total_scores
 from megarl.preflight.datasets import PromptSets
 from megarl.run.directory import RunDirectory
 from megarl.run.results import StepResult
-from megarl.run.samples import shown_samples
 from megarl.run.timers import Timers
 from megarl.types import SampleInfo
 
 
-class RewardRanked(Online[RAFTConfig]):
-    """A run of RAFT: rollouts, scores, a selection, its likelihood, and the weights back into the engines.
-
-    Args:
-        config: of the run.
-        session: where everything runs.
-        directory: of the run.
-        data: the prompts, and the tokenizer.
-        phase: is told what the run does.
-    """
+class RAFTTrainer(RolloutTrainer[RAFTConfig]):
+    """Steps of rollouts, scores, a selection, updates on its likelihood, and a sync of the weights."""
 
     def __init__(
         self,
@@ -47,61 +38,41 @@ class RewardRanked(Online[RAFTConfig]):
         phase: Callable[[str], None],
     ) -> None:
         super().__init__(config, session, directory, data, phase, config.scores.truncate_at)
-        chunks = self.trainers.chunks
-        self._sampler = Sampler(config, data.train, self._engines, self._scorer, self._turns, chunks)
+        chunks = self._trainers.chunks
+        self._sampler = Sampler(config, data.train, self._engines, self._scorer, self._colocation, chunks)
 
     def step(self, step: int) -> StepResult:
-        """One iteration: rollouts, a selection, its likelihood, and where it is due version ``step`` in the engines."""
+        """Takes a step, after which the engines have version ``step`` where a sync is due."""
         config = self._config
         timers = Timers(self._phase)
         with timers("step"):
             with timers("sync"):
-                self._turns.back_to_engines(self._version)  # after an evaluation or a checkpoint
+                self._colocation.to_rollout()  # the trainers have the devices after an evaluation or a checkpoint
             with timers("rollout"):
-                sampled = self._sampler.next(step, self._version)
-            samples = sampled.rollouts.samples
+                sampled = self._sampler.next(step)
+            samples, scored = sampled.rollouts.samples, sampled.scoring.samples
             with timers("reward"):
-                sources = sampled.scoring.wait()
-                scores = self._scores(sources, sampled.scoring.samples, step)
-            chosen = selected(scores, sampled.scoring.samples, config.raft, config.data.samples_per_prompt)
+                by_reward = sampled.scoring.wait()
+                scores = total_scores(by_reward, scored, config.reward, config.scores)
+                order = self._score_order(len(scores), step)
+                scores = scores if order is None else scores[order]
+            chosen = select_samples(scores, scored, config.raft, config.data.samples_per_prompt)
             with timers("update"):
                 updates = self._update([samples[index] for index in chosen], sampled, step)
             with timers("sync"):
                 transfer = self._sync(step)
-        seconds = timers.take()
-        tokens = sum(sample.tokens for sample in samples)
         metrics = {
-            "version": step,
             **known_means({"objective/score": scores, "raft/selected_score": scores[chosen]}),
-            **known_means({f"scores/{name}": values for name, values in sources.items()}),
-            **unscored_metrics(sources),
+            **score_metrics(by_reward),
             "raft/selected": len(chosen),
-            **sample_metrics(samples, config.rollout.max_new_tokens),
-            "update/steps": len(updates),
-            **transfer,
-            **seconds,
-            "perf/tokens_per_second": tokens / seconds["time/step"],
         }
-        shown = shown_samples(sampled.rollouts, scores, sources, self._tokenizer, config.tracking.samples)
-        return StepResult(step=step, metrics=metrics, updates=updates, samples=shown)
-
-    def _scores(self, sources: Sources, samples: Sequence[SampleInfo], step: int) -> Values:
-        """[N], what the selection sees."""
-        reward = self._config.reward
-        scores = total_scores(sources, samples, reward, self._config.scores)
-        if reward.shuffle:
-            seed = torch.Generator().manual_seed(permutation_seed(self._config.run.seed, step))
-            scores = scores[torch.randperm(len(scores), generator=seed).numpy()]
-        return scores
+        return self._result(step, sampled, scores, by_reward, updates, metrics, {**transfer, **timers.take()})
 
     def _update(self, chosen: Sequence[SampleInfo], sampled: Sampled, step: int) -> list[dict[str, float]]:
-        """The optimizer steps on the selected samples: as many as there are samples, where these are too few.
-
-        Steps that are not taken count in the course of the learning rate.
-        """
-        raft, actor = self._config.raft, self._roles["actor"]
+        """Takes the optimizer steps, at most one per sample and epoch; skips the others of the configuration."""
+        raft, actor = self._config.raft, self.roles["actor"]
         mini_batches = min(raft.mini_batches, len(chosen))
-        told: list[dict[str, float]] = []
+        updates: list[dict[str, float]] = []
         if mini_batches:
             schedules = update_schedules(
                 on_all_tokens(chosen) if raft.loss_on == "all" else chosen,
@@ -112,31 +83,29 @@ class RewardRanked(Online[RAFTConfig]):
                 seed=self._config.run.seed,
                 step=step,
             )
-            told = reported(actor.update(schedules, sampled.rollouts.chunks))
-        left = raft.epochs * (raft.mini_batches - mini_batches)
-        if left:
-            actor.forgo(left).wait()
-        return told
+            updates = reported(actor.update(schedules, sampled.rollouts.chunks))
+        skipped = raft.epochs * (raft.mini_batches - mini_batches)
+        if skipped:
+            actor.skip_steps(skipped).wait()
+        return updates
 
     def state(self) -> dict[str, Any]:
-        """Where the prompts stand."""
+        """The position in the prompts."""
         return {"prompts": self._sampler.state()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there."""
+        """Restores ``state()``."""
         self._sampler.load(state["prompts"])
 
 
-def selected(
+def select_samples(
     scores: Values, samples: Sequence[SampleInfo], raft: RAFTSettings, samples_per_prompt: int
 ) -> npt.NDArray[np.int64]:
-    """Which samples are learnt, as indices.
+    """The indices of the samples to train on.
 
     Args:
-        scores: [N], not a number where there is none: such a sample is never learnt.
+        scores: [N]; samples without a score are never selected.
         samples: as they were scored, those of a draw next to each other.
-        raft: of the configuration.
-        samples_per_prompt: samples of a draw.
     """
     discarded = ~np.isfinite(scores)
     if raft.discard_unfinished:

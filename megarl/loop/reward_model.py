@@ -1,9 +1,9 @@
 """Training of a reward model on preferences, and the scale of its scores.
 
-The scale is that of reference samples: responses of the model as it was before. Their scores get mean 0 and variance 1
-after the training, and if it is asked for before it too (Ziegler et al., "Fine-tuning language models from human
-preferences", 2019). Before, the gain goes into the head, and no comparison of two responses sees the bias; after,
-both are written beside the model, whose own scores stay as they were learnt.
+The scale gives the scores of reference samples, which are responses of the initial model, mean 0 and variance 1 after
+the training, and optionally before it too (Ziegler et al., "Fine-tuning language models from human preferences", 2019).
+Before it, the gain goes into the head, and the bias has no effect on a comparison of two responses. After it, both are
+written beside the model, whose raw scores stay as they are.
 """
 
 from __future__ import annotations
@@ -24,25 +24,18 @@ from megarl.data.prompts import sample_requests
 from megarl.data.schedule import inference_schedule
 from megarl.data.stream import Stream
 from megarl.errors import RunError
-from megarl.loop.reward_files import PreferenceStatistics, write_scale
-from megarl.loop.scoring import in_order
+from megarl.loop.colocation import Colocation
+from megarl.loop.scoring import gather_rows
 from megarl.loop.setup import launch_engines, start_all
-from megarl.loop.supervised import Supervised, Task
+from megarl.loop.supervised import SupervisedTrainer, Task
 from megarl.preflight.datasets import PairSets
+from megarl.rewards.model_files import PreferenceStatistics, write_scale
 from megarl.run.directory import RunDirectory
 from megarl.run.results import Metrics
 
 
-class RewardModel(Supervised):
-    """A run that trains the role reward.
-
-    Args:
-        config: of the run.
-        session: where everything runs.
-        directory: of the run.
-        data: the preferences, and the prompts of the reference samples.
-        phase: is told what the run does.
-    """
+class RewardModelTrainer(SupervisedTrainer):
+    """Trains the role reward."""
 
     def __init__(
         self,
@@ -61,23 +54,23 @@ class RewardModel(Supervised):
                 role="reward",
                 train=data.train,
                 held_out=data.held_out,
-                per_step=config.data.pairs_per_step,
+                rows_per_step=config.data.pairs_per_step,
                 sequences_per_row=len(data.train[0].responses),
             ),
         )
         self._preferences, self._reference_prompts = data.held_out, data.reference
         self._normalisation = config.normalisation
         self._engines: RolloutGroup | None = None
-        self._engines_sleep = config.rollout is not None and config.rollout.sleep
+        self._sleep = config.rollout is not None and config.rollout.sleep
         if config.rollout is not None:
             self._engines = launch_engines(config, config.rollout, session, self._model_dir, weights="files")
 
     def start(self) -> None:
-        """Starts the trainers, and the engines with the model as it is."""
-        start_all(self.trainers, self._engines, None, self._model_dir, sleep=self._engines_sleep)
+        """Starts the trainers, and the engines with the initial model."""
+        start_all(self._trainers, self._engines, None, self._model_dir, sleep=self._sleep)
 
     def begin(self, step: int) -> Metrics:
-        """Before the first step, scales the head, if that is asked for."""
+        """Scales the head before the first step, if the configuration asks for that."""
         if step > 0 or self._normalisation is None or not self._normalisation.before:
             return {}
         scale = self._reference_scale()
@@ -85,7 +78,7 @@ class RewardModel(Supervised):
         return {"normalisation/before_mean": scale.mean, "normalisation/before_std": scale.std}
 
     def finish(self, export: Path) -> Metrics:
-        """Writes the reward model, with the scale of its scores and what they are on the held-out preferences."""
+        """Writes the reward model, the scale of its scores and their statistics on the held-out preferences."""
         super().finish(export)
         metrics: dict[str, float] = {}
         if self._preferences is not None:
@@ -99,20 +92,20 @@ class RewardModel(Supervised):
         return metrics
 
     def _statistics(self) -> PreferenceStatistics:
-        """How the held-out preferences are scored."""
+        """Scores the held-out preferences."""
         assert self._preferences is not None
         self._phase("statistics")
         samples, chunks = text_batch(self._preferences, self._layout.dp)
         schedule = inference_schedule(samples, self._layout, self._budget)
-        scores = in_order(merged(self._role.scores(schedule, self._session.share(chunks))), samples)
+        scores = gather_rows(merged(self._role.scores(schedule, self._session.share(chunks))))
         return PreferenceStatistics.of(scores.reshape(len(self._preferences), -1))
 
     def _reference_scale(self) -> ScoreScale:
-        """What gives the scores of the reference samples the mean and the deviation that they are to have."""
+        """The scale that gives the scores of the reference samples the mean and deviation of the configuration."""
         settings, rollouts = self._normalisation, self._reference_samples
         assert settings is not None
         schedule = inference_schedule(rollouts.samples, self._layout, self._budget)
-        scores = in_order(merged(self._role.scores(schedule, rollouts.chunks)), rollouts.samples)
+        scores = gather_rows(merged(self._role.scores(schedule, rollouts.chunks)))
         try:
             return score_scale(
                 torch.from_numpy(scores), target_mean=settings.mean, target_std=settings.std, ddof=settings.ddof
@@ -122,18 +115,17 @@ class RewardModel(Supervised):
 
     @cached_property
     def _reference_samples(self) -> Rollouts:
-        """Responses of the model as it was before: the same, whenever they are drawn."""
+        """Responses of the initial model; the same whenever they are generated."""
         assert self._engines is not None
         assert self._normalisation is not None
         self._phase("reference samples")
         seed = self._config.run.seed
         prompts = Stream(self._reference_prompts, seed).next(self._normalisation.samples)
         requests = sample_requests(prompts, 1, seed=seed, step=0)
-        self.trainers.rest()
-        self._engines.wake_weights()
-        self._engines.wake_cache()
-        rollouts = self._engines.generate(requests, self.trainers.chunks)
-        self._engines.sleep()
+        colocation = Colocation(self._trainers, self._engines, None, sleep=self._sleep)
+        colocation.to_rollout()
+        rollouts = self._engines.generate(requests, self._trainers.chunks)
+        colocation.to_training()
         return rollouts
 
     def close(self) -> None:

@@ -1,39 +1,39 @@
-"""What the stages have in common that learn from the actor's own responses: their parts, from start to close."""
+"""Trainers that learn from the actor's own responses: their processes, the engines, and what a step returns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from megarl.cluster.resharder import Resharder
 from megarl.cluster.session import Session
 from megarl.config import PPOConfig, RAFTConfig
 from megarl.config.schema import TruncateAt
-from megarl.loop.assets import model_directory, template_directory
-from megarl.loop.colocation import Turns
-from megarl.loop.evaluate import training_evaluator
-from megarl.loop.logprob_check import check_agreement, scored_probe
-from megarl.loop.scoring import scorer_of
+from megarl.loop.colocation import Colocation
+from megarl.loop.evaluate import Evaluator
+from megarl.loop.logprob_check import LogprobCheck
+from megarl.loop.sampler import Sampled, sample_metrics
+from megarl.loop.scoring import Scorer, ScoresByReward, Values, shuffled_order
 from megarl.loop.setup import launch_engines, launch_rules, launch_trainers, start_all
 from megarl.models import model_spec
 from megarl.preflight.datasets import PromptSets
-from megarl.run.directory import RunDirectory, average_directory
-from megarl.run.results import EvaluationResult, Metrics
+from megarl.run.directory import RunDirectory, average_directory, model_directory
+from megarl.run.results import EvaluationResult, Metrics, StepResult
+from megarl.run.samples import shown_samples
 
 C = TypeVar("C", bound=PPOConfig | RAFTConfig)
 
 
-class Online(Generic[C]):
-    """Trainers and engines of a run, and the actor's weights on their way from the ones to the others.
+class RolloutTrainer(Generic[C]):
+    """Launches trainers and engines, and moves the actor's weights from the former to the latter.
 
     Args:
-        config: of the run.
-        session: where everything runs.
-        directory: of the run.
-        data: the prompts, and the tokenizer.
-        phase: is told what the run does.
-        truncate_at: where scorers see a response end.
+        phase: called with each phase's name.
+        truncate_at: where the rewards' view of a response ends.
     """
 
     def __init__(
@@ -47,62 +47,98 @@ class Online(Generic[C]):
     ) -> None:
         self._config, self._tokenizer, self._phase = config, data.tokenizer, phase
         self._model_dir = model_directory(config, directory.path)
-        self.trainers = launch_trainers(config, session)
-        self._roles = self.trainers.roles
+        self._trainers = launch_trainers(config, session)
+        self.roles = self._trainers.roles
         self._engines = launch_engines(config, config.rollout, session, self._model_dir, weights="sync")
         spec = model_spec(config.model.hf_config())
-        self._resharder = Resharder(session, config, self._roles["actor"], self._engines, spec)
-        self._turns = Turns(self.trainers, self._engines, self._resharder, sleep=config.rollout.sleep)
+        self._resharder = Resharder(session, config, self.roles["actor"], self._engines, spec)
+        self._colocation = Colocation(self._trainers, self._engines, self._resharder, sleep=config.rollout.sleep)
         self._rules = launch_rules(config, session, self._model_dir)
-        self._scorer = scorer_of(config, config.reward, self._roles, self._rules, self._engines, truncate_at)
-        self._evaluator = training_evaluator(config, data, self._engines, self._scorer, self.trainers, self._turns)
-        self.evaluate_every = None if config.evaluation is None else config.evaluation.every
-        self._version = 0
+        self._scorer = Scorer(config, self.roles, self._rules, self._engines, truncate_at)
+        self._evaluator: Evaluator | None = None
+        self.evaluate_every: int | None = None
+        if config.evaluation is not None:
+            ema_of = self.roles["actor"] if config.evaluation.ema else None
+            chunks = self._trainers.chunks
+            self._evaluator = Evaluator(
+                config, data, self._engines, self._scorer, self._colocation, chunks, ema_of=ema_of
+            )
+            self.evaluate_every = config.evaluation.every
 
     def start(self) -> None:
-        """Starts every process, loads every model, and connects the actor with the engines, still without weights."""
-        start_all(self.trainers, self._engines, self._rules, self._model_dir, sleep=self._config.rollout.sleep)
+        """Starts every process, loads every model, and connects the actor with the engines, which have no weights."""
+        start_all(self._trainers, self._engines, self._rules, self._model_dir, sleep=self._config.rollout.sleep)
         self._resharder.connect().wait()
 
     def begin(self, step: int) -> Metrics:
-        """Brings the actor's weights into the engines, and looks whether both compute the same, each in its turn."""
+        """Moves the actor's weights into the engines, and compares the log-probabilities of both."""
         gate = self._config.resharding.gate
-        scored = None if gate is None else scored_probe(self._config, self._roles["actor"])
-        transfer = self._to_engines(step)
-        agreement = {} if scored is None else check_agreement(scored, self._engines).metrics()
-        return {**transfer, **agreement}
+        check = None if gate is None else LogprobCheck(self._config, self.roles["actor"])
+        transfer = self._colocation.sync(step).metrics()
+        return transfer if check is None else {**transfer, **check.compare(self._engines)}
 
     def _sync(self, step: int) -> Metrics:
-        """Brings the actor's weights into the engines where that is due."""
+        """Moves the actor's weights into the engines, as version ``step``, in steps in which that is due."""
         due = step % self._config.rollout.sync_every == 0 or step == self._config.run.steps
-        return self._to_engines(step) if due else {}
+        return self._colocation.sync(step).metrics() if due else {}
 
-    def _to_engines(self, version: int) -> Metrics:
-        """Brings the actor's weights into the engines."""
-        self._version = version
-        return self._turns.to_engines(version).metrics()
+    def _score_order(self, count: int, step: int) -> npt.NDArray[np.int64] | None:
+        """The permutation of a step's scores; None where they are not shuffled."""
+        return shuffled_order(count, self._config.run.seed, step) if self._config.reward.shuffle else None
+
+    def _result(
+        self,
+        step: int,
+        sampled: Sampled,
+        scores: Values,
+        scores_by_reward: ScoresByReward,
+        updates: Sequence[Metrics],
+        metrics: Metrics,
+        timings: Metrics,
+    ) -> StepResult:
+        """The result of a step.
+
+        Args:
+            scores: [N], that the update was made with.
+            updates: metrics of each optimizer step.
+            metrics: of the scores and the experience.
+            timings: of the transfer of the weights, and the seconds of all phases.
+        """
+        rollouts = sampled.rollouts
+        tokens = sum(sample.tokens for sample in rollouts.samples)
+        all_metrics = {
+            "version": step,
+            **metrics,
+            **sample_metrics(rollouts.samples, self._config.rollout.max_new_tokens),
+            **sampled.metrics,
+            "update/steps": len(updates),
+            **timings,
+            "perf/tokens_per_second": tokens / timings["time/step"],
+        }
+        shown = shown_samples(rollouts, scores, scores_by_reward, self._tokenizer, self._config.tracking.samples)
+        return StepResult(step=step, metrics=all_metrics, updates=updates, samples=shown)
 
     def evaluate(self, step: int) -> EvaluationResult | None:
-        """Answers and scores the held-out prompts, with the weights of the last sync."""
+        """Evaluates the weights of the last sync."""
         if self._evaluator is None:
             return None
         self._phase("evaluation")
-        return self._evaluator.evaluate(step, self._version)
+        return self._evaluator.evaluate(step)
 
-    def make_room(self) -> None:
-        """Lets engines sleep that share the devices."""
-        self._turns.to_trainers()
+    def to_training(self) -> None:
+        """Gives shared devices to the trainers."""
+        self._colocation.to_training()
 
     def finish(self, export: Path) -> Metrics:
-        """Writes the actor, and beside it the average of its weights where there is one."""
+        """Writes the actor, and its EMA beside it."""
         self._phase("export")
-        self.make_room()
-        actor, template = self._roles["actor"], template_directory(self._config, self._model_dir)
+        self.to_training()
+        actor, template = self.roles["actor"], self._config.model.tokenizer or self._model_dir
         actor.export(export, template).wait()
         if self._config.actor.ema is not None:
-            actor.use_average(True).wait()
+            actor.swap_weights(True).wait()
             actor.export(average_directory(export), template).wait()
-            actor.use_average(False).wait()
+            actor.swap_weights(False).wait()
         return {}
 
     def close(self) -> None:
@@ -110,6 +146,6 @@ class Online(Generic[C]):
         ending = [self._engines.close()]
         if self._rules is not None:
             ending.append(self._rules.close())
-        self.trainers.close()
+        self._trainers.close()
         for call in ending:
             call.wait()

@@ -1,219 +1,315 @@
-"""What responses are worth: the reward model's and the rules' scores, and what an algorithm makes of them.
+"""Scores of a step's samples: from the reward model and the reward functions to what the experience is built of.
 
-Shape legend: N samples of a step, in the order of ``Rollouts.samples``. A score that is not a number is none:
-its source could not score the sample.
+A score has five forms on its way from a reward function to the loss. Shape legend: n samples of a chunk; N samples of
+a step, in the order of ``Rollouts.samples``, which is that of their chunks and rows; B samples of a rank or a
+micro-batch; R response tokens of the longest.
+
+1. [n] float32 per chunk and function: ``rewards.scorer`` calls the function on every response, and a scoring process
+   returns the columns of its chunks. The reward model's ranks return such a column too.
+2. [N] on the driver: ``gather_rows`` concatenates the chunks, ``total_scores`` adds up, clips and shapes the scores of
+   all rewards, and ``score_batch`` compares the samples of a prompt. ``SampleScores`` holds the results, and each of
+   the actor's ranks is sent the rows of its chunks.
+3. [B, R] on the actor's ranks: ``experience.build`` makes token rewards and advantages.
+4. One value per response token, flat: the columns of an ``ExperienceChunk``, whose rows a micro-batch concatenates.
+5. [B, R] again, in the loss of a micro-batch.
+
+A score that is NaN is none: the reward could not score the sample.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from megarl.algos.registry import MISSING_ENDS, bound
+from megarl.algos.group_advantages import Samples
+from megarl.algos.metrics import group_metrics
+from megarl.algos.registry import FILTERS, GROUP_ADVANTAGES, MISSING_ENDS, bound
 from megarl.algos.reward_shaping import ScoreScale, clip_scores
 from megarl.cluster.calls import Call
 from megarl.cluster.engines import RolloutGroup, Rollouts
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.scorers import PendingScores, RuleScorers
 from megarl.cluster.trainers import Role, merged
-from megarl.config import RunConfig
-from megarl.config.schema import Reward, RewardFunction, Scores, TruncateAt
+from megarl.config import EvalConfig, PPOConfig, RAFTConfig
+from megarl.config.schema import Algo, Reward, RewardFunction, Scores, TruncateAt
 from megarl.data.schedule import inference_schedule
 from megarl.data.stream import stable_hash
-from megarl.loop.reward_files import read_scale
 from megarl.rewards.functions import labels
-from megarl.types import Prompt, Ragged, RoleName, SampleInfo, Schedule
+from megarl.rewards.model_files import read_scale
+from megarl.types import Prompt, Ragged, RoleName, SampleInfo, SampleScores, TokenRewardScale
 
-T = TypeVar("T", bound=np.generic)
 Values = npt.NDArray[np.float32]
 
 REWARD_MODEL = "reward_model"
-"""The reward model's name among the sources of a score."""
+"""The reward model's name among the rewards; the others are the labels of the reward functions."""
 
-Sources = Mapping[str, Values]
-"""[N] scores by source: the reward model's normalised, those of each rule as they are."""
+ScoresByReward = Mapping[str, Values]
+"""[N] scores by the name of the reward, unweighted; the reward model's are normalised."""
+
+SampleFilter = Callable[[ScoresByReward, Sequence[SampleInfo]], npt.NDArray[np.bool_]]
+"""[N] bool, whether the prompt of each sample is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """Scores in the making.
+    """Scores that are being computed.
 
     Args:
-        samples: as they are scored: of responses that are truncated for it, lengths and ends are those that a scorer
-            sees.
-        wait: returns the scores of the samples, in their order; raises WorkerError where a source failed.
-        seconds: waits likewise; returns what the source took that took longest.
-        dense: the reward model's raw scores, of each response one before its first token and one after each; None
-            where it scores responses alone. Its source is the last of them then.
+        samples: with the lengths and ends that the rewards see, where responses are truncated for them.
+        wait: returns the scores; raises WorkerError where a process failed.
+        seconds: waits likewise; returns the time of the slowest reward.
+        dense: the reward model's raw scores, before the first token of each response and after each; None where it
+            scores whole responses. Its score of the sample is the last of them.
     """
 
     samples: Sequence[SampleInfo]
-    wait: Callable[[], Sources]
+    wait: Callable[[], ScoresByReward]
     seconds: Callable[[], float] = float
     dense: ChunkRefs[Ragged] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class Scorer:
-    """Whoever scores responses.
+    """The rewards of a run: the reward model and the processes that call reward functions.
 
     Args:
-        model: the role of the reward model; None without one.
-        plan: a forward pass of the reward model over samples.
-        scale: of the reward model.
-        rules: the processes that run functions; None without any.
-        engines: that truncate responses for the scorers.
-        truncate_at: where the scorers' view of a response ends; None: where it does.
-        dense: whether the reward model scores every token.
+        rules: None without reward functions.
+        engines: that truncate responses.
+        truncate_at: where the rewards' view of a response ends; None: where the response ends.
     """
 
-    model: Role | None
-    plan: Callable[[Sequence[SampleInfo]], Schedule]
-    scale: ScoreScale
-    rules: RuleScorers | None
-    engines: RolloutGroup
-    truncate_at: TruncateAt | None
-    dense: bool
+    def __init__(
+        self,
+        config: PPOConfig | RAFTConfig | EvalConfig,
+        roles: Mapping[RoleName, Role],
+        rules: RuleScorers | None,
+        engines: RolloutGroup,
+        truncate_at: TruncateAt | None = None,
+    ) -> None:
+        self.model = roles.get("reward")
+        self._config, self._reward, self._rules = config, config.reward, rules
+        self._engines, self._truncate_at = engines, truncate_at
+        self._scale = read_scale(config.reward.path)
+
+    @property
+    def token_scale(self) -> TokenRewardScale | None:
+        """The scale of the reward model's scores of tokens; None where it scores whole responses."""
+        reward = self._reward
+        if reward.dense is None:
+            return None
+        gain, bias = reward.weight * self._scale.gain, reward.weight * self._scale.bias
+        return TokenRewardScale(gain=gain, bias=bias, differences=reward.dense == "differences")
 
     def submit(self, rollouts: Rollouts, prompts: Mapping[str, Prompt], functions: Sequence[RewardFunction]) -> Scoring:
-        """Starts to score; returns at once, or where responses are truncated when their ends are known.
+        """Starts to score; returns at once, or when responses have been truncated.
 
         Args:
             prompts: of the rollouts, by id.
-            functions: that score as well.
         """
-        if self.truncate_at is not None:
-            rollouts = self.engines.truncate(rollouts, self.truncate_at.token, self.truncate_at.after)
+        if self._truncate_at is not None:
+            rollouts = self._engines.truncate(rollouts, self._truncate_at.token, self._truncate_at.after)
         model = rules = None
         if self.model is not None:
-            score = self.model.token_scores if self.dense else self.model.scores
-            model = score(self.plan(rollouts.samples), rollouts.chunks)
+            score = self.model.token_scores if self._reward.dense else self.model.scores
+            budget = self._config.role("reward").tokens_per_micro_batch
+            plan = inference_schedule(rollouts.samples, self._config.layout("reward"), budget)
+            model = score(plan, rollouts.chunks)
         if functions:
-            assert self.rules is not None
-            rules = self.rules.score(functions, rollouts, prompts)
+            assert self._rules is not None
+            rules = self._rules.score(functions, rollouts, prompts)
         return Scoring(
             samples=rollouts.samples,
-            wait=lambda: sources_of(model, rules, rollouts.samples, scale=self.scale),
+            wait=lambda: scores_by_reward(model, rules, self._scale),
             seconds=lambda: max(call.longest() for call in (model, rules.call if rules else None) if call is not None),
-            dense=model.chunks if model is not None and self.dense else None,
+            dense=model.chunks if model is not None and self._reward.dense else None,
         )
 
 
-def scorer_of(
-    config: RunConfig,
-    reward: Reward,
-    roles: Mapping[RoleName, Role],
-    rules: RuleScorers | None,
-    engines: RolloutGroup,
-    truncate_at: TruncateAt | None = None,
-) -> Scorer:
-    """The scorer of a run.
-
-    Args:
-        config: of the run, with the reward model's layout where there is one.
-        reward: of the configuration.
-        roles: of the run.
-        rules, engines, truncate_at: see Scorer.
-    """
-
-    def plan(samples: Sequence[SampleInfo]) -> Schedule:
-        return inference_schedule(samples, config.layout("reward"), config.role("reward").tokens_per_micro_batch)
-
-    return Scorer(
-        model=roles.get("reward"),
-        plan=plan,
-        scale=read_scale(reward.path),
-        rules=rules,
-        engines=engines,
-        truncate_at=truncate_at,
-        dense=reward.dense is not None,
-    )
-
-
-def sources_of(
-    model: Call | None, rules: PendingScores | None, samples: Sequence[SampleInfo], *, scale: ScoreScale
-) -> dict[str, Values]:
-    """Waits for the scores of samples.
-
-    Args:
-        model: the reward model's call; None without one.
-        rules: the rules' scores; None without any.
-        samples: that are scored.
-        scale: of the reward model.
+def scores_by_reward(model: Call | None, rules: PendingScores | None, scale: ScoreScale) -> dict[str, Values]:
+    """Waits for the scores of the reward model, normalised by ``scale``, and of the reward functions.
 
     Raises:
-        WorkerError: a source failed.
+        WorkerError: a process failed.
     """
     scores: dict[str, Values] = {}
     if model is not None:
-        raw = in_order(merged(model), samples)
+        raw = gather_rows(merged(model))
         scores[REWARD_MODEL] = scale.apply(torch.from_numpy(np.where(np.isfinite(raw), raw, np.nan))).numpy()
     if rules is not None:
         columns = rules.wait()
-        for label in next(iter(columns.values())):
-            scores[label] = in_order({chunk: own[label] for chunk, own in columns.items()}, samples)
+        for name in next(iter(columns.values())):
+            scores[name] = gather_rows({chunk: of_chunk[name] for chunk, of_chunk in columns.items()})
     return scores
 
 
-def weights_of(reward: Reward) -> dict[str, float]:
-    """What the score of each source is multiplied with, by its name; scores of tokens have no part in a response's."""
-    rules = zip(labels(reward.functions), reward.functions, strict=True)
-    model = 0.0 if reward.dense else reward.weight
-    return {REWARD_MODEL: model, **{label: function.weight for label, function in rules}}
+def gather_rows(columns: Mapping[int, Values]) -> Values:
+    """[N] float32: the columns of all chunks of a step, in the order of the chunks."""
+    return np.concatenate([columns[chunk] for chunk in sorted(columns)], dtype=np.float32)
 
 
-def total_scores(sources: Sources, samples: Sequence[SampleInfo], reward: Reward, scores: Scores) -> Values:
-    """What is learnt from, [N]: the weighted sum of the sources, clipped, and what a missing end makes of it.
+def total_scores(scores: ScoresByReward, samples: Sequence[SampleInfo], reward: Reward, shaping: Scores) -> Values:
+    """[N]: the weighted sum of all rewards, clipped and shaped; NaN where one of them has no score.
 
     Args:
-        sources: [N] each; a sample that one of them could not score has no score at all.
         samples: as they were scored.
-        reward: with the weights of the sources.
-        scores: what becomes of their sum.
     """
-    weights = weights_of(reward)
-    total = sum((weights[name] * values for name, values in sources.items()), np.zeros(len(samples)))
+    weights = reward_weights(reward)
+    total = sum((weights[name] * values for name, values in scores.items()), np.zeros(len(samples)))
     shaped = torch.from_numpy(np.asarray(total, dtype=np.float32))
     scored = shaped.isfinite()
-    if scores.clip is not None:
-        shaped = clip_scores(shaped, *scores.clip)
-    if scores.missing_end is not None and scores.missing_end.name in MISSING_ENDS:
-        shape = bound(MISSING_ENDS, scores.missing_end.name, scores.missing_end.options)
+    if shaping.clip is not None:
+        shaped = clip_scores(shaped, *shaping.clip)
+    if shaping.missing_end is not None and shaping.missing_end.name in MISSING_ENDS:
+        shape = bound(MISSING_ENDS, shaping.missing_end.name, shaping.missing_end.options)
         shaped = shape(shaped, torch.tensor([sample.finished for sample in samples]))
     return torch.where(scored, shaped, torch.nan).numpy()
 
 
-def unscored_metrics(sources: Sources) -> dict[str, float]:
-    """How many samples have no score: ``rewards/unscored``, and by source ``rewards/unscored/SOURCE``."""
-    missing = {name: ~np.isfinite(values) for name, values in sources.items()}
-    metrics = {f"rewards/unscored/{name}": int(of_source.sum()) for name, of_source in missing.items()}
+def reward_weights(reward: Reward) -> dict[str, float]:
+    """The weight of each reward, by name; 0 of a reward model that scores tokens, as it is no part of the sum."""
+    functions = zip(labels(reward.functions), reward.functions, strict=True)
+    model = 0.0 if reward.dense else reward.weight
+    return {REWARD_MODEL: model, **{name: function.weight for name, function in functions}}
+
+
+def score_metrics(scores: ScoresByReward) -> dict[str, float]:
+    """``scores/NAME``, the mean of each reward, and ``rewards/unscored``."""
+    return {**known_means({f"scores/{name}": values for name, values in scores.items()}), **unscored_metrics(scores)}
+
+
+def unscored_metrics(scores: ScoresByReward) -> dict[str, int]:
+    """The number of samples without a score: ``rewards/unscored``, and by reward ``rewards/unscored/NAME``."""
+    missing = {name: ~np.isfinite(values) for name, values in scores.items()}
+    metrics = {f"rewards/unscored/{name}": int(of_reward.sum()) for name, of_reward in missing.items()}
     return {"rewards/unscored": int(np.any(list(missing.values()), axis=0).sum()), **metrics}
 
 
-def known_means(named: Sources) -> dict[str, float]:
-    """The mean of each that are numbers, by its name; of those alone that have any."""
+def known_means(named: Mapping[str, Values]) -> dict[str, float]:
+    """The mean of the finite values of each entry that has one."""
     known = {name: values[np.isfinite(values)] for name, values in named.items()}
     return {name: float(values.mean()) for name, values in known.items() if len(values)}
 
 
-def columns_of(values: npt.NDArray[T], samples: Sequence[SampleInfo]) -> dict[int, npt.NDArray[T]]:
-    """[N] values -> one column per chunk."""
-    places: dict[int, dict[int, int]] = {}
-    for place, sample in enumerate(samples):
-        places.setdefault(sample.chunk, {})[sample.row] = place
-    return {chunk: values[[rows[row] for row in range(len(rows))]] for chunk, rows in places.items()}
+def shuffled_order(count: int, run_seed: int, step: int) -> npt.NDArray[np.int64]:
+    """The permutation of a step's scores in a run with ``reward.shuffle``, a control without a signal."""
+    seed = stable_hash(run_seed, step, "shuffle") % 2**63
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).numpy()
 
 
-def in_order(columns: Mapping[int, Values], samples: Sequence[SampleInfo]) -> Values:
-    """One column per chunk -> [N] values."""
-    return np.array([columns[sample.chunk][sample.row] for sample in samples], dtype=np.float32)
+@dataclass(frozen=True, kw_only=True)
+class ScoredBatch:
+    """The samples of a step with their scores.
+
+    Args:
+        samples: scores, advantages and masks of the N samples.
+        metrics: of the scores.
+    """
+
+    samples: SampleScores
+    scores_by_reward: ScoresByReward
+    metrics: Mapping[str, float]
+
+    @property
+    def trained_roles(self) -> frozenset[RoleName]:
+        """The roles that have a sample to learn from: without one, the gradient of a role is 0."""
+        scored = np.isfinite(self.samples.scores)
+        learn: dict[RoleName, bool] = {
+            "actor": bool((scored & self.samples.actor_mask).any()),
+            "critic": bool(scored.any()),
+        }
+        return frozenset(role for role, learns in learn.items() if learns)
 
 
-def permutation_seed(run_seed: int, step: int) -> int:
-    """Of a shuffled control."""
-    return stable_hash(run_seed, step, "shuffle") % 2**63
+def score_batch(
+    samples: Sequence[SampleInfo],
+    scoring: Scoring,
+    greedy: Scoring | None,
+    reward: Reward,
+    algo: Algo,
+    *,
+    order: npt.NDArray[np.int64] | None,
+) -> ScoredBatch:
+    """Waits for the scores of a step, and makes advantages of them where the algorithm compares samples.
+
+    Args:
+        samples: of the step.
+        scoring: of the samples.
+        greedy: of the likeliest response to each prompt; None where the algorithm does not compare with it.
+        order: permutation of the scores; None keeps them.
+    """
+    by_reward = scoring.wait()
+    scores = total_scores(by_reward, scoring.samples, reward, algo.scores)
+    components = np.stack(list(by_reward.values()), axis=-1)
+    if order is not None:
+        scores, components = scores[order], components[order]
+    groups, chunks = group_numbers(samples), np.array([sample.chunk for sample in samples])
+    assert (np.diff(chunks) >= 0).all(), "samples are in the order of their chunks"
+    finished = np.array([sample.finished for sample in scoring.samples])
+    masks_unfinished = algo.scores.missing_end is not None and algo.scores.missing_end.name == "mask"
+    sequence_advantages = None
+    if not algo.of_tokens:
+        tensor = torch.from_numpy(scores)
+        compared = Samples(
+            scores=tensor,
+            groups=torch.from_numpy(groups),
+            lengths=torch.tensor([sample.response_tokens for sample in samples]),
+            finished=torch.from_numpy(finished),
+            scored=tensor.isfinite(),
+            components=torch.from_numpy(components),
+            weights=[reward_weights(reward)[name] for name in by_reward],
+            greedy_scores=None if greedy is None else _greedy_scores(greedy, samples, reward, algo.scores),
+        )
+        sequence_advantages = (
+            bound(GROUP_ADVANTAGES, algo.advantage.name, algo.advantage.options)(compared).float().numpy()
+        )
+    return ScoredBatch(
+        samples=SampleScores(
+            chunks=chunks,
+            scores=scores,
+            groups=groups,
+            sequence_advantages=sequence_advantages,
+            actor_mask=finished if masks_unfinished else np.ones_like(finished),
+        ),
+        scores_by_reward=by_reward,
+        metrics={**score_metrics(by_reward), **_group_metrics(scores, groups)},
+    )
+
+
+def sample_filter(reward: Reward, algo: Algo) -> SampleFilter:
+    """The algorithm's filter of prompts, applied to their scored samples; prompts without any are left out."""
+    assert algo.filter is not None
+    passes = bound(FILTERS, algo.filter.name, algo.filter.options)
+
+    def keep(scores: ScoresByReward, samples: Sequence[SampleInfo]) -> npt.NDArray[np.bool_]:
+        totals, groups = total_scores(scores, samples, reward, algo.scores), group_numbers(samples)
+        scored = np.isfinite(totals)
+        members = [torch.from_numpy(totals[(groups == group) & scored]) for group in range(groups.max() + 1)]
+        return np.array([len(of_prompt) > 0 and bool(passes(of_prompt)) for of_prompt in members])[groups]
+
+    return keep
+
+
+def group_numbers(samples: Sequence[SampleInfo]) -> npt.NDArray[np.int64]:
+    """[N]: the number of each sample's prompt, from 0 in the order in which they come."""
+    numbers = {prompt_id: index for index, prompt_id in enumerate(dict.fromkeys(s.prompt_id for s in samples))}
+    return np.array([numbers[sample.prompt_id] for sample in samples], dtype=np.int64)
+
+
+def _group_metrics(scores: Values, groups: npt.NDArray[np.int64]) -> dict[str, float]:
+    """``group/*``; none where every prompt has one sample, or no sample has a score."""
+    scored = np.isfinite(scores)
+    _, numbers, sizes = np.unique(groups[scored], return_inverse=True, return_counts=True)
+    if not scored.any() or groups.max() + 1 == len(groups):
+        return {}
+    metrics = group_metrics(torch.from_numpy(scores[scored]), torch.from_numpy(numbers))
+    return {**metrics, "group/single": int((sizes == 1).sum())}
+
+
+def _greedy_scores(greedy: Scoring, samples: Sequence[SampleInfo], reward: Reward, shaping: Scores) -> torch.Tensor:
+    """[N]: the score of the likeliest response to each sample's prompt."""
+    totals = total_scores(greedy.wait(), greedy.samples, reward, shaping)
+    of_prompt = {sample.prompt_id: total for sample, total in zip(greedy.samples, totals, strict=True)}
+    return torch.tensor([of_prompt[sample.prompt_id] for sample in samples])

@@ -17,7 +17,6 @@ from megarl.cluster.trainers import Role, WorkerGroup
 from megarl.config import ConfigError, EvalConfig, PPOConfig, Problem, RAFTConfig, RunConfig
 from megarl.config.schema import Rollout
 from megarl.data.tokenizer import has_tokenizer
-from megarl.loop.assets import template_directory
 from megarl.models import model_spec
 from megarl.preflight.models import vocab_size
 from megarl.types import RoleName
@@ -138,7 +137,7 @@ def launch_engines(
         model_dir,
         vocab_size=vocab_size(config, model_spec(config.model.hf_config())),
         device=config.cluster.device,
-        tokenizer=template_directory(config, model_dir) if rollout.stop else None,
+        tokenizer=(config.model.tokenizer or model_dir) if rollout.stop else None,
         weights=weights,
         target=_engine(rollout),
     )
@@ -150,7 +149,7 @@ def launch_rules(config: PPOConfig | RAFTConfig | EvalConfig, session: Session, 
     functions = [*config.reward.functions, *evaluated]
     if not functions:
         return None
-    directory = template_directory(config, model_dir)
+    directory = config.model.tokenizer or model_dir
     tokenizer = directory if has_tokenizer(directory) else None
     warn = functools.partial(print, file=sys.stderr, flush=True)
     return RuleScorers(session, tokenizer, functions, config.reward, config.cluster.time_limits, warn)

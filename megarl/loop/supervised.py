@@ -1,4 +1,4 @@
-"""Training on fixed rows: supervised fine-tuning, and what it shares with reward modelling."""
+"""Training of one role on the rows of a data set: supervised fine-tuning, and the base of reward modelling."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
 from megarl.cluster.trainers import reported
 from megarl.config import RewardModelConfig, SFTConfig
@@ -15,45 +16,38 @@ from megarl.data.demonstrations import Demonstration
 from megarl.data.preferences import Preference
 from megarl.data.schedule import step_schedule
 from megarl.data.stream import Stream, StreamState
-from megarl.loop.assets import model_directory, template_directory
 from megarl.loop.setup import launch_trainers
 from megarl.preflight.datasets import TextSets
-from megarl.run.directory import RunDirectory
+from megarl.run.directory import RunDirectory, model_directory
 from megarl.run.results import EvaluationResult, Metrics, StepResult
 from megarl.run.timers import Timers
-from megarl.types import RoleName
+from megarl.types import RoleName, SampleInfo, Schedule, TextChunk
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is learned, and by whom.
+    """The role that is trained, and its data.
 
     Args:
-        role: that is trained.
-        train: rows to learn from.
-        held_out: rows to look at; None without any.
-        per_step: rows that make a step.
-        sequences_per_row: 1, or for preferences the responses of each.
-        all_tokens: the loss is on the tokens of the prompts as well.
+        held_out: None without any.
+        rows_per_step: demonstrations or preferences.
+        sequences_per_row: 1, or the responses of a preference.
+        all_tokens: whether the loss is on the tokens of the prompts as well.
     """
 
     role: RoleName
     train: Sequence[Demonstration] | Sequence[Preference]
     held_out: Sequence[Demonstration] | Sequence[Preference] | None
-    per_step: int
+    rows_per_step: int
     sequences_per_row: int = 1
     all_tokens: bool = False
 
 
-class Supervised:
-    """One role, trained on rows of text.
+class SupervisedTrainer:
+    """Trains one role.
 
     Args:
-        config: of the run.
-        session: where everything runs.
-        directory: of the run.
-        phase: is told what the run does.
-        task: what is learned.
+        phase: called with each phase's name.
     """
 
     def __init__(
@@ -66,27 +60,28 @@ class Supervised:
     ) -> None:
         self._config, self._session, self._phase = config, session, phase
         self._model_dir = model_directory(config, directory.path)
-        self.trainers = launch_trainers(config, session)
-        self._role = self.trainers.roles[task.role]
+        self._trainers = launch_trainers(config, session)
+        self.roles = self._trainers.roles
+        self._role = self.roles[task.role]
         self._layout, self._budget = config.layout(task.role), config.role(task.role).tokens_per_micro_batch
         self._task, self._rows = task, Stream(task.train, config.run.seed)
         self.evaluate_every = config.data.evaluate_every
 
     def start(self) -> None:
         """Starts the trainers and loads the model."""
-        self.trainers.start(self._model_dir)
+        self._trainers.start(self._model_dir)
 
     def begin(self, step: int) -> Metrics:
-        """Nothing is to be done."""
+        """Does nothing."""
         del step
         return {}
 
     def step(self, step: int) -> StepResult:
-        """One optimizer step."""
+        """Takes an optimizer step."""
         timers = Timers()
         self._phase("update")
         with timers("step"):
-            samples, chunks, schedule = self._batch(self._rows.next(self._task.per_step))
+            samples, chunks, schedule = self._batch(self._rows.next(self._task.rows_per_step))
             updates = reported(self._role.update((schedule,), chunks))
         seconds = timers.take()
         tokens = sum(sample.tokens for sample in samples)
@@ -106,44 +101,36 @@ class Supervised:
         metrics = reported(self._role.evaluate(schedule, chunks))
         return EvaluationResult(step=step, metrics={"eval/samples": len(self._task.held_out), **metrics})
 
-    def _batch(self, rows: Sequence[Any]) -> Any:
+    def _batch(self, rows: Sequence[Any]) -> tuple[tuple[SampleInfo, ...], ChunkRefs[TextChunk], Schedule]:
         samples, chunks = text_batch(rows, self._layout.dp)
-        counted = on_all_tokens(samples) if self._task.all_tokens else samples
-        schedule = step_schedule(counted, self._layout, self._budget, rows_per_unit=self._task.sequences_per_row)
+        trained = on_all_tokens(samples) if self._task.all_tokens else samples
+        schedule = step_schedule(trained, self._layout, self._budget, rows_per_unit=self._task.sequences_per_row)
         return samples, self._session.share(chunks), schedule
 
-    def make_room(self) -> None:
-        """Nothing is to be done: whoever trains has the devices all the time."""
+    def to_training(self) -> None:
+        """Does nothing: the trained role always has the devices."""
 
     def state(self) -> dict[str, Any]:
-        """Where the rows stand."""
+        """The position in the rows."""
         return {"rows": asdict(self._rows.state())}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there."""
+        """Restores ``state()``."""
         self._rows.load(StreamState(**state["rows"]))
 
     def finish(self, export: Path) -> Metrics:
         """Writes the trained role."""
         self._phase("export")
-        self._role.export(export, template_directory(self._config, self._model_dir)).wait()
+        self._role.export(export, self._config.model.tokenizer or self._model_dir).wait()
         return {}
 
     def close(self) -> None:
         """Lets every process end by itself."""
-        self.trainers.close()
+        self._trainers.close()
 
 
-class SFT(Supervised):
-    """A run of supervised fine-tuning of the role actor.
-
-    Args:
-        config: of the run.
-        session: where everything runs.
-        directory: of the run.
-        data: the demonstrations.
-        phase: is told what the run does.
-    """
+class SFTTrainer(SupervisedTrainer):
+    """Supervised fine-tuning of the role actor."""
 
     def __init__(
         self,
@@ -162,7 +149,7 @@ class SFT(Supervised):
                 role="actor",
                 train=data.train,
                 held_out=data.held_out,
-                per_step=config.data.sequences_per_step,
+                rows_per_step=config.data.sequences_per_step,
                 all_tokens=config.data.loss_on == "all",
             ),
         )

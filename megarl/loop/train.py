@@ -1,4 +1,4 @@
-"""A run of any stage: its directory and processes, its steps from the last checkpoint on, and its export."""
+"""A training run of any stage: its directory and processes, its steps from the last checkpoint on, and its export."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from typing import Any, Final, Protocol
 from megarl.cluster.session import Session
 from megarl.cluster.trainers import Role
 from megarl.config import ConfigError, Problem, TrainingConfig
-from megarl.loop.ppo import PPO
-from megarl.loop.raft import RewardRanked
-from megarl.loop.reward_model import RewardModel
-from megarl.loop.setup import Trainers, check_gpus
-from megarl.loop.supervised import SFT
+from megarl.loop.ppo import PPOTrainer
+from megarl.loop.raft import RAFTTrainer
+from megarl.loop.reward_model import RewardModelTrainer
+from megarl.loop.setup import check_gpus
+from megarl.loop.supervised import SFTTrainer
 from megarl.preflight.check import check
 from megarl.run.checkpoints import Checkpoint
 from megarl.run.directory import RunDirectory, attempt
 from megarl.run.report import Reporter, Summary, read_summary
 from megarl.run.results import EvaluationResult, Metrics, StepResult
+from megarl.types import RoleName
 
 
-class Stage(Protocol):
-    """A stage of training, run by ``loop.run``. Every method waits until its work is done."""
+class Trainer(Protocol):
+    """What ``train`` runs: the trainer of a stage. Every method waits until its work is done."""
 
     @property
-    def trainers(self) -> Trainers:
-        """The groups and roles; the trained ones are in checkpoints."""
+    def roles(self) -> Mapping[RoleName, Role]:
+        """All roles; those of ``config.saved`` are in checkpoints."""
         ...
 
     def start(self) -> None:
@@ -36,13 +37,10 @@ class Stage(Protocol):
         ...
 
     def begin(self, step: int) -> Metrics:
-        """Makes ready for the first step of this process, after a checkpoint was loaded if there was one.
+        """Prepares the first step of this process, after a checkpoint has been loaded; returns metrics of it.
 
         Args:
-            step: the last one taken; 0 at a run's beginning.
-
-        Returns:
-            What is worth saying of it.
+            step: the last step taken; 0 at a run's beginning.
         """
         ...
 
@@ -56,27 +54,23 @@ class Stage(Protocol):
         ...
 
     def evaluate(self, step: int) -> EvaluationResult | None:
-        """Looks at held-out data; None where there is none."""
+        """Evaluates on held-out data; None without any."""
         ...
 
-    def make_room(self) -> None:
-        """Gives the trained roles their devices, which engines may have, before they are saved."""
+    def to_training(self) -> None:
+        """Gives the devices to the trained roles, which are about to be saved."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """What the driver must know to go on from here, as JSON."""
+        """The driver's part of a checkpoint, as JSON."""
         ...
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on from where ``state`` was taken."""
+        """Restores ``state()``."""
         ...
 
     def finish(self, export: Path) -> Metrics:
-        """Writes the trained model, and returns what is worth saying of it.
-
-        Args:
-            export: Hugging Face directory to make.
-        """
+        """Writes the trained model as a Hugging Face directory, and returns metrics of it."""
         ...
 
     def close(self) -> None:
@@ -84,17 +78,23 @@ class Stage(Protocol):
         ...
 
 
-STAGES: Final[Mapping[str, Any]] = {"sft": SFT, "reward_model": RewardModel, "ppo": PPO, "raft": RewardRanked}
+TRAINERS: Final[Mapping[str, Any]] = {
+    "sft": SFTTrainer,
+    "reward_model": RewardModelTrainer,
+    "ppo": PPOTrainer,
+    "raft": RAFTTrainer,
+}
+"""The class of each stage's trainer."""
 
 
 def train(config: TrainingConfig) -> Summary:
-    """Runs a stage, or goes on with it where run.dir has a checkpoint; leaves nothing behind but run.dir.
+    """Runs a stage, from the last checkpoint in run.dir on; leaves nothing behind but run.dir.
 
-    A run that is finished stays as it is, and says so.
+    A finished run is not run again.
 
     Raises:
         ConfigError: the model, the data or run.dir cannot be used.
-        RunError: the run cannot go on, for the reason that the message gives.
+        RunError: the run cannot continue, for the reason in the message.
     """
     start = time.perf_counter()
     data = check(config)
@@ -110,60 +110,60 @@ def train(config: TrainingConfig) -> Summary:
         Reporter(config, directory, taken, data.left_out) as reporter,
         session,
     ):
-        stage: Stage = STAGES[config.stage](config, session, directory, data, reporter.phase)
+        trainer: Trainer = TRAINERS[config.stage](config, session, directory, data, reporter.phase)
         if directory.latest is not None:
-            _load(stage, directory.latest)
-        stage.start()
+            _load(trainer, directory.latest)
+        trainer.start()
         if directory.latest is not None:
-            _restore(stage, config, directory.latest)
-        ready = stage.begin(taken)
+            _restore(trainer, config, directory.latest)
+        ready = trainer.begin(taken)
         reporter.started(time.perf_counter() - start, ready)
         if taken == 0:
-            reporter.evaluated(stage.evaluate(0))
+            reporter.evaluated(trainer.evaluate(0))
         for step in range(taken + 1, config.run.steps + 1):
-            reporter.write(stage.step(step))
-            if _due(step, stage.evaluate_every, config.run.steps):
-                reporter.evaluated(stage.evaluate(step))
+            reporter.write(trainer.step(step))
+            if _due(step, trainer.evaluate_every, config.run.steps):
+                reporter.evaluated(trainer.evaluate(step))
             if _due(step, config.checkpoint.every, config.run.steps):
                 reporter.phase("checkpoint")
-                _save(stage, config, directory, step)
-        export = stage.finish(directory.export)
-        stage.close()
+                _save(trainer, config, directory, step)
+        export = trainer.finish(directory.export)
+        trainer.close()
         return reporter.finished(export, time.perf_counter() - start)
 
 
 def _due(step: int, every: int | None, last: int) -> bool:
-    """Every so many steps, and after the last."""
+    """Every ``every`` steps, and after the last."""
     return step == last or (every is not None and step % every == 0)
 
 
-def _save(stage: Stage, config: TrainingConfig, directory: RunDirectory, step: int) -> None:
-    """Every role that changes writes its part; one rename makes it a checkpoint."""
-    stage.make_room()
+def _save(trainer: Trainer, config: TrainingConfig, directory: RunDirectory, step: int) -> None:
+    """Has every trained role write its part, and commits the checkpoint with one rename."""
+    trainer.to_training()
     staged = directory.checkpoints.stage(step)
-    calls = {role.name: role.save(staged) for role in _saved(stage, config)}
+    calls = {role.name: role.save(staged) for role in _saved(trainer, config)}
     directory.sync()
-    directory.checkpoints.commit(step, {name: call.wait() for name, call in calls.items()}, stage.state())
+    directory.checkpoints.commit(step, {name: call.wait() for name, call in calls.items()}, trainer.state())
 
 
-def _load(stage: Stage, checkpoint: Checkpoint) -> None:
-    """Brings the driver's part of the stage to where the checkpoint was made.
+def _load(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Restores the driver's part of a checkpoint.
 
     Raises:
-        ConfigError: the data is not what it was.
+        ConfigError: the data has changed.
     """
     try:
-        stage.load(checkpoint.state)
+        trainer.load(checkpoint.state)
     except ValueError as error:
         fix = "restore the files that the run began with, or choose another run.dir"
         raise ConfigError([Problem(field="data", value="changed", rule=str(error), fix=fix)]) from error
 
 
-def _restore(stage: Stage, config: TrainingConfig, checkpoint: Checkpoint) -> None:
-    """Brings the roles that change to where the checkpoint was made."""
-    for call in [role.restore(checkpoint.path) for role in _saved(stage, config)]:
+def _restore(trainer: Trainer, config: TrainingConfig, checkpoint: Checkpoint) -> None:
+    """Restores the trained roles."""
+    for call in [role.restore(checkpoint.path) for role in _saved(trainer, config)]:
         call.wait()
 
 
-def _saved(stage: Stage, config: TrainingConfig) -> list[Role]:
-    return [stage.trainers.roles[name] for name in config.saved]
+def _saved(trainer: Trainer, config: TrainingConfig) -> list[Role]:
+    return [trainer.roles[name] for name in config.saved]

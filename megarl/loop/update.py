@@ -1,4 +1,4 @@
-"""The updates of a step: each role's schedules, epochs that may end early, and pretraining texts beside rollouts."""
+"""The updates of a PPO step: each role's schedules, epochs that may end early, and pretraining texts."""
 
 from __future__ import annotations
 
@@ -23,13 +23,7 @@ from megarl.types import ExperienceChunk, RoleName, SampleInfo, Schedule
 
 
 class StepPlan:
-    """The schedules of one step.
-
-    Args:
-        config: of the run.
-        samples: of the step.
-        step: its number.
-    """
+    """The schedules of one step."""
 
     def __init__(self, config: PPOConfig, samples: Sequence[SampleInfo], step: int) -> None:
         self._config = config
@@ -38,15 +32,11 @@ class StepPlan:
 
     def inference(self, role: RoleName) -> Schedule:
         """A forward pass over all samples."""
-        return inference_schedule(
-            self._samples, self._config.layout(role), self._config.role(role).tokens_per_micro_batch
-        )
+        budget = self._config.role(role).tokens_per_micro_batch
+        return inference_schedule(self._samples, self._config.layout(role), budget)
 
     def passes(self, role: RoleName) -> list[tuple[Schedule, ...]]:
-        """The optimizer steps, epoch by epoch where the epochs may end early, else together.
-
-        Actor and critic take the same samples in each.
-        """
+        """The optimizer steps, the same samples in each for every role; by epoch where the epochs may end early."""
         algo = self._config.algo
         steps = update_schedules(
             self._samples,
@@ -61,13 +51,11 @@ class StepPlan:
         return [steps[start : start + size] for start in range(0, len(steps), size)]
 
 
-class TextMixture:
-    """An endless stream of texts, some of which every optimizer step of the actor takes along.
+class PretrainMix:
+    """An endless stream of pretraining texts, some of which go into every optimizer step of the actor.
 
     Args:
-        config: of the run; it has ``ptx``.
-        rows: the texts.
-        session: where everything runs.
+        config: with ``ptx``.
     """
 
     def __init__(self, config: PPOConfig, rows: Sequence[Demonstration], session: Session) -> None:
@@ -77,45 +65,36 @@ class TextMixture:
         self._rows = Stream(rows, config.run.seed)
 
     def next(self, steps: Sequence[Schedule]) -> tuple[tuple[Schedule, ...], Texts]:
-        """The next texts.
-
-        Args:
-            steps: the actor's optimizer steps that take them along.
-
-        Returns:
-            The same steps, each with packs as long as those of its texts, and the texts.
-        """
-        each = self._settings.sequences_per_mini_batch
-        samples, chunks = text_batch(self._rows.next(each * len(steps)), self._layout.dp * len(steps))
-        counted = on_all_tokens(samples) if self._settings.loss_on == "all" else samples
+        """Takes the next texts for some optimizer steps; returns the steps and the texts, with packs of one length."""
+        per_step = self._settings.sequences_per_mini_batch
+        samples, chunks = text_batch(self._rows.next(per_step * len(steps)), self._layout.dp * len(steps))
+        trained = on_all_tokens(samples) if self._settings.loss_on == "all" else samples
         lengthened: list[Schedule] = []
-        along: list[Schedule] = []
-        for index, own in enumerate(steps):
-            texts = step_schedule(counted[index * each : (index + 1) * each], self._layout, self._budget)
-            for schedules, schedule in zip((lengthened, along), under_one_length(own, texts), strict=True):
+        texts: list[Schedule] = []
+        for index, step in enumerate(steps):
+            own = step_schedule(trained[index * per_step : (index + 1) * per_step], self._layout, self._budget)
+            for schedules, schedule in zip((lengthened, texts), under_one_length(step, own), strict=True):
                 schedules.append(schedule)
-        return tuple(lengthened), Texts(schedules=along, chunks=self._session.share(chunks))
+        return tuple(lengthened), Texts(schedules=texts, chunks=self._session.share(chunks))
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands."""
+        """The position in the texts."""
         return asdict(self._rows.state())
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there."""
+        """Restores ``state()``."""
         self._rows.load(StreamState(**state))
 
 
 class Updater:
-    """Trains actor and critic, and lets the reference follow the actor.
+    """Trains actor and critic, and syncs the reference with the actor.
 
     Args:
-        config: of the run.
-        roles: of the run.
-        texts: what the actor learns beside the rollouts; None without any.
+        pretrain_mix: None without ``ptx``.
     """
 
-    def __init__(self, config: PPOConfig, roles: Mapping[RoleName, Role], texts: TextMixture | None) -> None:
-        self._config, self._texts = config, texts
+    def __init__(self, config: PPOConfig, roles: Mapping[RoleName, Role], pretrain_mix: PretrainMix | None) -> None:
+        self._config, self._pretrain_mix = config, pretrain_mix
         self._actor, self._critic = roles["actor"], roles.get("critic")
 
     def update(
@@ -124,83 +103,81 @@ class Updater:
         plan: StepPlan,
         *,
         kl_coef: float,
-        learners: Container[RoleName],
+        trained_roles: Container[RoleName],
     ) -> list[dict[str, float]]:
-        """Takes the optimizer steps; while a critic warms up, it alone.
+        """Takes the optimizer steps of a step; only the critic's while it warms up.
 
-        A role that has nothing to learn forgoes its steps: Adam would move its weights without a gradient, too.
+        A role with nothing to learn from skips its steps: Adam would move its weights even without a gradient.
 
         Args:
-            experience: of the step.
-            plan: of the step.
             kl_coef: of a penalty in the loss, per nat.
-            learners: the roles that have something to learn from the experience.
+            trained_roles: the roles that have something to learn from.
 
         Returns:
-            What both roles tell of each optimizer step.
+            The metrics of both roles, by optimizer step.
         """
-        algo, trained = self._config.algo, self._trained(plan, learners)
+        algo, trained = self._config.algo, self._trained(plan, trained_roles)
         passes = list(zip(*(plan.passes(role.name) for role in trained), strict=True))
-        told: list[dict[str, float]] = []
-        for taken, of_roles in enumerate(passes, start=1):
+        updates: list[dict[str, float]] = []
+        for taken, by_role in enumerate(passes, start=1):
             calls = [
                 self._submit(role, schedules, experience, kl_coef)
-                for role, schedules in zip(trained, of_roles, strict=True)
+                for role, schedules in zip(trained, by_role, strict=True)
             ]
             steps = [dict(ChainMap(*of_step)) for of_step in zip(*map(reported, calls), strict=True)]
-            told += steps
+            updates += steps
             stop = algo.early_stop if self._actor in trained else None
-            if stop is not None and exceeds_target(moved(steps, of_roles[0]), target=stop.kl, factor=stop.factor):
+            if stop is not None and exceeds_target(mean_kl(steps, by_role[0]), target=stop.kl, factor=stop.factor):
                 left = sum(len(schedules) for schedules, *_ in passes[taken:])
                 for role in trained:
-                    role.forgo(left)
+                    role.skip_steps(left)
                 break
         sync = algo.kl.reference_sync
         if sync is not None and plan.step % sync.every == 0:
             self._actor.sync_reference()
-        return told
+        return updates
 
     def state(self) -> dict[str, Any]:
-        """Where the texts stand, as JSON."""
-        return {} if self._texts is None else self._texts.state()
+        """The position in the pretraining texts, as JSON."""
+        return {} if self._pretrain_mix is None else self._pretrain_mix.state()
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there."""
-        if self._texts is not None:
-            self._texts.load(state)
+        """Restores ``state()``."""
+        if self._pretrain_mix is not None:
+            self._pretrain_mix.load(state)
 
-    def _trained(self, plan: StepPlan, learners: Container[RoleName]) -> list[Role]:
-        """The roles that take optimizer steps; those that are due and have nothing to learn forgo theirs."""
+    def _trained(self, plan: StepPlan, trained_roles: Container[RoleName]) -> list[Role]:
+        """The roles that take optimizer steps; those that have steps and nothing to learn from skip them."""
         critic = self._config.critic
-        warming = critic is not None and plan.step <= critic.warmup_steps
+        warming_up = critic is not None and plan.step <= critic.warmup_steps
         trained: list[Role] = []
         for role in (self._actor, self._critic):
-            if role is None or (warming and role is self._actor):
+            if role is None or (warming_up and role is self._actor):
                 continue
-            if role.name in learners or (role is self._actor and self._texts is not None):
+            if role.name in trained_roles or (role is self._actor and self._pretrain_mix is not None):
                 trained.append(role)
             else:
-                role.forgo(sum(map(len, plan.passes(role.name))))
+                role.skip_steps(sum(map(len, plan.passes(role.name))))
         return trained
 
     def _submit(
         self, role: Role, schedules: Sequence[Schedule], experience: ChunkRefs[ExperienceChunk], kl_coef: float
     ) -> Call:
-        """A role takes some optimizer steps; returns at once."""
-        if role is not self._actor or self._texts is None:
+        """Has a role take some optimizer steps; returns at once."""
+        if role is not self._actor or self._pretrain_mix is None:
             return role.update(schedules, experience, kl_coef=kl_coef)
-        lengthened, texts = self._texts.next(schedules)
+        lengthened, texts = self._pretrain_mix.next(schedules)
         return role.update(lengthened, experience, kl_coef=kl_coef, texts=texts)
 
 
-def moved(steps: Sequence[Mapping[str, float]], schedules: Sequence[Schedule]) -> float:
-    """The mean of log p(old) - log p(new) over the tokens of some optimizer steps, nats; 0 if none of them counts.
+def mean_kl(updates: Sequence[Mapping[str, float]], schedules: Sequence[Schedule]) -> float:
+    """The mean of log p(old) - log p(new) over the tokens of some optimizer steps of the actor, nats; 0 without any.
 
     Args:
-        steps: what the actor told of each.
-        schedules: of each.
+        updates: metrics of the optimizer steps.
+        schedules: of the same steps.
     """
-    name = "policy/ppo_kl"  # not told where no token counts
-    known = [(step[name], schedule) for step, schedule in zip(steps, schedules, strict=True) if name in step]
+    name = "policy/ppo_kl"  # missing in a step in which no token has a weight
+    known = [(update[name], schedule) for update, schedule in zip(updates, schedules, strict=True) if name in update]
     tokens = [schedule.ranks[0].total_response_tokens for _, schedule in known]
-    return float(np.average([distance for distance, _ in known], weights=tokens)) if known else 0.0
+    return float(np.average([kl for kl, _ in known], weights=tokens)) if known else 0.0

@@ -21,8 +21,8 @@ from torch.nn.attention.varlen import varlen_attn
 from megarl.data.packing import PackShape
 
 LENGTH_STEP = 16
-"""Sequences whose lengths round up to the same multiple of this share a rectangle. A call has a price of its own, many
-times that of the attention in a short sequence; a longer step pads more."""
+"""Sequences whose lengths round up to the same multiple of this share a rectangle. Every call costs many times the
+attention in a short sequence; a longer step pads more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +62,12 @@ def arrange(shape: PackShape, device: torch.device) -> Arrangement:
 
 @dataclass(kw_only=True)
 class PackParams(PackedSeqParams):
-    """What rope and attention read of a pack; Megatron hands it through the layers.
+    """What rope and attention read of a pack; Megatron passes it through the layers.
 
-    Rope is told of one sequence, whose table ``PackedModel`` has already put in the order of the positions: Megatron's
-    own way to number the positions of many sequences goes through them one by one, in each layer.
+    Rope gets one sequence, whose table ``PackedModel`` has put in the order of the positions: Megatron numbers the
+    positions of many sequences one by one, in each layer.
 
     Args:
-        shape: of the pack.
         positions: [S] int64, each position's place in its own sequence.
     """
 
@@ -144,17 +143,7 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackParams,
         **_unused: Any,
     ) -> torch.Tensor:
-        """Attends within sequences.
-
-        Args:
-            query: [S, H, D].
-            key, value: [S, K, D].
-            attention_mask: None; the sequences' ends say it all.
-            packed_seq_params: of the pack.
-
-        Returns:
-            [S, H * D].
-        """
+        """Attends within sequences: [S, H, D], twice [S, K, D] -> [S, H * D]; ``attention_mask`` is None."""
         assert attention_mask is None, "packed attention takes its mask from the sequences' ends"
         if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
             return self._variable_length(query, key, value, packed_seq_params)
@@ -180,7 +169,7 @@ class PackedAttention(torch.nn.Module):
     def _by_rectangle(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arrangement: Arrangement
     ) -> torch.Tensor:
-        """The padding is at the ends, where causal attention never looks, and nobody reads what it makes itself."""
+        """Padding at the ends is invisible to causal attention, and its own outputs are not read."""
         sizes = [sequences * length for sequences, length in arrangement.rectangles]
         split = [_Spread.apply(x, arrangement).split(sizes) for x in (query, key, value)]
         parts = []

@@ -1,4 +1,4 @@
-"""From the hidden states of a micro-batch to one number per response token or per row.
+"""Heads: from the hidden states of a micro-batch to a number per response token or per row.
 
 Shape legend: S positions of the pack, H hidden, T response tokens of all rows (flat), B rows.
 """
@@ -21,7 +21,6 @@ def response_logprobs(
     Args:
         hidden: [S, 1, H], or this rank's part of S under sequence parallelism.
         vocab_size: without padding.
-        temperature: of the sampling distribution.
     """
     assert batch.batch is not None
     weight = model.chunks[-1].output_weight()
@@ -32,7 +31,7 @@ def response_logprobs(
 
 
 def response_states(model: RoleModel, batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
-    """[T, H]: what the output layer makes the distribution of each response token of."""
+    """[T, H]: the hidden states that predict each response token."""
     assert batch.batch is not None
     return _at(model, hidden, batch.batch.source_positions)
 

@@ -1,11 +1,8 @@
-"""The KL divergence from a reference at each token, a chunk of tokens at a time, over a vocabulary split over TP.
+"""Log-probabilities, entropies and the KL divergence from a reference, over a vocabulary that is split over TP.
 
-The logits of a chunk live only while the chunk is computed, forward and again backward, so memory does not grow
-with the pack. Megatron's own vocab-parallel cross entropy reads the global parallel_state, keeps all
-logits, and gives no entropy.
-
-What ``algos.kl.full`` is of whole logits. As in ``logprobs``, the logits of a chunk live only while the chunk is
-computed, forward and again backward.
+The logits of a chunk of tokens exist only while the chunk is computed, forward and again backward, so memory does not
+grow with the pack. Megatron's vocab-parallel cross entropy reads the global parallel_state, keeps all logits, and gives
+no entropy. The divergence equals ``algos.kl.full`` of whole logits.
 """
 
 from __future__ import annotations
@@ -23,9 +20,8 @@ class VocabShard:
     """The rows of the output layer that one TP rank holds.
 
     Args:
-        group: the TP group.
         start: vocabulary id of the first row.
-        size: rows that are real; the rows after them pad the vocabulary and never count.
+        size: real rows; the rows after them pad the vocabulary.
     """
 
     group: dist.ProcessGroup
@@ -62,8 +58,6 @@ def logprobs_and_entropy(
         hidden: [T, H], equal on all TP ranks.
         weight: [rows, H], this rank's rows of the output layer.
         labels: [T] int64, ids over the whole vocabulary.
-        shard: which rows these are.
-        temperature: of the sampling distribution.
         chunk_tokens: tokens whose logits exist at a time.
 
     Returns:
@@ -124,7 +118,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
 
 def over_shards(tensor: torch.Tensor, shard: VocabShard, op: Any = dist.ReduceOp.SUM) -> None:
-    """Reduces in place; a rank alone need not wait for the communication thread."""
+    """Reduces in place, unless the rank is alone."""
     if shard.group.size() > 1:
         dist.all_reduce(tensor, op, group=shard.group)
 
@@ -146,8 +140,6 @@ def linear_gradients(
     Args:
         hidden: [T, H].
         weight: [rows, H].
-        shard: which rows these are.
-        chunk_tokens: tokens of a chunk.
         of_logits: the gradient of a chunk's tokens, [tokens, size].
 
     Returns:
@@ -193,8 +185,6 @@ def divergence(
     Args:
         hidden, ref_hidden: [T, H], equal on all TP ranks; of the policy and of the reference.
         weight, ref_weight: [rows, H], this rank's rows of the output layers.
-        shard: which rows these are.
-        temperature: of the sampling distribution.
         chunk_tokens: tokens whose logits exist at a time.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What a loss tells of a micro-batch, and what the micro-batches of all ranks make of it."""
+"""Metrics of a loss: collected per micro-batch, reduced over the micro-batches and replicas of an optimizer step."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def _none() -> Named:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measures:
-    """Of a micro-batch.
+class LossMetrics:
+    """The metrics of a micro-batch.
 
     Args:
-        sums: a step's are their sums.
-        means: of weighted values; a step's are their sums over that of ``weight``.
-        squares: likewise, of squares; those of ``name`` and the mean ``name_mean`` make the variance of a step.
-        weight: of all that counts; None where there are no means.
-        maxima, minima: a step's are the largest and the smallest; infinite in a micro-batch where nothing counts.
+        sums: added up over the step.
+        means: weighted sums, which the step divides by the sum of ``weight``.
+        squares: likewise, of squares; of ``name``, which with the mean ``name_mean`` gives the step's variance.
+        weight: sum of the weights; None where there are no means.
+        maxima, minima: infinite where the mask is empty.
     """
 
     sums: Named = field(default_factory=_none)
@@ -43,58 +43,57 @@ class Measures:
     minima: Named = field(default_factory=_none)
 
 
-def measured(terms: LossTerms, mask: Tensor, weights: Tensor) -> Measures:
-    """What the terms of a micro-batch tell.
-
-    Sums are in float64, in which squares of numbers that are near each other keep their difference.
+def collect(terms: LossTerms, mask: Tensor, weights: Tensor) -> LossMetrics:
+    """Collects the metrics of a micro-batch's terms, in float64, which keeps the variance of nearly equal numbers.
 
     Args:
         terms: [B, R].
-        mask: [B, R] bool, what counts.
-        weights: [B, R], alike on all tokens of the step.
+        mask: [B, R] bool, the terms to report.
+        weights: [B, R], the same number on all tokens of the step.
     """
-    counting = on_mask(weights.double(), mask)
+    weights = on_mask(weights.double(), mask)
 
     def mean(values: Tensor) -> Tensor:
-        return weighted_sum(values.double(), counting)
+        return weighted_sum(values.double(), weights)
 
-    def counted(values: Tensor, bound: float) -> Tensor:
+    def masked(values: Tensor, bound: float) -> Tensor:
         return torch.cat([values[mask], values.new_full((1,), bound)])
 
     spreads = terms.spreads.items()
-    return Measures(
+    return LossMetrics(
         means={name: mean(values) for name, values in terms.metrics.items()}
         | {f"{name}_mean": mean(values) for name, values in spreads},
         squares={name: mean(values.double().square()) for name, values in spreads},
-        weight=counting.sum(),
-        maxima={name: counted(values, -math.inf).max() for name, values in spreads},
-        minima={name: counted(values, math.inf).min() for name, values in spreads},
+        weight=weights.sum(),
+        maxima={name: masked(values, -math.inf).max() for name, values in spreads},
+        minima={name: masked(values, math.inf).min() for name, values in spreads},
     )
 
 
-def combined(parts: Sequence[Measures], group: dist.ProcessGroup) -> dict[str, float]:
-    """What a step tells: sums, means, ``{name}_var``, ``{name}_max`` and ``{name}_min``; collective.
+def reduce_metrics(parts: Sequence[LossMetrics], group: dist.ProcessGroup) -> dict[str, float]:
+    """Reduces to a step's sums, means, ``{name}_var``, ``{name}_max`` and ``{name}_min``; collective.
 
-    A step in which nothing counts has neither means nor extremes.
+    A step with empty masks has neither means nor extremes.
 
     Args:
-        parts: of this rank's micro-batches. Every rank has the same kinds of them, however many of each.
+        parts: of this rank's micro-batches; every rank has the same kinds of them, in any number.
         group: the ranks that share the step.
     """
-    told = _over_all([part.sums for part in parts], dist.ReduceOp.SUM, group)
-    weighed = [part for part in parts if part.weight is not None]
-    weight = _over_all([{"": part.weight} for part in weighed if part.weight is not None], dist.ReduceOp.SUM, group)
-    whole = weight.get("", 0.0)
-    if whole:
-        means = _over_all([part.means for part in weighed], dist.ReduceOp.SUM, group)
-        told |= {name: total / whole for name, total in means.items()}
-        squares = _over_all([part.squares for part in weighed], dist.ReduceOp.SUM, group)
-        told |= {f"{name}_var": max(total / whole - told[f"{name}_mean"] ** 2, 0.0) for name, total in squares.items()}
+    reduced = _over_all([part.sums for part in parts], dist.ReduceOp.SUM, group)
+    with_means = [part for part in parts if part.weight is not None]
+    weight = _over_all([{"": part.weight} for part in with_means if part.weight is not None], dist.ReduceOp.SUM, group)
+    total_weight = weight.get("", 0.0)
+    if total_weight:
+        means = _over_all([part.means for part in with_means], dist.ReduceOp.SUM, group)
+        reduced |= {name: total / total_weight for name, total in means.items()}
+        squares = _over_all([part.squares for part in with_means], dist.ReduceOp.SUM, group)
+        for name, total in squares.items():
+            reduced[f"{name}_var"] = max(total / total_weight - reduced[f"{name}_mean"] ** 2, 0.0)
     maxima = _over_all([part.maxima for part in parts], dist.ReduceOp.MAX, group)
     minima = _over_all([part.minima for part in parts], dist.ReduceOp.MIN, group)
-    told |= {f"{name}_max": value for name, value in maxima.items() if math.isfinite(value)}
-    told |= {f"{name}_min": value for name, value in minima.items() if math.isfinite(value)}
-    return told
+    reduced |= {f"{name}_max": value for name, value in maxima.items() if math.isfinite(value)}
+    reduced |= {f"{name}_min": value for name, value in minima.items() if math.isfinite(value)}
+    return reduced
 
 
 _WITHIN: Mapping[dist.ReduceOp.RedOpType, Callable[[Tensor], Tensor]] = {
@@ -105,11 +104,11 @@ _WITHIN: Mapping[dist.ReduceOp.RedOpType, Callable[[Tensor], Tensor]] = {
 
 
 def _over_all(parts: Sequence[Named], operation: Any, group: dist.ProcessGroup) -> dict[str, float]:
-    """One number per name, of all micro-batches of all ranks."""
+    """One number per name, over all micro-batches of all ranks."""
     names = sorted({name for part in parts for name in part})
     if not names:
         return {}
-    own = [torch.stack([part[name].double() for part in parts if name in part]) for name in names]
-    total = torch.stack([_WITHIN[operation](values) for values in own])
+    stacked = [torch.stack([part[name].double() for part in parts if name in part]) for name in names]
+    total = torch.stack([_WITHIN[operation](values) for values in stacked])
     dist.all_reduce(total, op=operation, group=group)
     return dict(zip(names, total.tolist(), strict=True))

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl.megatron.attention import PackedAttention, PackParams, SharedHeadAttention
 from megarl.megatron.offload import require_memory
 from megarl.models import MegatronArgs, ModelSpec
+from megarl.role_specs import Recompute
 from megarl.types import HeadName, Layout
 
 
@@ -46,8 +47,6 @@ class RMSNorm(torch.nn.Module):
     """x / rms(x) * weight, computed in float32 and rounded before the weight as Hugging Face's Qwen2 and Llama do.
 
     Args:
-        config: gives ``params_dtype`` and ``sequence_parallel``.
-        hidden_size: of the last dimension.
         eps: added to the mean square.
     """
 
@@ -63,13 +62,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class LayerNorm(torch.nn.Module):
-    """(x - mean(x)) / deviation(x) * weight + bias, as torch computes it.
-
-    Args:
-        config: gives ``params_dtype`` and ``sequence_parallel``.
-        hidden_size: of the last dimension.
-        eps: added to the variance.
-    """
+    """(x - mean(x)) / deviation(x) * weight + bias, as torch computes it."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -91,8 +84,8 @@ def _parameter(config: TransformerConfig, size: int) -> torch.nn.Parameter:
 class Router(TopKRouter):
     """Chooses experts by logits in the dtype of the hidden states and their softmax in float32, as Hugging Face does.
 
-    Megatron makes the weight on the CPU and moves it in the first pass (moe/router.py, 0.16): too late for who keeps a
-    reference.
+    Megatron makes the weight on the CPU and moves it in the first pass (moe/router.py, 0.16): too late for code that
+    holds a reference.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
@@ -100,7 +93,7 @@ class Router(TopKRouter):
         self.to(torch.cuda.current_device())
 
 
-def expert_arguments(layout: Layout) -> dict[str, Any]:
+def _expert_arguments(layout: Layout) -> dict[str, Any]:
     """Arguments of ``TransformerConfig`` for a mixture of experts, besides those of the model itself."""
     return {
         "expert_model_parallel_size": layout.ep,
@@ -109,20 +102,6 @@ def expert_arguments(layout: Layout) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
     }
 
-
-def expert_layer(experts: int) -> ModuleSpec:
-    """What takes the place of a layer's MLP.
-
-    Args:
-        experts: in the layer, over all ranks.
-    """
-    layer = get_moe_module_spec(use_te=False, num_experts=experts, moe_grouped_gemm=False)
-    layer.submodules.router = Router
-    return layer
-
-
-Recompute = Literal["none", "selective", "full"]
-"""Activations that the backward pass computes again: none, those of core attention, or those of whole layers."""
 
 _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
     "none": {},
@@ -138,12 +117,7 @@ _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class ScalarHead(torch.nn.Module):
-    """One number per position: the value or score head. Equal on every TP rank.
-
-    Args:
-        hidden_size: of the hidden states.
-        dtype: of the weight.
-    """
+    """One number per position: the value or score head. Equal on every TP rank."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -198,8 +172,6 @@ class RoleModel:
 
     Args:
         chunks: one per virtual pipeline stage of this rank.
-        config: shared by the chunks.
-        groups: the role's process groups.
     """
 
     chunks: list[PackedModel]
@@ -226,13 +198,7 @@ class RoleModel:
 
 
 class _Stages(PipelineParallelLayerLayout):
-    """The layers of each model chunk, for Megatron to number them. Its own table reads the global parallel state.
-
-    Args:
-        spec: divides the layers among the chunks.
-        layout: of the role.
-        stage: of this rank.
-    """
+    """Numbers the layers of each model chunk; Megatron's own table reads the global parallel state."""
 
     def __init__(self, spec: ModelSpec, layout: Layout, stage: int) -> None:
         chunks = [(stage, chunk) for chunk in range(layout.vpp) for stage in range(layout.pp)]
@@ -255,7 +221,7 @@ def _transformer_config(
     """Megatron's configuration of a role.
 
     ``calculate_per_token_loss`` keeps Megatron from averaging: our losses are weighted sums whose weights hold the
-    global denominator; see ``loss_scale``. Under interleaving, two stages that are each other's previous and next mix
+    global denominator; see ``pipeline``. Under interleaving, two stages that are each other's previous and next mix
     up the messages of the batched exchange (0.16, silently), so interleaving uses the separate one. That one sends in
     the background, so outputs are not freed once they are handed over: Gloo would send what lies there by then,
     silently.
@@ -264,7 +230,7 @@ def _transformer_config(
     return TransformerConfig(
         **arguments.transformer,
         **_RECOMPUTE[recompute],
-        **(expert_arguments(layout) if "num_moe_experts" in arguments.transformer else {}),
+        **(_expert_arguments(layout) if "num_moe_experts" in arguments.transformer else {}),
         activation_func=_ACTIVATIONS[arguments.activation],
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -306,12 +272,9 @@ def build_model(
     """Builds this rank's chunks; parameters are unset until weights are imported.
 
     Args:
-        spec: of the architecture.
-        layout, groups: of the role.
-        head: "lm" for actor and reference, "value" for a critic, "score" for a reward model.
         dtype: of parameters and activations.
         trainable: whether parameters get gradients.
-        recompute: what a backward pass computes again; of a trainable model.
+        recompute: activations that a backward pass computes again; of a trainable model.
     """
     _add_rng_states()
     arguments = spec.transformer(layout.tp, head)
@@ -349,7 +312,9 @@ def _block(config: TransformerConfig, layers: int) -> TransformerBlockSubmodules
     layer = get_gpt_layer_local_spec(normalization=config.normalization)
     assert isinstance(layer, ModuleSpec)
     if config.num_moe_experts is not None:
-        layer.submodules.mlp = expert_layer(config.num_moe_experts)
+        experts = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+        experts.submodules.router = Router
+        layer.submodules.mlp = experts
     layer.submodules.input_layernorm = norm
     layer.submodules.pre_mlp_layernorm = norm
     attention = layer.submodules.self_attention

@@ -10,60 +10,61 @@ import numpy as np
 import torch
 
 from megarl.algos.optimization import ema
+from megarl.algos.reward_shaping import head_std
 from megarl.config.schema import Optimizer
 from megarl.data.packing import Chunks, TokenChunk, scatter, scatter_scalars
 from megarl.megatron.heads import response_logprobs, response_values, row_scores, token_scores
-from megarl.megatron.loss_metrics import Measures, combined
-from megarl.megatron.model import Recompute, build_model
+from megarl.megatron.loss_metrics import LossMetrics, reduce_metrics
+from megarl.megatron.model import build_model
 from megarl.megatron.offload import HostCopy, release
-from megarl.megatron.optimizer import Average, Course, Trainer, build_trainer, learning_rate, shards
+from megarl.megatron.optimizer import LRSchedule, ShardedOptimizer, WeightEMA, build_optimizer, learning_rate, shards
 from megarl.megatron.parallel import GroupCache, build_groups
-from megarl.megatron.pipeline import MicroBatch, Work, micro_batches, run_forward, run_forward_backward
-from megarl.models import ModelSpec
+from megarl.megatron.pipeline import MicroBatch, Work, micro_batches, run_forward, run_schedule
+from megarl.models import ModelSpec, model_spec
+from megarl.role_specs import Recompute, RoleSpec
 from megarl.types import HEADS, HeadName, Layout, PackRow, Ragged, RankSchedule, RoleName
+from megarl.weights.hf_files import load_shard, read_config
 from megarl.weights.shard_map import ShardMap
 
 Chunk = TypeVar("Chunk", bound=TokenChunk)
-Loss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Measures]]
-"""From a micro-batch and its hidden states to a weighted sum over its tokens, a scalar, and what else it tells."""
+Loss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, LossMetrics]]
+"""From a micro-batch and its hidden states to a weighted sum over its tokens, a scalar, and metrics."""
 
-StepLoss = Callable[[RankSchedule], Loss]
-"""The loss of an optimizer step, from its schedule."""
+MakeLoss = Callable[[RankSchedule], Loss]
+"""Makes the loss of an optimizer step from its schedule."""
+
+Head = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixed(Generic[Chunk]):
-    """Rows of another kind that optimizer steps take along, in micro-batches of their own.
+class AuxBatch(Generic[Chunk]):
+    """Samples with a loss of their own that optimizer steps take along, in micro-batches of their own.
 
     Args:
-        schedules: one per optimizer step, under the padded length of the step's own.
-        chunks: tokens and whatever columns the loss reads.
-        loss_of: their loss in a step, which is added to the step's own.
+        schedules: one per optimizer step, with packs as long as the step's own.
+        chunks: tokens and the columns that the loss reads.
+        make_loss: whose loss is added to the step's own.
     """
 
     schedules: Sequence[RankSchedule]
     chunks: Chunks[Chunk]
-    loss_of: StepLoss
+    make_loss: MakeLoss
 
 
 _HEAD = "output_layer.weight"
 
 MAX_SKIPPED = 3
-"""Optimizer steps in a row that end the run when each was skipped for a gradient that is not finite."""
+"""Optimizer steps in a row, each skipped for a gradient that is not finite, that end the run."""
 
 
-class Role:
+class ModelEngine:
     """A model for inference, or with ``start_training`` for training. Every method is collective over the role's ranks.
 
     Schedules are those of this rank's replica. Results come back on one rank per replica, TP rank 0 of the last stage
     (``reports``); the others return None.
 
     Args:
-        name: of the role, which decides its head.
-        spec: of the architecture.
-        layout: over all ranks of the world.
-        rank: in the world.
-        cache: of the world's process groups.
+        name: decides the head.
         vocab_size: token ids in use; ids from here on have no probability.
         dtype: of parameters and activations.
         trainable: whether ``start_training`` will follow.
@@ -97,14 +98,14 @@ class Role:
             trainable=trainable,
             recompute=recompute,
         )
-        self.trainer: Trainer | None = None
-        self.average: Average | None = None
+        self.optimizer: ShardedOptimizer | None = None
+        self.ema: WeightEMA | None = None
         self.steps_taken = 0
-        """Optimizer steps so far, skipped ones too: how far the learning rate is on its course."""
+        """Optimizer steps so far, skipped ones included: the position in the learning rate's schedule."""
         self.adam_steps = 0
         """Those of them that were taken."""
         self.skipped_in_a_row = 0
-        """Optimizer steps that were skipped since the last that was not."""
+        """Optimizer steps skipped since the last that was not."""
         self._offloaded: HostCopy | None = None
 
     @property
@@ -112,15 +113,12 @@ class Role:
         return self.coords.tp == 0 and self.coords.pp == self.layout.pp - 1
 
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Sets every local parameter; before ``start_training``.
-
-        Args:
-            tensors: by the local names of the shard map.
+        """Sets every local parameter, by the names of the shard map; before ``start_training``.
 
         Raises:
             ValueError: a parameter is missing, unknown or of another shape.
         """
-        assert self.trainer is None, "the optimizer would keep the old weights"
+        assert self.optimizer is None, "the optimizer would keep the old weights"
         parameters = self.model.parameters()
         if parameters.keys() != tensors.keys():
             raise ValueError(f"{self.name}: parameters {sorted(parameters.keys() ^ tensors.keys())} do not match")
@@ -135,57 +133,49 @@ class Role:
         """Makes the optimizer, and the average of the weights, from the weights as they are.
 
         Args:
-            total_steps, together: of the learning rate's course.
+            total_steps, together: of the learning rate's schedule.
             decay: of the average; None keeps none.
         """
-        self.trainer = build_trainer(self.model, settings, Course(total=total_steps, together=together))
+        self.optimizer = build_optimizer(self.model, settings, LRSchedule(total=total_steps, together=together))
         if decay is not None:
-            self.average = Average(self.model, self.trainer, decay)
+            self.ema = WeightEMA(self.model, self.optimizer, decay)
 
     @torch.no_grad()
-    def follow(self, other: Role, weight: float) -> None:
-        """Takes weight * other + (1 - weight) * own for its weights, computed in float32.
-
-        Args:
-            other: a role of the same model, head and layout.
-            weight: of the other.
-        """
+    def soft_update(self, other: ModelEngine, weight: float) -> None:
+        """Sets the weights to weight * other + (1 - weight) * own, in float32; of one model, head and layout."""
         assert self.layout == other.layout, "the ranks have other parts of the weights"
         theirs = other.model.parameters()
         for name, parameter in self.model.parameters().items():
             parameter.copy_(ema(parameter.float(), theirs[name], decay=1 - weight))
 
-    def forgo(self, steps: int) -> None:
-        """Goes on in the learning rate's course as after so many optimizer steps, which are not taken."""
+    def skip_steps(self, steps: int) -> None:
+        """Advances the learning rate's schedule by optimizer steps that are not taken."""
         self.steps_taken += steps
 
     @torch.no_grad()
     def scale_head(self, gain: float) -> None:
-        """Multiplies the head, and with it everything that it says; collective over the role's ranks."""
-        assert self.trainer is not None, f"{self.name} is not in training"
-        for shard in shards(self.model, self.trainer):
+        """Multiplies the weights of the head."""
+        assert self.optimizer is not None, f"{self.name} is not in training"
+        for shard in shards(self.model, self.optimizer):
             if shard.name.endswith(_HEAD):
                 shard.main.mul_(gain)
-        self.trainer.publish()
+        self.optimizer.publish()
 
     def offload(self) -> int:
-        """Moves parameters, their average and optimizer state to host memory; nothing, where they are there already.
+        """Moves parameters, their average and optimizer state to host memory, unless they are there already.
 
-        References to the parameters stay good for the time after ``onload``; until then every method that computes
-        raises RuntimeError.
-
-        Returns:
-            Bytes that the device has got back.
+        References to the parameters are valid again after ``onload``; until then every method that computes raises
+        RuntimeError. Returns the bytes of device memory that it freed.
         """
         if self._offloaded is not None:
             return 0
-        state = () if self.trainer is None else self.trainer.state()
-        average = () if self.average is None else self.average.values.values()
+        state = () if self.optimizer is None else self.optimizer.state()
+        average = () if self.ema is None else self.ema.values.values()
         self._offloaded = release([*self.model.parameters().values(), *state, *average])
         return self._offloaded.nbytes
 
     def onload(self) -> None:
-        """Takes back what ``offload`` has moved, bit for bit; nothing, where it has not."""
+        """Undoes ``offload``, bit for bit."""
         if self._offloaded is not None:
             self._offloaded.restore()
             self._offloaded = None
@@ -193,35 +183,34 @@ class Role:
     def logprobs(
         self, schedule: RankSchedule, chunks: Chunks[TokenChunk], *, temperature: float
     ) -> dict[int, Ragged] | None:
-        """Log-probability of each response token, nats, by chunk."""
+        """Returns the log-probability of each response token, nats, by chunk."""
 
-        def outcome(batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+        def head(batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
             return response_logprobs(self.model, batch, hidden, vocab_size=self.vocab_size, temperature=temperature)[0]
 
-        return self._per_token(schedule, chunks, outcome)
+        return self._per_token(schedule, chunks, head)
 
     def values(self, schedule: RankSchedule, chunks: Chunks[TokenChunk]) -> dict[int, Ragged] | None:
-        """The critic's value of the state before each response token, by chunk."""
+        """Returns the critic's value of the state before each response token, by chunk."""
         return self._per_token(schedule, chunks, lambda batch, hidden: response_values(self.model, batch, hidden))
 
     def scores(
         self, schedule: RankSchedule, chunks: Chunks[TokenChunk]
     ) -> dict[int, np.typing.NDArray[np.float32]] | None:
-        """The reward model's score of each sample, [N] float32 by chunk."""
+        """Returns the reward model's score of each sample, [N] float32 by chunk."""
         flat = self._infer(schedule, chunks, lambda batch, hidden: row_scores(self.model, batch, hidden))
         return None if flat is None else scatter_scalars(_rows(schedule), flat)
 
     def token_scores(self, schedule: RankSchedule, chunks: Chunks[TokenChunk]) -> dict[int, Ragged] | None:
-        """The reward model's scores of the responses so far, by chunk: before the first token, and after each.
+        """Returns the reward model's scores before the first response token and after each, by chunk.
 
         A row has one more than tokens; the last is that of ``scores``.
         """
 
-        def outcome(batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
-            before, after = (head(self.model, batch, hidden) for head in (response_values, token_scores))
-            return torch.stack([before, after], -1)
+        def head(batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+            return torch.stack([read(self.model, batch, hidden) for read in (response_values, token_scores)], -1)
 
-        flat = self._infer(schedule, chunks, outcome)
+        flat = self._infer(schedule, chunks, head)
         if flat is None:
             return None
         before, after = (scatter(_rows(schedule), flat[:, column]) for column in (0, 1))
@@ -233,101 +222,115 @@ class Role:
             for chunk in after
         }
 
-    def _per_token(
-        self,
-        schedule: RankSchedule,
-        chunks: Chunks[TokenChunk],
-        outcome: Callable[[MicroBatch, torch.Tensor], torch.Tensor],
-    ) -> dict[int, Ragged] | None:
-        flat = self._infer(schedule, chunks, outcome)
+    def _per_token(self, schedule: RankSchedule, chunks: Chunks[TokenChunk], head: Head) -> dict[int, Ragged] | None:
+        flat = self._infer(schedule, chunks, head)
         return None if flat is None else scatter(_rows(schedule), flat)
 
     def _infer(
-        self,
-        schedule: RankSchedule,
-        chunks: Chunks[TokenChunk],
-        outcome: Callable[[MicroBatch, torch.Tensor], torch.Tensor],
+        self, schedule: RankSchedule, chunks: Chunks[TokenChunk], head: Head
     ) -> np.typing.NDArray[np.float32] | None:
         batches = micro_batches(self.model, schedule, chunks)
-        results = run_forward(self.model, batches, schedule.pack_tokens, outcome)
+        results = run_forward(self.model, batches, schedule.pack_tokens, head)
         return torch.cat(results).cpu().numpy() if self.reports else None
 
     def update(
         self,
         schedules: Sequence[RankSchedule],
         chunks: Chunks[Chunk],
-        loss_of: StepLoss,
-        mixed: Mixed[Any] | None = None,
+        make_loss: MakeLoss,
+        aux: AuxBatch[Any] | None = None,
     ) -> list[dict[str, float]]:
         """Takes one optimizer step per schedule.
 
         Args:
-            chunks: tokens and whatever columns the loss reads.
-            loss_of: the loss of an optimizer step, whose weights hold its global denominators.
-            mixed: what the steps take along, if anything.
+            chunks: tokens and the columns that the loss reads.
+            make_loss: whose losses' weights hold the global denominators of their optimizer step.
 
         Returns:
-            Per step ``loss``, what else the losses tell, ``grad_norm`` (before clipping), ``lr`` and ``skipped`` (1
-            where the gradient was not finite), all global. Ranks before the last stage lack the loss and its metrics.
+            Per step ``loss``, the losses' metrics, ``grad_norm`` (before clipping), ``lr`` and ``skipped`` (1 where the
+            gradient was not finite), all global. Ranks before the last stage lack the loss and its metrics.
 
         Raises:
             FloatingPointError: too many steps in a row were skipped; on all ranks.
         """
-        assert self.trainer is not None, f"{self.name} is not in training"
-        assert self.average is None or not self.average.in_use, f"{self.name} has its average for its weights"
-        with self.trainer.gradients():
-            steps = []
+        optimizer = self.optimizer
+        assert optimizer is not None, f"{self.name} is not in training"
+        assert self.ema is None or not self.ema.in_use, f"{self.name} has its average for its weights"
+        with optimizer.gradients():
+            steps: list[dict[str, float]] = []
             for index, schedule in enumerate(schedules):
-                work = self._work(schedule, chunks, loss_of)
-                if mixed is not None:
-                    work += self._work(mixed.schedules[index], mixed.chunks, mixed.loss_of)
-                steps.append(self._step(self.trainer, work, schedule.pack_tokens))
+                work = self._work(schedule, chunks, make_loss)
+                if aux is not None:
+                    work += self._work(aux.schedules[index], aux.chunks, aux.make_loss)
+                optimizer.zero_grad()
+                results = run_schedule(self.model, optimizer.chunks, work, schedule.pack_tokens, optimizer.loss_factor)
+                taken = self._optimizer_step(optimizer)
+                steps.append({**self._reduced(results), **taken})
             return steps
 
-    def evaluate(self, schedule: RankSchedule, chunks: Chunks[Chunk], loss_of: StepLoss) -> dict[str, float]:
-        """``loss`` and what else the loss tells, as in ``update``, without a step; of a role in training or not.
-
-        Returns:
-            The metrics, all global; empty on ranks before the last stage.
-        """
+    def evaluate(self, schedule: RankSchedule, chunks: Chunks[Chunk], make_loss: MakeLoss) -> dict[str, float]:
+        """Returns ``loss`` and the loss's metrics without a step, all global; empty on ranks before the last stage."""
         batches = micro_batches(self.model, schedule, chunks)
-        results = run_forward(self.model, batches, schedule.pack_tokens, _with_value(loss_of(schedule)))
-        return self._combined([told for _, told in results])
+        return self._reduced(run_forward(self.model, batches, schedule.pack_tokens, make_loss(schedule)))
 
-    def _work(self, schedule: RankSchedule, chunks: Chunks[Chunk], loss_of: StepLoss) -> list[Work]:
-        outcome = _with_value(loss_of(schedule))
-        return [(batch, outcome) for batch in micro_batches(self.model, schedule, chunks)]
+    def _work(self, schedule: RankSchedule, chunks: Chunks[Chunk], make_loss: MakeLoss) -> list[Work]:
+        loss = make_loss(schedule)
+        return [(batch, loss) for batch in micro_batches(self.model, schedule, chunks)]
 
-    def _step(self, trainer: Trainer, work: Sequence[Work], pack_tokens: int) -> dict[str, float]:
-        trainer.zero_grad()
-        told = run_forward_backward(self.model, trainer.chunks, work, pack_tokens, trainer.loss_factor)
-        lr = learning_rate(trainer.settings, self.steps_taken, trainer.course)
-        grad_norm, stepped = trainer.step(lr, self.adam_steps)
+    def _optimizer_step(self, optimizer: ShardedOptimizer) -> dict[str, float]:
+        lr = learning_rate(optimizer.settings, self.steps_taken, optimizer.schedule)
+        grad_norm, stepped = optimizer.step(lr, self.adam_steps)
         self.steps_taken += 1
         self.adam_steps += stepped
-        if stepped and self.average is not None:
-            self.average.update()
+        if stepped and self.ema is not None:
+            self.ema.update()
         self.skipped_in_a_row = 0 if stepped else self.skipped_in_a_row + 1
         if self.skipped_in_a_row == MAX_SKIPPED:
             raise FloatingPointError(
                 f"{self.name}: the gradient was not finite in {MAX_SKIPPED} optimizer steps in a row; "
                 f"lower {self.name}.optimizer.lr, or look for what is not finite in the scores"
             )
-        return {**self._combined(told), "grad_norm": grad_norm, "lr": lr, "skipped": float(not stepped)}
+        return {"grad_norm": grad_norm, "lr": lr, "skipped": float(not stepped)}
 
-    def _combined(self, told: Sequence[Measures]) -> dict[str, float]:
-        """Over micro-batches and replicas; nothing where this rank has none of it."""
-        return combined(told, self.model.groups.dp) if told else {}
+    def _reduced(self, results: Sequence[tuple[torch.Tensor, LossMetrics]]) -> dict[str, float]:
+        """Over micro-batches and replicas; empty where this rank has no results."""
+        metrics = [replace(own, sums={**own.sums, "loss": loss.detach()}) for loss, own in results]
+        return reduce_metrics(metrics, self.model.groups.dp) if metrics else {}
 
 
-def _with_value(loss: Loss) -> Loss:
-    """A loss that tells its value, too."""
+def load_engine(spec: RoleSpec, rank: int, cache: GroupCache, model_dir: str) -> ModelEngine:
+    """Builds a role on this rank and reads its own shards of the weights.
 
-    def told(batch: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, Measures]:
-        value, measures = loss(batch, hidden)
-        return value, replace(measures, sums={**measures.sums, "loss": value.detach()})
-
-    return told
+    Args:
+        rank: in the group.
+        model_dir: Hugging Face directory of the run's model.
+    """
+    directory = spec.checkpoint or model_dir
+    model = model_spec(read_config(directory))
+    engine = ModelEngine(
+        spec.name,
+        model,
+        spec.layout,
+        rank,
+        cache,
+        vocab_size=spec.vocab_size or model.dims.vocab,
+        dtype=getattr(torch, model.dtype),
+        trainable=spec.training is not None,
+        recompute=spec.recompute,
+    )
+    new_head = spec.new_head
+    tensors = load_shard(engine.shard_map, directory, model.manifest(engine.head, new_head=new_head is not None))
+    for parameter in engine.shard_map.params.keys() - tensors.keys():
+        assert new_head is not None, f"{spec.name}: {parameter} was not read"
+        hidden, rule = model.dims.hidden, new_head.std
+        std = head_std(hidden, rule=rule) if isinstance(rule, str) else rule
+        tensors[parameter] = std * torch.randn(1, hidden, generator=torch.Generator().manual_seed(new_head.seed))
+    engine.load(tensors)
+    if (training := spec.training) is not None:
+        engine.start_training(
+            training.optimizer, training.total_steps, together=training.steps_together, decay=training.ema_decay
+        )
+    return engine
 
 
 def _rows(schedule: RankSchedule) -> list[PackRow]:

@@ -10,11 +10,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class HostCopy:
-    """The contents of storages that have no memory on the device.
-
-    Args:
-        parts: each storage, and its bytes in host memory.
-    """
+    """The contents of storages without memory on the device; ``parts`` has each storage and its bytes on the host."""
 
     parts: tuple[tuple[torch.UntypedStorage, torch.UntypedStorage], ...]
 
@@ -23,7 +19,7 @@ class HostCopy:
         return sum(host.nbytes() for _, host in self.parts)
 
     def restore(self) -> None:
-        """Gives the storages memory and their contents again."""
+        """Allocates the storages again, with their contents."""
         for storage, host in self.parts:
             storage.resize_(host.nbytes())
             storage.copy_(host)
@@ -32,11 +28,8 @@ class HostCopy:
 def release(tensors: Iterable[torch.Tensor]) -> HostCopy:
     """Copies the storages of tensors to host memory, pinned for a CUDA device, and releases them one after the other.
 
-    Until ``restore``, torch refuses matrix products and embeddings with these tensors and their views. Operations by
-    element are not checked on every device: whoever keeps parameters keeps ``LiveWeights``.
-
-    Args:
-        tensors: views of one storage, and a tensor given twice, are moved once.
+    Until ``restore``, torch refuses matrix products and embeddings with these tensors and their views. Elementwise
+    operations are not checked on every device: code that holds parameters holds ``ResidentWeights``.
     """
     storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     parts = []
@@ -54,12 +47,8 @@ def require_memory(*tensors: torch.Tensor) -> None:
         raise RuntimeError("the role is offloaded: its parameters have no memory; onload it first")
 
 
-class LiveWeights(Mapping[str, torch.Tensor]):
-    """Parameters by name for whoever keeps them, a sender say: reading one that is offloaded raises RuntimeError.
-
-    Args:
-        parameters: of a role; they may be offloaded and come back.
-    """
+class ResidentWeights(Mapping[str, torch.Tensor]):
+    """Parameters by name, for a sender; reading one while it is offloaded raises RuntimeError."""
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self._tensors = {name: parameter.data for name, parameter in parameters.items()}

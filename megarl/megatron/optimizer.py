@@ -21,20 +21,19 @@ from megarl.megatron.pipeline import probe_loss_factor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Course:
-    """How long the learning rate takes.
+class LRSchedule:
+    """The length of a learning rate's schedule, in optimizer steps.
 
     Args:
-        total: optimizer steps of the whole run.
-        together: optimizer steps of one step of the run, which have one rate where the schedule is ``anneal``; they
-            divide ``total``.
+        total: of the whole run.
+        together: of one step of the run, which have one rate where the schedule is ``anneal``; it divides ``total``.
     """
 
     total: int
     together: int = 1
 
 
-def learning_rate(settings: Optimizer, step: int, course: Course) -> float:
+def learning_rate(settings: Optimizer, step: int, schedule: LRSchedule) -> float:
     """The learning rate of an optimizer step.
 
     With W warm-up steps of N, step k < W has lr * (k + 1) / (W + 1); step W has lr, and from there
@@ -43,24 +42,22 @@ def learning_rate(settings: Optimizer, step: int, course: Course) -> float:
         cosine:  final_lr + (lr - final_lr) * (1 + cos(pi * p)) / 2
         anneal:  lr * (1 - s / S),                          in step s, from 0 on, of the S steps of the run
 
-    No step has the rate 0, which would be for nothing: the rise starts from 0 a step before the first, and the end of
-    the course is reached after the last.
+    No step has the rate 0, which would waste it: the rise starts from 0 a step before the first, and the end is reached
+    after the last.
 
     Args:
-        settings: of the role.
-        step: optimizer steps taken before this one.
-        course: of the whole run; later steps, if any, have the last rate.
+        step: optimizer steps taken before this one; steps after the schedule's last have the last rate.
     """
-    warmup = min(math.ceil(settings.warmup * course.total), course.total - 1)
+    warmup = min(math.ceil(settings.warmup * schedule.total), schedule.total - 1)
     if step < warmup:
         return settings.lr * (step + 1) / (warmup + 1)
-    progress = min(1.0, (step - warmup) / (course.total - warmup))
+    progress = min(1.0, (step - warmup) / (schedule.total - warmup))
     match settings.schedule:
         case "constant":
             return settings.lr
         case "anneal":
-            last = min(step, course.total - 1)
-            return linear_anneal(settings.lr, last // course.together, course.total // course.together)
+            last = min(step, schedule.total - 1)
+            return linear_anneal(settings.lr, last // schedule.together, schedule.total // schedule.together)
         case "linear":
             height = 1.0 - progress
         case "cosine":
@@ -69,28 +66,26 @@ def learning_rate(settings: Optimizer, step: int, course: Course) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trainer:
-    """What trains a role's model on one rank.
+class ShardedOptimizer:
+    """The optimizer of a role's model on one rank.
 
     Args:
         chunks: the model's chunks in Megatron's DDP wrapper.
-        optimizer: over all chunks, sharded over DP, and over the replicas with the same experts where there are such.
-        settings: of the optimizer.
-        course: of the learning rate.
-        loss_factor: what Megatron multiplies a loss with, measured.
+        chained: over all chunks, sharded over DP, of experts over the replicas that hold the same.
+        loss_factor: see ``probe_loss_factor``.
     """
 
     chunks: list[DistributedDataParallel]
-    optimizer: ChainedOptimizer
+    chained: ChainedOptimizer
     settings: Optimizer
-    course: Course
+    schedule: LRSchedule
     loss_factor: float
 
     @contextmanager
     def gradients(self) -> Iterator[None]:
-        """Gives the gradients memory, for the time of some steps: while another role works, it is free.
+        """Allocates the gradients for some steps, so that other roles have the memory meanwhile.
 
-        Parameters and optimizer hold views of the buffers, which are good again when the storages are.
+        Parameters and optimizer hold views of the buffers, which are valid again with their storages.
         """
         for buffer in self._gradient_buffers():
             buffer.untyped_storage().resize_(buffer.nbytes)
@@ -100,7 +95,7 @@ class Trainer:
             self.release_gradients()
 
     def release_gradients(self) -> None:
-        """Takes the memory of the gradients, and their contents."""
+        """Frees the memory of the gradients."""
         for buffer in self._gradient_buffers():
             buffer.untyped_storage().resize_(0)
 
@@ -109,10 +104,10 @@ class Trainer:
         return [buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     def state(self) -> Iterator[torch.Tensor]:
-        """What the optimizer keeps from step to step: the parameters that it steps, and what it knows of each."""
-        for group in self.optimizer.param_groups:
+        """The parameters that the optimizer steps, and its state of each."""
+        for group in self.chained.param_groups:
             yield from group["params"]
-        for megatron in self.optimizer.chained_optimizers:
+        for megatron in self.chained.chained_optimizers:
             own: Any = megatron.optimizer
             for values in own.state.values():
                 yield from (value for value in values.values() if isinstance(value, torch.Tensor))
@@ -121,43 +116,42 @@ class Trainer:
         """Clears the gradients of the last step."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        self.chained.zero_grad()
 
     def step(self, lr: float, steps_before: int) -> tuple[float, bool]:
         """Clips and takes one optimizer step, unless the gradient is not finite; collective over the role's ranks.
 
         Args:
-            lr: learning rate of this step.
-            steps_before: steps that were taken before this one, skipped ones left out.
+            steps_before: steps that were taken before this one, without skipped ones.
 
         Returns:
             The global gradient norm before clipping, and whether the step was taken: the same on all ranks.
         """
-        self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
+        self.chained.prepare_grads()
+        norm = float(self.chained.get_grad_norm())
         if not math.isfinite(norm):
             return norm, False
-        parameters: Any = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        parameters: Any = [parameter for group in self.chained.param_groups for parameter in group["params"]]
         if self.settings.clip_grad is not None and parameters:
             clip_grad_by_total_norm_fp32(parameters, max_norm=self.settings.clip_grad, total_norm=norm)
         eps = self.settings.eps
         if self.settings.adam == "tensorflow":
             eps = tensorflow_eps(eps, self.settings.betas[1], steps_before + 1)
-        for group in self.optimizer.param_groups:
+        for group in self.chained.param_groups:
             group["lr"], group["eps"] = lr, eps
-        self.optimizer.step_with_ready_grads()
+        self.chained.step_with_ready_grads()
         return norm, True
 
     def publish(self) -> None:
-        """Brings the weights that the optimizer steps into the model on all replicas, as a step does; collective."""
-        for megatron in self.optimizer.chained_optimizers:
+        """Copies the weights that the optimizer steps into the model on all replicas, as a step does; collective."""
+        for megatron in self.chained.chained_optimizers:
             own: Any = megatron
             own._copy_main_params_to_model_params()
         for chunk in self.chunks:
             chunk.start_param_sync(force_sync=True)
 
 
-def build_trainer(model: RoleModel, settings: Optimizer, course: Course) -> Trainer:
+def build_optimizer(model: RoleModel, settings: Optimizer, schedule: LRSchedule) -> ShardedOptimizer:
     """Wraps a model whose weights are already set; collective over the role's ranks.
 
     Gradients are reduced, and the optimizer's state is kept, in float32. As in Megatron, biases and norms do not decay.
@@ -185,18 +179,20 @@ def build_trainer(model: RoleModel, settings: Optimizer, course: Course) -> Trai
         params_dtype=model.config.params_dtype,
         use_distributed_optimizer=True,
     )
-    optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False, pg_collection=model.groups)
-    assert isinstance(optimizer, ChainedOptimizer)
-    for group in optimizer.param_groups:
+    chained = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False, pg_collection=model.groups)
+    assert isinstance(chained, ChainedOptimizer)
+    for group in chained.param_groups:
         # Megatron leaves the exemption of biases and norms to its learning-rate scheduler.
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
-    trainer = Trainer(chunks=chunks, optimizer=optimizer, settings=settings, course=course, loss_factor=loss_factor)
-    trainer.release_gradients()
-    return trainer
+    optimizer = ShardedOptimizer(
+        chunks=chunks, chained=chained, settings=settings, schedule=schedule, loss_factor=loss_factor
+    )
+    optimizer.release_gradients()
+    return optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard:
+class OptimizerShard:
     """A rank's run of a parameter.
 
     Args:
@@ -214,19 +210,19 @@ class Shard:
     @property
     def adam(self) -> dict[str, Any]:
         """The optimizer's state of the run; empty before the first step."""
-        return self.optimizer.state.get(self.main, {})
+        return self.chained.state.get(self.main, {})
 
 
-def shards(model: RoleModel, trainer: Trainer) -> Iterator[Shard]:
+def shards(model: RoleModel, optimizer: ShardedOptimizer) -> Iterator[OptimizerShard]:
     """This rank's shards; a rank may have none."""
     names = {parameter: name for name, parameter in model.parameters().items()}
-    for megatron in trainer.optimizer.chained_optimizers:
+    for megatron in optimizer.chained.chained_optimizers:
         own: Any = megatron
         buckets = [bucket for by_dtype in own.gbuf_ranges for per_dtype in by_dtype.values() for bucket in per_dtype]
         for bucket in buckets:
             for parameter, ranges in bucket["param_map"].items():
                 group, order = own.model_param_group_index_map[parameter]
-                yield Shard(
+                yield OptimizerShard(
                     name=names[parameter],
                     span=range(ranges["param"].start, ranges["param"].end),
                     main=own.optimizer.param_groups[group]["params"][order],
@@ -234,44 +230,37 @@ def shards(model: RoleModel, trainer: Trainer) -> Iterator[Shard]:
                 )
 
 
-class Average:
-    """An exponential moving average in float32, divided over the ranks as the weights that the optimizer steps.
+class WeightEMA:
+    """An exponential moving average of the weights in float32, sharded as the optimizer's; it starts as a copy of them.
 
-    Averages of 16-bit weights would stand still: what a step adds is less than their last digit. This one starts as a
-    copy of the weights.
+    In 16 bits it would stand still: what a step adds is less than the last digit.
 
     Args:
-        model: of the role.
-        trainer: of the role.
         decay: what a step keeps of the average.
     """
 
-    def __init__(self, model: RoleModel, trainer: Trainer, decay: float) -> None:
-        self._model, self._trainer, self._decay = model, trainer, decay
-        self.values = {shard.name: shard.main.detach().float().clone() for shard in shards(model, trainer)}
-        """This rank's run of each parameter; see shards.Shard."""
+    def __init__(self, model: RoleModel, optimizer: ShardedOptimizer, decay: float) -> None:
+        self._model, self._optimizer, self._decay = model, optimizer, decay
+        self.values = {shard.name: shard.main.detach().float().clone() for shard in shards(model, optimizer)}
+        """This rank's run of each parameter, by name; see OptimizerShard."""
         self.in_use = False
-        """Whether the model has the average for its weights, and this keeps the weights."""
+        """Whether weights and average are swapped: the model has the average."""
 
     @torch.no_grad()
     def update(self) -> None:
-        """Takes note of an optimizer step."""
-        for shard in shards(self._model, self._trainer):
+        """Averages the weights in after an optimizer step."""
+        for shard in shards(self._model, self._optimizer):
             average = self.values[shard.name]
             average.copy_(ema(average, shard.main, decay=self._decay))
 
     @torch.no_grad()
-    def use(self, wanted: bool) -> None:
-        """Gives the model the average for its weights, or the weights again, bit for bit; collective.
-
-        Args:
-            wanted: which of the two; nothing happens where the model has it.
-        """
+    def swap_weights(self, wanted: bool) -> None:
+        """Gives the model the average for its weights (True), or its weights again, bit for bit; collective."""
         if wanted == self.in_use:
             return
-        for shard in shards(self._model, self._trainer):
+        for shard in shards(self._model, self._optimizer):
             kept = shard.main.detach().clone()
             shard.main.copy_(self.values[shard.name])
             self.values[shard.name].copy_(kept)
-        self._trainer.publish()
+        self._optimizer.publish()
         self.in_use = wanted

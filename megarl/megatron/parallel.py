@@ -32,7 +32,6 @@ class GroupCache:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def get(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """The group of these world ranks."""
         if ranks not in self._groups:
             # On other ranks than these, a stand-in that nothing uses.
             group: Any = dist.new_group(list(ranks), timeout=self._timeout)

@@ -34,18 +34,18 @@ from megarl.types import PackRow, RankSchedule
 LossOutput = tuple[torch.Tensor, torch.Tensor, object]
 
 
-def as_megatron_loss(loss: torch.Tensor, told: object, factor: float) -> LossOutput:
-    """What a loss function hands to Megatron's schedules.
+def as_megatron_loss(loss: torch.Tensor, collected: object, factor: float) -> LossOutput:
+    """What a loss function returns to Megatron's schedules.
 
     Args:
         loss: scalar, a weighted sum over the tokens of a micro-batch.
-        told: what the schedule collects.
+        collected: what the schedule returns of the micro-batch.
         factor: from ``probe_loss_factor``.
 
     Returns:
-        The loss divided by the factor, zero tokens (a count would make Megatron divide by it), and what is told.
+        The loss divided by the factor, zero tokens (a count would make Megatron divide by it), and ``collected``.
     """
-    return loss / factor, torch.zeros((), dtype=torch.int, device=loss.device), told
+    return loss / factor, torch.zeros((), dtype=torch.int, device=loss.device), collected
 
 
 class _Probe(MegatronModule):
@@ -118,7 +118,6 @@ class MicroBatch:
     """A pack as one stage needs it.
 
     Args:
-        rows: its samples.
         shape: positions and sequence bounds, which every stage needs.
         batch: tokens and labels; None on the stages between the first and the last, which fetch nothing.
     """
@@ -128,18 +127,17 @@ class MicroBatch:
     batch: PackedBatch | None
 
 
-Outcome = Callable[[MicroBatch, torch.Tensor], Any]
-"""What the last stage makes of a micro-batch and its hidden states, [S, 1, H] or a sequence-parallel part of it."""
+LastStage = Callable[[MicroBatch, torch.Tensor], Any]
+"""What the last stage computes of a micro-batch and its hidden states, [S, 1, H] or a sequence-parallel part of it."""
 
-Work = tuple[MicroBatch, Outcome]
-"""A micro-batch, and what is made of it."""
+Work = tuple[MicroBatch, LastStage]
 
 
 def micro_batches(model: RoleModel, schedule: RankSchedule, chunks: Chunks[TokenChunk]) -> list[MicroBatch]:
     """The packs of this rank; tokens are fetched on the first and the last stage only."""
     pp = model.groups.pp
     needs_tokens = is_pp_first_stage(pp) or is_pp_last_stage(pp)
-    batches = []
+    batches: list[MicroBatch] = []
     for rows in schedule.packs:
         batch = pack(rows, chunks, schedule.pack_tokens) if needs_tokens else None
         shape = batch.shape if batch is not None else pack_shape(rows, schedule.pack_tokens)
@@ -147,53 +145,30 @@ def micro_batches(model: RoleModel, schedule: RankSchedule, chunks: Chunks[Token
     return batches
 
 
-def run_forward(model: RoleModel, batches: Sequence[MicroBatch], pack_tokens: int, outcome: Outcome) -> list[Any]:
-    """Forward passes without gradients.
-
-    Args:
-        outcome: called on the last stage.
-
-    Returns:
-        What ``outcome`` returned for each micro-batch; empty on the other stages.
-    """
+def run_forward(model: RoleModel, batches: Sequence[MicroBatch], pack_tokens: int, last_stage: LastStage) -> list[Any]:
+    """Runs forward passes without gradients; returns the last stage's results, and nothing on the other stages."""
     with torch.no_grad():
-        work = [(batch, outcome) for batch in batches]
-        return _run(model, model.chunks, work, pack_tokens, forward_only=True)
+        return run_schedule(model, model.chunks, [(batch, last_stage) for batch in batches], pack_tokens)
 
 
-def run_forward_backward(
-    model: RoleModel, wrapped: Sequence[Module], work: Sequence[Work], pack_tokens: int, loss_factor: float
-) -> list[Any]:
-    """Forward and backward passes; afterwards the gradients are reduced over DP.
-
-    Args:
-        wrapped: the chunks in Megatron's DDP wrapper.
-        work: outcomes are called on the last stage; they return a loss, which is added to those of the other
-            micro-batches and ranks, and what it tells.
-        loss_factor: of ``loss_scale``.
-
-    Returns:
-        What was told of each micro-batch on the last stage; empty on the other stages.
-    """
-
-    def scaled(outcome: Outcome) -> Outcome:
-        def of(batch: MicroBatch, hidden: torch.Tensor) -> LossOutput:
-            loss, told = outcome(batch, hidden)
-            return as_megatron_loss(loss, told, loss_factor)
-
-        return of
-
-    return _run(model, wrapped, [(batch, scaled(outcome)) for batch, outcome in work], pack_tokens, forward_only=False)
-
-
-def _run(
+def run_schedule(
     model: RoleModel,
     modules: Sequence[Module],
     work: Sequence[Work],
     pack_tokens: int,
-    *,
-    forward_only: bool,
+    loss_factor: float | None = None,
 ) -> list[Any]:
+    """Runs micro-batches through Megatron's pipeline schedule; afterwards gradients are reduced over DP.
+
+    Args:
+        modules: the model's chunks, in Megatron's DDP wrapper where there is a backward pass.
+        work: in training the last stage's functions return a loss, a weighted sum that is added to those of the other
+            micro-batches and ranks, and metrics.
+        loss_factor: of ``probe_loss_factor``; None runs forward passes alone.
+
+    Returns:
+        The results of the last stage, losses detached; empty on the other stages.
+    """
     model.require_memory()
     config = model.config
     schedule = get_forward_backward_func(
@@ -201,8 +176,8 @@ def _run(
     )
 
     def forward_step(iterator: Any, module: Module) -> tuple[torch.Tensor, Callable[..., Any]]:
-        batch, outcome = next(iterator)
-        return _forward(module, batch), partial(_finish, outcome, batch)
+        batch, last_stage = next(iterator)
+        return _forward(module, batch), partial(_finish, last_stage, batch, loss_factor)
 
     return schedule(
         forward_step_func=forward_step,
@@ -211,17 +186,26 @@ def _run(
         num_microbatches=len(work),
         seq_length=pack_tokens,
         micro_batch_size=1,
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
+        forward_only=loss_factor is None,
+        collect_non_loss_data=loss_factor is None,
         p2p_communicator=P2PCommunicator(model.groups.pp, config),
         pg_collection=model.groups,
     )
 
 
-def _finish(outcome: Outcome, batch: MicroBatch, hidden: torch.Tensor, non_loss_data: bool = False) -> Any:
-    """The schedules call this with ``non_loss_data=True`` in forward-only passes."""
-    del non_loss_data
-    return outcome(batch, hidden)
+def _finish(
+    last_stage: LastStage,
+    batch: MicroBatch,
+    loss_factor: float | None,
+    hidden: torch.Tensor,
+    non_loss_data: bool = False,
+) -> Any:
+    """Ends a micro-batch on the last stage; the schedules pass ``non_loss_data=True`` in forward-only passes."""
+    result = last_stage(batch, hidden)
+    if loss_factor is None:
+        return result
+    loss, metrics = result
+    return as_megatron_loss(loss, (loss.detach(), metrics), loss_factor)
 
 
 def _forward(module: Module, batch: MicroBatch) -> torch.Tensor:

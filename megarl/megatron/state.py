@@ -1,10 +1,9 @@
 """The state of a role on disk: sharded tensors in canonical coordinates, through Megatron's checkpoints.
 
-Every tensor, weights, their average and optimizer state alike, is stored as the boxes of Hugging Face tensors that its
-ranks hold: any layout loads what any other has saved, padding is not stored, and each element is written once, by who
-holds it. Megatron's own sharded state reads its global parallel state, and gathers the optimizer's state over DP or
-ties it to TP and PP (optimizer/distrib_optimizer.py, 0.16). This reads the default process group alone, which is the
-group's world.
+Weights, their average and optimizer state are stored as the boxes of Hugging Face tensors that each rank holds: any
+layout loads what any other has saved, padding is not stored, and each element is written once, by a rank that holds it.
+Megatron's own sharded state reads its global parallel state, and gathers the optimizer's state over DP or ties it to TP
+and PP (optimizer/distrib_optimizer.py, 0.16). This reads the default process group alone, which is the group's world.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_planned
 
 from megarl.files import FileRecord, sync, write_errors
-from megarl.megatron.model_engine import Role
+from megarl.megatron.model_engine import ModelEngine
 from megarl.megatron.offload import require_memory
-from megarl.megatron.optimizer import Shard, shards
+from megarl.megatron.optimizer import OptimizerShard, shards
 from megarl.types import RankCoords
 from megarl.weights.shard_map import Box, row_major_boxes
 from megarl.weights.shard_map import Shard as WeightShard
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _COUNTERS = ("steps_taken", "adam_steps", "skipped_in_a_row")
-"""Of a role, on all of its ranks."""
+"""Attributes of an engine, equal on all of its ranks."""
 
 
-def save_role(role: Role, directory: Path) -> list[FileRecord]:
+def save_role(role: ModelEngine, directory: Path) -> list[FileRecord]:
     """Writes the state of a role, in training or not; collective over the role's ranks.
 
     Args:
@@ -55,7 +54,7 @@ def save_role(role: Role, directory: Path) -> list[FileRecord]:
     Raises:
         RuntimeError: some rank cannot write; on all ranks.
     """
-    assert role.average is None or not role.average.in_use, f"{role.name} has its average for its weights"
+    assert role.ema is None or not role.ema.in_use, f"{role.name} has its average for its weights"
     rank = dist.get_rank()
     if rank == 0:
         directory.mkdir()
@@ -69,8 +68,8 @@ def save_role(role: Role, directory: Path) -> list[FileRecord]:
     return [FileRecord.of(path, directory) for path in files]
 
 
-def restore_role(role: Role, directory: Path) -> None:
-    """Gives a role the state that some layout has saved; collective over the role's ranks.
+def restore_role(role: ModelEngine, directory: Path) -> None:
+    """Loads a role's state, saved under any layout; collective over the role's ranks.
 
     Raises:
         RuntimeError: the state is of another model.
@@ -135,8 +134,8 @@ def _writer(path: Path) -> int:
     return int(path.name.split("_")[2]) if path.name.startswith("__") else 0
 
 
-def _set_adam_steps(role: Role) -> None:
-    """Makes the optimizer's state that of so many steps, with moments of zero."""
+def _set_adam_steps(role: ModelEngine) -> None:
+    """Initialises the optimizer's state as after ``role.adam_steps`` steps, with moments of zero."""
     steps = role.adam_steps
     for shard in _shards(role):
         shard.optimizer.state.pop(shard.main, None)
@@ -149,13 +148,13 @@ def _set_adam_steps(role: Role) -> None:
             shard.optimizer.state[shard.main]["step"] = torch.tensor(float(steps))
 
 
-def _shards(role: Role) -> Iterator[Shard]:
-    """None of a role that is not in training."""
-    return iter(()) if role.trainer is None else shards(role.model, role.trainer)
+def _shards(role: ModelEngine) -> Iterator[OptimizerShard]:
+    """Empty for a role that is not in training."""
+    return iter(()) if role.optimizer is None else shards(role.model, role.optimizer)
 
 
-def _tensors(role: Role) -> dict[str, ShardedTensor]:
-    """Everything of the role that this rank holds."""
+def _tensors(role: ModelEngine) -> dict[str, ShardedTensor]:
+    """All tensors of the role that this rank holds."""
     parameters = role.model.parameters()
     require_memory(*parameters.values())
     boxes = _Boxes(role)
@@ -166,17 +165,17 @@ def _tensors(role: Role) -> dict[str, ShardedTensor]:
         state = {name: shard.adam[name] for name in _MOMENTS if name in shard.adam}
         if shard.main.dtype != parameters[shard.name].dtype:
             state["master"] = shard.main.detach()
-        if role.average is not None:
-            state["average"] = role.average.values[shard.name]
+        if role.ema is not None:
+            state["average"] = role.ema.values[shard.name]
         for kind, values in state.items():
             tensors += boxes.sharded(kind, shard.name, values, shard.span, over_dp=False)
     return {str(index): tensor for index, tensor in enumerate(tensors)}
 
 
 class _Boxes:
-    """Where a rank's parameters lie in the canonical tensors, and who else holds the same."""
+    """Where a rank's parameters lie in the canonical tensors, and which ranks hold the same."""
 
-    def __init__(self, role: Role) -> None:
+    def __init__(self, role: ModelEngine) -> None:
         self._role = role
         self._tensors = role.spec.canonical(role.head)
         self._order = {name: index for index, name in enumerate(self._tensors)}
@@ -195,10 +194,10 @@ class _Boxes:
     def sharded(
         self, kind: str, param: str, values: torch.Tensor, span: range, *, over_dp: bool
     ) -> Iterator[ShardedTensor]:
-        """A run of a flattened parameter, or of something of its shape, as boxes of canonical tensors.
+        """Divides a run of a flattened parameter, or of its optimizer state, into boxes of canonical tensors.
 
         Args:
-            kind: what the values are.
+            kind: prefix of the stored names.
             values: [len(span)], on this rank.
             over_dp: whether every DP rank holds the same, or each a part.
         """

@@ -1,8 +1,9 @@
-"""One process of a group: the roles that take turns in it, by name. A plain class, which knows nothing of Ray."""
+"""One process of a group, with its roles by name. A plain class, independent of Ray."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -12,26 +13,27 @@ import torch
 import torch.distributed as dist
 
 from megarl.algos.normalization import Reduce
-from megarl.config import PPOConfig, RunConfig
+from megarl.config import RunConfig
 from megarl.data.packing import Chunks
 from megarl.experience.build import build_experience
 from megarl.experience.padded_batch import Columns
 from megarl.files import FileRecord
-from megarl.megatron.model_engine import Mixed, Role
-from megarl.megatron.offload import LiveWeights
+from megarl.megatron.losses import TextLoss, loss_maker, report
+from megarl.megatron.model_engine import AuxBatch, ModelEngine, load_engine
+from megarl.megatron.offload import ResidentWeights
 from megarl.megatron.parallel import GroupCache
 from megarl.megatron.platform import Platform, start_platform, start_world
-from megarl.megatron.roles import load_role, loss_of, text_loss_of, told
 from megarl.megatron.state import restore_role, save_role
 from megarl.resharding import Connection, Sender, SyncSpec, SyncStats, connect
+from megarl.role_specs import LossSpec, PolicySpec, role_specs
 from megarl.types import (
     ExperienceChunk,
     ExperienceReport,
-    ExperienceTerms,
     Ragged,
     RankSchedule,
     RoleName,
     RolloutChunk,
+    StepContext,
     TextChunk,
 )
 from megarl.weights.export import Export, export_plan
@@ -48,24 +50,24 @@ class Offloader:
         offloadable: roles that may be offloaded; the others stay on the device.
     """
 
-    def __init__(self, roles: Mapping[RoleName, Role], offloadable: Collection[RoleName]) -> None:
+    def __init__(self, roles: Mapping[RoleName, ModelEngine], offloadable: Collection[RoleName]) -> None:
         self._roles, self._offloadable = roles, frozenset(offloadable)
 
-    def onload(self, name: RoleName, *others: RoleName) -> Role:
-        """Returns the role with its memory on the device; offloads every other role that may be, but ``others``."""
+    def onload(self, name: RoleName, *others: RoleName) -> ModelEngine:
+        """Returns the role with its memory on the device; offloads every offloadable role but it and ``others``."""
         self._offload(self._offloadable - {name, *others})
         for present in (name, *others):
             self._roles[present].onload()
         return self._roles[name]
 
     def offload_all(self) -> None:
-        """Offloads every role that may be, so that another process can use the device."""
+        """Offloads every offloadable role, so that another process can use the device."""
         self._offload(self._offloadable)
 
     def _offload(self, names: frozenset[RoleName]) -> None:
         released = sum(self._roles[name].offload() for name in sorted(names & self._roles.keys()))
         if released:
-            torch.cuda.empty_cache()  # memory that the allocator keeps is of no use to another process
+            torch.cuda.empty_cache()  # another process cannot use memory that the allocator keeps
 
 
 class MegatronWorker:
@@ -82,9 +84,9 @@ class MegatronWorker:
     def __init__(self, config: RunConfig, group: str, rank: int) -> None:
         self._config, self._group, self._rank = config, group, rank
         self._platform: Platform | None = None
-        self._roles: dict[RoleName, Role] = {}
-        placed = config.groups[group].roles
-        self._offloader = Offloader(self._roles, [name for name, role in placed.items() if role.offload])
+        self._specs = role_specs(config, group)
+        self._roles: dict[RoleName, ModelEngine] = {}
+        self._offloader = Offloader(self._roles, [name for name, spec in self._specs.items() if spec.offload])
         self._connection: Connection | None = None
         self._sender: Sender | None = None
 
@@ -111,8 +113,8 @@ class MegatronWorker:
             model_dir: HF directory of the model.
         """
         cache = GroupCache(self._config.cluster.time_limits.patience)
-        for name in sorted(self._config.groups[self._group].roles):
-            self._roles[name] = load_role(self._config, name, self._rank, cache, model_dir)
+        for name, spec in sorted(self._specs.items()):
+            self._roles[name] = load_engine(spec, self._rank, cache, model_dir)
             self._offloader.offload_all()
 
     def logprobs(
@@ -141,17 +143,16 @@ class MegatronWorker:
         return columns, {chunk: column.values[column.offsets[1:] - 1] for chunk, column in columns.items()}
 
     def build_experience(
-        self, schedule: RankSchedule, rollouts: Chunks[RolloutChunk], columns: Columns, terms: ExperienceTerms
+        self, schedule: RankSchedule, rollouts: Chunks[RolloutChunk], columns: Columns, context: StepContext
     ) -> tuple[dict[int, ExperienceChunk], ExperienceReport] | None:
-        """The experience of this replica's chunks, and what all replicas say alike; see ``experience``.
+        """Builds the experience of this replica's chunks; the report is equal on all replicas.
 
         Args:
             schedule: the actor's inference schedule.
             rollouts, columns: of the schedule's chunks, fetched where they are read.
-            terms: of the step.
         """
-        actor, config = self._roles["actor"], self._config
-        assert isinstance(config, PPOConfig)
+        actor, loss = self._roles["actor"], self._loss_spec("actor")
+        assert isinstance(loss, PolicySpec), "experience is for a policy loss"
         if not actor.reports:
             return None
 
@@ -168,9 +169,9 @@ class MegatronWorker:
             schedule.chunks,
             rollouts,
             columns,
-            config.algo,
-            None if config.critic is None else config.critic.value_norm,
-            terms,
+            loss.algo,
+            loss.value_norm,
+            context,
             over_ranks(dist.ReduceOp.SUM),
             over_ranks(dist.ReduceOp.MAX),
         )
@@ -184,27 +185,31 @@ class MegatronWorker:
         texts: Sequence[RankSchedule] | None = None,
         text_chunks: Chunks[TextChunk] | None = None,
     ) -> list[dict[str, float]] | None:
-        """One optimizer step per schedule; their metrics, as ``policy/name``, ``sft/name`` and so on.
+        """Takes one optimizer step per schedule; returns their metrics, as ``policy/name``, ``sft/name`` and so on.
 
         Args:
             chunks: with the columns that the stage's loss reads.
             kl_coef: of a penalty in the loss, per nat.
-            texts, text_chunks: what each step takes along, by the configuration's ``ptx``.
+            texts, text_chunks: the pretraining texts of each step, by the configuration's ``ptx``.
         """
-        asks = isinstance(self._config, PPOConfig) and role == "actor" and self._config.algo.kl.of_distributions
-        trained = self._offloader.onload(role, "reference") if asks else self._at_work(role)
-        reference = self._roles["reference"] if asks else None
-        loss, mixed = loss_of(self._config, trained, chunks, kl_coef=kl_coef, reference=reference), None
+        spec, reference, aux = self._loss_spec(role), None, None
+        if isinstance(spec, PolicySpec) and spec.algo.kl.of_distributions:
+            engine, reference = self._offloader.onload(role, "reference"), self._roles["reference"]
+        else:
+            engine = self._at_work(role)
         if texts is not None and text_chunks is not None:
-            mixed = Mixed(schedules=texts, chunks=text_chunks, loss_of=text_loss_of(self._config, trained))
-        steps = trained.update(schedules, chunks, loss, mixed)
-        return [told(self._config, role, step) for step in steps] if trained.reports else None
+            assert isinstance(spec, PolicySpec), "only a policy is trained on texts beside its rollouts"
+            make_loss = partial(TextLoss, engine, mix_share=spec.mix_share)
+            aux = AuxBatch(schedules=texts, chunks=text_chunks, make_loss=make_loss)
+        make_loss = loss_maker(spec, engine, chunks, kl_coef=kl_coef, reference=reference)
+        steps = engine.update(schedules, chunks, make_loss, aux)
+        return [report(spec, step) for step in steps] if engine.reports else None
 
     def evaluate(self, role: RoleName, schedule: RankSchedule, chunks: Chunks[TextChunk]) -> dict[str, float] | None:
-        """The stage's loss and its metrics without a step, as ``eval/name``."""
-        trained = self._at_work(role)
-        metrics = trained.evaluate(schedule, chunks, loss_of(self._config, trained, chunks, kl_coef=0.0))
-        return {f"eval/{name}": value for name, value in metrics.items()} if trained.reports else None
+        """Returns the stage's loss and its metrics without a step, as ``eval/name``."""
+        engine = self._at_work(role)
+        metrics = engine.evaluate(schedule, chunks, loss_maker(self._loss_spec(role), engine, chunks))
+        return {f"eval/{name}": value for name, value in metrics.items()} if engine.reports else None
 
     def scale_head(self, role: RoleName, gain: float) -> None:
         """Multiplies the head of a role in training."""
@@ -220,13 +225,13 @@ class MegatronWorker:
         version = -1 if self._sender is None else self._sender.version
         self._disconnect()
         self._connection = connect(sync, rank, self._device)
-        weights = LiveWeights(self._at_work("actor").model.parameters())
+        weights = ResidentWeights(self._at_work("actor").model.parameters())
         self._sender = Sender(self._connection, weights, version=version)
 
     def send_weights(self, version: int) -> SyncStats:
         """Sends this rank's part of the actor's weights; returns when all ranks have committed the version.
 
-        Until the actor has its memory on the device is the stage ``offload``.
+        The stage ``offload`` lasts until the actor has its memory on the device.
         """
         assert self._sender is not None, "connect comes first"
         start = perf_counter()
@@ -269,22 +274,21 @@ class MegatronWorker:
             barrier=barrier,
         )
 
-    def use_average(self, role: RoleName, wanted: bool) -> None:
-        """Gives a role the average of its weights for its weights, or its weights again."""
-        average = self._at_work(role).average
-        assert average is not None, f"{role} has no average"
-        average.use(wanted)
+    def swap_weights(self, role: RoleName, wanted: bool) -> None:
+        """Gives a role the average of its weights for its weights (True), or its weights again."""
+        ema = self._at_work(role).ema
+        assert ema is not None, f"{role} has no average"
+        ema.swap_weights(wanted)
 
     def sync_reference(self) -> None:
-        """Lets the reference follow the actor, as ``algo.kl.reference_sync`` says."""
-        assert isinstance(self._config, PPOConfig)
-        sync = self._config.algo.kl.reference_sync
-        assert sync is not None, "the reference stays as it is"
-        self._offloader.onload("reference", "actor").follow(self._roles["actor"], sync.weight)
+        """Moves the reference towards the actor, as ``algo.kl.reference_sync`` says."""
+        weight = self._specs["reference"].reference_weight
+        assert weight is not None, "the reference stays as it is"
+        self._offloader.onload("reference", "actor").soft_update(self._roles["actor"], weight)
 
-    def forgo(self, role: RoleName, steps: int) -> None:
-        """Goes on in the learning rate's course without these optimizer steps."""
-        self._roles[role].forgo(steps)
+    def skip_steps(self, role: RoleName, steps: int) -> None:
+        """Advances the learning rate's schedule by optimizer steps that are not taken."""
+        self._roles[role].skip_steps(steps)
 
     def rest(self) -> None:
         """Offloads every role that may be."""
@@ -298,14 +302,19 @@ class MegatronWorker:
 
     def _disconnect(self) -> None:
         if self._sender is not None:
-            self._sender.release()  # an aborted sync has left it its memory
+            self._sender.release()  # an aborted sync leaves its memory allocated
         self._sender = None
         if self._connection is not None:
             self._connection.close()
 
-    def _at_work(self, name: RoleName) -> Role:
+    def _at_work(self, name: RoleName) -> ModelEngine:
         """The role, with its memory on the device."""
         return self._offloader.onload(name)
+
+    def _loss_spec(self, name: RoleName) -> LossSpec:
+        training = self._specs[name].training
+        assert training is not None, f"{name} is not in training"
+        return training.loss
 
     @property
     def _device(self) -> torch.device:

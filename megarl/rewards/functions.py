@@ -1,7 +1,7 @@
 """Reward functions: what they see, the built-in ones, and their registry.
 
-Arguments after the answer come from the configuration; their annotations say what is accepted. Those named ``field``
-name a column of the prompts' rows.
+Arguments after the completion come from the configuration and are checked against their annotations. Those named
+``field`` name a column of the prompts' rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megarl.rewards import functions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class Completion:
     """One response to one prompt.
 
     Args:
@@ -76,29 +76,31 @@ Pattern = Annotated[str, AfterValidator(_compiles)]
 PatternWithGroup = Annotated[str, AfterValidator(_compiles_with_group)]
 
 
-def exact_match(answer: Answer, *, field: str = "answer", ignore_case: bool = False) -> float:
+def exact_match(completion: Completion, *, field: str = "answer", ignore_case: bool = False) -> float:
     """1 where the response is the field's text, but for space around them; else 0."""
-    return float(_folded(answer.response, ignore_case) == _folded(answer.field(field), ignore_case))
+    return float(_folded(completion.response, ignore_case) == _folded(completion.field(field), ignore_case))
 
 
-def contains(answer: Answer, *, field: str = "answer", ignore_case: bool = False) -> float:
+def contains(completion: Completion, *, field: str = "answer", ignore_case: bool = False) -> float:
     """1 where the field's text occurs in the response; else 0."""
-    return float(_folded(answer.field(field), ignore_case) in _folded(answer.response, ignore_case))
+    return float(_folded(completion.field(field), ignore_case) in _folded(completion.response, ignore_case))
 
 
-def regex(answer: Answer, *, pattern: Pattern, whole: bool = False) -> float:
+def regex(completion: Completion, *, pattern: Pattern, whole: bool = False) -> float:
     """1 where the pattern matches somewhere in the response, or all of it; else 0. A dot matches new lines too."""
     search = re.fullmatch if whole else re.search
-    return float(search(pattern, answer.response, re.DOTALL) is not None)
+    return float(search(pattern, completion.response, re.DOTALL) is not None)
 
 
-def extracted_match(answer: Answer, *, pattern: PatternWithGroup, field: str = "answer") -> float:
+def extracted_match(completion: Completion, *, pattern: PatternWithGroup, field: str = "answer") -> float:
     """1 where the group of the pattern's last match in the response is the field's text; else 0."""
-    found = re.findall(pattern, answer.response, re.DOTALL)
-    return float(bool(found) and found[-1].strip() == str(answer.field(field)).strip())
+    found = re.findall(pattern, completion.response, re.DOTALL)
+    return float(bool(found) and found[-1].strip() == str(completion.field(field)).strip())
 
 
-def last_number(answer: Answer, *, field: str = "answer", tolerance: Annotated[float, Field(ge=0)] = 0.0) -> float:
+def last_number(
+    completion: Completion, *, field: str = "answer", tolerance: Annotated[float, Field(ge=0)] = 0.0
+) -> float:
     """1 where the last number of the response is that of the field, within the tolerance; else 0.
 
     So are word problems such as GSM8K's scored. ``1,234.50`` and ``1234.5`` are the same number.
@@ -106,15 +108,15 @@ def last_number(answer: Answer, *, field: str = "answer", tolerance: Annotated[f
     Raises:
         ValueError: the field has no number.
     """
-    wanted = _last_number(str(answer.field(field)))
+    wanted = _last_number(str(completion.field(field)))
     if wanted is None:
-        raise ValueError(f"the field {field!r} has no number: {answer.field(field)!r}")
-    given = _last_number(answer.response)
+        raise ValueError(f"the field {field!r} has no number: {completion.field(field)!r}")
+    given = _last_number(completion.response)
     return float(given is not None and abs(given - wanted) <= Decimal(str(tolerance)))
 
 
 def soft_overlong(
-    answer: Answer,
+    completion: Completion,
     *,
     max_tokens: Annotated[int, Field(ge=1)],
     buffer_tokens: Annotated[int, Field(ge=1)],
@@ -126,14 +128,14 @@ def soft_overlong(
     Source: the soft overlong punishment of DAPO (Yu et al. 2025); see algos.overlong.
 
     Args:
-        answer: its response tokens count, the end token too.
+        completion: its response tokens count, the end token too.
         max_tokens: where the penalty is full; the longest response that the rollout allows, as a rule.
         buffer_tokens: over which it rises.
         penalty: the full penalty.
         capped: whether it stays full for longer responses; else it goes on falling.
     """
     return overlong_penalty(
-        len(answer.response_ids), max_tokens=max_tokens, buffer_tokens=buffer_tokens, factor=penalty, capped=capped
+        len(completion.response_ids), max_tokens=max_tokens, buffer_tokens=buffer_tokens, factor=penalty, capped=capped
     )
 
 
@@ -184,8 +186,8 @@ def resolve(name: str) -> Function:
     return plugins.resolve(name)
 
 
-def bind(function: RewardFunction) -> Callable[[Answer], float]:
-    """The function with its arguments, ready for answers.
+def bind(function: RewardFunction) -> Callable[[Completion], float]:
+    """The function with its arguments bound.
 
     Raises:
         ValueError: see ``resolve``.

@@ -22,18 +22,18 @@ import numpy as np
 
 from megarl.config.schema import RewardFunction
 from megarl.errors import RunError
-from megarl.rewards.functions import Answer, bind
+from megarl.rewards.functions import Completion, bind
 
-Request = tuple[int, Answer]
+Request = tuple[int, Completion]
 """Which function to call, and with what."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What a call came to that has no score.
+    """Why a call has no score.
 
     Args:
-        kind: alike for failures that are shown once, few words.
+        kind: few words; of failures of one kind, the first is shown.
         reason: a sentence, or the function's traceback.
     """
 
@@ -69,16 +69,16 @@ def serve(descriptor: int, parent: int) -> None:
         connection.send("")
         while True:
             try:
-                number, answer = connection.recv()
+                number, completion = connection.recv()
             except EOFError:
                 return
-            connection.send(reply(bound[number], answer))
+            connection.send(reply(bound[number], completion))
 
 
-def reply(function: Callable[[Answer], Any], answer: Answer) -> Reply:
-    """The score of an answer; where the function fails, its traceback, and what it returned that is no score."""
+def reply(function: Callable[[Completion], Any], completion: Completion) -> Reply:
+    """The score of a completion; or the traceback of the function, or the value that is no score."""
     try:
-        value = function(answer)
+        value = function(completion)
         if isinstance(value, Real | np.bool_) and abs(float(value)) <= _LARGEST:
             return float(value)
         shown = repr(value)
@@ -99,11 +99,7 @@ _REAP_S = 10.0
 
 
 class CallError(RuntimeError):
-    """A call of a reward function came to nothing; the message says why.
-
-    Args:
-        failure: what it came to.
-    """
+    """A call of a reward function failed; the message says why."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.reason)
@@ -119,9 +115,9 @@ class _Child:
 class FunctionProcess:
     """Calls reward functions in a child process, one at a time.
 
-    A function may hang in C code, in a sleep, or in a program that it runs: nothing in its own process is sure to get
-    it out of there. So a call that takes too long ends with the process, and with the programs that it runs (its
-    process group); the next call gets a new process. The child ends with this process, too.
+    A function may hang in C code, in a sleep, or in a program that it runs, where nothing in its own process can stop
+    it. So a call that takes too long is ended with its process group, the programs that it runs included; the next call
+    gets a new process. The child ends with this process, too.
 
     Args:
         functions: of the configuration; calls name them by number.
@@ -139,8 +135,8 @@ class FunctionProcess:
         """
         self._running(math.inf)
 
-    def call(self, function: int, answer: Answer, time_limit: float, deadline: float = math.inf) -> float:
-        """The score of an answer.
+    def call(self, function: int, completion: Completion, time_limit: float, deadline: float = math.inf) -> float:
+        """The score of a completion.
 
         Args:
             function: its number.
@@ -157,7 +153,7 @@ class FunctionProcess:
             raise CallError(Failure(kind="no process", reason=str(error))) from None
         time_limit = min(time_limit, max(deadline - time.monotonic(), 0.0))
         try:
-            connection.send((function, answer))
+            connection.send((function, completion))
             answered = connection.poll(time_limit)
             reply: Reply = connection.recv() if answered else math.nan
         except (EOFError, OSError):
@@ -173,7 +169,7 @@ class FunctionProcess:
         """Ends the child, if it has not ended, and what it has started.
 
         Returns:
-            How the child came to its end.
+            How the child ended.
         """
         if self._child is None:
             return ""

@@ -1,4 +1,4 @@
-"""Scores chunks of rollouts with reward functions; what a function fails on stays without a score."""
+"""Scores chunks of rollouts with reward functions; a response on which a function fails gets no score."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.config.schema import RewardFunction
-from megarl.rewards.functions import Answer
+from megarl.rewards.functions import Completion
 from megarl.rewards.reward_worker import CallError, Failure, FunctionProcess
 from megarl.types import Prompt, RolloutChunk
 
@@ -22,13 +22,7 @@ Scores = dict[str, npt.NDArray[np.float32]]
 
 @dataclass(frozen=True, kw_only=True)
 class Unscored:
-    """A response that a function left without a score.
-
-    Args:
-        prompt_id: of its prompt.
-        failure: of the last call.
-        calls: that were made, retries included.
-    """
+    """A response without a score from a function, with the failure of the last of so many calls."""
 
     prompt_id: str
     failure: Failure
@@ -40,13 +34,11 @@ Failures = Mapping[tuple[str, str], Unscored]
 
 
 class RuleScorer:
-    """Some reward functions, each by itself: their weights are for those who add them up.
-
-    They run in a child process. Whatever a function does, scoring goes on and ends in time.
+    """Calls reward functions in a child process; whatever a function does, scoring ends in time.
 
     Args:
-        functions: of the configuration, checked by ``check_functions``.
-        decode: text of token ids; None leaves the texts of the answers empty.
+        functions: checked by ``check_functions``; their weights are not applied.
+        decode: text of token ids; None leaves the texts of the completions empty.
         time_limit: of a call, seconds.
         retries: calls after one that failed.
     """
@@ -69,24 +61,20 @@ class RuleScorer:
     def score(
         self, functions: Mapping[str, int], chunk: RolloutChunk, prompts: Sequence[Prompt], deadline: float
     ) -> tuple[Scores, Failures]:
-        """Every function's score of every sample.
+        """Returns every function's score of every sample, and the first failure of each kind.
 
         Args:
-            functions: which of the functions score, by name.
-            chunk: N samples.
-            prompts: N, the prompt of each.
-            deadline: by ``time.monotonic``; what is not scored by then stays without a score.
-
-        Returns:
-            The scores, and the first failure of each kind.
+            functions: the numbers of the functions to call, by name.
+            prompts: one per sample of the chunk.
+            deadline: by ``time.monotonic``; samples that are not scored by then get no score.
         """
         assert len(prompts) == len(chunk.sample_ids), f"{len(prompts)} prompts for {len(chunk.sample_ids)} samples"
         scores = {name: np.full(len(prompts), math.nan, np.float32) for name in functions}
         unscored: dict[tuple[str, str], Unscored] = {}
         for row, prompt in enumerate(prompts):
-            answer = self._answer(chunk, row, prompt)
+            completion = self._completion(chunk, row, prompt)
             for name, number in functions.items():
-                scored = self._called(number, answer, deadline)
+                scored = self._call(number, completion, deadline)
                 if isinstance(scored, Unscored):
                     unscored.setdefault((name, scored.failure.kind), scored)
                 else:
@@ -97,20 +85,20 @@ class RuleScorer:
         """Ends the child process."""
         self._process.close()
 
-    def _called(self, function: int, answer: Answer, deadline: float) -> float | Unscored:
-        """A function's score of an answer, after as many calls as it may have."""
+    def _call(self, function: int, completion: Completion, deadline: float) -> float | Unscored:
+        """A function's score of a completion, after as many calls as it may have."""
         failure, calls = Failure(kind="deadline", reason="no time was left of cluster.time_limits.scoring"), 0
         while calls <= self._retries and time.monotonic() < deadline:
             calls += 1
             try:
-                return self._process.call(function, answer, self._time_limit, deadline)
+                return self._process.call(function, completion, self._time_limit, deadline)
             except CallError as error:
                 failure = error.failure
-        return Unscored(prompt_id=answer.prompt_id, failure=failure, calls=calls)
+        return Unscored(prompt_id=completion.prompt_id, failure=failure, calls=calls)
 
-    def _answer(self, chunk: RolloutChunk, row: int, prompt: Prompt) -> Answer:
+    def _completion(self, chunk: RolloutChunk, row: int, prompt: Prompt) -> Completion:
         response_ids = tuple(chunk.response_ids[row].tolist())
-        return Answer(
+        return Completion(
             prompt_id=prompt.prompt_id,
             prompt="" if self._decode is None else self._decode(prompt.token_ids),
             response="" if self._decode is None else self._decode(response_ids),

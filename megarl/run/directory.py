@@ -16,6 +16,7 @@ import yaml
 
 from megarl.cluster.driver_environment import ignore_interrupts, interrupts_raise
 from megarl.config import ConfigError, EvalConfig, Problem, RunConfig, TrainingConfig, save
+from megarl.config.schema import RandomModel
 from megarl.errors import RunError
 from megarl.files import read_lines, sync, write_durably
 from megarl.run.attempts import AttemptLog, Reason
@@ -283,3 +284,31 @@ def _told(error: BaseException) -> tuple[Reason, str]:
             return "run error", str(error)
         case _:
             return "exception", "".join(traceback.format_exception_only(error)).strip()
+
+
+def model_directory(config: RunConfig, run_dir: Path) -> str:
+    """Returns the Hugging Face directory of the run's model; a random model is written to ``run_dir/model`` first."""
+    if config.model.random is None:
+        assert config.model.path is not None
+        return config.model.path
+    directory = run_dir / "model"
+    if not directory.exists():
+        partial = run_dir / "model.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        write_random_model(config.model.random, partial)
+        partial.rename(directory)
+    return str(directory.absolute())
+
+
+def write_random_model(model: RandomModel, directory: Path) -> None:
+    """Writes config.json and safetensors of a randomly initialised model, without a tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    fields = dict(model.config)
+    hf_config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(model.seed)
+        AutoModelForCausalLM.from_config(hf_config, dtype=hf_config.dtype).save_pretrained(directory)

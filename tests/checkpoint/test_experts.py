@@ -29,7 +29,7 @@ def _rewritten(rank: int, directory: Path, layout: Layout, out: Path) -> None:
     """Reads a model into a role and writes it, as a run does."""
     import torch.distributed as dist
 
-    from megarl.megatron.model_engine import Role
+    from megarl.megatron.model_engine import ModelEngine
     from megarl.megatron.parallel import GroupCache
     from megarl.models import model_spec
     from megarl.weights.export import Export, export_plan
@@ -37,7 +37,7 @@ def _rewritten(rank: int, directory: Path, layout: Layout, out: Path) -> None:
 
     spec = model_spec(read_config(directory))
     vocab, dtype = spec.dims.vocab, getattr(torch, spec.dtype)
-    role = Role("actor", spec, layout, rank, GroupCache(), vocab_size=vocab, dtype=dtype, trainable=False)
+    role = ModelEngine("actor", spec, layout, rank, GroupCache(), vocab_size=vocab, dtype=dtype, trainable=False)
     role.load(load_shard(role.shard_map, directory, spec.manifest()))
     maps = [spec.megatron_map(layout, other) for other in range(layout.world_size)]
     Export(out, spec.canonical()).run(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megarl.megatron.loss_metrics import Measures
+from megarl.megatron.loss_metrics import LossMetrics
 from megarl.types import Layout, RoleName
 from tests.megatron.samples import random_chunks
 from tests.megatron.tiny import load_role
@@ -43,9 +43,9 @@ def snapshot(role: Any) -> Snapshot:
     names = {parameter: name for name, parameter in role.model.parameters().items()}
     moments: dict[tuple[str, str], tuple[int, torch.Tensor]] = {}
     adam_steps: set[float] = set()
-    if role.average is not None:
+    if role.ema is not None:
         moments |= _average(role)
-    for optimizer in role.trainer.optimizer.chained_optimizers:
+    for optimizer in role.optimizer.chained.chained_optimizers:
         for parameter in optimizer.model_param_gbuf_map:
             start = optimizer._get_model_param_range_map(parameter)["param"].start
             for kind, values in optimizer._get_main_param_and_optimizer_states(parameter).items():
@@ -65,8 +65,8 @@ def snapshot(role: Any) -> Snapshot:
 def _average(role: Any) -> dict[tuple[str, str], tuple[int, torch.Tensor]]:
     from megarl.megatron.optimizer import shards
 
-    runs = {shard.name: shard.span.start for shard in shards(role.model, role.trainer)}
-    return {("average", name): (runs[name], values.clone()) for name, values in role.average.values.items()}
+    runs = {shard.name: shard.span.start for shard in shards(role.model, role.optimizer)}
+    return {("average", name): (runs[name], values.clone()) for name, values in role.ema.values.items()}
 
 
 def canonical(snapshots: Sequence[Snapshot]) -> dict[str, torch.Tensor]:
@@ -138,7 +138,7 @@ def train(role: Any, first: int, steps: int, broken: Sequence[int] = ()) -> list
                 outcome = response_logprobs(role.model, batch, hidden, vocab_size=100, temperature=1.0)[0]
             else:
                 outcome = (response_values if role.head == "value" else row_scores)(role.model, batch, hidden)
-            return factor * (outcome - 1).square().sum() / 100, Measures(sums={"sum": outcome.detach().sum()})
+            return factor * (outcome - 1).square().sum() / 100, LossMetrics(sums={"sum": outcome.detach().sum()})
 
         plan = update_schedules(infos, role.layout, 40, mini_batches=1, epochs=1, seed=0, step=step)
         own = [schedule.ranks[role.coords.dp] for schedule in plan]

@@ -20,7 +20,7 @@ from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.scorers import RuleScorers
 from megarl.cluster.session import Session
 from megarl.config.schema import Reward, RewardFunction, TimeLimits
-from tests.rewards.answers import infos, own, prompt, rollout
+from tests.rewards.completions import infos, own, prompt, rollout
 
 PROMPTS = {name: prompt(f"p{name}", name, answer=answer) for name, answer in {"a": "one", "b": "three"}.items()}
 
@@ -98,7 +98,7 @@ def test_a_failure_is_shown_once_with_its_prompt_and_its_traceback(scorers: Rule
     (told,) = [warning for warning in warnings if "'quotient'" in warning]
     assert told.startswith("reward function 'quotient' gave prompt 'b' no score (calls: 1)")
     assert "rewards/unscored" in told
-    assert "return 1.0 / (len(answer.response_ids) - size)" in told, "the user's line is missing"
+    assert "return 1.0 / (len(completion.response_ids) - size)" in told, "the user's line is missing"
 
 
 @pytest.mark.dist

@@ -99,7 +99,7 @@ def test_an_export_answers_greedily_and_bad_functions_cost_their_samples(debug_r
 def _shown_once(done: Finished, run_dir: Path, metrics: dict[str, Any]) -> None:
     """The table, each function's first failure, and the summary."""
     assert done.errors.count("gave prompt") == 2
-    assert "return 1.0 / (len(answer.response_ids) - size)" in done.errors
+    assert "return 1.0 / (len(completion.response_ids) - size)" in done.errors
     assert "it took longer than 3 s, and was ended" in done.errors
     rows = [line.split() for line in done.output.splitlines()]
     assert ["prompts", "12"] in rows

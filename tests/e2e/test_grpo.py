@@ -52,7 +52,7 @@ def test_a_rule_scores_and_taking_turns_changes_nothing(tmp_path: Path) -> None:
     )
     assert stay.status == 0, stay.errors
 
-    assert "return 1 / min(int(answer.prompt_id) % every, 1)" in turns.errors
+    assert "return 1 / min(int(completion.prompt_id) % every, 1)" in turns.errors
     assert turns.errors.count("gave prompt") == 1
 
     metrics = lines(tmp_path / "turns" / "metrics.jsonl")

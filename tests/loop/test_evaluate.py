@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +12,9 @@ import numpy as np
 import pytest
 
 from megarl.config.schema import Evaluation, SourceFields
-from megarl.loop.evaluate import TrainingEvaluator, held_out_metrics
-from megarl.run.results import EvaluationResult
-from megarl.types import SampleInfo
+from megarl.loop.evaluate import Evaluator, held_out_metrics
+from megarl.loop.scoring import Scoring
+from megarl.types import Prompt, SampleInfo
 
 Z = 1.959963984540054
 NAN = math.nan
@@ -97,43 +96,46 @@ class Actor:
 
     weights = "actor"
 
-    def use_average(self, wanted: bool) -> Any:
+    def swap_weights(self, wanted: bool) -> Any:
         self.weights = "average" if wanted else "actor"
         return SimpleNamespace(wait=lambda: None)
 
 
-def training(average: bool) -> tuple[TrainingEvaluator, list[str]]:
-    """An evaluator in training, and what happens in order."""
-    notes: list[str] = []
-    actor = Actor()
+def evaluator(*, average: bool) -> tuple[Evaluator, list[str]]:
+    """An evaluator within a run whose samples score the number of calls before, and its calls in order."""
+    calls: list[str] = []
+    actor, answered = Actor(), samples("ab")
 
-    def evaluate(step: int, answered: Callable[[], None], *, prefix: str = "eval") -> EvaluationResult:
-        answered()
-        return EvaluationResult(step=step, metrics={f"{prefix}/f": float(len(notes))})
+    def scored(*_: Any) -> Scoring:
+        return Scoring(samples=answered, wait=lambda: {"f": np.float32([len(calls)] * 2)})
 
-    turns = SimpleNamespace(
-        back_to_engines=lambda version: notes.append(f"version {version}: the engines' weights"),
-        to_engines=lambda version: notes.append(f"version {version}: {actor.weights}"),
-        to_trainers=lambda: notes.append("answered"),
-    )
-    evaluator: Any = SimpleNamespace(evaluate=evaluate)
-    return TrainingEvaluator(evaluator, actor, turns, average=average), notes  # pyright: ignore[reportArgumentType]
+    parts: dict[str, Any] = {
+        "config": SimpleNamespace(
+            evaluation=evaluation(), run=SimpleNamespace(seed=0), tracking=SimpleNamespace(samples=0)
+        ),
+        "data": SimpleNamespace(tokenizer=None, held_out=[Prompt(prompt_id=id, token_ids=(1,)) for id in "ab"]),
+        "engines": SimpleNamespace(generate=lambda *_: SimpleNamespace(samples=answered)),
+        "scorer": SimpleNamespace(submit=scored),
+        "colocation": SimpleNamespace(
+            to_rollout=lambda: calls.append("to rollout"),
+            sync=lambda: calls.append(f"sync {actor.weights}"),
+            to_training=lambda: calls.append("to training"),
+        ),
+        "ema_of": actor if average else None,
+    }
+    return Evaluator(**parts, chunks=1), calls
 
 
 def test_the_average_is_evaluated_beside_the_actor_whose_weights_come_back() -> None:
-    evaluator, notes = training(average=True)
-    result = evaluator.evaluate(4, 3)
-    assert notes == [
-        "version 3: the engines' weights",
-        "answered",
-        "version 3: average",
-        "answered",
-        "version 3: actor",
-    ]
-    assert (result.step, result.metrics) == (4, {"eval/f": 2.0, "eval_ema/f": 4.0})
+    evaluating, calls = evaluator(average=True)
+    result = evaluating.evaluate(4)
+    assert calls == ["to rollout", "to training", "sync average", "to training", "sync actor"]
+    assert (result.step, result.metrics["eval/f"], result.metrics["eval_ema/f"]) == (4, 2.0, 4.0)
 
 
 def test_without_an_average_the_engines_keep_their_weights() -> None:
-    evaluator, notes = training(average=False)
-    assert evaluator.evaluate(1, 1).metrics == {"eval/f": 2.0}
-    assert notes == ["version 1: the engines' weights", "answered"]
+    evaluating, calls = evaluator(average=False)
+    metrics = evaluating.evaluate(1).metrics
+    assert calls == ["to rollout", "to training"]
+    assert metrics["eval/f"] == 2.0
+    assert not [name for name in metrics if name.startswith("eval_ema/")]

@@ -13,8 +13,8 @@ import pytest
 
 from megarl.config import ConfigError, load
 from megarl.data.tokenizer import load_tokenizer
-from megarl.loop.assets import write_random_model
 from megarl.preflight.check import PairSets, PromptSets, TextSets, check
+from megarl.run.directory import write_random_model
 from tests.data.rows import chatml_tokenizer, jsonl
 
 DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "ppo.yaml"

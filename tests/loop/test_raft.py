@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megarl.config.schema import RAFTSettings
-from megarl.loop.raft import selected
+from megarl.loop.raft import select_samples
 from megarl.types import SampleInfo
 
 SCORES = [0.1, 0.9, np.nan, 0.2, 0.5, 0.4, 0.9, 0.7]
@@ -23,7 +23,7 @@ def chosen(raft: RAFTSettings, scores: Sequence[float] = SCORES, prompts: str = 
         )
         for row, (prompt, end) in enumerate(zip(prompts, FINISHED, strict=True))
     ]
-    return selected(np.array(scores, dtype=np.float32), samples, raft, 4).tolist()
+    return select_samples(np.array(scores, dtype=np.float32), samples, raft, 4).tolist()
 
 
 @pytest.mark.parametrize(
@@ -45,12 +45,12 @@ def test_the_best_of_the_step() -> None:
 
     assert chosen(top(0.5)) == [6, 1, 7, 4], "of equals the later first"
     assert chosen(top(0.3, discard_unfinished=True)) == [6, 7]
-    assert chosen(top(0.9)) == [6, 1, 7, 4, 5, 3, 0], "what has no score is never learnt"
+    assert chosen(top(0.9)) == [6, 1, 7, 4, 5, 3, 0], "samples without a score are never selected"
 
 
 def test_a_prompt_that_comes_twice_in_a_step_is_two() -> None:
     assert chosen(RAFTSettings(), prompts="aaaaaaaa") == [1, 6]
 
 
-def test_without_any_score_nothing_is_learnt() -> None:
+def test_without_any_score_nothing_is_selected() -> None:
     assert chosen(RAFTSettings(), scores=[np.nan] * 8) == []

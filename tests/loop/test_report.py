@@ -13,7 +13,7 @@ from megarl.run.directory import RunDirectory
 from megarl.run.report import Reporter, read_summary
 from megarl.run.results import EvaluationResult, StepResult
 from megarl.run.samples import ShownSample
-from tests.loop.test_assets import DEBUG
+from tests.loop.test_model_directory import DEBUG
 
 SAMPLE = ShownSample(
     sample_id="1/p/0", prompt_id="p", prompt="2+2", response="4", finished=True, score=1.0, scores={"exact": 1.0}

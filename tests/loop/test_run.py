@@ -1,4 +1,4 @@
-"""What is looked at before a run starts its processes, and what a stage has of a checkpoint."""
+"""What is looked at before a run starts its processes, and what a trainer has of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from megarl.algos.kl import AdaptiveKL
 from megarl.config import ConfigError, load
 from megarl.loop import train
-from megarl.loop.ppo import PPO
-from tests.loop.test_assets import DEBUG
+from megarl.loop.ppo import PPOTrainer
+from tests.loop.test_model_directory import DEBUG
 
 
 def test_a_run_on_gpus_needs_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_a_run_on_gpus_needs_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 class Part:
-    """Something of a stage that has a state."""
+    """Something of a trainer that has a state."""
 
     def __init__(self, given: Any) -> None:
         self.given = given
@@ -40,10 +40,10 @@ class Part:
 
 
 def ppo(coef: float, values: Any, prompts: Any, texts: Any) -> Any:
-    stage: Any = object.__new__(PPO)
-    stage._kl = AdaptiveKL(coef, target=1.0, horizon=10.0)
-    stage._sampler, stage._updater, stage._value_norm = Part(prompts), Part(texts), values
-    return stage
+    trainer: Any = object.__new__(PPOTrainer)
+    trainer._kl = AdaptiveKL(coef, target=1.0, horizon=10.0)
+    trainer._sampler, trainer._updater, trainer._value_norm = Part(prompts), Part(texts), values
+    return trainer
 
 
 def test_ppo_goes_on_with_all_that_it_has_saved() -> None:

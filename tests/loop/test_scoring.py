@@ -1,4 +1,4 @@
-"""What the scores of samples become: by hand, with samples that lie in their chunks in another order."""
+"""What the scores of samples become, by hand."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ import pytest
 
 from megarl.algos.reward_shaping import ScoreScale
 from megarl.config.schema import Algo, Reward, RewardFunction, Scores
-from megarl.loop.sampler import Sampled, sample_metrics
-from megarl.loop.score_batch import Judged, judged, keeper
+from megarl.loop.sampler import sample_metrics
 from megarl.loop.scoring import (
+    ScoredBatch,
     Scorer,
     Scoring,
-    columns_of,
-    in_order,
-    permutation_seed,
-    sources_of,
+    gather_rows,
+    sample_filter,
+    score_batch,
+    scores_by_reward,
+    shuffled_order,
     total_scores,
     unscored_metrics,
 )
-from megarl.types import SampleInfo
+from megarl.types import SampleInfo, TokenRewardScale
+from tests.config.debug import debug
 
 NONE = math.nan
 
@@ -41,43 +43,49 @@ def sample(prompt: str, index: int, chunk: int, row: int, *, finished: bool = Tr
 
 
 SAMPLES = (
-    sample("b", 0, 1, 1),
+    sample("b", 0, 0, 0),
     sample("a", 0, 0, 1),
     sample("b", 1, 1, 0, finished=False),
-    sample("a", 1, 0, 0),
+    sample("a", 1, 1, 1),
     sample("c", 0, 2, 0),
 )
 VALUES = np.array([1, 2, 3, 4, 5], np.float32)
 
 
-def judge(
+def scored_batch(
     found: list[float] | dict[str, list[float]],
     *,
     reward: Reward | None = None,
     greedy: dict[str, float] | None = None,
     samples: tuple[SampleInfo, ...] = SAMPLES,
-    seed: int = 0,
+    order: Any = None,
     **algo: Any,
-) -> Judged:
-    """What an algorithm is told of samples with these scores."""
-    by_source = found if isinstance(found, dict) else {"reward_model": found}
-    sources = {name: np.float32(values) for name, values in by_source.items()}
+) -> ScoredBatch:
+    """The samples with these scores."""
+    by_name = found if isinstance(found, dict) else {"reward_model": found}
+    scores = {name: np.float32(values) for name, values in by_name.items()}
     likeliest = None
     if greedy is not None:
         of_prompts = [sample(prompt, 0, 0, row) for row, prompt in enumerate(greedy)]
         likeliest = Scoring(samples=of_prompts, wait=lambda: {"reward_model": np.float32(list(greedy.values()))})
-    rollouts: Any = SimpleNamespace(samples=samples)
-    sampled = Sampled(
-        prompts=(), rollouts=rollouts, scoring=Scoring(samples=samples, wait=lambda: sources), greedy=likeliest
-    )
-    return judged(sampled, reward or Reward(), Algo.model_validate(algo), seed=seed)[0]
+    scoring = Scoring(samples=samples, wait=lambda: scores)
+    return score_batch(samples, scoring, likeliest, reward or Reward(), Algo.model_validate(algo), order=order)
 
 
-def test_values_go_where_their_samples_are_and_come_back() -> None:
-    columns = columns_of(VALUES, SAMPLES)
-    assert {chunk: column.tolist() for chunk, column in columns.items()} == {0: [4, 2], 1: [3, 1], 2: [5]}
-    assert in_order(columns, SAMPLES).tolist() == VALUES.tolist()
-    assert columns_of(np.array([True, False, True, True, False]), SAMPLES)[1].tolist() == [True, True]
+def test_columns_are_joined_in_the_order_of_their_chunks() -> None:
+    rows = gather_rows({1: np.float32([3, 4]), 2: np.float32([5]), 0: np.float32([1, 2])})
+    assert rows.tolist() == VALUES.tolist()
+    assert rows.dtype == np.float32
+
+
+def test_a_rank_gets_the_rows_of_its_chunks() -> None:
+    rows = scored_batch(VALUES.tolist(), advantage="rloo", scores={"missing_end": "mask"}).samples
+    own = rows.only([2, 0])
+    assert (own.chunks.tolist(), own.scores.tolist(), own.groups.tolist()) == ([2, 0, 0], [5, 1, 2], [2, 0, 1])
+    assert own.sequence_advantages is not None
+    assert own.sequence_advantages.tolist() == [0, -2, -2]
+    assert rows.only([1]).actor_mask.tolist() == [False, True]
+    assert rows.only([]).scores.tolist() == []
 
 
 def answered(*results: Any) -> Any:
@@ -85,20 +93,20 @@ def answered(*results: Any) -> Any:
     return SimpleNamespace(wait=lambda: list(results))
 
 
-def test_sources_are_in_the_order_of_the_samples() -> None:
-    model = answered({0: np.float32([4, 2]), 2: np.float32([math.inf])}, None, {1: np.float32([3, 1])})
+def test_scores_are_in_the_order_of_the_samples() -> None:
+    model = answered({0: np.float32([0, 1]), 2: np.float32([math.inf])}, None, {1: np.float32([2, 3])})
     rules: Any = SimpleNamespace(
         wait=lambda: {
-            1: {"f": np.float32([30, 10]), "g": np.float32([0, 1])},
-            0: {"f": np.float32([40, 20]), "g": np.float32([0, 1])},
+            1: {"f": np.float32([30, 40]), "g": np.float32([0, 1])},
+            0: {"f": np.float32([10, 20]), "g": np.float32([1, 0])},
             2: {"f": np.float32([NONE]), "g": np.float32([1])},
         }
     )
-    found = sources_of(model, rules, SAMPLES, scale=ScoreScale(mean=1.0, std=2.0))
+    found = scores_by_reward(model, rules, ScoreScale(mean=1.0, std=2.0))
     assert {name: values.tolist() for name, values in found.items()} == {
-        "reward_model": pytest.approx([0, 0.5, 1, 1.5, NONE], nan_ok=True),
+        "reward_model": pytest.approx([-0.5, 0, 0.5, 1, NONE], nan_ok=True),
         "f": pytest.approx([10, 20, 30, 40, NONE], nan_ok=True),
-        "g": [1, 1, 0, 0, 1],
+        "g": [1, 0, 0, 1, 1],
     }
     assert unscored_metrics(found) == {
         "rewards/unscored": 1,
@@ -109,14 +117,14 @@ def test_sources_are_in_the_order_of_the_samples() -> None:
 
 
 @pytest.mark.parametrize("dense", [False, True])
-def test_scorers_see_responses_up_to_a_token_and_the_model_may_score_them_all(dense: bool) -> None:
+def test_rewards_see_responses_up_to_a_token_and_the_model_may_score_them_all(dense: bool) -> None:
     whole: Any = SimpleNamespace(samples=SAMPLES, chunks="whole")
     cut: Any = SimpleNamespace(samples=[sample("b", 0, 0, 0, finished=False)], chunks="cut")
     asked: list[Any] = []
 
     def called(method: str) -> Any:
         def submit(schedule: Any, chunks: Any) -> Any:
-            asked.append((method, schedule, chunks))
+            asked.append((method, schedule.ranks[0].total_rows, chunks))
             return SimpleNamespace(wait=lambda: [{0: np.float32([7])}], chunks=f"columns of {chunks}")
 
         return submit
@@ -125,117 +133,109 @@ def test_scorers_see_responses_up_to_a_token_and_the_model_may_score_them_all(de
         assert (rollouts, token, after) == (whole, 13, 2)
         return cut
 
-    parts: dict[str, Any] = {
-        "model": SimpleNamespace(scores=called("scores"), token_scores=called("token_scores")),
-        "engines": SimpleNamespace(truncate=truncate),
-        "truncate_at": None if dense else SimpleNamespace(token=13, after=2),
-    }
-    scorer = Scorer(
-        plan=lambda samples: Any if samples is SAMPLES else "of cut",
-        scale=ScoreScale(),
-        rules=None,
-        dense=dense,
-        **parts,
-    )
+    config: Any = debug(*(["reward.dense=scores"] if dense else []))
+    model: Any = SimpleNamespace(scores=called("scores"), token_scores=called("token_scores"))
+    engines: Any = SimpleNamespace(truncate=truncate)
+    truncate_at: Any = None if dense else SimpleNamespace(token=13, after=2)
+    scorer = Scorer(config, {"reward": model}, None, engines, truncate_at)
     scoring = scorer.submit(whole, {}, ())
     if dense:
-        assert (asked, scoring.dense) == ([("token_scores", Any, "whole")], "columns of whole")
+        assert (asked, scoring.dense) == ([("token_scores", 5, "whole")], "columns of whole")
+        assert scorer.token_scale == TokenRewardScale(gain=1.0, bias=0.0, differences=False)
         return
-    assert asked == [("scores", "of cut", "cut")]
-    assert scoring.samples is cut.samples, "what is finished is what the scorers see"
-    assert scoring.dense is None
+    assert asked == [("scores", 1, "cut")]
+    assert scoring.samples is cut.samples, "finished is what the rewards see"
+    assert (scoring.dense, scorer.token_scale) == (None, None)
     assert scoring.wait()["reward_model"].tolist() == [7]
 
 
 def test_the_total_is_weighted_then_clipped_and_a_missing_end_has_its_own_score() -> None:
     functions = (RewardFunction(name="here:f", weight=2.0), RewardFunction(name="there:f", weight=-1.0))
     reward = Reward(weight=3.0, functions=functions)
-    sources = {"reward_model": VALUES, "f_2": VALUES * 4, "f_1": np.float32([0, 0, 0, 1, -5])}
-    assert total_scores(sources, SAMPLES, reward, Scores()).tolist() == [-1, -2, -3, -2, -15]
+    scores = {"reward_model": VALUES, "f_2": VALUES * 4, "f_1": np.float32([0, 0, 0, 1, -5])}
+    assert total_scores(scores, SAMPLES, reward, Scores()).tolist() == [-1, -2, -3, -2, -15]
     shapes = Scores.model_validate({"clip": 2.0, "missing_end": {"name": "replace", "score": -7.0}})
-    assert total_scores(sources, SAMPLES, reward, shapes).tolist() == [-1, -2, -7, -2, -2]
+    assert total_scores(scores, SAMPLES, reward, shapes).tolist() == [-1, -2, -7, -2, -2]
     one_sided = Scores.model_validate({"clip": [-2.5, 9], "missing_end": {"name": "subtract", "penalty": 0.5}})
-    assert total_scores(sources, SAMPLES, reward, one_sided).tolist() == [-1, -2, -3, -2, -2.5]
+    assert total_scores(scores, SAMPLES, reward, one_sided).tolist() == [-1, -2, -3, -2, -2.5]
     scored_by_token = Reward(weight=3.0, functions=functions, dense="scores")
-    assert total_scores(sources, SAMPLES, scored_by_token, Scores()).tolist() == [-4, -8, -12, -14, -30]
+    assert total_scores(scores, SAMPLES, scored_by_token, Scores()).tolist() == [-4, -8, -12, -14, -30]
 
 
 def test_a_sample_that_one_source_could_not_score_has_no_score() -> None:
     """Not even one for its missing end."""
     functions = (RewardFunction(name="here:f"),)
-    sources = {"reward_model": np.float32([1, NONE, 3, 4, 5]), "f": np.float32([1, 1, NONE, 1, 1])}
+    scores = {"reward_model": np.float32([1, NONE, 3, 4, 5]), "f": np.float32([1, 1, NONE, 1, 1])}
     shapes = Scores.model_validate({"clip": 4.5, "missing_end": "zero"})
-    found = total_scores(sources, SAMPLES, Reward(functions=functions), shapes)
+    found = total_scores(scores, SAMPLES, Reward(functions=functions), shapes)
     assert found.tolist() == pytest.approx([2, NONE, NONE, 4.5, 4.5], nan_ok=True)
 
 
 def test_samples_are_compared_with_those_of_their_prompt() -> None:
-    told = judge([0, 5, 2, 5, 9], advantage="grpo")
+    batch = scored_batch([0, 5, 2, 5, 9], advantage="grpo")
     deviation = math.sqrt(2)  # of 0 and 2, with Bessel's correction
-    assert told.outcomes is not None
-    assert told.outcomes.tolist() == pytest.approx([-1 / deviation, 0, 1 / deviation, 0, 0], rel=1e-5)
-    assert told.groups.tolist() == [0, 1, 0, 1, 2]
-    assert told.metrics["group/zero_std_fraction"] == pytest.approx(2 / 3)
-    assert told.metrics["group/single"] == 1
-    assert told.metrics["scores/reward_model"] == pytest.approx(4.2)
-    assert told.learnt.all()
-    facts = told.facts(SAMPLES)
-    assert facts[1].outcomes is not None
-    assert facts[1].outcomes.tolist() == pytest.approx([1 / deviation, -1 / deviation], rel=1e-5)
-    assert (facts[0].groups.tolist(), facts[2].scores.tolist()) == ([1, 1], [9])
+    assert batch.samples.sequence_advantages is not None
+    assert batch.samples.sequence_advantages.tolist() == pytest.approx(
+        [-1 / deviation, 0, 1 / deviation, 0, 0], rel=1e-5
+    )
+    assert batch.samples.groups.tolist() == [0, 1, 0, 1, 2]
+    assert batch.metrics["group/zero_std_fraction"] == pytest.approx(2 / 3)
+    assert batch.metrics["group/single"] == 1
+    assert batch.metrics["scores/reward_model"] == pytest.approx(4.2)
+    assert batch.samples.actor_mask.all()
 
 
 def test_a_sample_without_a_score_is_compared_with_none() -> None:
-    told = judge([0, 5, NONE, 1, 9], advantage="rloo")
-    assert told.outcomes is not None
-    assert told.outcomes.tolist() == [0, 4, 0, -4, 0]
-    assert told.metrics["rewards/unscored"] == 1
-    assert told.metrics["group/single"] == 2
-    assert told.metrics["group/std_mean"] == pytest.approx(2 / 3)
-    nothing = judge([NONE] * 5, advantage="rloo")
-    assert nothing.outcomes is not None
-    assert nothing.outcomes.tolist() == [0] * 5
+    batch = scored_batch([0, 5, NONE, 1, 9], advantage="rloo")
+    assert batch.samples.sequence_advantages is not None
+    assert batch.samples.sequence_advantages.tolist() == [0, 4, 0, -4, 0]
+    assert batch.metrics["rewards/unscored"] == 1
+    assert batch.metrics["group/single"] == 2
+    assert batch.metrics["group/std_mean"] == pytest.approx(2 / 3)
+    nothing = scored_batch([NONE] * 5, advantage="rloo")
+    assert nothing.samples.sequence_advantages is not None
+    assert nothing.samples.sequence_advantages.tolist() == [0] * 5
     assert "scores/reward_model" not in nothing.metrics
-    assert (told.learners, nothing.learners) == ({"actor", "critic"}, set())
+    assert (batch.trained_roles, nothing.trained_roles) == ({"actor", "critic"}, set())
 
 
 def test_what_did_not_end_may_be_compared_with_and_not_learnt() -> None:
-    told = judge([0, 5, 2, 5, 9], advantage="rloo", scores={"missing_end": "mask"})
-    assert told.outcomes is not None
-    assert told.outcomes.tolist() == [-2, 0, 2, 0, 0]
-    assert told.learnt.tolist() == [True, True, False, True, True]
-    assert told.learners == {"actor", "critic"}
-    of_the_unfinished = judge([NONE, NONE, 2, NONE, NONE], advantage="rloo", scores={"missing_end": "mask"})
-    assert of_the_unfinished.learners == {"critic"}
+    batch = scored_batch([0, 5, 2, 5, 9], advantage="rloo", scores={"missing_end": "mask"})
+    assert batch.samples.sequence_advantages is not None
+    assert batch.samples.sequence_advantages.tolist() == [-2, 0, 2, 0, 0]
+    assert batch.samples.actor_mask.tolist() == [True, True, False, True, True]
+    assert batch.trained_roles == {"actor", "critic"}
+    of_the_unfinished = scored_batch([NONE, NONE, 2, NONE, NONE], advantage="rloo", scores={"missing_end": "mask"})
+    assert of_the_unfinished.trained_roles == {"critic"}
 
 
 def test_remax_compares_with_the_likeliest_response_whose_score_is_shaped_alike() -> None:
-    told = judge([0, 5, 2, 5, 9], advantage="remax", greedy={"a": 4, "b": 1, "c": 100}, scores={"clip": 6})
-    assert told.outcomes is not None
-    assert told.outcomes.tolist() == [-1, 1, 1, 1, 0]
-    unknown = judge([0, 5, 2, 5, 9], advantage="remax", greedy={"a": 4, "b": NONE, "c": 0})
-    assert unknown.outcomes is not None
-    assert unknown.outcomes.tolist() == [0, 1, 0, 1, 9]
+    batch = scored_batch([0, 5, 2, 5, 9], advantage="remax", greedy={"a": 4, "b": 1, "c": 100}, scores={"clip": 6})
+    assert batch.samples.sequence_advantages is not None
+    assert batch.samples.sequence_advantages.tolist() == [-1, 1, 1, 1, 0]
+    unknown = scored_batch([0, 5, 2, 5, 9], advantage="remax", greedy={"a": 4, "b": NONE, "c": 0})
+    assert unknown.samples.sequence_advantages is not None
+    assert unknown.samples.sequence_advantages.tolist() == [0, 1, 0, 1, 9]
 
 
 def test_gdpo_compares_source_by_source() -> None:
     """Each source's two scores of a prompt are a deviation of sqrt(1/2) from their mean, whatever their scale."""
     reward = Reward(weight=2.0, functions=(RewardFunction(name="here:f", weight=0.5),))
-    sources = {"reward_model": [0.0, 1, 1, 0, 7], "f": [0.0, 300, 100, 900, 7]}
-    told = judge(sources, reward=reward, advantage="gdpo")
+    scores = {"reward_model": [0.0, 1, 1, 0, 7], "f": [0.0, 300, 100, 900, 7]}
+    batch = scored_batch(scores, reward=reward, advantage="gdpo")
     unit = math.sqrt(0.5)
-    assert told.outcomes is not None
+    assert batch.samples.sequence_advantages is not None
     expected = [-2.5 * unit, (2 - 0.5) * unit, 2.5 * unit, (-2 + 0.5) * unit, 0]
-    assert told.outcomes.tolist() == pytest.approx(expected, rel=1e-5)
+    assert batch.samples.sequence_advantages.tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_shuffled_control_gives_the_same_scores_to_others() -> None:
     reward, count = Reward(shuffle=True), 100
     samples = tuple(sample(str(index), 0, 0, index) for index in range(count))
     scores = np.arange(count, dtype=np.float32)
-    seeds = [permutation_seed(3, step) for step in (1, 2)]
+    orders = [shuffled_order(count, 3, step) for step in (1, 2, 1)]
     first, second, again = (
-        judge(scores.tolist(), reward=reward, samples=samples, seed=seed).scores for seed in (*seeds, seeds[0])
+        scored_batch(scores.tolist(), reward=reward, samples=samples, order=order).samples.scores for order in orders
     )
     assert first.tolist() == again.tolist()
     assert first.tolist() != second.tolist()
@@ -251,7 +251,7 @@ def test_a_shuffled_control_gives_the_same_scores_to_others() -> None:
     ],
 )
 def test_a_filter_looks_at_the_scored_samples_of_a_prompt(chosen: dict[str, Any], expected: list[bool]) -> None:
-    keep = keeper(Reward(), Algo.model_validate({"filter": chosen}))
+    keep = sample_filter(Reward(), Algo.model_validate({"filter": chosen}))
     assert keep({"reward_model": np.float32([0, 1, 2, 1.5, 9])}, SAMPLES).tolist() == expected
     assert not keep({"reward_model": np.float32([NONE] * 5)}, SAMPLES).any()
 

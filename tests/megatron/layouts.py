@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,8 +174,8 @@ def experience(logprobs: Mapping[int, Ragged]) -> dict[int, ExperienceChunk]:
             advantages=Ragged(values=signs * np.abs(near(zero, 1.0).values), offsets=own.offsets),
             returns=near(zero, 1.0),
             weights=weights(own),
-            kept=kept(index, own),
-            value_kept=kept(index, own),
+            actor_mask=kept(index, own),
+            critic_mask=kept(index, own),
         )
     return made
 
@@ -227,38 +228,38 @@ def restart(role: Any, start: Mapping[str, torch.Tensor]) -> None:
     for name, parameter in role.model.parameters().items():
         parameter.data.copy_(start[name])
     role.steps_taken = role.adam_steps = 0
-    for shard in shards(role.model, role.trainer):
+    for shard in shards(role.model, role.optimizer):
         shard.optimizer.state.pop(shard.main, None)
-        role.average.values[shard.name].copy_(shard.main.detach())
+        role.ema.values[shard.name].copy_(shard.main.detach())
 
 
 def two_steps(role: Any, case: Case, columns: Any, budget: int, reference: Any = None) -> list[dict[str, float]]:
     """The steps of a case."""
     from megarl.data.batches import on_all_tokens
     from megarl.data.schedule import step_schedule, under_one_length
-    from megarl.megatron.losses import policy_loss, text_loss, value_loss
-    from megarl.megatron.model_engine import Mixed
+    from megarl.megatron.losses import PolicyLoss, TextLoss, ValueLoss
+    from megarl.megatron.model_engine import AuxBatch
 
     algo, everything = Algo.model_validate(case.algo), samples()
     plans = [step_schedule([everything[i] for i in members], role.layout, budget) for members in STEPS]
-    mixed = None
+    aux = None
     if case.texts is not None:
         texts = on_all_tokens(everything)
         along = [step_schedule([texts[i] for i in members], role.layout, budget) for members in TEXTS]
         pairs = [under_one_length(*pair) for pair in zip(plans, along, strict=True)]
         plans = [own for own, _ in pairs]
-        mixed = Mixed(
+        aux = AuxBatch(
             schedules=[text.ranks[role.coords.dp] for _, text in pairs],
             chunks=chunks(),
-            loss_of=text_loss(role, share=case.texts),
+            make_loss=partial(TextLoss, role, mix_share=case.texts),
         )
     if case.critic:
-        loss = value_loss(role, algo, columns)
+        make_loss = partial(ValueLoss, role, algo, columns)
     else:
         share = 1 - (case.texts or 0.0)
         options = {"temperature": TEMPERATURE, "kl_coef": KL_COEF, "share": share, "reference": reference}
-        loss = policy_loss(role, algo, columns, **options)
-    return role.update([plan.ranks[role.coords.dp] for plan in plans], columns, loss, mixed)
+        make_loss = partial(PolicyLoss, role, algo, columns, **options)
+    return role.update([plan.ranks[role.coords.dp] for plan in plans], columns, make_loss, aux)
 
 
 def deviation(role: Any, start: Mapping[str, torch.Tensor], stored: Path) -> float:
@@ -284,10 +285,10 @@ def _held(role: Any) -> list[tuple[str, str, Any, torch.Tensor]]:
     """This rank's shards of the canonical tensors: weights, then their average."""
     held = []
     for kind in ("weight", "average"):
-        role.average.use(kind == "average")
+        role.ema.swap_weights(kind == "average")
         parameters = role.model.parameters()
         for shard in role.shard_map.shards:
             values = parameters[shard.param].detach()[shard.box.slices].clone()
             held.append((kind, shard.name, shard.region.slices, values.T if shard.transposed else values))
-    role.average.use(False)
+    role.ema.swap_weights(False)
     return held

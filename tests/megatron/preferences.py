@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,8 @@ def settings_of(name: str) -> Any:
 
 def compared(rank: int, directory: Path, name: str, layout: Layout, budget: int) -> dict[str, Any]:
     """Two steps of the reward model with the loss of that name."""
+    from megarl.megatron.losses import PreferenceLoss
     from megarl.megatron.parallel import GroupCache
-    from megarl.megatron.supervised_losses import preference_loss
 
     responses, _ = LOSSES[name]
     role = load_role(directory, "reward", layout, rank, GroupCache(), trainable=True, head=random_head(directory))
@@ -83,7 +84,9 @@ def compared(rank: int, directory: Path, name: str, layout: Layout, budget: int)
     steps = []
     for samples, chunks in batches(responses):
         plan = step_schedule(samples, layout, budget, rows_per_unit=responses)
-        steps += role.update([plan.ranks[role.coords.dp]], chunks, preference_loss(role, settings_of(name), chunks))
+        steps += role.update(
+            [plan.ranks[role.coords.dp]], chunks, partial(PreferenceLoss, role, settings_of(name), chunks)
+        )
     return trained(role, steps)
 
 
@@ -138,8 +141,8 @@ def naively_tuned_on_all(directory: Path) -> Naive:
 def scaled(rank: int, directory: Path, layout: Layout, dtype: torch.dtype) -> list[Any]:
     """Scores before the head is scaled by 3, after it, and after an optimizer step that moves nothing."""
     from megarl.data.schedule import inference_schedule
+    from megarl.megatron.losses import PreferenceLoss
     from megarl.megatron.parallel import GroupCache
-    from megarl.megatron.supervised_losses import preference_loss
 
     head = random_head(directory)
     role = load_role(directory, "reward", layout, rank, GroupCache(), trainable=True, head=head, dtype=dtype)
@@ -150,5 +153,5 @@ def scaled(rank: int, directory: Path, layout: Layout, dtype: torch.dtype) -> li
     role.scale_head(3.0)
     told.append(role.scores(inference, chunks))
     step = step_schedule(samples, layout, 40, rows_per_unit=2).ranks[role.coords.dp]
-    role.update([step], chunks, preference_loss(role, settings_of("span"), chunks))
+    role.update([step], chunks, partial(PreferenceLoss, role, settings_of("span"), chunks))
     return [*told, role.scores(inference, chunks)]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megarl.experience.padded_batch import Columns
-from megarl.types import Ragged, RolloutChunk, SampleFacts, SampleInfo, VersionSpan
+from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleScores, VersionSpan
 
 
 def random_chunks(
@@ -70,13 +70,16 @@ def columns_of(
         outcomes: of the samples.
         unlearnt: (chunk, row) of samples that the policy does not learn.
     """
-    samples = {
-        chunk: SampleFacts(
-            scores=np.asarray(own, np.float32),
-            groups=np.full(len(own), chunk, np.int64),
-            outcomes=None if outcomes is None else np.asarray(outcomes[chunk], np.float32),
-            learnt=np.array([(chunk, row) not in unlearnt for row in range(len(own))]),
-        )
-        for chunk, own in scores.items()
-    }
+    order = sorted(scores)
+    rows = [(chunk, row) for chunk in order for row in range(len(scores[chunk]))]
+    chunks = np.array([chunk for chunk, _ in rows], np.int64)
+    samples = SampleScores(
+        chunks=chunks,
+        scores=np.concatenate([scores[chunk] for chunk in order]).astype(np.float32),
+        groups=chunks,
+        sequence_advantages=None
+        if outcomes is None
+        else np.concatenate([outcomes[i] for i in order]).astype(np.float32),
+        actor_mask=np.array([row not in unlearnt for row in rows]),
+    )
     return Columns(samples=samples, old_logprobs=old, ref_logprobs=ref, values=values, dense=dense)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +32,20 @@ def _batches() -> tuple[list[Any], list[list[SampleInfo]]]:
 
 
 def sft(role: Any) -> Any:
-    from megarl.megatron.supervised_losses import sft_loss
+    from megarl.megatron.losses import TextLoss
 
-    return sft_loss(role)
+    return partial(TextLoss, role)
 
 
 def preferences(role: Any) -> Any:
     from megarl.config.schema.training_sections import PREFERENCE_LOSSES
-    from megarl.megatron.supervised_losses import preference_loss
+    from megarl.megatron.losses import PreferenceLoss
 
-    return preference_loss(role, PREFERENCE_LOSSES("pairwise", centering=CENTERING), {})
+    return partial(PreferenceLoss, role, PREFERENCE_LOSSES("pairwise", centering=CENTERING), {})
 
 
 def two_steps(
-    rank: int, directory: Path, name: RoleName, layout: Layout, budget: int, loss_of: Callable[[Any], Any]
+    rank: int, directory: Path, name: RoleName, layout: Layout, budget: int, make_loss: Callable[[Any], Any]
 ) -> Outcome:
     """The loss before the first step, by a forward pass alone; and both steps."""
     from megarl.data.schedule import step_schedule
@@ -56,8 +57,8 @@ def two_steps(
     role.start_training(SETTINGS, total_steps=len(batches))
     plans = [step_schedule(batch, layout, budget, rows_per_unit=per_unit) for batch in batches]
     own = [plan.ranks[role.coords.dp] for plan in plans]
-    before = role.evaluate(own[0], chunks, loss_of(role))
-    return before, trained(role, role.update(own, chunks, loss_of(role)))
+    before = role.evaluate(own[0], chunks, make_loss(role))
+    return before, trained(role, role.update(own, chunks, make_loss(role)))
 
 
 def fine_tuned(directory: Path) -> Naive:

@@ -30,10 +30,10 @@ def _weights(role: Any) -> Weights:
 def _averaged(role: Any) -> Weights:
     """The average, as the model has it; afterwards the model has its weights again, bit for bit."""
     before = _weights(role)
-    role.average.use(True)
-    role.average.use(True)
+    role.ema.swap_weights(True)
+    role.ema.swap_weights(True)
     average = _weights(role)
-    role.average.use(False)
+    role.ema.swap_weights(False)
     after = _weights(role)
     assert all(torch.equal(after[name], before[name]) for name in before)
     return average
@@ -87,13 +87,13 @@ def _slow(rank: int, directory: Path) -> tuple[float, float]:
 
     role = load_role(directory, "actor", Layout(), rank, GroupCache(), trainable=True, head=None, dtype=torch.bfloat16)
     role.start_training(Optimizer(lr=1e-4), total_steps=4, decay=0.999)
-    start = {name: values.clone() for name, values in role.average.values.items()}
+    start = {name: values.clone() for name, values in role.ema.values.items()}
     rounded = {name: values.bfloat16() for name, values in start.items()}
     for step in range(4):
         train(role, step, 1)
-        for shard in shards(role.model, role.trainer):
+        for shard in shards(role.model, role.optimizer):
             rounded[shard.name] = 0.999 * rounded[shard.name] + 0.001 * shard.main.detach().bfloat16()
-    kept = [(values - start[name]).abs().mean() for name, values in role.average.values.items()]
+    kept = [(values - start[name]).abs().mean() for name, values in role.ema.values.items()]
     lost = [(values.float() - start[name]).abs().mean() for name, values in rounded.items()]
     return float(torch.stack(kept).mean()), float(torch.stack(lost).mean())
 
@@ -111,7 +111,7 @@ def _refused(rank: int, directory: Path, out: Path) -> None:
 
     role = load_role(directory, "actor", Layout(), rank, GroupCache(), trainable=True, head=None)
     role.start_training(SETTINGS, total_steps=4, decay=0.5)
-    role.average.use(True)
+    role.ema.swap_weights(True)
     for use in (lambda: train(role, 0, 1), lambda: save_role(role, out)):
         with pytest.raises(AssertionError, match="actor has its average for its weights"):
             use()
@@ -135,7 +135,7 @@ def _following(
     train(actor, 0, 1)
     reference = load_role(other, "reference", trainable=False, **make)
     before = _weights(reference)
-    reference.follow(actor, 0.6)
+    reference.soft_update(actor, 0.6)
     save_role(reference, out)
     resumed = load_role(directory, "reference", trainable=False, **make)
     restore_role(resumed, out)

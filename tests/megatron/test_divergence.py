@@ -79,8 +79,7 @@ def _of_roles(rank: int, actor: Path, reference: Path) -> torch.Tensor:
     }
     chunks, infos = random_chunks()
     schedule = inference_schedule(infos, Layout(), 40).ranks[0]
-    found = ReferenceDivergence(roles["actor"], roles["reference"], chunks, temperature=0.7)
-    found.before(lambda _: lambda *_: None)(schedule)
+    found = ReferenceDivergence(roles["actor"], roles["reference"], chunks, schedule, temperature=0.7)
     model = roles["actor"].model
     results = run_forward(model, micro_batches(model, schedule, chunks), schedule.pack_tokens, found)
     by_chunk = scatter([row for rows in schedule.packs for row in rows], torch.cat(results).numpy())

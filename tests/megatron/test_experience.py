@@ -13,14 +13,14 @@ import pytest
 from megarl.config.schema import Algo, ValueNorm
 from megarl.experience.build import build_experience
 from megarl.experience.padded_batch import Columns
-from megarl.types import DenseScale, ExperienceChunk, ExperienceReport, ExperienceTerms, Ragged
+from megarl.types import ExperienceChunk, ExperienceReport, Ragged, StepContext, TokenRewardScale
 from tests.megatron.samples import columns_of, random_chunks
 from tests.oracle import advantages, comparisons, normalisation
 
 CHUNKS, INFOS = random_chunks()
 ROWS = [(chunk, row) for chunk in range(4) for row in range(3)]
 TOKENS = sum(info.response_tokens for info in INFOS)
-TERMS = ExperienceTerms(kl_coef=0.5, version=0, groups=4)
+TERMS = StepContext(kl_coef=0.5, version=0, groups=4)
 Built = tuple[dict[int, ExperienceChunk], ExperienceReport]
 
 
@@ -51,7 +51,7 @@ def alone(vector: Any) -> Any:
 def build(
     algo: dict[str, Any] | None = None,
     columns: Columns | None = None,
-    terms: ExperienceTerms = TERMS,
+    terms: StepContext = TERMS,
     value_norm: ValueNorm | None = None,
 ) -> Built:
     given = columns or columns_of(SCORES, old=OLD, ref=REF, values=VALUES)
@@ -206,7 +206,7 @@ def test_scores_of_tokens_are_rewards(differences: bool) -> None:
     """Of a reward model whose score is worth 2 * raw + 1, clipped to [-1, 1.5], beside a rule's for the whole."""
     raw = column(5, more=1)
     algo = {"advantage": "reinforce", "scores": {"clip": [-1.0, 1.5]}}
-    terms = replace(TERMS, dense=DenseScale(gain=2.0, bias=1.0, differences=differences))
+    terms = replace(TERMS, dense=TokenRewardScale(gain=2.0, bias=1.0, differences=differences))
     built = build(algo, columns_of(SCORES, old=OLD, dense=raw), terms)
 
     def earned(chunk: int, row: int) -> np.ndarray:
@@ -231,9 +231,9 @@ def test_a_sample_without_a_score_is_in_no_statistic_and_not_learnt() -> None:
     normalised = dict(zip(others, normalisation.whiten(list(raw.values())), strict=True))
     for built, expected in ((unscored, raw), (white, normalised)):
         close(of(built, "advantages"), lambda chunk, row, own=expected: own.get((chunk, row), 0.0))
-        close(of(built, "kept"), lambda chunk, row: float((chunk, row) != (1, 2)))
-        close(of(built, "value_kept"), lambda chunk, row: float((chunk, row) != (1, 2)))
-    assert all(chunk.weights is chunk.kept is chunk.value_kept is None for chunk in whole[0].values())
+        close(of(built, "actor_mask"), lambda chunk, row: float((chunk, row) != (1, 2)))
+        close(of(built, "critic_mask"), lambda chunk, row: float((chunk, row) != (1, 2)))
+    assert all(chunk.weights is chunk.actor_mask is chunk.critic_mask is None for chunk in whole[0].values())
     metrics = unscored[1].metrics
     assert metrics["objective/score"] == pytest.approx(sum(SCORES[c][r] for c, r in others) / 11)
     assert metrics["objective/kl"] == pytest.approx(sum(gap(*where).sum() for where in others) / 11, rel=1e-5)
@@ -244,8 +244,8 @@ def test_a_step_without_any_score_teaches_nothing() -> None:
     chunks, report = build(columns=columns_of(scores, old=OLD, ref=REF, values=VALUES))
     for chunk in chunks.values():
         assert not chunk.advantages.values.any()
-        assert chunk.kept is not None
-        assert not chunk.kept.values.any()
+        assert chunk.actor_mask is not None
+        assert not chunk.actor_mask.values.any()
     assert all(math.isfinite(value) for value in report.metrics.values())
     measured = {name for name in report.metrics if name.startswith(("objective/", "value/", "returns/", "rewards/"))}
     assert measured == {"objective/kl_coef"}, "the others would be means over nothing"
@@ -254,8 +254,8 @@ def test_a_step_without_any_score_teaches_nothing() -> None:
 def test_samples_may_be_compared_with_but_not_learnt() -> None:
     masked = frozenset({(0, 1), (3, 0)})
     built = build(IN_REWARD, columns_of(SCORES, old=OLD, ref=REF, values=VALUES, unlearnt=masked))
-    close(of(built, "kept"), lambda chunk, row: float((chunk, row) not in masked))
-    assert all(chunk.value_kept is None for chunk in built[0].values()), "the critic learns from all"
+    close(of(built, "actor_mask"), lambda chunk, row: float((chunk, row) not in masked))
+    assert all(chunk.critic_mask is None for chunk in built[0].values()), "the critic learns from all"
     for i in range(4):
         assert np.array_equal(built[0][i].advantages.values, build(IN_REWARD)[0][i].advantages.values)
 

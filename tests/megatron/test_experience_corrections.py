@@ -11,7 +11,7 @@ import pytest
 
 from megarl.config.schema import Algo
 from megarl.experience.build import build_experience
-from megarl.types import ExperienceChunk, ExperienceTerms, Ragged, VersionSpan
+from megarl.types import ExperienceChunk, Ragged, StepContext, VersionSpan
 from tests.megatron.samples import columns_of, random_chunks
 from tests.oracle import corrections
 
@@ -51,7 +51,7 @@ Built = dict[int, ExperienceChunk]
 def build(correction: dict[str, Any], *, recomputed: bool = True) -> tuple[Built, dict[str, float]]:
     algo = Algo.model_validate({"advantage": "reinforce", "correction": correction})
     columns = columns_of(SCORES, old=OLD if recomputed else None, unlearnt=UNLEARNT)
-    terms = ExperienceTerms(kl_coef=0.0, version=VERSION, groups=4)
+    terms = StepContext(kl_coef=0.0, version=VERSION, groups=4)
     built, report = build_experience(
         list(range(4)), CHUNKS, columns, algo, None, terms, lambda vector: vector, lambda vector: vector
     )
@@ -70,7 +70,7 @@ def weights_are(built: Built, expected: Callable[[int, int], Any], column: str =
 
 def kept_are(built: Built, expected: Callable[[int, int], Any]) -> None:
     """Those, but for what is not learnt."""
-    weights_are(built, lambda chunk, row: 0.0 if (chunk, row) in UNLEARNT else expected(chunk, row), "kept")
+    weights_are(built, lambda chunk, row: 0.0 if (chunk, row) in UNLEARNT else expected(chunk, row), "actor_mask")
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ import pytest
 from megarl.algos import registry
 from megarl.config.schema import Algo, Reject, ValueNorm
 from megarl.experience.build import build_experience
-from megarl.types import DenseScale, ExperienceChunk, ExperienceReport, ExperienceTerms, Ragged
+from megarl.types import ExperienceChunk, ExperienceReport, Ragged, StepContext, TokenRewardScale
 from tests.megatron.samples import columns_of, random_chunks
 from tests.pool import RankPool
 
 CHUNKS = 6
-TERMS = ExperienceTerms(kl_coef=0.3, version=4, groups=CHUNKS)
+TERMS = StepContext(kl_coef=0.3, version=4, groups=CHUNKS)
 IN_REWARD = {"coef": 0.1}
 
 CASES: dict[str, dict[str, Any]] = {
@@ -107,7 +107,7 @@ def built(
     if "value_norm" in case:
         norm, terms = ValueNorm(beta=0.9), replace(terms, value_norm={"mean": 0.2, "square": 0.5, "weight": 0.3})
     if "dense" in case:
-        terms = replace(terms, dense=DenseScale(gain=0.5, bias=0.1, differences=True))
+        terms = replace(terms, dense=TokenRewardScale(gain=0.5, bias=0.1, differences=True))
     return build_experience(own, sampled, columns, algo, norm, terms, reduce, largest)
 
 

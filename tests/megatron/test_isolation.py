@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.megatron.loss_metrics import Measures
+from megarl.megatron.loss_metrics import LossMetrics
 from megarl.types import Layout
 from tests.megatron.samples import random_chunks
 from tests.megatron.tiny import load_role, save_model
@@ -66,7 +66,7 @@ def _global_reads(rank: int, directory: Path) -> list[str]:
         critic.start_training(Optimizer(lr=1e-3), total_steps=1)
 
         def loss(batch: Any, hidden: torch.Tensor) -> Any:
-            return response_values(critic.model, batch, hidden).sum(), Measures()
+            return response_values(critic.model, batch, hidden).sum(), LossMetrics()
 
         plan = update_schedules(infos, other, 40, mini_batches=1, epochs=1, seed=0, step=0)
         critic.update([schedule.ranks[0] for schedule in plan], rollouts, lambda _schedule: loss)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.config.schema import Optimizer
-from megarl.megatron.loss_metrics import Measures
+from megarl.megatron.loss_metrics import LossMetrics
 from megarl.types import Layout
 from tests.megatron.samples import random_chunks
 from tests.megatron.test_parity import layout_id
@@ -32,18 +32,18 @@ from tests.pool import RankPool
     ],
 )
 def test_courses_by_hand(fields: dict[str, Any], expected: list[float]) -> None:
-    from megarl.megatron.optimizer import Course, learning_rate
+    from megarl.megatron.optimizer import LRSchedule, learning_rate
 
-    settings, course = Optimizer(lr=8.0, **fields), Course(total=8, together=2)
-    assert [learning_rate(settings, step, course) for step in range(8)] == pytest.approx(expected)
+    settings, schedule = Optimizer(lr=8.0, **fields), LRSchedule(total=8, together=2)
+    assert [learning_rate(settings, step, schedule) for step in range(8)] == pytest.approx(expected)
 
 
 def test_steps_after_the_last_have_the_final_rate() -> None:
-    from megarl.megatron.optimizer import Course, learning_rate
+    from megarl.megatron.optimizer import LRSchedule, learning_rate
 
-    assert learning_rate(Optimizer(lr=8.0, schedule="cosine", final_lr=2.0), 11, Course(total=10)) == 2.0
-    assert learning_rate(Optimizer(lr=8.0, schedule="cosine", warmup=0.9, final_lr=2.0), 1, Course(total=1)) == 2.0
-    assert learning_rate(Optimizer(lr=8.0, schedule="anneal"), 9, Course(total=8, together=2)) == 2.0
+    assert learning_rate(Optimizer(lr=8.0, schedule="cosine", final_lr=2.0), 11, LRSchedule(total=10)) == 2.0
+    assert learning_rate(Optimizer(lr=8.0, schedule="cosine", warmup=0.9, final_lr=2.0), 1, LRSchedule(total=1)) == 2.0
+    assert learning_rate(Optimizer(lr=8.0, schedule="anneal"), 9, LRSchedule(total=8, together=2)) == 2.0
 
 
 SETTINGS = Optimizer(lr=8e-3, schedule="linear", warmup=0.5, eps=1e-4, clip_grad=None)
@@ -67,7 +67,7 @@ def _train(rank: int, directory: Path, layout: Layout, settings: Optimizer = SET
     def loss_of(schedule: Any) -> Any:
         def loss(batch: Any, hidden: torch.Tensor) -> Any:
             logprobs, entropy = response_logprobs(role.model, batch, hidden, vocab_size=100, temperature=1.0)
-            return -logprobs.sum() / schedule.total_response_tokens, Measures(sums={"entropy": entropy.sum() / 10})
+            return -logprobs.sum() / schedule.total_response_tokens, LossMetrics(sums={"entropy": entropy.sum() / 10})
 
         return loss
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megarl.algos.policy_loss import LossTerms
-from megarl.megatron.loss_metrics import Measures, combined, measured
+from megarl.megatron.loss_metrics import LossMetrics, collect, reduce_metrics
 from tests.pool import RankPool
 
 RATIOS = {0: [[[1.0, 3.0]], [[2.0, 99.0]]], 1: [[[6.0, -99.0]], []]}
@@ -24,10 +24,10 @@ def _told(rank: int) -> dict[str, float]:
         mask = torch.tensor(counted, dtype=torch.bool).view(-1, 2)
         ratio = torch.tensor(values).view(-1, 2)
         terms = LossTerms(values=ratio, metrics={"double": 2 * ratio}, spreads={"ratio": ratio})
-        parts.append(measured(terms, mask, mask.float() / 4))
-    parts.append(Measures(sums={"text": torch.tensor(0.5)}))  # a micro-batch of another kind
+        parts.append(collect(terms, mask, mask.float() / 4))
+    parts.append(LossMetrics(sums={"text": torch.tensor(0.5)}))  # a micro-batch of another kind
     assert dist.group.WORLD is not None
-    return combined(parts, dist.group.WORLD)
+    return reduce_metrics(parts, dist.group.WORLD)
 
 
 @pytest.mark.dist
@@ -50,7 +50,7 @@ def _nothing(rank: int) -> dict[str, float]:
 
     terms = LossTerms(values=torch.zeros(1, 2), metrics={}, spreads={"ratio": torch.full((1, 2), math.nan)})
     assert dist.group.WORLD is not None
-    return combined([measured(terms, torch.zeros(1, 2, dtype=torch.bool), torch.zeros(1, 2))], dist.group.WORLD)
+    return reduce_metrics([collect(terms, torch.zeros(1, 2, dtype=torch.bool), torch.zeros(1, 2))], dist.group.WORLD)
 
 
 @pytest.mark.dist
@@ -61,7 +61,7 @@ def test_a_step_without_a_token_tells_nothing(pool: RankPool) -> None:
 def test_a_small_variance_keeps_its_digits() -> None:
     """In float32 the mean of the squares of numbers near 1 has no digit left of a variance of 1e-10."""
     ratio = 1 + torch.tensor([[-1e-5, 1e-5]])
-    told = measured(
+    told = collect(
         LossTerms(values=ratio, metrics={}, spreads={"ratio": ratio}), torch.ones(1, 2).bool(), torch.full((1, 2), 0.5)
     )
     variance = told.squares["ratio"] - told.means["ratio_mean"] ** 2

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megarl.config.schema import Optimizer
-from megarl.megatron.loss_metrics import Measures
+from megarl.megatron.loss_metrics import LossMetrics
 from megarl.types import Layout
 from tests.megatron.samples import random_chunks
 from tests.megatron.tiny import load_role, save_model
@@ -29,7 +29,7 @@ def _loss_of(role: Any, seen: Any = None) -> Any:
             if seen is not None:
                 seen()
             logprobs, _ = response_logprobs(role.model, batch, hidden, vocab_size=role.vocab_size, temperature=1.0)
-            return -logprobs.sum() / schedule.total_response_tokens, Measures()
+            return -logprobs.sum() / schedule.total_response_tokens, LossMetrics()
 
         return loss
 
@@ -45,7 +45,7 @@ def _nbytes(tensors: Any) -> int:
 def _training(rank: int, directory: Path, dtype: torch.dtype, *, turns: bool) -> dict[str, Any]:
     """Three updates of an actor, and a look at its log-probabilities; between them another role works, or does not."""
     from megarl.data.schedule import inference_schedule, update_schedules
-    from megarl.megatron.offload import LiveWeights
+    from megarl.megatron.offload import ResidentWeights
     from megarl.megatron.parallel import GroupCache
     from megarl.megatron.worker import Offloader
 
@@ -56,16 +56,16 @@ def _training(rank: int, directory: Path, dtype: torch.dtype, *, turns: bool) ->
     other = load_role(name="reference", trainable=False, **make)
     actor.start_training(SETTINGS, total_steps=3, decay=0.9)
     held = {name: parameter.data for name, parameter in actor.model.parameters().items()}
-    weights = LiveWeights(actor.model.parameters())
+    weights = ResidentWeights(actor.model.parameters())
     (plan,) = update_schedules(infos, LAYOUT, 40, mini_batches=1, epochs=1, seed=0, step=0)
     own, inference = plan.ranks[actor.coords.dp], inference_schedule(infos, LAYOUT, 40).ranks[actor.coords.dp]
     taking = Offloader({"actor": actor, "reference": other}, {"actor", "reference"} if turns else ())
     steps, released = [], []
     for _ in range(3):
         steps += taking.onload("actor").update([own], rollouts, _loss_of(actor))
-        gradients = actor.trainer._gradient_buffers()
+        gradients = actor.optimizer._gradient_buffers()
         parameters = [*actor.model.parameters().values()]
-        state = [*actor.trainer.state(), *actor.average.values.values()]
+        state = [*actor.optimizer.state(), *actor.ema.values.values()]
         before = _nbytes([*parameters, *state])
         taking.onload("reference").logprobs(inference, rollouts, temperature=1.0)
         released.append({"before": before, "after": _nbytes([*parameters, *state]), "gradients": _nbytes(gradients)})
@@ -81,7 +81,7 @@ def _training(rank: int, directory: Path, dtype: torch.dtype, *, turns: bool) ->
         "logprobs": None if last is None else {chunk: rows.values.copy() for chunk, rows in last.items()},
         "held": {name: tensor.clone() for name, tensor in held.items()},
         "weights": {name: tensor.clone() for name, tensor in weights.items()},
-        "state": [tensor.detach().clone() for tensor in (*actor.trainer.state(), *actor.average.values.values())],
+        "state": [tensor.detach().clone() for tensor in (*actor.optimizer.state(), *actor.ema.values.values())],
         "released": released,
     }
 
@@ -140,7 +140,7 @@ def _memory(rank: int, directory: Path) -> dict[str, int]:
     released = actor.offload()
     away = _resident()
     return {
-        "gradients": sum(buffer.nbytes for buffer in actor.trainer._gradient_buffers()),
+        "gradients": sum(buffer.nbytes for buffer in actor.optimizer._gradient_buffers()),
         "freed after the update": seen[0] - idle,
         "released": released,
         "grown by offloading": away - idle,

@@ -14,8 +14,8 @@ import torch
 
 from megarl.config.schema import Algo, Optimizer, Reward
 from megarl.experience.padded_batch import Columns
-from megarl.megatron.loss_metrics import Measures
-from megarl.types import ExperienceTerms, Layout, SampleFacts, SampleInfo
+from megarl.megatron.loss_metrics import LossMetrics
+from megarl.types import Layout, SampleInfo, SampleScores, StepContext
 from tests.megatron.compare import adam_of, check, everywhere, samples_of, state_of, trained
 from tests.megatron.samples import random_chunks
 from tests.megatron.test_parity import layout_id
@@ -94,14 +94,14 @@ def _iteration(
     layouts: dict[str, Layout],
     budget: int,
     algo: Algo,
-    facts: dict[int, SampleFacts],
+    facts: SampleScores,
 ) -> list[dict[str, Any]]:
     """Actor, critic (where there is one) and reference in one world, each in its own layout."""
     import torch.distributed as dist
 
     from megarl.data.schedule import inference_schedule, update_schedules
     from megarl.experience.build import build_experience
-    from megarl.megatron.losses import policy_loss, value_loss
+    from megarl.megatron.losses import PolicyLoss, ValueLoss
     from megarl.megatron.parallel import GroupCache
 
     rollouts, infos = random_chunks()
@@ -135,12 +135,12 @@ def _iteration(
         return vector
 
     columns = _columns(rollouts, roles, passes, facts)
-    terms = ExperienceTerms(kl_coef=algo.kl.coef, version=0, groups=3)
+    terms = StepContext(kl_coef=algo.kl.coef, version=0, groups=3)
     built, _ = build_experience(passes(actor).chunks, rollouts, columns, algo, None, terms, reduce, largest)
     experience = everywhere(built if actor.reports else None)
-    losses = {"actor": policy_loss(actor, algo, experience, temperature=TEMPERATURE, kl_coef=algo.kl.coef)}
+    losses = {"actor": partial(PolicyLoss, actor, algo, experience, temperature=TEMPERATURE, kl_coef=algo.kl.coef)}
     if critic is not None:
-        losses["critic"] = value_loss(critic, algo, experience)
+        losses["critic"] = partial(ValueLoss, critic, algo, experience)
     results = []
     for name, loss in losses.items():
         role = roles[name]
@@ -150,23 +150,17 @@ def _iteration(
     return results
 
 
-def _facts(algo: Algo) -> dict[int, SampleFacts]:
+def _facts(algo: Algo) -> SampleScores:
     """As the driver makes them."""
-    from megarl.cluster.engines import Rollouts
-    from megarl.cluster.ray_worker import ChunkRefs
-    from megarl.loop.sampler import Sampled
-    from megarl.loop.score_batch import judged
-    from megarl.loop.scoring import Scoring
+    from megarl.loop.scoring import Scoring, score_batch
 
     infos = [replace(info, prompt_id=str(_prompt(info))) for info in random_chunks()[1]]
     raw = np.array([_scores()[info.chunk][info.row] for info in infos])
     scoring = Scoring(samples=infos, wait=lambda: {"reward_model": raw})
-    rollouts = Rollouts(samples=tuple(infos), chunks=ChunkRefs({}))
-    told, _ = judged(Sampled(prompts=(), rollouts=rollouts, scoring=scoring), Reward(), algo, seed=0)
-    return told.facts(infos)
+    return score_batch(infos, scoring, None, Reward(), algo, order=None).samples
 
 
-def _columns(rollouts: list[Any], roles: dict[str, Any], passes: Any, facts: dict[int, SampleFacts]) -> Columns:
+def _columns(rollouts: list[Any], roles: dict[str, Any], passes: Any, facts: SampleScores) -> Columns:
     actor, ref, critic = roles["actor"], roles["reference"], roles.get("critic")
     return Columns(
         samples=facts,
@@ -300,7 +294,7 @@ def _single_samples(rank: int, directory: Path, layout: Layout) -> list[tuple[fl
 
     def loss(batch: Any, hidden: torch.Tensor) -> Any:
         logprobs, entropy = response_logprobs(actor.model, batch, hidden, vocab_size=100, temperature=1.0)
-        return (0.1 * entropy - logprobs).sum() / 10, Measures()
+        return (0.1 * entropy - logprobs).sum() / 10, LossMetrics()
 
     plan = update_schedules(infos, layout, 40, mini_batches=len(infos), epochs=1, seed=0, step=0)
     steps = actor.update([s.ranks[actor.coords.dp] for s in plan], rollouts, lambda _schedule: loss)

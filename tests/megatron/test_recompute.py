@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.config.schema import Optimizer
-from megarl.megatron.loss_metrics import Measures
+from megarl.megatron.loss_metrics import LossMetrics
 from megarl.types import Layout
 from tests.megatron.samples import random_chunks
 from tests.megatron.test_parity import layout_id
@@ -46,7 +46,7 @@ def counted_updates(
     def loss_of(schedule: Any) -> Any:
         def loss(batch: Any, hidden: torch.Tensor) -> Any:
             logprobs, _ = response_logprobs(role.model, batch, hidden, vocab_size=100, temperature=1.0)
-            return -logprobs.sum() / schedule.total_response_tokens, Measures()
+            return -logprobs.sum() / schedule.total_response_tokens, LossMetrics()
 
         return loss
 
@@ -62,7 +62,7 @@ def counted_updates(
         "weights": weights,
         "times": {name: number / passes for name, number in calls.items()},
         "gradients": {parameter.main_grad.dtype for parameter in role.model.parameters().values()},
-        "state": {tensor.dtype for tensor in role.trainer.state()},
+        "state": {tensor.dtype for tensor in role.optimizer.state()},
     }
 
 

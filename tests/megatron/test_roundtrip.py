@@ -24,7 +24,7 @@ def _rewritten(rank: int, models: Mapping[str, Path], name: RoleName, layout: La
     """Each model in a role of its own, which reads and writes as in a run."""
     import torch.distributed as dist
 
-    from megarl.megatron.model_engine import Role
+    from megarl.megatron.model_engine import ModelEngine
     from megarl.megatron.parallel import GroupCache
     from megarl.models import model_spec
     from megarl.weights.export import Export, export_plan
@@ -34,7 +34,7 @@ def _rewritten(rank: int, models: Mapping[str, Path], name: RoleName, layout: La
     for family, directory in models.items():
         spec = model_spec(read_config(directory))
         dtype = getattr(torch, spec.dtype)
-        role = Role(name, spec, layout, rank, cache, vocab_size=spec.dims.vocab, dtype=dtype, trainable=False)
+        role = ModelEngine(name, spec, layout, rank, cache, vocab_size=spec.dims.vocab, dtype=dtype, trainable=False)
         role.load(load_shard(role.shard_map, directory, spec.manifest(role.head)))
         maps = [spec.megatron_map(layout, other, role.head) for other in range(layout.world_size)]
         tensors = spec.canonical(role.head)

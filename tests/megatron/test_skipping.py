@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.config.schema import Optimizer
-from megarl.megatron.loss_metrics import Measures
+from megarl.megatron.loss_metrics import LossMetrics
 from megarl.types import Layout
 from tests.megatron.samples import random_chunks
 from tests.megatron.tiny import load_role, save_model
@@ -33,7 +33,7 @@ def _updates(rank: int, directory: Path, broken: list[bool]) -> dict[str, Any]:
 
         def loss(batch: Any, hidden: torch.Tensor, factor: float = float("nan") if is_broken else 1.0) -> Any:
             logprobs, _ = response_logprobs(role.model, batch, hidden, vocab_size=100, temperature=1.0)
-            return -factor * logprobs.sum() / 100, Measures()
+            return -factor * logprobs.sum() / 100, LossMetrics()
 
         before = {name: parameter.detach().clone() for name, parameter in role.model.parameters().items()}
         steps += role.update([s.ranks[0] for s in schedule], rollouts, lambda _schedule, chosen=loss: chosen)

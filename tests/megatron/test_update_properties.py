@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def _spoilt(index: int, chunk: ExperienceChunk) -> Ragged:
 def _updates(rank: int, directory: Path) -> Told:
     """One step in several ways, by name; those that are to be the same have one beginning."""
     from megarl.data.schedule import inference_schedule, step_schedule
-    from megarl.megatron.losses import policy_loss, value_loss
+    from megarl.megatron.losses import PolicyLoss, ValueLoss
     from megarl.megatron.parallel import GroupCache
 
     cache, roles = GroupCache(), {}
@@ -80,15 +81,15 @@ def _updates(rank: int, directory: Path) -> Told:
         algo, everything = Algo.model_validate(fields), samples()
         ranked = step_schedule([everything[i] for i in members], LAYOUT, 20).ranks[role.coords.dp]
         loss = (
-            value_loss(role, algo, own)
+            partial(ValueLoss, role, algo, own)
             if role is critic
-            else policy_loss(role, algo, own, temperature=TEMPERATURE, kl_coef=KL_COEF)
+            else partial(PolicyLoss, role, algo, own, temperature=TEMPERATURE, kl_coef=KL_COEF)
         )
         (told[name],) = role.update([replace(ranked, pack_tokens=ranked.pack_tokens + longer)], own, loss)
 
     step("first", PLAIN, _with(columns, old_logprobs=now))
     step("critic first", VALUES, _with(columns, old_values=values))
-    step("nothing kept", REGULAR, _with(columns, kept={i: _filled(c, 0.0) for i, c in now.items()}))
+    step("nothing kept", REGULAR, _with(columns, actor_mask={i: _filled(c, 0.0) for i, c in now.items()}))
     step("critic of some", VALUES, _with(columns, returns={i: _spoilt(i, chunk) for i, chunk in columns.items()}))
     step("critic of these alone", VALUES, columns, [i for i in STEPS[0] if i not in LEFT_OUT])
     nothing = {i: _filled(c, 0.0) for i, c in now.items()}

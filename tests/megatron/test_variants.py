@@ -31,13 +31,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], Layout]] = {
 def variant_logprobs(rank: int, directory: Path, layout: Layout, chunks: list[RolloutChunk]) -> dict[int, Any] | None:
     """Imported as a run does: every rank reads its own regions of the files."""
     from megarl.data.schedule import inference_schedule
-    from megarl.megatron.model_engine import Role
+    from megarl.megatron.model_engine import ModelEngine
     from megarl.megatron.parallel import GroupCache
     from megarl.models import model_spec
     from megarl.weights.hf_files import load_shard, read_config
 
     spec = model_spec(read_config(directory))
-    role = Role(
+    role = ModelEngine(
         "actor",
         spec,
         layout,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.types import ExperienceTerms
+from megarl.types import StepContext
 from tests.megatron.samples import columns_of, random_chunks
 from tests.megatron.tiny import save_model
 from tests.pool import RankPool, free_port
@@ -99,7 +99,7 @@ def _iteration(rank: int, overrides: list[str], port: int, model: Path, out: Pat
     values = everywhere(worker.values("critic", passes("critic"), rollouts))
     scores = everywhere(worker.scores("reward", passes("reward"), rollouts))
     columns = columns_of(scores, old=old, ref=ref, values=values)
-    terms = ExperienceTerms(kl_coef=0.05, version=0, groups=len(chunks))
+    terms = StepContext(kl_coef=0.05, version=0, groups=len(chunks))
     built = worker.build_experience(passes("actor"), rollouts, columns, terms)
     experience = everywhere(built and built[0])
     updates = {}

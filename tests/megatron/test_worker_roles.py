@@ -25,7 +25,7 @@ OVERRIDES = [
 ]
 
 
-def _worker(rank: int, overrides: list[str], port: int, model: Path) -> Any:
+def worker_of(rank: int, overrides: list[str], port: int, model: Path) -> Any:
     from megarl.config import load
     from megarl.megatron.worker import MegatronWorker
 
@@ -41,7 +41,7 @@ def _one_step(rank: int, port: int, model: Path, out: Path) -> Any:
     from megarl.data.batches import on_all_tokens
     from megarl.data.schedule import inference_schedule, step_schedule, under_one_length
 
-    worker = _worker(rank, OVERRIDES, port, model)
+    worker = worker_of(rank, OVERRIDES, port, model)
     layout = load("configs/debug/ppo.yaml", OVERRIDES).layout("actor")
     everything, texts = samples(), on_all_tokens(samples())
     passes = inference_schedule(everything, layout, 40).ranks[0]
@@ -54,7 +54,7 @@ def _one_step(rank: int, port: int, model: Path, out: Path) -> Any:
     worker.sync_reference()
     worker.rest()
     for name, average in (("actor", False), ("average", True), ("again", False)):
-        worker.use_average("actor", average)
+        worker.swap_weights("actor", average)
         worker.export("actor", str(out / name), str(model))
     worker.export("reference", str(out / "reference"), str(model))
     worker.close()
@@ -80,7 +80,7 @@ def test_a_step_with_texts_an_average_and_a_reference_that_follows(pool: RankPoo
 
 
 def _exported(rank: int, port: int, model: Path, overrides: list[str], role: str, out: Path) -> None:
-    worker = _worker(rank, ["model.vocab_size=null", *overrides], port, model)
+    worker = worker_of(rank, ["model.vocab_size=null", *overrides], port, model)
     worker.export(role, str(out), str(model))
     worker.close()
 

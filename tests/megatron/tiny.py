@@ -85,14 +85,14 @@ def load_role(
 
     from safetensors.torch import load_file
 
-    from megarl.megatron.model_engine import Role
+    from megarl.megatron.model_engine import ModelEngine
     from megarl.models import model_spec
 
     spec = model_spec(json.loads((directory / "config.json").read_text()))
     whole = load_file(directory / "model.safetensors")
     if head is not None:
         whole["score.weight"] = head
-    role = Role(
+    role = ModelEngine(
         name,
         spec,
         layout,

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megarl.rewards.functions import Answer
+from megarl.rewards.functions import Completion
 
 NUMBER = 3
 
@@ -19,98 +19,98 @@ class Length:
     """Not a function."""
 
 
-def length(answer: Answer, *, scale: float = 1.0) -> float:
-    return scale * len(answer.response_ids)
+def length(completion: Completion, *, scale: float = 1.0) -> float:
+    return scale * len(completion.response_ids)
 
 
-def seen(answer: Answer) -> float:
+def seen(completion: Completion) -> float:
     """1 where everything is there that a function may read."""
     return float(
-        answer.fields["answer"] == answer.response
-        and answer.prompt == f"p{answer.prompt_id}"
-        and answer.finished == (answer.prompt_id != "b")
+        completion.fields["answer"] == completion.response
+        and completion.prompt == f"p{completion.prompt_id}"
+        and completion.finished == (completion.prompt_id != "b")
     )
 
 
-def process(answer: Answer) -> float:
+def process(completion: Completion) -> float:
     """The process that scores."""
     return float(os.getpid())
 
 
-def anything(answer: Answer) -> Any:
+def anything(completion: Completion) -> Any:
     """What the prompt's row says."""
-    return answer.fields["returns"]
+    return completion.fields["returns"]
 
 
-def quotient(answer: Answer, *, size: int) -> float:
-    return 1.0 / (len(answer.response_ids) - size)
+def quotient(completion: Completion, *, size: int) -> float:
+    return 1.0 / (len(completion.response_ids) - size)
 
 
-async def later(answer: Answer) -> float:
+async def later(completion: Completion) -> float:
     return 1.0
 
 
-def score(answer: Answer) -> float:
+def score(completion: Completion) -> float:
     """A name that is taken."""
     return 1.0
 
 
-def contains_2(answer: Answer) -> float:
+def contains_2(completion: Completion) -> float:
     """A name that numbering makes, too."""
     return 1.0
 
 
-def sleeps(answer: Answer) -> float:
+def sleeps(completion: Completion) -> float:
     time.sleep(600)
     return 1.0
 
 
-def holds_the_interpreter(answer: Answer) -> float:
+def holds_the_interpreter(completion: Completion) -> float:
     """C code that waits without letting any other thread run, or Python handle a signal."""
     ctypes.PyDLL(None).sleep(600)
     return 1.0
 
 
-def runs_a_program(answer: Answer, *, pid_file: str) -> float:
+def runs_a_program(completion: Completion, *, pid_file: str) -> float:
     program = subprocess.Popen(["sleep", "600"])
     Path(pid_file).write_text(str(program.pid))
     return float(program.wait())
 
 
-def exits(answer: Answer) -> float:
+def exits(completion: Completion) -> float:
     os._exit(3)
 
 
-def crashes(answer: Answer) -> float:
+def crashes(completion: Completion) -> float:
     os.kill(os.getpid(), signal.SIGSEGV)
     return 1.0
 
 
-def fails_at_first(answer: Answer, *, notes: str, failures: int) -> float:
+def fails_at_first(completion: Completion, *, notes: str, failures: int) -> float:
     """Raises as often as that for each prompt."""
     with Path(notes).open("a+") as file:
-        file.write(f"{answer.prompt_id}\n")
+        file.write(f"{completion.prompt_id}\n")
         file.seek(0)
-        calls = file.read().splitlines().count(answer.prompt_id)
+        calls = file.read().splitlines().count(completion.prompt_id)
     if calls <= failures:
         raise ConnectionError("the server is asleep")
     return float(calls)
 
 
-def stubborn(answer: Answer) -> float:
+def stubborn(completion: Completion) -> float:
     """Hangs on the first prompt alone."""
-    if answer.prompt_id == "b":
+    if completion.prompt_id == "b":
         time.sleep(600)
     return 1.0
 
 
-def hangs_once_in_a_while(answer: Answer, *, every: int) -> float:
+def hangs_once_in_a_while(completion: Completion, *, every: int) -> float:
     """On each prompt whose number is a multiple."""
-    if int(answer.prompt_id) % every == 0:
+    if int(completion.prompt_id) % every == 0:
         time.sleep(600)
     return 1.0
 
 
-def raises_once_in_a_while(answer: Answer, *, every: int) -> float:
+def raises_once_in_a_while(completion: Completion, *, every: int) -> float:
     """On each prompt whose number is a multiple; 1 on the others."""
-    return 1 / min(int(answer.prompt_id) % every, 1)
+    return 1 / min(int(completion.prompt_id) % every, 1)

@@ -12,7 +12,7 @@ import pytest
 from megarl.config.schema import RewardFunction
 from megarl.preflight.functions import check_fields, check_functions
 from megarl.rewards.functions import RULES, labels, resolve
-from tests.rewards.answers import own, prompt
+from tests.rewards.completions import own, prompt
 
 REPOSITORY = Path(__file__).parents[2]
 COMPLETE: dict[str, dict[str, Any]] = {
@@ -45,7 +45,7 @@ def test_nothing_is_wrong_with_complete_functions() -> None:
         (own("later"), "name", "not a coroutine"),
         (own("score"), "name", "none of prompts, response_length,"),
         (own("length", scal=2.0), "args", "functions:length(scale=1.0): got an unexpected keyword argument 'scal'"),
-        (own("length", answer=2.0), "args", "multiple values for argument 'answer'"),
+        (own("length", completion=2.0), "args", "multiple values for argument 'completion'"),
         (named("regex"), "args", "regex(pattern, whole=False): missing a required argument: 'pattern'"),
         (named("regex", pattern="("), "args.pattern", "a regular expression: missing )"),
         (named("extracted_match", pattern="(a)(b)"), "args.pattern", "with one group"),
@@ -104,7 +104,7 @@ def test_functions_of_one_name_are_numbered_and_own_ones_go_without_their_module
 
 
 def test_a_module_of_the_working_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_own_rewards.py").write_text("def zero(answer):\n    return 0.0\n")
+    (tmp_path / "my_own_rewards.py").write_text("def zero(completion):\n    return 0.0\n")
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     monkeypatch.chdir(tmp_path)
     assert resolve("my_own_rewards:zero")(None) == 0.0

@@ -17,7 +17,7 @@ from megarl.preflight.check import check
 from megarl.preflight.datasets import PromptSets
 from megarl.preflight.functions import check_functions
 from megarl.rewards.functions import RULES, bind
-from tests.rewards.answers import answer
+from tests.rewards.completions import completion
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs" / "rewards.md").read_text(encoding="utf-8")
@@ -40,7 +40,7 @@ def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     _write_module(tmp_path, monkeypatch)
     functions = Reward(**yaml.safe_load(configuration)["reward"]).functions
     assert not check_functions(functions)
-    assert [bind(function)(answer("Thanks, 7.", answer="#### 7")) for function in functions] == [1.0, 0.5]
+    assert [bind(function)(completion("Thanks, 7.", answer="#### 7")) for function in functions] == [1.0, 0.5]
 
 
 def test_the_run_without_a_model_can_be_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from megarl.errors import RunError
 from megarl.rewards.reward_worker import CallError, Failure, FunctionProcess, reply
 from tests.leftovers import comes_true
 from tests.rewards import functions
-from tests.rewards.answers import answer, own
+from tests.rewards.completions import completion, own
 
 LIMIT_S = 0.3
 HANGING = ("sleeps", "holds_the_interpreter")
@@ -36,7 +36,7 @@ def process() -> Iterator[FunctionProcess]:
 
 
 def call(process: FunctionProcess, name: str, limit: float = 60.0) -> float:
-    return process.call(NAMES.index(name), answer(tokens=4), limit)
+    return process.call(NAMES.index(name), completion(tokens=4), limit)
 
 
 def alive(pid: int) -> bool:
@@ -89,17 +89,17 @@ def test_the_programs_of_a_call_that_hangs_end_with_it(tmp_path: Path) -> None:
     process = FunctionProcess([own("runs_a_program", pid_file=str(pid_file))])
     process.start()
     with pytest.raises(CallError, match="it took longer"):
-        process.call(0, answer(), 8.0)
+        process.call(0, completion(), 8.0)
     assert ends(int(pid_file.read_text()))
 
 
 def test_the_child_ends_with_a_parent_that_is_killed() -> None:
     program = (
-        "import os, time; from tests.rewards.answers import answer, own;"
+        "import os, time; from tests.rewards.completions import completion, own;"
         "from megarl.rewards.reward_worker import FunctionProcess;"
         "process = FunctionProcess([own('process'), own('holds_the_interpreter')]);"
-        "print(int(process.call(0, answer(), 60)), flush=True);"
-        "process.call(1, answer(), 600)"
+        "print(int(process.call(0, completion(), 60)), flush=True);"
+        "process.call(1, completion(), 600)"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
@@ -124,7 +124,7 @@ if Path("loaded").exists():
 Path("loaded").touch()
 
 
-def ends(answer):
+def ends(completion):
     os._exit(3)
 """
 
@@ -150,13 +150,13 @@ def test_functions_that_cannot_be_loaded_again_fail_in_their_calls(
     process.start()
     for reason, seconds in (("its process ended by exit status 3", 60), (told, patience)):
         with pytest.raises(CallError, match=reason):
-            process.call(0, answer(), 60.0, time.monotonic() + seconds)
+            process.call(0, completion(), 60.0, time.monotonic() + seconds)
     process.close()
 
 
 @pytest.mark.parametrize("value", [True, 2, np.float32(0.5), np.bool_(True), Fraction(1, 2), -3.0e38])
 def test_any_finite_number_is_a_score(value: Any) -> None:
-    assert reply(functions.anything, answer(returns=value)) == float(value)
+    assert reply(functions.anything, completion(returns=value)) == float(value)
 
 
 @pytest.mark.parametrize(
@@ -175,15 +175,15 @@ def test_any_finite_number_is_a_score(value: Any) -> None:
 )
 def test_anything_else_is_refused_and_shown(value: Any, shown: str) -> None:
     reason = f"it returned {shown}: it must return one finite number"
-    assert reply(functions.anything, answer(returns=value)) == Failure(kind=type(value).__name__, reason=reason)
+    assert reply(functions.anything, completion(returns=value)) == Failure(kind=type(value).__name__, reason=reason)
 
 
 def test_the_traceback_of_a_function_is_its_own() -> None:
-    failure = reply(lambda given: functions.quotient(given, size=1), answer(tokens=1))
+    failure = reply(lambda given: functions.quotient(given, size=1), completion(tokens=1))
     assert isinstance(failure, Failure)
     assert failure.kind == "ZeroDivisionError"
     told = failure.reason
     assert told.startswith("Traceback (most recent call last):\n")
-    assert "return 1.0 / (len(answer.response_ids) - size)" in told
+    assert "return 1.0 / (len(completion.response_ids) - size)" in told
     assert told.endswith("ZeroDivisionError: float division by zero")
     assert "callee.py" not in told

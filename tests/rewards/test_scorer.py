@@ -13,7 +13,7 @@ import pytest
 from megarl.config.schema import RewardFunction
 from megarl.rewards.reward_worker import Failure
 from megarl.rewards.scorer import Failures, RuleScorer, Scores, Unscored
-from tests.rewards.answers import decode, own, prompt, rollout
+from tests.rewards.completions import decode, own, prompt, rollout
 
 PROMPTS = [prompt("pa", "a", answer="one"), prompt("pb", "b", answer="three"), prompt("pa", "a", answer="one")]
 CHUNK = rollout(PROMPTS, ["one", "three", "five!"], [True, False, True])

@@ -9,7 +9,7 @@ import pytest
 
 from examples.sort_letters.mistakes import DEMONSTRATED, REJECTED, Mistake, wrong_answer
 from examples.sort_letters.task import MAX_PROMPT_TOKENS, Question, exact_match, questions
-from megarl.rewards.functions import Answer
+from megarl.rewards.functions import Completion
 
 UP = Question(direction="up", letters="kdxbq")
 DOWN = Question(direction="down", letters="kdxbq")
@@ -17,7 +17,7 @@ DOWN = Question(direction="down", letters="kdxbq")
 
 def answered(response: str, *, prompt: str = "up kdxbq:", finished: bool = True) -> float:
     return exact_match(
-        Answer(
+        Completion(
             prompt_id="0",
             prompt=prompt,
             response=response,

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.cluster.engines import Rollouts
 from megarl.loop.sampler import DynamicSampling, Sampled, Sampler
-from megarl.loop.scoring import Scoring, Sources
+from megarl.loop.scoring import ScoresByReward, Scoring
 from megarl.types import Prompt, SampleInfo, SampleRequest
 
 PROMPTS = [Prompt(prompt_id=f"p{index}", token_ids=(index,)) for index in range(5)]
@@ -21,7 +21,7 @@ PER_STEP = 2
 
 
 class World:
-    """Engines, a scorer and turns that note what they are asked; a sample's score comes from its id.
+    """Engines, a scorer and a colocation that record their calls; a sample's score comes from its id.
 
     Args:
         worth: scores of the samples of a prompt in a step, by its number among those that are drawn of it.
@@ -30,7 +30,7 @@ class World:
     def __init__(self, worth: Mapping[str, Sequence[float]], *, model: bool = True) -> None:
         self.worth, self.model = worth, object() if model else None
         self.asked: list[list[SampleRequest]] = []
-        self.turns: list[str] = []
+        self.moves: list[str] = []
         self.picked: list[str] = []
 
     def generate(self, requests: Sequence[SampleRequest], chunks: int) -> Rollouts:
@@ -46,7 +46,7 @@ class World:
     def submit(self, rollouts: Rollouts, prompts: Mapping[str, Prompt], functions: object) -> Scoring:
         assert {sample.prompt_id for sample in rollouts.samples} <= prompts.keys()
 
-        def wait() -> Sources:
+        def wait() -> ScoresByReward:
             return {"rule": np.float32([self.score(sample) for sample in rollouts.samples])}
 
         return Scoring(samples=rollouts.samples, wait=wait)
@@ -55,11 +55,11 @@ class World:
         index = sample.sample_id.rpartition("/")[2]
         return 100.0 if index == "greedy" else self.worth[sample.prompt_id][int(index)]
 
-    def to_trainers(self) -> None:
-        self.turns.append("trainers")
+    def to_training(self) -> None:
+        self.moves.append("training")
 
-    def back_to_engines(self, version: int) -> None:
-        self.turns.append(f"engines {version}")
+    def to_rollout(self) -> None:
+        self.moves.append("rollout")
 
 
 class OneChunk:
@@ -83,7 +83,7 @@ def info(request: SampleRequest, row: int) -> SampleInfo:
     )
 
 
-def differ(sources: Sources, samples: Sequence[SampleInfo]) -> np.ndarray:
+def differ(sources: ScoresByReward, samples: Sequence[SampleInfo]) -> np.ndarray:
     """Keeps prompts whose samples do not all score the same."""
     scores = sources["rule"]
     of_prompt = {s.prompt_id: [scores[i] for i, t in enumerate(samples) if t.prompt_id == s.prompt_id] for s in samples}
@@ -115,8 +115,8 @@ NOTHING = {f"p{index}": [1.0] * 8 for index in range(5)}
 
 def test_a_step_takes_the_next_prompts() -> None:
     world = World(SAYS)
-    first = sampler(world).next(1, 0)
-    assert world.turns == ["trainers"]
+    first = sampler(world).next(1)
+    assert world.moves == ["training"]
     assert [prompt.prompt_id for prompt in first.prompts for _ in range(SAMPLES)] == [
         sample.prompt_id for sample in first.rollouts.samples
     ]
@@ -127,16 +127,16 @@ def test_a_step_takes_the_next_prompts() -> None:
 
 def test_further_prompts_are_answered_until_the_step_is_full() -> None:
     """Of the order of the prompts, those at 1, 2 and 4 say something: two rounds fill the step, with one to spare."""
-    order = [prompt.prompt_id for prompt in sampler(World(SAYS)).next(1, 0).prompts]
+    order = [prompt.prompt_id for prompt in sampler(World(SAYS)).next(1).prompts]
     stream = sampler(World(SAYS))
-    order = [prompt.prompt_id for step in (1, 2) for prompt in stream.next(step, 0).prompts]
+    order = [prompt.prompt_id for step in (1, 2) for prompt in stream.next(step).prompts]
     worth = {**NOTHING, order[1]: SAYS["p0"], order[2]: SAYS["p0"], order[3]: SAYS["p0"]}
     world = World(worth)
-    found = sampler(world, rounds=5).next(7, 6)
+    found = sampler(world, rounds=5).next(7)
     assert [prompt.prompt_id for prompt in found.prompts] == order[1:3]
     assert ids(found) == world.picked == [f"7/{prompt}/{index}" for prompt in order[1:3] for index in range(SAMPLES)]
     assert scores(found) == [0, 1, 0, 1]
-    assert world.turns == ["engines 6", "trainers", "engines 6", "trainers", "trainers"]
+    assert world.moves == ["rollout", "training", "rollout", "training", "training"]
     assert found.metrics == {
         "filter/rounds": 2,
         "filter/groups": 4,
@@ -148,7 +148,7 @@ def test_further_prompts_are_answered_until_the_step_is_full() -> None:
 def test_a_prompt_that_comes_again_in_a_step_gets_samples_of_its_own() -> None:
     """Three rounds of two prompts each, of five."""
     world = World(NOTHING)
-    found = sampler(world, rounds=3).next(1, 0)
+    found = sampler(world, rounds=3).next(1)
     asked = [request for requests in world.asked for request in requests]
     assert len(asked) == 12
     assert len({request.sample_id for request in asked}) == len({request.seed for request in asked}) == 12
@@ -157,29 +157,29 @@ def test_a_prompt_that_comes_again_in_a_step_gets_samples_of_its_own() -> None:
     assert found.metrics["filter/groups_kept"] == 0.0
 
 
-def test_rules_alone_leave_the_turn_to_the_engines() -> None:
+def test_without_a_reward_model_the_engines_keep_the_devices() -> None:
     world = World(NOTHING, model=False)
-    sampler(world, rounds=2).next(1, 0)
-    assert world.turns == ["engines 0", "engines 0", "trainers"]
+    sampler(world, rounds=2).next(1)
+    assert world.moves == ["rollout", "rollout", "training"]
 
 
 def test_a_full_first_round_is_taken_as_it_is() -> None:
     world = World(SAYS)
-    found = sampler(world, rounds=3).next(1, 0)
+    found = sampler(world, rounds=3).next(1)
     assert world.picked == []
     assert found.rollouts.samples == world.generate(world.asked[0], 4).samples
 
 
 def test_the_likeliest_responses_are_those_of_the_prompts_that_are_kept() -> None:
-    order = [prompt.prompt_id for prompt in sampler(World(SAYS)).next(1, 0).prompts]
+    order = [prompt.prompt_id for prompt in sampler(World(SAYS)).next(1).prompts]
     world = World({**SAYS, order[0]: [1.0] * 8})
-    found = sampler(world, rounds=3, greedy=True).next(1, 0)
+    found = sampler(world, rounds=3, greedy=True).next(1)
     kept = [prompt.prompt_id for prompt in found.prompts]
     assert order[0] not in kept
     assert [(request.sample_id, request.temperature) for request in world.asked[-1]] == [
         (f"1/{prompt}/greedy", 0.0) for prompt in kept
     ]
-    assert world.turns[-2:] == ["engines 0", "trainers"]
+    assert world.moves[-2:] == ["rollout", "training"]
     assert found.greedy is not None
     assert [sample.prompt_id for sample in found.greedy.samples] == kept
     assert found.greedy.wait()["rule"].tolist() == [100.0] * PER_STEP
@@ -190,10 +190,10 @@ def test_a_sampler_goes_on_where_another_stopped(rounds: int) -> None:
     """However many prompts the rounds of a step took."""
     worth = {**SAYS, "p1": [1.0] * 8, "p3": [1.0] * 8}
     straight = sampler(World(worth), rounds=rounds)
-    expected = [ids(straight.next(step, step - 1)) for step in range(1, 7)]
+    expected = [ids(straight.next(step)) for step in range(1, 7)]
     first = sampler(World(worth), rounds=rounds)
     for step in range(1, 4):
-        first.next(step, step - 1)
+        first.next(step)
     resumed = sampler(World(worth), rounds=rounds)
     resumed.load(first.state())
-    assert [ids(resumed.next(step, step - 1)) for step in range(4, 7)] == expected[3:]
+    assert [ids(resumed.next(step)) for step in range(4, 7)] == expected[3:]

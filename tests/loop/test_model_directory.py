@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.config import ConfigError, load
-from megarl.loop.assets import model_directory
 from megarl.models import model_spec
-from megarl.run.directory import RunDirectory
+from megarl.run.directory import RunDirectory, model_directory
 from megarl.weights.hf_files import HFDirectory
 
 DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "ppo.yaml"

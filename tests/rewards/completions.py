@@ -1,4 +1,4 @@
-"""Answers and rollouts made by hand."""
+"""Completions and rollouts made by hand."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from megarl.config.schema import RewardFunction
-from megarl.rewards.functions import Answer
+from megarl.rewards.functions import Completion
 from megarl.types import Prompt, Ragged, RolloutChunk, SampleInfo
 
 
-def answer(response: str = "", *, tokens: int = 1, finished: bool = True, **fields: Any) -> Answer:
-    """An answer of these words and this many tokens."""
-    return Answer(
+def completion(response: str = "", *, tokens: int = 1, finished: bool = True, **fields: Any) -> Completion:
+    """A completion of these words and this many tokens."""
+    return Completion(
         prompt_id="p0",
         prompt="question",
         response=response,

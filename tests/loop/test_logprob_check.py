@@ -1,4 +1,4 @@
-"""The gate between trainer and engines: what it asks, what it lets pass and what it says otherwise."""
+"""The comparison of the log-probabilities of trainer and engines: its sequences, its metrics and its error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megarl.config.schema import LogprobGate
-from megarl.loop.logprob_check import DisagreementError, compare, probe
+from megarl.loop.logprob_check import DisagreementError, compare_logprobs, random_sequences
 from megarl.types import Ragged
 
 TRAINER = Ragged.from_rows([[-1.0, -2.0], [-3.0, -0.5]], np.float32)
@@ -17,14 +17,14 @@ def engine(*rows: list[float]) -> Ragged:
 
 
 def test_mean_and_maximum_are_over_all_tokens_and_engines() -> None:
-    report = compare(TRAINER, [engine([-1.5, -2.0], [-3.0, -0.5]), engine([-1.0, -2.25], [-2.75, -0.5])], 0.2)
-    assert report.metrics() == {"sync/logprob_mean_abs_diff": 1.0 / 8, "sync/logprob_max_abs_diff": 0.5}
+    metrics = compare_logprobs(TRAINER, [engine([-1.5, -2.0], [-3.0, -0.5]), engine([-1.0, -2.25], [-2.75, -0.5])], 0.2)
+    assert metrics == {"sync/logprob_mean_abs_diff": 1.0 / 8, "sync/logprob_max_abs_diff": 0.5}
 
 
 def test_a_disagreement_names_engine_numbers_and_remedies() -> None:
     agreeing, off = engine([-1.0, -2.0], [-3.0, -0.5]), engine([-1.0, -2.0], [-3.0, -4.5])
     with pytest.raises(DisagreementError) as caught:
-        compare(TRAINER, [agreeing, off], 0.9)
+        compare_logprobs(TRAINER, [agreeing, off], 0.9)
     message = str(caught.value)
     assert "Engine 1: mean absolute difference 1 nats per token, allowed are 0.9" in message
     assert "maximum 4, where the trainer says -0.5000 and the engine -4.5000" in message
@@ -37,23 +37,29 @@ def test_a_disagreement_names_engine_numbers_and_remedies() -> None:
 def test_one_engine_does_not_hide_behind_the_others() -> None:
     same = engine([-1.0, -2.0], [-3.0, -0.5])
     with pytest.raises(DisagreementError, match="Engine 2"):
-        compare(TRAINER, [same, same, engine([-1.4, -2.0], [-3.0, -0.5]), same], 0.05)
+        compare_logprobs(TRAINER, [same, same, engine([-1.4, -2.0], [-3.0, -0.5]), same], 0.05)
 
 
 def test_what_is_not_a_number_does_not_pass() -> None:
     with pytest.raises(DisagreementError, match="mean absolute difference nan"):
-        compare(TRAINER, [engine([-1.0, float("nan")], [-3.0, -0.5])], 10.0)
+        compare_logprobs(TRAINER, [engine([-1.0, float("nan")], [-3.0, -0.5])], 10.0)
 
 
-def test_the_probe_is_random_and_the_same_for_a_seed() -> None:
+def test_the_sequences_are_random_and_the_same_for_a_seed() -> None:
     gate = LogprobGate(sequences=200, tokens=8)
-    first, again = (probe(gate, vocab=50, longest=8, seed=3) for _ in range(2))
+    first, again = (random_sequences(gate, vocab=50, longest=8, seed=3) for _ in range(2))
     assert [ids.tolist() for ids in first] == [ids.tolist() for ids in again]
-    assert [ids.tolist() for ids in first] != [ids.tolist() for ids in probe(gate, vocab=50, longest=8, seed=4)]
+    assert [ids.tolist() for ids in first] != [
+        ids.tolist() for ids in random_sequences(gate, vocab=50, longest=8, seed=4)
+    ]
     assert {len(ids) for ids in first} == set(range(2, 9))
     assert len(first[0]) == 8
     assert {int(token) for ids in first for token in ids} == set(range(50))
 
 
-def test_the_shortest_probe_has_one_log_probability() -> None:
-    assert [len(ids) for ids in probe(LogprobGate(sequences=3, tokens=2), vocab=9, longest=2, seed=0)] == [2, 2, 2]
+def test_the_shortest_sequence_has_one_log_probability() -> None:
+    assert [len(ids) for ids in random_sequences(LogprobGate(sequences=3, tokens=2), vocab=9, longest=2, seed=0)] == [
+        2,
+        2,
+        2,
+    ]

@@ -1,4 +1,4 @@
-"""What a reward model's directory says of its scores: their scale, and how they were on held-out preferences."""
+"""Files beside a reward model: the scale of its scores, and their statistics on held-out preferences."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ STATISTICS: Final = "reward_statistics.json"
 
 
 def read_scale(directory: str | None) -> ScoreScale:
-    """The scale of a reward model's scores; that which changes nothing where the directory has none."""
+    """The scale of a reward model's scores; the identity where the directory has none."""
     file = None if directory is None else Path(directory) / SCALE
     return ScoreScale(**json.loads(file.read_text())) if file is not None and file.exists() else ScoreScale()
 
 
 def write_scale(scale: ScoreScale, directory: Path) -> None:
-    """Puts the scale beside a reward model, for whoever uses its scores; a critic made of it has none."""
+    """Writes the scale beside a reward model; a critic that starts from the model does not use it."""
     (directory / SCALE).write_text(json.dumps(asdict(scale)) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceStatistics:
-    """How a reward model scores preferences, before any scale.
+    """Statistics of a reward model's raw scores of preferences.
 
     Args:
-        preferences: that were scored.
-        accuracy: part of them whose best response scores more than every other.
-        mean, std: of the scores of the best responses (``chosen``), of the others (``rejected``), and of the best one's
-            lead over the next (``margin``); the deviation is that of the population.
+        preferences: how many.
+        accuracy: the fraction whose best response scores more than every other.
+        mean, std: of the scores of the best responses (``chosen``), of the others (``rejected``), and of the difference
+            between the best one and the next (``margin``); std is the population's.
     """
 
     preferences: int
@@ -46,7 +46,7 @@ class PreferenceStatistics:
 
     @classmethod
     def of(cls, scores: npt.NDArray[np.float32]) -> PreferenceStatistics:
-        """Those of [preferences, responses] scores, the best response first."""
+        """Computes them from [preferences, responses] scores, the best response first."""
         chosen, rejected = scores[:, 0].astype(np.float64), scores[:, 1:].astype(np.float64)
         margin = chosen - rejected.max(1)
         columns = {"chosen": chosen, "rejected": rejected, "margin": margin}
@@ -58,7 +58,7 @@ class PreferenceStatistics:
         )
 
     def write(self, directory: Path) -> None:
-        """Puts them beside a reward model."""
+        """Writes them beside a reward model."""
         (directory / STATISTICS).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     def metrics(self) -> dict[str, float]:

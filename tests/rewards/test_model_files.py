@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megarl.algos.reward_shaping import ScoreScale
-from megarl.loop.reward_files import PreferenceStatistics, read_scale, write_scale
+from megarl.rewards.model_files import PreferenceStatistics, read_scale, write_scale
 
 
 def test_a_scale_is_what_was_written(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Optimizer steps of actor and critic: which are taken, which are forgone, and what goes along."""
+"""Optimizer steps of actor and critic: which are taken, which are skipped, and the pretraining texts in them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.config.schema import EarlyStop
-from megarl.loop.update import Updater, moved
+from megarl.loop.update import Updater, mean_kl
 from megarl.types import RankSchedule, RoleName, Schedule
 
 TOKENS = (10, 30)
@@ -19,7 +19,7 @@ BOTH: frozenset[RoleName] = frozenset({"actor", "critic"})
 
 
 class FakeRole:
-    """Notes what it is asked; each optimizer step tells the next of some divergences.
+    """Records its calls; each optimizer step reports the next of some KL divergences.
 
     Args:
         log: of all roles.
@@ -37,8 +37,8 @@ class FakeRole:
         steps = [{f"{prefix}/ppo_kl": self._kls.pop(0), f"{prefix}/kl_coef": kl_coef} for _ in schedules]
         return SimpleNamespace(wait=lambda: [None, steps])
 
-    def forgo(self, steps: int) -> None:
-        self._log.append((f"{self.name} forgoes", steps))
+    def skip_steps(self, steps: int) -> None:
+        self._log.append((f"{self.name} skips", steps))
 
     def sync_reference(self) -> None:
         self._log.append(("reference", "follows"))
@@ -63,9 +63,9 @@ def updated(
     warmup: int = 0,
     every: int | None = None,
     texts: Any = None,
-    learners: frozenset[RoleName] = BOTH,
+    trained_roles: frozenset[RoleName] = BOTH,
 ) -> tuple[list[dict[str, float]], list[tuple[str, Any]]]:
-    """What the steps of a step tell, and what was asked."""
+    """The metrics of the optimizer steps, and the calls."""
     log: list[tuple[str, Any]] = []
     sync = None if every is None else SimpleNamespace(every=every)
     config: Any = SimpleNamespace(
@@ -74,7 +74,7 @@ def updated(
     )
     roles: Any = {"actor": FakeRole("actor", log, list(kls)), "critic": FakeRole("critic", log, [0.0] * 6)}
     updater = Updater(config, roles, texts)
-    told = updater.update(object(), plan(step, together=stop is None), kl_coef=0.5, learners=learners)
+    told = updater.update(object(), plan(step, together=stop is None), kl_coef=0.5, trained_roles=trained_roles)
     return told, log
 
 
@@ -94,8 +94,8 @@ def test_an_epoch_that_moves_the_policy_too_far_is_the_last() -> None:
         ("critic", [10, 30]),
         ("actor", [10, 30]),
         ("critic", [10, 30]),
-        ("actor forgoes", 2),
-        ("critic forgoes", 2),
+        ("actor skips", 2),
+        ("critic skips", 2),
     ]
     assert len(told) == 4
 
@@ -103,7 +103,7 @@ def test_an_epoch_that_moves_the_policy_too_far_is_the_last() -> None:
 def test_a_quiet_policy_takes_all_epochs() -> None:
     told, log = updated([0.0] * 6, stop=EarlyStop(kl=0.01))
     assert len(told) == 6
-    assert not [name for name, _ in log if name.endswith("forgoes")]
+    assert not [name for name, _ in log if name.endswith("skips")]
 
 
 @pytest.mark.parametrize(("step", "names"), [(2, {"critic"}), (3, {"actor", "critic"})])
@@ -127,29 +127,29 @@ def test_texts_go_along_with_the_actor_alone() -> None:
 
 
 @pytest.mark.parametrize("stop", [None, EarlyStop(kl=0.01)])
-def test_a_role_with_nothing_to_learn_forgoes_its_steps(stop: EarlyStop | None) -> None:
-    told, log = updated([], stop=stop, learners=frozenset(), every=2)
+def test_a_role_with_nothing_to_learn_from_skips_its_steps(stop: EarlyStop | None) -> None:
+    told, log = updated([], stop=stop, trained_roles=frozenset(), every=2)
     assert told == []
-    assert log == [("actor forgoes", 6), ("critic forgoes", 6), ("reference", "follows")]
-    told, log = updated([], stop=stop, learners=frozenset({"critic"}))
-    assert {name for name, _ in log} == {"actor forgoes", "critic"}
+    assert log == [("actor skips", 6), ("critic skips", 6), ("reference", "follows")]
+    told, log = updated([], stop=stop, trained_roles=frozenset({"critic"}))
+    assert {name for name, _ in log} == {"actor skips", "critic"}
     assert [sorted(step) for step in told] == [["value/kl_coef", "value/ppo_kl"]] * 6
-    _, log = updated([], step=1, warmup=1, learners=frozenset())
-    assert log == [("critic forgoes", 6)], "an actor that waits has no steps to forgo"
+    _, log = updated([], step=1, warmup=1, trained_roles=frozenset())
+    assert log == [("critic skips", 6)], "during warmup the actor has no steps to skip"
 
 
 def test_texts_are_learnt_without_a_score() -> None:
     texts = SimpleNamespace(next=lambda schedules: (schedules, "texts"))
-    told, log = updated([0.0] * 6, texts=texts, learners=frozenset())
-    assert {name for name, _ in log} == {"critic forgoes", "actor", "texts"}
+    told, log = updated([0.0] * 6, texts=texts, trained_roles=frozenset())
+    assert {name for name, _ in log} == {"critic skips", "actor", "texts"}
     assert len(told) == 6
 
 
 def test_the_mean_is_over_tokens() -> None:
     steps = [{"policy/ppo_kl": 0.4}, {"policy/ppo_kl": 0.0}]
-    assert moved(steps, [schedule(10), schedule(30)]) == pytest.approx(0.1)
+    assert mean_kl(steps, [schedule(10), schedule(30)]) == pytest.approx(0.1)
 
 
 def test_steps_in_which_no_token_counts_are_not_in_the_mean() -> None:
-    assert moved([{"policy/ppo_kl": 0.4}, {}], [schedule(10), schedule(30)]) == pytest.approx(0.4)
-    assert moved([{}], [schedule(10)]) == 0.0
+    assert mean_kl([{"policy/ppo_kl": 0.4}, {}], [schedule(10), schedule(30)]) == pytest.approx(0.4)
+    assert mean_kl([{}], [schedule(10)]) == 0.0

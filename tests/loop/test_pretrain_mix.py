@@ -1,4 +1,4 @@
-"""Texts beside the rollouts: whose turn it is, what counts of them, and where a resumed run goes on."""
+"""Pretraining texts in the actor's optimizer steps: their order, the tokens that count, and resuming."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from megarl.config import PPOConfig, load
 from megarl.data.demonstrations import Demonstration
 from megarl.data.schedule import step_schedule
-from megarl.loop.update import TextMixture
+from megarl.loop.update import PretrainMix
 from megarl.types import SampleInfo, Schedule
 
 TEXTS = [
@@ -25,14 +25,14 @@ class Session:
         return dict(enumerate(chunks))
 
 
-def mixture(*overrides: str) -> TextMixture:
+def mixture(*overrides: str) -> PretrainMix:
     fields = ["ptx.data=owner/texts", "ptx.max_tokens=8", "ptx.sequences_per_mini_batch=3", "ptx.coef=0.5"]
     config = load("configs/debug/ppo.yaml", [*fields, *overrides])
     assert isinstance(config, PPOConfig)
-    return TextMixture(config, TEXTS, Session())  # type: ignore[arg-type]
+    return PretrainMix(config, TEXTS, Session())  # type: ignore[arg-type]
 
 
-def steps(count: int, mixed: TextMixture) -> tuple[Schedule, ...]:
+def steps(count: int, mixed: PretrainMix) -> tuple[Schedule, ...]:
     sample = SampleInfo(sample_id="a", prompt_id="a", chunk=0, row=0, prompt_tokens=3, response_tokens=1, finished=True)
     return tuple(step_schedule([sample], mixed._layout, 16) for _ in range(count))
 

@@ -1,0 +1,177 @@
+"""What the configuration of a run says of each role: checkpoint, head, layout, optimizer, loss, average."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megarl.algos.optimization import ptx_shares
+from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RewardModelConfig, RunConfig, TrainingConfig
+from megarl.config.schema import Algo, Choice, Optimizer, ValueNorm
+from megarl.types import Layout, RoleName
+
+Recompute = Literal["none", "selective", "full"]
+"""Activations that the backward pass computes again: none, those of core attention, or of whole layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewHead:
+    """A value or score head with normally distributed weights, the same on every rank.
+
+    Args:
+        std: of the weights, or the rule that computes it from the hidden size, see ``algos.reward_shaping.head_std``.
+        seed: of the weights.
+    """
+
+    std: float | Literal["inverse_sqrt", "inverse"]
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySpec:
+    """PPO's loss of an actor.
+
+    Args:
+        temperature: of the rollouts.
+        share: factor of the policy loss, and ``mix_share`` that of the pretraining texts' loss.
+        value_norm: of the critic, for the experience that the actor's ranks build; None without.
+    """
+
+    algo: Algo
+    temperature: float
+    share: float
+    mix_share: float
+    value_norm: ValueNorm | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueSpec:
+    """PPO's loss of a critic."""
+
+    algo: Algo
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSpec:
+    """The negative log-likelihood of texts; the stage is the prefix of its metrics."""
+
+    stage: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceSpec:
+    """A reward model's loss on preferences; the stage is the prefix of its metrics."""
+
+    stage: str
+    loss: Choice
+
+
+LossSpec = PolicySpec | ValueSpec | TextSpec | PreferenceSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSpec:
+    """How a role is trained.
+
+    Args:
+        total_steps: optimizer steps of the run.
+        steps_together: optimizer steps of one step of the run.
+        ema_decay: of the average of the weights; None keeps none.
+    """
+
+    optimizer: Optimizer
+    total_steps: int
+    steps_together: int
+    ema_decay: float | None
+    loss: LossSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleSpec:
+    """A role as its ranks build it.
+
+    Args:
+        checkpoint: Hugging Face directory; None is that of the run's model.
+        new_head: in place of the checkpoint's; None reads the checkpoint's.
+        vocab_size: token ids in use; None is all of the model's.
+        training: None of a role for inference alone.
+        reference_weight: what a step towards the actor's weights takes of them; None of a role that makes none.
+    """
+
+    name: RoleName
+    layout: Layout
+    recompute: Recompute
+    offload: bool
+    checkpoint: str | None
+    new_head: NewHead | None
+    vocab_size: int | None
+    training: TrainingSpec | None
+    reference_weight: float | None
+
+
+def role_specs(config: RunConfig, group: str) -> dict[RoleName, RoleSpec]:
+    """The roles of a group."""
+    return {name: _role_spec(config, name) for name in config.groups[group].roles}
+
+
+def _role_spec(config: RunConfig, name: RoleName) -> RoleSpec:
+    placed = config.role(name)
+    sync = config.algo.kl.reference_sync if isinstance(config, PPOConfig) and name == "reference" else None
+    return RoleSpec(
+        name=name,
+        layout=config.layout(name),
+        recompute=placed.recompute,
+        offload=placed.offload,
+        checkpoint=_checkpoint(config, name),
+        new_head=_new_head(config, name),
+        vocab_size=config.model.vocab_size,
+        training=_training(config, name) if isinstance(config, TrainingConfig) and name in config.trained else None,
+        reference_weight=None if sync is None else sync.weight,
+    )
+
+
+def _checkpoint(config: RunConfig, name: RoleName) -> str | None:
+    if name == "reward" and isinstance(config, PPOConfig | RAFTConfig | EvalConfig):
+        return config.reward.path
+    if name == "critic" and isinstance(config, PPOConfig) and config.critic is not None:
+        return config.critic.path
+    return None
+
+
+def _new_head(config: RunConfig, name: RoleName) -> NewHead | None:
+    if isinstance(config, RewardModelConfig):
+        return NewHead(std=config.reward.head_std, seed=config.reward.head_seed)
+    if name == "reward" and isinstance(config, PPOConfig | RAFTConfig | EvalConfig) and config.reward.path is None:
+        return NewHead(std=config.reward.head_std, seed=config.reward.head_seed)
+    if name == "critic" and isinstance(config, PPOConfig) and config.critic is not None:
+        critic = config.critic
+        return None if critic.head == "loaded" else NewHead(std=critic.head_std, seed=critic.head_seed)
+    return None
+
+
+def _training(config: TrainingConfig, name: RoleName) -> TrainingSpec:
+    ema = config.actor.ema if name == "actor" and isinstance(config, PPOConfig | RAFTConfig) else None
+    return TrainingSpec(
+        optimizer=config.optimizer(name),
+        total_steps=config.optimizer_steps(name),
+        steps_together=config.updates_per_step,
+        ema_decay=None if ema is None else ema.decay,
+        loss=_loss(config, name),
+    )
+
+
+def _loss(config: TrainingConfig, name: RoleName) -> LossSpec:
+    if isinstance(config, RewardModelConfig):
+        return PreferenceSpec(stage=config.stage, loss=config.reward.loss)
+    if not isinstance(config, PPOConfig):
+        return TextSpec(stage=config.stage)
+    if name == "critic":
+        return ValueSpec(algo=config.algo)
+    share, mix_share = (1.0, 0.0) if config.ptx is None else ptx_shares(coef=config.ptx.coef, mode=config.ptx.mode)
+    return PolicySpec(
+        algo=config.algo,
+        temperature=config.rollout.temperature,
+        share=share,
+        mix_share=mix_share,
+        value_norm=None if config.critic is None else config.critic.value_norm,
+    )

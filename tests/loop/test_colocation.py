@@ -1,0 +1,104 @@
+"""Who has the devices when: the calls of engines, trainers and resharder, in order."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.cluster.resharder import SyncReport
+from megarl.loop.colocation import Colocation
+from megarl.loop.rollout_trainer import RolloutTrainer
+
+REPORT = SyncReport(version=0, nbytes=8, messages=1, staging_bytes=8, seconds=2.0, stages={"offload": 100.0})
+
+
+class Log:
+    """Records the calls of everything that it stands for."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: object) -> SyncReport:
+            self.calls.append(" ".join([name, *map(str, args)]))
+            return REPORT
+
+        return call
+
+    def since(self) -> list[str]:
+        """The calls since the last look."""
+        calls, self.calls = self.calls, []
+        return calls
+
+
+def colocation(log: Any, *, sleep: bool) -> Colocation:
+    return Colocation(log, log, log, sleep=sleep)
+
+
+def test_engines_that_sleep_have_the_devices_to_themselves() -> None:
+    log = Log()
+    devices = colocation(log, sleep=True)
+    devices.sync(3)
+    assert log.since() == ["wake_weights", "sync 3", "rest", "wake_cache"]
+    devices.to_rollout()
+    assert log.since() == []
+    devices.to_training()
+    devices.to_training()
+    assert log.since() == ["sleep"]
+    devices.to_rollout()
+    assert log.since() == ["wake_weights", "sync 3", "rest", "wake_cache"], "the version of the last sync"
+    devices.to_training()
+    devices.sync()
+    assert log.since() == ["sleep", "wake_weights", "sync 3", "rest", "wake_cache"]
+
+
+def test_engines_that_stay_awake_keep_their_weights_while_trainers_work() -> None:
+    log = Log()
+    devices = colocation(log, sleep=False)
+    devices.sync(0)
+    assert log.since() == ["sync 0", "rest"]
+    devices.to_training()
+    assert log.since() == []
+    devices.to_rollout()
+    devices.to_rollout()
+    assert log.since() == ["rest"]
+
+
+@pytest.mark.parametrize(
+    ("sleep", "calls"), [(True, ["rest", "wake_weights", "wake_cache", "sleep"]), (False, ["rest"])]
+)
+def test_engines_that_read_files_get_no_weights_from_the_trainers(sleep: bool, calls: list[str]) -> None:
+    log: Any = Log()
+    devices = Colocation(log, log, None, sleep=sleep)
+    devices.to_rollout()
+    devices.to_rollout()
+    devices.to_training()
+    assert log.since() == calls
+
+
+def test_engines_that_have_the_devices_get_no_weights() -> None:
+    devices = colocation(Log(), sleep=True)
+    devices.sync(0)
+    with pytest.raises(AssertionError, match="the engines have the devices already"):
+        devices.sync(1)
+
+
+@pytest.mark.parametrize("sleep", [True, False])
+def test_offloading_is_a_stage_of_a_sync_and_not_of_its_seconds(sleep: bool) -> None:
+    report = colocation(Log(), sleep=sleep).sync(0)
+    assert 100.0 < report.stages["offload"] < 160.0
+    assert report.seconds == 2.0
+    assert report.metrics()["sync/gb_per_second"] == 4e-9
+
+
+@pytest.mark.parametrize(("every", "synced"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (9, [5])])
+def test_weights_go_to_the_engines_when_they_are_due_and_after_the_last_step(every: int, synced: list[int]) -> None:
+    log = Log()
+    trainer: Any = object.__new__(RolloutTrainer)
+    trainer._config = SimpleNamespace(rollout=SimpleNamespace(sync_every=every), run=SimpleNamespace(steps=5))
+    trainer._colocation = SimpleNamespace(sync=log.sync)
+    metrics = [trainer._sync(step) for step in range(1, 6)]
+    assert log.since() == [f"sync {step}" for step in synced]
+    assert [step for step, of_step in enumerate(metrics, 1) if of_step] == synced
