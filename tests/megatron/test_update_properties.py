@@ -93,12 +93,12 @@ def _updates(rank: int, directory: Path) -> Told:
     step("critic of some", VALUES, _with(columns, returns={i: _spoilt(i, chunk) for i, chunk in columns.items()}))
     step("critic of these alone", VALUES, columns, [i for i in STEPS[0] if i not in LEFT_OUT])
     nothing = {i: _filled(c, 0.0) for i, c in now.items()}
-    step("critic of some, the actor of nothing", VALUES, _with(columns, kept=nothing))
-    step("critic of nothing", VALUES, _with(columns, value_kept=nothing))
+    step("critic of some, the actor of nothing", VALUES, _with(columns, actor_mask=nothing))
+    step("critic of nothing", VALUES, _with(columns, critic_mask=nothing))
     whole = {i: _filled(c, 1.0) for i, c in now.items()}
-    step("all tokens", PLAIN, _with(columns, kept=whole))
-    step("odd tokens", PLAIN, _with(columns, kept=_alternating(now, first=True)))
-    step("even tokens", PLAIN, _with(columns, kept=_alternating(now, first=False)))
+    step("all tokens", PLAIN, _with(columns, actor_mask=whole))
+    step("odd tokens", PLAIN, _with(columns, actor_mask=_alternating(now, first=True)))
+    step("even tokens", PLAIN, _with(columns, actor_mask=_alternating(now, first=False)))
     step("penalty", REGULAR, columns)
     step("penalty that has adapted", {**REGULAR, "kl": {**REGULAR["kl"], "coef": KL_COEF / 3}}, columns)
     step("same", PLAIN, columns)
