@@ -89,10 +89,7 @@ def pack_shape(rows: Sequence[PackRow], pack_tokens: int) -> PackShape:
     if padding < 0:
         raise ValueError(f"rows of {sum(lengths)} tokens do not fit into a pack of {pack_tokens}")
     lengths += [min(PAD_SEQUENCE_TOKENS, padding - start) for start in range(0, padding, PAD_SEQUENCE_TOKENS)]
-    return PackShape(
-        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
-        max_seqlen=max(lengths),
-    )
+    return PackShape(cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), max_seqlen=max(lengths))
 
 
 def pack(rows: Sequence[PackRow], chunks: Chunks[TokenChunk], pack_tokens: int) -> PackedBatch:

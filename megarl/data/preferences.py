@@ -56,7 +56,8 @@ def load_pairs(
     """
 
     def read(columns: dict[str, Any]) -> _Read:
-        prompt, chosen, rejected = _whole_chats(encoder, columns) if _are_chats(columns) else _apart(encoder, columns)
+        chats = any(isinstance(columns.get(name), list) and len(columns[name]) > 1 for name in ("chosen", "rejected"))
+        prompt, chosen, rejected = (_whole_chats if chats else _apart)(encoder, columns)
         return prompt, (chosen, rejected), _margin(columns) if margins else None
 
     return _load(source, encoder, read, drop)
@@ -109,10 +110,6 @@ def _margin(columns: dict[str, Any]) -> float:
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not np.isfinite(margin):
         raise ValueError(f"margin is {margin!r}: it must be a number, by how much the chosen response is better")
     return float(margin)
-
-
-def _are_chats(columns: dict[str, Any]) -> bool:
-    return any(isinstance(columns.get(name), list) and len(columns[name]) > 1 for name in ("chosen", "rejected"))
 
 
 def _apart(encoder: Encoder, columns: dict[str, Any]) -> tuple[Ids, Ids, Ids]:

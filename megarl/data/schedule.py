@@ -219,10 +219,7 @@ def _schedule(shares: Sequence[Sequence[Unit]], layout: Layout, budget: int) -> 
     """Packs the units of every DP rank under one padded length."""
     units = [unit for share in shares for unit in share]
     ranks = packed(
-        shares,
-        unit=layout.pp if layout.vpp > 1 else 1,
-        capacity=max(budget, *map(_tokens, units)),
-        cost=_tokens,
+        shares, unit=layout.pp if layout.vpp > 1 else 1, capacity=max(budget, *map(_tokens, units)), cost=_tokens
     )
     longest_pack = max(sum(map(_tokens, pack)) for packs in ranks for pack in packs)
     multiple = layout.tp if layout.sequence_parallel else 1

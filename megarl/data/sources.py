@@ -189,8 +189,10 @@ _READERS: Final[Mapping[str, Callable[[Path], Iterator[Row]]]] = {".jsonl": _lin
 def _dataset(source: SourceFields) -> Iterator[Row]:
     """Yields the rows of one split of a data set, from the hub or a directory."""
     name = source.path if source.subset is None else f"{source.path} ({source.subset})"
+    # Written by ``save_to_disk`` of the library datasets.
+    saved = any((Path(source.path) / name).exists() for name in ("dataset_dict.json", "state.json"))
     try:
-        found = _saved(source) if _is_saved(source.path) else _loaded(source)
+        found = _saved(source) if saved else _loaded(source)
     except Exception as error:  # whatever a hub, a builder or a file's reader may raise
         kinds = " or ".join(_READERS)
         raise ValueError(
@@ -203,11 +205,6 @@ def _dataset(source: SourceFields) -> Iterator[Row]:
     split = f", {source.split}" if source.split else ""
     for number, columns in enumerate(found, start=1):
         yield Row(where=f"{name}{split}, row {number}", number=number, content=columns)
-
-
-def _is_saved(path: str) -> bool:
-    """Whether ``save_to_disk`` of the library datasets wrote the directory."""
-    return any((Path(path) / name).exists() for name in ("dataset_dict.json", "state.json"))
 
 
 def _saved(source: SourceFields) -> Any:

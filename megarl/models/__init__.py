@@ -1,4 +1,4 @@
-"""One declarative spec per model family: canonical tensors, Megatron's and vLLM's shard maps."""
+"""One specification per model family: canonical tensors, and shard maps of Megatron and vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's spec: its canonical tensors, and its shard maps in Megatron, its checkpoints and vLLM for any layout."""
+"""A model's specification: canonical tensors, and shard maps in Megatron, its checkpoints and vLLM for any layout."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from megarl.models.hf_config import (
 )
 from megarl.models.llama_like import LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
 from megarl.models.mixtral import MIXTRAL, QWEN3_MOE
-from megarl.models.param_types import Dims, Engine, GroupRank, ParamType, ShardCoords, VocabRows
-from megarl.models.shard_maps import Laid, Prefixed, build_shard_map, in_checkpoint
+from megarl.models.param_types import Dims, Engine, GroupRank, ParamType, ShardCoords, Stack, VocabRows
+from megarl.models.shard_maps import Prefixed, build_shard_map, in_checkpoint
 from megarl.types import HeadName, Layout
 from megarl.weights.shard_map import Manifest, ShardMap, TensorInfo
 
@@ -31,7 +31,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of(config: HFConfig) -> tuple[Family, HeadName]:
-    """The family of a config and the head that its architecture has.
+    """Returns the family of a config and the head of its architecture.
 
     Raises:
         UnsupportedModelError: no family has the architecture; the supported ones are named.
@@ -53,16 +53,15 @@ def family_of(config: HFConfig) -> tuple[Family, HeadName]:
 
 
 def chunk_layers(layers: int, layout: Layout, stage: int, chunk: int) -> range:
-    """The layers of a model chunk.
+    """Returns the layers of a model chunk.
 
-    Chunks follow one another: all first chunks of the stages in order, then all second ones. Their sizes differ by at
-    most one, and so do the stages'. The last stage has the shorter chunks first, for it has the output layer too, then
-    the first stage, which has the embedding.
+    All first chunks of the stages come first, then all second ones. Sizes differ by at most one, of chunks and of
+    stages. The shorter chunks are on the last stage, which has the output layer, and then on the first, which has the
+    embedding.
 
     Args:
-        layers: of the model; at least as many as there are chunks.
-        stage: the pipeline rank.
-        chunk: of the virtual stages of that rank.
+        layers: at least the number of chunks.
+        chunk: index among the virtual stages of the pipeline rank ``stage``.
     """
     pp, vpp = layout.pp, layout.vpp
     full, short = -(-layers // (pp * vpp)), -layers % (pp * vpp)
@@ -76,13 +75,7 @@ def chunk_layers(layers: int, layout: Layout, stage: int, chunk: int) -> range:
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronArgs:
-    """What Megatron's model is built from.
-
-    Args:
-        transformer: keyword arguments for ``TransformerConfig``.
-        gpt: for ``GPTModel``.
-        activation: of the MLP: ``silu``, or ``gelu`` in its approximation by tanh.
-    """
+    """Arguments of Megatron's ``TransformerConfig`` and ``GPTModel``, and the MLP's activation."""
 
     transformer: Mapping[str, Any]
     gpt: Mapping[str, Any]
@@ -91,16 +84,13 @@ class MegatronArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """What is known of a model from its HF config.
+    """Everything that follows from a model's HF config.
 
     Args:
-        family: the page that describes it.
-        config: the fields of ``config.json``.
-        dims: its sizes.
-        rope: its rotary embedding; None where positions are learned.
+        rope: None where positions are learned.
         dtype: of every parameter in the maps.
         tied: the output layer of the language model is the embedding.
-        head: what the checkpoint has on top: "lm", or "score".
+        head: of the checkpoint.
     """
 
     family: Family
@@ -113,7 +103,7 @@ class ModelSpec:
     head: HeadName
 
     def canonical(self, head: HeadName = "lm") -> dict[str, TensorInfo]:
-        """The model's HF tensors with a given head; a tied output layer is not among them."""
+        """Returns the HF tensors of the model with a head; a tied output layer is not among them."""
         named: list[tuple[str, ParamType]] = [("", param_type) for param_type in self._first()]
         prefix = self.table.layer_prefix.hf
         named += [(prefix.format(i), param_type) for i in range(self.dims.layers) for param_type in self.table.layer]
@@ -125,10 +115,10 @@ class ModelSpec:
         }
 
     def manifest(self, head: HeadName = "lm", *, new_head: bool = False) -> Manifest:
-        """What a checkpoint must contain to be loaded into the model with this head.
+        """Returns what a checkpoint must contain to be loaded into the model with this head.
 
         Args:
-            new_head: the value or score head is made anew, so that a checkpoint with any head will do.
+            new_head: the value or score head is initialised anew; the checkpoint may have any head.
         """
         tensors, output = self.canonical(head), self.table.output.names.hf
         ignored = ["*.rotary_emb.inv_freq", *self.family.ignored]
@@ -143,7 +133,7 @@ class ModelSpec:
         return Manifest(tensors=tensors, ignored=tuple(ignored), bare_prefix=self.family.bare_prefix, tied=tied)
 
     def hf_config(self, head: HeadName = "lm") -> dict[str, Any]:
-        """The ``config.json`` of a checkpoint of the model with this head."""
+        """Returns the ``config.json`` of a checkpoint of the model with this head."""
         config = {name: value for name, value in self.config.items() if name != "torch_dtype"}
         config["dtype"] = self.dtype
         config["architectures"] = [self.family.lm_class if head == "lm" else self.family.score_class]
@@ -152,11 +142,11 @@ class ModelSpec:
         return config
 
     def layers(self, layout: Layout, pp: int, chunk: int) -> range:
-        """The layers that a model chunk of a pipeline rank holds."""
+        """Returns the layers of a model chunk of a pipeline rank."""
         return chunk_layers(self.dims.layers, layout, pp, chunk)
 
     def megatron_map(self, layout: Layout, rank: int, head: HeadName = "lm") -> ShardMap:
-        """What a rank of a Megatron role holds; its parameters are named ``{model chunk}:{name in GPTModel}``.
+        """Returns the map of a rank of a Megatron role; parameters are named ``{model chunk}:{name in GPTModel}``.
 
         Raises:
             ValueError: the layout does not fit the model; every reason is listed.
@@ -166,29 +156,31 @@ class ModelSpec:
         at = ShardCoords(
             tp=GroupRank(rank=coords.tp, size=layout.tp), ep=GroupRank(rank=layout.expert_rank(coords), size=layout.ep)
         )
-        laid = self._laid(self.table.layer, "megatron", at)
+        stacks = self._stacks(self.table.layer, "megatron", at)
         groups: list[Prefixed] = []
         for chunk in range(layout.vpp):
             local = f"{chunk}:"
             if coords.pp == 0 and chunk == 0:
-                groups.append((local, "", self._laid(self._first(), "megatron", at)))
+                groups.append((local, "", self._stacks(self._first(), "megatron", at)))
             for i, layer in enumerate(self.layers(layout, coords.pp, chunk)):
                 hf, megatron = self.table.layer_prefix.hf.format(layer), self.table.layer_prefix.megatron.format(i)
-                groups.append((local + megatron, hf, laid))
+                groups.append((local + megatron, hf, stacks))
             if coords.pp == layout.pp - 1 and chunk == layout.vpp - 1:
-                copied = self.tied and head == "lm" and layout.pp > 1
-                output = (self._tied_output(),) if copied else self._output(head)
-                groups.append((local, "", self._laid((*self.table.final, *output), "megatron", at)))
+                output = self._output(head)
+                if self.tied and head == "lm" and layout.pp > 1:  # this stage has a copy of the embedding
+                    names = replace(self.table.output.names, hf=self.table.embedding.names.hf)
+                    output = (VocabRows(names=names),)
+                groups.append((local, "", self._stacks((*self.table.final, *output), "megatron", at)))
         return build_shard_map(groups, self.dtype)
 
     def checkpoint_map(
         self, head: HeadName = "lm", *, vocab_rows: int | None = None, transformer_engine: bool = True
     ) -> ShardMap:
-        """The global tensors of a distributed checkpoint of the model as Megatron-LM writes it, by their keys.
+        """Returns the map of the global tensors of a Megatron-LM distributed checkpoint, by their keys.
 
         Args:
-            vocab_rows: of its embedding and output layer, padding included; without padding by default.
-            transformer_engine: whether it is of Megatron's modules for Transformer Engine; without, the norm before the
+            vocab_rows: of embedding and output layer, padding included; by default the vocabulary.
+            transformer_engine: the checkpoint is of modules for Transformer Engine; otherwise the norm before the
                 experts has another key.
         """
         coords = ShardCoords(tp=GroupRank())
@@ -197,9 +189,9 @@ class ModelSpec:
         for param_type in (*self._first(), *self.table.final, *self._output(head)):
             if isinstance(param_type, VocabRows):
                 whole = param_type.rows("megatron", self.dims, 0, vocab_rows or self.dims.vocab)
-                groups.append(("", "", [Laid.of(whole)]))
+                groups.append(("", "", [whole]))
             else:
-                groups.append(("", "", self._laid((param_type,), "megatron", coords)))
+                groups.append(("", "", self._stacks((param_type,), "megatron", coords)))
         local = self.table.layer_prefix.megatron.removesuffix("{}.")
         stacks = [
             stack for param_type in self.table.layer for stack in param_type.stacks("megatron", self.dims, coords)
@@ -207,37 +199,33 @@ class ModelSpec:
         for i in range(self.dims.layers):
             stored = (
                 in_checkpoint(
-                    stack,
-                    i,
-                    self.dims.layers,
-                    experts=self.dims.experts,
-                    norm_in_mlp=dense or not transformer_engine,
+                    stack, i, self.dims.layers, experts=self.dims.experts, norm_in_mlp=dense or not transformer_engine
                 )
                 for stack in stacks
             )
-            groups.append((local, self.table.layer_prefix.hf.format(i), [Laid.of(stack) for stack in stored]))
+            groups.append((local, self.table.layer_prefix.hf.format(i), list(stored)))
         return build_shard_map(groups, self.dtype)
 
     def vllm_map(self, tp: int, rank: int) -> ShardMap:
-        """What a TP rank of a vLLM engine holds of the language model, under vLLM's fused names.
+        """Returns the map of a TP rank of a vLLM engine, under vLLM's fused names.
 
         Raises:
             ValueError: TP does not fit the model; every reason is listed.
         """
         self.check_vllm(tp)
         coords = ShardCoords(tp=GroupRank(rank=rank, size=tp))
-        prefix, laid = self.table.layer_prefix, self._laid(self.table.layer, "vllm", coords)
-        groups: list[Prefixed] = [("", "", self._laid(self._first(), "vllm", coords))]
-        groups += [(prefix.vllm.format(i), prefix.hf.format(i), laid) for i in range(self.dims.layers)]
-        groups.append(("", "", self._laid((*self.table.final, *self._output("lm")), "vllm", coords)))
+        prefix, stacks = self.table.layer_prefix, self._stacks(self.table.layer, "vllm", coords)
+        groups: list[Prefixed] = [("", "", self._stacks(self._first(), "vllm", coords))]
+        groups += [(prefix.of("vllm").format(i), prefix.hf.format(i), stacks) for i in range(self.dims.layers)]
+        groups.append(("", "", self._stacks((*self.table.final, *self._output("lm")), "vllm", coords)))
         return build_shard_map(groups, self.dtype)
 
     def padded_vocab(self, tp: int) -> int:
-        """The vocabulary of Megatron's model at a TP, padding included."""
+        """Returns the vocabulary of Megatron's model at a TP, padding included."""
         return self.dims.padded_vocab("megatron", tp)
 
     def transformer(self, tp: int, head: HeadName = "lm") -> MegatronArgs:
-        """The arguments with which Megatron builds this model."""
+        """Returns the arguments from which Megatron builds this model."""
         return MegatronArgs(
             transformer={
                 "num_layers": self.dims.layers,
@@ -260,7 +248,7 @@ class ModelSpec:
         )
 
     def check_megatron(self, layout: Layout) -> None:
-        """Raises ValueError, listing every reason, if Megatron cannot hold the model in this layout."""
+        """Raises ValueError, with every reason, where Megatron cannot hold the model in this layout."""
         dims, tp, chunks = self.dims, layout.tp, layout.pp * layout.vpp
         qkv = (dims.heads + 2 * dims.kv_heads) * dims.head_dim
         sizes = {"attention heads": dims.heads, "MLP channels": dims.ffn, "rows of queries, keys and values": qkv}
@@ -276,7 +264,7 @@ class ModelSpec:
         _refuse("Megatron cannot hold the model in this layout", problems)
 
     def check_vllm(self, tp: int) -> None:
-        """Raises ValueError, listing every reason, if vLLM cannot hold the model at this TP."""
+        """Raises ValueError, with every reason, where vLLM cannot hold the model at this TP."""
         dims = self.dims
         sizes = {
             "attention heads": dims.heads,
@@ -289,33 +277,27 @@ class ModelSpec:
         _refuse("vLLM cannot hold the model", problems)
 
     def _first(self) -> tuple[ParamType, ...]:
-        """What precedes the first layer."""
         return (self.table.embedding, *((self.table.positions,) if self.table.positions else ()))
 
     def _output(self, head: HeadName) -> tuple[ParamType, ...]:
-        """The output layer as tensors of its own: none where it is tied."""
+        """Returns the output layer's own tensors; none where it is tied."""
         if head != "lm":
             return (self.table.score,)
         return () if self.tied else (self.table.output,)
 
-    def _tied_output(self) -> VocabRows:
-        """The last stage's copy of a tied embedding: the output layer's names for the embedding's tensor."""
-        return VocabRows(names=replace(self.table.output.names, hf=self.table.embedding.names.hf))
-
-    def _laid(self, param_types: Iterable[ParamType], engine: Engine, coords: ShardCoords) -> list[Laid]:
-        """The stacks of some param_types."""
-        return [Laid.of(stack) for param_type in param_types for stack in param_type.stacks(engine, self.dims, coords)]
+    def _stacks(self, param_types: Iterable[ParamType], engine: Engine, coords: ShardCoords) -> list[Stack]:
+        return [stack for param_type in param_types for stack in param_type.stacks(engine, self.dims, coords)]
 
 
 def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
-    """The spec of a model.
+    """Returns the specification of a model.
 
     Args:
-        config: the fields of its HF ``config.json``.
-        dtype: of the parameters in the maps; the config's own by default.
+        config: the fields of its ``config.json``.
+        dtype: of the maps; by default the stored one.
 
     Raises:
-        UnsupportedModelError: no spec describes it; every problem is listed.
+        UnsupportedModelError: no family describes it; every problem is listed.
     """
     family, head = family_of(config)
     stated = dict(config) if dtype is None else {**config, "dtype": dtype}
@@ -343,7 +325,7 @@ def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
 
 
 def _positions(rope: Rope | None) -> dict[str, Any]:
-    """The arguments of ``GPTModel`` that say how positions enter."""
+    """Returns the arguments of ``GPTModel`` for positions."""
     if rope is None:
         return {"position_embedding_type": "learned_absolute"}
     return {

@@ -1,4 +1,4 @@
-"""The elements that the engines fuse: queries with keys and values, gates with up-projections, the experts."""
+"""Parameter types that engines fuse: queries with keys and values, gates with up-projections, experts."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from megarl.models.param_types import (
 from megarl.weights.shard_map import Shape
 
 MEGATRON_EXPERTS = "mlp.experts.local_experts.{}"
-"""Megatron's module of an expert, by its index among the rank's."""
+"""Megatron's module of an expert, by its local index."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FusedQKV:
     """The query, key and value projections in one matrix.
 
-    Megatron stacks [query heads of the group; key; value] per KV group, and TP splits the rows of that, which cuts
-    groups where TP exceeds their number. vLLM stacks [query; key; value] of the rank's heads; where TP exceeds the KV
-    heads, neighbouring ranks hold the same one.
+    Megatron stacks [query heads of the group; key; value] per KV group; TP splits these rows, and cuts groups where it
+    exceeds their number. vLLM stacks [query; key; value] of the rank's heads; where TP exceeds the KV heads,
+    neighbouring ranks hold the same one.
 
     Args:
-        query, key, value: HF's projections; those with one name are one tensor, one after the other.
-        megatron, vllm: the fused one.
+        query, key, value: HF's projections; those of one name are concatenated in one tensor.
         transposed: HF stores the matrices as [hidden, rows].
     """
 
@@ -80,17 +79,15 @@ class FusedQKV:
 
 
 def _heads(projection: TensorRange, first: int, last: int, dims: Dims) -> TensorRange:
-    """The rows of attention heads [first, last)."""
     return projection.within(first * dims.head_dim, last * dims.head_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FusedGateUp:
-    """The gate's and the up-projection's rows, split over TP each, in one matrix: [gate shard; up shard].
+    """The gate and the up-projection in one matrix: [gate shard; up shard].
 
     Args:
-        gate, up: HF's projections; if they have one name, they are one tensor, the gate first.
-        megatron, vllm: the fused one.
+        gate, up: HF's projections; with one name, they are one tensor, the gate first.
     """
 
     gate: str
@@ -115,8 +112,8 @@ class FusedGateUp:
 class Experts:
     """The experts of a layer: gated MLPs without biases.
 
-    Megatron has modules of its own for the rank's experts, each fused as in a dense model. vLLM has two parameters for
-    all experts: [experts, gate shard; up shard, hidden] and [experts, hidden, channels of the shard].
+    Megatron has a module per local expert, fused as in a dense model. vLLM has two parameters for all experts:
+    [experts, gate shard; up shard, hidden] and [experts, hidden, channels of the shard].
 
     Args:
         gate, up, down: HF's matrices, with ``{}`` for the expert's index.

@@ -1,6 +1,6 @@
 """GPT-2: learned positions, LayerNorms, biases everywhere, and matrices that HF stores as [inputs, outputs].
 
-The dropouts in its configs are of its pretraining; here no model drops anything.
+The dropouts in its configs are of pretraining; here no model drops anything.
 """
 
 from __future__ import annotations
@@ -16,16 +16,11 @@ def _describe(read: HFConfigReader) -> ParamTable:
     read.require("reorder_and_upcast_attn", False, only="False")
     read.require("add_cross_attention", False, only="decoders without encoders")
     return ParamTable(
-        embedding=VocabRows(
-            names=Names(hf="transformer.wte", megatron="embedding.word_embeddings", vllm="transformer.wte")
-        ),
-        positions=Matrix(
-            names=Names(hf="transformer.wpe", megatron="embedding.position_embeddings", vllm="transformer.wpe"),
-            rows="positions",
-        ),
-        layer_prefix=Names(hf="transformer.h.{}.", megatron="decoder.layers.{}.", vllm="transformer.h.{}."),
+        embedding=VocabRows(names=Names("transformer.wte", "embedding.word_embeddings")),
+        positions=Matrix(names=Names("transformer.wpe", "embedding.position_embeddings"), rows="positions"),
+        layer_prefix=Names("transformer.h.{}.", "decoder.layers.{}."),
         layer=(
-            Vector(names=Names(hf="ln_1", megatron="input_layernorm", vllm="ln_1"), bias=True),
+            Vector(names=Names("ln_1", "input_layernorm"), bias=True),
             FusedQKV(
                 query="attn.c_attn",
                 key="attn.c_attn",
@@ -36,33 +31,15 @@ def _describe(read: HFConfigReader) -> ParamTable:
                 transposed=True,
             ),
             RowParallel(
-                names=Names(hf="attn.c_proj", megatron="self_attention.linear_proj", vllm="attn.c_proj"),
-                inputs="attention",
-                bias=True,
-                transposed=True,
+                names=Names("attn.c_proj", "self_attention.linear_proj"), inputs="attention", bias=True, transposed=True
             ),
-            Vector(names=Names(hf="ln_2", megatron="pre_mlp_layernorm", vllm="ln_2"), bias=True),
-            ColumnParallel(
-                names=Names(hf="mlp.c_fc", megatron="mlp.linear_fc1", vllm="mlp.c_fc"),
-                outputs="ffn",
-                bias=True,
-                transposed=True,
-            ),
-            RowParallel(
-                names=Names(hf="mlp.c_proj", megatron="mlp.linear_fc2", vllm="mlp.c_proj"),
-                inputs="ffn",
-                bias=True,
-                transposed=True,
-            ),
+            Vector(names=Names("ln_2", "pre_mlp_layernorm"), bias=True),
+            ColumnParallel(names=Names("mlp.c_fc", "mlp.linear_fc1"), outputs="ffn", bias=True, transposed=True),
+            RowParallel(names=Names("mlp.c_proj", "mlp.linear_fc2"), inputs="ffn", bias=True, transposed=True),
         ),
-        final=(
-            Vector(
-                names=Names(hf="transformer.ln_f", megatron="decoder.final_layernorm", vllm="transformer.ln_f"),
-                bias=True,
-            ),
-        ),
-        output=VocabRows(names=Names(hf="lm_head", megatron="output_layer", vllm="lm_head")),
-        score=Matrix(names=Names(hf="score", megatron="output_layer", vllm="score"), rows="one"),
+        final=(Vector(names=Names("transformer.ln_f", "decoder.final_layernorm"), bias=True),),
+        output=VocabRows(names=Names("lm_head", "output_layer")),
+        score=Matrix(names=Names("score", "output_layer"), rows="one"),
         megatron={
             "normalization": "LayerNorm",
             "layernorm_epsilon": read.number("layer_norm_epsilon"),

@@ -1,4 +1,4 @@
-"""Reading of HF configurations: what a model family's page states, and the fields that all families share."""
+"""HF configurations: what a model family states, and the fields that all families share."""
 
 from __future__ import annotations
 
@@ -15,26 +15,24 @@ HF_ACTIVATIONS: Mapping[Activation, tuple[str, ...]] = {
     "silu": ("silu",),
     "gelu_tanh": ("gelu_new", "gelu_pytorch_tanh"),
 }
-"""What HF's ``hidden_act`` calls the activations."""
+"""Values of HF's ``hidden_act``."""
 
 
 class UnsupportedModelError(ValueError):
-    """The model's architecture or one of its features has no spec; the message lists every problem."""
+    """The architecture or one of its features is not supported; the message lists every problem."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamTable:
-    """Where the tensors of a family are, in the order in which vLLM's parameters are loaded.
+    """The parameters of a family, in the order in which vLLM loads them.
 
     Args:
-        embedding: the input embedding.
-        positions: the learned embedding of positions, where there is one.
-        layer_prefix: the prefix of a layer's names, with ``{}`` for its index (Megatron counts within a model chunk).
-        layer: the elements of one layer, without that prefix.
+        positions: the learned position embedding, if any.
+        layer_prefix: prefix of a layer's names, with ``{}`` for its index (Megatron counts within a model chunk).
+        layer: parameters of one layer, without that prefix.
         final: what follows the last layer: the final norm.
-        output: the output layer of a language model.
-        score: the [1, hidden] head that replaces it in value and reward models.
-        megatron: the fields of Megatron's ``TransformerConfig`` that are the family's own: norms, biases, the MLP.
+        score: the [1, hidden] head that replaces ``output`` in value and reward models.
+        megatron: the family's own fields of ``TransformerConfig``: norms, biases, the MLP.
     """
 
     embedding: VocabRows
@@ -49,19 +47,17 @@ class ParamTable:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A family's page.
+    """A model family.
 
     Args:
-        model_type: HF's ``model_type``.
         lm_class, score_class: HF's classes with a language-model head and with a score head.
-        describe: makes the table of a config, and notes what it does not support.
-        fields: the config's names of fields where they are not the usual ones; see ``HFConfigReader``.
-        defaults: what HF assumes of fields that a config lacks, by their usual names.
-        activation: of the MLP.
-        rotary: positions enter by rotary embeddings; otherwise they are learned.
-        mlp_ratio: of the MLP's channels to the hidden ones where a config does not say.
-        bare_prefix: what names begin with that checkpoints of the model without a head may leave away.
-        ignored: patterns (as of fnmatch) of tensors that checkpoints may contain besides.
+        describe: returns the table of a config, and notes what is not supported.
+        fields: config names of fields that are not the usual ones; see ``HFConfigReader``.
+        defaults: HF's values for fields that a config lacks, by their usual names.
+        rotary: positions are rotary; otherwise learned.
+        mlp_ratio: default ratio of the MLP's channels to the hidden ones.
+        bare_prefix: name prefix that checkpoints of the model without a head may omit.
+        ignored: patterns (as of fnmatch) of tensors that checkpoints may contain as well.
     """
 
     model_type: str
@@ -80,7 +76,7 @@ class Family:
 HFConfig = Mapping[str, Any]
 
 LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The parameters of llama3 rope scaling that Megatron does not take (RotaryEmbedding of megatron-core 0.16.1)."""
+"""Constants of llama3 rope scaling in Megatron (RotaryEmbedding of megatron-core 0.16.1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,13 +89,11 @@ class Rope:
 
 @dataclass
 class HFConfigReader:
-    """Reads fields of an HF config and collects what is wrong with them.
+    """Reads fields of an HF config and collects problems, one line each.
 
     Args:
-        config: the fields of a ``config.json``.
-        fields: what the family calls fields that others call by the key; the first name that the config has counts.
-        defaults: what HF's configuration class assumes of fields that the config lacks.
-        problems: filled with one line per problem.
+        fields: the family's names of a field, by its usual name; the first one in the config counts.
+        defaults: HF's values for fields that the config lacks.
     """
 
     config: HFConfig
@@ -108,17 +102,17 @@ class HFConfigReader:
     problems: list[str] = field(default_factory=list[str])
 
     def name(self, field: str) -> str:
-        """What the config calls a field."""
+        """Returns the config's name of a field."""
         names = self.fields.get(field, (field,))
         return next((name for name in names if name in self.config), names[0])
 
     def get(self, field: str) -> Any:
-        """A field's value, HF's own default where the config lacks it."""
+        """Returns a field's value, or HF's default."""
         name = self.name(field)
         return self.config[name] if name in self.config else self.defaults.get(field)
 
     def positive(self, field: str, default: int | None = None) -> int:
-        """A positive integer; a null counts as ``default``."""
+        """Reads a positive integer; null counts as ``default``."""
         value = self.get(field)
         value = default if value is None else value
         if isinstance(value, int) and value > 0:
@@ -127,7 +121,7 @@ class HFConfigReader:
         return 1
 
     def number(self, field: str) -> float:
-        """A number above 0."""
+        """Reads a number above 0."""
         value = self.get(field)
         if isinstance(value, int | float) and value > 0:
             return float(value)
@@ -135,17 +129,13 @@ class HFConfigReader:
         return 1.0
 
     def require(self, field: str, *values: Any, only: str) -> None:
-        """Notes a problem unless the field is absent, null or one of some values.
-
-        Args:
-            only: what is supported, for the message.
-        """
+        """Notes a problem unless the field is absent, null or one of the values; ``only`` says what is supported."""
         actual = self.get(field)
         if actual is not None and actual not in values:
             self.problems.append(f"{self.name(field)}: {actual!r} is not supported (only {only})")
 
     def dims(self, *, rotary: bool, mlp_ratio: int | None) -> Dims:
-        """The decoder's sizes; arguments as of ``Family``."""
+        """Reads the decoder's sizes; arguments as of ``Family``."""
         hidden, heads = self.positive("hidden_size"), self.positive("num_attention_heads")
         dims = Dims(
             vocab=self.positive("vocab_size"),
@@ -166,14 +156,14 @@ class HFConfigReader:
         return dims
 
     def dtype(self) -> str:
-        """The dtype of the stored weights; HF reads files that name none as float32."""
+        """Reads the dtype of the stored weights; HF's default is float32."""
         name = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32").removeprefix("torch.")
         if name not in ITEM_BYTES:
             self.problems.append(f"dtype: {name} is not supported; supported are {', '.join(ITEM_BYTES)}")
         return name
 
     def rope(self) -> Rope:
-        """The rotary embedding, from ``rope_parameters`` or the older ``rope_theta`` and ``rope_scaling``."""
+        """Reads ``rope_parameters``, or the older ``rope_theta`` and ``rope_scaling``."""
         settings: Mapping[str, Any] = self.get("rope_parameters") or self.get("rope_scaling") or {}
         base = settings.get("rope_theta") or self.config.get("rope_theta") or self.defaults.get("rope_theta")
         if base is None:

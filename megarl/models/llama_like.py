@@ -18,7 +18,7 @@ QKV = FusedQKV(
     vllm="self_attn.qkv_proj",
 )
 MLP_IN = FusedGateUp(gate="mlp.gate_proj", up="mlp.up_proj", megatron="mlp.linear_fc1", vllm="mlp.gate_up_proj")
-MLP_DOWN = RowParallel(names=Names(hf="mlp.down_proj", megatron="mlp.linear_fc2", vllm="mlp.down_proj"), inputs="ffn")
+MLP_DOWN = RowParallel(names=Names("mlp.down_proj", "mlp.linear_fc2"), inputs="ffn")
 
 
 def llama_table(
@@ -30,39 +30,30 @@ def llama_table(
     output_bias: bool = False,
     megatron: Mapping[str, Any] | None = None,
 ) -> ParamTable:
-    """Llama's tensors, which other families share.
+    """Returns Llama's parameters, with what differs in other families.
 
     Args:
-        qkv: the query, key and value projections.
         head_norms: norms of each head's query and key.
-        mlp: the MLP, or what is in its coords.
+        mlp: the MLP, or what replaces it.
         output_bias: the attention's output projection has a bias.
-        megatron: what Megatron has to know besides.
+        megatron: further fields of ``TransformerConfig``.
     """
     return ParamTable(
-        embedding=VocabRows(
-            names=Names(hf="model.embed_tokens", megatron="embedding.word_embeddings", vllm="model.embed_tokens")
-        ),
-        layer_prefix=Names(hf="model.layers.{}.", megatron="decoder.layers.{}.", vllm="model.layers.{}."),
+        embedding=VocabRows(names=Names("model.embed_tokens", "embedding.word_embeddings")),
+        layer_prefix=Names("model.layers.{}.", "decoder.layers.{}."),
         layer=(
-            Vector(names=Names(hf="input_layernorm", megatron="input_layernorm", vllm="input_layernorm")),
+            Vector(names=Names("input_layernorm", "input_layernorm")),
             qkv,
             *head_norms,
             RowParallel(
-                names=Names(hf="self_attn.o_proj", megatron="self_attention.linear_proj", vllm="self_attn.o_proj"),
-                inputs="attention",
-                bias=output_bias,
+                names=Names("self_attn.o_proj", "self_attention.linear_proj"), inputs="attention", bias=output_bias
             ),
-            Vector(
-                names=Names(
-                    hf="post_attention_layernorm", megatron="pre_mlp_layernorm", vllm="post_attention_layernorm"
-                )
-            ),
+            Vector(names=Names("post_attention_layernorm", "pre_mlp_layernorm")),
             *mlp,
         ),
-        final=(Vector(names=Names(hf="model.norm", megatron="decoder.final_layernorm", vllm="model.norm")),),
-        output=VocabRows(names=Names(hf="lm_head", megatron="output_layer", vllm="lm_head")),
-        score=Matrix(names=Names(hf="score", megatron="output_layer", vllm="score"), rows="one"),
+        final=(Vector(names=Names("model.norm", "decoder.final_layernorm")),),
+        output=VocabRows(names=Names("lm_head", "output_layer")),
+        score=Matrix(names=Names("score", "output_layer"), rows="one"),
         megatron={
             "normalization": "RMSNorm",
             "layernorm_epsilon": read.number("rms_norm_eps"),
@@ -172,16 +163,12 @@ QWEN2 = Family(
 
 
 HEAD_NORMS: tuple[ParamType, ...] = tuple(
-    Vector(
-        names=Names(hf=f"self_attn.{of}_norm", megatron=f"self_attention.{of}_layernorm", vllm=f"self_attn.{of}_norm"),
-        width="head",
-    )
-    for of in ("q", "k")
+    Vector(names=Names(f"self_attn.{of}_norm", f"self_attention.{of}_layernorm"), width="head") for of in ("q", "k")
 )
 
 
 def refuse_uncommon_attention(read: HFConfigReader) -> None:
-    """Notes what neither Qwen3 nor its mixtures of experts support."""
+    """Notes what neither Qwen3 nor Qwen3-MoE supports."""
     read.require("attention_bias", False, only="False: vLLM's Qwen3 has no bias on o_proj")
     read.require("use_sliding_window", False, only="full attention")
     read.require("dual_chunk_attention_config", only="attention over the whole sequence")

@@ -11,10 +11,10 @@ from megarl.models.param_types import Matrix, Names, ParamType
 
 
 def routing(read: HFConfigReader, *, renormalised: bool) -> dict[str, Any]:
-    """The fields of ``TransformerConfig`` for a router that weights its choice of experts by softmax.
+    """Returns the fields of ``TransformerConfig`` for a router that weights its chosen experts by softmax.
 
     Args:
-        renormalised: the chosen experts' weights sum to 1, which is softmax after the choice.
+        renormalised: the weights of the chosen experts sum to 1: softmax follows the choice.
     """
     chosen, experts = read.positive("num_experts_per_tok"), read.positive("num_experts")
     if chosen > experts:
@@ -30,9 +30,7 @@ def routing(read: HFConfigReader, *, renormalised: bool) -> dict[str, Any]:
 
 
 _MIXTRAL_MOE: tuple[ParamType, ...] = (
-    Matrix(
-        names=Names(hf="block_sparse_moe.gate", megatron="mlp.router", vllm="block_sparse_moe.gate"), rows="experts"
-    ),
+    Matrix(names=Names("block_sparse_moe.gate", "mlp.router"), rows="experts"),
     Experts(
         gate="block_sparse_moe.experts.{}.w1",
         up="block_sparse_moe.experts.{}.w3",
@@ -66,7 +64,7 @@ MIXTRAL = Family(
 
 
 _QWEN3_MOE: tuple[ParamType, ...] = (
-    Matrix(names=Names(hf="mlp.gate", megatron="mlp.router", vllm="mlp.gate"), rows="experts"),
+    Matrix(names=Names("mlp.gate", "mlp.router"), rows="experts"),
     Experts(
         gate="mlp.experts.{}.gate_proj",
         up="mlp.experts.{}.up_proj",

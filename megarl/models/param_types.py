@@ -1,23 +1,24 @@
-"""The vocabulary of the specs: how a group of canonical tensors is stored by Megatron and by vLLM, for any TP and EP.
+"""Parameter types: how Megatron and vLLM store groups of canonical tensors, for any TP and EP.
 
-Every local parameter here is a stack: ranges of canonical tensors one after the other along one axis, maybe below
-leading axes. An element says which ranges each engine stacks; both engines' maps follow from that.
+Every local parameter is a stack: ranges of canonical tensors concatenated along one axis, perhaps below leading axes. A
+parameter type says which ranges each engine stacks; the shard maps of both engines follow from that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, Protocol
 
-from megarl.weights.shard_map import Shape
+from megarl.weights.shard_map import Box, Shape
 
 Engine = Literal["megatron", "vllm"]
 Width = Literal["hidden", "attention", "ffn", "head"]
 Count = Literal["one", "positions", "experts"]
 
 VOCAB_MULTIPLE = 64
-"""vLLM pads the vocabulary to a multiple of this; Megatron's is padded to a multiple of this times TP."""
+"""vLLM pads the vocabulary to a multiple of this, Megatron to a multiple of this times TP."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +26,8 @@ class Dims:
     """The sizes of a decoder.
 
     Args:
-        vocab: token ids.
-        hidden: channels between the layers.
-        ffn: channels inside the MLP, or inside each expert.
-        heads, kv_heads: query heads, and heads of keys and values.
-        head_dim: channels of one head.
-        positions: of the longest sequence.
+        ffn: channels of the MLP, or of each expert.
+        positions: maximum sequence length.
         experts: per layer; 0 in a dense model.
     """
 
@@ -45,29 +42,27 @@ class Dims:
     experts: int = 0
 
     def width(self, what: Width) -> int:
-        """The number of channels of a kind of activation."""
         attention = self.heads * self.head_dim
         return {"hidden": self.hidden, "attention": attention, "ffn": self.ffn, "head": self.head_dim}[what]
 
     def count(self, what: Count) -> int:
-        """The number of rows of a matrix that is whole on every TP rank."""
         return {"one": 1, "positions": self.positions, "experts": self.experts}[what]
 
     def padded_vocab(self, engine: Engine, tp: int) -> int:
-        """The rows of an engine's embedding over all TP ranks."""
+        """Returns the rows of an engine's embedding over all TP ranks."""
         multiple = VOCAB_MULTIPLE * (tp if engine == "megatron" else 1)
         return -(-self.vocab // multiple) * multiple
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupRank:
-    """Which rank of how many."""
+    """A rank of a group of ``size``."""
 
     rank: int = 0
     size: int = 1
 
     def range(self, total: int) -> tuple[int, int]:
-        """The rank's range of ``total`` things that the ranks divide evenly (checked before)."""
+        """Returns the rank's range of ``total`` items, which ``size`` divides."""
         part, rest = divmod(total, self.size)
         assert rest == 0, (total, self.size)
         return self.rank * part, (self.rank + 1) * part
@@ -75,7 +70,7 @@ class GroupRank:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardCoords:
-    """Which part of a layer an engine's rank holds: its TP shard of every matrix, of its EP shard of the experts."""
+    """The part of a layer that an engine's rank holds: its TP shard of every matrix, of its EP shard of the experts."""
 
     tp: GroupRank
     ep: GroupRank = GroupRank()
@@ -83,30 +78,27 @@ class ShardCoords:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRange:
-    """Indices [start, stop) of the canonical tensor ``tensor`` along the stacked axis; a hole where that is None."""
+    """Indices [start, stop) of a canonical tensor along the stacked axis; padding where ``tensor`` is None."""
 
     tensor: str | None
     start: int
     stop: int
 
     def within(self, start: int, stop: int) -> TensorRange:
-        """Indices [start, stop) of this part."""
+        """Returns indices [start, stop) of this range."""
         assert 0 <= start <= stop <= self.stop - self.start
         return TensorRange(tensor=self.tensor, start=self.start + start, stop=self.start + stop)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Stack:
     """A local parameter, or one of the matrices or vectors that it has along leading axes.
 
     Args:
-        param: its name.
         shape: of the matrix or vector.
-        axis: of that, along which the parts are one after the other.
-        parts: of canonical tensors, which have the matrix's extent along its other axis.
+        parts: concatenated along ``axis``.
         transposed: the canonical tensors are stored with rows and columns exchanged.
-        at: the indices of the matrix along the parameter's leading axes.
-        of: the extents of those axes.
+        at, of: the indices of the matrix along the parameter's leading axes, and the extents of those.
     """
 
     param: str
@@ -117,34 +109,54 @@ class Stack:
     at: Shape = ()
     of: Shape = ()
 
+    @cached_property
+    def boxes(self) -> list[tuple[Box, str | None, Box]]:
+        """By part, the box in the parameter, the canonical tensor (None: padding), and the box in that."""
+        found: list[tuple[Box, str | None, Box]] = []
+        offset = 0
+        above = tuple(i + 1 for i in self.at)
+        for part in self.parts:
+            inner = self._along_axis(offset, offset + part.stop - part.start)
+            region = self._along_axis(part.start, part.stop)
+            if self.transposed:
+                region = Box(region.start[::-1], region.stop[::-1])
+            found.append((Box(self.at + inner.start, above + inner.stop), part.tensor, region))
+            offset += part.stop - part.start
+        return found
+
+    def _along_axis(self, start: int, stop: int) -> Box:
+        low, high = [0] * len(self.shape), list(self.shape)
+        low[self.axis], high[self.axis] = start, stop
+        return Box(tuple(low), tuple(high))
+
 
 class ParamType(Protocol):
     """A group of canonical tensors that the engines store together; names have no layer prefix."""
 
     def tensors(self, dims: Dims) -> dict[str, Shape]:
-        """The canonical tensors and their shapes."""
+        """Returns the canonical tensors' shapes."""
         ...
 
     def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
-        """The parameters in which one rank of an engine holds them."""
+        """Yields the parameters in which one rank of an engine holds them."""
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Names:
-    """What HF, Megatron and vLLM call one thing; ``hf`` names the canonical tensors."""
+    """Names of one thing in HF (those of canonical tensors), Megatron and vLLM; vLLM's are HF's by default."""
 
     hf: str
     megatron: str
-    vllm: str
+    vllm: str | None = None
 
     def of(self, engine: Engine) -> str:
-        return self.megatron if engine == "megatron" else self.vllm
+        return self.megatron if engine == "megatron" else self.vllm or self.hf
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vector:
-    """A norm's weight, and maybe bias, whole on every TP rank."""
+    """A norm's weight, and perhaps bias, whole on every TP rank."""
 
     names: Names
     width: Width = "hidden"
@@ -178,7 +190,7 @@ class Matrix:
 
 @dataclass(frozen=True, kw_only=True)
 class VocabRows:
-    """A [vocabulary, hidden] matrix split by rows; the rows that pad the vocabulary are holes."""
+    """A [vocabulary, hidden] matrix split by rows and padded."""
 
     names: Names
 
@@ -190,7 +202,7 @@ class VocabRows:
         yield self.rows(engine, dims, start, stop)
 
     def rows(self, engine: Engine, dims: Dims, start: int, stop: int) -> Stack:
-        """Rows [start, stop) of the padded matrix."""
+        """Returns rows [start, stop) of the padded matrix."""
         known = max(start, min(stop, dims.vocab))
         parts = (
             TensorRange(tensor=f"{self.names.hf}.weight", start=start, stop=known),
@@ -202,11 +214,7 @@ class VocabRows:
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnParallel:
-    """A [width, hidden] matrix whose output channels TP splits, and maybe its bias.
-
-    Args:
-        transposed: HF stores the matrix as [hidden, width].
-    """
+    """A [width, hidden] matrix, transposed in HF if so marked, whose outputs TP splits, and perhaps its bias."""
 
     names: Names
     outputs: Width
@@ -224,11 +232,7 @@ class ColumnParallel:
 
 @dataclass(frozen=True, kw_only=True)
 class RowParallel:
-    """A [hidden, width] matrix whose input channels TP splits; its bias is whole on every rank.
-
-    Args:
-        transposed: HF stores the matrix as [width, hidden].
-    """
+    """A [hidden, width] matrix, transposed in HF if so marked, whose inputs TP splits; its bias is whole."""
 
     names: Names
     inputs: Width
@@ -258,11 +262,10 @@ class RowParallel:
 def column_tensors(
     projections: Sequence[tuple[str, int]], dims: Dims, bias: bool, transposed: bool = False
 ) -> dict[str, Shape]:
-    """The canonical tensors of projections from the hidden channels.
+    """Returns the canonical tensors of projections from the hidden channels.
 
     Args:
-        projections: names and rows; those with one name are one tensor, one after the other.
-        bias: they have biases.
+        projections: names and rows; projections of one name are concatenated in one tensor.
         transposed: HF stores the matrices as [hidden, rows].
     """
     rows: dict[str, int] = {}
@@ -277,7 +280,7 @@ def column_tensors(
 
 
 def located(projections: Sequence[tuple[str, int]]) -> list[TensorRange]:
-    """Where each of some projections is in its canonical tensor; arguments as of ``column_tensors``."""
+    """Returns the range of each projection in its canonical tensor; see ``column_tensors``."""
     rows: dict[str, int] = {}
     parts: list[TensorRange] = []
     for name, n in projections:
@@ -288,7 +291,7 @@ def located(projections: Sequence[tuple[str, int]]) -> list[TensorRange]:
 
 
 def cut(parts: Sequence[TensorRange], start: int, stop: int) -> list[TensorRange]:
-    """Indices [start, stop) of stacked parts."""
+    """Returns indices [start, stop) of stacked ranges."""
     found: list[TensorRange] = []
     offset = 0
     for part in parts:
@@ -303,7 +306,7 @@ def cut(parts: Sequence[TensorRange], start: int, stop: int) -> list[TensorRange
 def column_stacks(
     param: str, parts: Sequence[TensorRange], dims: Dims, bias: bool, transposed: bool = False
 ) -> Iterator[Stack]:
-    """A fused projection's weight and, where there is one, its bias, stacked from the same rows of projections."""
+    """Yields a fused projection's weight and perhaps bias, stacked from the same rows of projections."""
     rows = sum(part.stop - part.start for part in parts)
     for kind in _kinds(bias):
         named = tuple(TensorRange(tensor=f"{part.tensor}.{kind}", start=part.start, stop=part.stop) for part in parts)

@@ -1,1 +1,1 @@
-"""What would happen, before anything runs: a run from its configuration, and a transfer of weights from its layouts."""
+"""`megarl plan`: what a run, or a transfer of weights, would do, before anything starts."""

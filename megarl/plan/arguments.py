@@ -1,4 +1,4 @@
-"""The layouts and link speeds that ``megarl plan weights`` is given as ``key=value`` lists."""
+"""Layouts and link speeds given to ``megarl plan weights`` as ``key=value`` lists."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEFAULT_SPEEDS: Mapping[Distance, float] = {
     Distance.NODE: 400 * GIGA,
     Distance.NETWORK: 50 * GIGA,
 }
-"""Bytes per second of one rank, each way: a copy in a GPU's memory, NVLink 4, a 400 Gbit/s network card per GPU."""
+"""Bytes per second of one rank, each way: copies in a GPU's memory, NVLink 4, a 400 Gbit/s network card per GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class EngineLayout:
 
 
 def train_layout(text: str, problems: list[Problem]) -> Layout | None:
-    """The trainer's layout; None, with its problems added, where the text is not one."""
+    """Parses the trainer's layout; None, with its problems added, where it is invalid."""
     values = _counts("--train", text, _DEGREES, problems)
     if values is None:
         return None
@@ -46,13 +46,13 @@ def train_layout(text: str, problems: list[Problem]) -> Layout | None:
 
 
 def rollout_layout(text: str, problems: list[Problem]) -> EngineLayout | None:
-    """The engines; None, with its problems added, where the text does not describe them."""
+    """Parses the engines' layout; None, with its problems added, where it is invalid."""
     values = _counts("--rollout", text, ("tp", "replicas"), problems)
     return None if values is None else EngineLayout(tp=values.get("tp", 1), replicas=values.get("replicas", 1))
 
 
 def link_speeds(text: str, problems: list[Problem]) -> dict[Distance, float]:
-    """Bytes per second by distance; those that the text does not give are the defaults."""
+    """Parses bytes per second by distance, with defaults for the rest."""
     given = _pairs("--link", text, tuple(LINKS), "a number above 0 (GB/s)", _speed, problems) or {}
     return dict(DEFAULT_SPEEDS) | {LINKS[name]: speed * GIGA for name, speed in given.items()}
 
@@ -64,7 +64,7 @@ def _counts(option: str, text: str, keys: tuple[str, ...], problems: list[Proble
 def _pairs(
     option: str, text: str, keys: tuple[str, ...], what: str, read: Callable[[str], T], problems: list[Problem]
 ) -> dict[str, T] | None:
-    """The entries of ``key=value,key=value``; None, with the problems added, where something is wrong."""
+    """Parses ``key=value,key=value``; None, with the problems added, where something is wrong."""
     values: dict[str, T] = {}
     rules: list[str] = []
     for entry in filter(None, text.split(",")):

@@ -1,4 +1,4 @@
-"""``megarl plan``: of a run's configuration, and of a transfer of weights."""
+"""``megarl plan``: of a run's configuration, or of a transfer of weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 
 class PlanGroup(TyperGroup):
-    """What is not the name of a command is the path of a configuration."""
+    """Treats a first argument that is no command as the path of a configuration."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and not args[0].startswith("-") and args[0] not in self.commands:

@@ -1,4 +1,4 @@
-"""The plan of a run, printed before anything runs: placement, layouts, batch arithmetic, and the algorithm in words."""
+"""The plan of a run, printed before it starts: placement, layouts, batch arithmetic, and the algorithm in words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FAULTS = {"too_long": "too long", "empty": "empty", "equal": "with equal respon
 
 
 def row_texts(sets: Sets) -> Mapping[str, str]:
-    """How many rows of each source were read, and why some of them are left out; by the source's field."""
+    """Returns, by field, how many rows of each source were read, and why some were dropped."""
     faults: dict[str, Counter[str]] = {field: Counter() for field in sets.rows}
     for field, row in sets.left_out.rows:
         faults[field][_FAULTS[row.fault]] += 1
@@ -27,19 +27,12 @@ def row_texts(sets: Sets) -> Mapping[str, str]:
 
 
 def epochs(steps: int, size: int, count: int) -> str:
-    """How often a run's steps go over a source.
-
-    Args:
-        steps: of the run.
-        size: rows that make a step.
-        count: rows that there are.
-    """
+    """Describes how often the steps of a run, of ``size`` rows each, go over ``count`` rows."""
     often = f"{steps * size / count:.3g}"
     return f"{often} epoch{'' if often == '1' else 's'} in {counted(steps, 'step')} of {size}"
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """A number of things; their plural has an s at the end where none is given."""
     return f"{count} {noun}" if count == 1 else f"{count} {plural or noun + 's'}"
 
 
@@ -52,11 +45,7 @@ def _text(used: int, faults: Counter[str]) -> str:
 
 
 def algorithm_lines(config: PPOConfig, rows: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """The parts of an algorithm, as pairs of a key and a text; those that are off are left out.
-
-    Args:
-        rows: what is said of each source of data, by its field.
-    """
+    """Yields the parts of an algorithm that are on, as (key, text); ``rows`` describes sources by field."""
     algo, samples = config.algo, config.data.prompts_per_step * config.data.samples_per_prompt
     if algo.filter is not None:
         yield "filter", f"{named(algo.filter)}, of up to {counted(algo.filter_rounds, 'round')} of prompts"
@@ -91,7 +80,7 @@ def algorithm_lines(config: PPOConfig, rows: Mapping[str, str]) -> Iterator[tupl
 
 
 def selection_lines(config: RAFTConfig) -> Iterator[tuple[str, str]]:
-    """Which samples of a step are learnt."""
+    """Yields which samples of a step RAFT trains on."""
     raft = config.raft
     only = ["that ended"] if raft.discard_unfinished else []
     if raft.min_score is not None:
@@ -102,7 +91,7 @@ def selection_lines(config: RAFTConfig) -> Iterator[tuple[str, str]]:
 
 
 def shaping(scores: Scores) -> Iterator[str]:
-    """What becomes of a score before the algorithm sees it."""
+    """Yields what is done to a score before the algorithm."""
     if scores.truncate_at is not None:
         yield f"of responses up to token {scores.truncate_at.token} from place {scores.truncate_at.after} on"
     if scores.clip is not None:
@@ -114,7 +103,7 @@ def shaping(scores: Scores) -> Iterator[str]:
 
 
 def named(choice: Choice) -> str:
-    """A choice with its options, but for those that are null or false."""
+    """Returns a choice with its options that are neither null nor false."""
     given = {key: value for key, value in choice.options.items() if value is not None and value is not False}
     options = [f"{key} {_shown(value)}" for key, value in given.items()]
     name = dict(choice)["name"]
@@ -158,7 +147,6 @@ _PREFERENCES = {"best_of_n": "prompts with candidates"}
 
 
 def print_plan(config: RunConfig, sets: Sets, console: Console | None = None) -> None:
-    """Prints who runs where, and what the run does with its data."""
     out = console or Console(highlight=False)
     table = Table("role", "group", "devices", "TP", "PP", "VPP", "DP", "EP", "SP", "tokens/micro-batch", box=None)
     for row in placement_rows(config):
@@ -169,7 +157,7 @@ def print_plan(config: RunConfig, sets: Sets, console: Console | None = None) ->
 
 
 def placement_rows(config: RunConfig) -> Iterator[tuple[str, ...]]:
-    """A row per role, the rollout last."""
+    """Yields a row per role, the rollout last."""
     for name, group in config.groups.items():
         for role, settings in group.roles.items():
             layout = config.layout(role)
@@ -183,7 +171,7 @@ def placement_rows(config: RunConfig) -> Iterator[tuple[str, ...]]:
 
 
 def plan_lines(config: RunConfig, sets: Sets) -> Iterator[tuple[str, str]]:
-    """What the run does, as pairs of a key and a text."""
+    """Yields what the run does, as (key, text)."""
     yield "model", config.model.path or f"random, seed {config.model.random and config.model.random.seed}"
     if isinstance(config, PPOConfig | RAFTConfig):
         yield from _rollouts(config, sets)
@@ -203,7 +191,6 @@ def plan_lines(config: RunConfig, sets: Sets) -> Iterator[tuple[str, str]]:
 
 
 def _rollouts(config: PPOConfig | RAFTConfig, sets: Sets) -> Iterator[tuple[str, str]]:
-    """Of a stage that trains on rollouts."""
     data, rows = config.data, row_texts(sets)
     samples = counted(data.prompts_per_step * data.samples_per_prompt, "sample")
     count = len(sets.rows["data.prompts"])
@@ -226,7 +213,6 @@ def _rollouts(config: PPOConfig | RAFTConfig, sets: Sets) -> Iterator[tuple[str,
 
 
 def _evaluation(config: EvalConfig, rows: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """What is answered and scored."""
     evaluation = config.evaluation
     how = "the likeliest" if evaluation.greedy else f"{evaluation.samples_per_prompt} sampled"
     yield "prompts", f"{evaluation.prompts.path}: {rows['evaluation.prompts']}; {how} for each"
@@ -271,7 +257,6 @@ def _scores(config: PPOConfig | RAFTConfig) -> Iterator[str]:
 
 
 def _course(optimizer: Optimizer, steps: int) -> str:
-    """The course of a learning rate over the optimizer steps of a run."""
     rise = f"rising over the first {optimizer.warmup:.0%}, then " if optimizer.warmup else ""
     ends = {"constant": "constant", "anneal": "annealed to 0 by the steps of the run"}
     end = ends.get(optimizer.schedule) or f"{optimizer.schedule} to {optimizer.final_lr:g}"

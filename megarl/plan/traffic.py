@@ -1,4 +1,4 @@
-"""What a plan moves between whom, how far, and how long links of given speeds take for it."""
+"""The traffic of a plan: bytes by rank and distance, and the time that links of given speeds need."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """The M messages of a plan between R ranks, numbered here from 0 in their order.
+    """The M messages of a plan between R ranks, which are numbered from 0 in their order.
 
     Args:
-        ranks: [R] the ranks that send or receive, by number.
+        ranks: [R] rank by number.
         sender, receiver: [M] numbers of ranks.
         bucket: [M] index of the receiver's bucket.
         distance: [M] a ``Distance``.
-        nbytes: [M] of the payload.
+        nbytes: [M].
     """
 
     ranks: Ints
@@ -38,7 +38,6 @@ class Traffic:
 
     @classmethod
     def of(cls, plan: TransferPlan, sources: Iterable[Holder], destinations: Iterable[Holder]) -> Traffic:
-        """The traffic of a plan that was made for these holders."""
         holders = [{holder.rank: holder for holder in side} for side in (sources, destinations)]
         messages = [message for part in plan.senders.values() for message in part.messages]
         senders, receivers, bucket, _, nbytes = zip(*messages, strict=True) if messages else ((),) * 5
@@ -69,21 +68,21 @@ class Traffic:
         return {distance: self._bytes(self.receiver, distance, len(self.ranks)) for distance in Distance}
 
     def messages(self, distance: Distance) -> int:
-        """Messages that travel so far."""
         return int(np.count_nonzero(self.distance == distance))
 
     def seconds(self, speeds: Mapping[Distance, float]) -> tuple[float, float]:
-        """How long the messages are on the way.
+        """Estimates the duration.
 
-        Every rank sends and receives at the same time, at the link's speed in each direction, and uses one link after
-        the other; packing, loading and waiting in the network count nothing.
+        Ranks send and receive at the same time, at the link's speed in each direction, and use one link after the
+        other. Packing, loading and congestion are ignored, and so is what stays in its rank.
 
         Args:
-            speeds: of a rank's links, bytes per second; what stays in its rank takes no time.
+            speeds: bytes per second of a rank's links.
 
         Returns:
             Of the slowest rank alone; and the sum over buckets of each one's slowest rank, as if all ranks began every
-            bucket together. A transfer that keeps two buckets under way lies between them.
+                bucket
+            together. A transfer with two buckets under way lies between them.
         """
         count, buckets = len(self.ranks), int(self.bucket.max(initial=-1)) + 1
         alone, together = np.zeros(count), np.zeros(buckets * count)
@@ -96,13 +95,13 @@ class Traffic:
         return float(alone.max(initial=0.0)), float(slowest.sum())
 
     def _bytes(self, where: Ints, distance: Distance, count: int) -> Ints:
-        """[count] bytes of the messages that travel so far, by an index of each."""
+        """[count] bytes of the messages of this distance, by an index of each."""
         chosen = self.distance == distance
         # Sums in float64, exact below 2**53 bytes.
         return np.bincount(where[chosen], weights=self.nbytes[chosen], minlength=count).astype(np.int64)
 
 
 def content_bytes(shard_map: ShardMap) -> int:
-    """Bytes of the elements that a shard map holds: its parameters without padding."""
+    """Bytes of a map's parameters without padding."""
     item = {param: ITEM_BYTES[info.dtype] for param, info in shard_map.params.items()}
     return shard_map.nbytes - sum(padding.box.size * item[padding.param] for padding in shard_map.padding)

@@ -32,12 +32,9 @@ class WeightPlanRequest:
     """What to plan.
 
     Args:
-        spec: of the model.
-        layout: of the trainer, whose ranks are on devices 0, 1, ...
-        rollout: the engines, whose ranks are on the devices that follow, or on the trainer's own, from 0 on.
-        devices_per_node: that many consecutive devices are on one node.
-        colocated: the engines are on the trainer's devices.
-        bucket_bytes: no message is larger.
+        layout: of the trainer, on devices 0, 1, ...
+        rollout: the engines, on the devices that follow, or with ``colocated`` on the trainer's.
+        bucket_bytes: maximum size of a message.
         speeds: bytes per second of a rank's links, each way.
     """
 
@@ -50,7 +47,7 @@ class WeightPlanRequest:
     speeds: Mapping[Distance, float]
 
     def places(self) -> tuple[list[Place], list[Place]]:
-        """Where the trainer's and the engines' ranks are."""
+        """Returns where the trainer's and the engines' ranks are."""
         trainers, engines = self.layout.world_size, self.rollout.tp * self.rollout.replicas
         first = 0 if self.colocated else trainers
         places = [Place(node=i // self.devices_per_node, device=i) for i in range(max(trainers, first + engines))]
@@ -59,7 +56,7 @@ class WeightPlanRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Bytes of the ranks of one side; ranks without any count as 0."""
+    """Bytes per rank of one side; idle ranks count as 0."""
 
     median: int
     maximum: int
@@ -67,13 +64,12 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkTraffic:
-    """What travels over one kind of link.
+    """The traffic over one kind of link.
 
     Args:
-        messages, nbytes: in all.
-        sent, received: bytes of the rank that sends, and of the one that receives, the most over it.
-        bytes_per_second: its speed, each way.
-        seconds: of the rank that is busy with it the longest.
+        sent, received: bytes of the ranks that send and receive the most over it.
+        bytes_per_second: each way.
+        seconds: of the rank that needs it longest.
     """
 
     messages: int
@@ -89,18 +85,14 @@ class WeightsReport:
     """What a transfer takes.
 
     Args:
-        model: its HF type.
-        parameters: elements of all canonical tensors.
-        model_bytes: of them.
-        trainer_ranks, engine_ranks: how many.
+        parameters, model_bytes: of all canonical tensors.
         nbytes: payload of all messages.
         needed_bytes: every element of every engine rank's shard once, in its dtype, without padding.
-        redundancy: the one over the other.
+        redundancy: ``nbytes / needed_bytes``.
         sent, received: per trainer rank, and per engine rank.
-        messages: how many.
         bucket_bytes: of the largest bucket.
         staging_bytes: per rank, two such buckets.
-        plan_seconds: that planning took, shard maps included.
+        plan_seconds: shard maps included.
         links: by distance.
         slowest_rank_seconds, in_step_seconds: see ``Traffic.seconds``.
     """
@@ -125,20 +117,9 @@ class WeightsReport:
 
 
 def request(
-    *,
-    hf: str,
-    train: str,
-    rollout: str,
-    devices_per_node: int,
-    colocated: bool,
-    bucket_mib: float,
-    link: str,
+    *, hf: str, train: str, rollout: str, devices_per_node: int, colocated: bool, bucket_mib: float, link: str
 ) -> WeightPlanRequest:
-    """Reads the arguments of ``megarl plan weights``.
-
-    Raises:
-        ConfigError: anything is wrong; it lists every problem.
-    """
+    """Parses the arguments of ``megarl plan weights``; raises ConfigError with every problem."""
     problems: list[Problem] = []
     layout, engines = train_layout(train, problems), rollout_layout(rollout, problems)
     speeds = link_speeds(link, problems)
@@ -174,7 +155,6 @@ def request(
 
 @collector_paused()
 def plan_weights(request: WeightPlanRequest) -> WeightsReport:
-    """Plans the transfer and sums it up."""
     start = perf_counter()
     spec, (trainers, engines) = request.spec, request.places()
     sources = trainer_holders(spec, request.layout, trainers)
@@ -249,7 +229,6 @@ _FAR = {"device": "same device", "node": "same node", "network": "other nodes"}
 
 
 def print_weights(request: WeightPlanRequest, report: WeightsReport, console: Console | None = None) -> None:
-    """Prints what the transfer takes, and how the estimate is made."""
     out = console or Console(highlight=False)
     for key, text in _lines(request, report):
         out.print(f"{key:{_KEY_WIDTH}}{text}", soft_wrap=True, markup=False)
@@ -267,7 +246,7 @@ def print_weights(request: WeightPlanRequest, report: WeightsReport, console: Co
 
 
 def shown(nbytes: float) -> str:
-    """A number of bytes in the unit that suits it."""
+    """Formats bytes in the unit that suits them."""
     unit = 0
     while nbytes >= 1024 and unit < len(_UNITS) - 1:
         nbytes /= 1024
@@ -297,7 +276,6 @@ def _lines(request: WeightPlanRequest, report: WeightsReport) -> list[tuple[str,
 
 
 def _count(number: int) -> str:
-    """A number of parameters for people."""
     for name, size in (("billion", 10**9), ("million", 10**6)):
         if number >= size:
             return f"{number / size:.2f} {name}"

@@ -1,4 +1,4 @@
-"""Moves weights between running processes by a plan: plain tensors, neither Megatron nor vLLM."""
+"""Moves weights between running processes by a plan: plain tensors, without Megatron or vLLM."""
 
 from megarl.resharding.receiver import Load, Receiver
 from megarl.resharding.sender import Sender

@@ -1,4 +1,4 @@
-"""The bytes of a sync: parameters of a bucket in receive buffer, frames on the wire, copies and checksums of both."""
+"""Layout of buckets in receive buffers and of frames on the network; copies and checksums of both."""
 
 from __future__ import annotations
 
@@ -13,36 +13,35 @@ from megarl.weights.plan import Bucket, Copy, Message
 from megarl.weights.shard_map import ITEM_BYTES, TensorInfo
 
 _ALIGNMENT = 16
-"""FrameSender and buckets start at multiples of this in their buffer."""
+"""Frames and buckets start at multiples of this."""
 
 _SLAB_BYTES = 1 << 20
-"""What is copied and then hashed at a time: no more than a core's cache holds."""
+"""Copied and then hashed at a time; it fits a core's cache."""
 
 
 def aligned(nbytes: int) -> int:
-    """The next multiple of the alignment."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def half_bytes(buffer: RecvBufferPlan) -> int:
-    """Memory for one bucket."""
+    """Size of one bucket in the receive buffer."""
     return aligned(max((bucket.nbytes for bucket in buffer.buckets), default=0))
 
 
 def recv_buffer_bytes(buffer: RecvBufferPlan) -> int:
-    """Memory for all buckets that are there at once."""
+    """Size of the receive buffer: all buckets that it holds at once."""
     return half_bytes(buffer) * buffer.depth
 
 
 def bucket_views(memory: torch.Tensor, buffer: RecvBufferPlan, index: int) -> dict[str, torch.Tensor]:
-    """The parameters of a bucket, or the part of one, in the flat uint8 memory where they land."""
+    """Returns the parameters of a bucket (or the part of one) as views of a flat uint8 receive buffer."""
     start = half_bytes(buffer) * (index % buffer.depth)
     bucket = buffer.buckets[index]
     return _views(memory[start : start + bucket.nbytes], bucket, buffer.params)
 
 
 def _views(memory: torch.Tensor, bucket: Bucket, infos: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
-    """Larger dtypes lie first, so that nothing is lost to alignment; the names keep the bucket's order."""
+    """Larger dtypes lie first, so that alignment wastes nothing; the names keep the bucket's order."""
     views: dict[str, torch.Tensor] = dict.fromkeys(bucket.params, memory)
     offset = 0
     for name in sorted(bucket.params, key=lambda name: -ITEM_BYTES[infos[name].dtype]):
@@ -54,31 +53,30 @@ def _views(memory: torch.Tensor, bucket: Bucket, infos: Mapping[str, TensorInfo]
     return views
 
 
-def zero_holes(views: Mapping[str, torch.Tensor], holed: frozenset[str]) -> None:
-    """Clears what no message writes, with the rest of its parameters."""
-    for name in holed.intersection(views):
+def zero_padding(views: Mapping[str, torch.Tensor], padded: frozenset[str]) -> None:
+    """Zeroes parameters with padding, which no message writes."""
+    for name in padded.intersection(views):
         views[name].zero_()
 
 
 def recv_views(message: Message, bucket: Bucket, views: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Where the elements of a message's copies lie in a bucket's memory."""
+    """Returns where the elements of a message's copies lie in a bucket's memory."""
     return [views[copy.target][_within(copy, bucket)] for copy in message.copies]
 
 
 def _within(copy: Copy, bucket: Bucket) -> tuple[slice, ...]:
-    """A copy's box as an index of what a bucket has of its parameter."""
+    """Returns a copy's box as an index of the bucket's part of its parameter."""
     origin = (0,) * len(copy.target_box.start) if bucket.box is None else bucket.box.start
     box = copy.target_box
     return tuple(slice(a - o, b - o) for a, b, o in zip(box.start, box.stop, origin, strict=True))
 
 
 def frames_bytes(messages: Iterable[Message]) -> int:
-    """Buffer space for some messages' frames."""
     return sum(aligned(message.nbytes) for message in messages)
 
 
 def split_frames(buffer: torch.Tensor, messages: Sequence[Message]) -> list[torch.Tensor]:
-    """Views of a flat uint8 buffer, one per message."""
+    """Splits a flat uint8 buffer into one view per message."""
     frames: list[torch.Tensor] = []
     offset = 0
     for message in messages:
@@ -88,7 +86,7 @@ def split_frames(buffer: torch.Tensor, messages: Sequence[Message]) -> list[torc
 
 
 def payload(message: Message, frame: torch.Tensor) -> list[torch.Tensor]:
-    """Each copy's part of a frame, in the destination's dtype and extents."""
+    """Returns each copy's part of a frame, in the target's dtype and extents."""
     parts: list[torch.Tensor] = []
     offset = 0
     for copy in message.copies:
@@ -98,12 +96,7 @@ def payload(message: Message, frame: torch.Tensor) -> list[torch.Tensor]:
 
 
 class Checksum:
-    """xxh3 of a message: of its elements as its destination stores them, and of whose it is in which version.
-
-    Args:
-        message: whose elements follow, copy by copy, in row-major order.
-        stats: has the version, and gets the time.
-    """
+    """xxh3 of a message: its version, sender, receiver and bucket, then its elements as stored, in row-major order."""
 
     def __init__(self, message: Message, stats: SyncStats) -> None:
         identity = f"{stats.version} {message.sender} {message.receiver} {message.bucket}"
@@ -111,25 +104,22 @@ class Checksum:
         self._stats = stats
 
     def add(self, values: torch.Tensor) -> None:
-        """Takes a slab."""
         with self._stats.stage("verify"):
             self._hash.update(values.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
 
     @property
     def value(self) -> int:
-        """The sum so far, as a signed number of 64 bits."""
+        """The sum so far, as a signed 64-bit number."""
         return int.from_bytes(self._hash.digest(), "big", signed=True)
 
 
 def pack(
     message: Message, params: Mapping[str, torch.Tensor], targets: Sequence[torch.Tensor], checksum: Checksum | None
 ) -> int:
-    """Writes the elements of a message, cast to the destination's dtype, and sums them up while the cache has them.
+    """Writes the elements of a message, cast to the target's dtype; hashes them while they are in the cache.
 
     Args:
-        params: of the sender.
-        targets: by copy; in the receiver's memory, or in a frame.
-        checksum: to add to.
+        targets: by copy; in the receive buffer, or in a frame.
 
     Returns:
         Bytes written.
@@ -146,20 +136,19 @@ def pack(
 
 
 def unpack(message: Message, frame: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
-    """Writes a frame's elements to where they belong."""
+    """Copies a frame's elements to their targets."""
     for values, target in zip(payload(message, frame), targets, strict=True):
         target.copy_(values)
 
 
 def sum_up(targets: Iterable[torch.Tensor], checksum: Checksum) -> None:
-    """Adds to a checksum what lies in memory."""
     for target in targets:
         for part in _slabs(target):
             checksum.add(part)
 
 
 def _slabs(values: torch.Tensor, item_bytes: int = 0) -> Iterator[torch.Tensor]:
-    """Cuts a tensor, in row-major order, into parts of about the size that the cache holds."""
+    """Cuts a tensor, in row-major order, into parts of about the cache's size."""
     nbytes = values.numel() * (item_bytes or values.element_size())
     axis = next((i for i, extent in enumerate(values.shape) if extent > 1), None)
     if nbytes <= _SLAB_BYTES or axis is None:
@@ -178,6 +167,6 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def named(message: Message) -> str:
-    """The parameters that a message is for."""
+    """Names the parameters of a message, for errors."""
     first, *more = dict.fromkeys(copy.target for copy in message.copies)
     return f"{first} and {len(more)} more" if more else first

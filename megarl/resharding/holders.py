@@ -1,4 +1,4 @@
-"""The ranks of trainers and engines as holders: who has which part of a model, and where."""
+"""Ranks of trainers and engines as holders of a model's weights."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ from megarl.weights.topology import Place
 def trainer_holders(
     spec: ModelSpec, layout: Layout, places: Sequence[Place], *, head: HeadName = "lm", first: int = 0
 ) -> list[Holder]:
-    """The ranks of a Megatron role; replicas share one map.
+    """Returns the ranks of a Megatron role; replicas share one map.
 
     Args:
-        spec: of the model.
-        layout: of the role.
-        places: of its ranks.
-        head: what the role has on top.
-        first: the number of its first rank in the plan.
+        places: by rank.
+        first: number of its first rank in the plan.
 
     Raises:
         ValueError: the layout does not fit the model; every reason is listed.
@@ -39,13 +36,12 @@ def trainer_holders(
 
 
 def engine_holders(spec: ModelSpec, tp: int, places: Sequence[Place], *, first: int = 0) -> list[Holder]:
-    """The ranks of vLLM engines, engine by engine; replicas share one map.
+    """Returns the ranks of vLLM engines, engine by engine; replicas share one map.
 
     Args:
-        spec: of the model.
         tp: ranks of an engine.
         places: of all ranks.
-        first: the number of the first rank in the plan.
+        first: number of the first rank in the plan.
 
     Raises:
         ValueError: vLLM cannot hold the model at this TP; every reason is listed.
@@ -61,15 +57,12 @@ def engine_holders(spec: ModelSpec, tp: int, places: Sequence[Place], *, first: 
 def plan_sync(
     spec: ModelSpec, layout: Layout, trainers: Sequence[Place], tp: int, engines: Sequence[Place], bucket_bytes: int
 ) -> TransferPlan:
-    """Who sends which part of a trainer's weights to which engine rank; ranks are the trainer's, then the engines'.
+    """Plans the transfer of a trainer's weights to engines; ranks are the trainer's, then the engines'.
 
     Args:
-        spec: of the model.
-        layout: of the sending role.
-        trainers: the place of each of its ranks.
+        trainers: the place of each rank of the sending role.
         tp: ranks of an engine.
         engines: the place of each engine rank, engine by engine.
-        bucket_bytes: no message is larger.
 
     Raises:
         ValueError: the layout or TP does not fit the model; every reason is listed.

@@ -1,7 +1,7 @@
 """Memory that two processes of a machine share, on the host or on a CUDA device.
 
-torch's own way of sharing keeps reference counts in a file of /dev/shm, which a killed process leaves behind; and its
-allocator, like vLLM's pool for sleep, hands out parts of larger blocks. This memory is neither's.
+torch's own sharing keeps reference counts in a file of /dev/shm, which a killed process leaves behind, and its
+allocator, like vLLM's pool for sleep, hands out parts of larger blocks. This memory has neither problem.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Runtime:
-    """The few functions of the CUDA runtime that torch does not have; torch has loaded the library."""
+    """Functions of the CUDA runtime that torch does not offer; torch has loaded the library."""
 
     def __init__(self) -> None:
         assert torch.version.cuda is not None, "called on CUDA only"
@@ -30,71 +30,23 @@ class _Runtime:
         self._library.cudaIpcOpenMemHandle.argtypes = (ctypes.POINTER(ctypes.c_void_p), _Handle, ctypes.c_uint)
 
     def call(self, name: str, *args: Any) -> None:
-        """Calls a function by name.
-
-        Raises:
-            ValueError: it failed.
-        """
+        """Calls a function by name; raises ValueError where it fails."""
         code = getattr(self._library, name)(*args)
         if code:
-            self._library.cudaGetLastError()  # otherwise the next call of torch's would report it
+            self._library.cudaGetLastError()  # otherwise torch's next call would report it
             raise ValueError(f"{name} failed: {self._library.cudaGetErrorString(code).decode()}")
 
 
 class _Bytes:
-    """Device memory as torch takes it, without a copy."""
+    """Device memory that torch wraps without a copy."""
 
     def __init__(self, pointer: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (pointer, False),
-            "version": 3,
-        }
-
-
-class DeviceAllocation:
-    """Device memory that others may map.
-
-    Args:
-        nbytes: how much.
-        device: of this process.
-
-    Raises:
-        ValueError: the device has not that much.
-    """
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._runtime, self._device = _Runtime(), device
-        self._pointer = ctypes.c_void_p()
-        handle = _Handle()
-        torch.cuda.empty_cache()  # what torch's allocator keeps for later is lost to this one
-        with torch.cuda.device(device):
-            try:
-                self._runtime.call("cudaMalloc", ctypes.byref(self._pointer), ctypes.c_size_t(nbytes))
-            except ValueError as error:
-                raise ValueError(f"no {nbytes} bytes of receive buffer: {error}") from error
-            try:
-                self._runtime.call("cudaIpcGetMemHandle", ctypes.byref(handle), self._pointer)
-            except ValueError:
-                self._runtime.call("cudaFree", self._pointer)
-                raise
-        self.memory = _tensor(self._pointer, nbytes, device)
-        self.handle = f"{bytes(handle).hex()} {nbytes}"
-
-    def free(self) -> None:
-        """Gives the memory back; nobody may have it mapped."""
-        with torch.cuda.device(self._device):
-            torch.cuda.synchronize(self._device)
-            self._runtime.call("cudaFree", self._pointer)
+        data = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "version": 3}
+        self.__cuda_array_interface__ = data
 
 
 class DeviceMapping:
-    """Another process's DeviceAllocation on the same device.
-
-    Args:
-        handle: of it.
-        device: of this process.
+    """Another process's DeviceRecvBuffer on the same device.
 
     Raises:
         ValueError: it cannot be mapped.
@@ -110,7 +62,7 @@ class DeviceMapping:
         self.memory = _tensor(self._pointer, int(nbytes), device)
 
     def close(self) -> None:
-        """Unmaps it, after what is under way on the device."""
+        """Unmaps it after pending work on the device."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize(self._device)
             self._runtime.call("cudaIpcCloseMemHandle", self._pointer)
@@ -124,7 +76,7 @@ def _tensor(pointer: ctypes.c_void_p, nbytes: int, device: torch.device) -> torc
 
 
 class RecvBuffer(Protocol):
-    """Memory that this process owns.
+    """Memory of this process into which others write.
 
     Args:
         memory: flat, uint8.
@@ -134,27 +86,23 @@ class RecvBuffer(Protocol):
     memory: torch.Tensor
     handle: str
 
-    def rest(self) -> None:
-        """Called after each sync; nobody else has it mapped where the device is not a CPU."""
-        ...
-
     def release(self) -> None:
-        """Gives the memory back; ``prepare`` comes before the next use."""
+        """Frees the memory; ``prepare`` must precede the next use."""
         ...
 
     def prepare(self) -> None:
-        """Sees to it that there is memory behind it; the handle may be another afterwards."""
+        """Allocates the memory if it was freed; the handle may change."""
         ...
 
 
 class HostRecvBuffer:
-    """Anonymous memory of the host. It has no name, so that nothing of it is left when processes are killed.
+    """Anonymous memory of the host, without a name, so that nothing is left when processes are killed.
 
-    It stays from sync to sync: the first touch of a page costs as much as a copy. ``release`` gives its pages back,
-    those that others have mapped as well, and the mappings stay what they are.
+    It is kept between syncs: the first touch of a page costs as much as a copy. ``release`` frees its pages, in
+    processes that have mapped it as well, and keeps the mappings valid.
 
     Raises:
-        MemoryError: the machine has not that much.
+        MemoryError: the machine lacks the memory.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -175,9 +123,6 @@ class HostRecvBuffer:
             self._map = _map(self._file, self._nbytes)
             self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
 
-    def rest(self) -> None:
-        pass
-
     def release(self) -> None:
         if self._map is not None:
             self._map.madvise(mmap.MADV_REMOVE)
@@ -192,7 +137,7 @@ def map_host(handle: str) -> torch.Tensor:
     """Maps another process's HostRecvBuffer.
 
     Raises:
-        ValueError: the process is not to be found, or not to be looked into.
+        ValueError: the process does not exist, or does not permit it.
     """
     pid, file, device, inode, nbytes = map(int, handle.split())
     path = f"/proc/{pid}/fd/{file}"
@@ -214,72 +159,72 @@ def _map(file: int, nbytes: int) -> mmap.mmap:
 
 
 class DeviceRecvBuffer:
-    """Memory of a CUDA device, outside every allocator's pools. It is there during a sync alone.
+    """Memory of a CUDA device, outside every allocator's pools; allocated during a sync only.
 
-    Args:
-        device: of this process.
+    Raises:
+        ValueError: the device lacks the memory.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._nbytes, self._device = max(1, nbytes), device
-        self._allocation: Any = None
+        self._nbytes, self._device, self._runtime = max(1, nbytes), device, _Runtime()
+        self._pointer: ctypes.c_void_p | None = None
         self.prepare()
 
     def prepare(self) -> None:
-        if self._allocation is None:
-            from megarl.resharding.memory import DeviceAllocation
-
-            self._allocation = DeviceAllocation(self._nbytes, self._device)
-            self.memory, self.handle = self._allocation.memory, self._allocation.handle
-
-    def rest(self) -> None:
-        self.release()
+        if self._pointer is not None:
+            return
+        pointer, handle = ctypes.c_void_p(), _Handle()
+        torch.cuda.empty_cache()  # blocks that torch's allocator keeps are not available here
+        with torch.cuda.device(self._device):
+            try:
+                self._runtime.call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(self._nbytes))
+            except ValueError as error:
+                raise ValueError(f"no {self._nbytes} bytes for the receive buffer: {error}") from error
+            try:
+                self._runtime.call("cudaIpcGetMemHandle", ctypes.byref(handle), pointer)
+            except ValueError:
+                self._runtime.call("cudaFree", pointer)
+                raise
+        self._pointer = pointer
+        self.memory = _tensor(pointer, self._nbytes, self._device)
+        self.handle = f"{bytes(handle).hex()} {self._nbytes}"
 
     def release(self) -> None:
-        if self._allocation is not None:
+        if self._pointer is not None:
             self.memory = torch.empty(0, dtype=torch.uint8, device=self._device)
-            self._allocation.free()
-            self._allocation = None
+            with torch.cuda.device(self._device):
+                torch.cuda.synchronize(self._device)
+                self._runtime.call("cudaFree", self._pointer)
+            self._pointer = None
 
 
 class PeerMappings:
-    """Other processes' receive buffer, as this process has it mapped.
-
-    Args:
-        device: of this process, and of the memory.
-    """
+    """Receive buffers of other processes, as mapped into this one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._mapped: dict[int, tuple[str, Any]] = {}
+        self._mapped: dict[int, tuple[str, torch.Tensor | DeviceMapping]] = {}
 
     def open(self, receiver: int, handle: str) -> None:
-        """Maps what is offered for a receiver, where it is not mapped yet.
-
-        Raises:
-            ValueError: that is not possible.
-        """
+        """Maps the buffer offered for a receiver if it is not mapped yet; raises ValueError where that fails."""
         known, _ = self._mapped.get(receiver, ("", None))
         if known == handle:
             return
         if self._device.type == "cpu":
             self._mapped[receiver] = handle, map_host(handle)
         else:
-            from megarl.resharding.memory import DeviceMapping
-
             self._mapped[receiver] = handle, DeviceMapping(handle, self._device)
 
     def __getitem__(self, receiver: int) -> torch.Tensor:
         mapped = self._mapped[receiver][1]
         return mapped if isinstance(mapped, torch.Tensor) else mapped.memory
 
-    def rest(self) -> None:
-        """Called after the last use in a sync: a CUDA device's memory must be unmapped before it is freed."""
+    def end_sync(self) -> None:
+        """Unmaps CUDA memory, which must precede its release by the owner."""
         if self._device.type != "cpu":
             self.close()
 
     def close(self) -> None:
-        """Unmaps everything."""
         for _, mapped in self._mapped.values():
             if not isinstance(mapped, torch.Tensor):
                 mapped.close()
@@ -287,5 +232,4 @@ class PeerMappings:
 
 
 def make_recv_buffer(nbytes: int, device: torch.device) -> RecvBuffer:
-    """RecvBuffer memory on this process's device."""
     return HostRecvBuffer(nbytes) if device.type == "cpu" else DeviceRecvBuffer(nbytes, device)

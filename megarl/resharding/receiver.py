@@ -1,4 +1,4 @@
-"""The receiving side of a sync: checks what has recv_views, and loads it while the next bucket lands."""
+"""The receiving side of a sync: verifies buckets, and loads each while the next one arrives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.resharding.buckets import (
     split_frames,
     sum_up,
     unpack,
-    zero_holes,
+    zero_padding,
 )
 from megarl.resharding.memory import RecvBuffer, make_recv_buffer
 from megarl.resharding.spec import senders_of
@@ -31,10 +31,10 @@ from megarl.weights.shard_map import Box
 
 
 class FrameReceiver:
-    """The frames of one receiver; those of a bucket arrive while an earlier one is loaded.
+    """Receives the frames for one receiver; those of a bucket arrive while an earlier one is loaded.
 
     Args:
-        connection: of this rank: the receiver, or the trainer on its device.
+        connection: of the buffer's owner: the receiver, or the trainer on its device.
         plan: of the receiver.
     """
 
@@ -48,7 +48,7 @@ class FrameReceiver:
 
     @property
     def staging_bytes(self) -> int:
-        """Memory for the frames of a bucket."""
+        """Size of the frames of a bucket."""
         return max(map(frames_bytes, self.messages), default=0)
 
     def begin(self) -> None:
@@ -57,16 +57,8 @@ class FrameReceiver:
             self._wire = torch.empty(self.staging_bytes, dtype=torch.uint8, device=self._connection.device)
         self._receive(0)
 
-    def land(self, bucket: int, memory: torch.Tensor, stats: SyncStats) -> list[tuple[Message, MessageReady]]:
-        """Waits for the frames of a bucket, unpacks them, and starts to receive the next ones.
-
-        Args:
-            bucket: its index.
-            memory: free for it.
-
-        Returns:
-            What its senders say of each.
-        """
+    def receive(self, bucket: int, memory: torch.Tensor, stats: SyncStats) -> list[tuple[Message, MessageReady]]:
+        """Waits for the frames of a bucket, unpacks them into free memory, and starts to receive the next ones."""
         came: list[tuple[Message, MessageReady]] = []
         views = bucket_views(memory, self._recv_buffer, bucket)
         for message, frame, transfer, awaited in self._arriving:
@@ -80,7 +72,6 @@ class FrameReceiver:
         return came
 
     def release(self) -> None:
-        """Gives the memory of the frames back."""
         self._wire = torch.empty(0, dtype=torch.uint8)
 
     def _receive(self, bucket: int) -> None:
@@ -94,21 +85,20 @@ class FrameReceiver:
 
 
 Load = Callable[[Mapping[str, torch.Tensor], Box | None], None]
-"""Takes a bucket, in the plan's order, by local name: whole parameters; or, with a box, that part of one that is larger
-than a bucket, of which the parts follow one another in row-major order. The tensors are valid during the call alone."""
+"""Takes a bucket in the plan's order by local name: whole parameters; or, with a box, a part of one larger than a
+bucket; parts follow in row-major order. The tensors are valid during the call only."""
 
 
 class CorruptMessageError(RuntimeError):
-    """A message does not have the checksum that its sender says."""
+    """A message does not have its sender's checksum."""
 
 
 class Receiver:
-    """Receives a rank's part of a plan, in the memory of two buckets at most.
+    """Receives a rank's part of a plan, in the memory of at most two buckets.
 
     Args:
-        connection: to the other ranks.
         load: called once per bucket.
-        version: the last committed version.
+        version: last committed version.
     """
 
     def __init__(self, connection: Connection, load: Load, *, version: int = -1) -> None:
@@ -116,51 +106,47 @@ class Receiver:
         self._connection, self._load = connection, load
         self._plan, self._buffer_plan = connection.spec.receivers[rank], connection.spec.recv_buffers[rank]
         self._round = SyncRound(connection, version)
-        self._port = FrameReceiver(connection, self._plan) if self._buffer_plan.owner == rank else None
+        self._frames = FrameReceiver(connection, self._plan) if self._buffer_plan.owner == rank else None
         self._recv_buffer: RecvBuffer | None = None
         self._consistent = True
 
     @property
     def version(self) -> int:
-        """The last version that all ranks have committed."""
+        """Last version that all ranks have committed."""
         return self._round.version
 
     @property
     def consistent(self) -> bool:
-        """False from the first load of a sync until its commit: after an abort the parameters are a mixture."""
+        """False from the first load of a sync until its commit: after an abort, parameters are of two versions."""
         return self._consistent
 
     def receive(self, version: int) -> SyncStats:
         """Receives and loads every parameter; returns when all ranks have committed the version.
 
-        Waits for the other ranks; unblocked by their progress, by an abort or by the timeout.
+        Waits for the other ranks; ends with their progress, an abort or the timeout.
 
         Raises:
-            SyncError: the sync was aborted. If ``consistent`` is false then, the weights must not be used.
+            SyncError: the sync was aborted. If ``consistent`` is False then, the weights must not be used.
         """
         with self._round.sync(version, self._offer, self._join) as stats:
             self._receive(stats)
-            self._connection.mapped.rest()
+            self._connection.mapped.end_sync()
         self._consistent = True
         if self._connection.device.type != "cpu":
             self.release()
         return stats
 
     def release(self) -> None:
-        """Gives the receive buffer back until the next sync; on a CPU it is kept from sync to sync otherwise."""
+        """Frees the receive buffer until the next sync."""
         if self._recv_buffer is not None:
             self._recv_buffer.release()
-        if self._port is not None:
-            self._port.release()
+        if self._frames is not None:
+            self._frames.release()
 
     def _offer(self) -> None:
-        """Checks the plan, and offers memory to write to where it is this rank's.
-
-        Raises:
-            ValueError: the plan does not bring the manifest: each parameter once, in order and whole.
-        """
+        """Checks the plan, and offers this rank's memory; ValueError where the plan does not bring every parameter."""
         self._check_plan()
-        if self._port is None:
+        if self._frames is None:
             return
         if self._recv_buffer is None:
             self._recv_buffer = make_recv_buffer(recv_buffer_bytes(self._buffer_plan), self._connection.device)
@@ -172,7 +158,7 @@ class Receiver:
 
     def _join(self) -> None:
         """Maps the memory that a trainer owns for this rank."""
-        if self._port is None:
+        if self._frames is None:
             rank = self._plan.rank
             self._connection.mapped.open(rank, self._connection.barrier.read(f"recv_buffer/{rank}"))
             for bucket in range(min(self._buffer_plan.depth, len(self._plan.buckets))):
@@ -180,11 +166,11 @@ class Receiver:
             self._connection.settle()
 
     def _receive(self, stats: SyncStats) -> None:
-        """Goes through the buckets; while one is loaded, others fill the other half of the memory, or the wire's."""
+        """Loads bucket by bucket; meanwhile others fill the other half of the buffer, or the frames."""
         outbox = Outbox(self._connection)
-        if self._port is not None:
-            self._port.begin()
-            stats.peak_staging_bytes = self._memory.numel() + self._port.staging_bytes
+        if self._frames is not None:
+            self._frames.begin()
+            stats.peak_staging_bytes = self._memory.numel() + self._frames.staging_bytes
         for index, bucket in enumerate(self._plan.buckets):
             views = bucket_views(self._memory, self._buffer_plan, index)
             for message, ready in self._arrivals(index, stats):
@@ -200,9 +186,9 @@ class Receiver:
             outbox.drain()
 
     def _arrivals(self, index: int, stats: SyncStats) -> list[tuple[Message, MessageReady]]:
-        """Waits until all messages of a bucket have landed."""
+        """Waits for all messages of a bucket."""
         with stats.stage("transfer"):
-            came = [] if self._port is None else self._port.land(index, self._memory, stats)
+            came = [] if self._frames is None else self._frames.receive(index, self._memory, stats)
             known = {message.sender for message, _ in came}
             others = [message for message in self._plan.messages[index] if message.sender not in known]
             awaited = [
@@ -211,7 +197,7 @@ class Receiver:
             return [*came, *((message, ready.wait(stats.version)) for message, ready in awaited)]
 
     def _free(self, index: int, outbox: Outbox) -> None:
-        """Lets others write the bucket that comes to where a loaded one was."""
+        """Lets others write the next bucket where a loaded one was."""
         following = index + self._buffer_plan.depth
         if following < len(self._plan.buckets):
             self._clear(following)
@@ -228,13 +214,13 @@ class Receiver:
             )
 
     def _writer(self, message: Message) -> int:
-        """The rank that writes a message to the receive buffer."""
+        """Returns the rank that writes a message to the receive buffer."""
         return self._buffer_plan.owner if message.sender in self._buffer_plan.via_network else message.sender
 
     def _clear(self, index: int) -> None:
-        """Makes a bucket's memory ready: nothing is written to padding."""
-        if self._plan.holed.intersection(self._plan.buckets[index].params):
-            zero_holes(bucket_views(self._memory, self._buffer_plan, index), self._plan.holed)
+        """Zeroes the padding of a bucket's memory."""
+        if self._plan.padded.intersection(self._plan.buckets[index].params):
+            zero_padding(bucket_views(self._memory, self._buffer_plan, index), self._plan.padded)
 
     @property
     def _memory(self) -> torch.Tensor:
@@ -250,7 +236,7 @@ class Receiver:
         partial = [
             name
             for name, info in plan.params.items()
-            if name not in plan.holed and arriving[name] != math.prod(info.shape)
+            if name not in plan.padded and arriving[name] != math.prod(info.shape)
         ]
         if partial:
             raise ValueError(f"the messages do not bring all of {', '.join(partial)}")

@@ -1,4 +1,4 @@
-"""The sending side of a sync: boxes of local parameters, straight to where they land, or packed into frames."""
+"""The sending side of a sync: writes boxes of local parameters to receive buffers, or packs them into frames."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ from megarl.weights.plan import Message
 class Sender:
     """Sends a rank's part of a plan.
 
-    What another process can map of a receiver's memory is written there, without staging; the rest is packed into
-    frames. On CUDA the rank also owns the receive buffer of the engine on its device, and is its port.
+    Memory of a receiver that this process can map is written directly; other messages are packed into frames. On CUDA,
+    the rank also owns the receive buffer of the engine on its device, and receives the frames for it.
 
     Args:
-        connection: to the other ranks.
-        params: the local parameters, by the plan's names. The mapping is kept and its tensors are read in every sync:
-            changes in place are sent, and whoever replaces a tensor puts the new one into this mapping, or makes a
-            new Sender.
-        version: the last committed version.
+        params: local parameters, by the plan's names. The mapping is kept and read in every sync: changes in place are
+            sent, and replaced tensors must be put into it.
+        version: last committed version.
     """
 
     def __init__(self, connection: Connection, params: Mapping[str, torch.Tensor], *, version: int = -1) -> None:
@@ -36,50 +34,46 @@ class Sender:
         self._plan = spec.sender(rank)
         self._round = SyncRound(connection, version)
         framed = [message for message in self._plan.messages if rank in spec.recv_buffers[message.receiver].via_network]
-        self._frames = FrameSender(connection, framed, self._plan.staging_bytes, self._pack)
+        self._frames = FrameSender(connection, framed, self._pack)
         reached = [
             message for message in self._plan.messages if rank not in spec.recv_buffers[message.receiver].via_network
         ]
         self._reached = {b: list(group) for b, group in groupby(reached, key=lambda message: message.bucket)}
         self._receivers = sorted({message.receiver for message in reached})
         hosted = [part for receiver, part in spec.receivers.items() if spec.recv_buffers[receiver].owner == rank]
-        self._ports = {part.rank: FrameReceiver(connection, part) for part in hosted}
+        self._frame_receivers = {part.rank: FrameReceiver(connection, part) for part in hosted}
         self._recv_buffers: dict[int, RecvBuffer] = {}
 
     @property
     def version(self) -> int:
-        """The last version that all ranks have committed."""
+        """Last version that all ranks have committed."""
         return self._round.version
 
     def send(self, version: int) -> SyncStats:
         """Sends the parameters as they are now; returns when all ranks have committed the version.
 
-        Waits for the other ranks; unblocked by their progress, by an abort or by the timeout.
+        Waits for the other ranks; ends with their progress, an abort or the timeout.
 
         Raises:
             SyncError: the sync was aborted.
         """
         with self._round.sync(version, self._offer, self._join) as stats:
             self._send(stats)
-            self._connection.mapped.rest()
+            self._connection.mapped.end_sync()
         if self._connection.device.type != "cpu":
             self.release()
         return stats
 
     def release(self) -> None:
-        """Gives staging and receive buffer back; on a CPU it is kept from sync to sync otherwise."""
+        """Frees frames and receive buffers, which are kept between syncs on a CPU otherwise."""
         self._frames.release()
-        for port in self._ports.values():
-            port.release()
+        for frames in self._frame_receivers.values():
+            frames.release()
         for buffer in self._recv_buffers.values():
             buffer.release()
 
     def _offer(self) -> None:
-        """Checks the parameters, and offers the memory of the engine on this device.
-
-        Raises:
-            ValueError: parameters are not as planned; all of them are listed.
-        """
+        """Checks the parameters, listing all problems, and offers the memory of the engine on this device."""
         problems: list[str] = []
         for name, info in self._plan.params.items():
             if name not in self._params:
@@ -89,7 +83,7 @@ class Sender:
         if problems:
             raise ValueError("; ".join(problems))
         connection = self._connection
-        for receiver in self._ports:
+        for receiver in self._frame_receivers:
             if receiver not in self._recv_buffers:
                 nbytes = recv_buffer_bytes(connection.spec.recv_buffers[receiver])
                 self._recv_buffers[receiver] = make_recv_buffer(nbytes, connection.device)
@@ -97,24 +91,24 @@ class Sender:
             connection.barrier.post(f"recv_buffer/{receiver}", self._recv_buffers[receiver].handle)
 
     def _join(self) -> None:
-        """Maps the memory of others to which this rank writes."""
+        """Maps the receive buffers to which this rank writes."""
         for receiver in self._receivers:
             if receiver not in self._recv_buffers:
                 self._connection.mapped.open(receiver, self._connection.barrier.read(f"recv_buffer/{receiver}"))
 
     def _send(self, stats: SyncStats) -> None:
-        """Goes through the buckets: their frames first, which take time, then what is written in place.
+        """Sends bucket by bucket: frames first, which take time, then direct writes.
 
-        In a bucket, a rank waits for what others do in earlier ones and for frames that are under way, so that some
-        rank can always go on.
+        In a bucket, a rank waits only for others' work on earlier buckets and for pending frames, so some rank can
+        always proceed.
         """
         outbox, credits = Outbox(self._connection), Credits(self._connection)
         self._frames.begin()
-        for port in self._ports.values():
-            port.begin()
+        for frames in self._frame_receivers.values():
+            frames.begin()
         stats.peak_staging_bytes = (
             self._frames.staging_bytes
-            + sum(port.staging_bytes for port in self._ports.values())
+            + sum(frames.staging_bytes for frames in self._frame_receivers.values())
             + sum(buffer.memory.numel() for buffer in self._recv_buffers.values())
         )
         for bucket in range(self._num_buckets()):
@@ -127,26 +121,25 @@ class Sender:
                 ready = self._pack(message, recv_views(message, buffer.buckets[bucket], views), stats)
                 self._connection.put[message.receiver] += ready.nbytes
                 outbox.notify(message.receiver, message, ready)
-            for receiver, port in self._ports.items():
-                self._pass_on(receiver, port, bucket, credits, outbox, stats)
+            for receiver, frames in self._frame_receivers.items():
+                self._pass_on(receiver, frames, bucket, credits, outbox, stats)
         self._frames.drain(stats)
         with stats.stage("transfer"):
             outbox.drain()
 
     def _pass_on(
-        self, receiver: int, port: FrameReceiver, bucket: int, credits: Credits, outbox: Outbox, stats: SyncStats
+        self, receiver: int, frames: FrameReceiver, bucket: int, credits: Credits, outbox: Outbox, stats: SyncStats
     ) -> None:
-        """Lands what others have sent for the engine on this device, and says so to it."""
-        if bucket >= len(port.messages):
+        """Unpacks frames for the engine on this device, and notifies it."""
+        if bucket >= len(frames.messages):
             return
         with stats.stage("transfer"):
-            for message in port.messages[bucket]:
+            for message in frames.messages[bucket]:
                 credits.wait(message)
-            for message, ready in port.land(bucket, self._memory(receiver), stats):
+            for message, ready in frames.receive(bucket, self._memory(receiver), stats):
                 outbox.notify(receiver, message, ready)
 
     def _pack(self, message: Message, targets: Sequence[torch.Tensor], stats: SyncStats) -> MessageReady:
-        """Writes a message; what there is to say of it."""
         checksum = Checksum(message, stats) if self._connection.spec.verify else None
         with stats.stage("pack"):
             nbytes = pack(message, self._params, targets, checksum)
@@ -155,12 +148,11 @@ class Sender:
         return MessageReady(stats.version, message.bucket, nbytes, checksum.value if checksum else 0)
 
     def _memory(self, receiver: int) -> torch.Tensor:
-        """A receiver's receive buffer."""
         return (
             self._recv_buffers[receiver].memory if receiver in self._recv_buffers else self._connection.mapped[receiver]
         )
 
     def _num_buckets(self) -> int:
-        """Of the receivers to which this rank sends, or whose port it is."""
+        """Returns the number of buckets of the receivers to which this rank sends, or whose memory it owns."""
         ours = [message.bucket for message in self._plan.messages[-1:]]
-        return max([-1, *ours, *(len(port.messages) - 1 for port in self._ports.values())]) + 1
+        return max([-1, *ours, *(len(frames.messages) - 1 for frames in self._frame_receivers.values())]) + 1

@@ -1,4 +1,4 @@
-"""What a rank needs to take part in a sync: its parts of the plan, and the way that each message takes."""
+"""What a rank needs to take part in a sync: its parts of the plan, and the route of each message."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ TransportName = Literal["auto", "gloo", "shared_memory"]
 
 @dataclass(frozen=True, kw_only=True)
 class RecvBufferPlan:
-    """How the messages for one receiver arrive: in receive buffer, laid out as the parameters of a bucket.
+    """The receive buffer of one receiver, laid out as the parameters of a bucket.
 
     Args:
         owner: the rank that owns the memory: the receiver itself, or the trainer on its device.
-        framed: senders that cannot write to the memory; theirs come to the port as frames, which it unpacks.
-        depth: buckets that the memory holds. Where frames come it is one, for they wait in a buffer of their own.
+        via_network: senders that cannot map the memory; they send frames to the owner, which unpacks them.
+        depth: buckets that the buffer holds; one where frames arrive, which have a buffer of their own.
         params, buckets: of the receiver's plan.
     """
 
@@ -37,16 +37,14 @@ class SyncSpec:
     """What the ranks need to take part in a sync; made by ``of``.
 
     Args:
-        name: of this connection; never used twice with one store.
+        name: of this connection; unique per store.
         host, port: of the store.
-        world_size: ranks that take part: the trainers', then the engines'.
-        fingerprint: of the plan.
+        world_size: the trainers' ranks, then the engines'.
         staging_bytes: of the plan's largest bucket.
-        senders, receivers: the plan's parts, by rank.
-        recv_buffers: by receiver.
-        wire: the ranks that send frames or are sent them.
-        verify: every message carries a checksum.
-        timeout_s: how long a rank waits for others before it aborts the sync.
+        senders, receivers, recv_buffers: by rank.
+        wire: ranks that send or receive frames.
+        verify: messages carry checksums.
+        timeout_s: of waiting for others, before the sync is aborted.
     """
 
     name: str
@@ -76,16 +74,16 @@ class SyncSpec:
         verify: bool = True,
         timeout_s: float = 300.0,
     ) -> SyncSpec:
-        """The spec with all parts of a plan.
+        """Returns the spec with all parts of a plan.
 
         Args:
-            places: of the ranks, the trainers', then the engines'.
-            device: of all of them.
-            transport: on a CPU, how messages go within a node: through memory that both map, or Gloo. Others go by
-                Gloo, which ``shared_memory`` refuses; ``auto`` takes the memory where it can. CUDA knows ``auto`` only.
+            places: by rank, the trainers' first.
+            device: of all ranks.
+            transport: of messages within a node on CPUs: shared memory or Gloo. Between nodes they use Gloo, which
+                ``shared_memory`` refuses; ``auto`` prefers memory. CUDA allows ``auto`` only.
 
         Raises:
-            ValueError: the transport does not reach, or the places cannot be; all problems are listed.
+            ValueError: the transport does not reach, or the places are impossible; all problems are listed.
         """
         recv_buffers = plan_recv_buffers(plan, places, device=device, transport=transport)
         return cls(
@@ -104,7 +102,7 @@ class SyncSpec:
         )
 
     def only(self, ranks: Collection[int]) -> SyncSpec:
-        """The spec with nothing but these ranks' parts: what is sent to their process."""
+        """Returns the spec with these ranks' parts alone, for their process."""
         senders = {rank: part for rank, part in self.senders.items() if rank in ranks}
         reached = {message.receiver for part in senders.values() for message in part.messages}
         receivers = {r: part for r, part in self.receivers.items() if r in ranks or self.recv_buffers[r].owner in ranks}
@@ -112,11 +110,11 @@ class SyncSpec:
         return replace(self, senders=senders, receivers=receivers, recv_buffers=recv_buffers)
 
     def wire_peers(self, rank: int) -> list[int]:
-        """The ranks with which a rank, whose parts these are, exchanges frames."""
+        """Returns the ranks with which a rank exchanges frames."""
         return sorted({*self.network_receivers(rank), *self.network_senders(rank)})
 
     def peers(self, rank: int) -> list[int]:
-        """The ranks with which a rank, whose parts these are, exchanges small messages."""
+        """Returns the ranks with which a rank exchanges control messages."""
         peers = {*self.network_receivers(rank), *self.network_senders(rank)}
         for message in self.sender(rank).messages:
             if rank not in self.recv_buffers[message.receiver].via_network:
@@ -130,26 +128,23 @@ class SyncSpec:
         return sorted(peers - {rank})
 
     def network_receivers(self, rank: int) -> set[int]:
-        """The ports of those to which a rank sends frames."""
+        """Returns the owners to which a rank sends frames."""
         recv_buffers = [self.recv_buffers[message.receiver] for message in self.sender(rank).messages]
         return {buffer.owner for buffer in recv_buffers if rank in buffer.via_network}
 
     def network_senders(self, rank: int) -> set[int]:
-        """The ranks that send frames to a port."""
+        """Returns the ranks that send frames to an owner."""
         return {
             sender for buffer in self.recv_buffers.values() if buffer.owner == rank for sender in buffer.via_network
         }
 
     def sender(self, rank: int) -> SenderPlan:
-        """A rank's part in sending; an empty one where the plan has another replica send."""
-        idle = SenderPlan(
-            rank=rank, fingerprint=self.fingerprint, params={}, messages=(), staging_bytes=self.staging_bytes
-        )
-        return self.senders.get(rank, idle)
+        """Returns a rank's sending part; an empty one where another replica sends."""
+        return self.senders.get(rank) or SenderPlan(rank=rank, params={}, messages=())
 
 
 def wire_ranks(recv_buffers: Mapping[int, RecvBufferPlan]) -> tuple[int, ...]:
-    """The ranks between which frames go."""
+    """Returns the ranks between which frames go."""
     framed = [buffer for buffer in recv_buffers.values() if buffer.via_network]
     return tuple(sorted({rank for buffer in framed for rank in (buffer.owner, *buffer.via_network)}))
 
@@ -157,7 +152,7 @@ def wire_ranks(recv_buffers: Mapping[int, RecvBufferPlan]) -> tuple[int, ...]:
 def plan_recv_buffers(
     plan: TransferPlan, places: Sequence[Place], *, device: Device, transport: TransportName
 ) -> dict[int, RecvBufferPlan]:
-    """Decides the way of every message; see ``SyncSpec.of``."""
+    """Decides the route of every message; see ``SyncSpec.of``."""
     problems = _problems(plan, places, device, transport)
     if problems:
         raise ValueError("; ".join(problems))
@@ -178,7 +173,6 @@ def plan_recv_buffers(
 def _problems(
     plan: TransferPlan, places: Sequence[Place], kind_of_device: Device, transport: TransportName
 ) -> list[str]:
-    """What keeps messages from their ways."""
     problems: list[str] = []
     if kind_of_device == "cuda" and transport != "auto":
         problems.append(f"transport {transport} is for CPUs; on CUDA it must be auto")
@@ -211,5 +205,4 @@ def _near(places: Sequence[Place], one: int, other: int) -> bool:
 
 
 def senders_of(part: ReceiverPlan) -> list[int]:
-    """The ranks that send to a receiver."""
     return sorted({message.sender for bucket in part.messages for message in bucket})

@@ -29,13 +29,11 @@ class SyncStats:
     """What one rank did in one sync.
 
     Args:
-        version: the weights' version.
-        nbytes: payload sent or received; what a trainer passes on to the engine on its device is not counted.
-        messages: in how many parts.
-        peak_staging_bytes: the most memory that the rank's buffers took at once.
-        seconds: by stage. All: ``agree`` on what comes, ``verify`` (checksums), ``transfer`` (waiting for the others,
-            and unpacking what came as frames), ``commit``; senders ``pack`` (copies out of the parameters, straight to
-            the receiver's memory where it can be reached); receivers ``load`` (into the engine's layers).
+        nbytes: payload sent or received; what a trainer passes on to the engine on its device does not count.
+        peak_staging_bytes: most memory of the rank's buffers at once.
+        seconds: by stage. All: ``agree`` on the version, ``verify`` (checksums), ``transfer`` (waiting for others, and
+            unpacking frames), ``commit``; senders ``pack`` (copies out of the parameters); receivers ``load`` (into the
+            engine's layers).
     """
 
     version: int
@@ -46,7 +44,7 @@ class SyncStats:
 
     @contextmanager
     def stage(self, name: str) -> Generator[None]:
-        """Adds the time of the block to a stage, less what the block itself adds to others."""
+        """Adds the time of the block to a stage, less what the block adds to other stages."""
         start, inner = perf_counter(), sum(self.seconds.values())
         try:
             yield
@@ -58,23 +56,22 @@ class SyncStats:
 _GO = "go"
 
 _STORE_TIMEOUT = timedelta(seconds=60)
-"""To reach the store, which is there before the ranks hear of it."""
+"""To reach the store, which exists before the ranks start."""
 
 
 class SyncBarrier:
-    """One rank's access to a store that all ranks share.
+    """One rank's barriers in a store that all ranks share, with abort.
 
-    A place is a key prefix, where the ranks meet once. It gets one verdict, which the first to decide sets for all: the
-    last rank to arrive lets everybody go on; a rank that fails, or waits for too long, aborts. Nobody polls: the store
-    answers those who wait when the verdict is there.
+    A place is a key prefix at which the ranks meet once. It gets one verdict, set by the first rank to decide: the last
+    rank to arrive lets all continue; a rank that fails or waits too long aborts. Ranks wait in the store without
+    polling.
 
     Args:
-        store: keys are the barrier's own.
-        rank, size: this rank of how many.
-        timeout_s: how long to wait for the others.
+        store: all of its keys are the barrier's.
+        timeout_s: of waiting for the others.
 
     Attributes:
-        ahead: the place where all meet next.
+        ahead: the place of the next meeting.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
@@ -85,15 +82,13 @@ class SyncBarrier:
         self.ahead = ""
 
     def meet(self, place: str, facts: Mapping[str, str] | None = None) -> None:
-        """Waits until every rank is at this place.
-
-        Unblocked by the last rank's arrival, by another rank's abort, or by the timeout, which aborts.
+        """Waits until every rank is at this place; ends with the last arrival, an abort, or the timeout, which aborts.
 
         Args:
-            facts: short texts by name, in which all ranks must agree.
+            facts: short texts by name that must be equal on all ranks.
 
         Raises:
-            SyncError: somebody aborted.
+            SyncError: some rank aborted.
         """
         if facts:
             self._agree(place, facts)
@@ -108,39 +103,33 @@ class SyncBarrier:
         self.look(place)
 
     def look(self, place: str) -> None:
-        """Raises SyncError where somebody has aborted at a place; does not wait."""
+        """Raises SyncError where some rank has aborted at a place; does not wait."""
         if self._store.check([_verdict(place)]):
             verdict = self._store.get(_verdict(place)).decode()
             if verdict != _GO:
                 raise SyncError(verdict)
 
     def look_ahead(self) -> None:
-        """``look`` at the place where all meet next."""
         self.look(self.ahead)
 
     def abort(self, place: str, reason: str) -> NoReturn:
-        """Decides that the ranks do not go on from a place. The first reason counts, and is what all of them raise.
-
-        Raises:
-            SyncError: always.
-        """
+        """Raises SyncError on all ranks at a place, with the first reason given."""
         raise SyncError(self._decide(place, reason))
 
     def forget(self, place: str) -> None:
-        """Removes what was posted at a place that all ranks have left: the store would grow with every sync."""
+        """Deletes the keys of a place that all ranks have left."""
         for key in (str(self._rank), *(("count", "facts", "verdict") if self._rank == 0 else ())):
             self._store.delete_key(f"{place}/{key}")
 
     def post(self, key: str, value: str) -> None:
-        """Leaves a text for others, in place of an earlier one."""
+        """Stores a text for other ranks, replacing an earlier one."""
         self._store.set(f"posted/{key}", value)
 
     def read(self, key: str) -> str:
-        """What has been posted under a key."""
         return self._store.get(f"posted/{key}").decode()
 
     def _agree(self, place: str, facts: Mapping[str, str]) -> None:
-        """Aborts unless all ranks that meet at a place know the same facts."""
+        """Aborts unless the facts of all ranks are equal."""
         mine = "\n".join(facts.values())
         first = self._store.compare_set(f"{place}/facts", "", mine).decode()
         differing = [
@@ -162,16 +151,15 @@ def _verdict(place: str) -> str:
 
 
 def open_store(host: str, port: int, name: str) -> Store:
-    """The part of a served store that belongs to a connection."""
     return PrefixStore(name, TCPStore(host, port, is_master=False, timeout=_STORE_TIMEOUT))
 
 
 def serve_store(host: str = "127.0.0.1", port: int = 0) -> TCPStore:
-    """The store at which the ranks of a sync meet; it lives as long as the object.
+    """Starts the store at which the ranks of a sync meet; it lives as long as the object.
 
     Args:
-        host: the address, of this machine, at which alone it listens; the store has no other protection.
-        port: 0 for any free one, found in ``.port``.
+        host: the only address at which it listens; the store has no other protection.
+        port: 0 for a free one, then in ``.port``.
     """
     # A TCPStore that opens its port itself listens on all addresses, whichever host it is given (torch 2.13).
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -23,19 +23,19 @@ _LOOK_S = 0.1
 
 
 class PeerError(RuntimeError):
-    """A transfer failed; says with which rank."""
+    """A transfer failed; the message names the rank."""
 
 
 class Transfer(Protocol):
-    """A transfer under way."""
+    """A pending transfer."""
 
     def wait(self) -> None:
-        """Returns when the buffer has been sent or filled. Raises PeerError."""
+        """Returns when the buffer has been sent or filled; raises PeerError."""
         ...
 
 
 class Transport(Protocol):
-    """Carries buffers between ranks; those of one pair, direction and tag arrive in the order in which they were sent.
+    """Carries buffers between ranks; those of one pair, direction and tag arrive in order.
 
     Args:
         sent, received: bytes of completed transfers, by peer.
@@ -46,37 +46,37 @@ class Transport(Protocol):
 
     @property
     def connected(self) -> bool:
-        """Whether transfers are possible: not after ``abort`` or ``close``."""
+        """False after ``abort`` or ``close``."""
         ...
 
     def send(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
-        """Starts to send a contiguous buffer, which must not change until the transfer is complete."""
+        """Starts to send a contiguous buffer, which must not change before the transfer ends."""
         ...
 
     def receive(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
-        """Starts to fill a contiguous buffer with what the peer sends under this tag."""
+        """Starts to fill a contiguous buffer from the peer's transfer of this tag."""
         ...
 
     def abort(self) -> None:
-        """Breaks the connections, so that every transfer fails, here and at the peers, at once."""
+        """Breaks the connections: every transfer fails at once, here and at the peers."""
         ...
 
     def close(self) -> None:
-        """Ends the connection; nothing may be under way."""
+        """Ends the connection; no transfer may be pending."""
         ...
 
 
 class GlooTransport:
-    """Gloo over TCP, by a process group of its own: it neither uses nor changes the default group.
+    """Gloo over TCP, in a process group of its own.
 
-    Connects with its peers alone, and waits for them. GLOO_SOCKET_IFNAME names the network interfaces where a host has
+    Connects with its peers only, and waits for them. GLOO_SOCKET_IFNAME names the network interfaces where a host has
     several.
 
     Args:
         store: of this group alone.
-        members: the ranks in it, one of which is this process's, ``rank``.
-        peers: those with which this one exchanges anything; the same is true of them.
-        timeout_s: how long a transfer may take.
+        members: the ranks of the group.
+        peers: ranks with which this one exchanges anything, and vice versa.
+        timeout_s: of a transfer.
 
     Raises:
         RuntimeError: the network cannot be used, or a peer is gone.
@@ -95,7 +95,7 @@ class GlooTransport:
         ] or [group.create_default_device(lazy_init=True)]
         self._group: Any = group(store, self._index[rank], len(members), options)
         self._peers = peers
-        # Now, and not with the first transfer: when a peer is gone by then, Gloo may end this process (torch 2.13).
+        # Connects now: if a peer is gone at the first transfer, Gloo may end this process (torch 2.13).
         hello, answer = torch.zeros(1, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8)
         greetings = [self._group.send([hello], self._index[peer], 0) for peer in peers]
         for work in (*(self._group.recv([answer], self._index[peer], 0) for peer in peers), *greetings):
@@ -115,7 +115,7 @@ class GlooTransport:
         if self._group is None:
             return
         # ProcessGroupGloo.abort does nothing (torch 2.13), and destruction waits for the last work object. A wait that
-        # runs into its timeout makes Gloo close all connections of the group; there is none for a peer that is gone.
+        # times out makes Gloo close all connections of the group; peers that are gone have none.
         for peer in self._peers:
             try:
                 nothing = [torch.empty(1, dtype=torch.uint8)]
@@ -130,7 +130,7 @@ class GlooTransport:
 
 
 class _GlooTransfer:
-    """A transfer whose start fails, as it does when the peer is gone, fails when it is waited for, as others do."""
+    """A transfer; one that cannot start, because the peer is gone, fails in ``wait``."""
 
     def __init__(self, start: Callable[[], Work], peer: int, buffer: torch.Tensor, counter: Counter[int]) -> None:
         try:
@@ -152,18 +152,17 @@ class _GlooTransfer:
 
 
 class NcclTransport:
-    """NCCL between GPUs, of which no two ranks may share one.
+    """NCCL between GPUs, one rank each.
 
-    Each pair has a communicator for either direction: the transfers of one queue up on a stream, so that two ranks
-    which both receive before they send would wait for each other. It connects the pairs at once, and waits for them:
-    every rank in the order of its peers, so that some pair can always go on.
+    Each pair has a communicator per direction: transfers of one communicator queue up on a stream, so two ranks that
+    both receive before they send would deadlock. Pairs connect at once, every rank in the order of its peers, so that
+    some pair can always proceed.
 
     Args:
         store, members, rank, timeout_s: as of GlooTransport.
-        to, from_: the peers to which this rank sends, and those from which it receives.
-        device: of this process.
-        look: called from time to time by whoever waits; raises where the sync has been aborted. Unlike a TCP
-            connection, NCCL does not ready that a peer is gone.
+        to, from_: peers to which this rank sends, and from which it receives.
+        look: called now and then while waiting; raises where the sync was aborted. Unlike TCP, NCCL does not notice
+            that a peer is gone.
 
     Raises:
         RuntimeError: NCCL cannot connect.
@@ -210,7 +209,9 @@ class NcclTransport:
         return bool(self._groups)
 
     def send(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
-        work = self._groups[self._rank < peer].send([buffer], self._index[peer], 0)  # no tags: both keep to one order
+        work = self._groups[self._rank < peer].send(
+            [buffer], self._index[peer], 0
+        )  # without tags: both sides use one order
         return _NcclTransfer(work, peer, buffer, self.sent, self._timeout_s, self._look)
 
     def receive(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
@@ -256,7 +257,7 @@ class _NcclTransfer:
                     self._look()
                     looked = now
                 time.sleep(_POLL_S)
-            self._work.wait()  # the current stream sees the result
+            self._work.wait()  # orders the current stream after the transfer
         except torch.distributed.DistError as error:
             raise PeerError(f"the transfer with rank {self._peer} failed: {error}") from error
         self._counter[self._peer] += self._buffer.nbytes

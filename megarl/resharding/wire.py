@@ -1,4 +1,4 @@
-"""What joins one rank of a sync to the others: the connection, its small messages and its frames."""
+"""The connection of one rank of a sync with the others: control messages and frames."""
 
 from __future__ import annotations
 
@@ -24,13 +24,11 @@ class Connection:
 
     Args:
         spec: with this rank's parts.
-        rank: of how many others.
-        device: of parameters, frames and receive buffer.
-        barrier: where all meet.
-        control: carries small messages: Gloo on every device, so that a rank that is gone is noticed.
-        wire: carries frames; None where this rank has none.
-        mapped: other processes' receive buffer, by receiver.
-        put: payload bytes that this rank has written into others' memory, by receiver.
+        device: of parameters, frames and receive buffers.
+        control: control messages, by Gloo on every device, which notices that a rank is gone.
+        wire: frames; None where this rank has none.
+        mapped: other processes' receive buffers, by receiver.
+        put: payload bytes written into others' memory, by receiver.
     """
 
     spec: SyncSpec
@@ -48,18 +46,18 @@ class Connection:
         return self.control.connected
 
     def settle(self) -> None:
-        """Waits until what has been started on the device is done: another process will look at it."""
+        """Waits for pending work on the device, before another process reads the result."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def abort(self) -> None:
-        """Breaks the connection, so that every transfer fails, here and at the peers, at once."""
+        """Breaks the connection: every transfer fails at once, here and at the peers."""
         for transport in self._transports():
             transport.abort()
-        self.mapped.rest()
+        self.mapped.end_sync()
 
     def close(self) -> None:
-        """Ends the connection; nothing may be under way."""
+        """Ends the connection; no transfer may be pending."""
         for transport in self._transports():
             transport.close()
         self.mapped.close()
@@ -69,15 +67,13 @@ class Connection:
 
 
 def connect(spec: SyncSpec, rank: int, device: torch.device | str = "cpu") -> Connection:
-    """Joins a rank to the others of a sync; waits for all of them.
+    """Connects a rank with the others of a sync; waits for all of them.
 
     Args:
         spec: with this rank's parts.
-        rank: in the sync.
-        device: of this process.
 
     Raises:
-        SyncError: some rank did not come, follows another plan, or could not use the network.
+        SyncError: some rank did not come, has another plan, or could not use the network.
     """
     device = torch.device(device)
     store = open_store(spec.host, spec.port, spec.name)
@@ -107,24 +103,17 @@ def connect(spec: SyncSpec, rank: int, device: torch.device | str = "cpu") -> Co
         barrier.abort("connect/done", f"could not connect: {error}")
     barrier.meet("connect/done")
     return Connection(
-        spec=spec,
-        rank=rank,
-        device=device,
-        barrier=barrier,
-        control=control,
-        wire=wire,
-        mapped=PeerMappings(device),
+        spec=spec, rank=rank, device=device, barrier=barrier, control=control, wire=wire, mapped=PeerMappings(device)
     )
 
 
 @dataclass(frozen=True)
 class MessageReady:
-    """Says that a message is where it was to go.
+    """The control message that a message has been delivered.
 
     Args:
-        version, bucket: of the message.
-        nbytes: that were written.
-        checksum: of them; zero where there are none.
+        nbytes: written.
+        checksum: 0 without verification.
     """
 
     version: int
@@ -134,12 +123,10 @@ class MessageReady:
 
 
 class PendingMessage:
-    """A ready of a message that is on its way.
+    """A message whose MessageReady is pending.
 
     Args:
-        connection: on which it comes.
-        message: that it is about.
-        peer: the rank that gives it: the sender, or the port that has unpacked the frame.
+        peer: the rank that sends it: the sender, or the owner that unpacks the frame.
     """
 
     def __init__(self, connection: Connection, message: Message, peer: int) -> None:
@@ -148,11 +135,7 @@ class PendingMessage:
         self._transfer = connection.control.receive(peer, message.sender, self._numbers)
 
     def wait(self, version: int) -> MessageReady:
-        """The ready.
-
-        Raises:
-            PeerError: it does not come, or is about something else.
-        """
+        """Returns the MessageReady; raises PeerError where it does not come or does not match."""
         message = self._message
         try:
             self._transfer.wait()
@@ -169,32 +152,24 @@ class PendingMessage:
 
 
 class Outbox:
-    """Small messages that need not have arrived when their sender goes on.
-
-    Args:
-        connection: on which they go.
-    """
+    """Control messages whose arrival their sender does not await."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._under_way: list[tuple[Transfer, str]] = []
 
     def notify(self, peer: int, message: Message, ready: MessageReady) -> None:
-        """Tells a rank that a message has recv_views, when what was started on the device is done."""
+        """Tells a rank that a message is ready, after pending work on the device."""
         self._connection.settle()
         self._send(peer, message.sender, torch.tensor(astuple(ready)), named(message))
 
     def give_credit(self, writer: int, receiver: int, bucket: int) -> None:
-        """Lets a rank write a bucket, when what was started on the device is done."""
+        """Lets a rank write a bucket, after pending work on the device."""
         self._connection.settle()
         self._send(writer, receiver, torch.tensor([bucket]), f"the memory of bucket {bucket}")
 
     def drain(self) -> None:
-        """Waits until all have arrived.
-
-        Raises:
-            PeerError: a peer is gone.
-        """
+        """Waits until all have arrived; raises PeerError where a peer is gone."""
         for transfer, what in self._under_way:
             try:
                 transfer.wait()
@@ -207,22 +182,14 @@ class Outbox:
 
 
 class Credits:
-    """What this rank may write, by receiver; the first buckets, as many as the memory holds, it always may.
-
-    Args:
-        connection: on which the receivers grant more, in order.
-    """
+    """Buckets that this rank may write, by receiver; at first, as many as the receive buffer holds."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._granted: dict[int, int] = defaultdict(int)
 
     def wait(self, message: Message) -> None:
-        """Waits until the memory for a message is free: until the receiver has loaded what was there.
-
-        Raises:
-            PeerError: the receiver is gone.
-        """
+        """Waits until a message's memory is free: its previous bucket is loaded. Raises PeerError."""
         receiver, bucket = message.receiver, message.bucket
         while bucket >= max(self._connection.spec.recv_buffers[receiver].depth, self._granted[receiver] + 1):
             number = torch.empty(1, dtype=torch.int64)
@@ -234,23 +201,21 @@ class Credits:
 
 
 Pack = Callable[[Message, Sequence[torch.Tensor], SyncStats], MessageReady]
-"""Writes a message's elements to their places; what there is to say of it."""
+"""Writes a message's elements to targets."""
 
 
 class FrameSender:
-    """The messages of a rank that go over the wire.
+    """The messages that a rank sends over the network.
 
     Args:
-        connection: to the other ranks.
         messages: in order of their buckets.
-        limit: of a batch, which one half of the memory holds, in bytes; a message may be as large.
         pack: fills a frame.
     """
 
-    def __init__(self, connection: Connection, messages: Sequence[Message], limit: int, pack: Pack) -> None:
+    def __init__(self, connection: Connection, messages: Sequence[Message], pack: Pack) -> None:
         self._connection, self._pack = connection, pack
         self._batches = {
-            bucket: list(_batches(ours, limit))
+            bucket: list(_batches(ours, connection.spec.staging_bytes))
             for bucket, ours in groupby(messages, key=lambda message: message.bucket)
         }
         sizes = [frames_bytes(batch) for batches in self._batches.values() for batch in batches]
@@ -261,20 +226,17 @@ class FrameSender:
 
     @property
     def staging_bytes(self) -> int:
-        """Memory for two batches."""
+        """Size of the memory: two batches."""
         return sum(self._sizes)
 
     def begin(self) -> None:
-        """A sync begins: there must be memory."""
+        """Prepares for a sync."""
         self._count = 0
         if self._memory.numel() < self.staging_bytes:
             self._memory = torch.empty(self.staging_bytes, dtype=torch.uint8, device=self._connection.device)
 
     def send(self, bucket: int, outbox: Outbox, stats: SyncStats) -> None:
-        """Packs and starts to send the frames of a bucket.
-
-        Waits, where both halves are under way, for the earlier one.
-        """
+        """Packs and starts to send the frames of a bucket; waits for the earlier half where both are in use."""
         for batch in self._batches.get(bucket, ()):
             which = self._count % 2
             self._count += 1
@@ -282,23 +244,18 @@ class FrameSender:
             half = self._memory[: self._sizes[0]] if which == 0 else self._memory[self._sizes[0] :]
             for message, frame in zip(batch, split_frames(half, batch), strict=True):
                 ready = self._pack(message, payload(message, frame), stats)
-                port = self._connection.spec.recv_buffers[message.receiver].owner
+                owner = self._connection.spec.recv_buffers[message.receiver].owner
                 assert self._connection.wire is not None, "frames go over the wire"
-                transfer = self._connection.wire.send(port, message.receiver, frame)
+                transfer = self._connection.wire.send(owner, message.receiver, frame)
                 self._under_way[which].append((message, transfer))
-                outbox.notify(port, message, ready)
+                outbox.notify(owner, message, ready)
 
     def drain(self, stats: SyncStats) -> None:
-        """Waits until all have arrived.
-
-        Raises:
-            PeerError: a peer is gone.
-        """
+        """Waits until all have arrived; raises PeerError where a peer is gone."""
         for which in range(2):
             self._wait(which, stats)
 
     def release(self) -> None:
-        """Gives the memory back."""
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def _wait(self, which: int, stats: SyncStats) -> None:
@@ -312,7 +269,7 @@ class FrameSender:
 
 
 def _batches(messages: Iterator[Message], limit: int) -> Iterator[list[Message]]:
-    """Consecutive messages whose frames take no more than the limit, or one message."""
+    """Groups consecutive messages whose frames fit the limit; a batch has at least one."""
     batch: list[Message] = []
     for message in messages:
         if batch and frames_bytes([*batch, message]) > limit:

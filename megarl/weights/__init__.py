@@ -1,1 +1,1 @@
-"""One algebra for all weight movement: canonical regions, specs per architecture, the planner, HF files."""
+"""Shard maps, the transfer planner, and Hugging Face files."""

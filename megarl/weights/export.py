@@ -1,6 +1,6 @@
-"""Writing an HF directory from shards: every rank writes its own byte ranges into files laid out in advance.
+"""Writes an HF directory from shards: every rank writes its own byte ranges into preallocated files.
 
-Nothing is gathered and nothing is sent. The ranks share a file system: one machine's, or a coherent parallel one.
+Nothing is gathered or sent. The ranks share a coherent file system.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,14 +39,14 @@ SIDE_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""What a checkpoint's directory holds besides config and weights: copied as it is where it exists."""
+"""Files of a checkpoint's directory besides config and weights; copied unchanged."""
 
 _HEADER_ALIGNMENT = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class SafetensorsFile:
-    """A safetensors file to be: its name, tensors, header, and each tensor's first byte in the file."""
+    """The layout of a safetensors file; ``offsets`` are each tensor's first byte in the file."""
 
     name: str
     tensors: Mapping[str, TensorInfo]
@@ -54,12 +55,9 @@ class SafetensorsFile:
     nbytes: int
 
     def create(self, directory: Path) -> None:
-        """Writes the header and reserves the space of the data.
+        """Writes the header and reserves space for the data; raises OSError, with the file, where there is too little.
 
-        Writing to a memory map of a file without space of its own ends the process when the disk is full (SIGBUS).
-
-        Raises:
-            OSError: there is too little space; the file is named.
+        A write to a memory map without reserved space ends the process when the disk is full (SIGBUS).
         """
         path = directory / self.name
         with write_errors(path, self.nbytes), open(path, "w+b") as stream:
@@ -69,11 +67,11 @@ class SafetensorsFile:
 
 
 def export_plan(maps: Sequence[ShardMap], tensors: Mapping[str, TensorInfo]) -> TransferPlan:
-    """Which rank writes which regions of an export; replicas share the writing.
+    """Plans which rank writes which regions; replicas share the writing.
 
     Args:
         maps: of all ranks, by rank.
-        tensors: the canonical tensors, with the dtypes to write.
+        tensors: canonical tensors with the dtypes to write.
 
     Raises:
         PlanError: the ranks together lack a region.
@@ -84,21 +82,25 @@ def export_plan(maps: Sequence[ShardMap], tensors: Mapping[str, TensorInfo]) -> 
 
 @dataclass(frozen=True)
 class Export:
-    """An HF directory in the making. Every rank makes one with equal arguments and calls ``run``.
+    """Writes an HF directory. Every rank makes one with equal arguments and calls ``run``.
 
     Args:
-        directory: must not exist; it appears when everything is written.
-        tensors: the canonical tensors, with the dtypes to write.
-        max_file_bytes: tensors go to a next file where one would grow beyond this.
+        directory: must not exist; it appears when complete.
+        tensors: canonical tensors with the dtypes to write.
+        max_file_bytes: a file is closed before it would exceed this.
     """
 
     directory: Path
     tensors: Mapping[str, TensorInfo]
     max_file_bytes: int = MAX_FILE_BYTES
 
+    @cached_property
+    def _files(self) -> list[SafetensorsFile]:
+        return lay_out(self.tensors, self.max_file_bytes)
+
     @property
     def partial(self) -> Path:
-        """Where the directory is until it is complete."""
+        """Name of the directory until it is complete."""
         return self.directory.with_name(f".{self.directory.name}.partial")
 
     def run(
@@ -111,17 +113,17 @@ class Export:
         lead: bool,
         barrier: Callable[[], None],
     ) -> None:
-        """Writes this rank's regions; returns on all ranks when the directory is there.
+        """Writes this rank's regions; returns on all ranks when the directory is complete.
 
-        Waits for the other ranks at the barrier: before anyone writes, when all have, and when the directory is named.
-        As it gets its name after the second barrier, either all ranks or none find it there before the first.
+        Waits at the barrier three times: before the first write, after the last write, and after the rename. The rename
+        follows the second barrier, so either all ranks or none find the directory before the first.
 
         Args:
-            part: the rank's part of ``export_plan``; None where it has nothing to write.
-            params: its local parameters, by the names of its map.
-            config: the fields of ``config.json``.
-            template: a directory whose tokenizer and generation files are copied.
-            lead: exactly one rank creates the files and names the directory.
+            part: the rank's part of ``export_plan``; None where it writes nothing.
+            params: local parameters by the names of its map.
+            config: fields of ``config.json``.
+            template: directory whose tokenizer and generation files are copied.
+            lead: True on exactly one rank, which creates the files and renames the directory.
             barrier: returns when every rank has called it.
 
         Raises:
@@ -140,23 +142,19 @@ class Export:
         barrier()
 
     def create(self) -> None:
-        """Lays out the files, with headers and space for the data.
-
-        Raises:
-            OSError: there is too little space; nothing is left.
-        """
+        """Creates the files with headers and reserved space; on OSError (no space) nothing is left."""
         shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir(parents=True)
         try:
-            for file in self._files():
+            for file in self._files:
                 file.create(self.partial)
         except OSError:
             shutil.rmtree(self.partial, ignore_errors=True)
             raise
 
     def write(self, copies: Sequence[Copy], params: Mapping[str, torch.Tensor]) -> None:
-        """Writes boxes of local parameters to where they belong in the files."""
-        file_of = {name: file for file in self._files() for name in file.tensors}
+        """Writes boxes of local parameters into the files."""
+        file_of = {name: file for file in self._files for name in file.tensors}
         open_files: dict[str, np.memmap[Any, np.dtype[np.uint8]]] = {}
         for copy in copies:
             file = file_of[copy.target]
@@ -172,8 +170,8 @@ class Export:
             data.flush()
 
     def finish(self, config: Mapping[str, Any], template: str | Path | None) -> None:
-        """Adds what is not weights, makes everything durable and gives the directory its name."""
-        write_index(self.partial, self._files())
+        """Writes index, config and side files, syncs everything, and renames the directory."""
+        write_index(self.partial, self._files)
         write_json(self.partial / "config.json", config)
         if template is not None:
             copy_side_files(Path(template), self.partial)
@@ -182,13 +180,9 @@ class Export:
         self.partial.rename(self.directory)
         sync(self.directory.parent)
 
-    def _files(self) -> list[SafetensorsFile]:
-        """The files, the same on every rank."""
-        return lay_out(self.tensors, self.max_file_bytes)
-
 
 def lay_out(tensors: Mapping[str, TensorInfo], max_file_bytes: int = MAX_FILE_BYTES) -> list[SafetensorsFile]:
-    """The files of a directory: tensors in their order, a next file where one would grow beyond ``max_file_bytes``."""
+    """Returns the files of a directory: tensors in order, split where a file would exceed ``max_file_bytes``."""
     groups: list[dict[str, TensorInfo]] = [{}]
     filled = 0
     for name, info in tensors.items():
@@ -204,7 +198,7 @@ def lay_out(tensors: Mapping[str, TensorInfo], max_file_bytes: int = MAX_FILE_BY
 
 
 def write_index(directory: Path, files: Sequence[SafetensorsFile]) -> None:
-    """Says which tensor is in which file, where there are several."""
+    """Writes the index where there are several files."""
     if len(files) > 1:
         total = sum(info.nbytes for file in files for info in file.tensors.values())
         weight_map = {name: file.name for file in files for name in file.tensors}
@@ -212,7 +206,7 @@ def write_index(directory: Path, files: Sequence[SafetensorsFile]) -> None:
 
 
 def copy_side_files(source: Path, target: Path) -> None:
-    """Copies the tokenizer and generation files that a checkpoint's directory has."""
+    """Copies the tokenizer and generation files that exist."""
     for name in SIDE_FILES:
         if (source / name).is_file():
             with write_errors(target / name):
@@ -220,7 +214,7 @@ def copy_side_files(source: Path, target: Path) -> None:
 
 
 def _layout(name: str, tensors: Mapping[str, TensorInfo]) -> SafetensorsFile:
-    """A file in the safetensors format: header length (8 bytes, little endian), JSON header, data."""
+    """Lays out a safetensors file: header length (8 bytes, little endian), JSON header, data."""
     codes = {dtype: code for code, dtype in DTYPES.items()}
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
@@ -239,7 +233,7 @@ def _layout(name: str, tensors: Mapping[str, TensorInfo]) -> SafetensorsFile:
 
 
 def _bytes(copy: Copy, params: Mapping[str, torch.Tensor]) -> npt.NDArray[np.uint8]:
-    """The bytes of a copy's elements, in the destination's order and dtype; the last axis counts bytes."""
+    """Returns a copy's elements as bytes in the target's order and dtype; the last axis counts bytes."""
     import torch
 
     values = copy.arranged(params[copy.source].detach()[copy.source_box.slices])
@@ -249,6 +243,6 @@ def _bytes(copy: Copy, params: Mapping[str, torch.Tensor]) -> npt.NDArray[np.uin
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes a file as Hugging Face's libraries do: readable, in this order."""
+    """Writes JSON indented and in order, as Hugging Face's libraries do."""
     with write_errors(path):
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A Hugging Face directory as a holder: the regions of its safetensors files, read without the rest."""
+"""Hugging Face directories: safetensors files read by region."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from megarl.weights.plan import Copy
 from megarl.weights.planner import Holder, plan
 from megarl.weights.shard_map import ITEM_BYTES, Box, Manifest, Shard, ShardMap, TensorInfo
 
@@ -19,29 +18,26 @@ if TYPE_CHECKING:
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DTYPES: Mapping[str, str] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""The dtypes of safetensors headers, by their names there."""
+"""Dtypes by their names in safetensors headers."""
 
 _COMPARED = 1 << 20
-"""Elements that are compared at a time."""
+"""Elements compared at a time."""
 _MAX_COMPARED_BYTES = 1 << 30
-"""Weights that are there twice are compared up to this size, which takes about a second."""
+"""Weights stored twice are compared up to this size, which takes about a second."""
 
 FILES_RANK = -1
-"""The rank of files in a plan: no process's."""
+"""The rank of files in a plan; no process has it."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be read or lacks what is needed; the message lists every problem."""
+    """A checkpoint cannot be read or does not fit; the message lists every problem."""
 
     def __init__(self, what: str, problems: Sequence[str] = ()) -> None:
         super().__init__("\n  ".join([f"{what}:", *problems]) if problems else what)
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """The fields of a model's ``config.json``.
-
-    Args:
-        path: the file, or a directory that has it under this name.
+    """Returns the fields of a ``config.json``, given its path or its directory.
 
     Raises:
         CheckpointError: it does not exist, or is not a JSON object.
@@ -60,10 +56,10 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """The file of each tensor, by an index such as ``model.safetensors.index.json``.
+    """Returns the file of each tensor from an index such as ``model.safetensors.index.json``.
 
     Raises:
-        CheckpointError: it is not such an index, or names files of other directories.
+        CheckpointError: it is not an index, or names files of other directories.
     """
     try:
         held: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
@@ -76,13 +72,10 @@ def read_weight_map(path: Path) -> dict[str, str]:
 
 
 class HFDirectory:
-    """The tensors of a directory with ``model.safetensors``, or with an index and several files.
-
-    Args:
-        directory: where they are; only headers are read here.
+    """The tensors of a directory with ``model.safetensors``, or an index and several files; reads headers only.
 
     Raises:
-        CheckpointError: no safetensors, or files that are missing, corrupted or not what the index says.
+        CheckpointError: files are missing, corrupted or not what the index says.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -107,7 +100,7 @@ class HFDirectory:
             self._compare_single_file()
 
     def _index(self) -> dict[str, Path]:
-        """The file of each tensor; empty where there is a single file without an index."""
+        """Returns the file of each tensor; empty for a single file without an index."""
         path = self.path / INDEX_FILE
         if path.is_file():
             return {name: self.path / file for name, file in read_weight_map(path).items()}
@@ -116,11 +109,7 @@ class HFDirectory:
         return {}
 
     def _compare_single_file(self) -> None:
-        """Compares the files of the index with a single file beside them: transformers reads only that one.
-
-        Raises:
-            CheckpointError: they differ, or are too large to be compared.
-        """
+        """Raises CheckpointError where a single file beside the index differs: transformers reads only that one."""
         single = self.path / SINGLE_FILE
         files = sorted(set(self.file_of.values()))
         if files == [single]:
@@ -142,18 +131,14 @@ class HFDirectory:
         )
 
     def map(self, manifest: Manifest) -> ShardMap:
-        """The directory's shard map: the manifest's tensors, whole, under the names that they have here."""
+        """Returns the shard map: the manifest's tensors, whole, under the names of this directory."""
         held = {name: info for name, info in self.tensors.items() if manifest.canonical(name) in manifest.tensors}
         whole = {name: Box.whole(info.shape) for name, info in held.items()}
         shards = [Shard(param=name, box=box, name=manifest.canonical(name), region=box) for name, box in whole.items()]
         return ShardMap(params=held, shards=tuple(shards))
 
     def check(self, manifest: Manifest) -> None:
-        """Compares with what is needed.
-
-        Raises:
-            CheckpointError: tensors are missing, unknown or of another shape; all of them are listed.
-        """
+        """Raises CheckpointError, with all tensors, where some are missing, unknown or of another shape."""
         problems = misfits(self.tensors, manifest) or untied(self.tensors, manifest, self._read)
         if problems:
             raise CheckpointError(f"{self.path} does not fit the model", problems)
@@ -164,7 +149,7 @@ class HFDirectory:
 
 
 def misfits(tensors: Mapping[str, TensorInfo], manifest: Manifest) -> list[str]:
-    """Every tensor that a checkpoint lacks, has in another shape, or has without need; in this order."""
+    """Lists every tensor that a checkpoint lacks, has in another shape, or must not have; in this order."""
     needed = manifest.tensors
     named = {manifest.canonical(name) for name in tensors}
     problems = [f"missing: {name} {list(info.shape)}" for name, info in needed.items() if name not in named]
@@ -185,13 +170,13 @@ def misfits(tensors: Mapping[str, TensorInfo], manifest: Manifest) -> list[str]:
 def untied(
     tensors: Mapping[str, TensorInfo], manifest: Manifest, read: Callable[[str, Box], torch.Tensor]
 ) -> list[str]:
-    """The tensors of a checkpoint that should be equal to others and are not.
+    """Lists tensors that should equal others by ``manifest.tied`` and do not.
 
-    Programs differ in what they make of such a checkpoint: transformers leaves them untied, vLLM ignores them.
+    transformers leaves such tensors untied, and vLLM ignores them.
 
     Args:
-        tensors: those of the checkpoint, which fit the manifest.
-        read: the elements of a box of one of them.
+        tensors: of the checkpoint; they fit the manifest.
+        read: returns a box of one of them.
     """
     import torch
 
@@ -209,15 +194,14 @@ def untied(
 
 
 def load_shard(shard_map: ShardMap, directory: str | Path, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """Reads a holder's local parameters, and no more, from an HF directory.
+    """Reads a holder's local parameters, and nothing else, from an HF directory.
 
     Args:
-        shard_map: the holder's map; the tensors get its dtypes, and zeros in its padding.
-        directory: the checkpoint.
-        manifest: what it has to contain; parameters of tensors that are not in it are left out of the result.
+        shard_map: of the holder; tensors get its dtypes, and zeros as padding.
+        manifest: parameters of tensors that are not in it are omitted from the result.
 
     Raises:
-        CheckpointError: the directory does not contain what the manifest says.
+        CheckpointError: the directory does not fit the manifest.
     """
     import torch
 
@@ -235,12 +219,13 @@ def load_shard(shard_map: ShardMap, directory: str | Path, manifest: Manifest) -
             file = source.file_of[copy.source]
             if file not in readers:
                 readers[file] = stack.enter_context(_open(file))
-            tensors[copy.target][copy.target_box.slices] = _read(readers[file], copy)
+            values = readers[file].get_slice(copy.source)[copy.source_box.slices]
+            tensors[copy.target][copy.target_box.slices] = copy.arranged(values)
     return tensors
 
 
 def _restrict(shard_map: ShardMap, manifest: Manifest) -> ShardMap:
-    """The part of a map that holds the manifest's tensors."""
+    """Returns the part of a map that holds the manifest's tensors."""
     dropped = {shard.param for shard in shard_map.shards if shard.name not in manifest.tensors}
     return ShardMap(
         params={name: info for name, info in shard_map.params.items() if name not in dropped},
@@ -249,13 +234,8 @@ def _restrict(shard_map: ShardMap, manifest: Manifest) -> ShardMap:
     )
 
 
-def _read(reader: Any, copy: Copy) -> torch.Tensor:
-    """A box of a tensor of an open file."""
-    return copy.arranged(reader.get_slice(copy.source)[copy.source_box.slices])
-
-
 def _differing(single: Path, shard: Path) -> Iterator[str]:
-    """The tensors of a file whose bits are others in a file that has all of them."""
+    """Yields the tensors of a file whose bits differ in a file that has all of them."""
     import torch
 
     with _open(single) as left, _open(shard) as right:
@@ -272,20 +252,18 @@ def _open(file: Path) -> Any:
     return cast("Callable[..., Any]", safe_open)(str(file), framework="pt")
 
 
-def _dtype(shard: Any) -> str:
-    """The dtype of a tensor; what safetensors calls it where weights cannot have it."""
-    code = str(shard.get_dtype())
-    return DTYPES.get(code, code)
-
-
 def _header(file: Path) -> dict[str, TensorInfo]:
-    """The tensors that a file says it holds."""
+    """Reads the tensors' shapes and dtypes; dtypes that weights cannot have keep the name of safetensors."""
     from safetensors import SafetensorError
 
     try:
         with _open(file) as reader:
             slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118 (not a dict)
-            return {name: TensorInfo(tuple(shard.get_shape()), _dtype(shard)) for name, shard in slices.items()}
+            codes = {name: str(view.get_dtype()) for name, view in slices.items()}
+            return {
+                name: TensorInfo(tuple(view.get_shape()), DTYPES.get(codes[name], codes[name]))
+                for name, view in slices.items()
+            }
     except FileNotFoundError as error:
         raise CheckpointError(f"{file.name} is missing") from error
     except SafetensorError as error:

@@ -1,4 +1,4 @@
-"""What the planner decides: copies, messages and buckets; plain data that travels to the ranks.
+"""Transfer plans: copies, messages and buckets; plain data that is sent to the ranks.
 
 Copies and messages are named tuples: a large plan has a million of them, and frozen dataclasses are slow to make.
 """
@@ -13,7 +13,7 @@ from megarl.weights.shard_map import ITEM_BYTES, Box, TensorInfo
 
 
 class Array(Protocol):
-    """What torch's tensors and numpy's arrays have in common here."""
+    """A tensor of torch or an array of numpy."""
 
     def swapaxes(self, axis0: int, axis1: int, /) -> Self: ...
 
@@ -24,14 +24,13 @@ A = TypeVar("A", bound=Array)
 
 
 class Copy(NamedTuple):
-    """Elements that go from a box of a source parameter to a box of a destination parameter.
+    """Elements that go from a box of a source parameter to a box of a target parameter.
 
     Args:
-        source, source_box: where they are read.
-        target, target_box: where they are written; the same extents, the last two exchanged where transposed, but for
-            leading ones of 1, of which the two sides may have different numbers.
-        dtype: the destination's: the sender casts, so that the wire carries no more than the destination stores.
-        transposed: exactly one of the two sides stores the transpose of a matrix.
+        target_box: has the extents of ``source_box``, the last two exchanged where transposed; leading extents of 1 may
+            be more or fewer.
+        dtype: the target's; the sender casts.
+        transposed: exactly one side stores the transpose of the matrix.
     """
 
     source: str
@@ -43,20 +42,18 @@ class Copy(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the wire."""
         return self.target_box.size * ITEM_BYTES[self.dtype]
 
     def arranged(self, values: A) -> A:
-        """A view of the source box's elements with the axes of the target box."""
+        """Returns a view of the source box's elements with the axes of the target box."""
         return (values.swapaxes(-2, -1) if self.transposed else values).reshape(self.target_box.shape)
 
 
 class Message(NamedTuple):
-    """What one rank sends to another for one bucket: the copies' elements one after the other, without padding.
+    """What one rank sends another for one bucket: the elements of the copies, concatenated.
 
     Args:
         bucket: index of the receiver's bucket.
-        nbytes: of the payload.
     """
 
     sender: int
@@ -68,13 +65,13 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Destination parameters that arrive together: whole ones, or a part of one that is larger than a bucket.
+    """Target parameters that arrive together, or a part of one that is larger than a bucket.
 
     Args:
-        params: their names, in load order.
-        nbytes: of what arrives, padding included.
-        box: of the only parameter, where this is a part of it; the parts follow one another in row-major order.
-        last: the parameters are whole when this bucket has arrived.
+        params: names in load order.
+        nbytes: padding included.
+        box: the part of the only parameter; parts follow in row-major order. None for whole parameters.
+        last: the parameters are complete with this bucket.
     """
 
     params: tuple[str, ...]
@@ -85,49 +82,42 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class SenderPlan:
-    """One rank's sending.
+    """What one rank sends.
 
     Args:
-        fingerprint: of the plan that it is a part of.
         params: the local parameters that it sends from.
         messages: in order of the receivers' buckets.
-        staging_bytes: no bucket of the plan is larger, and so no message.
     """
 
     rank: int
-    fingerprint: str
     params: Mapping[str, TensorInfo]
     messages: tuple[Message, ...]
-    staging_bytes: int
 
     @property
     def nbytes(self) -> int:
-        """Payload bytes that the rank sends."""
         return sum(message.nbytes for message in self.messages)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReceiverPlan:
-    """One rank's receiving.
+    """What one rank receives.
 
     Args:
-        fingerprint: of the plan that it is a part of.
-        params: the manifest: every local parameter, in load order, which may begin at any bucket.
-        holed: the parameters of which some elements are padding, which are written as zero.
-        buckets: in order of their arrival.
-        messages: per bucket, one message from each of its senders.
+        params: every local parameter in load order, which may begin at any bucket.
+        padded: parameters with padding, which is written as zero.
+        buckets: in order of arrival.
+        messages: by bucket, one from each of its senders.
     """
 
     rank: int
-    fingerprint: str
     params: Mapping[str, TensorInfo]
-    holed: frozenset[str]
+    padded: frozenset[str]
     buckets: tuple[Bucket, ...]
     messages: tuple[tuple[Message, ...], ...]
 
     @property
     def nbytes(self) -> int:
-        """Payload bytes that the rank receives: its shard without padding, once."""
+        """Payload bytes: the shard without padding, once."""
         return sum(message.nbytes for bucket in self.messages for message in bucket)
 
 
@@ -136,9 +126,9 @@ class TransferPlan:
     """Who sends which elements to whom.
 
     Args:
-        fingerprint: a digest of the maps, ranks, nodes and bucket size that it was made for.
-        senders, receivers: by rank; only those with something to send or receive.
-        staging_bytes: of the largest bucket, at most the bucket size.
+        fingerprint: digest of the maps, ranks, nodes and bucket size.
+        senders, receivers: by rank; only ranks that send or receive.
+        staging_bytes: of the largest bucket.
     """
 
     fingerprint: str
@@ -148,7 +138,6 @@ class TransferPlan:
 
     @property
     def nbytes(self) -> int:
-        """Payload bytes over all ranks."""
         return sum(receiver.nbytes for receiver in self.receivers.values())
 
     @property

@@ -1,7 +1,7 @@
-"""The planner: who sends which elements to whom, for every way in which weights move.
+"""The planner: which rank sends which elements to which.
 
-Holders with equal shard maps are replicas. Maps are matched once per distinct destination map; what follows from that
-is stamped onto its replicas, for which only the senders and the order of the buckets differ.
+Holders with equal shard maps are replicas. Maps are matched once per distinct destination map; replicas differ in their
+senders and the order of their buckets alone.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ class Holder:
     """A process, or a set of files, that holds weights.
 
     Args:
-        rank: the process; a source and a destination of the same rank are the same process.
-        map: what it holds. Replicas should share one object, which saves comparing.
-        node: the machine that it is on.
-        device: the number of its device over all nodes; None where it is on none.
+        rank: a source and a destination of one rank are the same process.
+        map: replicas should share one object, which saves comparisons.
+        device: numbered over all nodes; None where there is none.
     """
 
     rank: int
@@ -38,12 +37,11 @@ class Holder:
     device: int | None = None
 
     def distance(self, other: Holder) -> Distance:
-        """How far elements travel between this holder and another."""
         theirs = set(other.surroundings())
         return next(where[0] for where in self.surroundings() if where in theirs)
 
     def surroundings(self) -> Iterator[tuple[Distance, int]]:
-        """What is around it, from near to far."""
+        """Yields what is around it, near to far."""
         yield Distance.RANK, self.rank
         yield from Place(node=self.node, device=self.device).surroundings()
 
@@ -58,14 +56,14 @@ class _Replicas:
 
 @dataclass(frozen=True)
 class _Template:
-    """What all replicas of a destination receive: its buckets, and of each the routes, the largest first."""
+    """What all replicas of a destination receive: buckets, and the routes of each, the largest first."""
 
     map: ShardMap
     buckets: tuple[Bucket, ...]
     routes: tuple[tuple[Route, ...], ...]
 
     def first(self, replica: int, replicas: int) -> int:
-        """The bucket with which a replica begins: they are spread over those that begin with a parameter."""
+        """Returns the first bucket of a replica; replicas are spread over the buckets that begin with a parameter."""
         first = replica * len(self.buckets) // replicas
         while first and not self.buckets[first - 1].last:
             first -= 1
@@ -74,7 +72,7 @@ class _Template:
 
 @contextmanager
 def collector_paused() -> Generator[None]:
-    """Pauses the garbage collector, which would go through the many objects of a plan again and again, in vain."""
+    """Pauses the garbage collector, which would scan the many objects of a plan repeatedly."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -88,22 +86,21 @@ def collector_paused() -> Generator[None]:
 def plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes: int) -> TransferPlan:
     """Plans that every element of every destination is written exactly once.
 
-    Among the holders of a region the nearest sends it (same rank, same device, same node, other), then one that sends
-    to the same bucket anyway, then the one with the fewest bytes to send so far at that distance. So what source
-    replicas send that are equally near to every destination differs by one message at most. Destination replicas
-    begin with different buckets, so that they do not all ask the same sources at the same time.
+    The nearest holder of a region sends it (same rank, same device, same node, other); among those one that already
+    sends to the bucket, then the one with the fewest bytes to send so far at that distance. So replicas that are
+    equally near to every destination differ by one message at most. Destination replicas begin with different buckets,
+    to spread the load.
 
-    The result depends on the arguments alone, and not on the order of the holders.
+    The result does not depend on the order of the holders.
 
     Args:
-        sources: who has the weights; ranks differ.
-        destinations: who needs them; ranks differ.
-        bucket_bytes: parameters are grouped, in load order, to at most this size, and larger ones split to it; at
-            least the size of one element.
+        sources, destinations: ranks are unique on each side.
+        bucket_bytes: parameters are grouped, in load order, up to this size, and larger ones are split; at least one
+            element.
 
     Raises:
-        PlanError: some region of a destination is held by no source; the first of each tensor is named.
-        ValueError: a rank occurs twice on one side, or a bucket would not hold one element.
+        PlanError: no source holds some region of a destination; the first of each tensor is named.
+        ValueError: a rank occurs twice on one side, or a bucket cannot hold one element.
     """
     source_replicas, destination_replicas = _replicas(sources), _replicas(destinations)
     matched = SourceIndex([replicas.map for replicas in source_replicas])
@@ -114,10 +111,8 @@ def plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes
         count = len(replicas.holders)
         stamps += [(holder, template, template.first(i, count)) for i, holder in enumerate(replicas.holders)]
     stamps.sort(key=lambda stamp: stamp[0].rank)
+    receivers = {holder.rank: stamper.receiver(holder, template, first) for holder, template, first in stamps}
     fingerprint = _fingerprint(sources, destinations, bucket_bytes)
-    receivers = {
-        holder.rank: stamper.receiver(holder, template, first, fingerprint) for holder, template, first in stamps
-    }
     return _assemble(fingerprint, {holder.rank: holder.map for holder in sources}, receivers)
 
 
@@ -142,7 +137,7 @@ def _template(shard_map: ShardMap, sources: SourceIndex, bucket_bytes: int) -> _
 
 
 def _buckets(shard_map: ShardMap, bucket_bytes: int) -> Iterator[Bucket]:
-    """Groups small parameters; a parameter that is larger than a bucket gets several of its own."""
+    """Groups small parameters; a parameter larger than a bucket gets buckets of its own."""
     params: list[str] = []
     nbytes = 0
     for param, info in shard_map.params.items():
@@ -169,11 +164,7 @@ def _parts(param: str, info: TensorInfo, bucket_bytes: int) -> Iterator[Bucket]:
 
 
 class _Candidates:
-    """The ranks that can send a route.
-
-    Args:
-        ways: for each way in which the route's elements are stored, the holders that store them so.
-    """
+    """The ranks that can send a route; ``ways`` has the holders by the way they store its elements."""
 
     def __init__(self, ways: Sequence[Sequence[Holder]]) -> None:
         self.way = {holder.rank: way for way, holders in enumerate(ways) for holder in holders}
@@ -183,18 +174,13 @@ class _Candidates:
                 self._around[where].append(holder.rank)
 
     def nearest(self, receiver: Holder) -> tuple[Distance, list[int]]:
-        """Those nearest to a receiver, by rank, and how far they are."""
+        """Returns the distance and the ranks of the nearest candidates."""
         where = next(where for where in receiver.surroundings() if where in self._around)
         return where[0], self._around[where]
 
 
 class _Stamper:
-    """Chooses the senders of each destination; keeps account of what every source sends.
-
-    Args:
-        sources: the source replicas.
-        owners: those that can send a route, as in ``SourceIndex``.
-    """
+    """Chooses the senders of each destination by the load of every source so far."""
 
     def __init__(self, sources: Sequence[_Replicas], owners: Sequence[Owners]) -> None:
         ways = ([[holder for i in way for holder in sources[i].holders] for way in group] for group in owners)
@@ -204,22 +190,21 @@ class _Stamper:
         }
         self._payloads: dict[tuple[tuple[Route, int], ...], tuple[tuple[Copy, ...], int]] = {}
 
-    def receiver(self, holder: Holder, template: _Template, first: int, fingerprint: str) -> ReceiverPlan:
-        """A destination's part; it begins with bucket ``first`` of the template."""
+    def receiver(self, holder: Holder, template: _Template, first: int) -> ReceiverPlan:
+        """Returns a destination's plan, beginning with bucket ``first`` of the template."""
         buckets = (*template.buckets[first:], *template.buckets[:first])
         routes = (*template.routes[first:], *template.routes[:first])
         order = [param for bucket in buckets if bucket.last for param in bucket.params]
         return ReceiverPlan(
             rank=holder.rank,
-            fingerprint=fingerprint,
             params={param: holder.map.params[param] for param in order},
-            holed=frozenset(padding.param for padding in holder.map.padding),
+            padded=frozenset(padding.param for padding in holder.map.padding),
             buckets=buckets,
             messages=self._messages(holder, routes),
         )
 
     def _messages(self, receiver: Holder, routes: Sequence[Sequence[Route]]) -> tuple[tuple[Message, ...], ...]:
-        """The messages that a destination receives, per bucket, in order of their senders."""
+        """Returns the messages that a destination receives, by bucket, in order of their senders."""
         known: dict[int, tuple[Mapping[int, int], dict[int, int], list[int]]] = {}
         messages: list[tuple[Message, ...]] = []
         for bucket, group in enumerate(routes):
@@ -238,7 +223,7 @@ class _Stamper:
         return tuple(messages)
 
     def _message(self, sender: int, receiver: int, bucket: int, picks: list[tuple[Route, int]]) -> Message:
-        """A message with the copies of some routes, the larger dtypes first, so that each is aligned to its items."""
+        """Joins the copies of some routes, larger dtypes first, so that each is aligned to its items."""
         key = tuple(picks)
         if key not in self._payloads:
             copies = [copy for route, way in picks for copy in route.copies[way]]
@@ -251,7 +236,7 @@ class _Stamper:
 def _assemble(
     fingerprint: str, shard_maps: Mapping[int, ShardMap], receivers: Mapping[int, ReceiverPlan]
 ) -> TransferPlan:
-    """Gives every sender its messages, in order of bucket and receiver."""
+    """Collects every sender's messages in order of bucket and receiver."""
     outgoing: dict[int, list[Message]] = defaultdict(list)
     for receiver in receivers.values():
         for messages in receiver.messages:
@@ -262,10 +247,8 @@ def _assemble(
     senders = {
         rank: SenderPlan(
             rank=rank,
-            fingerprint=fingerprint,
             params=shard_maps[rank].params,
             messages=tuple(sorted(outgoing[rank], key=attrgetter("bucket"))),  # of each bucket, by receiver already
-            staging_bytes=staging,
         )
         for rank in sorted(outgoing)
     }
@@ -273,7 +256,7 @@ def _assemble(
 
 
 def _fingerprint(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes: int) -> str:
-    """A digest of everything that the plan depends on."""
+    """Digest of everything that the plan depends on."""
     sides = [
         sorted((h.rank, h.node, str(h.device), h.map.fingerprint) for h in side) for side in (sources, destinations)
     ]

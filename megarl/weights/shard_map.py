@@ -1,4 +1,4 @@
-"""Regions of canonical tensors, and the shard maps that say which holder has which; plain data, free of torch."""
+"""Regions of canonical tensors, and shard maps, which say what each holder has; plain data without torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ITEM_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bflo
 class Box(NamedTuple):
     """A half-open box of element coordinates: ``start[i] <= x[i] < stop[i]`` along every axis.
 
-    A tuple, which hashes and compares much faster than a dataclass: planning does little else.
+    A tuple, because hashing and comparing dominate planning.
     """
 
     start: Shape
@@ -27,7 +27,6 @@ class Box(NamedTuple):
 
     @classmethod
     def whole(cls, shape: Shape) -> Box:
-        """The box of all elements of a tensor of this shape."""
         return cls((0,) * len(shape), shape)
 
     @property
@@ -41,17 +40,14 @@ class Box(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The box as an index of an array."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """The box of the elements in both, or None."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(map(lt, start, stop)) else None
 
     def contains(self, other: Box) -> bool:
-        """Whether every element of the other box is in this one."""
         return (
             len(self.start) == len(other.start)
             and all(a <= b for a, b in zip(self.start, other.start, strict=True))
@@ -59,7 +55,7 @@ class Box(NamedTuple):
         )
 
     def without(self, padding: Box) -> list[Box]:
-        """Disjoint boxes that cover this box less ``padding``, which lies inside it."""
+        """Returns disjoint boxes that cover this box less ``hole``, which lies inside it."""
         rest: list[Box] = []
         start, stop = list(self.start), list(self.stop)
         for axis in range(len(start)):
@@ -71,7 +67,7 @@ class Box(NamedTuple):
         return rest
 
     def split(self, size: int) -> list[Box]:
-        """Disjoint boxes of at most ``size`` (at least 1) elements that cover this box, in row-major order."""
+        """Returns disjoint boxes of at most ``size`` (>= 1) elements that cover this box, in row-major order."""
         if self.size <= size:
             return [self]
         axis = next(i for i, extent in enumerate(self.shape) if extent > 1)
@@ -88,7 +84,7 @@ class Box(NamedTuple):
 
 
 def adjacent_axis(a: Box, b: Box) -> int | None:
-    """The axis along which ``b`` continues ``a`` with the same extents elsewhere, or None."""
+    """Returns the axis along which ``b`` continues ``a`` with the same extents elsewhere, or None."""
     differing = [i for i in range(len(a.start)) if (a.start[i], a.stop[i]) != (b.start[i], b.stop[i])]
     if len(differing) == 1 and a.stop[differing[0]] == b.start[differing[0]]:
         return differing[0]
@@ -96,11 +92,10 @@ def adjacent_axis(a: Box, b: Box) -> int | None:
 
 
 def row_major_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
-    """Disjoint boxes whose elements, one box after the other, are those of a run of a flattened tensor.
+    """Returns disjoint boxes that concatenate to elements [start, stop) of a flattened tensor.
 
     Args:
-        shape: of the tensor, without zeros; at least one axis.
-        start, stop: the run [start, stop) in row-major order.
+        shape: without zeros; at least one axis.
     """
     if start >= stop:
         return []
@@ -123,7 +118,7 @@ def _in_row(shape: Shape, index: int, start: int, stop: int) -> list[Box]:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What is known of a tensor without its values: its shape, and its dtype's name (a key of ITEM_BYTES)."""
+    """Shape and dtype of a tensor; the dtype is a key of ITEM_BYTES."""
 
     shape: Shape
     dtype: str
@@ -134,15 +129,14 @@ class TensorInfo:
 
 
 class Shard(NamedTuple):
-    """A box of a local parameter and the canonical elements that it holds.
+    """A box of a local parameter and the region of a canonical tensor that it holds.
 
-    A parameter may stack canonical tensors along leading axes (experts, layers), in each of which the box has extent 1.
+    A parameter may stack canonical tensors along leading axes (experts, layers), along which the box has extent 1.
 
     Args:
-        param: name of the local parameter.
-        box: the box in it.
-        name: name of the canonical tensor.
-        region: the box in that; its extents are the last ones of ``box``, exchanged where transposed.
+        param, box: the local parameter, and the box in it.
+        name, region: the canonical tensor, and the box in it; its extents are the last ones of ``box``, exchanged where
+            transposed.
         transposed: the tensor is a matrix, and the parameter stores its transpose.
     """
 
@@ -153,13 +147,13 @@ class Shard(NamedTuple):
     transposed: bool = False
 
     def local(self, region: Box) -> Box:
-        """Where in the parameter a part of this shard's region lies."""
+        """Returns the box in the parameter of a part of this shard's region."""
         leading = self._leading
         inner = _moved(region, self.region.start, self.box.start[leading:], self.transposed)
         return Box(self.box.start[:leading] + inner.start, self.box.stop[:leading] + inner.stop)
 
     def within(self, box: Box) -> Shard | None:
-        """The part of this shard that lies in a box of its parameter, or None."""
+        """Returns the part of this shard in a box of its parameter, or None."""
         inside = self.box.intersect(box)
         if inside is None:
             return None
@@ -172,13 +166,12 @@ class Shard(NamedTuple):
 
     @property
     def _leading(self) -> int:
-        """The number of leading axes."""
         return len(self.box.start) - len(self.region.start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """A box of a local parameter that holds no canonical element (padded vocabulary rows): zero on import."""
+    """A box of a local parameter without canonical elements (padded vocabulary rows); zero after an import."""
 
     param: str
     box: Box
@@ -186,16 +179,14 @@ class Padding:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardMap:
-    """What one holder holds: its local parameters, each tiled by shards and explicit padding.
+    """The local parameters of a holder, each tiled by shards and padding.
 
     Args:
-        params: the local parameters, in load order: all parameters of a module one after the other.
-        shards: shards of them.
-        padding: the boxes that no shard covers.
+        params: in load order: all parameters of a module one after the other.
 
     Raises:
-        ValueError: a shard is unknown, outside its parameter or unlike its region, or the boxes of a parameter
-            overlap or do not cover it.
+        ValueError: a shard is unknown, outside its parameter or of other extents than its region; or the boxes of a
+            parameter overlap or do not cover it.
     """
 
     params: Mapping[str, TensorInfo]
@@ -216,7 +207,7 @@ class ShardMap:
 
     @classmethod
     def identity(cls, tensors: Mapping[str, TensorInfo]) -> ShardMap:
-        """The map of a holder that holds whole canonical tensors under their own names, as files do."""
+        """Returns the map of a holder of whole canonical tensors under their own names, such as files."""
         shards = [
             Shard(param=name, box=Box.whole(info.shape), name=name, region=Box.whole(info.shape))
             for name, info in tensors.items()
@@ -230,7 +221,7 @@ class ShardMap:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of the contents; equal maps have equal ones in every process."""
+        """Digest of the contents, equal in every process."""
         params = [(param, info.shape, info.dtype) for param, info in self.params.items()]
         geometries: dict[tuple[Box, Box, bool], int] = {}
         shards = [
@@ -247,13 +238,13 @@ class ShardMap:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint has to contain.
+    """What a checkpoint must contain.
 
     Args:
-        tensors: the canonical tensors that are read.
-        ignored: patterns (as of fnmatch) of tensors that it may contain besides.
-        bare_prefix: what canonical names begin with that it may leave away.
-        tied: tensors that it may contain besides if they are equal to canonical ones: the names of those.
+        tensors: canonical tensors that are read.
+        ignored: patterns (as of fnmatch) of tensors that it may contain as well.
+        bare_prefix: prefix of canonical names that the checkpoint may omit.
+        tied: tensors that it may contain if they equal canonical ones, with the names of those.
     """
 
     tensors: Mapping[str, TensorInfo]
@@ -262,19 +253,18 @@ class Manifest:
     tied: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def canonical(self, stored: str) -> str:
-        """The canonical name of a tensor of the checkpoint."""
+        """Returns the canonical name of a stored tensor."""
         named = self.bare_prefix + stored
         return named if stored not in self.tensors and named in self.tensors else stored
 
 
 def _moved(box: Box, origin: Shape, base: Shape, reverse: bool) -> Box:
-    """A box as seen from one corner, maybe with its axes in reverse order, put to another corner."""
+    """Moves a box from one corner to another, with its axes reversed if asked."""
     step = -1 if reverse else 1
     start = [a - o for a, o in zip(box.start, origin, strict=True)][::step]
     stop = [b - o for b, o in zip(box.stop, origin, strict=True)][::step]
     return Box(
-        tuple(b + a for b, a in zip(base, start, strict=True)),
-        tuple(b + a for b, a in zip(base, stop, strict=True)),
+        tuple(b + a for b, a in zip(base, start, strict=True)), tuple(b + a for b, a in zip(base, stop, strict=True))
     )
 
 
@@ -290,7 +280,7 @@ def _check_extents(shard: Shard) -> None:
 
 
 def _check_tiling(param: str, info: TensorInfo, boxes: Iterable[Box]) -> None:
-    """Raises unless the boxes are disjoint and cover the parameter."""
+    """Raises ValueError unless the boxes are disjoint and cover the parameter."""
     whole = Box.whole(info.shape)
     ordered = sorted(boxes)
     for i, box in enumerate(ordered):

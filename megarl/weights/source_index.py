@@ -1,4 +1,4 @@
-"""What a destination needs against what the sources hold: which copies bring it, and who could send them."""
+"""Matches what a destination needs with what the sources hold: the copies, and who can send them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.weights.plan import Bucket, Copy
 from megarl.weights.shard_map import ITEM_BYTES, Box, Shard, ShardMap, adjacent_axis
 
 _NAMED = 10
-"""Tensors that a refusal names."""
+"""Tensors that an error names."""
 
 
 class PlanError(ValueError):
@@ -19,12 +19,12 @@ class PlanError(ValueError):
 
 
 Owners = tuple[tuple[int, ...], ...]
-"""Indices of source maps, those together that store a region alike."""
+"""Indices of source maps, grouped by how they store a region."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """What the sources hold of a tensor: distinct boxes in order, and for each how it is stored, and by whom."""
+    """The distinct boxes of a tensor that sources hold, in order; for each, how it is stored, and by whom."""
 
     regions: tuple[Box, ...]
     ways: list[tuple[tuple[Shard, ...], int]]
@@ -32,7 +32,7 @@ class _Stored:
 
 @dataclass(frozen=True, slots=True)
 class _Cover:
-    """A region in parts, each with its size and the number of a box that holds it, and a part that none holds."""
+    """A region in parts, each with its size and the index of a box that holds it; and a part that none holds."""
 
     parts: tuple[tuple[Box, int, int], ...]
     missing: Box | None
@@ -43,8 +43,8 @@ class Route:
     """Copies for one bucket that the same source maps can send; equal to no other.
 
     Args:
-        owners: who those are: an index of ``SourceIndex.owners``.
-        copies: for each way, the copies from there.
+        owners: index of ``SourceIndex.owners``.
+        copies: by way of storage.
         nbytes: of the copies from one owner.
     """
 
@@ -54,10 +54,7 @@ class Route:
 
 
 class SourceIndex:
-    """What some shard maps hold together.
-
-    Args:
-        maps: different ones.
+    """An index of what distinct shard maps hold together.
 
     Attributes:
         owners: the different sets of maps that store a region, by the way in which they store it.
@@ -88,14 +85,10 @@ class SourceIndex:
         self._local: dict[tuple[Box, Box, bool, Box], Box] = {}
 
     def routes(self, shard_map: ShardMap, buckets: Sequence[Bucket]) -> list[tuple[Route, ...]]:
-        """The copies that fill a destination's parameters, per bucket.
-
-        Args:
-            shard_map: what the destination holds.
-            buckets: of its parameters.
+        """Returns the copies that fill a destination's parameters, by bucket.
 
         Raises:
-            PlanError: nobody holds some region; the first of each tensor is named.
+            PlanError: no source holds some region; the first of each tensor is named.
         """
         shards: dict[str, list[Shard]] = {param: [] for param in shard_map.params}
         for shard in shard_map.shards:
@@ -115,7 +108,7 @@ class SourceIndex:
         return routes
 
     def _add(self, shard: Shard, dtype: str, routes: dict[int, Route], missing: dict[str, str]) -> None:
-        """Adds the copies that bring a shard."""
+        """Adds the copies for a shard."""
         stored = self._stored.get(shard.name, _NOTHING)
         key = shard.region, stored.regions
         cover = self._covers.get(key)
@@ -142,7 +135,7 @@ class SourceIndex:
             missing.setdefault(shard.name, f"{shard.name}{cover.missing}, which {shard.param} needs")
 
     def _where(self, shard: Shard, region: Box) -> Box:
-        """``shard.local(region)``."""
+        """``shard.local(region)``, cached."""
         key = shard.box, shard.region, shard.transposed, region
         box = self._local.get(key)
         if box is None:
@@ -154,7 +147,7 @@ _NOTHING = _Stored((), [])
 
 
 def _cover(region: Box, stored: tuple[Box, ...]) -> _Cover:
-    """Splits a region into parts that one of some ordered boxes holds each."""
+    """Splits a region into parts that one of the ordered boxes holds each."""
     parts: list[tuple[Box, int, int]] = []
     open_boxes = [region]
     stop = bisect_left(stored, region.stop[0], key=lambda box: box.start[0])
@@ -174,7 +167,7 @@ def _cover(region: Box, stored: tuple[Box, ...]) -> _Cover:
 
 
 def _inside(shards: Sequence[Shard], box: Box | None) -> Iterable[Shard]:
-    """The parts of a parameter's shards in a box of it; all of them where it is None."""
+    """Yields the parts of a parameter's shards in a box of it, or all of them for None."""
     if box is None:
         return shards
     near = (p for p in shards if p.box.start[0] < box.stop[0] and box.start[0] < p.box.stop[0])
@@ -182,7 +175,7 @@ def _inside(shards: Sequence[Shard], box: Box | None) -> Iterable[Shard]:
 
 
 def _append(copies: list[Copy], new: Copy) -> None:
-    """Adds a copy, joined with the last ones where it continues them."""
+    """Appends a copy, joined with the last ones where it continues them."""
     while copies and (joined := _joined(copies[-1], new)) is not None:
         copies.pop()
         new = joined
@@ -190,20 +183,19 @@ def _append(copies: list[Copy], new: Copy) -> None:
 
 
 def _joined(a: Copy, b: Copy) -> Copy | None:
-    """One copy for two, where both sides of the second continue those of the first along the same axis."""
+    """Returns one copy for two where the second continues the first along one axis on both sides."""
     if a.source != b.source or a.target != b.target or a.transposed != b.transposed:
         return None
     here, there = adjacent_axis(a.source_box, b.source_box), adjacent_axis(a.target_box, b.target_box)
     if here is None or there is None or _target_axis(b, here) != there:
         return None
     return a._replace(
-        source_box=Box(a.source_box.start, b.source_box.stop),
-        target_box=Box(a.target_box.start, b.target_box.stop),
+        source_box=Box(a.source_box.start, b.source_box.stop), target_box=Box(a.target_box.start, b.target_box.stop)
     )
 
 
 def _target_axis(copy: Copy, axis: int) -> int:
-    """The axis of a copy's target box that corresponds to one of its source box."""
+    """Returns the axis of a copy's target box that corresponds to one of its source box."""
     last = axis - len(copy.source_box.start)  # the axes correspond from the last one on
     exchanged = {-1: -2, -2: -1}.get(last, last) if copy.transposed else last
     return exchanged + len(copy.target_box.start)

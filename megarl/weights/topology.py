@@ -1,4 +1,4 @@
-"""Where processes run, and how far apart they are."""
+"""Where processes run, and the distance between them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from enum import IntEnum
 
 
 class Distance(IntEnum):
-    """How far elements travel from one process to another; nearer is less."""
+    """How far elements travel between two processes."""
 
-    RANK = 0
-    """Not at all: it is the same process."""
+    RANK = 0  # the same process
     DEVICE = 1
-    """Between two processes on one device."""
     NODE = 2
-    """Between two devices of one node."""
     NETWORK = 3
-    """Between nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,15 +21,14 @@ class Place:
     """Where a process runs.
 
     Args:
-        node: its machine, virtual or not.
-        device: the number of its device over all nodes; None where it is on none.
+        device: numbered over all nodes; None where the process has none.
     """
 
     node: int = 0
     device: int | None = None
 
     def surroundings(self) -> Iterator[tuple[Distance, int]]:
-        """What is around a process, from near to far; two processes are as far apart as the nearest that they share."""
+        """Yields what is around the process, near to far; the nearest shared entry is the distance of two."""
         if self.device is not None:
             yield Distance.DEVICE, self.device
         yield Distance.NODE, self.node

@@ -54,11 +54,11 @@ def _double(handle: str, pipe: Connection) -> None:
     mappings.open(0, handle)
     mappings[0].mul_(2)
     torch.cuda.synchronize()
-    mappings.rest()
+    mappings.end_sync()
     pipe.send("done")
 
 
-def test_another_process_writes_to_landing_memory(cuda: str) -> None:
+def test_another_process_writes_to_a_receive_buffer(cuda: str) -> None:
     buffer = DeviceRecvBuffer(1 << 20, torch.device(cuda, 0))
     buffer.memory.fill_(21)
     torch.cuda.synchronize()
