@@ -66,12 +66,7 @@ def sequence_sum(
 
 
 def sequence_sum_norm(
-    response_mask: Tensor,
-    *,
-    total_tokens: int,
-    total_sequences: int,
-    dtype: torch.dtype = torch.float32,
-    tokens: Count,
+    response_mask: Tensor, *, total_tokens: int, total_sequences: int, dtype: torch.dtype = torch.float32, tokens: Count
 ) -> Tensor:
     """The mean over sequences of the sums over their tokens, in units of a constant length.
 

@@ -184,10 +184,7 @@ def gdpo(samples: Samples, *, eps: NotNegative = 1e-6) -> Tensor:
 
 
 def _within_groups(
-    samples: Samples,
-    rule: Callable[[Tensor, Tensor], Tensor],
-    *,
-    singleton: Singleton = "zero",
+    samples: Samples, rule: Callable[[Tensor, Tensor], Tensor], *, singleton: Singleton = "zero"
 ) -> Tensor:
     """Applies the rule to each group of at least two samples: to its scores, [n] float64, and its members' indices."""
     members = samples.scored.nonzero().flatten()

@@ -182,13 +182,7 @@ def whiten_advantages(
 
 
 def grouped_tokens(
-    advantages: Tensor,
-    response_mask: Tensor,
-    groups: Groups,
-    reduce: Reduce,
-    *,
-    ddof: DDof = 0,
-    eps: Positive = 1e-5,
+    advantages: Tensor, response_mask: Tensor, groups: Groups, reduce: Reduce, *, ddof: DDof = 0, eps: Positive = 1e-5
 ) -> Tensor:
     """(A - mean) / (deviation + eps), over the response tokens of each prompt's samples: long responses weigh more.
 

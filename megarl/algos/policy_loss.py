@@ -136,12 +136,7 @@ def gspo(
     clipped = -advantages * ratio.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high))
     values, is_bounded = _bounded(torch.maximum(unclipped, clipped), advantages, dual_clip)
     return _terms(
-        values,
-        difference,
-        clipped > unclipped,
-        log_clamp=log_clamp,
-        is_bounded=is_bounded,
-        sequence_ratio=ratio,
+        values, difference, clipped > unclipped, log_clamp=log_clamp, is_bounded=is_bounded, sequence_ratio=ratio
     )
 
 

@@ -56,6 +56,9 @@ class Kind(Generic[F]):
     level: str | None = None
     own: bool = True
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.functions
+
     def signature(self, name: str) -> Signature:
         """The options of a named function."""
         given = (*_NUMERICAL, *self.keywords, *self.presets.get(name, ()))
@@ -73,7 +76,7 @@ def bound(kind: Kind[F], name: str, options: Mapping[str, Any]) -> F:
     Raises:
         ValueError: a function of the user's own that does not exist; see plugins.resolve.
     """
-    function = kind.function(name) if name in kind.functions else resolve(name)
+    function = kind.function(name) if name in kind else resolve(name)
     return cast(F, partial(function, **options))
 
 
@@ -149,13 +152,7 @@ KL_ESTIMATORS: Final[Kind[Callable[..., Tensor]]] = Kind(
     title="KL estimates",
     field="algo.kl.estimator",
     module="kl",
-    functions={
-        **_same("k1", "k2", "k3"),
-        "abs": "absolute",
-        "k1+": "k1_plus",
-        "k3+": "k3_plus",
-        "full": "full",
-    },
+    functions={**_same("k1", "k2", "k3"), "abs": "absolute", "k1+": "k1_plus", "k3+": "k3_plus", "full": "full"},
     arguments=("logprobs", "ref_logprobs"),
     further=(("importance", "algo.kl.importance"),),
     returns="[B, R] nats",

@@ -147,12 +147,7 @@ def rejection(
 
 
 def off_policy_sequences(
-    new_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    delta: float = 1e-4,
+    new_logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, response_mask: Tensor, *, delta: float = 1e-4
 ) -> Tensor:
     """Which sequences off-policy sequence masking keeps: all but those that are to be made rarer and are rare already.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.algos.kl import AdaptiveKL
+from megarl.algos.kl import KLController
 from megarl.config import ConfigError, load
 from megarl.loop import train
 from megarl.loop.ppo import PPOTrainer
@@ -41,7 +41,7 @@ class Part:
 
 def ppo(coef: float, values: Any, prompts: Any, texts: Any) -> Any:
     trainer: Any = object.__new__(PPOTrainer)
-    trainer._kl = AdaptiveKL(coef, target=1.0, horizon=10.0)
+    trainer._kl = KLController(coef, target=1.0, horizon=10.0)
     trainer._sampler, trainer._updater, trainer._value_norm = Part(prompts), Part(texts), values
     return trainer
 

@@ -7,16 +7,7 @@ from typing import Any
 
 from megarl.config.problems import Problem, ineffective_settings, shown
 from megarl.config.rules.placement_rules import placed
-from megarl.config.schema import (
-    Algo,
-    Critic,
-    CustomAdvantage,
-    CustomFunction,
-    Group,
-    PromptData,
-    Rollout,
-    TrainingRun,
-)
+from megarl.config.schema import Algo, Critic, CustomAdvantage, CustomFunction, Group, PromptData, Rollout, TrainingRun
 
 Groups = Mapping[str, Group]
 

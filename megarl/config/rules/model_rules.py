@@ -42,13 +42,7 @@ _USUAL: Mapping[What, str] = {
 }
 
 _OWN: Mapping[str, Mapping[What, str]] = {
-    "gpt2": {
-        "layers": "n_layer",
-        "heads": "n_head",
-        "hidden": "n_embd",
-        "ffn": "n_inner",
-        "positions": "n_positions",
-    },
+    "gpt2": {"layers": "n_layer", "heads": "n_head", "hidden": "n_embd", "ffn": "n_inner", "positions": "n_positions"},
     "mixtral": {"experts": "num_local_experts"},
     "qwen3_moe": {"experts": "num_experts", "ffn": "moe_intermediate_size"},
 }

@@ -7,17 +7,7 @@ from collections.abc import Iterator, Mapping
 from megarl.config.problems import Problem, ineffective_settings, shown
 from megarl.config.rules.model_rules import known
 from megarl.config.rules.placement_rules import placed
-from megarl.config.schema import (
-    Algo,
-    Cluster,
-    Evaluation,
-    Group,
-    HeldOut,
-    Model,
-    Reward,
-    Rollout,
-    Scores,
-)
+from megarl.config.schema import Algo, Cluster, Evaluation, Group, HeldOut, Model, Reward, Rollout, Scores
 
 Groups = Mapping[str, Group]
 

@@ -236,7 +236,7 @@ class Algo(Section):
         """Whether advantages are made of the rewards of tokens, and not by comparing samples."""
         if isinstance(self.advantage, CustomAdvantage):
             return self.advantage.level == "token"
-        return self.advantage.name in registry.TOKEN_ADVANTAGES.functions
+        return self.advantage.name in registry.TOKEN_ADVANTAGES
 
     @property
     def needs_critic(self) -> bool:
