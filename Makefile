@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup slurm nemo-run ray mermaid demo demo-control learning test matrix lint bench docs clean lock
+.PHONY: help setup slurm nemo-run ray mermaid demo demo-control learning unit test matrix lint bench docs clean lock
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Where pip finds the CPU build of torch, when its configured indexes have none; other packages never come from there.
@@ -42,8 +42,9 @@ help:
 	@echo 'demo   train a small model in three stages on virtual CPU devices, about 12 minutes; SEED=1 is another one'
 	@echo 'demo-control  the PPO stage of the last demo again, with shuffled rewards'
 	@echo 'learning  every algorithm on the task of the demo, three seeds each, some two hours; goes on where it was'
+	@echo 'unit   the tests that start no process, about a minute'
 	@echo 'test   lint, types and all tests that need no GPU'
-	@echo 'matrix every layout of the debug run on one recorded batch, and every family in live engines, about 15 minutes'
+	@echo 'matrix every layout of the debug run on one recorded batch, every recipe, and every family in live engines, about 20 minutes'
 	@echo 'lint   lint, format check and types'
 	@echo 'bench  run the benchmarks'
 	@echo 'docs   write the pages of configuration fields and algorithms'
@@ -108,11 +109,15 @@ lint: setup
 	$(BIN)/ruff format --check
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
+unit: setup
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder --hypothesis-profile=unit \
+		-m 'not (process or dist or e2e or gpu)'
+
 test: lint nemo-run ray mermaid
-	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder -m 'not gpu and not matrix'
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder --durations=25 -m 'not gpu and not matrix'
 
 matrix: setup
-	$(BIN)/python -m pytest tests/e2e/test_layouts.py tests/rollout/test_families.py
+	$(BIN)/python -m pytest tests/e2e/test_layouts.py tests/e2e/test_recipes.py tests/rollout/test_families.py
 
 bench: setup
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done

@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
+from multiprocessing.process import BaseProcess
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from xdist.remote import Producer
 
-from tests.groups import GroupScheduling, group, place
+from tests.groups import GroupScheduling, group, place, starts_processes
 from tests.pool import RankPool
 
 # Reproducible, and without a time limit per example: the machine may be busy.
 settings.register_profile("suite", deadline=None, derandomize=True)
+settings.register_profile("unit", settings.get_profile("suite"), max_examples=15)
 settings.load_profile("suite")
+
+_PROCESS_MARKS = ("process", "dist", "e2e", "gpu")
+_started: list[str] = []
+"""The programs that this process started since the current test began."""
+
+
+def _note_start(event: str, args: tuple[Any, ...]) -> None:
+    if event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"):
+        _started.append(f"{event}{args[:2]}")
+
+
+def _note_spawn(process: BaseProcess) -> None:
+    _started.append(repr(process))
+    _start_process(process)
+
+
+sys.addaudithook(_note_start)
+_start_process, BaseProcess.start = BaseProcess.start, _note_spawn  # the spawn method raises no audit event
+
+
+def _guard(item: pytest.Item) -> Generator[None]:
+    """Fails a test without one of the marks that starts a process, itself or by a fixture."""
+    _started.clear()
+    yield
+    if _started and not any(map(item.get_closest_marker, _PROCESS_MARKS)):
+        pytest.fail(f"Mark the test 'process', as it starts {_started[0]}", pytrace=False)
+
+
+pytest_runtest_setup = pytest.hookimpl(wrapper=True)(_guard)
+pytest_runtest_call = pytest.hookimpl(wrapper=True)(_guard)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -24,6 +58,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return place(file), group(file), item.path.parent.name == "e2e"
 
     items.sort(key=order)
+    for item in items:
+        if starts_processes(item.path.relative_to(config.rootpath), getattr(item, "originalname", item.name)):
+            item.add_marker("process")
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling:

@@ -26,6 +26,7 @@ def parsed(texts: list[str]) -> list[dict[str, str]]:
     return [json.loads(line) for line in str(done.stdout).splitlines()]
 
 
+@pytest.mark.process
 @pytest.mark.skipif(
     not (PARSER / "node_modules").is_dir() and not os.environ.get("CI"), reason="make mermaid installs the parser"
 )

@@ -27,6 +27,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
 
 
+@pytest.mark.process
 def test_a_wrong_configuration_is_one_message_and_exit_code_2() -> None:
     done = run("train", str(DEBUG), "algo.policy_loss.clip=-1", "rollout.tp=3")
     assert done.returncode == 2
@@ -67,6 +68,7 @@ def test_launch_needs_to_know_where() -> None:
     assert "write megarl launch slurm|ray|local CONFIG" in done.stderr
 
 
+@pytest.mark.process
 def test_a_missing_file_is_exit_code_2() -> None:
     done = run("plan", "nowhere.yaml")
     assert (done.returncode, done.stdout) == (2, "")
@@ -74,6 +76,7 @@ def test_a_missing_file_is_exit_code_2() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.process
 def test_the_commands_answer_without_heavy_imports() -> None:
     code = f"""
 import sys
@@ -221,6 +224,7 @@ def package(name: str, requirement: str = "nothing") -> doctor.Package:
     return doctor.Package(module=name, distributions=(name,), requirement=requirement, install="install it")
 
 
+@pytest.mark.process
 def test_the_doctor_tells_sound_absent_and_broken_packages_apart(site: Path) -> None:
     put(site, "soundpkg", "", "1.5")
     put(site, "brokenpkg", "raise ImportError('no such operator')", "2.0")
@@ -230,6 +234,7 @@ def test_the_doctor_tells_sound_absent_and_broken_packages_apart(site: Path) -> 
     assert doctor.examine_package(package("absentpkg")).found == "not installed"
 
 
+@pytest.mark.process
 def test_the_doctor_refuses_versions_that_do_not_work(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(site, "oldpkg", "", "0.27.1")
     monkeypatch.setattr(doctor.metadata, "requires", lambda name: ['oldpkg<0.33,>=0.28; extra == "gpu"'])
@@ -238,6 +243,7 @@ def test_the_doctor_refuses_versions_that_do_not_work(site: Path, monkeypatch: p
     assert finding.fix == "install a version <0.33,>=0.28"
 
 
+@pytest.mark.process
 def test_the_doctor_flags_a_companion_of_another_torch(site: Path) -> None:
     put(site, "torchvision", "raise RuntimeError('operator torchvision::nms does not exist')", "0.9")
     finding = doctor.examine_companion("torchvision")

@@ -146,6 +146,7 @@ def test_the_check_sees_what_it_should() -> None:
 
 
 @pytest.mark.parametrize("part", TORCH_FREE)
+@pytest.mark.process
 def test_light_parts_import_nothing_heavy(part: str) -> None:
     code = f"import sys, megarl.{part}; print([name for name in {HEAVY!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=REPOSITORY)

@@ -68,6 +68,7 @@ def test_a_module_that_ends_the_program_is_told(tmp_path: Path, monkeypatch: pyt
         resolve("of_mine_that_ends:f")
 
 
+@pytest.mark.process
 def test_the_working_directory_is_looked_through(tmp_path: Path) -> None:
     (tmp_path / "of_mine.py").write_text("def double(x):\n    return 2 * x\n")
     code = "from megarl.plugins import resolve; print(resolve('of_mine:double')(21))"

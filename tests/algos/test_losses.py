@@ -116,9 +116,14 @@ def test_a_loss_with_penalty_and_bonus_is_that_of_the_oracle(seed: int, estimato
 
 # ---- what changes nothing
 
+PAIRS = pytest.mark.parametrize(
+    ("name", "aggregate"),
+    [(name, "sequence_mean") for name in POLICY_LOSSES]
+    + [("ppo", aggregate) for aggregate in AGGREGATIONS if aggregate != "sequence_mean"],
+)
 
-@pytest.mark.parametrize("aggregate", AGGREGATIONS)
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+
+@PAIRS
 def test_the_order_of_rows_and_their_split_change_nothing(name: str, aggregate: str) -> None:
     new, old, advantages = tokens(0)
     whole = total(POLICY_LOSSES[name](new, old, advantages, MASK), MASK, AGGREGATIONS[aggregate])
@@ -131,8 +136,7 @@ def test_the_order_of_rows_and_their_split_change_nothing(name: str, aggregate: 
         torch.testing.assert_close(added, whole, rtol=1e-12, atol=0.0)
 
 
-@pytest.mark.parametrize("aggregate", AGGREGATIONS)
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@PAIRS
 def test_padding_and_rows_without_tokens_change_nothing(name: str, aggregate: str) -> None:
     new, old, advantages = (torch.where(MASK, x, NAN) for x in tokens(0))
     pad = torch.nn.functional.pad

@@ -138,7 +138,7 @@ def test_any_layout_loads_what_any_other_saved(
     average = {"average"} if name == "actor" else set()
     assert {key.split(" ")[0] for key in expected} == {"weight", "param", "exp_avg", "exp_avg_sq"} | average
     chain = tmp_path / name
-    for elsewhere in ELSEWHERE:
+    for elsewhere in ELSEWHERE[(name == "actor") == (family == "gpt2") :: 2]:  # either half for each family
         got = pool.run(_restored, other, name, elsewhere, dtype, chain, world_size=elsewhere.world_size)
         assert {held.counters for held in got} == {(2, 0)}
         assert {steps for held in got for steps in held.adam_steps} == {2.0}

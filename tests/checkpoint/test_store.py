@@ -144,6 +144,7 @@ def test_a_state_that_json_cannot_hold_is_not_committed(tmp_path: Path) -> None:
     assert checkpoints.latest() is None
 
 
+@pytest.mark.process
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     with SmallDisk(tmp_path / "disk", 400) as disk:
         checkpoints = Checkpoints(disk.path / "checkpoints", keep=1)
@@ -179,6 +180,7 @@ def _killed_at(call: int, directory: Path) -> None:
     os._exit(0)
 
 
+@pytest.mark.process
 def test_a_kill_at_any_moment_leaves_one_whole_checkpoint(tmp_path: Path) -> None:
     """The next run finds the old one or the new one, cleans up, and can go on."""
     context = multiprocessing.get_context("fork")

@@ -17,6 +17,8 @@ from megarl.cluster.session import Session
 from megarl.cluster.trainers import WorkerGroup
 from megarl.config.schema import TimeLimits
 
+pytestmark = pytest.mark.process
+
 
 def test_calls_return_at_once_and_run_in_the_order_of_submission(group: WorkerGroup) -> None:
     group.call("warm", "update", "note", "first").wait()

@@ -57,6 +57,7 @@ with subprocess.Popen(start, stdout=subprocess.PIPE, text=True) as other:
 """
 
 
+@pytest.mark.process
 def test_every_node_gives_its_devices_though_one_could_give_them_all() -> None:
     """Two nodes of four devices: a run of 2 x 2 leaves two free on each, for no run that needs more of a node."""
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:  # a short path, for the names of sockets
@@ -86,6 +87,7 @@ def test_a_process_sees_its_own_gpus_of_those_that_the_node_may_use(inherited: s
     assert visible_devices((), inherited) == "", "a process without a device sees one"
 
 
+@pytest.mark.process
 def test_devices_of_virtual_nodes_tell_near_from_far(session: Session) -> None:
     slots = session.placement.slots
     assert [(slot.device, slot.node, slot.local) for slot in slots] == [(i, 0, i) for i in range(4)]

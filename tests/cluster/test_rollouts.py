@@ -16,6 +16,8 @@ from megarl.config.schema import Rollout, TimeLimits
 from megarl.types import Prompt, SampleRequest
 from tests.cluster.conftest import FAKE_ENGINE
 
+pytestmark = pytest.mark.process
+
 MakeEngines = Callable[[str], RolloutGroup]
 
 

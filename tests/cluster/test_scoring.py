@@ -22,6 +22,8 @@ from megarl.cluster.session import Session
 from megarl.config.schema import Reward, RewardFunction, TimeLimits
 from tests.rewards.completions import infos, own, prompt, rollout
 
+pytestmark = pytest.mark.process
+
 PROMPTS = {name: prompt(f"p{name}", name, answer=answer) for name, answer in {"a": "one", "b": "three"}.items()}
 
 

@@ -16,6 +16,8 @@ from megarl.cluster.ray_worker import Shell
 from megarl.errors import RunError
 from tests.leftovers import Trace, comes_true
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[2]
 
 

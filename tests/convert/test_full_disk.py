@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.convert.directories import assert_equal, make_directory, read_directory
 from tests.convert.test_cli import convert
 from tests.disk import SmallDisk
@@ -13,6 +15,7 @@ from tests.weights import models
 NO_SPACE = re.compile(r"(?P<file>/\S+): No space left on device \((.+ needed, )?.+ free\)\n$")
 
 
+@pytest.mark.process
 def test_an_import_names_file_and_cause_and_continues(tmp_path: Path) -> None:
     tensors = make_directory(tmp_path / "hf", models.llama_config(vocab_size=3001))
     command = ("import", "--hf", tmp_path / "hf", "--out")
@@ -34,6 +37,7 @@ def test_an_import_names_file_and_cause_and_continues(tmp_path: Path) -> None:
     assert_equal(read_directory(tmp_path / "out"), tensors)
 
 
+@pytest.mark.process
 def test_an_export_reserves_its_space_first(tmp_path: Path) -> None:
     tensors = make_directory(tmp_path / "hf", models.llama_config(vocab_size=3001))
     assert convert("import", "--hf", tmp_path / "hf", "--out", tmp_path / "ckpt")[0] == 0

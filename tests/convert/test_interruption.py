@@ -42,6 +42,7 @@ def _kill(kind: str, source: Path, out: Path, parts: int) -> None:
     assert not out.exists()
 
 
+@pytest.mark.process
 def test_killed_conversions_go_on(tmp_path: Path, written: list[str]) -> None:
     tensors = make_directory(tmp_path / "hf", CONFIG)
     _kill("import", tmp_path / "hf", tmp_path / "ckpt", 5)

@@ -16,6 +16,7 @@ from tests.convert.remembering import BUDGET_BYTES
 from tests.weights import models
 
 
+@pytest.mark.process
 def test_a_model_larger_than_the_budget(tmp_path: Path) -> None:
     tensors = make_directory(tmp_path / "hf", models.llama_config(vocab_size=150_001, hidden_size=100))
     assert sum(tensor.nbytes for tensor in tensors.values()) > 4 * BUDGET_BYTES

@@ -98,6 +98,7 @@ def test_a_damaged_index_is_named(name: str, text: str, tmp_path: Path) -> None:
         open_hf(tmp_path, NOTHING, allow_pickle=True)
 
 
+@pytest.mark.process
 def test_damage_that_a_worker_finds_is_named(tmp_path: Path) -> None:
     make_directory(tmp_path / "hf", models.llama_config())
     import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)

@@ -50,6 +50,7 @@ def test_every_family(family: str, files: int, tmp_path: Path) -> None:
     assert config["dtype"] == CONFIGS[family].get("dtype", "float32")
 
 
+@pytest.mark.process
 def test_small_blocks_and_parts_and_several_processes(tmp_path: Path) -> None:
     """Tensors are cut by rows, and read back from those cuts into others; two processes share the work."""
     tensors = make_directory(tmp_path / "hf", models.gpt2_config(vocab_size=70_001, n_embd=64, n_layer=2))

@@ -151,6 +151,7 @@ def test_every_different_prompt_has_one_greedy_response() -> None:
     assert {r.temperature for r in sample_requests([first], 2, seed=0, step=3)} == {None}
 
 
+@pytest.mark.process
 def test_seeds_are_the_same_in_another_process() -> None:
     program = (
         "import json; from megarl.data.prompts import *;"

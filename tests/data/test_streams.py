@@ -64,6 +64,7 @@ def test_a_stream_refuses_the_state_of_another() -> None:
         Stream([], 0)
 
 
+@pytest.mark.process
 def test_the_order_is_the_same_in_another_process_and_after_json() -> None:
     program = """
 import json, sys

@@ -41,6 +41,11 @@ WITHIN_5 = partial(scores.clipped, low=-5.0, high=5.0)
 WITHIN_10 = partial(scores.clipped, low=-10.0, high=10.0)
 
 
+IN_MATRIX = frozenset(
+    ("deepspeed_chat", "trl_ppo", "verl_ppo", "reinforce_pp", "rloo", "grpo", "dr_grpo", "cispo", "sapo", "gmpo", "opo")
+)
+"""What differs from the others in formulas alone: their short runs are for ``make matrix``."""
+
 CASES: dict[str, Case] = {
     "lm_human_preferences": Case(
         critic="new",

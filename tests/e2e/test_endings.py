@@ -62,22 +62,6 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     assert found.attempts[0].end.step == found.progress.step > 0
 
 
-def test_a_rank_that_stands_still_is_named_with_its_limit(tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    seconds = 40
-    limits = [f"cluster.time_limits.{phase}={seconds}.0" for phase in ("rollout", "inference", "update", "sync")]
-    with started(["train", DEBUG, f"run.dir={directory}", *SMALL, *limits]) as run:
-        wait_for(directory / "metrics.jsonl")
-        os.kill(process_that_prints_to(directory / "logs" / "train-rank-1.log"), signal.SIGSTOP)
-        finished = finish(*run)
-    assert finished.status == 1
-    first, second, *_ = finished.errors.splitlines()
-    assert first.startswith(f"No answer within {seconds} s from ")
-    assert "train rank 1" in first
-    assert second.startswith("Raise cluster.time_limits.")
-    finished.assert_clean()
-
-
 def wait_for(file: Path) -> None:
     """Returns when a file has a line."""
     deadline = time.monotonic() + 200

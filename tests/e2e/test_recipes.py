@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.e2e.recipe_cases import CASES
+from tests.e2e.recipe_cases import CASES, IN_MATRIX
 from tests.e2e.recipes import Expected, naive, prepare, running
 from tests.e2e.runs import ROOT, lines
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Path]]]:
     """The directories of the runs of the recipes that are tested, as they come."""
     here: list[Any] = [item for item in request.session.items if item.path == request.path]
-    chosen = list(dict.fromkeys(item.callspec.params["name"] for item in here if hasattr(item, "callspec")))
+    chosen = [item.callspec.params["name"] for item in here if "runs" in item.fixturenames]
     directories = {name: tmp_path_factory.mktemp(name) for name in chosen}
     for name, directory in directories.items():
         prepare(name, CASES[name], directory)
@@ -51,7 +51,9 @@ def test_adams_epsilon_is_that_of_the_source(name: str) -> None:
         assert recipe["critic"]["optimizer"].get("eps", 1e-8) == CASES[name].settings.critic.eps
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.matrix if name in IN_MATRIX else ()) for name in CASES]
+)
 def test_a_recipe_is_what_its_source_says(name: str, runs: dict[str, Future[Path]]) -> None:
     directory, case = runs[name].result() / "run", CASES[name]
     expected = naive(case, directory.parent)

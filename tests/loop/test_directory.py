@@ -238,6 +238,7 @@ def _hold(path: Path, pipe: Any) -> None:
     del directory
 
 
+@pytest.mark.process
 def test_one_process_at_a_time(run: Path) -> None:
     """The second one does not touch what the first is writing; when the first is killed, the lock is gone."""
     context = multiprocessing.get_context("spawn")

@@ -344,6 +344,7 @@ def test_prompts_without_room_are_told_how_much_they_need(tmp_path: Path) -> Non
     assert "set it to 32 and the tokens of the longest prompt or more" in str(error.value)
 
 
+@pytest.mark.process
 def test_plan_refuses_what_train_would(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megarl", "plan", str(DEBUG), f"{MODEL}.hidden_act=gelu"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -13,6 +13,7 @@ import torch
 from megarl.megatron.platform.compiling import compiled_at_first_call
 
 
+@pytest.mark.process
 def test_the_engine_is_imported_without_the_compiler() -> None:
     program = "import sys, megarl.megatron.worker; sys.exit('torch._inductor.compile_fx' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=240).returncode == 0

@@ -45,14 +45,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: save_mixture(tmp_path_factory.mktemp(name), name) for name in MIXTURES}
 
 
-def _cases(*names: str, **layouts: Layout) -> Any:
+def _cases(*names: str, **layouts: Layout) -> list[Any]:
     """Models in layouts."""
     pairs = [(name, label) for name in names for label in layouts]
-    cases = [pytest.param(name, layouts[label], id=f"{name}-{label}") for name, label in pairs]
-    return pytest.mark.parametrize(("name", "layout"), cases)
+    return [pytest.param(name, layouts[label], id=f"{name}-{label}") for name, label in pairs]
 
 
-@_cases(*MIXTURES, alone=Layout(), ep2=EP)
+@pytest.mark.parametrize(("name", "layout"), _cases(*MIXTURES, alone=Layout(), ep2=EP))
 def test_a_mixture_equals_hugging_face(pool: RankPool, models: dict[str, Path], name: str, layout: Layout) -> None:
     results = pool.run(infer, models[name], layout, 40, world_size=layout.world_size)
     for what, worst in worst_differences(results, expectations(models[name])).items():
@@ -64,7 +63,13 @@ def demonstrated(models: dict[str, Path]) -> dict[str, Naive]:
     return {name: fine_tuned(directory) for name, directory in models.items()}
 
 
-@_cases("mixtral", "qwen3_moe", **LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *_cases("mixtral", **LAYOUTS),
+        *_cases("qwen3_moe", **{label: LAYOUTS[label] for label in ("pp2-vpp2-dp2-ep2", "tp2-sp-dp2-ep2")}),
+    ],
+)
 def test_fine_tuning_a_mixture_equals_the_naive_one(
     pool: RankPool, models: dict[str, Path], demonstrated: dict[str, Naive], name: str, layout: Layout
 ) -> None:
@@ -72,7 +77,7 @@ def test_fine_tuning_a_mixture_equals_the_naive_one(
     check_steps(results, demonstrated[name], state_of(models[name]))
 
 
-@_cases("qwen3_moe_renormalised", **ALONE)
+@pytest.mark.parametrize(("name", "layout"), _cases("qwen3_moe_renormalised", **ALONE))
 def test_a_reward_model_of_a_mixture_equals_the_naive_one(
     pool: RankPool, models: dict[str, Path], name: str, layout: Layout
 ) -> None:

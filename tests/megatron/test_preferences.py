@@ -45,8 +45,11 @@ def tuned(directory: Path) -> Naive:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("layout", "budget"), CASES, ids=_case_id)
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    ("name", "layout", "budget"),
+    [(name, *case) for name in LOSSES for case in (CASES if name == next(iter(LOSSES)) else CASES[1::2])],
+    ids=_case_id,
+)
 def test_the_losses_equal_the_naive_ones(
     pool: RankPool, directory: Path, preferred: dict[str, Naive], name: str, layout: Layout, budget: int
 ) -> None:
@@ -55,7 +58,7 @@ def test_the_losses_equal_the_naive_ones(
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("layout", "budget"), CASES, ids=_case_id)
+@pytest.mark.parametrize(("layout", "budget"), CASES[1::2], ids=_case_id)
 def test_every_token_can_be_learnt(pool: RankPool, directory: Path, tuned: Naive, layout: Layout, budget: int) -> None:
     results = pool.run(tuned_on_all, directory, layout, budget, world_size=layout.world_size)
     check(results, *tuned, state_of(directory))

@@ -18,6 +18,7 @@ def test_without_the_package_the_fix_is_told(tmp_path: Path, monkeypatch: pytest
         WandbSink("mine", tmp_path, config={})
 
 
+@pytest.mark.process
 def test_a_run_offline_stays_in_its_directory_and_leaves_nothing_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,6 +110,7 @@ def test_a_module_of_the_working_directory_is_found(tmp_path: Path, monkeypatch:
     assert resolve("my_own_rewards:zero")(None) == 0.0
 
 
+@pytest.mark.process
 def test_checking_imports_nothing_heavy() -> None:
     code = (
         "import sys; from megarl.preflight.functions import check_functions; "

@@ -22,6 +22,8 @@ from tests.leftovers import comes_true
 from tests.rewards import functions
 from tests.rewards.completions import completion, own
 
+pytestmark = pytest.mark.process
+
 LIMIT_S = 0.3
 HANGING = ("sleeps", "holds_the_interpreter")
 ENDING = {"exits": "exit status 3", "crashes": "SIGSEGV"}

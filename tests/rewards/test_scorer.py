@@ -15,6 +15,8 @@ from megarl.rewards.reward_worker import Failure
 from megarl.rewards.scorer import Failures, RuleScorer, Scores, Unscored
 from tests.rewards.completions import decode, own, prompt, rollout
 
+pytestmark = pytest.mark.process
+
 PROMPTS = [prompt("pa", "a", answer="one"), prompt("pb", "b", answer="three"), prompt("pa", "a", answer="one")]
 CHUNK = rollout(PROMPTS, ["one", "three", "five!"], [True, False, True])
 FUNCTIONS = [

@@ -90,7 +90,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
         "qwen2": random_model(qwen2(), 1),
         "qwen2_later": random_model(qwen2(), 2),
         "greedy_padding": random_model(qwen2(), 3),
-        "qwen2_one_kv_head": random_model(qwen2(kv_heads=1), 4),
         "llama": random_model(llama(), 5),
     }
     with torch.no_grad():
@@ -112,7 +111,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]
 def fresh(process: EngineProcess, models: Mapping[str, Path]) -> Mapping[str, Answers]:
     """The answers of engines that loaded the directories themselves, by model."""
     answers: dict[str, Answers] = {}
-    for name in ("qwen2", "qwen2_later", "qwen2_one_kv_head", "llama"):
+    for name in ("qwen2", "qwen2_later", "llama"):
         start(process, models[name], weights="files")
         answers[name] = ask(process)
     return answers

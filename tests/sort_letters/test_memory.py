@@ -44,6 +44,7 @@ def baseline() -> int:
     return 2 * 15 * MIB
 
 
+@pytest.mark.process
 def test_shared_memory_is_counted_once(baseline: int) -> None:
     told = subprocess.check_output([sys.executable, "-c", WATCHING, PROGRAM], text=True, timeout=120)
     before, found, after = map(int, told.split())

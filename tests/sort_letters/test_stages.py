@@ -30,6 +30,7 @@ def program(path: Path, body: str) -> str:
     return str(path)
 
 
+@pytest.mark.process
 def test_a_stage_is_the_ordinary_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
     told = tmp_path / "told"
     monkeypatch.setattr(sys, "executable", program(tmp_path / "python", f'echo "$A" "$@" > {told}; sleep 0.1'))
@@ -40,6 +41,7 @@ def test_a_stage_is_the_ordinary_command(tmp_path: Path, monkeypatch: pytest.Mon
     assert console.file.getvalue() == "\nmegarl train configs/demo/sft.yaml run.seed=3\n"
 
 
+@pytest.mark.process
 def test_a_failed_stage_gives_its_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
     monkeypatch.setattr(sys, "executable", program(tmp_path / "python", "exit 7"))
     with pytest.raises(StageError, match="the stage ppo ended with status 7") as caught:
@@ -47,6 +49,7 @@ def test_a_failed_stage_gives_its_status(tmp_path: Path, monkeypatch: pytest.Mon
     assert caught.value.status == 7
 
 
+@pytest.mark.process
 def test_an_interrupt_ends_the_stage_and_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, console: Console
 ) -> None:

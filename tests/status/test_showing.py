@@ -187,6 +187,7 @@ def test_several_runs_are_aligned_rows(run: MadeRun) -> None:
     assert shown(run)[1].endswith(f"score 0.47, KL 0.5, {('train rank 3 died ' * 9)[:57]}...")
 
 
+@pytest.mark.process
 def test_the_command_answers_on_a_machine_that_has_little(run: MadeRun) -> None:
     """A login node has no torch, no Ray and no numpy; the configuration's schema is not loaded."""
     code = """

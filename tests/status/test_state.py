@@ -81,6 +81,7 @@ def test_a_process_that_is_gone_from_its_own_machine_was_killed(run: MadeRun) ->
     assert "process 77 on n1 could not say why" in found.message
 
 
+@pytest.mark.process
 def test_a_killed_process_is_told_from_one_that_runs(tmp_path: Path) -> None:
     path = MadeRun(tmp_path / "run").path
     code = f"""

@@ -182,6 +182,7 @@ def test_an_output_layer_beside_a_tied_embedding_must_be_the_same(tmp_path: Path
     load_shard(spec.megatron_map(Layout(), 0, "value"), tmp_path, spec.manifest("value", new_head=True))
 
 
+@pytest.mark.process
 def test_a_full_disk_is_named_before_anything_is_written(tmp_path: Path) -> None:
     spec = model_spec(qwen2_config(vocab_size=3001))
     with SmallDisk(tmp_path / "disk", 400) as disk:
