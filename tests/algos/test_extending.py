@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs" / "extending.md").read_text(encoding="utf-8")
 
@@ -37,6 +39,7 @@ assert "### `damped`\\n\\nOptions: `damping` = 0.1." in algorithms_page.markdown
 """
 
 
+@pytest.mark.process
 def test_the_policy_loss_of_the_page_is_one_function_and_one_line(tmp_path: Path) -> None:
     function, line, settings = re.findall(r"```(?:python|yaml)\n(.*?)```", PAGE, flags=re.DOTALL)
     assert len(f"{function}{line}".splitlines()) <= 20

@@ -34,7 +34,7 @@ def read() -> set[str]:
     for file in PACKAGE.rglob("*.py"):
         tree, part = ast.parse(file.read_text(encoding="utf-8")), file.relative_to(PACKAGE).parts
         if part[:2] == ("config", "schema"):
-            found |= {node.attr for node in reads(tree) if ast.unparse(node.value) == "self"}
+            found |= {node.attr for node in reads(tree) if ast.unparse(node.value).partition(".")[0] == "self"}
         elif part[0] != "config" and knows_the_configuration(tree):
             found |= {node.attr for node in reads(tree)}
     return found
