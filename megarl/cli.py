@@ -1,4 +1,4 @@
-"""The command line: ``megarl train | eval | launch | status | plan | convert | doctor``.
+"""The command line: `megarl train | eval | launch | status | plan | convert | doctor`.
 
 A mistake of the user is one message, with exit code 2.
 """
@@ -56,8 +56,8 @@ def local(config_path: ConfigPath, overrides: Overrides = None) -> None:
     config = _load(config_path, overrides)
     from megarl.config import EvalConfig
 
-    train = _evaluate if isinstance(config, EvalConfig) else _train
-    train(config_path, config)
+    run = _evaluate if isinstance(config, EvalConfig) else _train
+    run(config_path, config)
 
 
 @plans.command("config")
@@ -66,10 +66,12 @@ def plan(config_path: ConfigPath, overrides: Overrides = None) -> None:
     config = _load(config_path, overrides)
     from megarl.plan.run_plan import print_plan
     from megarl.preflight.check import check
+    from megarl.run.resume import describe_run
 
-    with _told(config_path):
+    with _exit_codes(config_path):
         sets = check(config)
-    print_plan(config, sets)
+        resume = describe_run(config)
+    print_plan(config, sets, resume)
 
 
 @app.command()
@@ -87,7 +89,7 @@ def _train(path: Path, config: RunConfig) -> None:
     from megarl.config import ConfigError, Problem, TrainingConfig
     from megarl.loop import train
 
-    with _told(path):
+    with _exit_codes(path):
         if not isinstance(config, TrainingConfig):
             problem = Problem(field="stage", value=config.stage, rule="a stage that trains", fix="use megarl eval")
             raise ConfigError([problem])
@@ -98,7 +100,7 @@ def _evaluate(path: Path, config: RunConfig) -> None:
     from megarl.config import ConfigError, EvalConfig, Problem
     from megarl.loop import evaluate as evaluation
 
-    with _told(path):
+    with _exit_codes(path):
         if not isinstance(config, EvalConfig):
             problem = Problem(field="stage", value=config.stage, rule="the stage eval", fix="use megarl train")
             raise ConfigError([problem])
@@ -112,29 +114,28 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
     try:
         return load(path, overrides or [], check)
     except ConfigError as error:
-        _stop(error, exit_code=2)
+        _stop(error, code=2)
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Ends the command with what stopped it: 2 for a mistake in the file, 1 where the run could not go on."""
+def _exit_codes(path: Path) -> Iterator[None]:
+    """Ends the command with an error's message: exit code 2 for a mistake in the file, 1 when the run failed."""
     from megarl.config import ConfigError
     from megarl.errors import RunError
 
     try:
         yield
     except ConfigError as error:
-        _stop(ConfigError(error.problems, str(path), error.unchecked), exit_code=2)
+        _stop(ConfigError(error.problems, str(path), error.unchecked), code=2)
     except RunError as error:
-        _stop(error, exit_code=1)
+        _stop(error, code=1)
 
 
-def _stop(error: Exception, *, exit_code: int) -> NoReturn:
-    """Ends the command with the error's own message, which says all that a traceback could."""
+def _stop(error: Exception, *, code: int) -> NoReturn:
     typer.echo(str(error), err=True)
-    raise typer.Exit(exit_code) from None
+    raise typer.Exit(code) from None
 
 
 def main() -> None:
-    """The entry point of the ``megarl`` command."""
+    """The entry point of the `megarl` command."""
     app()

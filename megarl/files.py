@@ -1,4 +1,4 @@
-"""Files that survive a crash: written durably, replaced at once, told by their digest."""
+"""Durable writes, digests of files, and files of JSON lines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +15,17 @@ from typing import Any
 
 _BLOCK = 1 << 16
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-# torch.save raises these in place of the error of its file; the second where nothing at all could be written.
+# torch.save raises these in place of the file's error; the second when nothing at all could be written.
 _TORCH_SAVE_ERRORS = ("inline_container.cc", "basic_ios::clear: iostream error")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """What a file must be.
+    """The expected content of a file.
 
     Args:
-        path: relative to a directory that the context tells.
-        nbytes: its size.
-        sha256: digest of its content, hexadecimal.
+        path: relative to a root directory.
+        sha256: hexadecimal.
     """
 
     path: str
@@ -35,14 +34,14 @@ class FileRecord:
 
     @classmethod
     def of(cls, path: Path, root: Path) -> FileRecord:
-        """Reads a file and describes it, relative to ``root``."""
+        """Reads a file and returns its record, relative to `root`."""
         with path.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
             return cls(path=path.relative_to(root).as_posix(), nbytes=stream.tell(), sha256=digest)
 
 
 def sync(path: Path) -> None:
-    """Makes a file's content, or a directory's list of names, durable."""
+    """Makes the content of a file, or the entries of a directory, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with write_errors(path):
@@ -52,12 +51,10 @@ def sync(path: Path) -> None:
 
 
 def write_durably(path: Path, text: str, mode: int = 0o666) -> None:
-    """Replaces a file at once: after a crash it has its old content or the new one, never a part.
+    """Replaces a file atomically: after a crash it has its old content or the new one.
 
     Args:
-        path: of the file.
-        text: its new content.
-        mode: its permissions, of which the umask takes some away.
+        mode: permissions, before the umask.
     """
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
@@ -71,13 +68,12 @@ def write_durably(path: Path, text: str, mode: int = 0o666) -> None:
 
 @contextmanager
 def write_errors(path: Path, nbytes: int | None = None) -> Iterator[None]:
-    """Makes a failed write name its file, its cause and, where the disk is full, the space that is needed and free.
+    """Makes errors of a write name file, cause and, on a full disk, the needed and the free space.
 
-    ``torch.save`` hides the cause behind an error of its own.
+    `torch.save` replaces the cause by an error of its own.
 
     Args:
-        path: what is written.
-        nbytes: the size that it will have, if known.
+        nbytes: the final size of the file, if known.
 
     Raises:
         OSError: a write failed.
@@ -92,14 +88,13 @@ def write_errors(path: Path, nbytes: int | None = None) -> Iterator[None]:
         if cause in _NO_SPACE:
             needed = "" if nbytes is None else f"{format_bytes(nbytes)} needed, "
             reason += f" ({needed}{format_bytes(shutil.disk_usage(path.parent).free)} free)"
-        named = getattr(error, "filename2", None) or getattr(
-            error, "filename", None
-        )  # the first is the target of a copy
+        # filename2 is the target of a copy.
+        named = getattr(error, "filename2", None) or getattr(error, "filename", None)
         raise OSError(cause, reason, named or str(path)) from None
 
 
 def _os_error(error: OSError | RuntimeError, path: Path) -> int | None:
-    """The errno of a failed write; None of an error that is not one."""
+    """The errno of a failed write; None for other errors."""
     if isinstance(error, OSError):
         return error.errno
     if not any(message in str(error) for message in _TORCH_SAVE_ERRORS):
@@ -113,7 +108,7 @@ def _os_error(error: OSError | RuntimeError, path: Path) -> int | None:
 
 
 def format_bytes(nbytes: float) -> str:
-    """A size for people to read, such as ``1.5 GiB``."""
+    """Returns a size as text, such as `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -122,25 +117,38 @@ def format_bytes(nbytes: float) -> str:
 
 
 def read_lines(path: Path, last: int | None = None) -> list[dict[str, Any]]:
-    """The objects of a file, in order; a file that is missing has none.
+    """Returns the JSON objects of a file, one a line, in order; none when it is missing.
 
-    A line that is not whole or is no object is left out: its writer is at work, or was killed.
+    A line that is incomplete or no object is skipped: it is being written, or its writer was killed.
 
     Args:
-        path: of the file.
-        last: how many to read at most, from the file's end; None reads all.
+        last: reads only so many, from the end of the file.
     """
     try:
-        text = path.read_bytes() if last is None else _end(path, last)
+        text = path.read_bytes() if last is None else _read_end(path, last)
     except FileNotFoundError:
         return []
-    found = [_object(line) for line in text.splitlines(keepends=True)]
-    whole = [entry for entry in found if entry is not None]
-    return whole if last is None else whole[-last:]
+    objects = [entry for line in text.splitlines(keepends=True) if (entry := _parse(line)) is not None]
+    return objects if last is None else objects[-last:]
 
 
-def _end(path: Path, lines: int) -> bytes:
-    """As much of a file's end as has so many whole lines, and one that may not be whole."""
+def truncate_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Cuts a file of JSON lines before the first line that is incomplete or that `keep` rejects."""
+    if not path.exists():
+        return
+    kept = 0
+    with path.open("rb") as lines:
+        for line in lines:
+            entry = _parse(line)
+            if entry is None or not keep(entry):
+                break
+            kept += len(line)
+    os.truncate(path, kept)
+    sync(path)
+
+
+def _read_end(path: Path, lines: int) -> bytes:
+    """At least so many complete lines of a file's end."""
     with path.open("rb") as file:
         start, text = file.seek(0, 2), b""
         while start > 0 and text.count(b"\n") <= lines:
@@ -150,11 +158,9 @@ def _end(path: Path, lines: int) -> bytes:
         return text if start == 0 else text[text.index(b"\n") + 1 :]
 
 
-def _object(line: bytes) -> dict[str, Any] | None:
-    if not line.endswith(b"\n"):
-        return None
+def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(line)
+        entry = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return entry if isinstance(entry, dict) else None

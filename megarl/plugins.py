@@ -1,4 +1,4 @@
-"""Functions of the user's own, named ``package.module:function``: found, and held against what they are to be given."""
+"""Functions of the user, named `package.module:function`: how they are imported and checked."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Function = Callable[..., Any]
 
 
 def resolve(name: str) -> Function:
-    """The function of that name, from the working directory too.
+    """Imports and returns a function, also from the working directory.
 
     Args:
-        name: ``package.module:function``.
+        name: `package.module:function`.
 
     Raises:
-        ValueError: there is none, or it is not a function; the message says what must hold.
+        ValueError: it does not exist, or is not a function; the message is the rule that is broken.
     """
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute:
         raise ValueError("a function, written as package.module:function")
-    function = getattr(_imported(module_name), attribute, None)
+    function = getattr(_import_module(module_name), attribute, None)
     if function is None:
         raise ValueError(f"a function of the module; {module_name} has no {attribute!r}")
     if not callable(function) or inspect.isclass(function) or inspect.iscoroutinefunction(function):
@@ -36,19 +36,19 @@ def resolve(name: str) -> Function:
 
 
 def suggestion(name: str) -> str | None:
-    """What to do about a name that ``resolve`` refuses; None where nothing is near it."""
+    """Returns a fix for a name that `resolve` refuses; None when no name is similar."""
     path, colon, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
     module_name = path.removesuffix(".py").strip("./").replace("/", ".")
     if not module_name or not attribute:
         return None
     if colon != ":" or module_name != path:
         return f"write {module_name}:{attribute}"
-    known = [found.name for found in pkgutil.iter_modules([os.getcwd()])]
     package, dot, rest = module_name.partition(".")
     if module_name in sys.modules:
         functions = [key for key, value in vars(sys.modules[module_name]).items() if inspect.isfunction(value)]
         near = [f"{module_name}:{other}" for other in _nearest(attribute, functions)]
     else:
+        known = [found.name for found in pkgutil.iter_modules([os.getcwd()])]
         near = [f"{other}{dot}{rest}:{attribute}" for other in _nearest(package, known)]
     return f"did you mean {near[0]}?" if near and near[0] != name else None
 
@@ -60,20 +60,20 @@ def _nearest(name: str, known: Sequence[str]) -> list[str]:
 def check_options(
     function: Function, options: Mapping[str, Any], *, name: str, positional: int, given: tuple[str, ...] = ()
 ) -> None:
-    """Holds the arguments of a call against a function's signature.
+    """Checks the arguments of a call against a function's signature.
 
     Args:
         options: keyword arguments of the configuration.
         name: of the function, for the message.
-        positional: arguments that every call has besides.
-        given: further keyword arguments that every call has.
+        positional: number of positional arguments of every call.
+        given: further keyword arguments of every call.
 
     Raises:
-        ValueError: it cannot be called so; the message says what it takes.
+        ValueError: the call is not possible; the message has the signature.
     """
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a few functions written in C have none
+    except ValueError:  # some functions written in C have none
         return
     clash = [key for key in given if key in options]
     try:
@@ -86,8 +86,8 @@ def check_options(
         raise ValueError(f"arguments of {name}({', '.join(own)}): {error}") from error
 
 
-def _imported(name: str) -> Any:
-    """The module; the working directory is looked through last: an installed command does not do so by itself."""
+def _import_module(name: str) -> Any:
+    """Imports a module, with the working directory last in the path, which an installed command does not search."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:

@@ -12,8 +12,8 @@ import pytest
 
 from megarl.config import ConfigError, PPOConfig, load
 from megarl.models import FAMILIES
-from megarl.preflight.functions import check_functions
-from megarl.run.directory import RunPaths, average_directory
+from megarl.preflight.user_functions import check_functions
+from megarl.run.paths import RunPaths, ema_export
 from tests.config.debug import REPOSITORY, debug
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -47,11 +47,10 @@ def test_the_configuration_of_the_readme_is_whole(tmp_path: Path) -> None:
 def test_the_readme_names_everything_that_a_run_directory_has(tmp_path: Path) -> None:
     table = README.split("(`run.dir`) has:")[1].split("\n\n")[1]
     told = set(re.findall(r"`([\w.-]+)(?:/[^`]*)?`", table))
-    paths = RunPaths(debug(f"run.dir={tmp_path}"))
-    places = [getattr(paths, name) for name, member in vars(RunPaths).items() if isinstance(member, property)]
-    paths.close()
-    assert {place.name for place in places if isinstance(place, Path)} <= told
-    assert {"checkpoints", average_directory(paths.export).name} <= told
+    paths = RunPaths(tmp_path)
+    files = set(vars(paths).values()) - {paths.path, paths.lock}
+    assert {file.name for file in files} <= told
+    assert ema_export(paths.export).name in told
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/evaluation.md"])

@@ -61,7 +61,8 @@ TORCH_FREE = (
     "cluster.ray_node",
     "launch.cli",
     "launch.node.__main__",
-    "run.status.command",
+    "run.resume",
+    "run.status.show",
     "rollout.engine",  # what torch caches, it reads from the environment that an engine sets
     "weights.shard_map",
     "weights.planner",

@@ -19,7 +19,7 @@ import typer
 from megarl.config import ConfigError, EvalConfig, Problem, RunConfig, load, save
 from megarl.launch.checker import is_not_finished, load_checked
 from megarl.launch.request import submitted_as, unwritable
-from megarl.run.status.jobs import note
+from megarl.run.status.jobs import record_submission
 
 _PACKED_CONFIG = "megarl-run.yaml"
 _LARGEST_MIB, _MIB = 100, 1 << 20
@@ -61,7 +61,7 @@ def launch(
             raise ConfigError([unwritable(config.run.dir, error)], "command line") from None
         here = shlex.join(["cd", os.getcwd()])
         jobs.submit(name, f"{here} && exec {shlex.join([*command, str(written)])}", None)
-        note(written.parent, name)
+        record_submission(written.parent, name)
     else:
         command[0] = python or "python"
         with packed(working_dir, config) as package:

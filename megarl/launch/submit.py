@@ -16,7 +16,7 @@ from megarl.launch.planning import PlannedJob, RefusedError, plan
 from megarl.launch.profile import found_profile
 from megarl.launch.render import BatchJob, render
 from megarl.launch.request import LaunchRequest, unwritable
-from megarl.run.status.jobs import note
+from megarl.run.status.jobs import record_submission
 
 _CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER")  # the others belong to a job
 _SBATCH_VARIABLES = {"time": "timelimit", "array": "array-inx", "mem": "mem-per-node", "no-requeue": "requeue"}
@@ -84,7 +84,7 @@ def _submit(request: LaunchRequest, jobs: Sequence[BatchJob]) -> int:
         numbers.append(answers[-1])
         for index, file in enumerate(job.configs):
             if index not in job.finished:
-                note(file.parent, f"{answers[-1]}_{index}" if job.cells else answers[-1])
+                record_submission(file.parent, f"{answers[-1]}_{index}" if job.cells else answers[-1])
         typer.echo("\n".join(_summary(job, numbers)))
     return 0
 

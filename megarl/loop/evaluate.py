@@ -26,8 +26,7 @@ from megarl.preflight.check import check
 from megarl.preflight.datasets import PromptSets
 from megarl.run.directory import EvaluationDirectory, attempt, model_directory
 from megarl.run.report import EvaluationReporter, Summary
-from megarl.run.results import EvaluationResult
-from megarl.run.samples import shown_samples
+from megarl.run.results import EvaluationResult, shown_samples
 from megarl.types import SampleInfo
 
 _STANDARD_ERRORS = NormalDist().inv_cdf(0.975)

@@ -24,7 +24,8 @@ from megarl.loop.scoring import ScoredBatch, sample_filter, score_batch
 from megarl.loop.update import PretrainMix, StepPlan, Updater
 from megarl.preflight.datasets import PromptSets
 from megarl.run.directory import RunDirectory
-from megarl.run.results import Metrics, StepResult
+from megarl.run.results import StepResult
+from megarl.run.sinks import Metrics
 from megarl.run.timers import Timers
 from megarl.types import ExperienceChunk, ExperienceReport, StepContext
 

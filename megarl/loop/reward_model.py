@@ -31,7 +31,7 @@ from megarl.loop.supervised import SupervisedTrainer, Task
 from megarl.preflight.datasets import PairSets
 from megarl.rewards.model_files import PreferenceStatistics, write_scale
 from megarl.run.directory import RunDirectory
-from megarl.run.results import Metrics
+from megarl.run.sinks import Metrics
 
 
 class RewardModelTrainer(SupervisedTrainer):

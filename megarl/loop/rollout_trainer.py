@@ -21,9 +21,10 @@ from megarl.loop.scoring import Scorer, ScoresByReward, Values, shuffled_order
 from megarl.loop.setup import launch_engines, launch_rules, launch_trainers, start_all
 from megarl.models import model_spec
 from megarl.preflight.datasets import PromptSets
-from megarl.run.directory import RunDirectory, average_directory, model_directory
-from megarl.run.results import EvaluationResult, Metrics, StepResult
-from megarl.run.samples import shown_samples
+from megarl.run.directory import RunDirectory, model_directory
+from megarl.run.paths import ema_export
+from megarl.run.results import EvaluationResult, StepResult, shown_samples
+from megarl.run.sinks import Metrics
 
 C = TypeVar("C", bound=PPOConfig | RAFTConfig)
 
@@ -137,7 +138,7 @@ class RolloutTrainer(Generic[C]):
         actor.export(export, template).wait()
         if self._config.actor.ema is not None:
             actor.swap_weights(True).wait()
-            actor.export(average_directory(export), template).wait()
+            actor.export(ema_export(export), template).wait()
             actor.swap_weights(False).wait()
         return {}
 

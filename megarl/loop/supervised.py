@@ -19,7 +19,8 @@ from megarl.data.stream import Stream, StreamState
 from megarl.loop.setup import launch_trainers
 from megarl.preflight.datasets import TextSets
 from megarl.run.directory import RunDirectory, model_directory
-from megarl.run.results import EvaluationResult, Metrics, StepResult
+from megarl.run.results import EvaluationResult, StepResult
+from megarl.run.sinks import Metrics
 from megarl.run.timers import Timers
 from megarl.types import RoleName, SampleInfo, Schedule, TextChunk
 

@@ -19,8 +19,10 @@ from megarl.loop.supervised import SFTTrainer
 from megarl.preflight.check import check
 from megarl.run.checkpoints import Checkpoint
 from megarl.run.directory import RunDirectory, attempt
-from megarl.run.report import Reporter, Summary, read_summary
-from megarl.run.results import EvaluationResult, Metrics, StepResult
+from megarl.run.report import Reporter, Summary
+from megarl.run.results import EvaluationResult, StepResult
+from megarl.run.resume import finished_message
+from megarl.run.sinks import Metrics
 from megarl.types import RoleName
 
 
@@ -101,7 +103,8 @@ def train(config: TrainingConfig) -> Summary:
     check_gpus(config)
     directory = RunDirectory(config)
     if directory.finished:
-        return read_summary(directory)
+        print(finished_message(config), flush=True)
+        return Summary.read(directory.summary)
     taken = 0 if directory.latest is None else directory.latest.step
     session = Session(config.cluster, directory.logs, config.cluster.address)
     with (
@@ -142,8 +145,7 @@ def _save(trainer: Trainer, config: TrainingConfig, directory: RunDirectory, ste
     trainer.to_training()
     staged = directory.checkpoints.stage(step)
     calls = {role.name: role.save(staged) for role in _saved(trainer, config)}
-    directory.sync()
-    directory.checkpoints.commit(step, {name: call.wait() for name, call in calls.items()}, trainer.state())
+    directory.commit(step, {name: call.wait() for name, call in calls.items()}, trainer.state())
 
 
 def _load(trainer: Trainer, checkpoint: Checkpoint) -> None:

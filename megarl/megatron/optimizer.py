@@ -210,7 +210,7 @@ class OptimizerShard:
     @property
     def adam(self) -> dict[str, Any]:
         """The optimizer's state of the run; empty before the first step."""
-        return self.chained.state.get(self.main, {})
+        return self.optimizer.state.get(self.main, {})
 
 
 def shards(model: RoleModel, optimizer: ShardedOptimizer) -> Iterator[OptimizerShard]:

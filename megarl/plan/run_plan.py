@@ -146,14 +146,20 @@ _KEY_WIDTH = 14
 _PREFERENCES = {"best_of_n": "prompts with candidates"}
 
 
-def print_plan(config: RunConfig, sets: Sets, console: Console | None = None) -> None:
+def print_plan(config: RunConfig, sets: Sets, resume: str | None = None, console: Console | None = None) -> None:
     out = console or Console(highlight=False)
     table = Table("role", "group", "devices", "TP", "PP", "VPP", "DP", "EP", "SP", "tokens/micro-batch", box=None)
     for row in placement_rows(config):
         table.add_row(*row)
     out.print(table)
     for key, text in plan_lines(config, sets):
-        out.print(f"{key:{_KEY_WIDTH}}{text}", soft_wrap=True, markup=False)
+        _print_line(out, key, text)
+    if resume is not None:
+        _print_line(out, "resume", resume)
+
+
+def _print_line(out: Console, key: str, text: str) -> None:
+    out.print(f"{key:{_KEY_WIDTH}}{text}", soft_wrap=True, markup=False)
 
 
 def placement_rows(config: RunConfig) -> Iterator[tuple[str, ...]]:

@@ -1,1 +1,1 @@
-"""What is checked before anything starts: models, data and functions."""
+"""Checks before a run starts: models, data and functions."""

@@ -1,4 +1,4 @@
-"""What can be known of a run before anything starts: whether its models, layouts, data and rewards fit together."""
+"""Checks a run before it starts: whether models, layouts, data and reward functions fit together."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from megarl.preflight.datasets import (
     read_prompt_sets,
     read_text_sets,
 )
-from megarl.preflight.functions import check_fields, check_functions, check_own_functions
 from megarl.preflight.models import check_models, stated_vocab_size, vocab_size
+from megarl.preflight.user_functions import check_fields, check_functions, check_own_functions
 from megarl.rollout.requests import stop_token_ids
 from megarl.run.trackers import has_wandb
 
@@ -39,74 +39,65 @@ StageConfig = SFTConfig | RewardModelConfig | PPOConfig | RAFTConfig | EvalConfi
 
 
 def check(config: RunConfig) -> Sets:
-    """Checks a configuration against its models and its data, which is read on the way.
-
-    Returns:
-        The data.
+    """Checks a configuration against its models and data, and returns the data.
 
     Raises:
-        ConfigError: the run could not be, of a configuration that may break rules between its fields as well; every
-            problem is listed.
+        ConfigError: it has every problem, also of a configuration that breaks rules between its fields.
     """
-    sets, problems = _examine(config)
+    spec, problems = check_models(config)
+    vocab = vocab_size(config, spec) if spec is not None else stated_vocab_size(config)
+    sets = None
+    if vocab is not None:
+        sets, found = _read_data(config, vocab)
+        problems += found
+    problems += _reward_functions(config, sets)
+    if isinstance(config, PPOConfig | RAFTConfig):
+        problems += _replay(config)
+    problems += check_own_functions(config)
+    if config.tracking.wandb_project is not None and not has_wandb():
+        field, value = "tracking.wandb_project", config.tracking.wandb_project
+        fix = "install it with pip install 'megarl[wandb]', or set it to null"
+        problems.append(Problem(field=field, value=value, rule="needs the package wandb", fix=fix))
     if problems:
         raise ConfigError(problems, unchecked="" if sets is not None else "Rows of data")
     assert sets is not None
     return sets
 
 
-def _examine(config: RunConfig) -> tuple[Sets | None, list[Problem]]:
-    """The data, where it can be read, and all problems."""
-    spec, found = check_models(config)
-    vocab = vocab_size(config, spec) if spec is not None else stated_vocab_size(config)
-    sets = None
-    if vocab is not None:
-        sets, of_data = _data(config, vocab)
-        found += of_data
-    found += _functions(config, sets)
-    if isinstance(config, PPOConfig | RAFTConfig):
-        found += _replay(config)
-    found += check_own_functions(config)
-    if config.tracking.wandb_project is not None and not has_wandb():
-        field, value = "tracking.wandb_project", config.tracking.wandb_project
-        fix = "install it with pip install 'megarl[wandb]', or set it to null"
-        found.append(Problem(field=field, value=value, rule="needs the package wandb", fix=fix))
-    return sets, found
-
-
-def _data(config: RunConfig, vocab: int) -> tuple[Sets | None, list[Problem]]:
-    """The data of the stage, and what is wrong with it and its tokenizer."""
+def _read_data(config: RunConfig, vocab: int) -> tuple[Sets | None, list[Problem]]:
+    """The data of the stage, and the problems of the data and its tokenizer."""
     assert isinstance(config, StageConfig)
+    section, rows = ("evaluation", config.evaluation) if isinstance(config, EvalConfig) else ("data", config.data)
     try:
-        tokenizer = _tokenizer(config, vocab)
+        tokenizer = _tokenizer(config, vocab, section, rows)
     except ValueError as error:
         fix = "name the tokenizer of the model with model.tokenizer"
         field, value = "model.tokenizer", shown(config.model.tokenizer or config.model.path)
         return None, [Problem(field=field, value=value, rule=str(error), fix=fix)]
-    section, rows = _rows(config)
     rules = [f"{section}.{fault}" for fault in get_args(Fault) if fault in type(rows).model_fields]
     reader = DataReader(tokenizer, vocab, chat_template=rows.chat_template, drop=rows.drop, rules=rules)
-    ends = list(_ends(config, tokenizer))
-    if isinstance(config, PPOConfig | RAFTConfig | EvalConfig):
-        read_by_itself = isinstance(config, EvalConfig)
-        sets = read_held_out(config, reader) if read_by_itself else read_prompt_sets(config, reader, vocab)
-        return sets, [*ends, *reader.problems]
-    sets = read_text_sets(config, reader) if isinstance(config, SFTConfig) else read_pair_sets(config, reader)
-    return sets, [*ends, *reader.problems]
+    reader.problems += _end_token(config, tokenizer)
+    match config:
+        case EvalConfig():
+            sets = read_held_out(config, reader)
+        case PPOConfig() | RAFTConfig():
+            sets = read_prompt_sets(config, reader, vocab)
+        case SFTConfig():
+            sets = read_text_sets(config, reader)
+        case RewardModelConfig():
+            sets = read_pair_sets(config, reader)
+    return sets, reader.problems
 
 
-def _rows(config: StageConfig) -> tuple[str, TextData | PairData | PromptData | HeldOut]:
-    """The section that says how rows are read, and its name."""
-    return ("evaluation", config.evaluation) if isinstance(config, EvalConfig) else ("data", config.data)
-
-
-def _tokenizer(config: StageConfig, vocab: int) -> Tokenizer | None:
+def _tokenizer(
+    config: StageConfig, vocab: int, section: str, rows: TextData | PairData | PromptData | HeldOut
+) -> Tokenizer | None:
     """The run's tokenizer, if there is one.
 
     Raises:
-        ValueError: it does not fit the model, or there is none and something needs one.
+        ValueError: it does not fit the model, or it is missing and needed.
     """
-    tokenizer, (section, rows) = model_tokenizer(config.model), _rows(config)
+    tokenizer = model_tokenizer(config.model)
     if tokenizer is not None:
         tokenizer.check(vocab_size=vocab, chat_template=rows.chat_template)
         return tokenizer
@@ -117,8 +108,8 @@ def _tokenizer(config: StageConfig, vocab: int) -> Tokenizer | None:
     return None
 
 
-def _ends(config: StageConfig, tokenizer: Tokenizer | None) -> Iterator[Problem]:
-    """Where responses are generated, the engines stop at the token with which the tokenizer ends a response."""
+def _end_token(config: StageConfig, tokenizer: Tokenizer | None) -> Iterator[Problem]:
+    """Engines stop at the token with which the tokenizer ends responses."""
     rollout = None if isinstance(config, SFTConfig) else config.rollout
     if rollout is None or tokenizer is None or config.model.path is None:
         return
@@ -133,8 +124,8 @@ def _ends(config: StageConfig, tokenizer: Tokenizer | None) -> Iterator[Problem]
         )
 
 
-def _functions(config: RunConfig, sets: Sets | None) -> Iterator[Problem]:
-    """The reward functions, against their own signatures and the prompts that they will see, where these are read."""
+def _reward_functions(config: RunConfig, sets: Sets | None) -> Iterator[Problem]:
+    """The reward functions, against their signatures and against the prompts, if these could be read."""
     if not isinstance(config, PPOConfig | RAFTConfig | EvalConfig):
         return
     read = sets if isinstance(sets, PromptSets) else None

@@ -1,4 +1,4 @@
-"""The models of a run, as far as they can be known without loading them: kinds, layouts, files."""
+"""Checks of a run's models without loading them: architectures, layouts, files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megarl.weights.shard_map import Manifest
 
 
 def vocab_size(config: RunConfig, spec: ModelSpec) -> int:
-    """Token ids in use."""
+    """Returns the number of token ids in use."""
     return config.model.vocab_size or spec.dims.vocab
 
 
 def stated_vocab_size(config: RunConfig) -> int | None:
-    """Token ids in use, by the word of a configuration that may be wrong otherwise; None where there is none."""
+    """Returns the vocabulary size of a configuration that may have other faults; None when it states none."""
     try:
         stated = config.model.hf_config().get("vocab_size")
     except (OSError, ValueError):
@@ -29,7 +29,7 @@ def stated_vocab_size(config: RunConfig) -> int | None:
 
 
 def check_models(config: RunConfig) -> tuple[ModelSpec | None, list[Problem]]:
-    """The spec of the run's model, if there can be one, and what is wrong with all models of the run."""
+    """Returns the spec of the run's model, if it can have one, and the problems of all models of the run."""
     problems: list[Problem] = []
     field = "model.random.config" if config.model.random else "model.path"
     spec = _spec(problems, field, config.model.hf_config)
@@ -38,15 +38,15 @@ def check_models(config: RunConfig) -> tuple[ModelSpec | None, list[Problem]]:
         if config.model.path is not None:
             problems += _files("model.path", config.model.path, spec.manifest())
     roles: dict[RoleName, ModelSpec | None] = {}
-    for role, path in _own_checkpoints(config).items():
+    for role, path in _role_checkpoints(config).items():
         roles[role] = _spec(problems, f"{role}.path", lambda path=path: read_config(path))
-        problems += _checkpoint(role, path, roles[role])
-        problems += _tokenizers(config, role, path)
+        problems += _role_checkpoint(role, path, roles[role])
+        problems += _same_tokenizer(config, role, path)
     problems += _layouts(config, spec, roles)
     return spec, problems
 
 
-def _own_checkpoints(config: RunConfig) -> dict[RoleName, str]:
+def _role_checkpoints(config: RunConfig) -> dict[RoleName, str]:
     """The directories of roles that do not start from the run's model."""
     if not isinstance(config, PPOConfig | RAFTConfig | EvalConfig):
         return {}
@@ -58,8 +58,8 @@ def _own_checkpoints(config: RunConfig) -> dict[RoleName, str]:
     return {role: path for role, path in paths.items() if path is not None and config.has_role(role)}
 
 
-def _tokenizers(config: RunConfig, role: RoleName, path: str) -> Iterator[Problem]:
-    """Where both directories have a tokenizer, a token id is the same text in both."""
+def _same_tokenizer(config: RunConfig, role: RoleName, path: str) -> Iterator[Problem]:
+    """When both directories have a tokenizer, a token id has the same text in both."""
     own = config.model.tokenizer or config.model.path
     vocabularies = [] if own is None else [_vocabulary(Path(own)), _vocabulary(Path(path))]
     if vocabularies and None not in vocabularies and vocabularies[0] != vocabularies[1]:
@@ -68,7 +68,6 @@ def _tokenizers(config: RunConfig, role: RoleName, path: str) -> Iterator[Proble
 
 
 def _vocabulary(directory: Path) -> Mapping[str, int] | None:
-    """The ids of a tokenizer's tokens; None where the directory has no tokenizer that says so."""
     file = directory / "tokenizer.json"
     try:
         return json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"]
@@ -77,7 +76,7 @@ def _vocabulary(directory: Path) -> Mapping[str, int] | None:
 
 
 def _spec(problems: list[Problem], field: str, read: Callable[[], object]) -> ModelSpec | None:
-    """The spec of a config.json; what is wrong with it is appended to the problems."""
+    """The spec of a config.json, or else None and a problem."""
     try:
         return model_spec(read())  # pyright: ignore[reportArgumentType]  (fields of a config.json)
     except (OSError, ValueError) as error:
@@ -111,8 +110,8 @@ def _trainable(field: str, spec: ModelSpec) -> Iterator[Problem]:
         )
 
 
-def _checkpoint(role: RoleName, path: str, spec: ModelSpec | None) -> Iterator[Problem]:
-    """A reward model has its score head; a critic starts from any model's body."""
+def _role_checkpoint(role: RoleName, path: str, spec: ModelSpec | None) -> Iterator[Problem]:
+    """A reward model has its score head; a critic starts from the body of any model."""
     if spec is None:
         return
     if role == "critic":
@@ -126,7 +125,7 @@ def _checkpoint(role: RoleName, path: str, spec: ModelSpec | None) -> Iterator[P
 
 
 def _files(field: str, path: str, needed: Manifest) -> Iterator[Problem]:
-    """The tensors that a checkpoint has, by the headers of its files, against those of the model."""
+    """The tensors in the headers of a checkpoint's files, against those of the model."""
     try:
         HFDirectory(path).check(needed)
     except (OSError, ValueError, KeyError) as error:
@@ -135,7 +134,7 @@ def _files(field: str, path: str, needed: Manifest) -> Iterator[Problem]:
 
 
 def _layouts(config: RunConfig, spec: ModelSpec | None, roles: Mapping[RoleName, ModelSpec | None]) -> list[Problem]:
-    """What the specs say of each layout; most of it was said by the rules of the configuration already."""
+    """Layouts that the models do not fit; the rules of the configuration find most of them before."""
     found: list[Problem] = []
     for group_name, group in config.groups.items():
         for role in group.roles:
@@ -159,5 +158,4 @@ def _fits(field: str, check_layout: Callable[[], None]) -> Iterator[Problem]:
 
 
 def _one_line(error: Exception) -> str:
-    """A message of several lines in one."""
     return "; ".join(line.strip() for line in str(error).splitlines()).replace(":; ", ": ")

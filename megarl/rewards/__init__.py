@@ -1,1 +1,1 @@
-"""Rule-based rewards: what a function sees of a response, the built-in ones, and how users name their own."""
+"""Reward functions: built-in ones and the user's own, called in a process that can be ended."""

@@ -1,4 +1,4 @@
-"""Reward functions: what they see, the built-in ones, and their registry.
+"""Reward functions: their input, the built-in ones, and their registry.
 
 Arguments after the completion come from the configuration and are checked against their annotations. Those named
 ``field`` name a column of the prompts' rows.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated, Any, Final
@@ -20,7 +20,6 @@ from megarl import plugins
 from megarl.algos.overlong import overlong_penalty
 from megarl.config.schema import RewardFunction
 from megarl.plugins import Function
-from megarl.rewards import functions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +27,10 @@ class Completion:
     """One response to one prompt.
 
     Args:
-        prompt_id: of the prompt.
-        prompt, response: as text, without special tokens; empty where the run has no tokenizer.
-        prompt_ids, response_ids: as token ids, those of the end token included.
-        finished: True where the model ended the response itself, False where the length limit did.
-        fields: the other columns of the prompt's row, a reference answer for example.
+        prompt, response: text without special tokens; empty when the run has no tokenizer.
+        response_ids: including the end token.
+        finished: False when the response was cut off at the length limit.
+        fields: the other columns of the prompt's row, such as a reference answer.
     """
 
     prompt_id: str
@@ -44,10 +42,10 @@ class Completion:
     fields: Mapping[str, Any]
 
     def field(self, name: str) -> Any:
-        """A column of the prompt's row.
+        """Returns a column of the prompt's row.
 
         Raises:
-            ValueError: the row has no such column; the message lists those that it has.
+            ValueError: the row has no such column; the message lists its columns.
         """
         if name not in self.fields:
             known = ", ".join(self.fields) or "none"
@@ -103,7 +101,7 @@ def last_number(
 ) -> float:
     """1 where the last number of the response is that of the field, within the tolerance; else 0.
 
-    So are word problems such as GSM8K's scored. ``1,234.50`` and ``1234.5`` are the same number.
+    The usual score of word problems such as GSM8K's. `1,234.50` and `1234.5` are the same number.
 
     Raises:
         ValueError: the field has no number.
@@ -123,7 +121,7 @@ def soft_overlong(
     penalty: Annotated[float, Field(gt=0)] = 1.0,
     capped: bool = True,
 ) -> float:
-    """0 up to ``max_tokens - buffer_tokens`` tokens, then a line down to -penalty at ``max_tokens``.
+    """0 up to `max_tokens - buffer_tokens` response tokens, then falls linearly to -penalty at `max_tokens`.
 
     Source: the soft overlong punishment of DAPO (Yu et al. 2025); see algos.overlong.
 
@@ -149,38 +147,28 @@ def _last_number(text: str) -> Decimal | None:
     return Decimal(found[-1].replace(",", "")) if found else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """A built-in function.
-
-    Args:
-        function: itself.
-        reads_text: whether it needs a tokenizer.
-    """
-
-    function: Function
-    reads_text: bool
-
-
-RULES: Final[Mapping[str, Rule]] = {
-    "contains": Rule(function=functions.contains, reads_text=True),
-    "exact_match": Rule(function=functions.exact_match, reads_text=True),
-    "extracted_match": Rule(function=functions.extracted_match, reads_text=True),
-    "last_number": Rule(function=functions.last_number, reads_text=True),
-    "regex": Rule(function=functions.regex, reads_text=True),
-    "soft_overlong": Rule(function=functions.soft_overlong, reads_text=False),
+RULES: Final[Mapping[str, Function]] = {
+    "contains": contains,
+    "exact_match": exact_match,
+    "extracted_match": extracted_match,
+    "last_number": last_number,
+    "regex": regex,
+    "soft_overlong": soft_overlong,
 }
 """The built-in functions by name."""
 
+TOKEN_RULES: Final = frozenset({"soft_overlong"})
+"""Those that read token ids; the others need a tokenizer."""
+
 
 def resolve(name: str) -> Function:
-    """The function of that name: a built-in one, or ``package.module:function``, from the working directory too.
+    """Returns a built-in function, or imports `package.module:function`, also from the working directory.
 
     Raises:
-        ValueError: there is none, or it is not a function; the message says what must hold.
+        ValueError: it does not exist, or is not a function; the message is the rule that is broken.
     """
     if name in RULES:
-        return RULES[name].function
+        return RULES[name]
     if ":" not in name:
         raise ValueError(f"one of {', '.join(RULES)}, or package.module:function")
     return plugins.resolve(name)
@@ -190,19 +178,17 @@ def bind(function: RewardFunction) -> Callable[[Completion], float]:
     """The function with its arguments bound.
 
     Raises:
-        ValueError: see ``resolve``.
+        ValueError: see `resolve`.
     """
     return functools.partial(resolve(function.name), **function.args)
 
 
 def labels(functions: Sequence[RewardFunction]) -> tuple[str, ...]:
-    """What each function is called in metrics: its name without the module; those of one name are numbered."""
+    """Returns each function's name in metrics: without its module, numbered if several have the same name."""
     names = [function.name.rpartition(":")[2] for function in functions]
-    return tuple(_numbered(names))
-
-
-def _numbered(names: Sequence[str]) -> Iterator[str]:
     total, seen = Counter(names), Counter[str]()
+    numbered: list[str] = []
     for name in names:
         seen[name] += 1
-        yield f"{name}_{seen[name]}" if total[name] > 1 else name
+        numbered.append(f"{name}_{seen[name]}" if total[name] > 1 else name)
+    return tuple(numbered)

@@ -1,4 +1,4 @@
-"""A child process that runs reward functions and can be ended whatever they do: the parent's side and the child's."""
+"""A child process that calls reward functions and can always be ended: the parent's side and the child's."""
 
 from __future__ import annotations
 
@@ -42,23 +42,22 @@ class Failure:
 
 
 Reply = float | Failure
-"""A score, or what went wrong."""
 
 _LARGEST = float(np.finfo(np.float32).max)
 _PR_SET_PDEATHSIG = 1
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """Gets the functions, says "" where all could be loaded, and answers requests until the parent hangs up.
+    """Runs in the child: receives the functions, sends "" when they are loaded, and answers requests until the end.
 
     Args:
         descriptor: of the connection.
-        parent: the process at its other end, with which this one ends, whatever a function is doing then.
+        parent: id of the parent process; the child is killed when it ends.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return
-    os.set_inheritable(descriptor, False)  # a program that a function starts must not keep the connection open
+    os.set_inheritable(descriptor, False)  # programs that a function starts must not keep it open
     with Connection(descriptor) as connection:
         functions: Sequence[RewardFunction] = connection.recv()
         try:
@@ -95,7 +94,7 @@ _PROGRAM = (
     "import sys; sys.path[:] = {path}; from megarl.rewards.reward_worker import serve; serve({descriptor}, {parent})"
 )
 _REAP_S = 10.0
-"""For a process that was killed to go: one that the kernel holds up is left to the end of the run."""
+"""For a killed process to end; one that hangs in the kernel is left behind until the run ends."""
 
 
 class CallError(RuntimeError):
@@ -120,7 +119,7 @@ class FunctionProcess:
     gets a new process. The child ends with this process, too.
 
     Args:
-        functions: of the configuration; calls name them by number.
+        functions: calls refer to them by index.
     """
 
     def __init__(self, functions: Sequence[RewardFunction]) -> None:
@@ -128,7 +127,7 @@ class FunctionProcess:
         self._child: _Child | None = None
 
     def start(self) -> None:
-        """Starts the child, unless it runs; waits until it has loaded the functions.
+        """Starts the child, unless it is running, and waits until it has loaded the functions.
 
         Raises:
             RunError: a function cannot be loaded.
@@ -139,13 +138,13 @@ class FunctionProcess:
         """The score of a completion.
 
         Args:
-            function: its number.
-            time_limit: seconds, from when the function begins.
-            deadline: by ``time.monotonic``, of the call and of the start of a new child, where it needs one.
+            function: its index.
+            time_limit: seconds of the call itself.
+            deadline: on `time.monotonic`, of the call and of the start of a new child, if one is needed.
 
         Raises:
-            CallError: the function failed, took too long, ended its process, or returned something else than one
-                finite number; or a new child could not load the functions.
+            CallError: the function failed, took too long, ended its process, or returned anything but a finite number;
+                or a new child could not load the functions.
         """
         try:
             connection = self._running(deadline).connection
@@ -176,26 +175,28 @@ class FunctionProcess:
         child, self._child = self._child, None
         child.connection.close()
         with suppress(ProcessLookupError):
-            os.killpg(child.process.pid, signal.SIGKILL)  # first: once it is waited for, its number may be another's
+            os.killpg(child.process.pid, signal.SIGKILL)  # before the wait, after which its id may be reused
         try:
             status = child.process.wait(_REAP_S)
         except subprocess.TimeoutExpired:
-            return "nothing: the kernel holds it up"
+            return "nothing: it hangs in the kernel"
         return f"exit status {status}" if status >= 0 else signal.Signals(-status).name
 
     def _running(self, deadline: float) -> _Child:
-        if self._child is not None and self._child.connection.poll():  # nothing is expected: it has hung up
+        if (
+            self._child is not None and self._child.connection.poll()
+        ):  # no message is expected: it has closed the connection
             self.close()
         if self._child is None:
-            self._child = _launched()
-            problem = self._loaded(self._child.connection, deadline)
+            self._child = _launch()
+            problem = self._load(self._child.connection, deadline)
             if problem:
                 self.close()
-                raise RunError(f"reward functions: the process that is to run them cannot begin: {problem}")
+                raise RunError(f"reward functions: their process cannot start: {problem}")
         return self._child
 
-    def _loaded(self, connection: Connection[Any, Any], deadline: float) -> str:
-        """Sends the functions; what is wrong with them."""
+    def _load(self, connection: Connection[Any, Any], deadline: float) -> str:
+        """Sends the functions, and returns the problem of loading them."""
         patience = None if math.isinf(deadline) else max(deadline - time.monotonic(), 0.0)
         try:
             connection.send(self._functions)
@@ -204,12 +205,12 @@ class FunctionProcess:
             return self.close()
 
 
-def _launched() -> _Child:
+def _launch() -> _Child:
     ours, theirs = socket.socketpair()
     with theirs:
         program = _PROGRAM.format(path=repr(sys.path), descriptor=theirs.fileno(), parent=os.getpid())
         process = subprocess.Popen(
-            [sys.executable, "-u", "-c", program],  # what a function prints is not lost when it is ended
+            [sys.executable, "-u", "-c", program],  # unbuffered: output survives a kill
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             start_new_session=True,

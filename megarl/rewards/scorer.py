@@ -17,7 +17,7 @@ from megarl.types import Prompt, RolloutChunk
 
 Decode = Callable[[Sequence[int]], str]
 Scores = dict[str, npt.NDArray[np.float32]]
-"""By the name of each function, [N] float32 of the N samples of a chunk; NaN where a sample has no score."""
+"""By function name, [N] float32 of the samples of a chunk; NaN is no score."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Unscored:
 
 
 Failures = Mapping[tuple[str, str], Unscored]
-"""By the name of a function and the kind of failure, the first of them."""
+"""The first failure of each kind, by function name and kind."""
 
 
 class RuleScorer:
@@ -51,10 +51,10 @@ class RuleScorer:
         self._time_limit, self._retries = time_limit, retries
 
     def start(self) -> None:
-        """Starts the child process, which loads the functions.
+        """Starts the child process and loads the functions.
 
         Raises:
-            RunError: one cannot be loaded.
+            RunError: a function cannot be loaded.
         """
         self._process.start()
 
@@ -82,7 +82,6 @@ class RuleScorer:
         return scores, unscored
 
     def close(self) -> None:
-        """Ends the child process."""
         self._process.close()
 
     def _call(self, function: int, completion: Completion, deadline: float) -> float | Unscored:

@@ -1,4 +1,4 @@
-"""A vLLM engine that generates rollouts and takes its weights from the trainer, shard by shard."""
+"""A vLLM engine that generates rollouts and receives its weights from the trainer, shard by shard."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from megarl.data.packing import Chunks
 from megarl.models import model_spec
-from megarl.rollout.completions import Response, into_chunk, picked, truncated
+from megarl.rollout.completions import Response, pack_chunk, select_rows, truncate_responses
 from megarl.rollout.engine_state import EngineState
 from megarl.rollout.requests import Requests, generation_params, scoring_params, stop_token_ids
 from megarl.rollout.vllm_environment import scratch_directory, set_vllm_environment, temporary_files_in
@@ -26,33 +26,31 @@ if TYPE_CHECKING:
 
     from megarl.config.schema import Rollout as RolloutConfig
     from megarl.resharding import SyncSpec, SyncStats
-    from megarl.rollout.weight_receiver import Outcome
+    from megarl.rollout.weight_receiver import CallOutcome
 
 Ends = tuple[list[int], list[bool]]
-"""By row of a chunk, tokens of the response and whether it is finished."""
+"""By row of a chunk, the response's number of tokens and whether it is finished."""
 
 _MIB = 2**20
 _BLOCK_TOKENS = 32
 _START_MEMORY = 0.01
-"""Of the device's memory, the part that must be free: vLLM (0.32) looks even where the cache's size is given, and by
-default would not start beside a trainer."""
+"""The part of the device's memory that vLLM (0.32) requires to be free, even with a given cache size. Its default would
+refuse to start beside a trainer."""
 
 
 class RolloutEngine:
-    """One engine in this process; its tensor-parallel ranks are worker processes where there are several.
+    """An engine in this process; several tensor-parallel ranks are worker processes.
 
-    Weights have a version from the first committed sync on, or 0 where they are loaded from files. Until then, after a
-    sync that failed, and asleep, the engine refuses to generate: ``EngineState`` has the order. vLLM takes over the
-    process (default process group, random state, thread settings), so nothing else that uses torch may live in it.
+    The weights' version is that of the last committed sync, or 0 when they are loaded from files. Without weights,
+    after a failed sync, and asleep, the engine refuses to generate: see `EngineState`. vLLM takes over the process
+    (default process group, random state, threads), so nothing else in it may use torch.
 
     Args:
-        model_dir: Hugging Face directory; config.json is enough where the weights come by sync.
-        rollout: sampling, lengths and memory.
-        engine_id: this engine among those of the run.
+        model_dir: Hugging Face directory; config.json is enough when the weights come by sync.
         vocab_size: only ids below it are sampled; at most the config's vocab_size.
-        device: ``cuda`` or ``cpu``.
-        tokenizer: Hugging Face directory of the tokenizer that reads ``rollout.stop``.
-        weights: ``sync`` starts without any, ``files`` with those of the directory.
+        device: `cuda` or `cpu`.
+        tokenizer: Hugging Face directory of the tokenizer for `rollout.stop`.
+        weights: `sync` starts without weights, `files` with those in the directory.
     """
 
     def __init__(
@@ -91,13 +89,13 @@ class RolloutEngine:
 
     @property
     def version(self) -> int | None:
-        """The policy version of the weights; None before the first."""
+        """The policy version of the weights; None without weights."""
         return self._state.version
 
     def start(self) -> None:
-        """Starts vLLM and its workers, and checks that their parameters are those that a sync will write.
+        """Starts vLLM and its workers, and checks their parameters against the shard maps.
 
-        An engine that sleeps is asleep afterwards.
+        With `rollout.sleep` the engine is asleep afterwards.
         """
         self._scratch = scratch_directory()
         set_vllm_environment(self._device, self._scratch.name)
@@ -105,14 +103,14 @@ class RolloutEngine:
         from vllm.config import WeightTransferConfig
         from vllm.usage.usage_lib import UsageContext
 
-        from megarl.rollout.vllm_worker import BACKEND, WorkerExtension
+        from megarl.rollout.weight_receiver import BACKEND, WorkerExtension
 
         cpu, tp = self._device == "cpu", self._rollout.tp
         arguments = EngineArgs(
             model=self._model_dir,
             tokenizer=self._tokenizer,
             skip_tokenizer_init=not self._rollout.stop,
-            dtype=cast(Any, self._spec.dtype),  # by name: vLLM's "auto" serves float32 models in half precision
+            dtype=cast(Any, self._spec.dtype),  # vLLM's "auto" serves float32 models in half precision
             load_format="auto" if self._weights == "files" else "dummy",
             quantization=self._rollout.quantization,
             tensor_parallel_size=tp,
@@ -120,8 +118,8 @@ class RolloutEngine:
             worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
             enforce_eager=cpu,
-            enable_sleep_mode=self._rollout.sleep and not cpu,  # a CPU's vLLM sleeps without it, and frees nothing
-            max_model_len=self._rollout.max_model_len + 1,  # vLLM generates a token when it scores a full sequence
+            enable_sleep_mode=self._rollout.sleep and not cpu,  # on a CPU vLLM sleeps without it, and frees nothing
+            max_model_len=self._rollout.max_model_len + 1,  # vLLM generates a token when it scores a sequence
             block_size=_BLOCK_TOKENS,  # the CPU kernels' smallest; short prompts share prefixes
             kv_cache_memory_bytes=self._rollout.kv_cache_mib * _MIB,
             gpu_memory_utilization=_START_MEMORY,
@@ -132,18 +130,18 @@ class RolloutEngine:
             use_tqdm_on_load=False,
         )
         with temporary_files_in(self._scratch.name):
-            self._llm = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)  # the largest batches
+            self._llm = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)  # allows the largest batches
         self._requests = Requests(self._llm)
         self._call("prepare", self.shard_maps(), self._vocab_size)
         if self._rollout.sleep:
             self._suspend()
 
     def shard_maps(self) -> list[ShardMap]:
-        """What each tensor-parallel rank holds, in vLLM's names."""
+        """Returns the shard map of each tensor-parallel rank, in vLLM's names."""
         return [self._spec.vllm_map(self._rollout.tp, rank) for rank in range(self._rollout.tp)]
 
     def connect(self, sync: SyncSpec, ranks: Sequence[int]) -> None:
-        """Connects every rank with the trainer's; waits for all ranks of the sync. Ends an earlier connection.
+        """Connects every rank to the trainer's, and waits for all ranks of the sync. Ends an earlier connection.
 
         Args:
             sync: with this engine's parts of the plan.
@@ -154,20 +152,19 @@ class RolloutEngine:
         self._values("connect", self._outcomes())
 
     def receive_weights(self, version: int) -> list[SyncStats]:
-        """Takes part in a sync: every rank writes its shard as it arrives.
+        """Takes part in a sync, and waits for the trainer's ranks: every rank writes its shard as it arrives.
 
-        Waits for the trainer's ranks. Where it fails before anything is written, the engine keeps its weights;
-        afterwards it refuses to be used until another sync succeeds.
+        If it fails before anything is written, the engine keeps its weights; else it is unusable until a sync succeeds.
 
         Args:
-            version: of the policy; not below the one before.
+            version: of the policy; not below the previous one.
 
         Returns:
-            What each rank received; the stage ``reset`` is of the prefix cache.
+            Statistics of each rank; `reset` are the seconds of the prefix cache's reset.
 
         Raises:
             SyncError: the sync was aborted, with the reason of the rank that failed first.
-            RuntimeError: the engine is not in a state to be written to.
+            RuntimeError: the engine is in the wrong state.
         """
         from megarl.resharding import SyncError
 
@@ -189,36 +186,30 @@ class RolloutEngine:
         return received
 
     def sleep(self) -> None:
-        """Gives up the memory in which weights arrive, of the weights and of the KV cache.
-
-        On a CPU vLLM keeps the latter two.
-        """
+        """Frees receive buffers, weights and KV cache; on a CPU vLLM keeps the latter two."""
         self._state.sleep()
         self._call("release")
         self._suspend()
 
     def wake_weights(self) -> None:
-        """Gives the weights their memory back, for a sync to fill; those from files are there again."""
+        """Allocates the weights again, for a sync to fill; those from files are restored."""
         self._state.wake_weights()
         self._running.wake_up(["weights"])
 
     def wake_cache(self) -> None:
-        """Gives the KV cache its memory back: the engine can be used."""
+        """Allocates the KV cache again: the engine can be used."""
         self._state.wake_cache()
         self._running.wake_up(["kv_cache"])
 
     def generate(self, work: Iterable[WorkItem], at_once: int) -> Iterator[tuple[list[SampleInfo], RolloutChunk]]:
-        """Generates one response per request; what a request gets does not depend on the others.
+        """Generates one response per request; a response does not depend on the other requests.
 
-        Takes work whenever it has less in hand than it may have and vLLM would run more; yields a chunk as soon as the
-        last of its responses is there.
+        Takes an item while it has fewer than `at_once` and vLLM can run more requests. Yields a chunk, with the
+        driver's records of its samples, as soon as all its responses are finished.
 
         Args:
-            work: whose next item is taken, where engines share it, by whoever asks first.
-            at_once: items in hand, at most: an even share, so that no engine takes more than others could begin with.
-
-        Yields:
-            What the driver knows of each sample of an item, and its chunk.
+            work: items, which engines may share.
+            at_once: largest number of items in progress; an even share, so that all engines can start.
 
         Raises:
             RuntimeError: the engine has no weights, or is asleep.
@@ -242,47 +233,43 @@ class RolloutEngine:
                     rows[row] = self._response(item.requests[row], output, version)
                     if len(rows) == len(item.requests):
                         del answers[item.chunk]
-                        yield into_chunk(item.chunk, [rows[row] for row in range(len(rows))])
+                        yield pack_chunk(item.chunk, [rows[row] for row in range(len(rows))])
         finally:
             requests.abort()
 
     def pick(
         self, chunks: Chunks[RolloutChunk], rows: Mapping[int, Sequence[tuple[int, int]]]
     ) -> dict[int, RolloutChunk]:
-        """New chunks of rows of others; the engine may be asleep.
+        """Returns new chunks of rows of other chunks, of any engine; works asleep.
 
         Args:
-            chunks: of any engine.
             rows: of each new chunk, as (chunk, row).
         """
-        return {new: picked(chunks, of_chunk) for new, of_chunk in rows.items()}
+        return {new: select_rows(chunks, of_chunk) for new, of_chunk in rows.items()}
 
     def truncate(
         self, chunks: Chunks[RolloutChunk], own: Sequence[int], token: int, after: int
     ) -> tuple[dict[int, RolloutChunk], dict[int, Ends]]:
-        """Some chunks with their responses cut after a token, and where they end; the engine may be asleep.
+        """Returns chunks with their responses truncated after a token, and the new ends; works asleep.
 
         Args:
             chunks: of any engine.
-            own: which of them to cut.
-            token, after: see ``completions.truncated``.
-
-        Returns:
-            The chunks, and by chunk the tokens of each response and whether it has the token.
+            own: which of them to truncate.
+            token, after: see `truncate_responses`.
         """
-        cut = {chunk: truncated(chunks[chunk], token, after) for chunk in own}
+        cut = {chunk: truncate_responses(chunks[chunk], token, after) for chunk in own}
         return cut, {chunk: (new.response_ids.lengths.tolist(), new.finished.tolist()) for chunk, new in cut.items()}
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> Ragged:
-        """Raw teacher-forced log-probabilities: untouched by temperature, top-p, top-k and the prefix cache.
+        """Returns teacher-forced log-probabilities, without temperature, top-p, top-k and prefix cache.
 
-        They are over the ids below vocab_size: the others have no probability.
+        The distribution is over the ids below vocab_size.
 
         Args:
             token_ids: sequences of T ids each, at most max_model_len.
 
         Returns:
-            A row of T - 1 float32 nats per sequence: of its second token to its last.
+            A row of T - 1 float32 nats per sequence, of its second token to its last.
 
         Raises:
             RuntimeError: the engine has no weights, or is asleep.
@@ -299,7 +286,7 @@ class RolloutEngine:
         return Ragged.from_rows((scored[number] for number in numbers), np.float32)
 
     def close(self) -> None:
-        """Ends the worker processes, and removes what the engine shared and left; it cannot be used again."""
+        """Ends the worker processes and removes the engine's files; it cannot be used again."""
         if self._llm is not None:
             self._llm.engine_core.shutdown()
             self._llm.renderer.shutdown()
@@ -315,18 +302,18 @@ class RolloutEngine:
         return self._llm
 
     def _suspend(self) -> None:
-        """Lets vLLM sleep: weights that a sync brings are dropped, others are kept in the host's memory."""
+        """Lets vLLM sleep: weights from syncs are dropped, those from files move to host memory."""
         self._running.sleep(level=2 if self._weights == "sync" else 1)
 
     def _commit(self, version: int) -> None:
-        """The weights of every rank are those of the version; nothing computed with others is left."""
+        """All weights are of the version; the cache must not keep results of the previous ones."""
         if not self._running.reset_prefix_cache():
             self._state.mix()
             raise RuntimeError(f"engine {self._engine_id}: the prefix cache is in use and could not be reset")
         self._state.commit(version)
 
     def _ask(self, requests: Requests, request: SampleRequest) -> int:
-        """Submits a request for a sample; its number."""
+        """Submits a request for a sample and returns its number."""
         prompt = request.prompt
         self._check_tokens(f"prompt {prompt.prompt_id!r}", prompt.token_ids, self._rollout.max_new_tokens)
         params = generation_params(self._rollout, request, self._stop_token_ids)
@@ -357,22 +344,22 @@ class RolloutEngine:
         )
 
     def _transfer(self, method: str, *args: Any) -> None:
-        """Calls a method of every rank's worker that vLLM passes on to our weight-transfer engine."""
+        """Calls a method of every rank's worker that vLLM passes on to the weight-transfer engine."""
         self._running.collective_rpc(method, args=args)
 
-    def _outcomes(self) -> list[Outcome]:
-        """What the last call of the transfer engines came to, by rank."""
+    def _outcomes(self) -> list[CallOutcome]:
+        """The outcomes of the last call of the transfer engines, by rank."""
         return self._running.collective_rpc("megarl_outcome")
 
     def _call(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of the transfer engines that vLLM does not know; the results by rank."""
+        """Calls a method of the transfer engines that vLLM does not know; returns the results by rank."""
         return self._values(method, self._running.collective_rpc("megarl_call", args=(method, *args)))
 
-    def _values(self, method: str, outcomes: Sequence[Outcome]) -> list[Any]:
-        """What the ranks returned.
+    def _values(self, method: str, outcomes: Sequence[CallOutcome]) -> list[Any]:
+        """The values that the ranks returned.
 
         Raises:
-            RuntimeError: ranks failed; it has their tracebacks.
+            RuntimeError: with the tracebacks of the ranks that failed.
         """
         failed = [f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error]
         if failed:
@@ -381,5 +368,5 @@ class RolloutEngine:
 
 
 def _flat(logprobs: Any) -> list[float]:
-    """The values of vLLM's FlatLogprobs; a prompt's first token has none."""
+    """The values of vLLM's FlatLogprobs; the first token of a prompt has none."""
     return logprobs.logprobs

@@ -1,11 +1,11 @@
-"""What an engine may be asked next: which weights it has, and what of it is in its devices' memory."""
+"""The order of an engine's states: the version of its weights, and what of it is in the devices' memory."""
 
 from __future__ import annotations
 
 from enum import Enum
 
 
-class Memory(Enum):
+class EngineMemory(Enum):
     """What of an engine is in memory."""
 
     AWAKE = "awake"
@@ -13,8 +13,8 @@ class Memory(Enum):
     WEIGHTS = "awake but for its cache"
 
 
-class Weights(Enum):
-    """What the weights are."""
+class WeightState(Enum):
+    """What the weights are, as the end of a message."""
 
     NONE = "has no weights yet: sync it once before using it"
     DROPPED = "dropped its weights when it went to sleep: sync it before using it"
@@ -23,66 +23,64 @@ class Weights(Enum):
 
 
 class EngineState:
-    """Follows an engine and refuses what is out of order: sleep, wake_weights, sync, wake_cache.
+    """Tracks an engine and refuses calls that are out of order: sleep, wake_weights, sync, wake_cache.
 
-    That order lets trainers and engines share devices: an engine that sleeps holds neither weights nor cache, and takes
+    In that order trainers and engines can share devices: a sleeping engine holds neither weights nor cache, and takes
     new weights before its cache needs the room in which they were staged.
 
     Args:
-        engine_id: for messages.
-        sleeps: whether it gives its memory up between the rollouts; it starts asleep then.
-        drops: whether its weights are gone after a sleep, because a sync brings others.
-        version: of the weights that it starts with; None where it has none.
+        sleeps: the engine releases its memory between rollouts, and starts asleep.
+        drops: its weights are gone after a sleep, because a sync brings new ones.
+        version: of the weights that it starts with; None without weights.
     """
 
     def __init__(self, engine_id: int, *, sleeps: bool, drops: bool, version: int | None) -> None:
         self.version = version
         self._name = f"engine {engine_id}"
         self._sleeps, self._drops = sleeps, drops
-        self._memory = Memory.ASLEEP if sleeps else Memory.AWAKE
-        self._weights = Weights.NONE if version is None else Weights.WHOLE
+        self._memory = EngineMemory.ASLEEP if sleeps else EngineMemory.AWAKE
+        self._weights = WeightState.NONE if version is None else WeightState.WHOLE
 
     def usable_version(self) -> int:
-        """The version of the weights that answers come from.
+        """Returns the version of the weights that responses come from.
 
         Raises:
-            RuntimeError: it has no whole weights, or is not awake.
+            RuntimeError: the engine has no complete weights, or is not awake.
         """
-        self._need("answer", Memory.AWAKE)
+        self._require("answer", EngineMemory.AWAKE)
         return self._whole()
 
     def sleep(self) -> None:
-        """It gives its weights and its cache up."""
-        self._need("sleep", Memory.AWAKE, moves=True)
-        self._memory = Memory.ASLEEP
-        if self._drops and self._weights is not Weights.NONE:
-            self._weights = Weights.DROPPED
+        """Weights and cache are released."""
+        self._require("sleep", EngineMemory.AWAKE, moves=True)
+        self._memory = EngineMemory.ASLEEP
+        if self._drops and self._weights is not WeightState.NONE:
+            self._weights = WeightState.DROPPED
 
     def wake_weights(self) -> None:
-        """Its weights have memory again; where they come by sync, there is nothing in it."""
-        self._need("wake_weights", Memory.ASLEEP, moves=True)
-        self._memory = Memory.WEIGHTS
+        """The weights have memory again, which is empty if they come by sync."""
+        self._require("wake_weights", EngineMemory.ASLEEP, moves=True)
+        self._memory = EngineMemory.WEIGHTS
 
     def wake_cache(self) -> None:
-        """Its cache has memory again: it is awake."""
-        self._need("wake_cache", Memory.WEIGHTS, moves=True)
+        """The cache has memory again: the engine is awake."""
+        self._require("wake_cache", EngineMemory.WEIGHTS, moves=True)
         self._whole()
-        self._memory = Memory.AWAKE
+        self._memory = EngineMemory.AWAKE
 
     def begin_sync(self) -> None:
         """Weights may be written."""
-        self._need("sync", Memory.WEIGHTS if self._sleeps else Memory.AWAKE)
+        self._require("sync", EngineMemory.WEIGHTS if self._sleeps else EngineMemory.AWAKE)
 
     def commit(self, version: int) -> None:
-        """The weights are those of a version, all of them."""
-        self.version, self._weights = version, Weights.WHOLE
+        """All weights are of this version."""
+        self.version, self._weights = version, WeightState.WHOLE
 
     def mix(self) -> None:
         """Some weights are of another version."""
-        self._weights = Weights.MIXED
+        self._weights = WeightState.MIXED
 
-    def _need(self, action: str, memory: Memory, *, moves: bool = False) -> None:
-        """Raises RuntimeError unless that is what is in memory."""
+    def _require(self, action: str, memory: EngineMemory, *, moves: bool = False) -> None:
         if moves and not self._sleeps:
             raise RuntimeError(f"{self._name} cannot {action}: rollout.sleep is false, so that it stays awake")
         if self._memory is not memory:
@@ -92,7 +90,7 @@ class EngineState:
             )
 
     def _whole(self) -> int:
-        if self._weights is not Weights.WHOLE:
+        if self._weights is not WeightState.WHOLE:
             raise RuntimeError(f"{self._name} {self._weights.value}")
         assert self.version is not None
         return self.version

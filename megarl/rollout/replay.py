@@ -1,4 +1,4 @@
-"""Engines that write what they generate, or read it again: one batch for runs that are to be compared."""
+"""Engines that record their responses, or replay recorded ones, so that runs can be compared on the same batch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from urllib.parse import quote, unquote
 import numpy as np
 
 from megarl.config.schema import Rollout
-from megarl.rollout.completions import Response, into_chunk
+from megarl.rollout.completions import Response, pack_chunk
 from megarl.rollout.engine import RolloutEngine
 from megarl.types import RolloutChunk, SampleInfo, SampleRequest, VersionSpan, WorkItem
 
 _EVALUATION = "0"
-"""What the ids of an evaluation's samples have for a step. They come again and again, each time of other weights."""
+"""The step in the sample ids of evaluations, which use the same ids every time."""
 
 
 class RecordingEngine(RolloutEngine):
-    """Writes every response that it generates in a step to ``rollout.record``; those of evaluations it does not."""
+    """Writes every response to `rollout.record`, except those of evaluations."""
 
     def __init__(self, model_dir: str, rollout: Rollout, **options: Any) -> None:
         super().__init__(model_dir, rollout, **options)
@@ -37,10 +37,7 @@ class RecordingEngine(RolloutEngine):
 
 
 class ReplayingEngine(RolloutEngine):
-    """Answers with the responses of ``rollout.replay`` in the steps that are recorded there, and generates in others.
-
-    It takes part in syncs like any other.
-    """
+    """Returns the responses in `rollout.replay` in the steps that are recorded there, and generates in others."""
 
     def __init__(self, model_dir: str, rollout: Rollout, **options: Any) -> None:
         super().__init__(model_dir, rollout, **options)
@@ -59,16 +56,16 @@ class ReplayingEngine(RolloutEngine):
             return
         self._state.usable_version()
         for item in items:
-            yield into_chunk(item.chunk, [read_response(self._directory, request) for request in item.requests])
+            yield pack_chunk(item.chunk, [read_response(self._directory, request) for request in item.requests])
 
 
 def recorded_steps(directory: Path) -> set[str]:
-    """The steps of which a directory has samples."""
+    """Returns the steps of the samples in a directory."""
     return {_step(unquote(file.stem)) for file in directory.glob("*.npz")} - {_EVALUATION}
 
 
 def write_sample(directory: Path, chunk: RolloutChunk, row: int) -> None:
-    """Writes one sample to a file of its own, named by its id, so that any division into chunks can be read."""
+    """Writes a sample to its own file, named by its id, so that it can be read with any division into chunks."""
     np.savez(
         _file(directory, chunk.sample_ids[row]),
         prompt_ids=chunk.prompt_ids[row],
@@ -80,10 +77,10 @@ def write_sample(directory: Path, chunk: RolloutChunk, row: int) -> None:
 
 
 def read_response(directory: Path, request: SampleRequest) -> Response:
-    """The recorded response to a request.
+    """Returns the recorded response to a request.
 
     Raises:
-        ValueError: there is none, or it answers another prompt.
+        ValueError: there is none, or it belongs to another prompt.
     """
     path = _file(directory, request.sample_id)
     advice = "record and replay with the same run.seed, data and steps"
@@ -107,7 +104,7 @@ def read_response(directory: Path, request: SampleRequest) -> Response:
 
 
 def _step(sample_id: str) -> str:
-    """The first part of the ids that ``sample_requests`` makes."""
+    """The first part of the ids from `sample_requests`."""
     return sample_id.partition("/")[0]
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def stop_token_ids(model_dir: str | Path) -> tuple[int, ...]:
-    """The ids that end a response: those of generation_config.json, else of config.json; none where neither says."""
+    """Returns the ids that end a response, from generation_config.json or else config.json; maybe none."""
     path = Path(model_dir) / "generation_config.json"
     generation = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     ids = generation.get("eos_token_id")
@@ -33,17 +33,16 @@ _SEED_MASK = 2**63 - 1
 
 
 def generation_params(rollout: RolloutConfig, request: SampleRequest, stop_token_ids: Sequence[int]) -> SamplingParams:
-    """Samples one response and returns the log-probability of each of its tokens.
+    """Returns parameters that sample one response, with the log-probability of each of its tokens.
 
-    They are of the distribution that was sampled from: after temperature, top-p, top-k and the mask that keeps end
-    tokens out of the first ``min_new_tokens``, renormalised. Trainers divide by the temperature alone (the full
-    softmax, as for the ratios of PPO): where one of the others is on, the two differ by what it cuts off. Those of a
-    greedy response are at temperature 1, and vLLM lets top-p and top-k rest.
+    The log-probabilities are of the distribution that was sampled from: after temperature, top-p, top-k and the mask
+    that excludes end tokens from the first `min_new_tokens`, renormalised. Trainers apply the temperature only (the
+    full softmax, as for the ratios of PPO); with one of the others, the two differ by what it cuts off. A greedy
+    response has log-probabilities at temperature 1, without top-p and top-k.
 
     Args:
-        request: of its seed vLLM draws from the lower 63 bits, since it keeps seeds as signed numbers and reads -1 as
-            no seed.
-        stop_token_ids: ids that end a response; the response includes the one that it ended with.
+        request: vLLM uses the lower 63 bits of its seed, as it stores seeds as signed numbers and reads -1 as no seed.
+        stop_token_ids: ids that end a response, which includes the one that ended it.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -56,10 +55,10 @@ def generation_params(rollout: RolloutConfig, request: SampleRequest, stop_token
         min_tokens=rollout.min_new_tokens,
         max_tokens=rollout.max_new_tokens,
         stop=list(rollout.stop),
-        skip_special_tokens=False,  # a stop text may be that of a special token
+        skip_special_tokens=False,  # a stop text may be a special token's
         detokenize=bool(rollout.stop),
         stop_token_ids=list(stop_token_ids),
-        ignore_eos=True,  # nothing but stop_token_ids ends a response: a tokenizer may have an end token of its own
+        ignore_eos=True,  # only stop_token_ids end a response, not the tokenizer's end token
         logprobs=0,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -67,10 +66,10 @@ def generation_params(rollout: RolloutConfig, request: SampleRequest, stop_token
 
 
 def scoring_params() -> SamplingParams:
-    """Returns the raw log-probabilities of a prompt's tokens; vLLM generates one token at the least.
+    """Returns parameters that ask for the raw log-probabilities of a prompt's tokens; vLLM also generates one token.
 
-    With ``prompt_logprobs`` vLLM reads nothing from the prefix cache by itself; it is said again because a stale
-    cache would go unnoticed.
+    With `prompt_logprobs` vLLM does not read the prefix cache; the parameter makes sure, as a stale cache would go
+    unnoticed.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -87,10 +86,10 @@ def scoring_params() -> SamplingParams:
 
 
 class Requests:
-    """A vLLM engine's requests by number; no number is used twice.
+    """The requests of a vLLM engine by number; no number is used twice.
 
     Args:
-        llm: the engine, of which nobody else asks anything.
+        llm: the engine, which has no other requests.
     """
 
     def __init__(self, llm: LLMEngine) -> None:
@@ -103,18 +102,18 @@ class Requests:
 
     @property
     def room(self) -> int:
-        """Further requests that vLLM would run at once."""
+        """The number of further requests that vLLM would run at once."""
         return self._llm.vllm_config.scheduler_config.max_num_seqs - len(self)
 
     def add(self, token_ids: Sequence[int], params: SamplingParams) -> int:
-        """Submits a request; its number."""
+        """Submits a request and returns its number."""
         number = next(self._numbers)
         self._llm.add_request(str(number), {"type": "token", "prompt_token_ids": list(token_ids)}, params)
         self._open.add(number)
         return number
 
     def step(self) -> Iterator[tuple[int, RequestOutput]]:
-        """Moves all requests on by a token, or a piece of a prompt; those that it finished."""
+        """Computes a token of each request, or a part of its prompt; yields those that are finished."""
         for output in self._llm.step():
             if output.finished:
                 number = int(output.request_id)
@@ -122,6 +121,6 @@ class Requests:
                 yield number, cast("RequestOutput", output)
 
     def abort(self) -> None:
-        """Forgets the requests that are not finished."""
+        """Drops the requests that are not finished."""
         self._llm.abort_request([str(number) for number in self._open])
         self._open.clear()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 _ALWAYS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler runs in the engine's process
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # scoring asks for one position more than the model may have
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # scoring needs one position more than the model may have
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
@@ -20,7 +20,7 @@ _CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines and trainers share the cores
     "OMP_NUM_THREADS": "1",
 }
-_QUIET = {  # unless somebody who looks for something has set them
+_QUIET = {  # unless they are set already
     "VLLM_LOGGING_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore::FutureWarning:vllm.triton_utils.dispatcher",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -32,11 +32,11 @@ _CONTRADICTING = ("VLLM_CPU_KVCACHE_SPACE",)  # would override the configured KV
 
 
 def set_vllm_environment(device: str, scratch_dir: str) -> None:
-    """Sets up this process, and those that it starts, before it imports vLLM (torch, too, where that can be).
+    """Prepares this process and its children; called before vLLM is imported, and torch if possible.
 
     Args:
-        device: ``cuda`` or ``cpu``.
-        scratch_dir: where vLLM and torch may leave files.
+        device: `cuda` or `cpu`.
+        scratch_dir: directory for files of vLLM and torch.
     """
     os.environ.update(_ALWAYS)
     os.environ.update(dict.fromkeys(_SCRATCH, scratch_dir))
@@ -50,14 +50,14 @@ def set_vllm_environment(device: str, scratch_dir: str) -> None:
 
 
 def scratch_directory() -> tempfile.TemporaryDirectory[str]:
-    """A new directory for vLLM's files and sockets, whose paths are limited to 107 bytes, of which vLLM adds 37."""
+    """Returns a new directory for vLLM's files and sockets. Socket paths have at most 107 bytes; vLLM adds 37."""
     usual = tempfile.gettempdir()
     return tempfile.TemporaryDirectory(prefix="megarl-engine-", dir=usual if len(usual) <= _SHORT_PATH else "/tmp")
 
 
 @contextmanager
 def temporary_files_in(directory: str) -> Iterator[None]:
-    """Has ``tempfile`` make its files there. Of ranks that are ended together, none removes the one they met by."""
+    """Has `tempfile` create files in a directory: ranks that are ended together leave their rendezvous file behind."""
     before, tempfile.tempdir = tempfile.tempdir, directory
     try:
         yield

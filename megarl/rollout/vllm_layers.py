@@ -1,4 +1,4 @@
-"""How the layers of a running vLLM model take new weights: overwritten, packed again, or quantized again."""
+"""How the layers of a running vLLM model take new weights: overwritten, packed, or quantized."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _UNQUANTIZED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, Unquantized
 
 
 class Layer:
-    """A module that has parameters of its own, and what has arrived of them.
+    """A module with its own parameters, and those of them that have arrived.
 
     Args:
-        module: as it runs.
+        module: of the running model.
         infos: its parameters as they are loaded, before any packing.
-        in_place: those that are overwritten where they are.
-        take: called with the others once all have arrived, makes of them what runs.
-        quantized: what runs is made of the weights with a loss.
+        in_place: those that are overwritten in place.
+        take: called with the others once all have arrived; installs them in the module.
+        quantized: the module runs with quantized weights.
 
     Attributes:
-        arrived: what waits for the rest.
-        loaded: whether it has taken all of them since ``begin``.
+        arrived: parameters that wait for the rest.
+        loaded: all parameters were taken since `begin`.
     """
 
     def __init__(
@@ -55,18 +55,18 @@ class Layer:
         self.begin()
 
     def begin(self) -> None:
-        """Forgets what has arrived."""
+        """Drops what has arrived."""
         self.loaded = False
         self._awaited = set(self.infos)
         self.arrived: dict[str, torch.Tensor] = {}
         self._borrowed: set[str] = set()
 
     def arrive(self, name: str, tensor: torch.Tensor | None = None, *, borrowed: bool = True) -> None:
-        """Notes a parameter, and has the layer take its weights when it was the last.
+        """Records a parameter, and installs the layer's weights when it was the last one.
 
         Args:
-            tensor: where it is not overwritten in place.
-            borrowed: its memory is somebody else's, until ``keep``.
+            tensor: None for a parameter that was overwritten in place.
+            borrowed: its memory belongs to the caller, until `keep`.
         """
         self._awaited.discard(name)
         if tensor is not None:
@@ -75,25 +75,25 @@ class Layer:
                 self._borrowed.add(name)
         if not self._awaited:
             self._take(self.arrived)
-            self._own()
+            self._copy_borrowed()
             self.begin()
             self.loaded = True
 
-    def _own(self) -> None:
-        """Copies what would run where it has arrived: there are kernels that vLLM packs nothing for."""
+    def _copy_borrowed(self) -> None:
+        """Copies parameters that still use borrowed memory: for some kernels vLLM packs nothing."""
         borrowed = {self.arrived[name].untyped_storage().data_ptr() for name in self._borrowed}
         for parameter in self._module.parameters(recurse=False):
             if parameter.untyped_storage().data_ptr() in borrowed:
                 parameter.data = parameter.data.clone()
 
     def keep(self) -> None:
-        """Copies what has arrived and has to wait for the rest of the layer."""
+        """Copies what has arrived and waits for the rest of the layer."""
         for name in self._borrowed:
             self.arrived[name] = self.arrived[name].clone()
         self._borrowed.clear()
 
     def fill(self) -> None:
-        """Takes zeros for the weights that have not arrived."""
+        """Uses zeros for the weights that have not arrived."""
         device = next(self._module.parameters(recurse=False)).device
         for name in sorted(self._awaited):
             info = self.infos[name]
@@ -102,13 +102,11 @@ class Layer:
 
 
 def running_layer(path: str, module: nn.Module, model_config: ModelConfig, *, computes: bool) -> Layer:
-    """What a module of a running model is to a sync.
+    """Returns the layer of a module of a running model.
 
     Args:
         path: its name in the model.
-        module: as it runs.
-        model_config: vLLM's.
-        computes: False for an embedding that is not also the output layer: it is only looked up.
+        computes: False for an embedding that is not the output layer too: it only looks up rows.
 
     Raises:
         ValueError: vLLM keeps a parameter in a form that cannot be written.
@@ -118,17 +116,17 @@ def running_layer(path: str, module: nn.Module, model_config: ModelConfig, *, co
         return Layer(module, _reloaded(module), (), partial(_quantize, module, model_config), quantized=True)
     infos = {name: _as_loaded(module, name) for name, _ in module.named_parameters(recurse=False)}
     if isinstance(method, UnquantizedFusedMoEMethod):
-        packed = next(module.parameters(recurse=False)).device.type == "cpu"  # maybe to the same shape
+        packed = next(module.parameters(recurse=False)).device.type == "cpu"  # possibly to the same shape
         in_place = () if packed else _overwritten(path, module, infos)
         return Layer(module, infos, in_place, partial(_pack_experts, module))
     if method is not None and computes:
         return Layer(module, infos, _overwritten(path, module, infos), partial(_pack, module))
-    module.__dict__.pop("cpu_linear", None)  # of embeddings, which vLLM packs, too (0.28 to 0.32): nobody uses it
+    module.__dict__.pop("cpu_linear", None)  # vLLM (0.28 to 0.32) packs embeddings too, and never uses it
     return Layer(module, infos, _overwritten(path, module, infos), lambda _: None)
 
 
 def _overwritten(path: str, module: nn.Module, infos: Mapping[str, TensorInfo]) -> list[str]:
-    """The parameters that run as they are loaded; on a CPU there are others, which vLLM has packed and emptied."""
+    """The parameters that run as they are loaded; on a CPU, vLLM packs others and empties them."""
     parameters = dict(module.named_parameters(recurse=False))
     in_place = [name for name, parameter in parameters.items() if tuple(parameter.shape) == infos[name].shape]
     for name in parameters.keys() - set(in_place):
@@ -141,11 +139,11 @@ def _overwritten(path: str, module: nn.Module, infos: Mapping[str, TensorInfo]) 
 
 
 def _as_loaded(module: nn.Module, name: str) -> TensorInfo:
-    """The shape and dtype with which vLLM loads a parameter.
+    """The shape and dtype of a parameter when vLLM loads it.
 
-    Packing empties a matrix, pads experts, and may turn a half-precision bias into float32.
+    Packing empties matrices, pads experts, and may convert a half-precision bias to float32.
     """
-    recorded = get_layerwise_info(module).restore_metadata[0].get(name)  # vLLM records no bias
+    recorded = get_layerwise_info(module).restore_metadata[0].get(name)  # has no biases
     live: Any = getattr(module, name)
     if recorded is not None:
         return _info(recorded)
@@ -166,13 +164,13 @@ def _bind(module: nn.Module, tensors: Tensors) -> None:
 
 
 def _pack(module: Any, tensors: Tensors) -> None:
-    """What vLLM's model loader does with a layer that has its weights: on a CPU, packs them to memory of their own."""
+    """As vLLM's model loader does after loading: on a CPU, it packs the weights into new memory."""
     _bind(module, tensors)
     module.quant_method.process_weights_after_loading(module)
 
 
 def _pack_experts(module: Any, tensors: Tensors) -> None:
-    """The same of fused experts."""
+    """The same for fused experts."""
     _bind(module, tensors)
     if tensors:
         module.quant_method.moe_kernel = None  # with a kernel, experts count as packed (vLLM 0.28 to 0.32)
@@ -180,9 +178,9 @@ def _pack_experts(module: Any, tensors: Tensors) -> None:
 
 
 def _reloaded(module: nn.Module) -> dict[str, TensorInfo]:
-    """Lets vLLM's layerwise reload take a rank's own shard whole; the parameters that it is made of."""
+    """Makes vLLM's layerwise reload take this rank's shard as it is; returns the parameters of the layer."""
     recorded: dict[str, Any] = dict(get_layerwise_info(module).restore_metadata[0])
-    bias = module._parameters.get("bias")  # stays as it is
+    bias = module._parameters.get("bias")  # is not quantized
     if bias is not None:
         recorded["bias"] = bias
     for parameter in recorded.values():
@@ -191,7 +189,7 @@ def _reloaded(module: nn.Module) -> dict[str, TensorInfo]:
 
 
 def _quantize(module: nn.Module, model_config: ModelConfig, tensors: Tensors) -> None:
-    """vLLM's layerwise reload of one layer: its parameters as they are loaded, quantized, copied to where they were."""
+    """Runs vLLM's layerwise reload of a layer: loads its parameters, quantizes them, and copies them into place."""
     initialize_layerwise_reload(module)
     for name, tensor in tensors.items():
         parameter: Any = getattr(module, name)

@@ -1,4 +1,8 @@
-"""The receiving end of a weight sync in vLLM's worker processes."""
+"""The receiving end of a weight sync in vLLM's worker processes.
+
+vLLM imports this file in every worker process, by the name of `WorkerExtension`, before it creates the weight-transfer
+engine that is registered here. Only small plain data goes through `collective_rpc`; tensors arrive by the transport.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from torch import nn
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -30,27 +35,26 @@ from megarl.weights.shard_map import Box, ShardMap, TensorInfo
 
 @dataclass(kw_only=True)
 class _Parameter:
-    """One parameter; tied layers share it."""
+    """A parameter, which tied layers share."""
 
     info: TensorInfo
     live: nn.Parameter | None
     owners: list[tuple[Layer, str]] = field(default_factory=list)
 
 
-class LiveWeights:
-    """A vLLM model's parameters under vLLM's own names, each with the full shape of this rank's shard.
+class EngineWeights:
+    """The parameters of a vLLM model by vLLM's names, each with the full shape of this rank's shard.
 
-    What runs as it is loaded is overwritten in place, where captured graphs look for it. What vLLM packs (matrices and
-    experts on a CPU) or quantizes is made anew when all parameters of the layer have arrived, straight from the memory
-    in which they arrive where a layer arrives at once.
+    Parameters that run as they are loaded are overwritten in place, where captured graphs read them. Those that vLLM
+    packs (matrices and experts on a CPU) or quantizes are made again when all parameters of the layer have arrived,
+    without a copy if a layer arrives at once.
 
     Args:
         model: of a worker, after loading.
-        model_config: vLLM's.
 
     Attributes:
-        settled: whether ``settle`` has replaced weights since ``begin``.
-        peak_bytes: the most that was held back since ``begin``, until the rest of a layer or of a parameter came.
+        settled: `settle` has replaced weights since `begin`.
+        peak_bytes: the most that waited for the rest of a layer or a parameter since `begin`.
 
     Raises:
         ValueError: vLLM keeps a parameter in a form that cannot be written.
@@ -75,10 +79,10 @@ class LiveWeights:
         self.begin()
 
     def check(self, expected: Mapping[str, TensorInfo]) -> None:
-        """Compares what a sync would bring with what the model has.
+        """Compares the parameters of a sync with those of the model.
 
         Raises:
-            ValueError: they differ; it lists every difference.
+            ValueError: they differ; the message lists every difference.
         """
         ours = {name: parameter.info for name, parameter in self._parameters.items()}
         problems = [f"{name}: unknown to vLLM's model" for name in expected if name not in ours]
@@ -92,7 +96,7 @@ class LiveWeights:
             raise ValueError("the shard map does not describe this vLLM model:\n  " + "\n  ".join(problems))
 
     def begin(self) -> None:
-        """A sync begins, which brings every parameter once; what an earlier one has left unfinished is dropped."""
+        """Starts a sync, which brings every parameter once; drops what an earlier one left unfinished."""
         self.settled = False
         self.peak_bytes = 0
         self._waiting: set[Layer] = set()
@@ -102,11 +106,11 @@ class LiveWeights:
 
     @torch.no_grad()
     def write(self, params: Mapping[str, torch.Tensor], box: Box | None = None) -> None:
-        """Takes what has arrived; the tensors' memory may be reused afterwards.
+        """Takes tensors that have arrived; their memory may be reused afterwards.
 
         Args:
-            params: whole parameters with their shapes and dtypes; or, where there is a box, that part of one.
-            box: the part; those of a parameter come in row-major order.
+            params: whole parameters; with a box, that part of one.
+            box: the parts of a parameter come in row-major order.
         """
         for name, tensor in params.items():
             parameter = self._parameters[name]
@@ -131,10 +135,10 @@ class LiveWeights:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Finishes the quantized layers of a sync that failed half-way: with zeros, until the next full one.
+        """Fills the unfinished quantized layers of a failed sync with zeros.
 
-        Its scales may be those of the whole matrix, for which the engine's ranks wait for each other, layer by layer: a
-        rank that goes no further would keep the others waiting.
+        The ranks of an engine may compute the scales of a matrix together, layer by layer: a rank that stopped would
+        block the others.
         """
         for layer in self._layers:
             if layer.quantized and not layer.loaded:
@@ -142,7 +146,7 @@ class LiveWeights:
                 self.settled = True
 
     def _assemble(self, name: str, tensor: torch.Tensor, box: Box) -> torch.Tensor:
-        """Puts a part to its place in the whole parameter; that."""
+        """Copies a part into the whole parameter, and returns that."""
         if name not in self._assembled:
             self._assembled[name] = torch.empty(
                 self._parameters[name].info.shape, dtype=tensor.dtype, device=tensor.device
@@ -157,14 +161,14 @@ class LiveWeights:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What a call on a worker came to.
+class CallOutcome:
+    """The outcome of a call on a worker.
 
     Args:
         value: what it returned.
-        error: the traceback; empty where it returned.
-        aborted: the reason of an aborted sync, the same on all its ranks; empty where it was not that.
-        consistent: whether the weights are all of one version.
+        error: the traceback; empty without an error.
+        aborted: the reason of an aborted sync, the same on all its ranks; else empty.
+        consistent: all weights are of one version.
     """
 
     value: Any = None
@@ -175,7 +179,7 @@ class Outcome:
 
 @dataclass(kw_only=True)  # vLLM's base is not frozen
 class ConnectInfo(WeightTransferInitInfo):
-    """A connection.
+    """A connection to the trainer.
 
     Args:
         sync: with this engine's parts of the plan.
@@ -190,22 +194,17 @@ class ConnectInfo(WeightTransferInitInfo):
 
 @dataclass(kw_only=True)
 class SyncInfo(WeightTransferUpdateInfo):
-    """One sync.
-
-    Args:
-        version: of the weights that it brings.
-    """
+    """A sync, which brings the weights of a version."""
 
     version: int
 
 
 class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
-    """One rank's weights, and its end of the transport.
+    """The weights of a rank, and its end of the transport.
 
-    vLLM's worker calls it: ``init_transfer_engine`` to connect, then, for every sync, ``start_weight_update``,
-    ``update_weights`` and ``finish_weight_update``; ``shutdown`` to disconnect. None of them raises or returns
-    anything: what they came to is left in ``outcome``. When a rank raises, vLLM's ``mp`` executor (0.32) leaves the
-    other ranks' answers unread, and the next call would get them.
+    vLLM's worker calls `init_transfer_engine` to connect, then for every sync `start_weight_update`, `update_weights`
+    and `finish_weight_update`; `shutdown` to disconnect. None of them raises or returns anything; `outcome` has the
+    result. If a rank raised, vLLM's `mp` executor (0.32) would leave the answers of the other ranks to the next call.
     """
 
     init_info_cls = ConnectInfo
@@ -216,29 +215,29 @@ class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        self.outcome = Outcome()
+        self.outcome = CallOutcome()
         self._tp_rank = get_tensor_model_parallel_rank()
-        self._live: LiveWeights
+        self._live: EngineWeights
         self._connection: Connection | None = None
         self._receiver: Receiver | None = None
 
     def prepare(self, shard_maps: Sequence[ShardMap], vocab_size: int) -> None:
-        """Checks the map of this rank against the model, and keeps ids that mean nothing from being sampled.
+        """Checks the shard map of this rank against the model, and excludes unused ids from sampling.
 
-        Called once, before anything else, when all ranks have started. vLLM cuts the logits to the ``vocab_size`` of
-        config.json; a checkpoint's may be larger than its vocabulary.
+        Called once, before anything else, when all ranks have started. vLLM cuts the logits to the `vocab_size` of
+        config.json, which may be larger than the vocabulary.
 
         Args:
             shard_maps: by tensor-parallel rank.
-            vocab_size: ids from here on have probability zero.
+            vocab_size: ids from this one on get probability zero.
         """
         with self._report():
             _unlink_shared_memory()
-            self._live = LiveWeights(self.model, self.model_config)
+            self._live = EngineWeights(self.model, self.model_config)
             self._live.check(shard_maps[self._tp_rank].params)
 
             def mask(_module: nn.Module, _args: object, logits: torch.Tensor | None) -> None:
-                if logits is not None:  # only one rank has them
+                if logits is not None:  # None on all ranks but one
                     logits[..., vocab_size:] = float("-inf")
 
             for module in self.model.modules():
@@ -246,7 +245,7 @@ class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
                     module.register_forward_hook(mask)
 
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
-        """Connects with the other ranks of a sync; waits for all of them. Ends an earlier connection."""
+        """Connects to the other ranks of a sync, and waits for all of them. Ends an earlier connection."""
         with self._report():
             self.shutdown()
             rank = init_info.ranks[self._tp_rank]
@@ -255,11 +254,11 @@ class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
             self._receiver = Receiver(self._connection, self._live.write, version=init_info.version)
 
     def start_weight_update(self) -> None:
-        """A sync begins."""
+        """Starts a sync."""
         self._live.begin()
 
     def receive_weights(self, update_info: SyncInfo) -> None:
-        """Writes this rank's shard as it arrives; returns when all ranks of the sync have committed the version."""
+        """Writes this rank's shard as it arrives, until all ranks of the sync have committed the version."""
         with self._report():
             if self._connection is None or self._receiver is None:
                 raise ValueError("the engine is not connected to the trainer: connect before receiving weights")
@@ -267,23 +266,23 @@ class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
                 stats = self._receiver.receive(update_info.version)
             except SyncError:
                 if not self._connection.connected and self.parallel_config.tensor_parallel_size > 1:
-                    self._live.settle()  # other ranks may have begun to write
+                    self._live.settle()  # other ranks may be writing
                 raise
             stats.peak_staging_bytes += self._live.peak_bytes
-            self.outcome = Outcome(value=stats)
+            self.outcome = CallOutcome(value=stats)
 
     def finish_weight_update(self) -> None:
-        """The sync has ended, for better or worse."""
+        """Ends a sync, successful or not."""
         self._live.begin()
 
     def release(self) -> None:
-        """Gives back the memory in which weights arrive, until the next sync."""
+        """Frees the memory in which weights arrive, until the next sync."""
         with self._report():
             if self._receiver is not None:
                 self._receiver.release()
 
     def shutdown(self) -> None:
-        """Ends the connection, where there is one."""
+        """Ends the connection, if there is one."""
         if self._connection is not None and self._receiver is not None:
             self._receiver.release()
             self._connection.close()
@@ -291,21 +290,39 @@ class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
 
     @contextmanager
     def _report(self) -> Generator[None]:
-        """The outcome of the block: nothing, unless it sets another, or the exception that ends it."""
-        self.outcome = Outcome()
+        """Sets the outcome of the block: an empty one, unless the block sets another, or its exception."""
+        self.outcome = CallOutcome()
         try:
             yield
         except Exception as error:
             consistent = self._receiver is None or (self._receiver.consistent and not self._live.settled)
             aborted = str(error) if isinstance(error, SyncError) else ""
-            self.outcome = Outcome(error=traceback.format_exc(), aborted=aborted, consistent=consistent)
+            self.outcome = CallOutcome(error=traceback.format_exc(), aborted=aborted, consistent=consistent)
 
 
 def _unlink_shared_memory() -> None:
-    """Removes the names of the memory through which vLLM's CPU ranks reduce.
+    """Removes the names of the memory through which vLLM's CPU ranks reduce, which a killed rank would leave behind.
 
-    All ranks have mapped it when they have started; one that is killed, as a slow one is at the end, would leave it.
+    All ranks have mapped it by now.
     """
     if name := os.environ.get("VLLM_DIST_IDENT"):  # vLLM's CPU worker sets it
         for path in Path("/dev/shm").glob(f"{name}-*-cpushm_*"):
             path.unlink(missing_ok=True)
+
+
+BACKEND = "megarl"
+
+WeightTransferEngineFactory.register_engine(BACKEND, ShardTransfer)
+
+
+class WorkerExtension:
+    """Calls of the weight-transfer engine that vLLM's worker does not pass on; `self` is the worker."""
+
+    def megarl_call(self: Any, method: str, *args: Any) -> CallOutcome:
+        """Calls a method of the engine that vLLM does not know."""
+        getattr(self.weight_transfer_engine, method)(*args)
+        return self.weight_transfer_engine.outcome
+
+    def megarl_outcome(self: Any) -> CallOutcome:
+        """Returns the outcome of the engine's last call."""
+        return self.weight_transfer_engine.outcome

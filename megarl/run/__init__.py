@@ -1,1 +1,1 @@
-"""A run's directory: its results, reports and attempts, and reading them again."""
+"""A run's directory: its resume point, results, reports and attempts."""

@@ -1,7 +1,7 @@
-"""The attempts at a run, a process each: when and where it began, and how it ended. The file attempts.jsonl.
+"""The attempts at a run, one process each: start, end and its reason. The file attempts.jsonl.
 
-An attempt has a line for its start and one for its end, which a process that is killed cannot write. What cannot be
-written is told and left out: an account of a run must neither fail it nor hide what did.
+Each attempt has a line for its start and one for its end, unless the process was killed. A file that cannot be written
+causes a message and no failure: it must not end the run or hide what did.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ from typing import Any, Literal
 
 from megarl.files import read_lines, sync
 
-Reason = Literal["finished", "interrupted", "config error", "run error", "exception"]
+EndReason = Literal["finished", "interrupted", "config error", "run error", "exception"]
 
 _LONGEST_MESSAGE = 4000
 
 
 @dataclass(frozen=True, kw_only=True)
-class End:
+class AttemptEnd:
     """How an attempt ended.
 
     Args:
         time: seconds since 1970.
-        step: the last one that was told.
-        reason: in a word or two.
-        message: what the user was told of it; of an interruption the signal's name; empty of a run that finished.
+        step: the last one in metrics.jsonl.
+        message: the error; the signal's name after an interruption; empty for a finished run.
     """
 
     time: float
     step: int
-    reason: Reason
+    reason: EndReason
     message: str = ""
 
 
@@ -48,11 +47,11 @@ class Attempt:
     Args:
         number: from 1.
         time: of its start, seconds since 1970.
-        step: that it goes on after; 0 at the beginning.
+        step: that it resumed after; 0 at the beginning.
         host, pid: of the driver.
-        job: Slurm's number of the job; None outside of one.
-        restart: how often Slurm had started that job before.
-        end: None while it lasts, and where its process could not tell.
+        job: number of the Slurm job, if any.
+        restart: times that Slurm had restarted that job.
+        end: None while it runs, or when its process was killed.
     """
 
     number: int
@@ -62,14 +61,13 @@ class Attempt:
     pid: int
     job: str | None = None
     restart: int = 0
-    end: End | None = None
+    end: AttemptEnd | None = None
 
 
 class AttemptLog:
-    """Adds the attempt of this process to a file.
+    """Appends the attempt of this process to a file.
 
     Args:
-        path: of the file.
         clock: seconds since 1970.
     """
 
@@ -78,12 +76,8 @@ class AttemptLog:
         self._number = 1
 
     def start(self, step: int) -> None:
-        """Notes the start.
-
-        Args:
-            step: that the run goes on after.
-        """
-        with _told(self._path):
+        """Records the start; `step` is the one that the run resumes after."""
+        with _report_errors(self._path):
             self._number = 1 + max((attempt.number for attempt in read_attempts(self._path)), default=0)
         attempt = Attempt(
             number=self._number,
@@ -98,14 +92,14 @@ class AttemptLog:
         del fields["end"]
         self._append({"event": "start", **fields})
 
-    def end(self, step: int, reason: Reason, message: str = "") -> None:
-        """Notes the end; see End."""
-        told = End(time=self._clock(), step=step, reason=reason, message=message[:_LONGEST_MESSAGE])
-        self._append({"event": "end", "number": self._number, **asdict(told)})
+    def end(self, step: int, reason: EndReason, message: str = "") -> None:
+        """Records the end."""
+        end = AttemptEnd(time=self._clock(), step=step, reason=reason, message=message[:_LONGEST_MESSAGE])
+        self._append({"event": "end", "number": self._number, **asdict(end)})
 
     def _append(self, entry: dict[str, Any]) -> None:
-        """Adds a line, durably; half a line that a killed process left stays a line of its own."""
-        with _told(self._path):
+        """Appends a line durably, after ending an incomplete line of a killed process."""
+        with _report_errors(self._path):
             with self._path.open("a+b") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
                 torn = file.read() not in (b"", b"\n")
@@ -116,7 +110,7 @@ class AttemptLog:
 
 
 def read_attempts(path: Path) -> list[Attempt]:
-    """The attempts that a file tells of, in order; none where it is missing. What it should not hold is left out."""
+    """Returns the attempts in a file, in order; none when it is missing. Lines with unknown fields are skipped."""
     attempts: dict[int, Attempt] = {}
     for line in read_lines(path):
         event = line.pop("event", None)
@@ -125,13 +119,13 @@ def read_attempts(path: Path) -> list[Attempt]:
                 attempts[line["number"]] = Attempt(**line)
             elif event == "end":
                 number = line.pop("number")
-                attempts[number] = replace(attempts[number], end=End(**line))
+                attempts[number] = replace(attempts[number], end=AttemptEnd(**line))
     return list(attempts.values())
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Goes on without what cannot be read or written, on a full disk for example, and says so."""
+def _report_errors(path: Path) -> Iterator[None]:
+    """Prints errors of reading and writing, as on a full disk, and continues."""
     try:
         yield
     except OSError as error:

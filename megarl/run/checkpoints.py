@@ -19,14 +19,14 @@ from megarl.files import FileRecord, sync, write_durably
 NAME = "manifest.json"
 STATE = "state.json"
 FORMAT = 1
-"""Of the manifest and of the files beside it; other numbers are refused."""
+"""Of the whole checkpoint; other numbers are refused."""
 
 _READERS = 8
 """Files that are read at once."""
 
 
 class BrokenCheckpointError(RunError):
-    """A checkpoint is not what its manifest says; the message lists every problem."""
+    """A checkpoint does not match its manifest; the message lists every problem."""
 
     def __init__(self, directory: Path, problems: Sequence[str]) -> None:
         self.directory, self.problems = directory, tuple(problems)
@@ -35,11 +35,11 @@ class BrokenCheckpointError(RunError):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointManifest:
-    """Every file of a checkpoint but the manifest itself.
+    """The files of a checkpoint, without the manifest itself.
 
     Args:
-        step: after which it was made.
-        roles: for each role and rank, the files that the rank wrote, relative to the role's directory.
+        step: the last one before it.
+        roles: by role and rank, the files that the rank wrote, relative to the role's directory.
         state: file of the driver's state.
     """
 
@@ -99,7 +99,7 @@ class CheckpointManifest:
 
 
 def _problem(directory: Path, writer: str, record: FileRecord) -> str | None:
-    """What is wrong with a file; None if nothing is."""
+    """The difference of a file from its record; None without one."""
     path = directory / record.path
     try:
         nbytes = path.stat().st_size
@@ -112,17 +112,18 @@ def _problem(directory: Path, writer: str, record: FileRecord) -> str | None:
 
 
 _COMMITTED = re.compile(r"step-(\d+)")
+_STAGED = re.compile(r"\.step-(\d+)\.staged")
 _UNFINISHED = re.compile(r"\.step-\d+\.(staged|removed)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A committed checkpoint whose files are what its manifest says.
+    """A committed checkpoint whose files match its manifest.
 
     Args:
-        path: a directory with a directory for each role.
-        step: last step before it.
-        state: of the driver, as passed to ``commit``.
+        path: has a directory for each role.
+        step: the last one before it.
+        state: of the driver, as passed to `commit`.
     """
 
     path: Path
@@ -132,13 +133,13 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Makes, finds and removes the checkpoints of a run; used by the driver only.
+    """The checkpoints of a run, written by the driver only.
 
-    ``stage`` makes a directory that the ranks write into; ``commit`` verifies and renames it. A process that is killed
-    at any moment leaves the earlier checkpoints as they were, and maybe a directory that ``clean`` removes.
+    `stage` creates a directory that the ranks write into; `commit` verifies and renames it. A process that is killed at
+    any moment leaves the earlier checkpoints as they were, and at most a directory that `clean` removes.
 
     Args:
-        directory: of all checkpoints of the run; made with the first.
+        directory: created with the first checkpoint.
         keep: number of checkpoints to keep, at least 1.
     """
 
@@ -147,7 +148,7 @@ class Checkpoints:
         self.directory, self._keep = directory, keep
 
     def stage(self, step: int) -> Path:
-        """Makes an empty directory for the checkpoint after a step; each role writes a directory of its name into it.
+        """Creates and returns an empty directory for the checkpoint of a step; each role writes a directory into it.
 
         Raises:
             RunError: the directory cannot be written.
@@ -166,8 +167,8 @@ class Checkpoints:
         """Verifies the staged files, makes them the latest checkpoint, and removes the oldest checkpoints.
 
         Args:
-            roles: for each role and rank, the files that the rank wrote.
-            state: of the driver; JSON must represent it exactly.
+            roles: by role and rank, the files that the rank wrote.
+            state: of the driver, as JSON.
 
         Raises:
             BrokenCheckpointError: a staged file is missing, differs or is not listed; nothing has changed.
@@ -201,9 +202,14 @@ class Checkpoints:
         return Checkpoint(path=path, step=manifest.step, roles=tuple(manifest.roles), state=state)
 
     def steps(self) -> list[int]:
-        """Steps with a committed checkpoint, in order."""
+        """Returns the steps with a committed checkpoint, in order."""
         matches = (_COMMITTED.fullmatch(name) for name in self._names())
         return sorted(int(match[1]) for match in matches if match)
+
+    def staged_step(self) -> int | None:
+        """Returns the step of the last unfinished checkpoint; its writer is at work or was killed."""
+        matches = (_STAGED.fullmatch(name) for name in self._names())
+        return max((int(match[1]) for match in matches if match), default=None)
 
     def clean(self) -> None:
         """Removes unfinished checkpoints of killed processes; no other process may write checkpoints of the run."""

@@ -1,209 +1,139 @@
-"""The directory that a run writes: one process at a time, and the same run from its beginning to its end."""
+"""The directory that a run writes: by one process at a time, and for one run from its start to its end."""
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 import signal
-import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import IO, Any
 
 from megarl.cluster.driver_environment import ignore_interrupts, interrupts_raise
-from megarl.config import ConfigError, EvalConfig, Problem, RunConfig, TrainingConfig, save
+from megarl.config import ConfigError, EvalConfig, RunConfig, TrainingConfig, save
 from megarl.config.schema import RandomModel
 from megarl.errors import RunError
-from megarl.files import read_lines, sync, write_durably
-from megarl.run.attempts import AttemptLog, Reason
-from megarl.run.checkpoints import BrokenCheckpointError, Checkpoint, Checkpoints
-from megarl.run.resume import broken_promises, cut_lines
-
-_CONFIG = "config.yaml"
-_LOCK = ".lock"
-_ANOTHER = "choose another run.dir"
-_TRIES, _GLANCE_S = 3, 0.05
-"""To have the lock: whoever asks for the status of a run takes it for an instant, to see whether it is free."""
-
-
-class RunPaths:
-    """Where everything of a run lies. Nothing else may write it: the object holds a lock until it is closed.
-
-    Args:
-        config: of the run.
-
-    Raises:
-        ConfigError: another process has the directory, or it cannot be written.
-    """
-
-    def __init__(self, config: RunConfig) -> None:
-        self.path = Path(config.run.dir)
-        with _writing(config):
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(self.path / _LOCK, config)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the run has told its end: there is nothing left to do."""
-        return self.summary.exists()
-
-    def close(self) -> None:
-        """Lets another process have the directory."""
-        self._lock.close()
-
-    @property
-    def config(self) -> Path:
-        """The resolved configuration."""
-        return self.path / _CONFIG
-
-    @property
-    def _lines(self) -> tuple[Path, ...]:
-        return self.metrics, self.updates, self.evaluations, self.samples
-
-    @property
-    def metrics(self) -> Path:
-        """A line of JSON per step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def updates(self) -> Path:
-        """A line of JSON per optimizer step."""
-        return self.path / "updates.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        """A line of JSON per evaluation."""
-        return self.path / "evaluations.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        """A line of JSON per sample that is kept for reading."""
-        return self.path / "samples.jsonl"
-
-    @property
-    def attempts(self) -> Path:
-        """A line of JSON for the start of each process that ran the run, and one for its end."""
-        return self.path / "attempts.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard's events."""
-        return self.path / "tensorboard"
-
-    @property
-    def left_out(self) -> Path:
-        """Rows of the data that the run leaves out."""
-        return self.path / "left_out.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        """What a finished run was, as JSON: the last thing that a run writes."""
-        return self.path / "summary.json"
-
-    @property
-    def export(self) -> Path:
-        """The trained model as a Hugging Face directory, when the run is finished."""
-        return self.path / "export"
-
-    @property
-    def logs(self) -> Path:
-        """What each process prints, a file per process."""
-        return self.path / "logs"
+from megarl.files import FileRecord, read_lines, sync, truncate_lines, write_durably
+from megarl.run.attempts import AttemptLog, EndReason
+from megarl.run.checkpoints import Checkpoint, Checkpoints
+from megarl.run.frozen_weights import FROZEN, digest_frozen_weights
+from megarl.run.paths import RunPaths, acquire_lock, ema_export
+from megarl.run.resume import (
+    CHOOSE_ANOTHER,
+    ResumePoint,
+    find_resume_point,
+    locked_error,
+    refuse_other_runs,
+    run_dir_error,
+)
 
 
 class RunDirectory(RunPaths):
-    """Where everything of a run lies; made anew, or brought to where its latest checkpoint was made.
+    """The directory of a training run, created, or reset to its latest checkpoint.
 
-    Nothing else may write it: the object holds a lock until it is closed or its process ends. A run that goes on loses
-    what it had told of the steps after the checkpoint, and takes them again.
-
-    Args:
-        config: of the run.
+    It holds a lock until it is closed or its process ends. A resumed run loses what it wrote about the steps after the
+    checkpoint, and takes these steps again.
 
     Raises:
-        ConfigError: another process runs the run, its checkpoint is broken, it was started with another configuration,
-            or the directory cannot be written.
+        ConfigError: another process runs the run, its checkpoint is damaged, the configuration or frozen weights do not
+            fit it, or the directory cannot be written.
     """
 
     def __init__(self, config: TrainingConfig) -> None:
-        super().__init__(config)
+        super().__init__(config.run.dir)
+        self.checkpoints = Checkpoints(self.checkpoint_dir, keep=config.checkpoint.keep)
         self.latest: Checkpoint | None = None
-        """What the run goes on from; None where it begins."""
-        self.checkpoints = Checkpoints(self.path / "checkpoints", keep=config.checkpoint.keep)
-        with _writing(config):
-            if self.config.exists():
-                self._reopen(config)
+        """The checkpoint that the run resumes from; None when it starts from the beginning."""
+        self._frozen = digest_frozen_weights(config)
+        self._lock = _create(self, config)
+        with _opening(self._lock, config):
+            self.checkpoints.clean()
+            point = find_resume_point(config, self, self.checkpoints, self._frozen)
+            if point is not None:
+                self.latest = point.latest
+                if not point.finished:
+                    self._reset(point)
             if not self.finished:
                 save(config, self.config)
 
-    def _reopen(self, config: TrainingConfig) -> None:
-        self.checkpoints.clean()
-        try:
-            self.latest = self.checkpoints.latest()
-        except BrokenCheckpointError as error:
-            fix = f"restore its files, or remove {error.directory} to go on from what was before"
-            raise _refused(config, f"{error}", fix) from None
-        step = 0 if self.latest is None else self.latest.step
-        old = self.config.read_text(encoding="utf-8")
-        problems, changed = broken_promises(old, config, self.latest)
-        if problems:
-            raise ConfigError(problems)
-        if self.finished and step == config.run.steps:
-            return
-        if self.finished and self.latest is None:  # to begin again would remove its export
-            raise _refused(
-                config, "has a checkpoint: the run is finished, and there is nothing to go on from", _ANOTHER
-            )
-        if changed:
-            write_durably(self.path / f"config.until-step-{step}.yaml", old)
+    def _reset(self, point: ResumePoint) -> None:
+        """Removes everything that was written after the checkpoint."""
+        if point.changed:
+            old = self.config.read_text(encoding="utf-8")
+            write_durably(self.path / f"config.until-step-{point.step}.yaml", old)
         self.summary.unlink(missing_ok=True)
-        for export in (self.export, average_directory(self.export)):
+        for export in (self.export, ema_export(self.export)):
             if export.exists():
                 shutil.rmtree(export)
-        for path in self._lines:
-            cut_lines(path, step if self.latest is not None else -1)
+        last = -1 if point.latest is None else point.step
+        for path in self.line_files:
+            truncate_lines(path, lambda line: line["step"] <= last)
 
-    def sync(self) -> None:
-        """Makes durable what the run has told so far: a checkpoint must not know of steps that the files have lost."""
-        for path in self._lines:
+    def commit(self, step: int, files: Mapping[str, Sequence[Sequence[FileRecord]]], state: Mapping[str, Any]) -> None:
+        """Commits the checkpoint of a step, after the lines of all steps up to it are durable.
+
+        Args:
+            files: by role and rank, those that the rank wrote.
+            state: of the driver, as JSON.
+        """
+        for path in self.line_files:
             if path.exists():
                 sync(path)
+        self.checkpoints.commit(step, files, {**state, FROZEN: self._frozen} if self._frozen else state)
 
     def close(self) -> None:
-        """Removes an unfinished checkpoint, and lets another process have the directory."""
+        """Removes an unfinished checkpoint and releases the lock."""
         self.checkpoints.clean()
-        super().close()
+        self._lock.close()
 
 
 class EvaluationDirectory(RunPaths):
-    """Where everything of an evaluation by itself lies; one that was interrupted begins again.
-
-    Args:
-        config: of the evaluation.
+    """The directory of a standalone evaluation; an interrupted one starts again. It holds a lock until it is closed.
 
     Raises:
-        ConfigError: another process has the directory, it has another run already, or it cannot be written.
+        ConfigError: another process has the directory, it has another run, or it cannot be written.
     """
 
     def __init__(self, config: EvalConfig) -> None:
-        super().__init__(config)
-        with _writing(config):
-            if self.config.exists() and (self.finished or not self._is_evaluation()):
-                there = "a finished evaluation" if self._is_evaluation() else "a run of training"
-                fix = f"{_ANOTHER}, or remove the directory"
-                raise _refused(config, f"has nothing that would be lost; {there} is there", fix)
-            for path in self._lines:
+        super().__init__(config.run.dir)
+        self._lock = _create(self, config)
+        with _opening(self._lock, config):
+            refuse_other_runs(config, self)
+            for path in self.line_files:
                 path.unlink(missing_ok=True)
             shutil.rmtree(self.tensorboard, ignore_errors=True)
             save(config, self.config)
 
-    def _is_evaluation(self) -> bool:
-        """Whether an evaluation has written the configuration that is there."""
-        return yaml.safe_load(self.config.read_text(encoding="utf-8")).get("stage") == "eval"
+    def close(self) -> None:
+        """Releases the lock."""
+        self._lock.close()
+
+
+def _create(paths: RunPaths, config: RunConfig) -> IO[str]:
+    """Makes the directory and returns its lock."""
+    with _writing(config):
+        paths.path.mkdir(parents=True, exist_ok=True)
+        lock = paths.lock.open("a")
+    try:
+        acquire_lock(lock)
+    except BlockingIOError:
+        raise locked_error(config) from None
+    except OSError as error:
+        rule = f"on a file system with locks, flock(2) ({error.strerror})"
+        raise run_dir_error(config, rule, f"{CHOOSE_ANOTHER}; Lustre has locks when mounted with flock") from None
+    return lock
+
+
+@contextmanager
+def _opening(lock: IO[str], config: RunConfig) -> Iterator[None]:
+    """Releases the lock if the directory cannot be used."""
+    try:
+        with _writing(config):
+            yield
+    except BaseException:
+        lock.close()
+        raise
 
 
 @contextmanager
@@ -211,68 +141,38 @@ def _writing(config: RunConfig) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _refused(config, f"can be written ({error.strerror})", _ANOTHER) from None
-
-
-def average_directory(export: Path) -> Path:
-    """Where the average of the weights lies of an exported actor."""
-    return export.with_name(f"{export.name}-ema")
-
-
-def _locked(path: Path, config: RunConfig) -> Any:
-    """The lock file, open; the lock goes when it is closed, at the latest by the end of the process."""
-    lock = path.open("a")
-    for _ in range(_TRIES):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
-        except BlockingIOError:
-            time.sleep(_GLANCE_S)
-        except OSError as error:
-            lock.close()
-            rule = f"on a file system with locks, flock(2) ({error.strerror})"
-            raise _refused(
-                config, rule, "choose another run.dir; Lustre has locks where it is mounted with flock"
-            ) from None
-    lock.close()
-    raise _refused(config, "is run by one process at a time", f"wait for the other process, or {_ANOTHER}")
-
-
-def _refused(config: RunConfig, rule: str, fix: str) -> ConfigError:
-    return ConfigError([Problem(field="run.dir", value=config.run.dir, rule=rule, fix=fix)])
+        raise run_dir_error(config, f"can be written ({error.strerror})", CHOOSE_ANOTHER) from None
 
 
 @contextmanager
-def attempt(directory: RunPaths, taken: int = 0) -> Iterator[None]:
-    """Lasts as long as this process has the run's directory. SIGTERM raises SystemExit meanwhile.
+def attempt(paths: RunPaths, taken: int = 0) -> Iterator[None]:
+    """Records this process's attempt at the run in attempts.jsonl. SIGTERM raises SystemExit inside the block.
 
     Args:
-        directory: of the run.
-        taken: steps that were taken before.
+        taken: steps that earlier attempts have taken.
     """
-    log = AttemptLog(directory.attempts)
+    log = AttemptLog(paths.attempts)
     with interrupts_raise():
         log.start(taken)
         try:
             yield
         except BaseException as error:
             ignore_interrupts()
-            log.end(_step(directory, taken), *_told(error))
+            log.end(_last_step(paths, taken), *_end_reason(error))
             raise
         ignore_interrupts()
-        log.end(_step(directory, taken), "finished")
+        log.end(_last_step(paths, taken), "finished")
 
 
-def _step(directory: RunPaths, taken: int) -> int:
-    """The last step that the run has told of."""
+def _last_step(paths: RunPaths, taken: int) -> int:
     with suppress(OSError):  # it must not hide what ended the run
-        for line in read_lines(directory.metrics, last=1):
+        for line in read_lines(paths.metrics, last=1):
             return line.get("step", taken)
     return taken
 
 
-def _told(error: BaseException) -> tuple[Reason, str]:
-    """What ended the run, and what its user reads of it."""
+def _end_reason(error: BaseException) -> tuple[EndReason, str]:
+    """Why the run ended, and the message for its user."""
     match error:
         case KeyboardInterrupt():
             return "interrupted", signal.SIGINT.name

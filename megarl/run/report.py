@@ -15,83 +15,48 @@ from rich.console import Console
 
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RunConfig, TrainingConfig
 from megarl.data.sources import LeftOutRows
-from megarl.files import write_durably
-from megarl.run.directory import RunDirectory, RunPaths
-from megarl.run.display import Display, open_display
-from megarl.run.results import EvaluationResult, Metrics, StepResult
-from megarl.run.samples import SampleWriter
-from megarl.run.sinks import COLUMNS, JsonlSink, Sink, as_json, metrics_table
+from megarl.files import read_lines, write_durably
+from megarl.run.directory import RunDirectory
+from megarl.run.display import COLUMNS, metrics_table, open_display
+from megarl.run.paths import RunPaths
+from megarl.run.results import EvaluationResult, SampleWriter, StepResult
+from megarl.run.sinks import JsonlSink, Metrics, Sink, as_json
 from megarl.run.trackers import TensorBoardSink, WandbSink
 
 _SAMPLED: Final = "rollout/samples"
 _UNSCORED: Final = "rewards/unscored"
-
-
-def told_of_step(step: int, metrics: Mapping[str, float]) -> str | None:
-    """A line about the responses of a step that have no score; None where all have one.
-
-    Args:
-        step: of the run.
-        metrics: of the step.
-    """
-    if not metrics.get(_UNSCORED):
-        return None
-    of_sources = ", ".join(
-        f"{name.removeprefix(f'{_UNSCORED}/')}: {count}"
-        for name, count in metrics.items()
-        if name.startswith(f"{_UNSCORED}/") and count
-    )
-    return f"step {step}: {metrics[_UNSCORED]} of {metrics[_SAMPLED]} responses have no score ({of_sources})"
-
-
-def count_responses(metrics: Path) -> dict[str, int]:
-    """How many responses a run has ``sampled``, and how many of them are ``unscored``; empty where it samples none.
-
-    Args:
-        metrics: the file with a line per step, which a run that goes on continues.
-    """
-    steps = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    of_samples = [step for step in steps if _UNSCORED in step]
-    if not of_samples:
-        return {}
-    names = {"sampled": _SAMPLED, "unscored": _UNSCORED}
-    return {name: sum(step[metric] for step in of_samples) for name, metric in names.items()}
-
-
-_WIDTH = 120
-"""Columns of a table that no terminal shows."""
+_TABLE_WIDTH = 120
+"""Columns of a table outside a terminal."""
 
 
 class EvaluationReporter:
-    """Writes evaluations; has what other reports of a run share with them.
+    """Writes evaluations, and opens the sinks that they share with a run's other reports.
 
     Args:
-        config: of the run.
-        directory: of the run.
-        taken: steps that were taken before.
+        taken: steps that earlier attempts have taken.
     """
 
     samples: SampleWriter | None = None
-    """Of the stages that generate."""
+    """In stages that generate."""
 
-    def __init__(self, config: RunConfig, directory: RunPaths, *, taken: int = 0) -> None:
-        self._config, self._directory, self._taken = config, directory, taken
+    def __init__(self, config: RunConfig, paths: RunPaths, *, taken: int = 0) -> None:
+        self._config, self._paths, self._taken = config, paths, taken
         self.trackers: list[Sink] = []
 
     def __enter__(self) -> Self:
-        config, directory, tracking = self._config, self._directory, self._config.tracking
+        config, paths, tracking = self._config, self._paths, self._config.tracking
         with ExitStack() as opened:
-            self._lines = JsonlSink(directory.evaluations)
+            self._lines = JsonlSink(paths.evaluations)
             opened.callback(self._lines.close)
             if isinstance(config, PPOConfig | RAFTConfig | EvalConfig):
-                self.samples = SampleWriter(directory.samples)
+                self.samples = SampleWriter(paths.samples)
                 opened.callback(self.samples.close)
             if tracking.tensorboard:
                 first = self._taken + 1 if self._taken else 0
-                self.trackers.append(TensorBoardSink(directory.tensorboard, first_step=first))
+                self.trackers.append(TensorBoardSink(paths.tensorboard, first_step=first))
             if tracking.wandb_project is not None:
                 plain = config.model_dump(mode="json", by_alias=True)
-                self.trackers.append(WandbSink(tracking.wandb_project, directory.path, config=plain))
+                self.trackers.append(WandbSink(tracking.wandb_project, paths.path, config=plain))
             for sink in self.trackers:
                 opened.callback(sink.close)
             self._opened = opened.pop_all()
@@ -103,7 +68,7 @@ class EvaluationReporter:
         self._opened.close()
 
     def write(self, result: EvaluationResult, title: str) -> None:
-        """Writes an evaluation, and shows it under a title."""
+        """Writes an evaluation, and prints it below a title."""
         self._lines.write(result.step, result.metrics)
         if self.samples is not None:
             self.samples.write(result.step, "evaluation", result.samples)
@@ -111,25 +76,21 @@ class EvaluationReporter:
             sink.write(result.step, result.metrics)
         console = Console(highlight=False)
         console.print(title, markup=False, soft_wrap=True)
-        console.print(metrics_table(result.metrics), width=None if console.is_terminal else _WIDTH)
-
-
-_NOTHING: Final = LeftOutRows()
+        console.print(metrics_table(result.metrics), width=None if console.is_terminal else _TABLE_WIDTH)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A finished run, as summary.json has it, which leaves out what is empty.
+    """A finished run: summary.json, which omits empty entries.
 
     Args:
-        stage: of training.
-        steps: taken in all.
-        seconds: of this process.
-        start: metrics of the start, the first sync's for example.
-        last_step: metrics of the last step that this process took.
-        responses: of the whole run, how many were ``sampled``, and how many of them are ``unscored``.
-        evaluation: metrics of its last evaluation.
-        export: what is to be said of the exported model.
+        steps: of all attempts.
+        seconds: of the last attempt.
+        start: metrics of the start, such as those of the first sync.
+        last_step: metrics of the last step of the last attempt.
+        responses: of all attempts, how many were `sampled`, and how many of them are `unscored`.
+        evaluation: metrics of the last evaluation.
+        export: metrics of the exported model.
     """
 
     stage: str
@@ -142,54 +103,41 @@ class Summary:
     export: Metrics = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        """Writes summary.json."""
-        told = {name: value for name, value in asdict(self).items() if value != {}}
-        write_durably(path, json.dumps(as_json(told), indent=2) + "\n")
+        entries = {name: value for name, value in asdict(self).items() if value != {}}
+        write_durably(path, json.dumps(as_json(entries), indent=2) + "\n")
 
-
-def read_summary(directory: RunDirectory) -> Summary:
-    """The summary of a run that is finished; says how to go on all the same."""
-    summary = Summary(**json.loads(directory.summary.read_text(encoding="utf-8")))
-    print(
-        f"{directory.path} is finished: it has taken its {summary.steps} steps. "
-        "Raise run.steps to go on with it, or choose another run.dir for a new run.",
-        flush=True,
-    )
-    return summary
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 
 class Reporter:
-    """Writes what a run tells, from its start to its end or interruption; the last one to be closed.
+    """Writes the reports of a training run, up to its end or interruption.
 
     Args:
-        config: of the run.
-        directory: of the run.
-        taken: steps that were taken before.
-        left_out: rows of the data.
+        taken: steps that earlier attempts have taken.
     """
 
     def __init__(
-        self, config: TrainingConfig, directory: RunDirectory, taken: int, left_out: LeftOutRows = _NOTHING
+        self, config: TrainingConfig, directory: RunDirectory, taken: int, left_out: LeftOutRows | None = None
     ) -> None:
-        self._config, self._directory = config, directory
-        self._left_out = left_out
+        self._config, self._directory, self._taken = config, directory, taken
+        self._left_out = left_out or LeftOutRows()
         self._start: Metrics = {}
         self._last_step: Metrics = {}
         self._evaluation: Metrics = {}
-        self._updates_per_step = config.updates_per_step
-        self._taken = taken
 
     def __enter__(self) -> Self:
         config, directory = self._config, self._directory
         with ExitStack() as opened:
-            self._metrics = JsonlSink(directory.metrics)
-            self._updates = JsonlSink(directory.updates)
+            self._metrics, self._updates = JsonlSink(directory.metrics), JsonlSink(directory.updates)
             for lines in (self._metrics, self._updates):
                 opened.callback(lines.close)
             self._evaluations = opened.enter_context(EvaluationReporter(config, directory, taken=self._taken))
             print(_starting(config), flush=True)
-            self._display = self._open_display()
-            opened.callback(lambda: self._display.close())
+            columns = COLUMNS[config.stage]
+            self._display = open_display(config.stage, columns, steps=config.run.steps, done=self._taken)
+            opened.callback(self._display.close)
             self._opened = opened.pop_all()
         return self
 
@@ -199,19 +147,15 @@ class Reporter:
         self._opened.close()
         if kind is not None and issubclass(kind, KeyboardInterrupt | SystemExit):
             steps = self._directory.checkpoints.steps()
-            again = f"goes on after step {steps[-1]}, the last checkpoint's" if steps else "begins it again"
+            again = f"resumes after step {steps[-1]}, that of the last checkpoint" if steps else "starts it again"
             print(f"interrupted; nothing of the run is left running. The same command {again}", file=sys.stderr)
 
-    def _open_display(self) -> Display:
-        columns = COLUMNS[self._config.stage]
-        return open_display(self._config.stage, columns, steps=self._config.run.steps, done=self._taken)
-
     def phase(self, name: str) -> None:
-        """Says what the run does now."""
+        """Shows what the run is doing."""
         self._display.phase(name)
 
     def started(self, seconds: float, metrics: Metrics) -> None:
-        """Says that everything runs.
+        """Reports that all processes run.
 
         Args:
             metrics: of the start.
@@ -226,31 +170,30 @@ class Reporter:
     def write(self, result: StepResult) -> None:
         """Writes a step."""
         metrics = {**self._left_out.metrics(), **result.all_metrics()}
-        first = (result.step - 1) * self._updates_per_step + 1
+        first = (result.step - 1) * self._config.updates_per_step + 1
         for number, update in enumerate(result.updates, start=first):
             self._updates.write(result.step, {"update": number, **update})
         if self._evaluations.samples is not None:
             self._evaluations.samples.write(result.step, "train", result.samples)
         for sink in (self._metrics, *self._evaluations.trackers, self._display):
             sink.write(result.step, metrics)
-        line = told_of_step(result.step, metrics)
-        if line is not None:
-            print(line, flush=True)
+        if metrics.get(_UNSCORED):
+            print(_unscored_message(result.step, metrics), flush=True)
         self._last_step = metrics
 
     def evaluated(self, result: EvaluationResult | None) -> None:
-        """Writes an evaluation."""
+        """Writes an evaluation, if there was one."""
         if result is None:
             return
         self._evaluations.write(result, f"evaluation after step {result.step}")
         self._evaluation = result.metrics
 
     def finished(self, export: Metrics, seconds: float) -> Summary:
-        """Writes summary.json, prints the end of the run and returns it.
+        """Writes and returns the summary, and prints the end of the run.
 
         Args:
-            export: what is to be said of the exported model.
-            seconds: of this process.
+            export: metrics of the exported model.
+            seconds: of this attempt.
         """
         summary = Summary(
             stage=self._config.stage,
@@ -258,20 +201,20 @@ class Reporter:
             seconds=seconds,
             start=self._start,
             last_step=self._last_step,
-            responses=count_responses(self._directory.metrics),
+            responses=_count_responses(self._directory.metrics),
             evaluation=self._evaluation,
             export=export,
         )
         summary.write(self._directory.summary)
         unscored = summary.responses.get("unscored", 0)
         without = f"{unscored} of {summary.responses['sampled']} responses had no score; " if unscored else ""
-        told = f"{summary.steps} steps in {seconds:.0f} s; {without}the model is in {self._directory.export}"
-        print(told, flush=True)
+        print(
+            f"{summary.steps} steps in {seconds:.0f} s; {without}the model is in {self._directory.export}", flush=True
+        )
         return summary
 
 
 def _starting(config: TrainingConfig) -> str:
-    """What is starting: models may take minutes to load."""
     processes = sum(len(config.device_list(group)) for group in config.groups)
     if isinstance(config, PPOConfig | RAFTConfig):
         processes += config.rollout.engines
@@ -279,3 +222,19 @@ def _starting(config: TrainingConfig) -> str:
     if cluster.address is None:
         return f"starting Ray and {processes} processes"
     return f"starting {processes} processes on {cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"
+
+
+def _unscored_message(step: int, metrics: Metrics) -> str:
+    by_source = ", ".join(
+        f"{name.removeprefix(f'{_UNSCORED}/')}: {count}"
+        for name, count in metrics.items()
+        if name.startswith(f"{_UNSCORED}/") and count
+    )
+    return f"step {step}: {metrics[_UNSCORED]} of {metrics[_SAMPLED]} responses have no score ({by_source})"
+
+
+def _count_responses(metrics: Path) -> dict[str, int]:
+    """The totals of all steps; none in a stage that samples no responses."""
+    steps = [step for step in read_lines(metrics) if _UNSCORED in step]
+    names = {"sampled": _SAMPLED, "unscored": _UNSCORED} if steps else {}
+    return {name: sum(step[metric] for step in steps) for name, metric in names.items()}

@@ -1,28 +1,32 @@
-"""What going on with a run demands: a configuration that fits its checkpoint, and files that end where it does."""
+"""The run that is in run.dir already: where it continues, and what keeps a configuration from continuing it.
+
+Nothing here writes: `megarl plan` asks the same as `megarl train`.
+"""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import yaml
 
-from megarl.config import Problem, TrainingConfig
+from megarl.config import ConfigError, EvalConfig, Problem, RunConfig, TrainingConfig
 from megarl.config.problems import shown
-from megarl.files import sync
-from megarl.run.checkpoints import Checkpoint
+from megarl.run.checkpoints import BrokenCheckpointError, Checkpoint, Checkpoints
+from megarl.run.frozen_weights import FROZEN, FrozenDigests, changed_files, digest_frozen_weights
+from megarl.run.paths import RunPaths, is_locked, read_config
+
+CHOOSE_ANOTHER: Final = "choose another run.dir"
 
 _WEIGHTS = "the checkpoints have its weights"
-_STREAM = "the checkpoints have its place in this data"
+_STREAM = "the checkpoints have the position in this data"
 _MISSING = "(missing)"
-_HEAD = "its scores would mean something else from here on"
+_HEAD = "another one changes the meaning of its scores"
 
 FIXED: Final[Mapping[str, str]] = {
     "model": _WEIGHTS,
-    "run.seed": "the order of the data and the seeds of the samples follow from it",
+    "run.seed": "the order of the data and the seeds of the samples depend on it",
     "data.prompts": _STREAM,
     "data.random": _STREAM,
     "data.train": _STREAM,
@@ -35,52 +39,151 @@ FIXED: Final[Mapping[str, str]] = {
     "critic.head": _WEIGHTS,
     "critic.head_std": _WEIGHTS,
     "critic.head_seed": _WEIGHTS,
-    "critic.value_norm": "the values are of the scale of its moments, which the checkpoints have",
+    "critic.value_norm": "the critic's values are scaled by its moments, which are in the checkpoints",
     "reward.path": _HEAD,
     "reward.head_std": _HEAD,
     "reward.head_seed": _HEAD,
-    "normalisation.before": "the head was scaled before the first step, or it was not",
-    "actor.ema": "the checkpoints have the average",
+    "normalisation.before": "it scales the head before the first step",
+    "actor.ema": "the checkpoints have the moving average",
     "algo.kl": "the checkpoints have the state of its controller, and of a reference that follows the actor",
     "ptx.data": _STREAM,
     "ptx.max_tokens": _STREAM,
     "ptx.loss_on": _STREAM,
     "ptx.chat_template": _STREAM,
 }
-"""Fields, sections with all of theirs included, that a run keeps, and why; the others hold from the next step on."""
+"""Fields and whole sections that cannot change when a run resumes, and why. Other changes apply from the next step."""
 
 
-def broken_promises(old: str, config: TrainingConfig, latest: Checkpoint | None) -> tuple[list[Problem], bool]:
-    """Compares a configuration with the one that a run was started with.
+@dataclass(frozen=True, kw_only=True)
+class ResumePoint:
+    """Where a run continues.
 
     Args:
-        old: text of the run's config.yaml.
-        config: to go on with.
-        latest: checkpoint of the run, if it has one.
+        latest: its newest checkpoint; None when it starts again from the beginning.
+        finished: all steps are taken and the model is exported.
+        changed: the configuration differs from the one that the run was started with.
+    """
+
+    latest: Checkpoint | None
+    finished: bool
+    changed: bool
+
+    @property
+    def step(self) -> int:
+        return 0 if self.latest is None else self.latest.step
+
+
+def find_resume_point(
+    config: TrainingConfig, paths: RunPaths, checkpoints: Checkpoints, frozen: FrozenDigests
+) -> ResumePoint | None:
+    """Returns where the run in run.dir continues; None when there is no run.
+
+    Args:
+        frozen: of the weights that are there now.
+
+    Raises:
+        ConfigError: the configuration, the frozen weights or a damaged checkpoint keep it from continuing.
+    """
+    if not paths.config.exists():
+        return None
+    try:
+        latest = checkpoints.latest()
+    except BrokenCheckpointError as error:
+        fix = f"restore its files, or remove {error.directory} to resume from the checkpoint before it"
+        raise run_dir_error(config, f"{error}", fix) from None
+    problems, changed = compare_configs(read_config(paths.config), config, latest)
+    if latest is not None:
+        problems += _exchanged(config, latest.state.get(FROZEN, {}), frozen)
+    if problems:
+        raise ConfigError(problems)
+    if paths.finished and latest is None:  # a new start would remove its export
+        rule = "has a checkpoint: the run is finished, and there is nothing to resume from"
+        raise run_dir_error(config, rule, CHOOSE_ANOTHER)
+    finished = paths.finished and latest is not None and latest.step == config.run.steps
+    return ResumePoint(latest=latest, finished=finished, changed=changed)
+
+
+def describe_run(config: RunConfig) -> str | None:
+    """Returns what a start would find in run.dir, in words; None when no run is there.
+
+    Raises:
+        ConfigError: the start would be refused.
+    """
+    paths = RunPaths(config.run.dir)
+    if is_locked(paths.lock):
+        raise locked_error(config)
+    if isinstance(config, EvalConfig):
+        refuse_other_runs(config, paths)
+    if not isinstance(config, TrainingConfig):
+        return None
+    checkpoints = Checkpoints(paths.checkpoint_dir, keep=config.checkpoint.keep)
+    point = find_resume_point(config, paths, checkpoints, digest_frozen_weights(config))
+    if point is None:
+        return None
+    if point.finished:
+        return finished_message(config)
+    return f"after step {point.step}" if point.latest is not None else "from the beginning: there is no checkpoint yet"
+
+
+def finished_message(config: TrainingConfig) -> str:
+    """Returns what the user reads when the run has nothing left to do."""
+    return (
+        f"{config.run.dir} is finished: it has taken its {config.run.steps} steps. "
+        "Raise run.steps to continue it, or choose another run.dir for a new run."
+    )
+
+
+def refuse_other_runs(config: EvalConfig, paths: RunPaths) -> None:
+    """An evaluation may overwrite an interrupted evaluation only.
+
+    Raises:
+        ConfigError: run.dir has something else.
+    """
+    is_evaluation = read_config(paths.config).get("stage") == "eval"
+    if paths.config.exists() and (paths.finished or not is_evaluation):
+        there = "a finished evaluation" if is_evaluation else "a training run"
+        fix = f"{CHOOSE_ANOTHER}, or remove the directory"
+        raise run_dir_error(config, f"has nothing that would be lost; it has {there}", fix)
+
+
+def run_dir_error(config: RunConfig, rule: str, fix: str) -> ConfigError:
+    """Returns an error of the field run.dir."""
+    return ConfigError([Problem(field="run.dir", value=config.run.dir, rule=rule, fix=fix)])
+
+
+def locked_error(config: RunConfig) -> ConfigError:
+    """Returns the error of a directory whose lock another process holds."""
+    return run_dir_error(config, "is run by one process at a time", f"wait for the other process, or {CHOOSE_ANOTHER}")
+
+
+def compare_configs(
+    old: Mapping[str, Any], config: TrainingConfig, latest: Checkpoint | None
+) -> tuple[list[Problem], bool]:
+    """Compares a configuration with the one that the run was started with.
 
     Returns:
-        What keeps the run from going on, and whether anything differs at all.
+        The problems that keep the run from resuming, and whether anything differs at all.
     """
-    before, now = yaml.safe_load(old), yaml.safe_load(yaml.safe_dump(config.model_dump(mode="json", by_alias=True)))
+    new = yaml.safe_load(yaml.safe_dump(config.model_dump(mode="json", by_alias=True)))
     fix = "put it back, or start a new run in another run.dir"
-    if _at(before, "stage") != config.stage:  # whatever else differs follows from it
-        rule = f"stays {_at(before, 'stage')} when a run goes on: a run is of one stage"
+    if _at(old, "stage") != config.stage:  # other differences follow from it
+        rule = f"stays {_at(old, 'stage')} when a run resumes: a run has one stage"
         return [Problem(field="stage", value=config.stage, rule=rule, fix=fix)], True
     problems = [
-        Problem(field=field, value=given, rule=f"stays {kept} when a run goes on: {why}", fix=fix)
+        Problem(field=field, value=given, rule=f"stays {kept} when a run resumes: {why}", fix=fix)
         for name, why in FIXED.items()
-        for field, kept, given in _differences(name, _at(before, name), _at(now, name))
+        for field, kept, given in _differences(name, _at(old, name), _at(new, name))
     ]
     if latest is not None:
         problems += _unfit(config, latest)
-    return problems, before != now
+    return problems, old != new
 
 
 def _unfit(config: TrainingConfig, latest: Checkpoint) -> Iterator[Problem]:
     """How a configuration contradicts a checkpoint."""
     saved = sorted(config.saved)
     if saved != sorted(latest.roles):
-        rule = f"{', '.join(sorted(latest.roles))} change, as in its latest checkpoint"
+        rule = f"the roles with saved weights are {', '.join(sorted(latest.roles))}, as in its latest checkpoint"
         fix = "place the same roles, or start a new run in another run.dir"
         yield Problem(field="groups", value=", ".join(saved), rule=rule, fix=fix)
     if config.run.steps < latest.step:
@@ -88,42 +191,27 @@ def _unfit(config: TrainingConfig, latest: Checkpoint) -> Iterator[Problem]:
         yield Problem(field="run.steps", value=str(config.run.steps), rule=rule, fix="raise it")
 
 
+def _exchanged(config: TrainingConfig, kept: FrozenDigests, now: FrozenDigests) -> Iterator[Problem]:
+    """The directories of frozen weights whose files are not those that the run was started with."""
+    for field, files in changed_files(kept, now).items():
+        rule = f"has the files that the run was started with; {', '.join(files)} changed, which a frozen role loads"
+        fix = "restore these files, or start a new run in another run.dir"
+        path = _at(config.model_dump(), field)
+        yield Problem(field=field, value=str(path), rule=rule, fix=fix)
+
+
 def _at(fields: Any, path: str) -> Any:
-    """What a nested dict has at a dotted path."""
+    """The entry of a nested dict at a dotted path."""
     for key in path.split("."):
         fields = cast(Mapping[str, Any], fields).get(key, _MISSING) if isinstance(fields, Mapping) else _MISSING
     return fields
 
 
 def _differences(field: str, kept: Any, given: Any) -> Iterator[tuple[str, str, str]]:
-    """The fields, from one on, whose values differ, with both; a section that only one side has is one of them."""
+    """The fields below one whose values differ, with both values; a section that one side lacks counts as one field."""
     if isinstance(kept, Mapping) and isinstance(given, Mapping):
         both: list[Mapping[str, Any]] = [kept, given]
         for key in sorted({key for fields in both for key in fields}):
             yield from _differences(f"{field}.{key}", *(fields.get(key, _MISSING) for fields in both))
     elif kept != given:
         yield field, shown(kept), shown(given)
-
-
-def cut_lines(path: Path, last: int) -> None:
-    """Shortens a file of JSON lines, in rising order of their ``step``, to the steps until ``last``.
-
-    A line that is not whole is what a killed process was writing: it goes, with everything after it.
-    """
-    if not path.exists():
-        return
-    kept = 0
-    with path.open("rb") as lines:
-        for line in lines:
-            if not line.endswith(b"\n") or _step(line) > last:
-                break
-            kept += len(line)
-    os.truncate(path, kept)
-    sync(path)
-
-
-def _step(line: bytes) -> float:
-    try:
-        return json.loads(line)["step"]
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        return float("inf")

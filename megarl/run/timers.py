@@ -1,4 +1,4 @@
-"""How long the stages of a step take."""
+"""Seconds of the phases of a step."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 
 class Timers:
-    """Collects seconds by stage: ``with timers("rollout"): ...``; a stage that comes twice is added up.
+    """Sums seconds by phase: `with timers("rollout"): ...`.
 
     Args:
-        entered: is told of every stage that begins.
-        clock: seconds that only rise.
+        entered: called with the name of each phase that begins.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -23,17 +23,17 @@ class Timers:
         self._seconds: dict[str, float] = {}
 
     @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
+    def __call__(self, phase: str) -> Iterator[None]:
         if self._entered is not None:
-            self._entered(stage)
+            self._entered(phase)
         start = self._clock()
         try:
             yield
         finally:
-            self._seconds[stage] = self._seconds.get(stage, 0.0) + self._clock() - start
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + self._clock() - start
 
     def take(self) -> dict[str, float]:
-        """The seconds of each stage as ``time/STAGE``, and starts from zero."""
-        taken = {f"time/{stage}": seconds for stage, seconds in self._seconds.items()}
+        """Returns the seconds of each phase as `time/PHASE`, and resets them."""
+        taken = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
         self._seconds.clear()
         return taken

@@ -14,27 +14,24 @@ _FLUSH_S = 10
 
 
 class TensorBoardSink:
-    """Writes a file of events into a directory, beside those of earlier runs.
+    """Writes a file of events into a directory, which is created, beside those of earlier attempts.
 
     Args:
-        directory: of the events; it is made.
-        first_step: that this run writes: TensorBoard forgets what earlier files say of it and of later ones.
+        first_step: TensorBoard discards events of earlier files from this step on.
     """
 
     def __init__(self, directory: str | Path, *, first_step: int = 1) -> None:
         from tensorboardX import SummaryWriter  # it imports torch
 
-        # The name has whole seconds in it, within which a run may have been resumed.
+        # The default name has the time in whole seconds; a run may resume within one.
         suffix = f".from-{first_step}"
         self._writer = SummaryWriter(str(directory), purge_step=first_step, flush_secs=_FLUSH_S, filename_suffix=suffix)
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Writes an event per metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Writes what is left and ends the writer's thread."""
         self._writer.close()
 
 
@@ -47,14 +44,13 @@ def has_wandb() -> bool:
 
 
 class WandbSink:
-    """Logs to a run of Weights & Biases; a run that is resumed goes on with the same one.
+    """Logs to a run of Weights & Biases, the same one after a resume.
 
-    wandb starts a process, which ends when the sink is closed. Its own environment variables hold: with
-    ``WANDB_MODE=offline`` everything stays in the directory.
+    wandb starts a process, which ends when the sink is closed. Its environment variables apply: with
+    `WANDB_MODE=offline` everything stays in the directory.
 
     Args:
-        project: to log to.
-        directory: of the run; keeps wandb's files and the id of its run.
+        directory: of the run; has wandb's files and the id of its run.
         config: of the run, as plain values.
 
     Raises:
@@ -81,17 +77,16 @@ class WandbSink:
         )
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Logs the metrics of one step."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Sends what is left, and ends wandb's process."""
+        """Uploads what is pending, and ends wandb's process."""
         self._run.finish()
         self._wandb.teardown()
 
 
 def _run_id(file: Path) -> str:
-    """The id that the file keeps, made the first time."""
+    """The id in the file, which is created the first time."""
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(secrets.token_hex(4), encoding="utf-8")

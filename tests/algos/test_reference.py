@@ -20,7 +20,7 @@ from megarl.algos.policy_loss import LossTerms
 from megarl.config import PPOConfig, load
 from megarl.config.schema import STAGES
 from megarl.config.schema.schema_walk import choices, fields, section, type_of
-from megarl.preflight.functions import check_own_functions
+from megarl.preflight.user_functions import check_own_functions
 from tools.docs.algorithms_page import PARTS, PageItem, markdown
 
 REPOSITORY = Path(__file__).parents[2]

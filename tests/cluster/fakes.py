@@ -14,7 +14,7 @@ from multiprocessing import shared_memory
 import numpy as np
 
 from megarl.errors import RunError
-from megarl.rollout.completions import Response, into_chunk
+from megarl.rollout.completions import Response, pack_chunk
 from megarl.rollout.engine import RolloutEngine
 from megarl.types import RolloutChunk, SampleInfo, VersionSpan, WorkItem
 
@@ -116,4 +116,4 @@ class FakeEngine:
             )
             for request in item.requests
         ]
-        return into_chunk(item.chunk, responses)
+        return pack_chunk(item.chunk, responses)

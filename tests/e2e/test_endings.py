@@ -38,7 +38,7 @@ def test_a_signal_ends_it(tmp_path: Path, number: int, status: int, after: str) 
         finished = finish(*run)
     assert finished.status == status, finished.errors
     assert "Traceback" not in finished.errors
-    assert "interrupted; nothing of the run is left running. The same command begins it again" in finished.errors
+    assert "interrupted; nothing of the run is left running. The same command starts it again" in finished.errors
     finished.assert_clean()
     found = read_status(directory)
     assert (found.state.name, found.state.message) == ("interrupted", signal.Signals(number).name)

@@ -35,7 +35,7 @@ def resumed(debug_run: DebugRun, tmp_path_factory: pytest.TempPathFactory) -> Pa
         metrics.write('{"step": 3, "obj')
     finished = train(directory, "checkpoint.every=2", *PARTS)
     assert finished.status == 0, finished.errors
-    assert "going on after step 2" in finished.output
+    assert "resuming after step 2" in finished.output
     finished.assert_clean()
     return directory
 

@@ -25,7 +25,7 @@ def test_a_run_trains_on_two_nodes_and_goes_on_in_another_job() -> None:
         first = _trained(Path(directory), NUMBER, steps=1)
         losses = _losses(first)
         second = _trained(Path(directory), NUMBER + 1, steps=2)
-        assert "going on after step 1" in second.output(0)
+        assert "resuming after step 1" in second.output(0)
         assert _losses(second)[:1] == losses
         assert len(_losses(second)) == 2
         changed = (first.run / "config.until-step-1.yaml").read_text().splitlines()

@@ -19,7 +19,7 @@ import yaml
 from megarl.config import ConfigError, load
 from megarl.errors import RunError
 from megarl.launch import ray_job
-from megarl.run.status.jobs import noted
+from megarl.run.status.jobs import last_submission
 from tests.config.debug import REPOSITORY
 from tests.launch.ray_head import DEVICES, ForwardedPort, RayHead
 from tests.launch.slurm_command import finish
@@ -191,7 +191,7 @@ def test_a_job_goes_on_without_who_submitted_it(head: RayHead, tmp_path: Path, s
     assert status == 0
     assert f"--address {head.address} --follow" in output
     assert not (tmp_path / "done").exists()
-    submission = noted(tmp_path)
+    submission = last_submission(tmp_path)
     assert submission is not None
     assert f"submitted {submission.job} to" in output
     (tmp_path / "go").touch()

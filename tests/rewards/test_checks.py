@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.config.schema import RewardFunction
-from megarl.preflight.functions import check_fields, check_functions
+from megarl.preflight.user_functions import check_fields, check_functions
 from megarl.rewards.functions import RULES, labels, resolve
 from tests.rewards.completions import own, prompt
 
@@ -113,7 +113,7 @@ def test_a_module_of_the_working_directory_is_found(tmp_path: Path, monkeypatch:
 @pytest.mark.process
 def test_checking_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from megarl.preflight.functions import check_functions; "
+        "import sys; from megarl.preflight.user_functions import check_functions; "
         "from megarl.config.schema import RewardFunction; "
         "assert not check_functions([RewardFunction(name='contains')]); "
         "print([name for name in ('torch', 'transformers', 'ray') if name in sys.modules])"

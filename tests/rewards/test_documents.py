@@ -15,7 +15,7 @@ from megarl.config import load
 from megarl.config.schema import Reward
 from megarl.preflight.check import check
 from megarl.preflight.datasets import PromptSets
-from megarl.preflight.functions import check_functions
+from megarl.preflight.user_functions import check_functions
 from megarl.rewards.functions import RULES, bind
 from tests.rewards.completions import completion
 
@@ -29,7 +29,7 @@ def test_every_function_is_described_with_its_arguments() -> None:
     assert described == {
         name: [
             (argument.name, _written(argument.default))
-            for argument in list(inspect.signature(rule.function).parameters.values())[1:]
+            for argument in list(inspect.signature(rule).parameters.values())[1:]
         ]
         for name, rule in RULES.items()
     }

@@ -113,7 +113,7 @@ def test_the_child_ends_with_a_parent_that_is_killed() -> None:
 
 def test_functions_that_cannot_be_loaded_are_an_error_of_the_run() -> None:
     process = FunctionProcess([RewardFunction(name="tests.rewards.functions:nothing")])
-    with pytest.raises(RunError, match=r"cannot begin: a function of the module; .* has no 'nothing'"):
+    with pytest.raises(RunError, match=r"cannot start: a function of the module; .* has no 'nothing'"):
         process.start()
 
 
@@ -136,11 +136,11 @@ def ends(completion):
     [
         (
             "raise OSError('the port is in use')",
-            r"cannot begin: a module that can be imported:(.|\n)*the port is in use",
+            r"cannot start: a module that can be imported:(.|\n)*the port is in use",
             60,
         ),
-        ("os._exit(7)", "cannot begin: exit status 7", 60),
-        ("time.sleep(600)", "cannot begin: no time was left to load them", 3),
+        ("os._exit(7)", "cannot start: exit status 7", 60),
+        ("time.sleep(600)", "cannot start: no time was left to load them", 3),
     ],
 )
 def test_functions_that_cannot_be_loaded_again_fail_in_their_calls(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megarl.rollout.completions import Response, into_chunk, picked, truncated
+from megarl.rollout.completions import Response, pack_chunk, select_rows, truncate_responses
 from megarl.types import Prompt, SampleInfo, SampleRequest, VersionSpan
 
 
@@ -19,7 +19,7 @@ def response(name: str, prompt: tuple[int, ...], tokens: list[int], *, finished:
 def test_samples_are_where_their_info_says() -> None:
     a = response("a", (1, 2), [3], finished=True)
     b = response("b", (4,), [5, 6], finished=False)
-    infos, chunk = into_chunk(7, [a, b])
+    infos, chunk = pack_chunk(7, [a, b])
     assert infos == [
         SampleInfo(sample_id="a", prompt_id="of a", chunk=7, row=0, prompt_tokens=2, response_tokens=1, finished=True),
         SampleInfo(sample_id="b", prompt_id="of b", chunk=7, row=1, prompt_tokens=1, response_tokens=2, finished=False),
@@ -36,8 +36,8 @@ def test_samples_are_where_their_info_says() -> None:
 def test_rows_of_several_chunks_make_another() -> None:
     a, b = response("a", (1, 2), [3], finished=True), response("b", (4,), [5, 6], finished=False)
     c = response("c", (7, 8, 9), [8, 8, 8], finished=True)
-    chunks = {3: into_chunk(3, [a, b])[1], 5: into_chunk(5, [c])[1]}
-    chunk = picked(chunks, [(5, 0), (3, 1)])
+    chunks = {3: pack_chunk(3, [a, b])[1], 5: pack_chunk(5, [c])[1]}
+    chunk = select_rows(chunks, [(5, 0), (3, 1)])
     assert chunk.sample_ids == ("c", "b")
     assert [row.tolist() for row in chunk.prompt_ids] == [[7, 8, 9], [4]]
     assert [row.tolist() for row in chunk.response_ids] == [[8, 8, 8], [5, 6]]
@@ -50,10 +50,10 @@ def test_rows_of_several_chunks_make_another() -> None:
 def test_a_response_ends_with_its_first_token_of_a_kind_that_is_not_too_early() -> None:
     """Token 13 from index 1 on: found after an earlier one, found at the end, only too early, never."""
     responses = [[13, 5, 13, 13, 6], [5, 6, 13], [13, 5], [5]]
-    _, whole = into_chunk(
+    _, whole = pack_chunk(
         0, [response(str(index), (1,), ids, finished=index == 3) for index, ids in enumerate(responses)]
     )
-    chunk = truncated(whole, 13, 1)
+    chunk = truncate_responses(whole, 13, 1)
     assert [row.tolist() for row in chunk.response_ids] == [[13, 5, 13], [5, 6, 13], [13, 5], [5]]
     assert [row.tolist() for row in chunk.rollout_logprobs] == [
         [-6.5, -2.5, -6.5],

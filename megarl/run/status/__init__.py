@@ -1,1 +1,1 @@
-"""How a run is doing, from its directory alone: free of torch, of Ray and of the configuration's schema."""
+"""The status of a run, from its directory alone; without torch, Ray and the configuration's schema."""

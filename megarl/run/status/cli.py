@@ -1,4 +1,4 @@
-"""``megarl status``."""
+"""`megarl status`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, an object a line a run.")] = False,
 ) -> None:
     """Say how runs are doing: how far, how fast, how they ended and why. Reads their directories alone."""
-    from megarl.run.status import command
+    from megarl.run.status.show import StatusError, show_status, watch_status
 
     try:
         if watch:
-            command.watch(run_dirs, as_json=as_json)
+            watch_status(run_dirs, as_json=as_json)
         else:
-            command.tell(run_dirs, as_json=as_json)
-    except command.StatusError as error:
+            show_status(run_dirs, as_json=as_json)
+    except StatusError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None

@@ -1,4 +1,4 @@
-"""Times and rates in words."""
+"""Times and rates as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 
 def duration(seconds: float) -> str:
-    """As long as people would say it: two units at most."""
+    """Returns a duration in two units at most."""
     whole = max(0, round(seconds))
     if whole < 2 * _MINUTE:
         return f"{whole} s"
@@ -19,26 +19,22 @@ def duration(seconds: float) -> str:
     return f"{whole // _DAY} d {whole % _DAY // _HOUR} h"
 
 
-def seconds_each(seconds: float) -> str:
-    """How long a step takes: short ones want their fractions."""
+def step_duration(seconds: float) -> str:
+    """Returns a duration, with fractions below ten seconds."""
     return f"{seconds:.2g} s" if seconds < 10 else duration(seconds)
 
 
 def rate(per_hour: float) -> str:
-    """Three digits, all of those before the point."""
+    """Returns a rate with three digits, or all digits before the point."""
     return f"{per_hour:,.0f}" if per_hour >= 100 else f"{per_hour:.3g}"
 
 
 def clock(when: float, now: float) -> str:
-    """A time of this machine's day; with the date where the day is another one.
-
-    Args:
-        when, now: seconds since 1970.
-    """
+    """Returns the local time, with the date unless it is today's; both times in seconds since 1970."""
     then, today = time.localtime(when), time.localtime(now)
     return time.strftime("%H:%M" if then[:3] == today[:3] else "%a %d %b %H:%M", then)
 
 
 def ago(when: float, now: float) -> str:
-    """How long it is past; clocks of other machines may be ahead."""
+    """Returns the time since `when`; at least 0 s, as clocks of other machines may be ahead."""
     return f"{duration(now - when)} ago"

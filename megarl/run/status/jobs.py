@@ -1,11 +1,11 @@
-"""The Slurm jobs of a run: submissions, how far each job came, where its logs are, how it ended."""
+"""The Slurm jobs of a run: submissions, progress of each job, its logs and its end. Times are seconds since 1970."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,22 +20,21 @@ _SUBMITTED = "submitted.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """What was prepared for a cluster.
+    """A submission to a cluster.
 
     Args:
-        job: its number or name; None where the configuration was written, and no job is known of.
-        time: seconds since 1970.
+        job: its number or name; None when only the configuration is known to have been written.
     """
 
     job: str | None
     time: float
 
 
-def note(folder: Path, job: str) -> None:
-    """Notes the job of a run that was just submitted. Where that cannot be written, the job waits all the same.
+def record_submission(folder: Path, job: str) -> None:
+    """Writes the job of a run that was just submitted. An error is printed only, as the job exists all the same.
 
     Args:
-        folder: of the run's configuration, as RUN_DIR/slurm.
+        folder: of the run's configuration, such as RUN_DIR/slurm.
         job: its number or name.
     """
     try:
@@ -44,31 +43,26 @@ def note(folder: Path, job: str) -> None:
         print(f"{folder / _SUBMITTED}: {error.strerror}; megarl status will not know of job {job}", file=sys.stderr)
 
 
-def noted(run_dir: Path) -> Submission | None:
-    """The last job that was noted; the file's own time is that of the submission."""
+def last_submission(run_dir: Path) -> Submission | None:
+    """Returns the newest recorded submission; its time is the file's."""
     found: list[Submission] = []
     for file in (run_dir / folder / _SUBMITTED for folder in _FOLDERS):
         try:
             found.append(Submission(job=json.loads(file.read_text())["job"], time=file.stat().st_mtime))
-        except (OSError, ValueError, KeyError, TypeError):  # missing, or not to be read
+        except (OSError, ValueError, KeyError, TypeError):  # missing or unreadable
             continue
     return max(found, key=lambda submission: submission.time, default=None)
 
 
-def prepared(run_dir: Path) -> list[Path]:
-    """The configurations that were written for a cluster, the last one first; a run has them before it begins."""
+def prepared_configs(run_dir: Path) -> list[Path]:
+    """Returns the configurations that were written for a cluster, the newest first; they exist before the run does."""
     found = (file for folder in _FOLDERS for file in (run_dir / folder).glob("config-*.yaml"))
     return sorted(found, key=lambda file: file.stat().st_mtime, reverse=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobStage:
-    """Something that the job has come to.
-
-    Args:
-        stage: what it is.
-        time: seconds since 1970.
-    """
+    """A stage that a job has reached."""
 
     stage: str
     time: float
@@ -76,13 +70,11 @@ class JobStage:
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnd:
-    """How the job ended, as its head tells it.
+    """How a job ended, as its head node reports.
 
     Args:
-        time: seconds since 1970.
-        exit_code: of the job; 128 and the number of the signal that ended it.
-        reason: in words.
-        node: at fault, if one is.
+        exit_code: of the job; 128 plus the number of the signal that ended it.
+        node: the node at fault, if any.
     """
 
     time: float
@@ -92,20 +84,19 @@ class JobEnd:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """A start of a job.
+class JobStatus:
+    """A start of a Slurm job. No node agent has started while `directory` is None.
 
     Args:
-        id: Slurm's number.
-        restart: how often Slurm had started it before.
-        output: file with what it printed, if it is there.
-        printed: the last lines of it, while no agent has begun.
-        directory: of its logs; None while no agent has begun.
+        id: its number.
+        restart: times that Slurm had restarted it.
+        output: file with its output, if there is one.
+        printed: the last lines of it, before an agent has started.
+        directory: of its logs.
         logs: names of the files in it.
-        attach: command that opens a shell in the job; None where there is none.
-        began: seconds since 1970; while no agent has begun, when the job printed last.
-        stages: that it has come to.
-        end: None while it lasts, and where its head was killed.
+        attach: command that opens a shell in the job, if there is one.
+        began: before an agent has started, the time of the last output.
+        end: None while it runs, or when its head was killed.
     """
 
     id: str
@@ -121,38 +112,39 @@ class Job:
 
     @property
     def last_sign(self) -> float:
-        """When it told of itself last."""
+        """The time of the last thing that is known of it."""
         return self.end.time if self.end is not None else max([self.began, *(stage.time for stage in self.stages)])
 
     @property
     def message(self) -> str:
-        """What it says of its end, or of what it does before an agent begins."""
+        """The reason of its end, or what it printed before an agent started."""
         return self.end.reason if self.end is not None else "\n".join(self.printed)
 
     def news(self, now: float) -> str:
-        """The last that is known of it."""
+        """Returns the last thing that is known of it."""
         if self.end is not None:
             return f"job {self.id} has ended with exit code {self.end.exit_code}"
         if self.directory is None:
             known = f"it printed this {ago(self.began, now)}" if self.printed else f"it began {ago(self.began, now)}"
-            return f"job {self.id}: {known}, and nothing else is known; squeue --job {self.id} says whether it goes on"
+            return f"job {self.id}: {known}, and nothing else is known; squeue --job {self.id} shows whether it runs"
         known = f"{self.stages[-1].stage} {ago(self.last_sign, now)}" if self.stages else "nothing is known of it yet"
         return f"job {self.id}: {known}"
 
     def has(self, attempt: Attempt) -> bool:
-        """Whether it is the job of an attempt."""
+        """Whether the attempt ran in this job."""
         return (attempt.job, attempt.restart) == (self.id, self.restart)
 
     def follows(self, attempt: Attempt) -> bool:
-        """Whether it was started after an attempt of another one."""
+        """Whether it was started after an attempt of another job."""
         return self.began > attempt.time and not self.has(attempt)
 
     def outlasts(self, attempt: Attempt, written: float) -> bool:
-        """Whether the attempt has told nothing since it did; else it waits for the run, or was refused because of it.
+        """Whether nothing was written to the run after the job's last sign.
+
+        Otherwise the job waits for the attempt that it follows, or was refused because of it.
 
         Args:
-            attempt: which it follows.
-            written: when the run was written last, seconds since 1970.
+            written: when the run was written last.
         """
         return max(written, attempt.end.time if attempt.end else 0.0) <= self.last_sign
 
@@ -163,47 +155,81 @@ _CELL = re.compile(r"cell-(\d+)")
 _NODE_FAILURE = re.compile(r"^srun: error: Node failure on (\S+)$", re.MULTILINE)
 _TAIL_BYTES = 1 << 16
 _LINES, _WIDTH = 3, 200
-"""Of what a job printed before its agents: so much is shown."""
+"""Of the output before the agents start that is shown."""
 _TERMINATED = 143
-_END = "end.json"
-_ATTACH = "attach"
 
 
-def last_job(run_dir: Path, prepared: float) -> Job | None:
-    """The job that was started last; None without one.
+@dataclass(frozen=True, kw_only=True)
+class RunJobs:
+    """The jobs of a run that matter for its status.
 
     Args:
-        run_dir: of the run.
-        prepared: when its configuration was written for a job last, seconds since 1970. A job that has printed before
-            and of which no agent has begun is not told from one that has ended: the next one is waited for.
+        current: the one that the run's state refers to; None without one.
+        newer: a later one that does not have the run; None without one.
+        submitted: the last submission, if nothing has started since.
+    """
+
+    current: JobStatus | None
+    newer: JobStatus | None
+    submitted: Submission | None
+
+
+def find_jobs(run_dir: Path, attempts: Sequence[Attempt], written: float, *, resumable: bool) -> RunJobs:
+    """Reads the jobs of a run.
+
+    Args:
+        written: when the run was written last.
+        resumable: a later job may resume the run: no process has it now, and it is not finished.
+    """
+    prepared = max((file.stat().st_mtime for file in prepared_configs(run_dir)), default=0.0)
+    current, newer = _last_job(run_dir, prepared), None
+    if attempts:
+        attempt, last = attempts[-1], current
+        if last is None or not last.follows(attempt):
+            current = _attempt_job(run_dir, attempt)
+        elif not (resumable and last.outlasts(attempt, written)):
+            current, newer = _attempt_job(run_dir, attempt), last
+    jobs = [job for job in (current, newer) if job is not None]
+    started = max([*(attempt.time for attempt in attempts), *(job.began for job in jobs)], default=0.0)
+    submitted = last_submission(run_dir)
+    if submitted is None or submitted.time <= started or submitted.job in [job.id for job in jobs]:
+        submitted = Submission(job=None, time=prepared) if prepared > started else None
+    return RunJobs(current=current, newer=newer, submitted=submitted)
+
+
+def _last_job(run_dir: Path, prepared: float) -> JobStatus | None:
+    """The job that was started last.
+
+    Args:
+        prepared: when the run's configuration was last written for a job. A job that printed before, and of which no
+            agent has started, may have ended: it is not reported.
     """
     outputs = _outputs(run_dir)
     found = [path for path in (run_dir / "slurm").glob("*-*") if _NAME.fullmatch(path.name)]
     directory, newest = max(found, key=_number, default=None), max(outputs, default=0)
     if newest > (_number(directory)[0] if directory is not None else 0):
-        printed = outputs[newest].stat().st_mtime
+        file = outputs[newest]
+        printed = file.stat().st_mtime
         if printed >= prepared:
-            file = outputs[newest]
-            return Job(id=file.stem, output=str(file), printed=_last_lines(_tail(file)), began=printed)
-    return None if directory is None else _read(directory, outputs)
+            return JobStatus(id=file.stem, output=str(file), printed=_last_lines(_tail(file)), began=printed)
+    return None if directory is None else _read_job(directory, outputs)
 
 
-def job_of(run_dir: Path, attempt: Attempt) -> Job | None:
-    """The job of an attempt; None of one that had none, or has left nothing."""
+def _attempt_job(run_dir: Path, attempt: Attempt) -> JobStatus | None:
     directory = run_dir / "slurm" / f"{attempt.job}-{attempt.restart}"
-    return _read(directory, _outputs(run_dir)) if attempt.job is not None and directory.is_dir() else None
+    return _read_job(directory, _outputs(run_dir)) if attempt.job is not None and directory.is_dir() else None
 
 
-def _read(directory: Path, outputs: Mapping[int, Path]) -> Job:
-    """A job of which an agent has begun."""
+def _read_job(directory: Path, outputs: Mapping[int, Path]) -> JobStatus:
+    """A job whose agent has started."""
     number, restart = _number(directory)
-    attach, output = directory / _ATTACH, _output_of(number, outputs)
+    attach, output = directory / "attach", _output_of(number, outputs)
     stages = tuple(
         JobStage(stage=str(line["stage"]), time=float(line["time"]))
         for line in read_lines(directory / "times.jsonl")
         if {"stage", "time"} <= line.keys()
     )
-    return Job(
+    return JobStatus(
         id=str(number),
         restart=restart,
         output=None if output is None else str(output),
@@ -212,12 +238,12 @@ def _read(directory: Path, outputs: Mapping[int, Path]) -> Job:
         attach=str(attach) if attach.exists() else None,
         began=stages[0].time if stages else directory.stat().st_mtime,
         stages=stages,
-        end=_explained(_end(directory / _END), "" if output is None else _tail(output)),
+        end=_read_end(directory / "end.json", output),
     )
 
 
 def _outputs(run_dir: Path) -> dict[int, Path]:
-    """What jobs printed, by their numbers; a run of a sweep has it beside its directory, by the run's index."""
+    """Output files by job number; that of a sweep's run is beside its directory, named by the run's index."""
     files = [*(run_dir / "slurm").glob("*.out")]
     if cell := _CELL.match(run_dir.name):
         files += (run_dir.parent / "slurm").glob(f"*_{cell[1]}.out")
@@ -225,7 +251,7 @@ def _outputs(run_dir: Path) -> dict[int, Path]:
 
 
 def _output_of(job: int, outputs: Mapping[int, Path]) -> Path | None:
-    """An array's job has a number of its own, which is the array's or a later one."""
+    """The output of a job, whose number is the array's or a later one when it belongs to an array."""
     fitting = [number for number, file in outputs.items() if number == job or (number < job and "_" in file.stem)]
     return outputs[max(fitting)] if fitting else None
 
@@ -235,33 +261,24 @@ def _number(directory: Path) -> tuple[int, int]:
     return int(number), int(restart)
 
 
-def _end(path: Path) -> JobEnd | None:
+def _read_end(path: Path, output: Path | None) -> JobEnd | None:
+    """The end of a job. Of a node that failed, only srun's message in the output knows: the job's head gets SIGTERM."""
     try:
-        told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return JobEnd(
+        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        end = JobEnd(
             time=path.stat().st_mtime,
-            exit_code=int(told["exit_code"]),
-            reason=str(told["reason"]),
-            node=told.get("node"),
+            exit_code=int(fields["exit_code"]),
+            reason=str(fields["reason"]),
+            node=fields.get("node"),
         )
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):  # missing, or half of it
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):  # missing or incomplete
         return None
-
-
-def _explained(end: JobEnd | None, printed: str) -> JobEnd | None:
-    """The end, with the node for whose failure Slurm has ended the job: its head just gets SIGTERM.
-
-    Args:
-        printed: by the job, with srun's messages.
-    """
-    if end is None or end.exit_code != _TERMINATED:
-        return end
-    failed = _NODE_FAILURE.findall(printed)
+    failed = _NODE_FAILURE.findall(_tail(output)) if end.exit_code == _TERMINATED and output is not None else []
     return replace(end, node=failed[0], reason=f"{end.reason}, as node {failed[0]} has failed") if failed else end
 
 
 def _tail(path: Path) -> str:
-    """What a file ends with; nothing where it cannot be read."""
+    """The end of a file; empty when it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
@@ -271,6 +288,6 @@ def _tail(path: Path) -> str:
 
 
 def _last_lines(text: str) -> tuple[str, ...]:
-    """Without what a terminal would obey."""
+    """The last lines, without control characters."""
     lines = ("".join(filter(str.isprintable, line)).rstrip()[:_WIDTH] for line in text.splitlines())
     return tuple([line for line in lines if line][-_LINES:])

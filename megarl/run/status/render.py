@@ -1,4 +1,4 @@
-"""A run's status for people: in full, or a line each of several runs."""
+"""The status of a run for people: in full, or a line for each of several runs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from megarl.run.attempts import Attempt
-from megarl.run.sinks import COLUMNS, WRITTEN, short
-from megarl.run.status.format import ago, clock, duration, rate, seconds_each
+from megarl.run.display import COLUMNS, short
+from megarl.run.sinks import WRITTEN
+from megarl.run.status.format import ago, clock, duration, rate, step_duration
 from megarl.run.status.reading import RunStatus
-from megarl.run.status.verdict import StateName
+from megarl.run.status.run_state import StateName
 
 STYLES: Final[Mapping[StateName, str]] = {
     "finished": "green",
@@ -30,16 +31,16 @@ _ATTEMPTS = 8
 _INTERVAL = "_ci95"
 
 Row = tuple[str, str, str]
-"""Label, text and style; an empty label goes on with the one above."""
+"""Label, text and style; an empty label continues the row above."""
 
 
 def render_run(status: RunStatus) -> RenderableType:
-    """The whole of it."""
+    """Returns the whole status of a run."""
     return Group(*(Text.assemble((label.ljust(_WIDTH), "dim"), (text, style)) for label, text, style in rows(status)))
 
 
 def rows(status: RunStatus) -> Iterator[Row]:
-    """Everything that there is to say, in the order in which people ask."""
+    """Yields the rows of a run's status."""
     yield "run", f"{status.directory}{f', {status.stage}' if status.stage else ''}", "bold"
     yield from _state(status)
     yield from _progress(status)
@@ -56,7 +57,7 @@ def rows(status: RunStatus) -> Iterator[Row]:
 def _state(status: RunStatus) -> Iterator[Row]:
     state, last = status.state, status.attempts[-1] if status.attempts else None
     since = f", {ago(state.since, status.now)} ({clock(state.since, status.now)})" if state.since else ""
-    placed = last is not None and state.name in ("running", "silent") and _is_judged(last, status)
+    placed = last is not None and state.name in ("running", "silent") and _has_state(last, status)
     where = f" on {_place(last)}" if last is not None and placed else ""
     yield "state", f"{state.name}{where}{since}: {state.because}", STYLES[state.name]
     for line in state.message.splitlines():
@@ -67,7 +68,7 @@ def _state(status: RunStatus) -> Iterator[Row]:
     if status.submitted is not None:
         job = status.submitted.job
         what = "prepared for a cluster" if job is None else f"job {job} was submitted"
-        yield "", f"{what} {ago(status.submitted.time, status.now)}; nothing has begun since", ""
+        yield "", f"{what} {ago(status.submitted.time, status.now)}; nothing has started since", ""
 
 
 def _progress(status: RunStatus) -> Iterator[Row]:
@@ -79,18 +80,18 @@ def _progress(status: RunStatus) -> Iterator[Row]:
     yield "step", f"{progress.step} of {progress.steps or '?'}{part}{last}", ""
     begun = status.attempts[-1].time if status.attempts and status.state.name == "running" else None
     if begun is not None and (progress.stepped is None or progress.stepped < begun):
-        yield "", f"no step yet of the attempt that began {ago(begun, now)} ({clock(begun, now)})", ""
+        yield "", f"no step yet in the attempt that started {ago(begun, now)} ({clock(begun, now)})", ""
     if pace is not None:
         if status.overdue is not None:
-            late, longest = duration(status.overdue), seconds_each(pace.longest)
+            late, longest = duration(status.overdue), step_duration(pace.longest)
             yield "", f"no step for {late}; the last ones took {longest} at most: does it hang?", "red"
-        left, each = status.seconds_left, seconds_each(pace.seconds_per_step)
+        left, each = status.seconds_left, step_duration(pace.seconds_per_step)
         until = f"; {duration(left)} left, until {clock(now + left, now)}" if left else ""
         yield "pace", f"{rate(pace.steps_per_hour)} steps/hour over the last {pace.steps}, {each} each{until}", ""
     columns = COLUMNS.get(status.stage or "", {})
-    told = [f"{heading} {short(status.metrics[name])}" for name, heading in columns.items() if name in status.metrics]
-    if told:
-        yield "metrics", ", ".join(told), ""
+    shown = [f"{heading} {short(status.metrics[name])}" for name, heading in columns.items() if name in status.metrics]
+    if shown:
+        yield "metrics", ", ".join(shown), ""
 
 
 def _saved(status: RunStatus) -> Iterator[Row]:
@@ -99,24 +100,25 @@ def _saved(status: RunStatus) -> Iterator[Row]:
         return
     writing = f"; step {saved.writing} is not complete" if saved.writing is not None else ""
     took = f", about {duration(saved.seconds)}" if saved.seconds else ""
-    again = f"takes {saved.again} steps again{took}" if saved.again else "loses nothing"
+    again = f"repeats {saved.again} steps{took}" if saved.again else "loses nothing"
     if status.state.name == "finished":
         yield "checkpoint", f"step {saved.step}{writing}", ""
     elif saved.step:
         yield "checkpoint", f"step {saved.step}{writing}; a resume {again}", ""
     else:
-        yield "checkpoint", f"none yet{writing}; a resume begins again" + (f" and {again}" if saved.again else ""), ""
+        restart = "starts from the beginning" + (f" and {again}" if saved.again else "")
+        yield "checkpoint", f"none yet{writing}; a resume {restart}", ""
 
 
 def _values(metrics: Mapping[str, Any]) -> str:
-    """The metrics of an evaluation, each with the half width of its interval."""
-    told = (
+    """The metrics of an evaluation, with the half width of their intervals."""
+    shown = (
         f"{name.removeprefix('eval/')} {short(value)}"
         + (f" ± {short(metrics[name + _INTERVAL])}" if name + _INTERVAL in metrics else "")
         for name, value in metrics.items()
         if not name.endswith(_INTERVAL) and name not in ("step", WRITTEN)
     )
-    return ", ".join(told)
+    return ", ".join(shown)
 
 
 def _attempts(status: RunStatus) -> Iterator[Row]:
@@ -126,19 +128,19 @@ def _attempts(status: RunStatus) -> Iterator[Row]:
     for attempt in status.attempts[-_ATTEMPTS:]:
         began = f"{attempt.number}: {clock(attempt.time, status.now)} on {_place(attempt)}, after step {attempt.step}"
         label = "attempts" if hidden <= 0 and attempt is status.attempts[0] else ""
-        yield label, f"{began}; {_ended(attempt, status)}", ""
+        yield label, f"{began}; {_end(attempt, status)}", ""
 
 
-def _ended(attempt: Attempt, status: RunStatus) -> str:
+def _end(attempt: Attempt, status: RunStatus) -> str:
     if attempt.end is None:
-        return status.state.name if _is_judged(attempt, status) else "killed: it could not say why"
+        return status.state.name if _has_state(attempt, status) else "killed: it wrote no reason"
     end = attempt.end
     message = f" ({end.message.splitlines()[0]})" if end.message and attempt is not status.attempts[-1] else ""
     return f"{end.reason}{message} after step {end.step}, {duration(end.time - attempt.time)} later"
 
 
-def _is_judged(attempt: Attempt, status: RunStatus) -> bool:
-    """Whether the state is that of an attempt: of the last one, and not of a job after it whose run has not begun."""
+def _has_state(attempt: Attempt, status: RunStatus) -> bool:
+    """Whether the state is that of the attempt, and not of a later job whose run has not started."""
     last, job = attempt is status.attempts[-1], status.job
     return last and (status.state.name in ("running", "finished") or job is None or not job.follows(attempt))
 
@@ -154,14 +156,10 @@ def _logs(status: RunStatus) -> Iterator[Row]:
         if known is not None and known.output is not None:
             yield "", f"{known.output}: what job {known.id} printed", ""
         if known is not None and known.directory is not None:
-            yield "", f"{known.directory}: {' '.join(_folded(known.logs))}", ""
+            logs = known.logs if len(known.logs) <= 6 else (*known.logs[:4], "...", known.logs[-1])
+            yield "", f"{known.directory}: {' '.join(logs)}", ""
     if job is not None and job.attach is not None and job.end is None:
         yield "", f"{job.attach}: opens a shell in the job", ""
-
-
-def _folded(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Many names as the first ones and the last."""
-    return names if len(names) <= 6 else (*names[:4], "...", names[-1])
 
 
 _HEADINGS = ("run", "state", "step", "steps/h", "left", "last step", "saved", "metrics")
@@ -170,7 +168,7 @@ _LONGEST = 60
 
 
 def render_table(statuses: Sequence[RunStatus]) -> RenderableType:
-    """Aligned rows under a heading; what wants a look is at the end of each."""
+    """Returns a table with a row per run; warnings are at the end of each."""
     cells = [_HEADINGS, *(_cells(status) for status in statuses)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(_HEADINGS))]
     styles = ["bold", *(STYLES[status.state.name] for status in statuses)]
@@ -185,8 +183,9 @@ def render_table(statuses: Sequence[RunStatus]) -> RenderableType:
 def _cells(status: RunStatus) -> tuple[str, ...]:
     columns = list(COLUMNS.get(status.stage or "", {}).items())[:_METRICS]
     metrics = [f"{heading} {short(status.metrics[name])}" for name, heading in columns if name in status.metrics]
-    troubles = (*(("does it hang?",) if status.overdue is not None else ()), *status.state.message.splitlines()[:1])
-    said = ", ".join([*metrics, *(_cut(trouble) for trouble in (*troubles, *status.troubles))])
+    hanging = ["does it hang?"] if status.overdue is not None else []
+    warnings = [*hanging, *status.state.message.splitlines()[:1], *status.troubles]
+    cut = (text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..." for text in warnings)
     progress, pace, saved = status.progress, status.progress.pace, status.saved
     return (
         status.directory,
@@ -196,9 +195,5 @@ def _cells(status: RunStatus) -> tuple[str, ...]:
         "-" if status.seconds_left is None else duration(status.seconds_left),
         "-" if progress.stepped is None else ago(progress.stepped, status.now),
         "-" if saved is None or not saved.step else str(saved.step),
-        said,
+        ", ".join([*metrics, *cut]),
     )
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

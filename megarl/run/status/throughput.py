@@ -1,4 +1,4 @@
-"""How far a run is, how fast it goes, and what looks wrong with it."""
+"""Progress and speed of a run, and warnings about its last steps. Times are seconds since 1970."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from typing import Any
 
 from megarl.run.sinks import WRITTEN
 
+Lines = Sequence[Mapping[str, Any]]
+"""The last lines of metrics.jsonl."""
+
 _STEP_SECONDS = "time/step"
 _HOUR = 3600.0
+_OVERDUE, _OVERDUE_S = 3.0, 60.0
+"""A step is overdue after so many times the longest of the last steps, and so many seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
-    """Of the last steps, with the evaluations and checkpoints between them.
+class Throughput:
+    """Of the last steps, including the evaluations and checkpoints between them.
 
     Args:
         steps: that were measured.
-        seconds_per_step: on average.
         longest: seconds of the longest.
-        steps_per_hour: on average.
     """
 
     steps: int
@@ -31,57 +34,51 @@ class Pace:
     steps_per_hour: float
 
 
-def pace_of(lines: Sequence[Mapping[str, Any]], starts: Sequence[float]) -> Pace | None:
-    """How fast the steps follow each other; None where that cannot be known yet.
+def measure_throughput(lines: Lines, starts: Sequence[float]) -> Throughput | None:
+    """Returns the speed of the last steps; None while it is unknown.
 
     Args:
-        lines: of metrics.jsonl, the last ones.
-        starts: of the attempts: what lies between two of them is no step.
+        starts: of the attempts; the time between two attempts does not count.
     """
     written = [line[WRITTEN] for line in lines if line.get(WRITTEN) is not None]
     apart = [b - a for a, b in pairwise(written) if not any(a < start <= b for start in starts)]
-    # Of a first step, nobody has written when it began.
+    # The start of a first step is not written anywhere.
     seconds = apart or [line[_STEP_SECONDS] for line in lines if line.get(_STEP_SECONDS) is not None]
     mean = sum(seconds) / len(seconds) if seconds else 0.0
     if mean <= 0.0:
         return None
-    return Pace(steps=len(seconds), seconds_per_step=mean, longest=max(seconds), steps_per_hour=_HOUR / mean)
-
-
-_OVERDUE, _OVERDUE_S = 3.0, 60.0
-"""A step is overdue when it takes as many times the longest of the last ones, and as many seconds."""
+    return Throughput(steps=len(seconds), seconds_per_step=mean, longest=max(seconds), steps_per_hour=_HOUR / mean)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
-    """The steps that a run has told of.
+class RunProgress:
+    """The steps of a run.
 
     Args:
-        step: the last one; 0 where there is none.
-        steps: that are to be taken; None where no configuration says it, as of an evaluation by itself.
-        stepped: when the last one was told, seconds since 1970; None where there is none.
-        pace: of the last ones; None where it is not known yet.
+        step: the last one; 0 before the first.
+        steps: of the whole run; None when no configuration states it, as in a standalone evaluation.
+        stepped: when the last one was written; None before the first.
+        pace: None while it is unknown.
     """
 
     step: int
     steps: int | None
     stepped: float | None
-    pace: Pace | None
+    pace: Throughput | None
 
     def seconds_left(self, now: float) -> float | None:
-        """Of a run that goes on, if that is known; a step that is overdue is as good as taken."""
+        """Returns the remaining seconds of a running run, if known; an overdue step counts as almost taken."""
         if self.pace is None or self.steps is None or self.stepped is None:
             return None
         each = self.pace.seconds_per_step
         return max(0.0, (self.steps - self.step) * each - min(now - self.stepped, each))
 
     def overdue(self, now: float, begun: float, written: float) -> float | None:
-        """Seconds since the last step of a run that goes on, where they are far too many; else None.
+        """Returns the seconds since the last step of a running run when they are far too many; else None.
 
         Args:
-            now: seconds since 1970.
-            begun: when its process began, which may not have taken a step yet: it loads its model.
-            written: when the run has last written anything.
+            begun: when its process started; before its first step it loads the model.
+            written: when the run wrote anything last.
         """
         if self.pace is None or self.stepped is None or self.step == self.steps or self.stepped < begun:
             return None
@@ -89,20 +86,19 @@ class Progress:
         return now - self.stepped if late else None
 
 
-def progress_of(lines: Sequence[Mapping[str, Any]], steps: Any, starts: Sequence[float], written: float) -> Progress:
-    """How far a run is.
+def measure_progress(lines: Lines, steps: Any, starts: Sequence[float], written: float) -> RunProgress:
+    """Returns the progress of a run.
 
     Args:
-        lines: of metrics.jsonl, the last ones.
-        steps: that its configuration asks for, whatever that may be.
+        steps: of its configuration, unchecked.
         starts: of the attempts.
-        written: when the file was, seconds since 1970.
+        written: modification time of the file.
     """
-    return Progress(
+    return RunProgress(
         step=lines[-1]["step"] if lines else 0,
         steps=steps if isinstance(steps, int) else None,
         stepped=(lines[-1].get(WRITTEN) or written) if lines else None,
-        pace=pace_of(lines, starts),
+        pace=measure_throughput(lines, starts),
     )
 
 
@@ -110,49 +106,26 @@ _SKIPPED = "/skipped"
 _UNSCORED, _SAMPLED = "rewards/unscored", "rollout/samples"
 _SHOWN = 4
 
-Lines = Sequence[Mapping[str, Any]]
 
-
-def troubles(lines: Lines, logs: Path) -> list[str]:
-    """A sentence for each thing that wants a look.
+def find_warnings(lines: Lines, logs: Path) -> Iterator[str]:
+    """Yields a sentence per warning.
 
     Args:
-        lines: of metrics.jsonl, the last ones.
-        logs: directory with what the run's processes print.
+        logs: directory with the output of the run's processes, which is empty unless something is wrong.
     """
-    return [*_not_finite(lines), *_skipped(lines), *_unscored(lines), *_printed(logs)]
-
-
-def _not_finite(lines: Lines) -> Iterator[str]:
-    names = [name for name, value in lines[-1].items() if value is None] if lines else []
-    if names:
-        yield f"step {lines[-1]['step']}: not a finite number: {_few(names)}"
-
-
-def _skipped(lines: Lines) -> Iterator[str]:
-    """Optimizer steps that were not taken, as their gradients were not finite."""
-    roles = dict.fromkeys(name for line in lines for name in line if name.endswith(_SKIPPED))
-    for name in roles:
-        steps = [line["step"] for line in lines if line.get(name)]
-        if steps:
+    if not_finite := [name for name, value in lines[-1].items() if value is None] if lines else []:
+        yield f"step {lines[-1]['step']}: not a finite number: {_shortened(not_finite)}"
+    for name in dict.fromkeys(name for line in lines for name in line if name.endswith(_SKIPPED)):
+        if steps := [line["step"] for line in lines if line.get(name)]:
             part = f"{len(steps)} of the last {len(lines)} steps, last in step {steps[-1]}"
-            yield f"{name.removesuffix(_SKIPPED)}: gradients that were not finite, and were skipped, in {part}"
-
-
-def _unscored(lines: Lines) -> Iterator[str]:
-    unscored = sum(line.get(_UNSCORED) or 0 for line in lines)
-    if unscored:
+            yield f"{name.removesuffix(_SKIPPED)}: updates were skipped, as gradients were not finite, in {part}"
+    if unscored := sum(line.get(_UNSCORED) or 0 for line in lines):
         sampled = sum(line.get(_SAMPLED) or 0 for line in lines)
         yield f"{unscored} of {sampled} responses of the last {len(lines)} steps have no score"
+    if files := sorted(path.name for path in logs.glob("*.log") if path.stat().st_size):
+        yield f"printed into {logs}: {_shortened(files)}"
 
 
-def _printed(logs: Path) -> Iterator[str]:
-    """Logs of processes, which are empty as long as nothing is wrong."""
-    files = sorted(path for path in logs.glob("*.log") if path.stat().st_size)
-    if files:
-        yield f"printed into {logs}: {_few([path.name for path in files])}"
-
-
-def _few(names: Sequence[str]) -> str:
+def _shortened(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

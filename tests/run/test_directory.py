@@ -154,10 +154,10 @@ def test_all_that_may_not_change_is_told_at_once_with_both_values(run: Path) -> 
         *("reward.head_seed", "actor.ema", "algo.kl.coef", "run.steps"),
     ]
     seed = next(problem for problem in refusal.value.problems if problem.field == "run.seed")
-    assert (seed.value, seed.rule.split(":")[0]) == ("5", "stays 1 when a run goes on")
+    assert (seed.value, seed.rule.split(":")[0]) == ("5", "stays 1 when a run resumes")
     assert "another run.dir" in seed.fix
     scale = next(problem for problem in refusal.value.problems if problem.field == "critic.value_norm")
-    assert (scale.value, scale.rule.split(":")[0]) == ("{beta: 0.99995, eps: 1.0e-05}", "stays null when a run goes on")
+    assert (scale.value, scale.rule.split(":")[0]) == ("{beta: 0.99995, eps: 1.0e-05}", "stays null when a run resumes")
 
 
 def test_another_stage_is_one_problem(run: Path) -> None:

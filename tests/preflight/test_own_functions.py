@@ -7,7 +7,7 @@ import pytest
 from megarl.algos.registry import KINDS
 from megarl.config.schema import STAGES, CustomFunction
 from megarl.config.schema.schema_walk import choices, sections
-from megarl.preflight.functions import check_own_functions
+from megarl.preflight.user_functions import check_own_functions
 from tests.config.debug import GRPO, debug
 
 HERE = "tests.own_functions"
@@ -47,7 +47,7 @@ def test_functions_that_are_not_there_are_all_told_at_once() -> None:
             "algo.policy_loss.args",
             "'clip'",
         ),
-        ([f"algo.value_loss={HERE}:plain_mean"], "algo.value_loss.args", "(values, old_values, returns) first"),
+        ([f"algo.value_loss={HERE}:plain_mean"], "algo.value_loss.args", "(values, old_values, returns)"),
         ([f"algo.aggregation={HERE}:of_two"], "algo.aggregation.args", "of_two"),
         (
             [
@@ -55,12 +55,12 @@ def test_functions_that_are_not_there_are_all_told_at_once() -> None:
                 f"algo.kl.estimator={HERE}:of_two",
             ],
             "algo.kl.estimator.args",
-            "(logprobs, ref_logprobs, importance) first",
+            "(logprobs, ref_logprobs, importance)",
         ),
         (
             [f"algo.advantage={{name: '{HERE}:above_the_median', level: token}}"],
             "algo.advantage.args",
-            "(rewards, values, response_mask) first",
+            "(rewards, values, response_mask)",
         ),
     ],
 )

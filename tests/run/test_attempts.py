@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.run.attempts import Attempt, AttemptLog, End, read_attempts
+from megarl.run.attempts import Attempt, AttemptEnd, AttemptLog, read_attempts
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_an_attempt_is_a_line_for_its_start_and_one_for_its_end(file: Path, monk
         },
         {"event": "start", "number": 2, "time": 200.0, "step": 6, **here, "job": "4711", "restart": 1},
     ]
-    end = End(time=160.5, step=7, reason="run error", message="train rank 3 died\nünd so")
+    end = AttemptEnd(time=160.5, step=7, reason="run error", message="train rank 3 died\nünd so")
     assert read_attempts(file) == [
         Attempt(number=1, time=100.0, step=0, **here, end=end),
         Attempt(number=2, time=200.0, step=6, **here, job="4711", restart=1),
@@ -96,7 +96,7 @@ def test_a_message_without_end_is_cut(file: Path) -> None:
     assert attempt.end is not None
     assert attempt.end.message == "x" * 4000
     log.end(0, "exception", "a name that is no text: \udcff")
-    assert read_attempts(file)[0].end == End(
+    assert read_attempts(file)[0].end == AttemptEnd(
         time=pytest.approx(attempt.end.time, abs=60),
         step=0,
         reason="exception",

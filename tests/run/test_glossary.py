@@ -13,7 +13,7 @@ from torch import Tensor
 from megarl.algos.policy_loss import ppo, with_term
 from megarl.algos.preference_loss import pairwise
 from megarl.algos.value_loss import mse
-from tests.obs.glossary import undescribed
+from tests.run.glossary import undescribed
 
 PACKAGE = Path(__file__).parents[2] / "megarl"
 FAMILIES = (

@@ -1,4 +1,4 @@
-"""What ``megarl status`` does: it reads the runs and shows them, once or again and again."""
+"""Shows the status of runs, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -19,53 +19,47 @@ _EVERY_S = 5.0
 
 
 class StatusError(ValueError):
-    """What the user asked for cannot be had; the message says why."""
+    """A status cannot be shown; the message is for the user."""
 
 
-def tell(run_dirs: Sequence[Path], *, as_json: bool, console: Console | None = None) -> None:
-    """Prints how runs are doing: one in full, several in a line each.
-
-    Args:
-        run_dirs: of runs or sweeps.
-        as_json: prints everything instead, an object in a line for each run.
-        console: where to print; None is standard output.
+def show_status(run_dirs: Sequence[Path], *, as_json: bool) -> None:
+    """Prints the status of runs or sweeps: one run in full, several in a line each, or JSON.
 
     Raises:
-        StatusError: a directory has no run or cannot be read; the others have been told.
+        StatusError: a directory has no run or cannot be read; the others are printed.
     """
     statuses, problems = _read(run_dirs)
     if as_json:
-        for status in statuses:
-            print(json.dumps(asdict(status)))
+        for found in statuses:
+            print(json.dumps(asdict(found)))
     elif statuses:
-        console = console or Console(highlight=False)
-        console.print(_shown(statuses), soft_wrap=True)
+        Console(highlight=False).print(_render(statuses), soft_wrap=True)
     if problems:
         raise StatusError("\n".join(problems))
 
 
-def watch(run_dirs: Sequence[Path], *, as_json: bool, console: Console | None = None) -> None:
-    """Shows it, and again every few seconds, until it is interrupted; then the last of it stays.
+def watch_status(run_dirs: Sequence[Path], *, as_json: bool, console: Console | None = None) -> None:
+    """Shows the status every few seconds, until it is interrupted; the last one stays on the screen.
 
     Raises:
         StatusError: there is no terminal, or JSON is asked for; or a directory has no run or cannot be read.
     """
     console = console or Console(highlight=False)
     if as_json or not console.is_terminal:
-        raise StatusError("--watch: shows a terminal what changes; without one, or with --json, leave it out")
+        raise StatusError("--watch: updates a terminal; leave it out without a terminal or with --json")
     statuses, problems = _read(run_dirs)
     if problems:
         raise StatusError("\n".join(problems))
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            live.update(_shown(statuses), refresh=True)
+            live.update(_render(statuses), refresh=True)
             time.sleep(_EVERY_S)
             statuses = _read(run_dirs)[0] or statuses  # a shared file system may be away for a moment
-    console.print(_shown(statuses), soft_wrap=True)
+    console.print(_render(statuses), soft_wrap=True)
 
 
 def _read(run_dirs: Sequence[Path]) -> tuple[list[RunStatus], list[str]]:
-    """The runs, and which directories have none or cannot be read."""
+    """The statuses, and the problems of directories that have none or cannot be read."""
     statuses: list[RunStatus] = []
     problems: list[str] = []
     for run_dir in run_dirs:
@@ -78,5 +72,5 @@ def _read(run_dirs: Sequence[Path]) -> tuple[list[RunStatus], list[str]]:
     return statuses, problems
 
 
-def _shown(statuses: Sequence[RunStatus]) -> RenderableType:
+def _render(statuses: Sequence[RunStatus]) -> RenderableType:
     return render_run(statuses[0]) if len(statuses) == 1 else render_table(statuses)

@@ -19,11 +19,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from megarl.cli import app
-from megarl.run.status import command, render
+from megarl.run.status import render, show
 from megarl.run.status.reading import read_status
-from megarl.run.status.verdict import StateName
+from megarl.run.status.run_state import StateName
 from tests.config.debug import REPOSITORY
-from tests.status.directories import NOW, MadeRun
+from tests.run.status.directories import NOW, MadeRun
 
 PAGE = (REPOSITORY / "docs" / "status.md").read_text(encoding="utf-8")
 
@@ -83,7 +83,7 @@ def test_the_end_and_its_reason(run: MadeRun) -> None:
     run.end(2, ago=600, step=47, reason="config error", message="configuration: 1 problem\n  data = changed")
     told = lines(run)
     assert told[1:4] == [
-        "state       failed, 10 min ago (22:03): its last attempt says so: config error",
+        "state       failed, 10 min ago (22:03): its last attempt ended: config error",
         "            configuration: 1 problem",
         "              data = changed",
     ]
@@ -94,14 +94,14 @@ def test_the_end_and_its_reason(run: MadeRun) -> None:
 def test_a_run_that_was_resumed_says_that_it_has_no_step_yet(run: MadeRun) -> None:
     run.end(2, ago=600, step=47, reason="interrupted", message="SIGTERM")
     run.start(3, ago=120, step=40)
-    assert "            no step yet of the attempt that began 2 min ago (22:11)" in lines(run)
+    assert "            no step yet in the attempt that started 2 min ago (22:11)" in lines(run)
 
 
 def test_a_job_that_says_nothing_before_its_run_is_not_where_the_last_attempt_was(run: MadeRun) -> None:
     run.job("4712-0", {"agent started": 2700, "all connected": 2600})
     told = lines(run)
     assert told[1] == "state       silent: job 4712: all connected 43 min ago"
-    assert "            2: 20:00 on n1 (job 4711), after step 20; killed: it could not say why" in told
+    assert "            2: 20:00 on n1 (job 4711), after step 20; killed: it wrote no reason" in told
 
 
 def test_a_run_that_was_submitted_again_says_so(run: MadeRun) -> None:
@@ -111,9 +111,9 @@ def test_a_run_that_was_submitted_again_says_so(run: MadeRun) -> None:
     os.utime(config, (NOW - 9000, NOW - 9000))
     assert lines(run)[3].startswith("step ")
     os.utime(config, (NOW - 300, NOW - 300))
-    assert lines(run)[3] == "            prepared for a cluster 5 min ago; nothing has begun since"
+    assert lines(run)[3] == "            prepared for a cluster 5 min ago; nothing has started since"
     run.file("slurm/submitted.json", 300, '{"job": "4712"}')
-    assert lines(run)[3] == "            job 4712 was submitted 5 min ago; nothing has begun since"
+    assert lines(run)[3] == "            job 4712 was submitted 5 min ago; nothing has started since"
     output = run.file("slurm/4712.out", ago=200, text="module: command not found")
     told = lines(run)
     assert told[1].startswith("state       starting: job 4712: it printed this 3 min ago, and nothing else is known; ")
@@ -166,7 +166,7 @@ def test_many_attempts_are_the_last_ones(tmp_path: Path) -> None:
     assert "attempts    12, of which the last:" in told
     assert [line.split(":")[0].strip() for line in told if ", after step 0; " in line] == [str(n) for n in range(5, 13)]
     assert told[-2].endswith("after step 0; killed")
-    assert told[-3].endswith("after step 0; killed: it could not say why")
+    assert told[-3].endswith("after step 0; killed: it wrote no reason")
 
 
 def shown(*runs: MadeRun) -> list[str]:
@@ -248,9 +248,9 @@ def test_a_watched_run_is_looked_at_until_an_interrupt(run: MadeRun, monkeypatch
             raise KeyboardInterrupt
         run.step(step, ago=0)
 
-    monkeypatch.setattr(command.time, "sleep", nap)
+    monkeypatch.setattr(show.time, "sleep", nap)
     out = io.StringIO()
-    command.watch([run.path], as_json=False, console=Console(file=out, width=100, height=40, force_terminal=True))
+    show.watch_status([run.path], as_json=False, console=Console(file=out, width=100, height=40, force_terminal=True))
     screen, last = out.getvalue().split("\x1b[?1049l")
     for step in (47, 48, 49):
         assert f"{step} of 100" in screen

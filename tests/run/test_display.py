@@ -7,8 +7,7 @@ import threading
 
 from rich.console import Console
 
-from megarl.run.display import ProgressSink, open_display
-from megarl.run.sinks import ConsoleSink
+from megarl.run.display import ConsoleSink, ProgressSink, open_display
 
 COLUMNS = {"objective/score": "score", "objective/kl": "KL"}
 

@@ -6,7 +6,6 @@ import errno
 import os
 import signal
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ import pytest
 from megarl.config import ConfigError, Problem
 from megarl.errors import RunError
 from megarl.run.attempts import read_attempts
-from megarl.run.directory import RunPaths, attempt
-from tests.config.debug import debug
+from megarl.run.directory import attempt
+from megarl.run.paths import RunPaths
 
 PROBLEM = Problem(field="data", value="changed", rule="it stays", fix="restore it")
 
@@ -53,17 +52,17 @@ ENDS: dict[str, tuple[Callable[[], None], type[BaseException] | None, tuple[str,
 def test_an_end_is_noted_and_stays_what_it_was(tmp_path: Path, name: str) -> None:
     run, error, told = ENDS[name]
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with closing(RunPaths(debug(f"run.dir={tmp_path}"))) as directory:
-        directory.metrics.write_text('{"step": 5}\n{"step": 6}\n{"st')
-        raised: type[BaseException] | None = None
-        try:
-            with attempt(directory, taken=4):
-                assert read_attempts(directory.attempts)[0].end is None
-                run()
-        except BaseException as found:
-            raised = type(found)
-        assert raised is error
-        (noted,) = read_attempts(directory.attempts)
+    directory = RunPaths(tmp_path)
+    directory.metrics.write_text('{"step": 5}\n{"step": 6}\n{"st')
+    raised: type[BaseException] | None = None
+    try:
+        with attempt(directory, taken=4):
+            assert read_attempts(directory.attempts)[0].end is None
+            run()
+    except BaseException as found:
+        raised = type(found)
+    assert raised is error
+    (noted,) = read_attempts(directory.attempts)
     assert (noted.number, noted.step) == (1, 4)
     assert noted.end is not None
     assert (noted.end.step, noted.end.reason, noted.end.message) == (6, *told)
@@ -71,15 +70,15 @@ def test_an_end_is_noted_and_stays_what_it_was(tmp_path: Path, name: str) -> Non
 
 
 def test_a_run_without_a_step_ends_where_it_began(tmp_path: Path) -> None:
-    with closing(RunPaths(debug(f"run.dir={tmp_path}"))) as directory:
-        with attempt(directory, taken=4):
-            pass
-        with attempt(directory):
-            pass
-        assert [(found.number, found.end and found.end.step) for found in read_attempts(directory.attempts)] == [
-            (1, 4),
-            (2, 0),
-        ]
+    directory = RunPaths(tmp_path)
+    with attempt(directory, taken=4):
+        pass
+    with attempt(directory):
+        pass
+    assert [(found.number, found.end and found.end.step) for found in read_attempts(directory.attempts)] == [
+        (1, 4),
+        (2, 0),
+    ]
 
 
 def test_a_full_disk_does_not_hide_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +86,6 @@ def test_a_full_disk_does_not_hide_the_end(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    directory = RunPaths(debug(f"run.dir={tmp_path}"))
-    with closing(directory), pytest.raises(RunError, match="train rank 3 died"), attempt(directory):
+    directory = RunPaths(tmp_path)
+    with pytest.raises(RunError, match="train rank 3 died"), attempt(directory):
         raise RunError("train rank 3 died")

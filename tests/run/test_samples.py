@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.run.samples import SampleWriter, ShownSample
+from megarl.run.results import SampleWriter, ShownSample
 
 SAMPLE = ShownSample(
     sample_id="p1/0",

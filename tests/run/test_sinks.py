@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import json
 import math
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 
-from megarl.run.sinks import ConsoleSink, JsonLines, JsonlSink, Metrics
+from megarl.run.display import ConsoleSink
+from megarl.run.sinks import JsonLines, JsonlSink, Metrics
 
 
 def test_every_step_is_a_flushed_line(tmp_path: Path) -> None:
@@ -54,7 +56,7 @@ def test_a_run_that_goes_on_appends(tmp_path: Path) -> None:
 
 
 def test_objects_may_be_nested_and_text_stays_readable(tmp_path: Path) -> None:
-    with JsonLines(tmp_path / "m") as lines:
+    with closing(JsonLines(tmp_path / "m")) as lines:
         lines.write({"text": "für\n", "scores": {"rule": np.float32(0.5)}, "ids": (np.int32(1), 2)})
         lines.write({"done": True, "no": None})
     first, second = (tmp_path / "m").read_text(encoding="utf-8").splitlines()

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from megarl.run.directory import RunPaths
-from megarl.run.status import verdict
+from megarl.run.directory import RunDirectory
+from megarl.run.paths import is_locked
 from megarl.run.status.reading import read_status
-from megarl.run.status.verdict import State
+from megarl.run.status.run_state import RunState
 from tests.config.debug import debug
-from tests.status.directories import MINUTE, NOW, MadeRun
+from tests.run.status.directories import MINUTE, NOW, MadeRun
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> MadeRun:
     return MadeRun(tmp_path / "run")
 
 
-def state(run: MadeRun, host: str = "n1") -> State:
+def state(run: MadeRun, host: str = "n1") -> RunState:
     return read_status(run.path, NOW, host).state
 
 
@@ -50,7 +50,7 @@ def test_a_summary_is_the_end(run: MadeRun) -> None:
     run.start(1, ago=900)
     run.end(1, ago=60, step=100, reason="finished")
     (run.path / "summary.json").write_text("{}")
-    assert state(run) == State(name="finished", because="summary.json is there", since=NOW - 60)
+    assert state(run) == RunState(name="finished", because="summary.json is there", since=NOW - 60)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_process_that_is_gone_from_its_own_machine_was_killed(run: MadeRun) ->
     run.steps(3, ago=300, apart=60)
     found = state(run)
     assert (found.name, found.since) == ("killed", NOW - 300)
-    assert "process 77 on n1 could not say why" in found.message
+    assert "process 77 on n1 wrote no reason" in found.message
 
 
 @pytest.mark.process
@@ -131,8 +131,8 @@ def test_a_lock_that_nobody_can_ask_for_proves_nothing(run: MadeRun, monkeypatch
 
     run.start(1, ago=60)
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    assert verdict.is_locked(run.path / ".lock") is None
-    assert state(run) == State(name="running", because="last written 60 s ago; its lock cannot be read")
+    assert is_locked(run.path / ".lock") is None
+    assert state(run) == RunState(name="running", because="last written 60 s ago; its lock cannot be read")
 
 
 def test_a_job_that_ended_tells_of_a_driver_that_could_not(run: MadeRun) -> None:
@@ -167,9 +167,9 @@ def test_a_lost_node_is_named_before_what_the_driver_told(run: MadeRun) -> None:
     end = {"exit_code": 1, "reason": "node n2 was lost: the connection to its agent has ended", "node": "n2"}
     run.job("4711-0", {"agent started": 1000}, end)
     message = "node n2 was lost: the connection to its agent has ended\ntrain rank 3 died in update\n"
-    assert state(run, "login") == State(
+    assert state(run, "login") == RunState(
         name="failed",
-        because="its last attempt says so: run error",
+        because="its last attempt ended: run error",
         message=f"{message}its log is logs/rank-3.log",
         since=NOW - 90,
     )
@@ -189,7 +189,7 @@ def test_a_job_whose_run_has_not_begun_again_is_starting(run: MadeRun) -> None:
     run.start(1, ago=900, job="4711")
     run.end(1, ago=90, step=3, reason="interrupted", message="SIGTERM")
     run.job("4712-0", STAGES)
-    assert state(run) == State(name="starting", because="job 4712: all connected 30 s ago")
+    assert state(run) == RunState(name="starting", because="job 4712: all connected 30 s ago")
 
 
 def test_a_job_that_ended_before_its_run_began_says_why(run: MadeRun) -> None:
@@ -226,9 +226,9 @@ def test_a_job_of_which_no_agent_has_begun_tells_what_it_printed(run: MadeRun) -
     run.file("slurm/4711.out", ago=101, text="of a job before\n")
     assert state(run).name == "waiting"
     run.file("slurm/4712.out", ago=90, text="a\nb\n\n\x1b[31mc\r\nsetup: module load cuda/12.8: exit code 127\n")
-    known = "job 4712: it printed this 90 s ago, and nothing else is known; squeue --job 4712 says whether it goes on"
+    known = "job 4712: it printed this 90 s ago, and nothing else is known; squeue --job 4712 shows whether it runs"
     printed = "b\n[31mc\nsetup: module load cuda/12.8: exit code 127"
-    assert state(run) == State(name="starting", because=known, message=printed)
+    assert state(run) == RunState(name="starting", because=known, message=printed)
     run.file("slurm/4712.out", ago=35 * MINUTE)
     run.file("slurm/config-0.yaml", ago=36 * MINUTE)
     assert state(run).name == "silent"
@@ -274,14 +274,14 @@ def test_a_run_that_nobody_began_waits(run: MadeRun) -> None:
 
 def test_a_run_without_attempts_is_not_guessed_at(run: MadeRun) -> None:
     run.steps(3, ago=300, apart=60)
-    assert state(run) == State(name="unknown", because="nothing tells who ran it; last written 5 min ago")
+    assert state(run) == RunState(name="unknown", because="no record of who ran it; last written 5 min ago")
 
 
 def test_whoever_looks_at_the_lock_refuses_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looking = (tmp_path / ".lock").open("w")
     fcntl.flock(looking, fcntl.LOCK_SH)
     monkeypatch.setattr("time.sleep", lambda seconds: looking.close())
-    with closing(RunPaths(debug(f"run.dir={tmp_path}"))):
+    with closing(RunDirectory(debug(f"run.dir={tmp_path}"))):
         assert looking.closed
-        assert verdict.is_locked(tmp_path / ".lock")
-    assert verdict.is_locked(tmp_path / ".lock") is False
+        assert is_locked(tmp_path / ".lock")
+    assert is_locked(tmp_path / ".lock") is False

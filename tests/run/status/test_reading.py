@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.run.status.jobs import Submission, note
-from megarl.run.status.reading import NoRunError, RunStatus, Saved, find_runs, read_status
-from megarl.run.status.throughput import Pace, pace_of
-from tests.status.directories import NOW, MadeRun
+from megarl.run.status.jobs import Submission, record_submission
+from megarl.run.status.reading import CheckpointState, NoRunError, RunStatus, find_runs, read_status
+from megarl.run.status.throughput import Throughput, measure_throughput
+from tests.run.status.directories import NOW, MadeRun
 
 
 @pytest.fixture
@@ -35,23 +35,34 @@ def line(written: float, seconds: float = 1.0) -> dict[str, float]:
 def test_the_pace_is_that_of_the_clock() -> None:
     """100, 40 and 100 s; the 1000 s between two attempts are none of a step."""
     lines = [line(100), line(200), line(240), line(1240), line(1340)]
-    assert pace_of(lines, [0, 900]) == Pace(steps=3, seconds_per_step=80, longest=100, steps_per_hour=45)
+    assert measure_throughput(lines, [0, 900]) == Throughput(
+        steps=3, seconds_per_step=80, longest=100, steps_per_hour=45
+    )
 
 
 def test_the_first_steps_tell_their_own_times() -> None:
-    assert pace_of([line(100, 4.0)], [0]) == Pace(steps=1, seconds_per_step=4, longest=4, steps_per_hour=900)
-    assert pace_of([line(100, 4.0), line(500, 8.0)], [0, 300]) == Pace(
+    assert measure_throughput([line(100, 4.0)], [0]) == Throughput(
+        steps=1, seconds_per_step=4, longest=4, steps_per_hour=900
+    )
+    assert measure_throughput([line(100, 4.0), line(500, 8.0)], [0, 300]) == Throughput(
         steps=2, seconds_per_step=6, longest=8, steps_per_hour=600
     )
-    assert pace_of([{"time/step": 4.0}], []) == Pace(steps=1, seconds_per_step=4, longest=4, steps_per_hour=900)
-    assert pace_of([], [0]) is pace_of([{"step": 1}], [0]) is pace_of([{"time/step": None}], []) is None
+    assert measure_throughput([{"time/step": 4.0}], []) == Throughput(
+        steps=1, seconds_per_step=4, longest=4, steps_per_hour=900
+    )
+    assert (
+        measure_throughput([], [0])
+        is measure_throughput([{"step": 1}], [0])
+        is measure_throughput([{"time/step": None}], [])
+        is None
+    )
 
 
 def test_the_last_fifty_steps_count(run: MadeRun) -> None:
     run.start(1, ago=10**6)
     run.steps(49, ago=4000, apart=1000)
     run.steps(99, ago=10, apart=20, first=50)
-    assert read(run).progress.pace == Pace(steps=49, seconds_per_step=20, longest=20, steps_per_hour=180)
+    assert read(run).progress.pace == Throughput(steps=49, seconds_per_step=20, longest=20, steps_per_hour=180)
 
 
 def test_the_time_left_is_what_the_steps_take(run: MadeRun) -> None:
@@ -94,11 +105,11 @@ def test_an_attempt_without_a_step_is_not_overdue(run: MadeRun) -> None:
 def test_what_a_resume_would_take_again(run: MadeRun) -> None:
     run.start(1, ago=9000)
     run.steps(47, ago=20, apart=60)
-    assert read(run).saved == Saved(step=0, writing=None, again=47, seconds=47 * 60)
+    assert read(run).saved == CheckpointState(step=0, writing=None, again=47, seconds=47 * 60)
     run.checkpoint(20)
     run.checkpoint(40)
     (run.path / "checkpoints" / ".step-47.staged").mkdir()
-    assert read(run).saved == Saved(step=40, writing=47, again=7, seconds=7 * 60)
+    assert read(run).saved == CheckpointState(step=40, writing=47, again=7, seconds=7 * 60)
 
 
 def test_troubles_are_named(run: MadeRun) -> None:
@@ -119,7 +130,7 @@ def test_troubles_are_named(run: MadeRun) -> None:
     (logs / "train-rank-1.log").write_text("Traceback")
     assert read(run).troubles == [
         "step 60: not a finite number: policy/loss",
-        "policy: gradients that were not finite, and were skipped, in 2 of the last 50 steps, last in step 58",
+        "policy: updates were skipped, as gradients were not finite, in 2 of the last 50 steps, last in step 58",
         "6 of 800 responses of the last 50 steps have no score",
         f"printed into {logs}: train-rank-1.log",
     ]
@@ -261,7 +272,7 @@ def test_what_is_no_run_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("folder", ["slurm", "ray"])
 def test_a_submission_is_told_until_anything_of_it_begins(run: MadeRun, folder: str) -> None:
     run.file(f"{folder}/config-0.yaml", 30, "stage: sft")
-    note(run.path / folder, "4711")
+    record_submission(run.path / folder, "4711")
     os.utime(run.path / folder / "submitted.json", (NOW - 20, NOW - 20))
     assert read(run).submitted == Submission(job="4711", time=NOW - 20)
     run.start(1, ago=10)
@@ -270,12 +281,12 @@ def test_a_submission_is_told_until_anything_of_it_begins(run: MadeRun, folder: 
 
 def test_a_submission_whose_job_has_printed_has_begun(run: MadeRun) -> None:
     run.file("slurm/4711.out", ago=20)
-    note(run.path / "slurm", "4711")  # as Slurm was faster
+    record_submission(run.path / "slurm", "4711")  # as Slurm was faster
     assert read(run).submitted is None
 
 
 def test_a_submission_that_cannot_be_noted_is_one(run: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
-    note(run.path / "nowhere", "4711")
+    record_submission(run.path / "nowhere", "4711")
     assert capsys.readouterr().err.endswith("megarl status will not know of job 4711\n")
 
 

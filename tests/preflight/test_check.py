@@ -159,7 +159,7 @@ def test_a_broken_file_of_prompts_is_refused_with_its_line(tmp_path: Path) -> No
 def test_prompts_that_leave_no_room_are_refused(tmp_path: Path) -> None:
     text = refusal(*prompts(tmp_path, *[2] * 8, 33))
     assert "line 9: 33 tokens are too many: at most 32 fit" in text
-    assert text.endswith("what becomes of rows without use: data.too_long")
+    assert "data.too_long" in text.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_broken_rows_are_told_with_the_rules_that_the_stage_has(
     tmp_path: Path, stage: str, field: str, rules: str
 ) -> None:
     source = jsonl(tmp_path, [{"prompt_ids": [1] * 99, "response_ids": [2], "chosen_ids": [2], "rejected_ids": [3]}])
-    assert refusal(f"{field}={source.path}", stage=stage).endswith(f"rows without use: {rules}")
+    assert refusal(f"{field}={source.path}", stage=stage).splitlines()[-1].count(f"; {rules} choose") == 1
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_preferences_are_read_as_their_loss_needs_them(tmp_path: Path) -> None:
     assert "data.too_long, data.empty, data.equal" in text
     four = jsonl(tmp_path, [{**row, "candidates_ids": [[2], [3], [4], [5]]}], "four.jsonl")
     text = refusal(*overrides, f"data.evaluation={{path: {four.path}}}", stage="reward_model")
-    assert "rule: has 3 candidates a row, as data.train (4 are there)" in text
+    assert "rule: has 3 candidates a row, as data.train; it has 4" in text
     text = refusal("reward.loss={name: pairwise, margin: true}", stage="reward_model")
     assert "32 of 32 rows are broken:" in text
     assert "pairs.jsonl, line 1 (and 31 more): margin is None" in text
@@ -221,7 +221,7 @@ def test_there_is_something_to_replay(tmp_path: Path, stage: str) -> None:
 
 
 def test_a_step_needs_its_prompts(tmp_path: Path) -> None:
-    assert "has rows for data.prompts_per_step = 8: 3 to use are there" in refusal(*prompts(tmp_path, 2, 2, 2))
+    assert "has rows for data.prompts_per_step = 8: it has 3 usable ones" in refusal(*prompts(tmp_path, 2, 2, 2))
 
 
 def test_prompts_have_ids_in_use_only(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import math
 
 from rich.console import Console
 
-from megarl.run.sinks import metrics_table
+from megarl.run.display import metrics_table
 
 
 def test_intervals_stand_beside_their_metrics_and_prefixes_beside_each_other() -> None:

@@ -1,0 +1,82 @@
+"""Digests of the weights of frozen roles, which no checkpoint of a run has.
+
+A resume loads them again from their directories, where they may have been exchanged meanwhile. The digests cover
+config.json and each safetensors file: all of a file up to 16 MiB; of a larger one its size, its header and 256 blocks
+of 64 KiB at even distances, which is enough to notice one more training step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from megarl.config import PPOConfig, RAFTConfig, TrainingConfig
+from megarl.weights.hf_files import INDEX_FILE, SINGLE_FILE, read_weight_map
+
+FROZEN: Final = "frozen_weights"
+"""Their key in the driver's state of a checkpoint."""
+
+FrozenDigests = Mapping[str, Mapping[str, str]]
+"""Hexadecimal digests by the configuration's field of a directory and the name of a file in it."""
+
+_BLOCK, _BLOCKS = 1 << 16, 256
+_LENGTH_BYTES = 8  # a safetensors file starts with the length of its header
+_READERS = 8
+
+
+def digest_frozen_weights(config: TrainingConfig) -> FrozenDigests:
+    """Returns the digests of all frozen roles of a run.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    directories = dict(_directories(config))
+    with ThreadPoolExecutor(_READERS) as readers:
+        return {
+            field: {file.name: digest for file, digest in zip(files, readers.map(_digest, files), strict=True)}
+            for field, directory in directories.items()
+            for files in [_files(directory)]
+        }
+
+
+def changed_files(kept: FrozenDigests, now: FrozenDigests) -> dict[str, list[str]]:
+    """Returns the names of the files that differ, by field; a field that one side lacks is not compared."""
+    changed = {
+        field: sorted(name for name in files.keys() | now[field].keys() if files.get(name) != now[field].get(name))
+        for field, files in kept.items()
+        if field in now
+    }
+    return {field: names for field, names in changed.items() if names}
+
+
+def _directories(config: TrainingConfig) -> Iterator[tuple[str, Path]]:
+    frozen = {role for group in config.groups.values() for role in group.roles} - set(config.saved)
+    for role in sorted(frozen):
+        if role == "reward" and isinstance(config, PPOConfig | RAFTConfig) and config.reward.path is not None:
+            yield "reward.path", Path(config.reward.path)
+        elif config.model.path is not None:
+            yield "model.path", Path(config.model.path)
+
+
+def _files(directory: Path) -> list[Path]:
+    index = directory / INDEX_FILE
+    names = sorted(set(read_weight_map(index).values())) if index.is_file() else [SINGLE_FILE]
+    return [directory / name for name in ("config.json", *names)]
+
+
+def _digest(path: Path) -> str:
+    digest, size = hashlib.sha256(), path.stat().st_size
+    digest.update(str(size).encode())
+    with path.open("rb") as file:
+        if size <= _BLOCK * _BLOCKS:
+            digest.update(file.read())
+            return digest.hexdigest()
+        length = file.read(_LENGTH_BYTES)
+        digest.update(length + file.read(min(int.from_bytes(length, "little"), size)))
+        for block in range(_BLOCKS):
+            file.seek((size - _BLOCK) * block // (_BLOCKS - 1))
+            digest.update(file.read(_BLOCK))
+    return digest.hexdigest()

@@ -1,0 +1,136 @@
+"""A resume is refused when the weights that frozen roles load are not those that the run was started with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from megarl.config import ConfigError, TrainingConfig
+from megarl.run.directory import RunDirectory
+from megarl.run.frozen_weights import changed_files, digest_frozen_weights
+from tests.checkpoint.staging import write_roles
+from tests.config.debug import debug
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainingConfig:
+    """A run whose reference loads the model, in two files, and whose reward model has a checkpoint of its own."""
+    fields = debug().model.hf_config()
+    for name in ("model", "reward"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(fields))
+    save_file({"w": np.zeros(8, np.float32)}, tmp_path / "reward" / "model.safetensors")
+    for shard in "ab":
+        save_file({shard: np.zeros(8, np.float32)}, tmp_path / "model" / f"{shard}.safetensors")
+    index = {"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    return debug(
+        f"run.dir={tmp_path / 'run'}",
+        "model.random=null",
+        f"model.path={tmp_path / 'model'}",
+        f"reward.path={tmp_path / 'reward'}",
+    )
+
+
+def commit(config: TrainingConfig) -> None:
+    with closing(RunDirectory(config)) as directory:
+        directory.commit(1, write_roles(directory.checkpoints.stage(1)), {"version": 1})
+
+
+def exchange(file: Path) -> None:
+    """Other values of the same shapes."""
+    save_file({file.stem if file.stem in "ab" else "w": np.ones(8, np.float32)}, file)
+
+
+@pytest.mark.parametrize(
+    ("file", "field"),
+    [
+        ("reward/model.safetensors", "reward.path"),
+        ("model/b.safetensors", "model.path"),
+    ],
+)
+def test_exchanged_weights_are_refused(config: TrainingConfig, tmp_path: Path, file: str, field: str) -> None:
+    commit(config)
+    before = (tmp_path / file).read_bytes()
+    exchange(tmp_path / file)
+    with pytest.raises(ConfigError) as refusal:
+        RunDirectory(config)
+    (problem,) = refusal.value.problems
+    assert (problem.field, problem.value) == (field, str((tmp_path / file).parent))
+    assert Path(file).name in problem.rule
+    assert "restore these files" in problem.fix
+    (tmp_path / file).write_bytes(before)
+    with closing(RunDirectory(config)) as directory:
+        assert directory.latest is not None
+        assert directory.latest.state["version"] == 1
+
+
+def test_another_config_of_the_reward_model_is_refused(config: TrainingConfig, tmp_path: Path) -> None:
+    commit(config)
+    with (tmp_path / "reward" / "config.json").open("a") as file:
+        file.write("\n")
+    with pytest.raises(ConfigError, match=r"config\.json changed"):
+        RunDirectory(config)
+
+
+def test_the_digests_are_those_of_the_start(config: TrainingConfig, tmp_path: Path) -> None:
+    """Files that are exchanged while the run has them loaded are noticed as well."""
+    with closing(RunDirectory(config)) as directory:
+        exchange(tmp_path / "reward" / "model.safetensors")
+        directory.commit(1, write_roles(directory.checkpoints.stage(1)), {})
+    with pytest.raises(ConfigError, match=r"reward\.path"):
+        RunDirectory(config)
+
+
+def test_a_run_that_starts_again_may_have_other_weights(config: TrainingConfig, tmp_path: Path) -> None:
+    RunDirectory(config).close()
+    exchange(tmp_path / "reward" / "model.safetensors")
+    RunDirectory(config).close()
+
+
+def test_checkpoints_without_digests_are_resumed(config: TrainingConfig) -> None:
+    with closing(RunDirectory(config)) as directory:
+        directory.checkpoints.commit(1, write_roles(directory.checkpoints.stage(1)), {})
+    RunDirectory(config).close()
+
+
+def grown(content: bytearray) -> None:
+    content.append(0)
+
+
+def header(content: bytearray) -> None:
+    content[9] ^= 1
+
+
+def last_byte(content: bytearray) -> None:
+    content[-1] ^= 1
+
+
+def one_value_in_fifty_thousand(content: bytearray) -> None:
+    content[12345 :: 4 * 50_000] = bytes(value ^ 1 for value in content[12345 :: 4 * 50_000])
+
+
+@pytest.mark.parametrize("change", [grown, header, last_byte, one_value_in_fifty_thousand])
+def test_a_large_file_is_read_in_parts(
+    config: TrainingConfig, tmp_path: Path, change: Callable[[bytearray], None]
+) -> None:
+    file = tmp_path / "reward" / "model.safetensors"
+    save_file({"w": np.arange(10 * MIB, dtype=np.float32)}, file)
+    before = digest_frozen_weights(config)
+    content = bytearray(file.read_bytes())
+    assert len(content) > 40 * MIB
+    change(content)
+    file.write_bytes(content)
+    assert changed_files(before, digest_frozen_weights(config)) == {"reward.path": ["model.safetensors"]}
+
+
+def test_random_models_have_no_files(tmp_path: Path) -> None:
+    assert digest_frozen_weights(debug(f"run.dir={tmp_path}")) == {}

@@ -1,0 +1,102 @@
+"""`megarl plan` refuses and reports what `megarl train` would, and changes nothing."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from megarl.cli import app
+from megarl.config import ConfigError, load
+from megarl.run.directory import EvaluationDirectory, RunDirectory
+from tests.checkpoint.staging import content, write_roles
+from tests.config.debug import REPOSITORY, debug
+
+CONFIGS = REPOSITORY / "configs" / "debug"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of 10 steps with a checkpoint after the sixth."""
+    monkeypatch.chdir(REPOSITORY)
+    path = tmp_path / "run"
+    with closing(RunDirectory(debug(f"run.dir={path}", "run.steps=10"))) as directory:
+        save(directory, 6)
+    return path
+
+
+def save(directory: RunDirectory, step: int) -> None:
+    directory.commit(step, write_roles(directory.checkpoints.stage(step)), {"version": step})
+
+
+def plan(run: Path, *overrides: str, stage: str = "ppo") -> Result:
+    """The command's result; it leaves the directory as it was."""
+    before = content(run)
+    arguments = ["plan", str(CONFIGS / f"{stage}.yaml"), f"run.dir={run}", *overrides]
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "120"})
+    assert content(run) == before
+    return result
+
+
+def resume_line(result: Result) -> str | None:
+    assert result.exit_code == 0, result.stderr
+    lines = {line[:13].strip(): line[14:] for line in result.stdout.splitlines()}
+    return lines.get("resume")
+
+
+def test_a_run_resumes_after_its_checkpoint(run: Path) -> None:
+    assert resume_line(plan(run, "run.steps=10")) == "after step 6"
+
+
+def test_a_new_run_is_not_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    assert resume_line(plan(tmp_path / "new")) is None
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_without_a_checkpoint_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    RunDirectory(debug(f"run.dir={tmp_path}")).close()
+    assert resume_line(plan(tmp_path)) == "from the beginning: there is no checkpoint yet"
+
+
+def test_a_finished_run_is_reported(run: Path) -> None:
+    with closing(RunDirectory(debug(f"run.dir={run}", "run.steps=10"))) as directory:
+        save(directory, 10)
+        directory.summary.write_text("{}")
+    assert "is finished: it has taken its 10 steps" in str(resume_line(plan(run, "run.steps=10")))
+    assert resume_line(plan(run, "run.steps=12")) == "after step 10"
+
+
+def broken(run: Path) -> None:
+    (run / "checkpoints/step-6/actor/0-0.bin").write_bytes(b"")
+
+
+@pytest.mark.parametrize("override", ["run.seed=5", "run.steps=5", "damaged"])
+def test_what_train_refuses_is_refused_with_the_same_problems(run: Path, override: str) -> None:
+    overrides = ["run.steps=10"] if override == "damaged" else ["run.steps=10", override]
+    if override == "damaged":
+        broken(run)
+    with pytest.raises(ConfigError) as refusal:
+        RunDirectory(load(CONFIGS / "ppo.yaml", [f"run.dir={run}", *overrides]))
+    result = plan(run, *overrides)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert all(str(problem) in result.stderr for problem in refusal.value.problems)
+
+
+def test_a_run_that_another_process_has_is_refused(run: Path) -> None:
+    with closing(RunDirectory(debug(f"run.dir={run}", "run.steps=10"))):
+        result = plan(run, "run.steps=10")
+    assert result.exit_code == 2
+    assert "is run by one process at a time" in result.stderr
+
+
+def test_an_evaluation_does_not_go_where_a_run_is(run: Path, tmp_path: Path) -> None:
+    result = plan(run, stage="eval")
+    assert result.exit_code == 2
+    assert "has nothing that would be lost; it has a training run" in result.stderr
+    interrupted = tmp_path / "interrupted"
+    EvaluationDirectory(load(CONFIGS / "eval.yaml", [f"run.dir={interrupted}"])).close()
+    assert plan(interrupted, stage="eval").exit_code == 0
