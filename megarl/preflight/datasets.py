@@ -147,13 +147,13 @@ class DataReader:
             encoder = Encoder(self.tokenizer, vocab_size=self._vocab_size, chat_template=chats, max_tokens=max_tokens)
             rows = load(source, encoder, drop=self._drop)
         except (OSError, ValueError) as error:
-            fix = f"correct the path or the rows (docs/data.md); what becomes of rows without use: {self._rules}"
+            fix = f"correct the path or the rows (docs/data.md); {self._rules} choose what happens to unusable ones"
             self.problems.append(Problem(field=field, value=source.path, rule=str(error), fix=fix))
             return []
         self._left_out += [(field, row) for row in rows.left_out]
         if at_least is not None and len(rows.items) < at_least[1]:
             left = f", and {len(rows.left_out)} that are left out" if rows.left_out else ""
-            rule = f"has rows for {at_least[0]} = {at_least[1]}: {len(rows.items)} to use are there{left}"
+            rule = f"has rows for {at_least[0]} = {at_least[1]}: it has {len(rows.items)} usable ones{left}"
             fix = f"add rows, or lower {at_least[0]}"
             self.problems.append(Problem(field=field, value=source.path, rule=rule, fix=fix))
         return list(rows.items)
@@ -228,6 +228,6 @@ def read_pair_sets(config: RewardModelConfig, reader: DataReader) -> PairSets:
 def _of_one_size(train: Sequence[Preference], held_out: Sequence[Preference], path: str) -> Iterator[Problem]:
     """Candidates are as many in both sources, if both have rows."""
     if train and held_out and len(train[0].responses) != len(held_out[0].responses):
-        rule = f"has {len(train[0].responses)} candidates a row, as data.train ({len(held_out[0].responses)} are there)"
+        rule = f"has {len(train[0].responses)} candidates a row, as data.train; it has {len(held_out[0].responses)}"
         fix = "take rows with as many candidates"
         yield Problem(field="data.evaluation", value=path, rule=rule, fix=fix)

@@ -15,7 +15,7 @@ from megarl.config import PPOConfig, RunConfig
 from megarl.config.problems import Problem, shown
 from megarl.config.schema import CustomFunction, RewardFunction, Section
 from megarl.plugins import Function, check_options, resolve, suggestion
-from megarl.rewards.functions import RULES, labels
+from megarl.rewards.functions import RULES, TOKEN_RULES, labels
 from megarl.rewards.functions import resolve as resolve_reward
 from megarl.types import Prompt
 
@@ -89,7 +89,7 @@ def _problems(function: RewardFunction, where: str, *, tokenizer: bool, longest:
         yield Problem(field=f"{where}.name", value=function.name, rule=str(error), fix=fix)
         return
     if labels([function])[0] in _TAKEN:
-        rule = f"none of {', '.join(_TAKEN)}, which metrics of other things are called"
+        rule = f"none of {', '.join(_TAKEN)}, which are names of other metrics"
         yield Problem(field=f"{where}.name", value=function.name, rule=rule, fix="give your function another name")
     try:
         check_options(target, function.args, name=function.name, positional=1)
@@ -99,7 +99,7 @@ def _problems(function: RewardFunction, where: str, *, tokenizer: bool, longest:
     if function.name in RULES:
         wrong = list(_values(target, function.args, f"{where}.args"))
         yield from wrong or _overlong(function, f"{where}.args", longest)
-        if RULES[function.name].reads_text and not tokenizer:
+        if function.name not in TOKEN_RULES and not tokenizer:
             fix = "set model.tokenizer, or choose a function that reads token ids"
             yield Problem(field=f"{where}.name", value=function.name, rule="reads text: needs a tokenizer", fix=fix)
 
@@ -121,7 +121,7 @@ def _overlong(function: RewardFunction, where: str, longest: int | None) -> Iter
         return
     most, rising = function.args["max_tokens"], function.args["buffer_tokens"]
     if rising > most:
-        rule = f"at most max_tokens = {most}: the penalty would begin before the response"
+        rule = f"at most max_tokens = {most}: the penalty would start before the response"
         yield Problem(field=f"{where}.buffer_tokens", value=str(rising), rule=rule, fix=f"set it to {most} or less")
     if longest is not None and most > longest:
         rule = f"at most rollout.max_new_tokens = {longest}: no response is longer"
@@ -132,7 +132,7 @@ def _field_argument(function: RewardFunction) -> str | None:
     """The column that a built-in function reads."""
     if function.name not in RULES:
         return None
-    parameter = inspect.signature(RULES[function.name].function).parameters.get("field")
+    parameter = inspect.signature(RULES[function.name]).parameters.get("field")
     return None if parameter is None else function.args.get("field", parameter.default)
 
 

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megarl.run.samples import ShownSample
 
 from megarl.config import load
 from megarl.run.directory import RunDirectory
 from megarl.run.report import Reporter
-from megarl.run.results import EvaluationResult, StepResult
+from megarl.run.results import EvaluationResult, ShownSample, StepResult
 from tests.loop.test_model_directory import DEBUG
 
 SAMPLE = ShownSample(
