@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -200,13 +201,21 @@ def _oracle(directory: Path, reference: Path, settings: ppo.Settings) -> Any:
     )
 
 
+Made = tuple[Path, Path, Any]
+
+
 @pytest.fixture(scope="module")
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any]:
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
     """An untied model, and a tied one whose layers no number of stages divides."""
-    kind, fields = request.param, {"n_layer": 5} if request.param == "gpt2" else {}
-    directory = save_model(tmp_path_factory.mktemp("policy"), kind, **fields)
-    reference = save_model(tmp_path_factory.mktemp("reference"), kind, seed=1, **fields)
-    return directory, reference, _oracle(directory, reference, NAIVE_PPO)
+
+    @cache
+    def case(kind: str) -> Made:
+        fields = {"n_layer": 5} if kind == "gpt2" else {}
+        directory = save_model(tmp_path_factory.mktemp("policy"), kind, **fields)
+        reference = save_model(tmp_path_factory.mktemp("reference"), kind, seed=1, **fields)
+        return directory, reference, _oracle(directory, reference, NAIVE_PPO)
+
+    return case
 
 
 @pytest.fixture(scope="module")
@@ -250,15 +259,20 @@ def _case_id(value: object) -> str:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("case", "actor", "critic", "reference", "budget"),
+    ("family", "actor", "critic", "reference", "budget"),
     [("qwen2", *layouts) for layouts in CASES] + [("gpt2", *CASES[index]) for index in (1, 6, 7, 12)],
-    indirect=["case"],
     ids=_case_id,
 )
 def test_equals_the_naive_iteration(
-    pool: RankPool, case: tuple[Path, Path, Any], actor: Layout, critic: Layout, reference: Layout, budget: int
+    pool: RankPool,
+    cases: Callable[[str], Made],
+    family: str,
+    actor: Layout,
+    critic: Layout,
+    reference: Layout,
+    budget: int,
 ) -> None:
-    directory, other, oracle = case
+    directory, other, oracle = cases(family)
     layouts = {"actor": actor, "critic": critic, "reference": reference}
     results = pool.run(_iteration, directory, other, layouts, budget, PPO, _facts(PPO), world_size=actor.world_size)
     actors, critics = zip(*results, strict=True)

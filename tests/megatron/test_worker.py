@@ -162,7 +162,13 @@ def test_taking_turns_and_recomputation_change_no_number(
     economical += [f"{roles}.actor.recompute=full", f"{roles}.critic.recompute=selective"]
     directory, results = plain
     economic = pool.run(
-        _iteration, [ALL_IDS, *economical], free_port(), directory / "model", tmp_path, world_size=4, connected=False
+        _iteration,
+        [ALL_IDS, *economical],
+        free_port(),
+        directory / "model",
+        tmp_path / "out",
+        world_size=4,
+        connected=False,
     )
     for one, other in zip(results, economic, strict=True):
         assert one["metrics"] == other["metrics"]
