@@ -40,7 +40,6 @@ class Signature:
     summary: str
 
 
-@functools.cache
 def signature_of(module: str, function: str, given: tuple[str, ...] = ()) -> Signature:
     """The signature of a function of ``megarl/algos/MODULE.py``.
 
@@ -51,7 +50,7 @@ def signature_of(module: str, function: str, given: tuple[str, ...] = ()) -> Sig
         KeyError: the module has no such function, or an option has no meaning.
         NameError: an annotation or a default uses a name that is not known without torch.
     """
-    source = _Source(Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8"))
+    source = _source(module)
     definition = source.functions[function]
     docstring = ast.get_docstring(definition) or ""
     meanings = {**_entries(source.docstring), **_entries(docstring)}
@@ -65,6 +64,11 @@ def signature_of(module: str, function: str, given: tuple[str, ...] = ()) -> Sig
         if parameter.arg not in given
     }
     return Signature(options=options, summary=_sentence(" ".join(docstring.partition("\n\n")[0].split())))
+
+
+@functools.cache
+def _source(module: str) -> _Source:
+    return _Source(Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8"))
 
 
 class _Source(dict[str, Any]):

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal, cast, get_args
 
-from pydantic import AfterValidator, BaseModel, Field, GetCoreSchemaHandler, create_model
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model
 from pydantic_core import core_schema
 
 from megarl.algos.registry import Kind
@@ -32,6 +32,12 @@ class Choice(Section):
     def options(self) -> dict[str, Any]:
         """The keyword arguments of the function that the name stands for."""
         return {key: getattr(self, key) for key in type(self).model_fields if key != "name"}
+
+
+class AlgorithmChoice(Choice):
+    """A function of ``megarl/algos``; its options are fields of a class that is derived from its signature."""
+
+    model_config = ConfigDict(use_attribute_docstrings=False)  # pydantic would search the source of each
 
 
 def _of_a_module(name: str) -> str:
@@ -109,7 +115,7 @@ def _derived(kind: Kind[Any], names: list[str]) -> type[Choice]:
     fields: dict[str, Any] = {"name": (cast(Any, Literal)[tuple(names)], names[0])}
     for option, parameter in signature.options.items():
         fields[option] = (parameter.type, Field(default=parameter.default, description=parameter.meaning))
-    derived = create_model(title, __base__=Choice, __doc__=signature.summary, __module__=__name__, **fields)
+    derived = create_model(title, __base__=AlgorithmChoice, __doc__=signature.summary, __module__=__name__, **fields)
     globals()[title] = derived  # where pickle looks for the class
     return derived
 
