@@ -147,19 +147,19 @@ _PREFERENCES = {"best_of_n": "prompts with candidates"}
 
 
 def print_plan(config: RunConfig, sets: Sets, resume: str | None = None, console: Console | None = None) -> None:
+    """Prints the placement of every role, and what the run does with its data.
+
+    Args:
+        resume: where the run in run.dir continues, if there is one.
+    """
     out = console or Console(highlight=False)
     table = Table("role", "group", "devices", "TP", "PP", "VPP", "DP", "EP", "SP", "tokens/micro-batch", box=None)
     for row in placement_rows(config):
         table.add_row(*row)
     out.print(table)
-    for key, text in plan_lines(config, sets):
-        _print_line(out, key, text)
-    if resume is not None:
-        _print_line(out, "resume", resume)
-
-
-def _print_line(out: Console, key: str, text: str) -> None:
-    out.print(f"{key:{_KEY_WIDTH}}{text}", soft_wrap=True, markup=False)
+    resumes = [] if resume is None else [("resume", resume)]
+    for key, text in (*plan_lines(config, sets), *resumes):
+        out.print(f"{key:{_KEY_WIDTH}}{text}", soft_wrap=True, markup=False)
 
 
 def placement_rows(config: RunConfig) -> Iterator[tuple[str, ...]]:

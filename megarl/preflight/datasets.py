@@ -1,4 +1,4 @@
-"""The data of each stage, read before anything starts; what is wrong with it becomes problems of the configuration."""
+"""The data of each stage, read before the run starts; what is wrong with it becomes problems of the configuration."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSets:
-    """What PPO reads, and evaluations.
+    """The data of PPO, RAFT and evaluations.
 
     Args:
-        train: prompts to learn from; an evaluation by itself has none.
-        held_out: prompts of the evaluations; empty without any.
-        tokenizer: None where the rows have token ids.
-        left_out: rows that are of no use.
-        texts: what the actor learns beside; empty without any.
+        train: empty in a standalone evaluation.
+        held_out: prompts of the evaluations.
+        tokenizer: None when the rows have token ids.
+        left_out: rows that are not used.
+        texts: demonstrations that are mixed into the actor's updates.
     """
 
     train: Sequence[Prompt]
@@ -40,13 +40,13 @@ class PromptSets:
 
     @property
     def rows(self) -> Mapping[str, Sequence[object]]:
-        """What was made of each source, by its field."""
+        """The items of each source, by its field."""
         return {"data.prompts": self.train, "evaluation.prompts": self.held_out, "ptx.data": self.texts}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextSets:
-    """What supervised fine-tuning reads; see PromptSets. ``held_out`` is None where nothing is evaluated."""
+    """The data of supervised fine-tuning; `held_out` is None without evaluations."""
 
     train: Sequence[Demonstration]
     held_out: Sequence[Demonstration] | None
@@ -55,13 +55,13 @@ class TextSets:
 
     @property
     def rows(self) -> Mapping[str, Sequence[object]]:
-        """What was made of each source, by its field."""
+        """The items of each source, by its field."""
         return {"data.train": self.train, "data.evaluation": self.held_out or ()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairSets:
-    """What a reward model's training reads; see TextSets. ``reference`` are the prompts of the reference samples."""
+    """The data of a reward model; `held_out` is None without evaluations, `reference` has the prompts of its scale."""
 
     train: Sequence[Preference]
     held_out: Sequence[Preference] | None
@@ -71,23 +71,19 @@ class PairSets:
 
     @property
     def rows(self) -> Mapping[str, Sequence[object]]:
-        """What was made of each source, by its field."""
-        return {
-            "data.train": self.train,
-            "data.evaluation": self.held_out or (),
-            "normalisation.prompts": self.reference,
-        }
+        """The items of each source, by its field."""
+        held_out = self.held_out or ()
+        return {"data.train": self.train, "data.evaluation": held_out, "normalisation.prompts": self.reference}
 
 
 class DataReader:
-    """Reads sources with one tokenizer, and collects what is wrong with them.
+    """Reads sources with one tokenizer, and collects the problems.
 
     Args:
-        tokenizer: of the run.
-        vocab_size: ids must lie below it.
-        chat_template: text prompts are what a user says in a chat.
-        drop: faults of rows that are left out; rows with others are errors.
-        rules: the fields that say which these are.
+        vocab_size: token ids lie below it.
+        chat_template: text prompts are messages of a user in a chat.
+        drop: faults of rows that are left out; rows with other faults are errors.
+        rules: the fields that choose these.
     """
 
     def __init__(
@@ -106,32 +102,10 @@ class DataReader:
 
     @property
     def left_out(self) -> LeftOutRows:
-        """Rows that were left out so far."""
+        """The rows that were left out so far."""
         return LeftOutRows(faults=self._drop, rows=tuple(self._left_out))
 
-    def prompts(
-        self, field: str, source: SourceFields, max_tokens: int, *, at_least: tuple[str, int] | None = None
-    ) -> list[Prompt]:
-        """Prompts of at most ``max_tokens``, and at least as many of them as a field says, given with its value."""
-        return self._read(load_prompts, field, source, max_tokens, at_least=at_least)
-
-    def demonstrations(self, field: str, source: SourceFields, max_tokens: int) -> list[Demonstration]:
-        """Demonstrations of at most ``max_tokens``."""
-        return self._read(load_demonstrations, field, source, max_tokens)
-
-    def texts(self, field: str, source: SourceFields, max_tokens: int, *, chat_template: bool) -> list[Demonstration]:
-        """Demonstrations of a source that says itself whether its prompts are what a user says."""
-        return self._read(load_demonstrations, field, source, max_tokens, chat_template=chat_template)
-
-    def pairs(self, field: str, source: SourceFields, max_tokens: int, *, margins: bool) -> list[Preference]:
-        """Pairs of at most ``max_tokens`` with either response."""
-        return self._read(partial(load_pairs, margins=margins), field, source, max_tokens)
-
-    def candidates(self, field: str, source: SourceFields, max_tokens: int) -> list[Preference]:
-        """Prompts with candidates, of at most ``max_tokens`` with any of them."""
-        return self._read(load_candidates, field, source, max_tokens)
-
-    def _read(
+    def read(
         self,
         load: Callable[..., Rows[T]],
         field: str,
@@ -141,7 +115,14 @@ class DataReader:
         at_least: tuple[str, int] | None = None,
         chat_template: bool | None = None,
     ) -> list[T]:
-        """Returns the rows, none where something is wrong; ``chat_template`` overrides the reader's."""
+        """Returns the items of a source; none when it has a problem.
+
+        Args:
+            load: a loader of `megarl.data`.
+            max_tokens: of an item.
+            at_least: a field whose value is the least number of items, and that value.
+            chat_template: overrides the reader's.
+        """
         chats = self._chat_template if chat_template is None else chat_template
         try:
             encoder = Encoder(self.tokenizer, vocab_size=self._vocab_size, chat_template=chats, max_tokens=max_tokens)
@@ -160,74 +141,71 @@ class DataReader:
 
 
 def read_prompt_sets(config: PPOConfig | RAFTConfig, reader: DataReader, vocab_size: int) -> PromptSets:
-    """The prompts of a run that trains on rollouts."""
-    data, made = config.data, config.data.random
+    """Reads the data of a run that trains on rollouts."""
+    data, random = config.data, config.data.random
     room = config.rollout.max_model_len - config.rollout.max_new_tokens
     train: list[Prompt] = []
     if data.prompts is not None:
-        train = reader.prompts(
-            "data.prompts", data.prompts, room, at_least=("data.prompts_per_step", data.prompts_per_step)
-        )
-    elif made is not None and made.min_tokens <= made.max_tokens:
+        needed = ("data.prompts_per_step", data.prompts_per_step)
+        train = reader.read(load_prompts, "data.prompts", data.prompts, room, at_least=needed)
+    elif random is not None and random.min_tokens <= random.max_tokens:
         train = random_prompts(
-            count=made.count,
-            min_tokens=made.min_tokens,
-            max_tokens=made.max_tokens,
+            count=random.count,
+            min_tokens=random.min_tokens,
+            max_tokens=random.max_tokens,
             vocab_size=vocab_size,
-            seed=made.seed,
+            seed=random.seed,
         )
     held_out: list[Prompt] = []
     if config.evaluation is not None:
-        held_out = reader.prompts("evaluation.prompts", config.evaluation.prompts, room)
+        held_out = reader.read(load_prompts, "evaluation.prompts", config.evaluation.prompts, room)
     texts: list[Demonstration] = []
     if isinstance(config, PPOConfig) and config.ptx is not None:
         ptx = config.ptx
-        texts = reader.texts("ptx.data", ptx.data, ptx.max_tokens, chat_template=ptx.chat_template)
+        texts = reader.read(load_demonstrations, "ptx.data", ptx.data, ptx.max_tokens, chat_template=ptx.chat_template)
     return PromptSets(train=train, held_out=held_out, tokenizer=reader.tokenizer, left_out=reader.left_out, texts=texts)
 
 
 def read_held_out(config: EvalConfig, reader: DataReader) -> PromptSets:
-    """The prompts of an evaluation by itself."""
+    """Reads the prompts of a standalone evaluation."""
     room = config.rollout.max_model_len - config.rollout.max_new_tokens
-    held_out = reader.prompts("evaluation.prompts", config.evaluation.prompts, room)
+    held_out = reader.read(load_prompts, "evaluation.prompts", config.evaluation.prompts, room)
     return PromptSets(train=(), held_out=held_out, tokenizer=reader.tokenizer, left_out=reader.left_out)
 
 
 def read_text_sets(config: SFTConfig, reader: DataReader) -> TextSets:
-    """The demonstrations of a run of supervised fine-tuning."""
+    """Reads the demonstrations of supervised fine-tuning."""
     data = config.data
-    train = reader.demonstrations("data.train", data.train, data.max_tokens)
+    train = reader.read(load_demonstrations, "data.train", data.train, data.max_tokens)
     held_out = None
     if data.evaluation is not None:
-        held_out = reader.demonstrations("data.evaluation", data.evaluation, data.max_tokens)
+        held_out = reader.read(load_demonstrations, "data.evaluation", data.evaluation, data.max_tokens)
     return TextSets(train=train, held_out=held_out, tokenizer=reader.tokenizer, left_out=reader.left_out)
 
 
 def read_pair_sets(config: RewardModelConfig, reader: DataReader) -> PairSets:
-    """The pairs of a reward model's training."""
-    data, rollout, normalisation = config.data, config.rollout, config.normalisation
-    loss = config.reward.loss
-    read = reader.candidates
-    if loss.name != "best_of_n":
-        read = partial(reader.pairs, margins=loss.name == "pairwise" and loss.options["margin"])
-    train = read("data.train", data.train, data.max_tokens)
+    """Reads the preferences of a reward model."""
+    data, rollout, normalisation, loss = config.data, config.rollout, config.normalisation, config.reward.loss
+    margins = loss.name == "pairwise" and loss.options["margin"]
+    load = load_candidates if loss.name == "best_of_n" else partial(load_pairs, margins=margins)
+    train = reader.read(load, "data.train", data.train, data.max_tokens)
     held_out = None
     if data.evaluation is not None:
-        held_out = read("data.evaluation", data.evaluation, data.max_tokens)
-        reader.problems += _of_one_size(train, held_out, data.evaluation.path)
+        held_out = reader.read(load, "data.evaluation", data.evaluation, data.max_tokens)
+        reader.problems += _same_candidates(train, held_out, data.evaluation.path)
     reference: list[Prompt] = []
     if normalisation is not None and rollout is not None:
         room = rollout.max_model_len - rollout.max_new_tokens
         needed = ("normalisation.samples", normalisation.samples)
-        reference = reader.prompts("normalisation.prompts", normalisation.prompts, room, at_least=needed)
+        reference = reader.read(load_prompts, "normalisation.prompts", normalisation.prompts, room, at_least=needed)
     return PairSets(
         train=train, held_out=held_out, reference=reference, tokenizer=reader.tokenizer, left_out=reader.left_out
     )
 
 
-def _of_one_size(train: Sequence[Preference], held_out: Sequence[Preference], path: str) -> Iterator[Problem]:
-    """Candidates are as many in both sources, if both have rows."""
+def _same_candidates(train: Sequence[Preference], held_out: Sequence[Preference], path: str) -> Iterator[Problem]:
+    """Rows of both sources have the same number of candidates, if both have rows."""
     if train and held_out and len(train[0].responses) != len(held_out[0].responses):
         rule = f"has {len(train[0].responses)} candidates a row, as data.train; it has {len(held_out[0].responses)}"
-        fix = "take rows with as many candidates"
+        fix = "use rows with as many candidates"
         yield Problem(field="data.evaluation", value=path, rule=rule, fix=fix)

@@ -1,4 +1,4 @@
-"""Checks of the functions that a configuration names: whether they exist and accept the calls they will get."""
+"""Checks of the functions that a configuration names: whether they exist and accept the calls of the run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TAKEN = (
     "truncated_fraction",
     "unscored",
 )
-"""Names of other sources of a score, and of metrics beside which those of the functions stand."""
+"""Other sources of a score, and metrics that are reported beside those of the functions."""
 
 
 def check_functions(
@@ -40,13 +40,12 @@ def check_functions(
     tokenizer: bool = True,
     longest: int | None = None,
 ) -> list[Problem]:
-    """Imports the functions and holds their arguments against them; runs none of them.
+    """Imports reward functions and checks their arguments against their signatures, without calling them.
 
     Args:
-        functions: of the configuration.
-        where: they stand there, for messages.
+        where: the field of the functions.
         tokenizer: whether the run has one.
-        longest: tokens of the longest response that there may be; None where that is not known.
+        longest: tokens of the longest possible response; None when unknown.
     """
     problems = [
         problem
@@ -63,7 +62,7 @@ def check_functions(
 def check_fields(
     functions: Sequence[RewardFunction], prompts: Sequence[Prompt], *, where: str = "reward.functions"
 ) -> list[Problem]:
-    """Whether every prompt has the fields that the built-in functions read; what a user's own read is not known."""
+    """Checks that every prompt has the fields that the built-in functions read."""
     problems: list[Problem] = []
     for index, function in enumerate(functions):
         field = _field_argument(function)
@@ -105,7 +104,7 @@ def _problems(function: RewardFunction, where: str, *, tokenizer: bool, longest:
 
 
 def _values(function: Function, args: Mapping[str, Any], where: str) -> Iterator[Problem]:
-    """What the annotations of a built-in function do not accept."""
+    """Arguments that the annotations of a built-in function do not accept."""
     hints = get_type_hints(function, include_extras=True)
     for name, value in args.items():
         try:
@@ -116,7 +115,7 @@ def _values(function: Function, args: Mapping[str, Any], where: str) -> Iterator
 
 
 def _overlong(function: RewardFunction, where: str, longest: int | None) -> Iterator[Problem]:
-    """The penalty begins within a response, and is full at its largest length at the latest."""
+    """The penalty starts within a response, and is full at its largest length at the latest."""
     if function.name != "soft_overlong":
         return
     most, rising = function.args["max_tokens"], function.args["buffer_tokens"]
@@ -129,7 +128,7 @@ def _overlong(function: RewardFunction, where: str, longest: int | None) -> Iter
 
 
 def _field_argument(function: RewardFunction) -> str | None:
-    """The column that a built-in function reads."""
+    """The field of prompts that a built-in function reads."""
     if function.name not in RULES:
         return None
     parameter = inspect.signature(RULES[function.name]).parameters.get("field")
@@ -137,27 +136,27 @@ def _field_argument(function: RewardFunction) -> str | None:
 
 
 def check_own_functions(config: RunConfig) -> list[Problem]:
-    """Imports the functions and holds their arguments against them; runs none of them.
+    """Imports the user's own algorithms and checks their arguments against their signatures, without calling them.
 
-    A machine without torch, from which runs are only launched, leaves that to the run.
+    Without torch, as on a machine that only launches runs, nothing is checked.
     """
     if find_spec("torch") is None:
         return []
     importance = isinstance(config, PPOConfig) and config.algo.kl.importance
-    return [problem for field, own in _named(config, "") for problem in _wrong(field, own, importance=importance)]
+    return [problem for field, own in _find_own(config, "") for problem in _own_problems(field, own, importance)]
 
 
-def _named(section: Section, above: str) -> Iterator[tuple[str, CustomFunction]]:
-    """Every function of the user's own below a section, with its field."""
+def _find_own(section: Section, above: str) -> Iterator[tuple[str, CustomFunction]]:
+    """Every function of the user in a section, with its field."""
     for name, info in type(section).model_fields.items():
         value, field = getattr(section, name), f"{above}{info.alias or name}"
         if isinstance(value, CustomFunction):
             yield field, value
         elif isinstance(value, Section):
-            yield from _named(value, f"{field}.")
+            yield from _find_own(value, f"{field}.")
 
 
-def _wrong(field: str, own: CustomFunction, *, importance: bool) -> Iterator[Problem]:
+def _own_problems(field: str, own: CustomFunction, importance: bool) -> Iterator[Problem]:
     kind = _kind(field, getattr(own, "level", None))
     try:
         function = resolve(own.name)
@@ -170,11 +169,11 @@ def _wrong(field: str, own: CustomFunction, *, importance: bool) -> Iterator[Pro
     try:
         check_options(function, own.args, name=own.name, positional=len(given), given=kind.keywords)
     except ValueError as error:
-        fix = f"correct them; it is called with ({', '.join(given)}) first; see docs/algorithms.md"
+        fix = f"correct them; its first arguments are ({', '.join(given)}); see docs/algorithms.md"
         yield Problem(field=f"{field}.args", value=shown(dict(own.args)), rule=str(error), fix=fix)
 
 
 def _kind(field: str, level: str | None) -> Kind[Any]:
-    """What the functions of a field are called with."""
+    """The signature that functions of a field need."""
     (kind,) = (kind for kind in KINDS if kind.field == field and kind.level == level)
     return kind

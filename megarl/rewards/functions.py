@@ -1,7 +1,7 @@
 """Reward functions: their input, the built-in ones, and their registry.
 
-Arguments after the completion come from the configuration and are checked against their annotations. Those named
-``field`` name a column of the prompts' rows.
+Arguments after the completion come from the configuration, which is checked against their annotations. An argument
+`field` names a column of the prompts' rows.
 """
 
 from __future__ import annotations
@@ -75,23 +75,23 @@ PatternWithGroup = Annotated[str, AfterValidator(_compiles_with_group)]
 
 
 def exact_match(completion: Completion, *, field: str = "answer", ignore_case: bool = False) -> float:
-    """1 where the response is the field's text, but for space around them; else 0."""
+    """1 if the response is the field's text, ignoring space around them; else 0."""
     return float(_folded(completion.response, ignore_case) == _folded(completion.field(field), ignore_case))
 
 
 def contains(completion: Completion, *, field: str = "answer", ignore_case: bool = False) -> float:
-    """1 where the field's text occurs in the response; else 0."""
+    """1 if the field's text occurs in the response; else 0."""
     return float(_folded(completion.field(field), ignore_case) in _folded(completion.response, ignore_case))
 
 
 def regex(completion: Completion, *, pattern: Pattern, whole: bool = False) -> float:
-    """1 where the pattern matches somewhere in the response, or all of it; else 0. A dot matches new lines too."""
+    """1 if the pattern matches a part of the response, or with `whole` all of it; else 0. A dot matches newlines."""
     search = re.fullmatch if whole else re.search
     return float(search(pattern, completion.response, re.DOTALL) is not None)
 
 
 def extracted_match(completion: Completion, *, pattern: PatternWithGroup, field: str = "answer") -> float:
-    """1 where the group of the pattern's last match in the response is the field's text; else 0."""
+    """1 if the group of the pattern's last match in the response is the field's text; else 0."""
     found = re.findall(pattern, completion.response, re.DOTALL)
     return float(bool(found) and found[-1].strip() == str(completion.field(field)).strip())
 
@@ -99,7 +99,7 @@ def extracted_match(completion: Completion, *, pattern: PatternWithGroup, field:
 def last_number(
     completion: Completion, *, field: str = "answer", tolerance: Annotated[float, Field(ge=0)] = 0.0
 ) -> float:
-    """1 where the last number of the response is that of the field, within the tolerance; else 0.
+    """1 if the last number of the response equals that of the field, within the tolerance; else 0.
 
     The usual score of word problems such as GSM8K's. `1,234.50` and `1234.5` are the same number.
 
@@ -126,11 +126,8 @@ def soft_overlong(
     Source: the soft overlong punishment of DAPO (Yu et al. 2025); see algos.overlong.
 
     Args:
-        completion: its response tokens count, the end token too.
-        max_tokens: where the penalty is full; the longest response that the rollout allows, as a rule.
-        buffer_tokens: over which it rises.
-        penalty: the full penalty.
-        capped: whether it stays full for longer responses; else it goes on falling.
+        max_tokens: usually the longest response of the rollouts; the end token counts.
+        capped: longer responses get the full penalty; else it continues to fall.
     """
     return overlong_penalty(
         len(completion.response_ids), max_tokens=max_tokens, buffer_tokens=buffer_tokens, factor=penalty, capped=capped
@@ -175,7 +172,7 @@ def resolve(name: str) -> Function:
 
 
 def bind(function: RewardFunction) -> Callable[[Completion], float]:
-    """The function with its arguments bound.
+    """Returns the function with the arguments of the configuration.
 
     Raises:
         ValueError: see `resolve`.

@@ -25,15 +25,15 @@ from megarl.errors import RunError
 from megarl.rewards.functions import Completion, bind
 
 Request = tuple[int, Completion]
-"""Which function to call, and with what."""
+"""The index of a function, and its argument."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a call has no score.
+    """Why a call returned no score.
 
     Args:
-        kind: few words; of failures of one kind, the first is shown.
+        kind: only the first failure of each kind is reported.
         reason: a sentence, or the function's traceback.
     """
 
@@ -75,7 +75,7 @@ def serve(descriptor: int, parent: int) -> None:
 
 
 def reply(function: Callable[[Completion], Any], completion: Completion) -> Reply:
-    """The score of a completion; or the traceback of the function, or the value that is no score."""
+    """Returns the score of a completion; a failure when the function raises or returns anything else."""
     try:
         value = function(completion)
         if isinstance(value, Real | np.bool_) and abs(float(value)) <= _LARGEST:
@@ -98,7 +98,7 @@ _REAP_S = 10.0
 
 
 class CallError(RuntimeError):
-    """A call of a reward function failed; the message says why."""
+    """A call of a reward function returned no score; the message is the reason."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.reason)
@@ -114,9 +114,9 @@ class _Child:
 class FunctionProcess:
     """Calls reward functions in a child process, one at a time.
 
-    A function may hang in C code, in a sleep, or in a program that it runs, where nothing in its own process can stop
-    it. So a call that takes too long is ended with its process group, the programs that it runs included; the next call
-    gets a new process. The child ends with this process, too.
+    A function may hang in C code, in a sleep, or in a program that it runs, and nothing in its own process is sure to
+    stop it. A call that takes too long is ended by killing the process group; the next call gets a new process.
+    The child ends with this process.
 
     Args:
         functions: calls refer to them by index.
@@ -135,7 +135,7 @@ class FunctionProcess:
         self._running(math.inf)
 
     def call(self, function: int, completion: Completion, time_limit: float, deadline: float = math.inf) -> float:
-        """The score of a completion.
+        """Returns the score of a completion.
 
         Args:
             function: its index.
@@ -165,11 +165,7 @@ class FunctionProcess:
         return reply
 
     def close(self) -> str:
-        """Ends the child, if it has not ended, and what it has started.
-
-        Returns:
-            How the child ended.
-        """
+        """Ends the child and the programs that it has started; returns how the child ended."""
         if self._child is None:
             return ""
         child, self._child = self._child, None

@@ -1,4 +1,4 @@
-"""Scores chunks of rollouts with reward functions; a response on which a function fails gets no score."""
+"""Scores chunks of rollouts with reward functions; a failed call leaves its sample without a score."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ Scores = dict[str, npt.NDArray[np.float32]]
 
 @dataclass(frozen=True, kw_only=True)
 class Unscored:
-    """A response without a score from a function, with the failure of the last of so many calls."""
+    """A response that a function did not score.
+
+    Args:
+        failure: of the last call.
+        calls: including retries.
+    """
 
     prompt_id: str
     failure: Failure
@@ -34,13 +39,12 @@ Failures = Mapping[tuple[str, str], Unscored]
 
 
 class RuleScorer:
-    """Calls reward functions in a child process; whatever a function does, scoring ends in time.
+    """Scores samples with several reward functions, unweighted, in a child process. Scoring always ends in time.
 
     Args:
-        functions: checked by ``check_functions``; their weights are not applied.
-        decode: text of token ids; None leaves the texts of the completions empty.
-        time_limit: of a call, seconds.
-        retries: calls after one that failed.
+        decode: text of token ids; None leaves the texts empty.
+        time_limit: seconds of a call.
+        retries: further calls after one that failed.
     """
 
     def __init__(
@@ -64,9 +68,10 @@ class RuleScorer:
         """Returns every function's score of every sample, and the first failure of each kind.
 
         Args:
-            functions: the numbers of the functions to call, by name.
-            prompts: one per sample of the chunk.
-            deadline: by ``time.monotonic``; samples that are not scored by then get no score.
+            functions: index of each function to call, by name.
+            chunk: N samples.
+            prompts: [N], of each sample.
+            deadline: on `time.monotonic`; samples that are not scored by then have no score.
         """
         assert len(prompts) == len(chunk.sample_ids), f"{len(prompts)} prompts for {len(chunk.sample_ids)} samples"
         scores = {name: np.full(len(prompts), math.nan, np.float32) for name in functions}
@@ -85,7 +90,7 @@ class RuleScorer:
         self._process.close()
 
     def _call(self, function: int, completion: Completion, deadline: float) -> float | Unscored:
-        """A function's score of a completion, after as many calls as it may have."""
+        """Calls a function until it returns a score or its retries or the time are used up."""
         failure, calls = Failure(kind="deadline", reason="no time was left of cluster.time_limits.scoring"), 0
         while calls <= self._retries and time.monotonic() < deadline:
             calls += 1

@@ -187,7 +187,7 @@ def _end_reason(error: BaseException) -> tuple[EndReason, str]:
 
 
 def model_directory(config: RunConfig, run_dir: Path) -> str:
-    """Returns the Hugging Face directory of the run's model; a random model is written to ``run_dir/model`` first."""
+    """Returns the Hugging Face directory of the run's model; a random model is written to `run_dir/model` first."""
     if config.model.random is None:
         assert config.model.path is not None
         return config.model.path
@@ -201,7 +201,7 @@ def model_directory(config: RunConfig, run_dir: Path) -> str:
 
 
 def write_random_model(model: RandomModel, directory: Path) -> None:
-    """Writes config.json and safetensors of a randomly initialised model, without a tokenizer."""
+    """Writes config.json and safetensors of a randomly initialized model, without a tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging

@@ -163,8 +163,8 @@ class Reporter:
         if self._left_out.rows:
             self._left_out.write(self._directory.left_out)
             print(self._left_out.message(self._directory.left_out), flush=True)
-        again = f", going on after step {self._taken}" if self._taken else ""
-        print(f"started in {seconds:.0f} s{again}; the processes print into {self._directory.logs}", flush=True)
+        resumed = f", resuming after step {self._taken}" if self._taken else ""
+        print(f"started in {seconds:.0f} s{resumed}; the processes print into {self._directory.logs}", flush=True)
         self._start = dict(metrics)
 
     def write(self, result: StepResult) -> None:
