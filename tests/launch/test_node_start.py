@@ -66,7 +66,7 @@ def test_a_node_that_does_not_come_is_named(directory: Path) -> None:
 def test_a_node_that_cannot_take_part_ends_the_job_and_says_why(directory: Path) -> None:
     job = NodeJob(directory, "works")
     job.start(0)
-    wait_for((job.logs / "times.jsonl").exists, "the head's first sign", lambda: job.output(0))
+    wait_for(lambda: "configuration checked" in job.output(0), "the head's claim of its ports", lambda: job.output(0))
     with ExitStack() as taken:
         for block in port_blocks(job.number):
             with suppress(OSError):  # the head has one of them

@@ -113,8 +113,8 @@ class _Corrupting:
     def send(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
         if peer == self.receiver:
             if self.ready_messages == self.bucket:
-                buffer = self.connection.spec.recv_buffers[self.receiver]
-                views = bucket_views(self.connection.mapped[self.receiver], buffer, self.bucket)
+                plan = self.connection.spec.recv_buffers[self.receiver]
+                views = bucket_views(self.connection.mapped[self.receiver], plan, self.bucket)
                 next(iter(views.values())).view(torch.uint8).view(-1)[0] ^= 1
             self.ready_messages += 1
         return self.inner.send(peer, tag, buffer)
