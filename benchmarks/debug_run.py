@@ -73,7 +73,7 @@ def memory_by_kind(mark: str) -> Counter[str]:
 def kind_of(command: str) -> str:
     if "megarl train" in command:
         return "driver"
-    if "Shell" in command:
+    if "RayWorker" in command:
         return "ranks, engines"
     return "vLLM workers" if "VLLM" in command else "Ray"
 

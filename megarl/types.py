@@ -71,6 +71,11 @@ class Layout:
         """The rank with these coordinates."""
         return coords.tp + self.tp * (coords.dp + self.dp * coords.pp)
 
+    def reports(self, rank: int) -> bool:
+        """Whether a rank returns the results of its replica: TP 0 of the last stage does."""
+        coords = self.coords(rank)
+        return coords.tp == 0 and coords.pp == self.pp - 1
+
     def expert_rank(self, coords: RankCoords) -> int:
         """The index of the rank's part of each layer's experts, of ``ep`` equal parts in order."""
         return coords.dp % self.ep

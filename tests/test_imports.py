@@ -15,7 +15,7 @@ PACKAGE = REPOSITORY / "megarl"
 
 # A part may import the parts of the lines above it, and itself.
 LAYERS = (
-    {"bounds", "errors", "files", "plugins", "types"},
+    {"bounds", "errors", "files", "plugins", "remote", "types"},
     {"algos"},
     {"config"},
     {"role_specs", "weights"},
@@ -55,6 +55,7 @@ TORCH_FREE = (
     "run.trackers",
     "plan",
     "plugins",
+    "remote",
     "doctor",
     "cli",
     "convert.cli",
@@ -144,6 +145,15 @@ def test_the_check_sees_what_it_should() -> None:
     assert list(objections("launch", "launchers.scripts"))
     assert not list(objections("rollout", "megarl.resharding.sync"))
     assert not list(objections("megatron", "megatron.core"))
+
+
+@pytest.mark.process
+def test_the_driver_imports_neither_megatron_core_nor_vllm() -> None:
+    """It names the methods of their workers."""
+    code = "import sys, megarl.loop.train, megarl.loop.evaluate; from megarl.cluster import trainers as t; "
+    code += "print(t.MegatronWorker.update.phase, [name for name in ('megatron.core', 'vllm') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    assert (done.stdout.strip(), done.stderr) == ("update []", "")
 
 
 @pytest.mark.parametrize("part", TORCH_FREE)

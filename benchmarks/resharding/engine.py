@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from megarl.config.schema import Rollout
-from megarl.resharding import Receiver, SyncSpec, connect
+from megarl.resharding import ConnectRequest, Receiver, SyncSpec, connect
 from megarl.rollout.engine import RolloutEngine
 from resharding.baseline import Load
 from resharding.model import ENGINE_TP, ENGINES, Setup
@@ -50,7 +50,7 @@ class Engine:
 
     def connect(self, sync: SyncSpec) -> None:
         """As in a run."""
-        self._engine.connect(sync.only(ENGINES), ENGINES)
+        self._engine.connect(ConnectRequest(sync=sync.only(ENGINES), ranks=ENGINES))
 
     def receive(self, version: int) -> Span:
         """As in a run: into vLLM's layers, prefix cache and version included."""

@@ -11,17 +11,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, TypeVar
 
-import ray
+from ray import ObjectRef
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from megarl.cluster.ray_worker import ChunkRefs
+from megarl.cluster import ray_api
+from megarl.cluster.ray_worker import ChunkRefs, Timed
 from megarl.config.schema import TimeLimits
 from megarl.errors import RunError
+from megarl.remote import Phase
 
-Phase = Literal["start", "rollout", "scoring", "inference", "update", "sync", "checkpoint"]
-"""What a call is part of: a field of the configuration's time limits."""
+W_co = TypeVar("W_co", covariant=True)
+R = TypeVar("R")
+S = TypeVar("S")
+T = TypeVar("T")
 
 _GRACE_S = 4.0
 """For the news of a death, which may come after the failures that it causes."""
@@ -33,8 +37,14 @@ class WorkerError(RunError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Process:
-    """A process of the run: its name for messages, the handle of its shell, and where it prints."""
+class Process(Generic[W_co]):
+    """A process of the run with an object of class W.
+
+    Args:
+        name: for messages.
+        actor: handle of its RayWorker.
+        log_file: where it prints.
+    """
 
     name: str
     actor: Any
@@ -42,57 +52,49 @@ class Process:
 
 
 @dataclass(eq=False, kw_only=True)
-class Call:
+class Call(Generic[R]):
     """A method call on some processes, in progress.
 
     Args:
         label: what was called, for messages.
-        phase: that it is part of.
+        phase: whose time limit the call has.
         processes: that run it.
         done: one reference per process, to its small result.
-        watch: of the session.
-        chunks: references to the results by chunk.
-        streams: of a call that yields pairs, by process: what has come so far.
+        monitor: of the session.
         results: the small results that are there, by process.
-        seconds: that these processes took; not of streams.
+        seconds: that these processes took.
     """
 
     label: str
     phase: Phase
-    processes: Sequence[Process]
-    done: Sequence[ray.ObjectRef]
-    watch: Watch
-    chunks: ChunkRefs[Any] = field(default_factory=lambda: ChunkRefs({}))
-    streams: Sequence[ray.ObjectRefGenerator] = ()
-    results: dict[int, Any] = field(default_factory=dict)
-    seconds: dict[int, float] = field(default_factory=dict)
+    processes: Sequence[Process[Any]]
+    done: Sequence[ObjectRef[Any]]
+    monitor: CallMonitor
+    results: dict[int, R] = field(default_factory=dict[int, R])
+    seconds: dict[int, float] = field(default_factory=dict[int, float])
 
-    def wait(self) -> list[Any]:
-        """The small results, by process.
+    def wait(self) -> list[R]:
+        """Returns the small results, by process.
 
         Consumes nothing else; waits for this call, and is woken by the failure of any call of the session.
 
         Raises:
             WorkerError: a process failed or exceeded its time, in this call or another.
         """
-        self.watch.wait_for(self)
+        self.monitor.wait_for(self)
         return [self.results[index] for index in range(len(self.done))]
 
-    def read(self, index: int) -> Any:
-        """What a process that has finished has returned; of a stream, pairs of something small and a reference.
+    def read(self, index: int) -> None:
+        """Takes the result of a process that has finished.
 
         Raises:
             RayError: it has failed.
         """
-        done = ray.get(self.done[index])
-        if not self.streams:
-            self.seconds[index] = done.seconds
-            return done.result
-        refs = list(self.streams[index])
-        return list(zip(ray.get(refs[::2]), refs[1::2], strict=True))  # a failure comes in place of something small
+        done: Timed[R] = ray_api.get(self.done[index])
+        self.results[index], self.seconds[index] = done.result, done.seconds
 
     def longest(self) -> float:
-        """Waits for the call; the seconds of the process that took most of them.
+        """Waits for the call; returns the seconds of the process that took most of them.
 
         Raises:
             WorkerError: a process failed or exceeded its time, in this call or another.
@@ -101,9 +103,39 @@ class Call:
         return max(self.seconds.values())
 
     @property
-    def unanswered(self) -> list[Process]:
+    def unanswered(self) -> list[Process[Any]]:
         """The processes that have not finished."""
         return [process for index, process in enumerate(self.processes) if index not in self.results]
+
+
+@dataclass(eq=False, kw_only=True)
+class ChunkCall(Call[S], Generic[S, T]):
+    """A call whose large results, of type T, stay where they are made: ``chunks`` are the references to them."""
+
+    chunks: ChunkRefs[T]
+
+
+@dataclass(eq=False, kw_only=True)
+class StreamCall(Call[list[tuple[S, ObjectRef[T]]]], Generic[S, T]):
+    """A call of a method that yields pairs, in their order: something small, and a reference to what stays there."""
+
+    streams: Sequence[Any]
+
+    def read(self, index: int) -> None:
+        ray_api.get(self.done[index])
+        refs: list[ObjectRef[Any]] = list(self.streams[index])
+        small: list[S] = [ray_api.get(ref) for ref in refs[::2]]  # a failure comes in place of something small
+        self.results[index] = list(zip(small, refs[1::2], strict=True))
+
+
+def gather_by_chunk(call: Call[dict[int, T] | None]) -> dict[int, T]:
+    """Waits for small results by chunk, such as scores, and joins those of the reporting ranks."""
+    return {chunk: column for result in call.wait() if result is not None for chunk, column in result.items()}
+
+
+def rank0_result(call: Call[R | None]) -> R:
+    """Waits for a call and returns the result of its first reporting rank; the others have the same or None."""
+    return next(result for result in call.wait() if result is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +143,7 @@ class _Failure:
     """One process's failure in one call; sorts before those that it may have caused."""
 
     order: int
-    call: Call
+    call: Call[Any]
     index: int
     error: RayError
 
@@ -120,7 +152,10 @@ class _Failure:
         return not isinstance(self.error, RayActorError), self.order, self.index
 
 
-class Watch:
+C = TypeVar("C", bound=Call[Any])
+
+
+class CallMonitor:
     """Every call of a session that is in progress.
 
     The oldest of them is timed, from the moment at which the driver waits for it: an earlier call may be what a later
@@ -132,76 +167,29 @@ class Watch:
 
     def __init__(self, limits: TimeLimits) -> None:
         self._limits = limits
-        self._pending: dict[ray.ObjectRef, tuple[int, Call, int]] = {}
+        self._pending: dict[ObjectRef[Any], tuple[int, Call[Any], int]] = {}
         self._submitted = 0
-        self._timed: Call | None = None
+        self._timed: Call[Any] | None = None
         self._since = 0.0
 
-    def submit(
-        self,
-        label: str,
-        phase: Phase,
-        method: str,
-        processes: Sequence[Process],
-        args: Sequence[tuple[Any, ...]],
-        chunks: Sequence[Sequence[int]] | None = None,
-    ) -> Call:
-        """Calls a method on every process and returns at once.
-
-        Args:
-            label: for messages, such as ``actor.update``.
-            phase: that the call is part of.
-            method: of the class in the shells.
-            processes: to call.
-            args: the arguments for each.
-            chunks: the chunks that each one reports; None where the results are small.
-        """
-        done: list[ray.ObjectRef] = []
-        by_chunk: dict[int, ray.ObjectRef] = {}
-        for index, process in enumerate(processes):
-            if chunks is None:
-                done.append(process.actor.run.remote(method, args[index]))
-                continue
-            own = chunks[index]
-            refs = process.actor.run_by_chunk.options(num_returns=1 + len(own)).remote(method, args[index], own)
-            first, *rest = refs if own else [refs]
-            by_chunk.update(zip(own, rest, strict=True))
-            done.append(first)
-        columns = ChunkRefs[Any](by_chunk)
-        return self.follow(Call(label=label, phase=phase, processes=processes, done=done, chunks=columns, watch=self))
-
-    def stream(
-        self, label: str, phase: Phase, method: str, processes: Sequence[Process], args: tuple[Any, ...]
-    ) -> Call:
-        """Calls a method that yields pairs on every process, with the same arguments, and returns at once.
-
-        Its results are lists of pairs, in the order in which they were yielded: something small, and a reference to
-        what stays where it was made, which the driver owns. The other arguments are those of ``submit``.
-        """
-        streams = [
-            process.actor.run_stream.options(num_returns="streaming").remote(method, args) for process in processes
-        ]
-        done = [stream.completed() for stream in streams]
-        return self.follow(Call(label=label, phase=phase, processes=processes, done=done, streams=streams, watch=self))
-
-    def follow(self, call: Call) -> Call:
-        """Watches a call that was submitted already."""
+    def follow(self, call: C) -> C:
+        """Watches a call that was submitted; returns it."""
         self._pending.update({ref: (self._submitted, call, index) for index, ref in enumerate(call.done)})
         self._submitted += 1
         return call
 
-    def wait_for(self, call: Call) -> None:
+    def wait_for(self, call: Call[Any]) -> None:
         """Waits until every process has finished the call.
 
         Raises:
             WorkerError: a process failed or exceeded its time, in this call or another.
         """
         while len(call.results) < len(call.done):
-            ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=self._time_left())
+            ready = ray_api.wait(list(self._pending), count=1, timeout=self._time_left())
             if not ready:
                 raise WorkerError(self._overdue())
             # All that is there at once: each look goes through every call in progress.
-            ready, _ = ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
+            ready = ray_api.wait(list(self._pending), count=len(self._pending), timeout=0)
             failures = self._collect(ready)
             if failures:
                 self._fail(failures)
@@ -228,13 +216,13 @@ class Watch:
             ]
         )
 
-    def _collect(self, ready: Sequence[ray.ObjectRef]) -> list[_Failure]:
+    def _collect(self, ready: Sequence[ObjectRef[Any]]) -> list[_Failure]:
         """Takes the results that are there, and returns the failures."""
         failures: list[_Failure] = []
         for ref in ready:
             order, call, index = self._pending.pop(ref)
             try:
-                call.results[index] = call.read(index)
+                call.read(index)
             except RayError as error:
                 failures.append(_Failure(order=order, call=call, index=index, error=error))
         return failures
@@ -242,23 +230,24 @@ class Watch:
     def _fail(self, failures: list[_Failure]) -> None:
         """Raises the cause among the failures of the next moment: one failure soon brings others with it."""
         if self._pending:
-            ready, _ = ray.wait(list(self._pending), num_returns=len(self._pending), timeout=_GRACE_S)
+            ready = ray_api.wait(list(self._pending), count=len(self._pending), timeout=_GRACE_S)
             failures = [*failures, *self._collect(ready)]
         cause = min(failures, key=_Failure.rank)
         raise WorkerError(_message(cause, failures)) from None
 
 
-def _names(processes: Sequence[Process]) -> str:
+def _names(processes: Sequence[Process[Any]]) -> str:
     return ", ".join(process.name for process in processes)
 
 
 def _message(cause: _Failure, failures: Sequence[_Failure]) -> str:
     process = cause.call.processes[cause.index]
     where = f"{process.name} {{}} in {cause.call.label}"
-    if isinstance(cause.error, RayTaskError) and isinstance(cause.error.cause, RunError):
-        return f"{where.format('failed')}: {cause.error.cause}"  # all that there is to say; the others say the same
     if isinstance(cause.error, RayTaskError):
-        lines = [f"{where.format('failed')}: {cause.error.cause!r}", "", str(cause.error).rstrip()]
+        raised = ray_api.raised(cause.error)
+        if isinstance(raised, RunError):
+            return f"{where.format('failed')}: {raised}"  # all that there is to say; the others say the same
+        lines = [f"{where.format('failed')}: {raised!r}", "", str(cause.error).rstrip()]
     else:
         lines = [f"{where.format('died')}.", "", str(cause.error).rstrip(), "", *_last_words(process)]
     others = sorted({failure.call.processes[failure.index].name for failure in failures} - {process.name})
@@ -267,7 +256,7 @@ def _message(cause: _Failure, failures: Sequence[_Failure]) -> str:
     return "\n".join(lines)
 
 
-def _last_words(process: Process) -> list[str]:
+def _last_words(process: Process[Any]) -> list[str]:
     """The end of what a process printed."""
     if not process.log_file.exists():
         return []

@@ -41,8 +41,8 @@ def shared_memory_of(pids: Collection[int]) -> set[Path]:
     return {Path(entry.path) for entry in os.scandir(SHARED_MEMORY) if entry.inode() in inodes}
 
 
-class Remains:
-    """What the marked processes of a session may leave behind, and its removal.
+class ProcessCleanup:
+    """Ends the marked processes of a session, and removes what they shared.
 
     Args:
         mark: of the session.

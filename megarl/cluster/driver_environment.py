@@ -8,11 +8,12 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
-from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
+from ray import _raylet
 
 from megarl.cluster.ray_node import new_directory
 
@@ -20,7 +21,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
+def environment(variables: Mapping[str, str]) -> Generator[None]:
     """Sets environment variables, which processes that start meanwhile inherit."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -35,7 +36,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def temporary_directory() -> Iterator[str]:
+def temporary_directory() -> Generator[str]:
     """A directory for all temporary files, Ray's and those of processes that start meanwhile; removed at the end."""
     usual, directory = tempfile.gettempdir(), new_directory()
     try:
@@ -48,7 +49,7 @@ def temporary_directory() -> Iterator[str]:
 
 
 @contextmanager
-def random_token() -> Iterator[None]:
+def random_token() -> Generator[None]:
     """Lets a Ray that starts meanwhile answer nobody without its token."""
     try:
         with environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}):
@@ -59,7 +60,7 @@ def random_token() -> Iterator[None]:
 
 
 @contextmanager
-def interrupts_raise() -> Iterator[None]:
+def interrupts_raise() -> Generator[None]:
     """Lets SIGTERM raise SystemExit, as SIGINT raises KeyboardInterrupt, so that the main thread cleans up.
 
     While Ray starts it has handlers of its own, and while it waits it makes the status 1 of any (ray 2.60,
@@ -101,5 +102,6 @@ def _terminate(number: int, _frame: FrameType | None) -> None:
 
 def _read_authentication() -> None:
     """Makes Ray read its authentication settings again: it does so at import, and keeps them (ray 2.60)."""
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
+    untyped: Any = _raylet
+    untyped.Config.initialize("")
+    untyped.AuthenticationTokenLoader.instance().reset_cache()

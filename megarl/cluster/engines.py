@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
-from megarl.cluster.calls import Call, Phase
+from megarl.cluster.calls import gather_by_chunk
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
-from megarl.config import parse_devices
+from megarl.cluster.workers import WorkerGroup
+from megarl.config import RunConfig, parse_devices
 from megarl.config.schema import Rollout
-from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleRequest, WorkItem
+from megarl.models import model_spec
+from megarl.remote import RemoteMethod
+from megarl.rollout.engine import PickRequest, RolloutEngine, TruncateRequest
+from megarl.rollout.replay import RecordingEngine, ReplayingEngine
+from megarl.types import RolloutChunk, SampleInfo, SampleRequest, WorkItem
 
 Item = TypeVar("Item")
+T = TypeVar("T")
 _TIMEOUT = timedelta(seconds=60)
 
 
-class Offer(Generic[Item]):
+class SharedQueue(Generic[Item]):
     """Items to take. Each goes to one process, in their order; iterating takes the next one each time.
 
     It is sent to the processes: an item is fetched by whoever takes it. Nobody waits: what a counter in the driver's
@@ -47,8 +53,8 @@ class Offer(Generic[Item]):
             yield self._items[index]
 
 
-class WorkQueue:
-    """The driver's end: the store with the counters, at which the processes of the session can reach it.
+class QueueStore:
+    """The store with the counters of queues, where the processes of the session can reach it.
 
     Args:
         session: of the run.
@@ -59,17 +65,12 @@ class WorkQueue:
 
         self._session = session
         self._store = serve_store(session.host)
-        self._offers = itertools.count()
+        self._queues = itertools.count()
 
-    def offer(self, items: Sequence[Item]) -> Offer[Item]:
-        """Offers items; they exist as long as the offer does."""
-        key = f"offer {next(self._offers)}"
-        return Offer((self._session.host, self._store.port), key, self._session.share(items))
-
-
-T = TypeVar("T")
-
-ENGINE = "megarl.rollout.engine:RolloutEngine"
+    def queue(self, items: Sequence[Item]) -> SharedQueue[Item]:
+        """A queue of items; they exist as long as the queue does."""
+        key = f"queue {next(self._queues)}"
+        return SharedQueue((self._session.host, self._store.port), key, self._session.share(items))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +90,11 @@ class Rollouts:
                 for part, start in zip(parts, before, strict=False)
                 for sample in part.samples
             ),
-            chunks=ChunkRefs.joined(part.chunks for part in parts),
+            chunks=ChunkRefs[RolloutChunk].joined(part.chunks for part in parts),
         )
 
 
-class RolloutGroup:
+class RolloutGroup(WorkerGroup[RolloutEngine]):
     """vLLM engines, each on ``rollout.tp`` devices.
 
     Args:
@@ -104,7 +105,7 @@ class RolloutGroup:
         device: ``cuda`` or ``cpu``.
         tokenizer: Hugging Face directory of the tokenizer that reads stop strings; None where there are none.
         weights: ``sync`` starts without any, ``files`` with those of model_dir.
-        target: ``package.module:Class`` of the engine.
+        engine: class of the engines.
     """
 
     def __init__(
@@ -117,31 +118,27 @@ class RolloutGroup:
         device: str,
         tokenizer: str | None = None,
         weights: Literal["sync", "files"] = "sync",
-        target: str = ENGINE,
+        engine: type[RolloutEngine] = RolloutEngine,
     ) -> None:
-        self._session = session
-        self._sleeps = rollout.sleep
-        self._queue = WorkQueue(session)
         devices = parse_devices(rollout.devices)
-        self.processes = [
+        processes = [
             session.launch(
-                f"rollout engine {engine}",
-                devices[engine * rollout.tp : (engine + 1) * rollout.tp],
-                target,
+                f"rollout engine {index}",
+                devices[index * rollout.tp : (index + 1) * rollout.tp],
+                engine,
                 model_dir,
                 rollout,
-                engine_id=engine,
+                engine_id=index,
                 vocab_size=vocab_size,
                 device=device,
                 tokenizer=tokenizer,
                 weights=weights,
             )
-            for engine in range(rollout.engines)
+            for index in range(rollout.engines)
         ]
-
-    def start(self) -> Call:
-        """Starts vLLM in every engine; where weights come by sync, it has none until the first."""
-        return self.call("start", "start")
+        super().__init__(session, "rollout", processes)
+        self._sleeps = rollout.sleep
+        self._store = QueueStore(session)
 
     def generate(self, requests: Sequence[SampleRequest], chunks: int) -> Rollouts:
         """One response per request, the same whichever engine gives it; waits until the driver knows their lengths.
@@ -154,9 +151,7 @@ class RolloutGroup:
             WorkItem(chunk=chunk, requests=tuple(of_chunk)) for chunk, of_chunk in enumerate(_shares(requests, chunks))
         ]
         share = math.ceil(len(items) / len(self.processes))
-        call = self._session.watch.stream(
-            "rollout.generate", "rollout", "generate", self.processes, (self._queue.offer(items), share)
-        )
+        call = self.stream(RolloutEngine.generate, self._store.queue(items), share)
         parts = {infos[0].chunk: (infos, chunk) for answered in call.wait() for infos, chunk in answered}
         return Rollouts(
             samples=tuple(info for index in range(len(items)) for info in parts[index][0]),
@@ -173,14 +168,15 @@ class RolloutGroup:
         """
         shares = dict(enumerate(_shares(samples, chunks)))
         rows = {new: [(sample.chunk, sample.row) for sample in share] for new, share in shares.items()}
-        call = self._derive(
-            "pick",
-            list(shares),
-            lambda own: (
-                rollouts.chunks.only({chunk for new in own for chunk, _ in rows[new]}),
-                {new: rows[new] for new in own},
-            ),
-        )
+        dealt = _dealt(list(shares), len(self.processes))
+        requests = [
+            PickRequest(
+                chunks=rollouts.chunks.only({chunk for new in own for chunk, _ in rows[new]}),
+                rows={new: rows[new] for new in own},
+            )
+            for own in dealt
+        ]
+        call = self.call_by_chunk(RolloutEngine.pick, requests, dealt)
         picked = (
             replace(sample, chunk=new, row=row) for new, share in shares.items() for row, sample in enumerate(share)
         )
@@ -194,8 +190,12 @@ class RolloutGroup:
             which is whether a response has the token.
         """
         numbers = sorted({sample.chunk for sample in rollouts.samples})
-        call = self._derive("truncate", numbers, lambda own: (rollouts.chunks.only(own), own, token, after))
-        ends = {chunk: of_rows for result in call.wait() for chunk, of_rows in result.items()}
+        dealt = _dealt(numbers, len(self.processes))
+        requests = [
+            TruncateRequest(chunks=rollouts.chunks.only(own), token=token, after=after, own=own) for own in dealt
+        ]
+        call = self.call_by_chunk(RolloutEngine.truncate, requests, dealt)
+        ends = gather_by_chunk(call)
         samples = tuple(
             replace(
                 sample,
@@ -206,47 +206,57 @@ class RolloutGroup:
         )
         return Rollouts(samples=samples, chunks=call.chunks)
 
-    def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[Ragged]:
-        """Raw teacher-forced log-probabilities of the same sequences by every engine; waits for them.
-
-        Returns:
-            By engine, a row of T - 1 float32 nats per sequence of T ids: of its second token to its last.
-        """
-        return self.call("inference", "logprobs", token_ids).wait()
-
     def sleep(self) -> None:
         """Lets the engines give up their weights and caches, where ``rollout.sleep`` says so; waits for them."""
-        self._move("rollout", "sleep")
+        self._call_if_sleeping(RolloutEngine.sleep)
 
     def wake_weights(self) -> None:
         """Gives the weights their memory back: the next thing to do is a sync. The counterpart of ``sleep``."""
-        self._move("sync", "wake_weights")
+        self._call_if_sleeping(RolloutEngine.wake_weights)
 
     def wake_cache(self) -> None:
         """Gives the caches their memory back, after a sync: the engines can answer again."""
-        self._move("sync", "wake_cache")
+        self._call_if_sleeping(RolloutEngine.wake_cache)
 
-    def call(self, phase: Phase, method: str, *args: Any) -> Call:
-        """Calls a method on every engine with the same arguments."""
-        shared = [args] * len(self.processes)
-        return self._session.watch.submit(f"rollout.{method}", phase, method, self.processes, shared)
-
-    def close(self) -> Call:
-        """Ends the engines' own processes."""
-        return self.call("start", "close")
-
-    def _derive(self, method: str, chunks: Sequence[int], args: Callable[[list[int]], tuple[Any, ...]]) -> Call:
-        """Lets the engines share in making chunks; each is sent the arguments for its own."""
-        engines = len(self.processes)
-        shares = [list(chunks[engine::engines]) for engine in range(engines)]
-        by_engine = [args(share) for share in shares]
-        return self._session.watch.submit(
-            f"rollout.{method}", "rollout", method, self.processes, by_engine, chunks=shares
-        )
-
-    def _move(self, phase: Phase, method: str) -> None:
+    def _call_if_sleeping(self, method: RemoteMethod[RolloutEngine, [], None]) -> None:
         if self._sleeps:
-            self.call(phase, method).wait()
+            self.call(method).wait()
+
+
+def launch_engines(
+    config: RunConfig,
+    rollout: Rollout,
+    session: Session,
+    model_dir: str,
+    *,
+    weights: Literal["sync", "files"],
+) -> RolloutGroup:
+    """Launches the processes of the engines, and returns at once.
+
+    Args:
+        model_dir: Hugging Face directory of the model.
+        weights: whether they come by sync, or from model_dir.
+    """
+    engine = RolloutEngine
+    if rollout.record is not None:
+        engine = RecordingEngine
+    elif rollout.replay is not None:
+        engine = ReplayingEngine
+    return RolloutGroup(
+        session,
+        rollout,
+        model_dir,
+        vocab_size=config.model.vocab_size or model_spec(config.model.hf_config()).dims.vocab,
+        device=config.cluster.device,
+        tokenizer=(config.model.tokenizer or model_dir) if rollout.stop else None,
+        weights=weights,
+        engine=engine,
+    )
+
+
+def _dealt(items: Sequence[T], parts: int) -> list[list[T]]:
+    """The items dealt out to so many parts."""
+    return [list(items[part::parts]) for part in range(parts)]
 
 
 def _shares(items: Sequence[T], count: int) -> list[Sequence[T]]:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megarl.cluster import ray_api
 from megarl.cluster.ray_node import DEVICE, NODE_LABEL
 from megarl.errors import RunError
 
@@ -58,7 +58,7 @@ class Placement:
                 f"start every node with ray start --resources '{{\"{DEVICE}\": {devices_per_node}}}', wait for the "
                 "runs that hold devices, or lower cluster.nodes or cluster.devices_per_node"
             )
-        hosts: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
+        hosts = ray_api.nodes_of(self._group)
         self.slots: tuple[Slot, ...] = tuple(
             Slot(device=node * devices_per_node + local, node=node, local=local, bundle=bundle)
             for node, bundle in enumerate(in_order(hosts, _numbers()))
@@ -82,14 +82,14 @@ def in_order(hosts: Mapping[int, str], numbers: Mapping[str, int]) -> list[int]:
 
 def _offer() -> str:
     """The devices of the living nodes, and how many of them nobody holds."""
-    found = ((node["NodeName"], int(node["Resources"].get(DEVICE, 0))) for node in ray.nodes() if node["Alive"])
-    free = int(ray.available_resources().get(DEVICE, 0))
+    found = ((node["NodeName"], int(node["Resources"].get(DEVICE, 0))) for node in ray_api.living_nodes())
+    free = int(ray_api.free_resources().get(DEVICE, 0))
     return f"{', '.join(f'{name}: {count}' for name, count in sorted(found))}, of which {free} are free"
 
 
 def _numbers() -> dict[str, int]:
     """The number in the run of each node that was started with one."""
-    labels = {node["NodeID"]: node["Labels"] for node in ray.nodes() if node["Alive"]}
+    labels = {node["NodeID"]: node["Labels"] for node in ray_api.living_nodes()}
     return {node: int(own[NODE_LABEL]) for node, own in labels.items() if NODE_LABEL in own}
 
 

@@ -8,7 +8,7 @@ import math
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -153,7 +153,7 @@ class RayJobs:
             await asyncio.sleep(_POLL_S)
 
     @contextmanager
-    def _answers(self) -> Iterator[None]:
+    def _answers(self) -> Generator[None]:
         """Says what to do where the dashboard refuses; RAY_ADDRESS does not count, the address was given."""
         try:
             with environment({"RAY_ADDRESS": self.address, "RAY_API_SERVER_ADDRESS": self.address}):

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 DEVICE = "device"
 """Ray's resource of which a node has one for each of the run's devices."""
@@ -112,13 +112,15 @@ def watch_command(head: str, devices: int, names: Sequence[str]) -> list[str]:
 
 def main(head: str, devices: str, *names: str) -> None:
     """Watches the table of nodes."""
-    from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]
+    from ray import _raylet
+
+    untyped: Any = _raylet
 
     told = ""
     while told != READY:
         try:
             # A client of its own each time: one that cannot connect for long ends its process.
-            there = _there(GcsClient(address=head), int(devices))
+            there = _there(untyped.GcsClient(address=head), int(devices))
             missing = [name for index, name in enumerate(names) if index not in there]
         except Exception as error:  # whatever Ray raises while its head does not answer
             missing = [f"{names[0]} ({type(error).__name__}: {error})"]
@@ -128,7 +130,7 @@ def main(head: str, devices: str, *names: str) -> None:
     while True:
         time.sleep(_WATCH_S)
         try:
-            there = _there(GcsClient(address=head), int(devices))
+            there = _there(untyped.GcsClient(address=head), int(devices))
         except Exception:  # the head's own end is not told here
             continue
         for index, name in enumerate(names):
@@ -137,9 +139,9 @@ def main(head: str, devices: str, *names: str) -> None:
                 return
 
 
-def _there(client: object, devices: int) -> set[int]:
+def _there(client: Any, devices: int) -> set[int]:
     """The nodes that live and have all their devices."""
-    found = client.get_all_node_info(timeout=_ANSWER_S).values()  # pyright: ignore[reportAttributeAccessIssue]
+    found = client.get_all_node_info(timeout=_ANSWER_S).values()
     return {
         int(node.labels[NODE_LABEL])
         for node in found

@@ -1,4 +1,4 @@
-"""The Ray actor: a shell around a plain class, which knows nothing of Ray."""
+"""The Ray actor around a plain class, which knows nothing of Ray; and references to what its methods leave in Ray."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
-import ray
+from ray import ObjectRef
 
+from megarl.cluster import ray_api
 from megarl.cluster.placement import visible_devices
 from megarl.errors import RunError
 
@@ -31,7 +32,7 @@ class ChunkRefs(Generic[T]):
         refs: by chunk.
     """
 
-    def __init__(self, refs: Mapping[int, ray.ObjectRef]) -> None:
+    def __init__(self, refs: Mapping[int, ObjectRef[T]]) -> None:
         self._refs = dict(refs)
         self._fetched: dict[int, T] = {}
 
@@ -40,7 +41,7 @@ class ChunkRefs(Generic[T]):
 
     def __getitem__(self, chunk: int) -> T:
         if chunk not in self._fetched:
-            self._fetched[chunk] = ray.get(self._refs[chunk])
+            self._fetched[chunk] = ray_api.get(self._refs[chunk])
         return self._fetched[chunk]
 
     def only(self, chunks: Iterable[int]) -> ChunkRefs[T]:
@@ -48,24 +49,29 @@ class ChunkRefs(Generic[T]):
         return ChunkRefs({chunk: self._refs[chunk] for chunk in chunks})
 
     @classmethod
+    def put(cls, values: Iterable[T]) -> ChunkRefs[T]:
+        """Puts values of this process where every process can read them; they live as long as the references."""
+        return cls({index: ray_api.put(value) for index, value in enumerate(values)})
+
+    @classmethod
     def joined(cls, parts: Iterable[ChunkRefs[T]]) -> ChunkRefs[T]:
         """The chunks of all parts, numbered on from part to part."""
         refs = [ref for part in parts for _, ref in sorted(part._refs.items())]
         return ChunkRefs(dict(enumerate(refs)))
 
-    def __reduce__(self) -> tuple[type[ChunkRefs[T]], tuple[dict[int, ray.ObjectRef]]]:
+    def __reduce__(self) -> tuple[type[ChunkRefs[T]], tuple[dict[int, ObjectRef[T]]]]:
         return ChunkRefs, (self._refs,)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timed:
-    """What a method returned that is small, and how long it took, seconds."""
+class Timed(Generic[T]):
+    """The small result of a method, and how long it took, seconds."""
 
-    result: Any
+    result: T
     seconds: float
 
 
-class Shell:
+class RayWorker:
     """Makes an object at its first call, and runs its methods one at a time, in the order in which they were called.
 
     Args:
@@ -114,36 +120,38 @@ class Shell:
         module, _, name = self._target.partition(":")
         return getattr(importlib.import_module(module), name)(*self._args, **self._kwargs)
 
-    def run(self, method: str, args: tuple[Any, ...]) -> Timed:
-        """The method's result."""
+    def run(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Timed[Any]:
+        """Returns the method's result."""
         start = time.perf_counter()
-        result = getattr(self._object, method)(*args)
+        result = getattr(self._object, method)(*args, **kwargs)
         return Timed(result=result, seconds=time.perf_counter() - start)
 
     def run_by_chunk(self, method: str, args: tuple[Any, ...], chunks: Sequence[int]) -> Any:
-        """The method's results as separate objects: what is small first, then the value of each chunk in this order.
+        """Returns the method's results as separate objects: the small one, then those of the chunks in this order.
 
         The method returns a mapping from chunk to value, or such a mapping and something small. Without
         chunks, Ray expects the first object alone.
         """
-        timed = self.run(method, args)
-        by_chunk, small = timed.result if isinstance(timed.result, tuple) else (timed.result, None)
+        timed = self.run(method, args, {})
+        by_chunk, small = timed.result, None
+        if isinstance(by_chunk, tuple):
+            by_chunk, small = cast("tuple[Any, Any]", by_chunk)
         first = Timed(result=small, seconds=timed.seconds)
         return (first, *(by_chunk[chunk] for chunk in chunks)) if chunks else first
 
-    def run_stream(self, method: str, args: tuple[Any, ...]) -> Iterator[Any]:
-        """The pairs that the method yields, as separate objects: what is small first, then what stays here."""
-        for small, large in getattr(self._object, method)(*args):
+    def run_stream(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+        """Yields both parts of the pairs that the method yields as separate objects: what is small, then what stays."""
+        for small, large in getattr(self._object, method)(*args, **kwargs):
             yield small
             yield large
 
-    def free_address(self, host: str | None) -> Timed:
-        """A host and port at which this process may listen; None is the node's own address.
+    def free_address(self, host: str | None) -> Timed[str]:
+        """Returns a host and port at which this process may listen; None is the node's own address.
 
         The port is held as long as this process lives: it listens only when it has imported torch, and meanwhile the
         system would give the port to others.
         """
-        host = host or ray.util.get_node_ip_address()
+        host = host or ray_api.node_address()
         holder = socket.socket()
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # which lets torch's own socket bind it too
         holder.bind(("", 0))  # as torch does: on one address, it could be another's on the others

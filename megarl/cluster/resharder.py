@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from megarl.cluster.calls import Call, WorkerError
 from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import Role
+from megarl.cluster.trainers import RemoteRole
 from megarl.config import PPOConfig, RAFTConfig, parse_devices
+from megarl.megatron.worker import MegatronWorker
 from megarl.models import ModelSpec
-from megarl.resharding import SyncSpec, SyncStats, serve_store
+from megarl.resharding import ConnectRequest, SyncSpec, SyncStats, serve_store
 from megarl.resharding.holders import plan_sync
+from megarl.rollout.engine import RolloutEngine
 from megarl.weights.topology import Place
 
 _MIB = 1 << 20
@@ -71,13 +73,12 @@ class Resharder:
         self,
         session: Session,
         config: PPOConfig | RAFTConfig,
-        actor: Role,
+        actor: RemoteRole,
         engines: RolloutGroup,
         spec: ModelSpec,
     ) -> None:
-        self._watch = session.watch
-        self._senders, self._receivers = actor.group.processes, engines.processes
-        self._first, self._tp = len(self._senders), config.rollout.tp
+        self._senders, self._receivers = actor.group.named(actor.name), engines
+        self._first, self._tp = len(self._senders.processes), config.rollout.tp
         places = [Place(node=slot.node, device=slot.device) for slot in session.placement.slots]
         trainers = [places[device] for device in config.device_list(actor.group.name)]
         engine_ranks = [places[device] for device in parse_devices(config.rollout.devices)]
@@ -96,12 +97,11 @@ class Resharder:
             timeout_s=config.cluster.time_limits.patience,
         )
 
-    def connect(self) -> Call:
+    def connect(self) -> Call[None]:
         """Gives every rank its part of the plan and connects them all."""
-        trainers = [(self._spec.only({rank}), rank) for rank in range(self._first)]
-        self._watch.submit("actor.connect", "start", "connect", self._senders, trainers)
-        engines = [(self._spec.only(ranks), ranks) for ranks in map(self._ranks, range(len(self._receivers)))]
-        return self._watch.submit("rollout.connect", "start", "connect", self._receivers, engines)
+        engines = [self._ranks(engine) for engine in range(len(self._receivers.processes))]
+        self._senders.call_each(MegatronWorker.connect, [self._part(range(r, r + 1)) for r in range(self._first)])
+        return self._receivers.call_each(RolloutEngine.connect, [self._part(ranks) for ranks in engines])
 
     def sync(self, version: int) -> SyncReport:
         """Moves the actor's weights as they are now; returns when every rank has committed the version.
@@ -113,15 +113,11 @@ class Resharder:
             WorkerError: the sync was aborted, or a process has failed otherwise.
         """
         start = time.perf_counter()
-        sent = self._watch.submit(
-            "actor.send_weights", "sync", "send_weights", self._senders, [(version,)] * self._first
-        )
-        received = self._watch.submit(
-            "rollout.receive_weights", "sync", "receive_weights", self._receivers, [(version,)] * len(self._receivers)
-        )
+        sent = self._senders.call(MegatronWorker.send_weights, version)
+        received = self._receivers.call(RolloutEngine.receive_weights, version)
         try:
-            senders: list[SyncStats] = sent.wait()
-            receivers: list[SyncStats] = [rank for engine in received.wait() for rank in engine]
+            senders = sent.wait()
+            receivers = [rank for engine in received.wait() for rank in engine]
         except WorkerError as error:
             raise WorkerError(
                 f"{error}\nThe ranks of a sync are those of the actor's group, 0 to {self._first - 1}, and from "
@@ -129,6 +125,9 @@ class Resharder:
             ) from None
         assert {rank.version for rank in (*senders, *receivers)} == {version}, "a rank has not committed the version"
         return report(senders, receivers, time.perf_counter() - start)
+
+    def _part(self, ranks: Sequence[int]) -> ConnectRequest:
+        return ConnectRequest(sync=self._spec.only(ranks), ranks=ranks)
 
     def _ranks(self, engine: int) -> Sequence[int]:
         start = self._first + engine * self._tp

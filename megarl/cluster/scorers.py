@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megarl.cluster.calls import Call
 from megarl.cluster.engines import Rollouts
-from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
+from megarl.cluster.workers import WorkerGroup
+from megarl.config import EvalConfig, PPOConfig, RAFTConfig
 from megarl.config.schema import Reward, RewardFunction, TimeLimits
-from megarl.data.tokenizer import load_tokenizer
+from megarl.data.packing import Chunks
+from megarl.data.tokenizer import has_tokenizer, load_tokenizer
+from megarl.remote import remote
 from megarl.rewards.functions import labels
 from megarl.rewards.scorer import Failures, RuleScorer, Scores, Unscored
 from megarl.types import Prompt, RolloutChunk, SampleInfo
 
-SCORER = "megarl.cluster.scorers:ScoringProcess"
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreRequest:
+    """Chunks to score.
+
+    Args:
+        functions: which of the functions score, by name.
+        rollouts: by chunk.
+        prompts: by chunk, those of its rows.
+    """
+
+    functions: Mapping[str, int]
+    rollouts: Chunks[RolloutChunk]
+    prompts: Mapping[int, Sequence[Prompt]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,32 +67,24 @@ class ScoringProcess:
         self._scorer = RuleScorer(functions, decode, time_limit=reward.time_limit, retries=reward.retries)
         self._seconds = seconds
 
+    @remote(phase="start")
     def start(self) -> None:
         """Loads the functions."""
         self._scorer.start()
 
-    def score(
-        self,
-        functions: Mapping[str, int],
-        rollouts: ChunkRefs[RolloutChunk],
-        prompts: Mapping[int, Sequence[Prompt]],
-    ) -> ScoredChunks:
-        """The scores of some chunks.
-
-        Args:
-            functions: which of the functions score, by name.
-            rollouts: by chunk.
-            prompts: by chunk, those of its rows.
-        """
+    @remote(phase="scoring")
+    def score(self, request: ScoreRequest) -> ScoredChunks:
+        """Scores some chunks."""
         deadline = time.monotonic() + self._seconds
         columns: dict[int, Scores] = {}
         failures: dict[tuple[str, str], Unscored] = {}
-        for chunk, of_rows in prompts.items():
-            columns[chunk], failed = self._scorer.score(functions, rollouts[chunk], of_rows, deadline)
+        for chunk, of_rows in request.prompts.items():
+            columns[chunk], failed = self._scorer.score(request.functions, request.rollouts[chunk], of_rows, deadline)
             for kind, unscored in failed.items():
                 failures.setdefault(kind, unscored)
         return ScoredChunks(columns=columns, failures=failures)
 
+    @remote(phase="start")
     def close(self) -> None:
         """Ends the child, and what the functions have started in it."""
         self._scorer.close()
@@ -89,7 +99,7 @@ class PendingScores:
         tell: is told of each process's first failures of each kind.
     """
 
-    call: Call
+    call: Call[ScoredChunks]
     tell: Callable[[Failures], None]
 
     def wait(self) -> dict[int, Scores]:
@@ -98,13 +108,13 @@ class PendingScores:
         Raises:
             WorkerError: a process failed.
         """
-        results: list[ScoredChunks] = self.call.wait()
+        results = self.call.wait()
         for result in results:
             self.tell(result.failures)
         return {chunk: scores for result in results for chunk, scores in result.columns.items()}
 
 
-class RuleScorers:
+class RuleScorers(WorkerGroup[ScoringProcess]):
     """Processes without a device of their own, spread over the nodes of the run.
 
     Args:
@@ -125,18 +135,22 @@ class RuleScorers:
         limits: TimeLimits,
         warn: Callable[[str], None],
     ) -> None:
-        self._watch, self._functions, self._warn = session.watch, tuple(functions), warn
+        self._functions, self._warn = tuple(functions), warn
         self._told: set[tuple[str, str]] = set()
         devices, count = len(session.placement.slots), reward.processes
-        arguments = (tokenizer, self._functions, reward, limits.calls)
-        self.processes = [
-            session.launch_beside(f"scorer {index}", index * devices // count, SCORER, *arguments)
+        processes = [
+            session.launch_beside(
+                f"scorer {index}",
+                index * devices // count,
+                ScoringProcess,
+                tokenizer,
+                self._functions,
+                reward,
+                limits.calls,
+            )
             for index in range(count)
         ]
-
-    def start(self) -> Call:
-        """Loads the tokenizer and the functions in every process."""
-        return self._watch.submit("scorers.start", "start", "start", self.processes, [()] * len(self.processes))
+        super().__init__(session, "scorers", processes)
 
     def score(
         self, functions: Sequence[RewardFunction], rollouts: Rollouts, prompts: Mapping[str, Prompt]
@@ -152,13 +166,10 @@ class RuleScorers:
         of_rows = _prompts_by_chunk(rollouts.samples, prompts)
         count = min(len(self.processes), len(of_rows))
         shares = [{chunk: of_rows[chunk] for chunk in sorted(of_rows)[index::count]} for index in range(count)]
-        args = [(numbers, rollouts.chunks.only(share), share) for share in shares]
-        call = self._watch.submit("scorers.score", "scoring", "score", self.processes[:count], args)
-        return PendingScores(call=call, tell=self._tell)
-
-    def close(self) -> Call:
-        """Lets every process end its child."""
-        return self._watch.submit("scorers.close", "start", "close", self.processes, [()] * len(self.processes))
+        requests = [
+            ScoreRequest(functions=numbers, rollouts=rollouts.chunks.only(share), prompts=share) for share in shares
+        ]
+        return PendingScores(call=self.call_each(ScoringProcess.score, requests), tell=self._tell)
 
     def _tell(self, failures: Failures) -> None:
         """Shows each kind of failure of a function once; the metrics count them all."""
@@ -171,6 +182,18 @@ class RuleScorers:
                 "response counts as unscored. Failures alike are not shown again: rewards/unscored counts them all.\n"
                 f"{unscored.failure.reason}"
             )
+
+
+def launch_scorers(config: PPOConfig | RAFTConfig | EvalConfig, session: Session, model_dir: str) -> RuleScorers | None:
+    """Launches the processes that run reward functions, if there are any, and returns at once."""
+    evaluated = config.evaluation.functions if config.evaluation is not None else ()
+    functions = [*config.reward.functions, *evaluated]
+    if not functions:
+        return None
+    directory = config.model.tokenizer or model_dir
+    tokenizer = directory if has_tokenizer(directory) else None
+    warn = functools.partial(print, file=sys.stderr, flush=True)
+    return RuleScorers(session, tokenizer, functions, config.reward, config.cluster.time_limits, warn)
 
 
 def _prompts_by_chunk(samples: Sequence[SampleInfo], prompts: Mapping[str, Prompt]) -> dict[int, list[Prompt]]:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
-import ray
-
-from megarl.cluster.calls import Call, Process, Watch
-from megarl.cluster.cleanup import MARK, Remains
+from megarl.cluster import ray_api
+from megarl.cluster.calls import Call, CallMonitor, Process
+from megarl.cluster.cleanup import MARK, ProcessCleanup
 from megarl.cluster.driver_environment import (
     environment,
     ignore_interrupts,
@@ -25,10 +24,12 @@ from megarl.cluster.driver_environment import (
 )
 from megarl.cluster.placement import Placement
 from megarl.cluster.ray_node import DEVICE, ENVIRONMENT
-from megarl.cluster.ray_worker import ChunkRefs, Shell
+from megarl.cluster.ray_worker import ChunkRefs, RayWorker
 from megarl.config.schema import Cluster
 from megarl.errors import RunError
 
+W = TypeVar("W")
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _LOOPBACK = "127.0.0.1"
@@ -57,8 +58,8 @@ class Session:
         self._log_dir = log_dir
         self._address = address
         self._ending = ExitStack()
-        self._processes: list[Process] = []  # Ray ends a process when nobody has its handle
-        self.watch = Watch(cluster.time_limits)
+        self._processes: list[Process[Any]] = []  # Ray ends a process when nobody has its handle
+        self.monitor = CallMonitor(cluster.time_limits)
 
     def __enter__(self) -> Self:
         """Starts or joins Ray and reserves the devices.
@@ -72,7 +73,7 @@ class Session:
             if self._address is None:
                 self._start(ending)
             else:
-                ending.callback(ray.shutdown)
+                ending.callback(ray_api.shutdown)
                 ending.callback(ignore_interrupts)
                 self._join()
             raise_on_sigterm()  # again: ray.init installs a handler of its own
@@ -87,36 +88,40 @@ class Session:
     ) -> None:
         self._ending.__exit__(kind, error, trace)
 
-    def launch(self, name: str, devices: Sequence[int], target: str, *args: Any, **kwargs: Any) -> Process:
+    def launch(
+        self, name: str, devices: Sequence[int], worker: Callable[P, W], *args: P.args, **kwargs: P.kwargs
+    ) -> Process[W]:
         """Starts a process and returns at once; it makes its object at the first call, where mistakes show.
 
         Args:
             name: for messages and the log file, such as ``train rank 0``.
             devices: that it uses; the first one places it.
-            target: ``package.module:Class`` of the object.
+            worker: class of the object, which the process imports.
             args, kwargs: of the class.
         """
-        return self._launch(name, devices[0], devices, target, args, kwargs)
+        return self._launch(name, devices[0], devices, worker, args, kwargs)
 
-    def launch_beside(self, name: str, device: int, target: str, *args: Any, **kwargs: Any) -> Process:
+    def launch_beside(
+        self, name: str, device: int, worker: Callable[P, W], *args: P.args, **kwargs: P.kwargs
+    ) -> Process[W]:
         """As ``launch``, for a process that uses no device: it runs on the node of this one, and sees no GPU."""
-        return self._launch(name, device, (), target, args, kwargs)
+        return self._launch(name, device, (), worker, args, kwargs)
 
     def _launch(
         self,
         name: str,
         place: int,
         devices: Sequence[int],
-        target: str,
+        worker: Callable[..., W],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-    ) -> Process:
+    ) -> Process[W]:
         log_file = self._log_dir.absolute() / f"{name.replace(' ', '-')}.log"
         gpus = tuple(self.placement.slots[device].local for device in devices)
         on_cpu = self._cluster.device == "cpu"
-        remote = ray.remote(Shell).options(num_cpus=0, scheduling_strategy=self.placement.strategy(place))
+        remote = ray_api.remote(RayWorker).options(num_cpus=0, scheduling_strategy=self.placement.strategy(place))
         actor = remote.remote(
-            target,
+            f"{worker.__module__}:{worker.__qualname__}",  # by name: it is imported in the process's own environment
             args,
             kwargs,
             directory=os.getcwd(),
@@ -124,29 +129,29 @@ class Session:
             local_devices=None if on_cpu else gpus,
             log_file=str(log_file),
         )
-        process = Process(name=name, actor=actor, log_file=log_file)
+        process = Process[W](name=name, actor=actor, log_file=log_file)
         self._processes.append(process)
         return process
 
     def share(self, values: Sequence[T]) -> ChunkRefs[T]:
         """Puts the driver's own chunks where every process can read them; they live as long as the references."""
-        return ChunkRefs({index: ray.put(value) for index, value in enumerate(values)})
+        return ChunkRefs[T].put(values)
 
     @property
     def host(self) -> str:
         """Where the driver can be reached: loopback for a Ray of its own, else its node's address."""
-        return _LOOPBACK if self._address is None else ray.util.get_node_ip_address()
+        return _LOOPBACK if self._address is None else ray_api.node_address()
 
-    def free_address(self, process: Process) -> str:
+    def free_address(self, process: Process[Any]) -> str:
         """A ``host:port`` at which the process may listen: loopback on this machine, else its node's own address."""
         done = [process.actor.free_address.remote(_LOOPBACK if self._address is None else None)]
-        call = Call(label="free_address", phase="start", processes=[process], done=done, watch=self.watch)
-        return self.watch.follow(call).wait()[0]
+        call = Call[str](label="free_address", phase="start", processes=[process], done=done, monitor=self.monitor)
+        return self.monitor.follow(call).wait()[0]
 
     def _join(self) -> None:
         """Joins a Ray that runs already."""
         try:
-            ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
+            ray_api.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError) as error:
             raise RunError(
                 f"cluster.address = {self._address}: no Ray can be joined there ({error}); "
@@ -159,13 +164,13 @@ class Session:
         directory = ending.enter_context(temporary_directory())
         ending.enter_context(environment({**_LOCAL_ENV, MARK: mark}))
         ending.enter_context(random_token())
-        remains = Remains(mark)
-        ending.callback(remains.remove, _END_GRACE_S)
-        ending.callback(ray.shutdown)
-        ending.callback(remains.note)
+        cleanup = ProcessCleanup(mark)
+        ending.callback(cleanup.remove, _END_GRACE_S)
+        ending.callback(ray_api.shutdown)
+        ending.callback(cleanup.note)
         ending.callback(ignore_interrupts)
         try:
-            ray.init(
+            ray_api.init(
                 address="local",  # whatever Ray RAY_ADDRESS names
                 num_cpus=0,
                 resources={DEVICE: self._cluster.nodes * self._cluster.devices_per_node},

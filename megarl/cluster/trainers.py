@@ -1,103 +1,54 @@
-"""A group's processes and its roles: every call goes to all ranks of the group and returns references at once."""
+"""The trainers of a run: a group of Megatron processes for each group of devices, and the roles in them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
-from megarl.cluster.calls import Call, Phase
-from megarl.cluster.ray_worker import ChunkRefs
+import torch
+
+from megarl.cluster.calls import Call, ChunkCall
+from megarl.cluster.engines import RolloutGroup
+from megarl.cluster.scorers import RuleScorers, ScoringProcess
 from megarl.cluster.session import Session
-from megarl.config import RunConfig
-from megarl.experience.padded_batch import Columns
-from megarl.types import (
-    Layout,
-    RankSchedule,
-    RoleName,
-    RolloutChunk,
-    Schedule,
-    StepContext,
-    TextChunk,
-)
+from megarl.cluster.workers import WorkerGroup
+from megarl.config import ConfigError, Problem, RunConfig
+from megarl.megatron.worker import MegatronWorker
+from megarl.remote import RemoteMethod
+from megarl.rollout.engine import RolloutEngine
+from megarl.types import Layout, RankSchedule, RoleName
 
-WORKER = "megarl.megatron.worker:MegatronWorker"
+W = TypeVar("W")
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
+T = TypeVar("T")
 
-
-class WorkerGroup:
-    """One Megatron process per device of a group; its roles take turns in the order of the calls.
-
-    Args:
-        session: where they run.
-        config: of the run.
-        name: of the group.
-        target: ``package.module:Class`` of what each process runs.
-    """
-
-    def __init__(self, session: Session, config: RunConfig, name: str, target: str = WORKER) -> None:
-        self.name = name
-        self._session = session
-        self.processes = [
-            session.launch(f"{name} rank {rank}", [device], target, config, name, rank)
-            for rank, device in enumerate(config.device_list(name))
-        ]
-
-    def start(self, model_dir: str) -> Call:
-        """Connects the ranks, builds the roles and loads their weights."""
-        address = self._session.free_address(self.processes[0])
-        self.call(f"{self.name}.start", "start", "start", f"tcp://{address}")
-        return self.call(f"{self.name}.load", "start", "load", model_dir)
-
-    def call(
-        self, label: str, phase: Phase, method: str, *args: Any, chunks: Sequence[Sequence[int]] | None = None
-    ) -> Call:
-        """Calls a method on every rank with the same arguments; see ``call_each``."""
-        return self.call_each(label, phase, method, [args] * len(self.processes), chunks)
-
-    def call_each(
-        self,
-        label: str,
-        phase: Phase,
-        method: str,
-        args: Sequence[tuple[Any, ...]],
-        chunks: Sequence[Sequence[int]] | None = None,
-    ) -> Call:
-        """Calls a method on every rank, with arguments of its own.
-
-        Args:
-            label: for messages.
-            phase: whose time limit the call has.
-            method: of the worker.
-            args: the arguments of each rank.
-            chunks: the chunks that each rank reports; None where the results are small.
-        """
-        return self._session.watch.submit(label, phase, method, self.processes, args, chunks)
-
-    def rest(self) -> Call:
-        """Offloads every role that may be."""
-        return self.call(f"{self.name}.rest", "inference", "rest")
-
-    def close(self) -> Call:
-        """Lets the ranks end their world and give back their memory."""
-        return self.call(f"{self.name}.close", "start", "close")
+_CHUNKS_PER_REPLICA = 8
+"""Chunks of a step for each DP rank of the role that has most of them: small enough to share the work evenly."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Texts:
-    """What optimizer steps take along.
+class Scheduled(Protocol):
+    """A rank's part of a request that has one schedule."""
 
-    Args:
-        schedules: one per optimizer step.
-        chunks: by reference.
-    """
-
-    schedules: Sequence[Schedule]
-    chunks: ChunkRefs[TextChunk]
+    @property
+    def schedule(self) -> RankSchedule: ...
 
 
-class Role:
-    """A role in its group. Columns are given and returned by reference, chunk by chunk.
+Q = TypeVar("Q")
+Q_co = TypeVar("Q_co", covariant=True)
+OnePass = TypeVar("OnePass", bound=Scheduled)
+
+
+class Divisible(Protocol[Q_co]):
+    """A request for all ranks of a role; see ``megatron.worker_requests``."""
+
+    def part(self, replica: int, /) -> Q_co: ...
+
+
+class RemoteRole:
+    """A role in its group. Calls go to every rank and return at once; the methods are those of MegatronWorker.
 
     Args:
         group: that it is placed in.
@@ -105,135 +56,155 @@ class Role:
         layout: of the role.
     """
 
-    def __init__(self, group: WorkerGroup, name: RoleName, layout: Layout) -> None:
-        self.group = group
+    def __init__(self, group: WorkerGroup[MegatronWorker], name: RoleName, layout: Layout) -> None:
+        self.group, self.layout = group, layout
         self.name: RoleName = name
-        self.layout = layout
+        self._ranks = group.named(name)
 
-    def logprobs(self, schedule: Schedule, rollouts: ChunkRefs[RolloutChunk], *, temperature: float) -> Call:
-        """Log-probabilities of the responses, nats, as its chunks."""
+    def call(
+        self, method: RemoteMethod[MegatronWorker, Concatenate[RoleName, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> Call[R]:
+        """Calls a method of the role on every rank, with the same arguments."""
+        return self._ranks.submit(method, [(self.name, *args)] * self.layout.world_size, kwargs)
 
-        def args(own: RankSchedule) -> tuple[Any, ...]:
-            return self.name, own, rollouts.only(own.chunks), temperature
+    def dispatch(self, method: RemoteMethod[MegatronWorker, [RoleName, Q], R], request: Divisible[Q]) -> Call[R]:
+        """Calls a method of the role on every rank, with its replica's part of the request."""
+        return self._ranks.submit(method, [(self.name, part) for part in self._parts(request)])
 
-        return self._each("logprobs", schedule, args)
+    @overload
+    def dispatch_by_chunk(
+        self,
+        method: RemoteMethod[MegatronWorker, [RoleName, OnePass], tuple[dict[int, T], S] | None],
+        request: Divisible[OnePass],
+    ) -> ChunkCall[S | None, T]: ...
+    @overload
+    def dispatch_by_chunk(
+        self,
+        method: RemoteMethod[MegatronWorker, [RoleName, OnePass], dict[int, T] | None],
+        request: Divisible[OnePass],
+    ) -> ChunkCall[None, T]: ...
+    def dispatch_by_chunk(
+        self, method: RemoteMethod[MegatronWorker, [RoleName, OnePass], Any], request: Divisible[OnePass]
+    ) -> ChunkCall[Any, Any]:
+        """Calls a method as ``dispatch``; the results by chunk stay with the reporting ranks, for other workers."""
+        parts = self._parts(request)
+        chunks = [part.schedule.chunks if self.layout.reports(rank) else [] for rank, part in enumerate(parts)]
+        return self._ranks.submit_by_chunk(method, [(self.name, part) for part in parts], chunks)
 
-    def probe(self, schedule: Schedule, chunks: Sequence[TextChunk]) -> Call:
-        """Log-probabilities at temperature 1 of a few given responses; ``merged`` reads the results."""
-        args = [(self.name, own, {chunk: chunks[chunk] for chunk in own.chunks}, 1.0) for own in self._own(schedule)]
-        return self.group.call_each(f"{self.name}.probe", "inference", "logprobs", args)
+    def _parts(self, request: Divisible[Q]) -> list[Q]:
+        """The part of each rank."""
+        parts = [request.part(replica) for replica in range(self.layout.dp)]
+        return [parts[self.layout.coords(rank).dp] for rank in range(self.layout.world_size)]
 
-    def values(self, schedule: Schedule, rollouts: ChunkRefs[RolloutChunk]) -> Call:
-        """Values of the responses' tokens, as its chunks."""
-        return self._each("values", schedule, lambda own: (self.name, own, rollouts.only(own.chunks)))
 
-    def scores(self, schedule: Schedule, chunks: ChunkRefs[RolloutChunk] | ChunkRefs[TextChunk]) -> Call:
-        """Scores of the samples; ``merged`` reads the results."""
-        args = [(self.name, own, chunks.only(own.chunks)) for own in self._own(schedule)]
-        return self.group.call_each(f"{self.name}.scores", "inference", "scores", args)
+@dataclass(frozen=True, kw_only=True)
+class Trainers:
+    """The groups of a run and the roles in them.
 
-    def token_scores(self, schedule: Schedule, rollouts: ChunkRefs[RolloutChunk]) -> Call:
-        """Scores of the responses so far, one more than tokens, as its chunks; ``merged`` reads the samples'."""
-        return self._each("token_scores", schedule, lambda own: (self.name, own, rollouts.only(own.chunks)))
+    Args:
+        session: where they run.
+        groups: by name.
+        roles: by name.
+    """
 
-    def build_experience(
-        self, schedule: Schedule, rollouts: ChunkRefs[RolloutChunk], columns: Columns, terms: StepContext
-    ) -> Call:
-        """Experience by chunk, and as the small results an ExperienceReport; see ``megatron.experience``."""
+    session: Session
+    groups: Mapping[str, WorkerGroup[MegatronWorker]]
+    roles: Mapping[RoleName, RemoteRole]
 
-        def args(own: RankSchedule) -> tuple[Any, ...]:
-            return own, rollouts.only(own.chunks), columns.only(own.chunks), terms
+    @property
+    def chunks(self) -> int:
+        """Into how many chunks the samples of a step are divided, at most."""
+        return _CHUNKS_PER_REPLICA * max((role.layout.dp for role in self.roles.values()), default=1)
 
-        return self._each("build_experience", schedule, args)
-
-    def update(
-        self, schedules: Sequence[Schedule], chunks: ChunkRefs[Any], *, kl_coef: float = 0.0, texts: Texts | None = None
-    ) -> Call:
-        """Optimizer steps, one per schedule; ``reported`` reads their metrics.
-
-        Args:
-            chunks: what the role's loss reads.
-            kl_coef: of a penalty in the loss, per nat.
-            texts: what each step takes along; their packs are as long as the step's own.
-        """
-        own = self._parts(schedules, chunks)
-        along = [()] * len(own) if texts is None else self._parts(texts.schedules, texts.chunks)
-        args = [(self.name, *part, kl_coef, *text) for part, text in zip(own, along, strict=True)]
-        return self.group.call_each(f"{self.name}.update", "update", "update", args)
-
-    def skip_steps(self, steps: int) -> Call:
-        """Goes on in the learning rate's course without these optimizer steps."""
-        return self.group.call(f"{self.name}.skip_steps", "update", "skip_steps", self.name, steps)
-
-    def swap_weights(self, wanted: bool) -> Call:
-        """Gives the role the average of its weights for its weights, or its weights again."""
-        return self.group.call(f"{self.name}.swap_weights", "inference", "swap_weights", self.name, wanted)
-
-    def sync_reference(self) -> Call:
-        """Lets the reference, of the same group, follow this role."""
-        return self.group.call(f"{self.name}.sync_reference", "inference", "sync_reference")
-
-    def evaluate(self, schedule: Schedule, chunks: ChunkRefs[TextChunk]) -> Call:
-        """The role's loss without a step; ``reported`` reads its metrics."""
-        args = [(self.name, own, chunks.only(own.chunks)) for own in self._own(schedule)]
-        return self.group.call_each(f"{self.name}.evaluate", "inference", "evaluate", args)
-
-    def scale_head(self, gain: float) -> Call:
-        """Multiplies the role's head, and with it its scores."""
-        return self.group.call(f"{self.name}.scale_head", "inference", "scale_head", self.name, gain)
-
-    def save(self, directory: Path) -> Call:
-        """Writes the role's part of a checkpoint; the results say what each rank wrote."""
-        return self.group.call(f"{self.name}.save", "checkpoint", "save", self.name, str(directory / self.name))
-
-    def restore(self, directory: Path) -> Call:
-        """Reads the role's part of a checkpoint."""
-        return self.group.call(f"{self.name}.restore", "checkpoint", "restore", self.name, str(directory / self.name))
-
-    def export(self, directory: Path, template: str) -> Call:
-        """Writes the role as a Hugging Face directory.
+    def start(self, model_dir: str) -> None:
+        """Connects the ranks of every group, builds the roles and loads their weights; waits for all of them.
 
         Args:
-            directory: to make.
-            template: directory whose tokenizer and generation settings are copied.
+            model_dir: Hugging Face directory of the model.
+
+        Raises:
+            WorkerError: a process failed to start.
         """
-        return self.group.call(f"{self.name}.export", "checkpoint", "export", self.name, str(directory), template)
+        loading: list[Call[None]] = []
+        for group in self.groups.values():
+            address = self.session.free_address(group.processes[0])
+            group.call(MegatronWorker.start, f"tcp://{address}")
+            loading.append(group.call(MegatronWorker.load, model_dir))
+        _wait(loading)
 
-    def _parts(
-        self, schedules: Sequence[Schedule], chunks: ChunkRefs[Any]
-    ) -> list[tuple[tuple[RankSchedule, ...], ChunkRefs[Any]]]:
-        """By rank, its parts of several passes, and the chunks that it reads in them."""
-        parts: list[tuple[tuple[RankSchedule, ...], ChunkRefs[Any]]] = []
-        for own in zip(*map(self._own, schedules), strict=True):
-            read = {chunk for schedule in own for chunk in schedule.chunks}
-            parts.append((own, chunks.only(sorted(read))))
-        return parts
+    def offload_all(self) -> None:
+        """Offloads every role that may be; waits for all of them."""
+        _wait([group.call(MegatronWorker.offload_all) for group in self.groups.values()])
 
-    def _own(self, schedule: Schedule) -> list[RankSchedule]:
-        """By rank, the part of its replica: all that the rank is sent."""
-        return [schedule.ranks[self.layout.coords(rank).dp] for rank in range(self.layout.world_size)]
-
-    def _each(self, method: str, schedule: Schedule, args: Callable[[RankSchedule], tuple[Any, ...]]) -> Call:
-        by_rank = [args(own) for own in self._own(schedule)]
-        chunks = chunks_by_rank(schedule, self.layout)
-        return self.group.call_each(f"{self.name}.{method}", "inference", method, by_rank, chunks)
+    def close(self) -> None:
+        """Lets every process end by itself; waits for all of them."""
+        _wait([group.call(MegatronWorker.close) for group in self.groups.values()])
 
 
-def chunks_by_rank(schedule: Schedule, layout: Layout) -> list[tuple[int, ...]]:
-    """The chunks that each rank reports: those of its DP rank where it has the results (TP 0, last stage)."""
-    chunks: list[tuple[int, ...]] = []
-    for rank in range(layout.world_size):
-        coords = layout.coords(rank)
-        reports = coords.tp == 0 and coords.pp == layout.pp - 1
-        chunks.append(tuple(schedule.ranks[coords.dp].chunks) if reports else ())
-    return chunks
+def _wait(calls: Sequence[Call[None]]) -> None:
+    for call in calls:
+        call.wait()
 
 
-def merged(call: Call) -> dict[int, Any]:
-    """Waits for small columns, such as scores, and joins what the reporting ranks say of their chunks."""
-    return {chunk: column for result in call.wait() if result is not None for chunk, column in result.items()}
+def start_all(
+    trainers: Trainers, engines: RolloutGroup | None, rules: RuleScorers | None, model_dir: str, *, sleep: bool
+) -> None:
+    """Starts every process and loads every model; waits for all of them.
+
+    Args:
+        trainers, engines, rules: that were launched; None where there are none.
+        model_dir: Hugging Face directory of the model.
+        sleep: engines are asleep once they have started: before the trainers, as the devices cannot hold both at once.
+
+    Raises:
+        WorkerError: a process failed to start.
+    """
+    starting = None if engines is None else engines.call(RolloutEngine.start)
+    loading = None if rules is None else rules.call(ScoringProcess.start)
+    if sleep and starting is not None:
+        starting.wait()
+    trainers.start(model_dir)
+    _wait([call for call in (starting, loading) if call is not None])
 
 
-def reported(call: Call) -> Any:
-    """Waits for a call and returns what its reporting ranks all say; other ranks say nothing."""
-    return next(result for result in call.wait() if result is not None)
+def launch_trainers(config: RunConfig, session: Session) -> Trainers:
+    """Launches the processes of every group, and returns at once."""
+    groups = {name: launch_group(session, config, name, MegatronWorker) for name in config.groups}
+    roles: dict[RoleName, RemoteRole] = {
+        role: RemoteRole(groups[name], role, config.layout(role))
+        for name, group in config.groups.items()
+        for role in group.roles
+    }
+    return Trainers(session=session, groups=groups, roles=roles)
+
+
+def launch_group(
+    session: Session, config: RunConfig, name: str, worker: Callable[[RunConfig, str, int], W]
+) -> WorkerGroup[W]:
+    """Launches a process per device of a group, and returns at once.
+
+    Args:
+        worker: class of their objects.
+    """
+    processes = [
+        session.launch(f"{name} rank {rank}", [device], worker, config, name, rank)
+        for rank, device in enumerate(config.device_list(name))
+    ]
+    return WorkerGroup(session, name, processes)
+
+
+def check_gpus(config: RunConfig) -> None:
+    """Checks that this machine has the GPUs, where the run starts a Ray of its own.
+
+    Raises:
+        ConfigError: it has fewer.
+    """
+    cluster = config.cluster
+    if cluster.device == "cpu" or cluster.address is not None:
+        return
+    found = torch.cuda.device_count()
+    if found < cluster.devices_per_node:
+        rule = f"at most the GPUs of this machine, {found}"
+        fix = "lower it, join a cluster with cluster.address, or set cluster.device=cpu"
+        value = str(cluster.devices_per_node)
+        raise ConfigError([Problem(field="cluster.devices_per_node", value=value, rule=rule, fix=fix)])

@@ -6,7 +6,7 @@ from time import perf_counter
 
 from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.resharder import Resharder, SyncReport
-from megarl.loop.setup import Trainers
+from megarl.cluster.trainers import Trainers
 
 
 class Colocation:
@@ -39,7 +39,7 @@ class Colocation:
         if self._sleep and self._resharder is not None:
             self.sync()
             return
-        self._trainers.rest()
+        self._trainers.offload_all()
         if self._sleep:
             self._engines.wake_weights()
             self._engines.wake_cache()
@@ -60,7 +60,7 @@ class Colocation:
         awake = perf_counter()
         report = self._resharder.sync(self._version)
         synced = perf_counter()
-        self._trainers.rest()
+        self._trainers.offload_all()
         if self._sleep:
             self._engines.wake_cache()
         self._training = False

@@ -13,17 +13,19 @@ import numpy as np
 import torch
 
 from megarl.algos.metrics import clustered_mean, pass_rate
-from megarl.cluster.engines import RolloutGroup
+from megarl.cluster.engines import RolloutGroup, launch_engines
+from megarl.cluster.scorers import ScoringProcess, launch_scorers
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import Role
+from megarl.cluster.trainers import RemoteRole, check_gpus, launch_trainers, start_all
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig
 from megarl.config.schema import Evaluation
 from megarl.data.prompts import sample_requests
 from megarl.loop.colocation import Colocation
 from megarl.loop.scoring import REWARD_MODEL, Scorer, ScoresByReward, Values, group_numbers, unscored_metrics
-from megarl.loop.setup import check_gpus, launch_engines, launch_rules, launch_trainers, start_all
+from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.check import check
 from megarl.preflight.datasets import PromptSets
+from megarl.rollout.engine import RolloutEngine
 from megarl.run.directory import EvaluationDirectory, attempt, model_directory
 from megarl.run.report import EvaluationReporter, Summary
 from megarl.run.results import EvaluationResult, shown_samples
@@ -52,7 +54,7 @@ class Evaluator:
         scorer: Scorer,
         colocation: Colocation,
         chunks: int,
-        ema_of: Role | None = None,
+        ema_of: RemoteRole | None = None,
     ) -> None:
         assert config.evaluation is not None
         self._evaluation = evaluation = config.evaluation
@@ -71,10 +73,10 @@ class Evaluator:
         result = self._evaluate(step, "eval")
         if self._ema_of is None:
             return result
-        self._ema_of.swap_weights(True).wait()
+        self._ema_of.call(MegatronWorker.swap_weights, True).wait()
         self._colocation.sync()
         average = self._evaluate(step, "eval_ema")
-        self._ema_of.swap_weights(False).wait()
+        self._ema_of.call(MegatronWorker.swap_weights, False).wait()
         self._colocation.sync()
         return dataclasses.replace(result, metrics={**result.metrics, **average.metrics})
 
@@ -99,7 +101,7 @@ def held_out_metrics(scores: ScoresByReward, samples: Sequence[SampleInfo], eval
     normal interval with standard errors clustered by prompt, too narrow for few prompts (under 30, say). A mean without
     a score and the interval of a single prompt are left out.
     """
-    groups = torch.from_numpy(group_numbers(samples))
+    groups = torch.as_tensor(group_numbers(samples))
     named = {"score" if name == REWARD_MODEL else name: values for name, values in scores.items()}
     lengths = np.array([sample.response_tokens for sample in samples], dtype=np.float32)
     truncated = np.array([not sample.finished for sample in samples], dtype=np.float32)
@@ -118,16 +120,16 @@ def held_out_metrics(scores: ScoresByReward, samples: Sequence[SampleInfo], eval
 
 def _mean(name: str, values: Values, groups: torch.Tensor) -> dict[str, float]:
     """The mean of the values that are not NaN, and half the width of its interval."""
-    known = torch.from_numpy(~np.isnan(values))
-    mean, error = clustered_mean(torch.from_numpy(values)[known], groups[known])
+    known = torch.as_tensor(~np.isnan(values))
+    mean, error = clustered_mean(torch.as_tensor(values)[known], groups[known])
     metrics = {name: mean, f"{name}_ci95": _STANDARD_ERRORS * error}
     return {key: value for key, value in metrics.items() if not math.isnan(value)}
 
 
 def _pass_at_k(name: str, values: Values, groups: torch.Tensor, evaluation: Evaluation) -> dict[str, float]:
     """pass@k over the prompts that have k scored samples."""
-    known = torch.from_numpy(~np.isnan(values))
-    solved = torch.from_numpy(values >= evaluation.success_at)
+    known = torch.as_tensor(~np.isnan(values))
+    solved = torch.as_tensor(values >= evaluation.success_at)
     prompts = int(groups.max()) + 1
     samples = torch.bincount(groups[known], minlength=prompts)
     successes = torch.bincount(groups[known & solved], minlength=prompts)
@@ -173,14 +175,16 @@ def _evaluate(
     model_dir = model_directory(config, directory.path)
     trainers = launch_trainers(config, session)
     engines = launch_engines(config, config.rollout, session, model_dir, weights="files")
-    rules = launch_rules(config, session, model_dir)
+    rules = launch_scorers(config, session, model_dir)
     start_all(trainers, engines, rules, model_dir, sleep=config.rollout.sleep)
     print(f"the processes print into {directory.logs}", flush=True)
     scorer = Scorer(config, trainers.roles, rules, engines)
     colocation = Colocation(trainers, engines, None, sleep=config.rollout.sleep)
     chunks = max(trainers.chunks, _CHUNKS_PER_ENGINE * config.rollout.engines)
     result = Evaluator(config, data, engines, scorer, colocation, chunks).evaluate(0)
-    ending = [engines.close()] if rules is None else [engines.close(), rules.close()]
+    ending = [engines.call(RolloutEngine.close)]
+    if rules is not None:
+        ending.append(rules.call(ScoringProcess.close))
     trainers.close()
     for call in ending:
         call.wait()

@@ -8,17 +8,22 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from megarl.cluster.calls import gather_by_chunk
 from megarl.cluster.engines import RolloutGroup
-from megarl.cluster.trainers import Role, merged
+from megarl.cluster.ray_worker import ChunkRefs
+from megarl.cluster.trainers import RemoteRole
 from megarl.config import PPOConfig, RAFTConfig
 from megarl.config.schema import LogprobGate
 from megarl.data.batches import text_batch
 from megarl.data.demonstrations import Demonstration
 from megarl.data.schedule import inference_schedule
 from megarl.errors import RunError
+from megarl.megatron.worker import MegatronWorker
+from megarl.megatron.worker_requests import ForwardRequest
 from megarl.models import model_spec
 from megarl.preflight.models import vocab_size
-from megarl.types import Ragged
+from megarl.rollout.engine import RolloutEngine
+from megarl.types import Ragged, TextChunk
 
 TOLERANCES: Final[Mapping[str, float]] = {"float32": 1e-4, "bfloat16": 0.05}
 """By the model's dtype, the largest mean absolute difference that rounding explains, nats per token."""
@@ -44,7 +49,7 @@ class LogprobCheck:
         actor: with the weights that the engines will get.
     """
 
-    def __init__(self, config: PPOConfig | RAFTConfig, actor: Role) -> None:
+    def __init__(self, config: PPOConfig | RAFTConfig, actor: RemoteRole) -> None:
         gate = config.resharding.gate
         assert gate is not None
         spec = model_spec(config.model.hf_config())
@@ -56,7 +61,10 @@ class LogprobCheck:
         ]
         samples, chunks = text_batch(rows, actor.layout.dp)
         budget = config.role("actor").tokens_per_micro_batch
-        by_chunk: dict[int, Ragged] = merged(actor.probe(inference_schedule(samples, actor.layout, budget), chunks))
+        request = ForwardRequest(
+            schedule=inference_schedule(samples, actor.layout, budget), chunks=ChunkRefs[TextChunk].put(chunks)
+        )
+        by_chunk = gather_by_chunk(actor.dispatch(MegatronWorker.logprobs, request))
         self._logprobs = Ragged.from_rows((by_chunk[sample.chunk][sample.row] for sample in samples), np.float32)
 
     def compare(self, engines: RolloutGroup) -> dict[str, float]:
@@ -68,7 +76,7 @@ class LogprobCheck:
         Raises:
             DisagreementError: an engine's mean absolute difference is above the limit, or NaN.
         """
-        found = engines.logprobs([ids.tolist() for ids in self._sequences])
+        found = engines.call(RolloutEngine.logprobs, [ids.tolist() for ids in self._sequences]).wait()
         return compare_logprobs(self._logprobs, found, self._limit)
 
 

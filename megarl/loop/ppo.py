@@ -12,22 +12,23 @@ from typing import Any
 
 from megarl.algos.kl import KLController
 from megarl.algos.value_loss import ValueMoments
-from megarl.cluster.calls import Call
+from megarl.cluster.calls import ChunkCall, rank0_result
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import reported
 from megarl.config import PPOConfig
 from megarl.experience.padded_batch import Columns
 from megarl.loop.rollout_trainer import RolloutTrainer
 from megarl.loop.sampler import DynamicSampling, Sampled, Sampler
 from megarl.loop.scoring import ScoredBatch, sample_filter, score_batch
 from megarl.loop.update import PretrainMix, StepPlan, Updater
+from megarl.megatron.worker import MegatronWorker
+from megarl.megatron.worker_requests import ExperienceRequest, ForwardRequest
 from megarl.preflight.datasets import PromptSets
 from megarl.run.directory import RunDirectory
 from megarl.run.results import StepResult
 from megarl.run.sinks import Metrics
 from megarl.run.timers import Timers
-from megarl.types import ExperienceChunk, ExperienceReport, StepContext
+from megarl.types import ExperienceChunk, Ragged, StepContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,13 +103,16 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         config, algo, rollouts = self._config, self._config.algo, sampled.rollouts.chunks
         actor, critic, reference = self.roles["actor"], self.roles.get("critic"), self.roles.get("reference")
         temperature = config.rollout.temperature
-        calls: dict[str, Call] = {}
+        calls: dict[str, ChunkCall[None, Ragged]] = {}
         if algo.correction.old_logprobs == "recompute":
-            calls["logprobs"] = actor.logprobs(plan.inference("actor"), rollouts, temperature=temperature)
+            request = ForwardRequest(schedule=plan.inference("actor"), chunks=rollouts, temperature=temperature)
+            calls["logprobs"] = actor.dispatch_by_chunk(MegatronWorker.logprobs, request)
         if reference is not None:
-            calls["ref"] = reference.logprobs(plan.inference("reference"), rollouts, temperature=temperature)
+            request = ForwardRequest(schedule=plan.inference("reference"), chunks=rollouts, temperature=temperature)
+            calls["ref"] = reference.dispatch_by_chunk(MegatronWorker.logprobs, request)
         if critic is not None:
-            calls["values"] = critic.values(plan.inference("critic"), rollouts)
+            request = ForwardRequest(schedule=plan.inference("critic"), chunks=rollouts)
+            calls["values"] = critic.dispatch_by_chunk(MegatronWorker.values, request)
         samples = sampled.rollouts.samples
         order = self._score_order(len(samples), plan.step)
         batch = score_batch(samples, sampled.scoring, sampled.greedy, config.reward, algo, order=order)
@@ -120,15 +124,17 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             values=by_role.get("values"),
             dense=sampled.scoring.dense,
         )
-        terms = StepContext(
+        context = StepContext(
             kl_coef=self._kl.coef,
             version=plan.step - 1,
             groups=int(batch.samples.groups.max()) + 1,
             value_norm=self._value_norm,
             dense=self._scorer.token_scale,
         )
-        building = actor.build_experience(plan.inference("actor"), rollouts, columns, terms)
-        report: ExperienceReport = reported(building)
+        schedule = plan.inference("actor")
+        request = ExperienceRequest(schedule=schedule, rollouts=rollouts, columns=columns, context=context)
+        building = actor.dispatch_by_chunk(MegatronWorker.build_experience, request)
+        report = rank0_result(building)
         self._value_norm = report.value_norm
         seconds = {"reward": sampled.scoring.seconds(), **{name: call.longest() for name, call in calls.items()}}
         return Experience(

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 
 from megarl.algos.registry import SELECTIONS, bound
+from megarl.cluster.calls import rank0_result
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import reported
 from megarl.config import RAFTConfig
 from megarl.config.schema import RAFTSettings
 from megarl.data.batches import on_all_tokens
@@ -19,6 +19,8 @@ from megarl.data.schedule import update_schedules
 from megarl.loop.rollout_trainer import RolloutTrainer
 from megarl.loop.sampler import Sampled, Sampler
 from megarl.loop.scoring import Values, known_means, score_metrics, total_scores
+from megarl.megatron.worker import MegatronWorker
+from megarl.megatron.worker_requests import UpdateRequest
 from megarl.preflight.datasets import PromptSets
 from megarl.run.directory import RunDirectory
 from megarl.run.results import StepResult
@@ -58,7 +60,7 @@ class RAFTTrainer(RolloutTrainer[RAFTConfig]):
                 scores = scores if order is None else scores[order]
             chosen = select_samples(scores, scored, config.raft, config.data.samples_per_prompt)
             with timers("update"):
-                updates = self._update([samples[index] for index in chosen], sampled, step)
+                updates = self._update([samples[int(index)] for index in chosen], sampled, step)
             with timers("sync"):
                 transfer = self._sync(step)
         metrics = {
@@ -83,10 +85,11 @@ class RAFTTrainer(RolloutTrainer[RAFTConfig]):
                 seed=self._config.run.seed,
                 step=step,
             )
-            updates = reported(actor.update(schedules, sampled.rollouts.chunks))
+            request = UpdateRequest(schedules=schedules, chunks=sampled.rollouts.chunks)
+            updates = rank0_result(actor.dispatch(MegatronWorker.update, request))
         skipped = raft.epochs * (raft.mini_batches - mini_batches)
         if skipped:
-            actor.skip_steps(skipped).wait()
+            actor.call(MegatronWorker.skip_steps, skipped).wait()
         return updates
 
     def state(self) -> dict[str, Any]:
@@ -114,4 +117,4 @@ def select_samples(
         discarded |= ~(scores >= raft.min_score)
     draws = torch.arange(len(scores)) // samples_per_prompt
     select = bound(SELECTIONS, raft.strategy.name, raft.strategy.options)
-    return select(torch.from_numpy(scores), draws, torch.from_numpy(discarded)).numpy()
+    return select(torch.as_tensor(scores), draws, torch.as_tensor(discarded)).numpy()

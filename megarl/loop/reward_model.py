@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 
 from megarl.algos.reward_shaping import ScoreScale, score_scale
-from megarl.cluster.engines import RolloutGroup, Rollouts
+from megarl.cluster.calls import gather_by_chunk
+from megarl.cluster.engines import RolloutGroup, Rollouts, launch_engines
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import merged
+from megarl.cluster.trainers import start_all
 from megarl.config import RewardModelConfig
 from megarl.data.batches import text_batch
 from megarl.data.prompts import sample_requests
@@ -26,10 +27,12 @@ from megarl.data.stream import Stream
 from megarl.errors import RunError
 from megarl.loop.colocation import Colocation
 from megarl.loop.scoring import gather_rows
-from megarl.loop.setup import launch_engines, start_all
 from megarl.loop.supervised import SupervisedTrainer, Task
+from megarl.megatron.worker import MegatronWorker
+from megarl.megatron.worker_requests import ForwardRequest
 from megarl.preflight.datasets import PairSets
 from megarl.rewards.model_files import PreferenceStatistics, write_scale
+from megarl.rollout.engine import RolloutEngine
 from megarl.run.directory import RunDirectory
 from megarl.run.sinks import Metrics
 
@@ -74,7 +77,7 @@ class RewardModelTrainer(SupervisedTrainer):
         if step > 0 or self._normalisation is None or not self._normalisation.before:
             return {}
         scale = self._reference_scale()
-        self._role.scale_head(scale.gain).wait()
+        self._role.call(MegatronWorker.scale_head, scale.gain).wait()
         return {"normalisation/before_mean": scale.mean, "normalisation/before_std": scale.std}
 
     def finish(self, export: Path) -> Metrics:
@@ -97,7 +100,8 @@ class RewardModelTrainer(SupervisedTrainer):
         self._phase("statistics")
         samples, chunks = text_batch(self._preferences, self._layout.dp)
         schedule = inference_schedule(samples, self._layout, self._budget)
-        scores = gather_rows(merged(self._role.scores(schedule, self._session.share(chunks))))
+        request = ForwardRequest(schedule=schedule, chunks=self._session.share(chunks))
+        scores = gather_rows(gather_by_chunk(self._role.dispatch(MegatronWorker.scores, request)))
         return PreferenceStatistics.of(scores.reshape(len(self._preferences), -1))
 
     def _reference_scale(self) -> ScoreScale:
@@ -105,10 +109,11 @@ class RewardModelTrainer(SupervisedTrainer):
         settings, rollouts = self._normalisation, self._reference_samples
         assert settings is not None
         schedule = inference_schedule(rollouts.samples, self._layout, self._budget)
-        scores = gather_rows(merged(self._role.scores(schedule, rollouts.chunks)))
+        request = ForwardRequest(schedule=schedule, chunks=rollouts.chunks)
+        scores = gather_rows(gather_by_chunk(self._role.dispatch(MegatronWorker.scores, request)))
         try:
             return score_scale(
-                torch.from_numpy(scores), target_mean=settings.mean, target_std=settings.std, ddof=settings.ddof
+                torch.as_tensor(scores), target_mean=settings.mean, target_std=settings.std, ddof=settings.ddof
             )
         except ValueError as error:
             raise RunError(f"normalisation: {error}") from error
@@ -130,7 +135,7 @@ class RewardModelTrainer(SupervisedTrainer):
 
     def close(self) -> None:
         """Lets every process end by itself."""
-        engines = self._engines and self._engines.close()
+        engines = self._engines and self._engines.call(RolloutEngine.close)
         super().close()
         if engines is not None:
             engines.wait()

@@ -9,8 +9,11 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from megarl.cluster.engines import launch_engines
 from megarl.cluster.resharder import Resharder
+from megarl.cluster.scorers import ScoringProcess, launch_scorers
 from megarl.cluster.session import Session
+from megarl.cluster.trainers import launch_trainers, start_all
 from megarl.config import PPOConfig, RAFTConfig
 from megarl.config.schema import TruncateAt
 from megarl.loop.colocation import Colocation
@@ -18,9 +21,10 @@ from megarl.loop.evaluate import Evaluator
 from megarl.loop.logprob_check import LogprobCheck
 from megarl.loop.sampler import Sampled, sample_metrics
 from megarl.loop.scoring import Scorer, ScoresByReward, Values, shuffled_order
-from megarl.loop.setup import launch_engines, launch_rules, launch_trainers, start_all
+from megarl.megatron.worker import MegatronWorker
 from megarl.models import model_spec
 from megarl.preflight.datasets import PromptSets
+from megarl.rollout.engine import RolloutEngine
 from megarl.run.directory import RunDirectory, model_directory
 from megarl.run.paths import ema_export
 from megarl.run.results import EvaluationResult, StepResult, shown_samples
@@ -54,7 +58,7 @@ class RolloutTrainer(Generic[C]):
         spec = model_spec(config.model.hf_config())
         self._resharder = Resharder(session, config, self.roles["actor"], self._engines, spec)
         self._colocation = Colocation(self._trainers, self._engines, self._resharder, sleep=config.rollout.sleep)
-        self._rules = launch_rules(config, session, self._model_dir)
+        self._rules = launch_scorers(config, session, self._model_dir)
         self._scorer = Scorer(config, self.roles, self._rules, self._engines, truncate_at)
         self._evaluator: Evaluator | None = None
         self.evaluate_every: int | None = None
@@ -135,18 +139,18 @@ class RolloutTrainer(Generic[C]):
         self._phase("export")
         self.to_training()
         actor, template = self.roles["actor"], self._config.model.tokenizer or self._model_dir
-        actor.export(export, template).wait()
+        actor.call(MegatronWorker.export, str(export), template).wait()
         if self._config.actor.ema is not None:
-            actor.swap_weights(True).wait()
-            actor.export(ema_export(export), template).wait()
-            actor.swap_weights(False).wait()
+            actor.call(MegatronWorker.swap_weights, True).wait()
+            actor.call(MegatronWorker.export, str(ema_export(export)), template).wait()
+            actor.call(MegatronWorker.swap_weights, False).wait()
         return {}
 
     def close(self) -> None:
         """Lets every process end by itself."""
-        ending = [self._engines.close()]
+        ending = [self._engines.call(RolloutEngine.close)]
         if self._rules is not None:
-            ending.append(self._rules.close())
+            ending.append(self._rules.call(ScoringProcess.close))
         self._trainers.close()
         for call in ending:
             call.wait()

@@ -29,15 +29,17 @@ from megarl.algos.group_advantages import Samples
 from megarl.algos.metrics import group_metrics
 from megarl.algos.registry import FILTERS, GROUP_ADVANTAGES, MISSING_ENDS, bound
 from megarl.algos.reward_shaping import ScoreScale, clip_scores
-from megarl.cluster.calls import Call
+from megarl.cluster.calls import Call, gather_by_chunk
 from megarl.cluster.engines import RolloutGroup, Rollouts
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.scorers import PendingScores, RuleScorers
-from megarl.cluster.trainers import Role, merged
+from megarl.cluster.trainers import RemoteRole
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig
 from megarl.config.schema import Algo, Reward, RewardFunction, Scores, TruncateAt
 from megarl.data.schedule import inference_schedule
 from megarl.data.stream import stable_hash
+from megarl.megatron.worker import MegatronWorker
+from megarl.megatron.worker_requests import ForwardRequest
 from megarl.rewards.functions import labels
 from megarl.rewards.model_files import read_scale
 from megarl.types import Prompt, Ragged, RoleName, SampleInfo, SampleScores, TokenRewardScale
@@ -84,7 +86,7 @@ class Scorer:
     def __init__(
         self,
         config: PPOConfig | RAFTConfig | EvalConfig,
-        roles: Mapping[RoleName, Role],
+        roles: Mapping[RoleName, RemoteRole],
         rules: RuleScorers | None,
         engines: RolloutGroup,
         truncate_at: TruncateAt | None = None,
@@ -111,12 +113,15 @@ class Scorer:
         """
         if self._truncate_at is not None:
             rollouts = self._engines.truncate(rollouts, self._truncate_at.token, self._truncate_at.after)
-        model = rules = None
+        model = dense = rules = None
         if self.model is not None:
-            score = self.model.token_scores if self._reward.dense else self.model.scores
             budget = self._config.role("reward").tokens_per_micro_batch
-            plan = inference_schedule(rollouts.samples, self._config.layout("reward"), budget)
-            model = score(plan, rollouts.chunks)
+            schedule = inference_schedule(rollouts.samples, self.model.layout, budget)
+            request = ForwardRequest(schedule=schedule, chunks=rollouts.chunks)
+            if self._reward.dense:
+                model = dense = self.model.dispatch_by_chunk(MegatronWorker.token_scores, request)
+            else:
+                model = self.model.dispatch(MegatronWorker.scores, request)
         if functions:
             assert self._rules is not None
             rules = self._rules.score(functions, rollouts, prompts)
@@ -124,11 +129,13 @@ class Scorer:
             samples=rollouts.samples,
             wait=lambda: scores_by_reward(model, rules, self._scale),
             seconds=lambda: max(call.longest() for call in (model, rules.call if rules else None) if call is not None),
-            dense=model.chunks if model is not None and self._reward.dense else None,
+            dense=None if dense is None else dense.chunks,
         )
 
 
-def scores_by_reward(model: Call | None, rules: PendingScores | None, scale: ScoreScale) -> dict[str, Values]:
+def scores_by_reward(
+    model: Call[dict[int, Values] | None] | None, rules: PendingScores | None, scale: ScoreScale
+) -> dict[str, Values]:
     """Waits for the scores of the reward model, normalised by ``scale``, and of the reward functions.
 
     Raises:
@@ -136,8 +143,8 @@ def scores_by_reward(model: Call | None, rules: PendingScores | None, scale: Sco
     """
     scores: dict[str, Values] = {}
     if model is not None:
-        raw = gather_rows(merged(model))
-        scores[REWARD_MODEL] = scale.apply(torch.from_numpy(np.where(np.isfinite(raw), raw, np.nan))).numpy()
+        raw = gather_rows(gather_by_chunk(model))
+        scores[REWARD_MODEL] = scale.apply(torch.as_tensor(np.where(np.isfinite(raw), raw, np.nan))).numpy()
     if rules is not None:
         columns = rules.wait()
         for name in next(iter(columns.values())):
@@ -158,7 +165,7 @@ def total_scores(scores: ScoresByReward, samples: Sequence[SampleInfo], reward: 
     """
     weights = reward_weights(reward)
     total = sum((weights[name] * values for name, values in scores.items()), np.zeros(len(samples)))
-    shaped = torch.from_numpy(np.asarray(total, dtype=np.float32))
+    shaped = torch.as_tensor(np.asarray(total, dtype=np.float32))
     scored = shaped.isfinite()
     if shaping.clip is not None:
         shaped = clip_scores(shaped, *shaping.clip)
@@ -251,14 +258,14 @@ def score_batch(
     masks_unfinished = algo.scores.missing_end is not None and algo.scores.missing_end.name == "mask"
     sequence_advantages = None
     if not algo.of_tokens:
-        tensor = torch.from_numpy(scores)
+        tensor = torch.as_tensor(scores)
         compared = Samples(
             scores=tensor,
-            groups=torch.from_numpy(groups),
+            groups=torch.as_tensor(groups),
             lengths=torch.tensor([sample.response_tokens for sample in samples]),
-            finished=torch.from_numpy(finished),
+            finished=torch.as_tensor(finished),
             scored=tensor.isfinite(),
-            components=torch.from_numpy(components),
+            components=torch.as_tensor(components),
             weights=[reward_weights(reward)[name] for name in by_reward],
             greedy_scores=None if greedy is None else _greedy_scores(greedy, samples, reward, algo.scores),
         )
@@ -286,7 +293,7 @@ def sample_filter(reward: Reward, algo: Algo) -> SampleFilter:
     def keep(scores: ScoresByReward, samples: Sequence[SampleInfo]) -> npt.NDArray[np.bool_]:
         totals, groups = total_scores(scores, samples, reward, algo.scores), group_numbers(samples)
         scored = np.isfinite(totals)
-        members = [torch.from_numpy(totals[(groups == group) & scored]) for group in range(groups.max() + 1)]
+        members = [torch.as_tensor(totals[(groups == group) & scored]) for group in range(groups.max() + 1)]
         return np.array([len(of_prompt) > 0 and bool(passes(of_prompt)) for of_prompt in members])[groups]
 
     return keep
@@ -304,7 +311,7 @@ def _group_metrics(scores: Values, groups: npt.NDArray[np.int64]) -> dict[str, f
     _, numbers, sizes = np.unique(groups[scored], return_inverse=True, return_counts=True)
     if not scored.any() or groups.max() + 1 == len(groups):
         return {}
-    metrics = group_metrics(torch.from_numpy(scores[scored]), torch.from_numpy(numbers))
+    metrics = group_metrics(torch.as_tensor(scores[scored]), torch.as_tensor(numbers))
     return {**metrics, "group/single": int((sizes == 1).sum())}
 
 

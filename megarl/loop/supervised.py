@@ -7,16 +7,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.cluster.calls import rank0_result
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import reported
+from megarl.cluster.trainers import launch_trainers
 from megarl.config import RewardModelConfig, SFTConfig
 from megarl.data.batches import on_all_tokens, text_batch
 from megarl.data.demonstrations import Demonstration
 from megarl.data.preferences import Preference
 from megarl.data.schedule import step_schedule
 from megarl.data.stream import Stream, StreamState
-from megarl.loop.setup import launch_trainers
+from megarl.megatron.worker import MegatronWorker
+from megarl.megatron.worker_requests import ForwardRequest, UpdateRequest
 from megarl.preflight.datasets import TextSets
 from megarl.run.directory import RunDirectory, model_directory
 from megarl.run.results import EvaluationResult, StepResult
@@ -83,7 +85,8 @@ class SupervisedTrainer:
         self._phase("update")
         with timers("step"):
             samples, chunks, schedule = self._batch(self._rows.next(self._task.rows_per_step))
-            updates = reported(self._role.update((schedule,), chunks))
+            request = UpdateRequest(schedules=(schedule,), chunks=chunks)
+            updates = rank0_result(self._role.dispatch(MegatronWorker.update, request))
         seconds = timers.take()
         tokens = sum(sample.tokens for sample in samples)
         metrics = {
@@ -99,7 +102,8 @@ class SupervisedTrainer:
             return None
         self._phase("evaluation")
         _, chunks, schedule = self._batch(self._task.held_out)
-        metrics = reported(self._role.evaluate(schedule, chunks))
+        request = ForwardRequest(schedule=schedule, chunks=chunks)
+        metrics = rank0_result(self._role.dispatch(MegatronWorker.evaluate, request))
         return EvaluationResult(step=step, metrics={"eval/samples": len(self._task.held_out), **metrics})
 
     def _batch(self, rows: Sequence[Any]) -> tuple[tuple[SampleInfo, ...], ChunkRefs[TextChunk], Schedule]:
@@ -122,7 +126,8 @@ class SupervisedTrainer:
     def finish(self, export: Path) -> Metrics:
         """Writes the trained role."""
         self._phase("export")
-        self._role.export(export, self._config.model.tokenizer or self._model_dir).wait()
+        template = self._config.model.tokenizer or self._model_dir
+        self._role.call(MegatronWorker.export, str(export), template).wait()
         return {}
 
     def close(self) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import Role
+from megarl.cluster.trainers import RemoteRole, check_gpus
 from megarl.config import ConfigError, Problem, TrainingConfig
 from megarl.loop.ppo import PPOTrainer
 from megarl.loop.raft import RAFTTrainer
 from megarl.loop.reward_model import RewardModelTrainer
-from megarl.loop.setup import check_gpus
 from megarl.loop.supervised import SFTTrainer
+from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.check import check
 from megarl.run.checkpoints import Checkpoint
 from megarl.run.directory import RunDirectory, attempt
@@ -30,7 +30,7 @@ class Trainer(Protocol):
     """What ``train`` runs: the trainer of a stage. Every method waits until its work is done."""
 
     @property
-    def roles(self) -> Mapping[RoleName, Role]:
+    def roles(self) -> Mapping[RoleName, RemoteRole]:
         """All roles; those of ``config.saved`` are in checkpoints."""
         ...
 
@@ -144,7 +144,7 @@ def _save(trainer: Trainer, config: TrainingConfig, directory: RunDirectory, ste
     """Has every trained role write its part, and commits the checkpoint with one rename."""
     trainer.to_training()
     staged = directory.checkpoints.stage(step)
-    calls = {role.name: role.save(staged) for role in _saved(trainer, config)}
+    calls = {role.name: role.call(MegatronWorker.save, str(staged / role.name)) for role in _saved(trainer, config)}
     directory.commit(step, {name: call.wait() for name, call in calls.items()}, trainer.state())
 
 
@@ -163,9 +163,10 @@ def _load(trainer: Trainer, checkpoint: Checkpoint) -> None:
 
 def _restore(trainer: Trainer, config: TrainingConfig, checkpoint: Checkpoint) -> None:
     """Restores the trained roles."""
-    for call in [role.restore(checkpoint.path) for role in _saved(trainer, config)]:
+    path = checkpoint.path
+    for call in [role.call(MegatronWorker.restore, str(path / role.name)) for role in _saved(trainer, config)]:
         call.wait()
 
 
-def _saved(trainer: Trainer, config: TrainingConfig) -> list[Role]:
+def _saved(trainer: Trainer, config: TrainingConfig) -> list[RemoteRole]:
     return [trainer.roles[name] for name in config.saved]

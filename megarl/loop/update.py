@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 
 from megarl.algos.optimization import exceeds_target
-from megarl.cluster.calls import Call
+from megarl.cluster.calls import Call, rank0_result
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import Role, Texts, reported
+from megarl.cluster.trainers import RemoteRole
 from megarl.config import PPOConfig
 from megarl.data.batches import on_all_tokens, text_batch
 from megarl.data.demonstrations import Demonstration
 from megarl.data.schedule import inference_schedule, step_schedule, under_one_length, update_schedules
 from megarl.data.stream import Stream, StreamState
+from megarl.megatron.worker import MegatronWorker
+from megarl.megatron.worker_requests import PretrainBatch, UpdateRequest
 from megarl.types import ExperienceChunk, RoleName, SampleInfo, Schedule
 
 
@@ -64,7 +66,7 @@ class PretrainMix:
         self._layout, self._budget = config.layout("actor"), config.role("actor").tokens_per_micro_batch
         self._rows = Stream(rows, config.run.seed)
 
-    def next(self, steps: Sequence[Schedule]) -> tuple[tuple[Schedule, ...], Texts]:
+    def next(self, steps: Sequence[Schedule]) -> tuple[tuple[Schedule, ...], PretrainBatch[Schedule]]:
         """Takes the next texts for some optimizer steps; returns the steps and the texts, with packs of one length."""
         per_step = self._settings.sequences_per_mini_batch
         samples, chunks = text_batch(self._rows.next(per_step * len(steps)), self._layout.dp * len(steps))
@@ -75,7 +77,7 @@ class PretrainMix:
             own = step_schedule(trained[index * per_step : (index + 1) * per_step], self._layout, self._budget)
             for schedules, schedule in zip((lengthened, texts), under_one_length(step, own), strict=True):
                 schedules.append(schedule)
-        return tuple(lengthened), Texts(schedules=texts, chunks=self._session.share(chunks))
+        return tuple(lengthened), PretrainBatch(schedules=texts, chunks=self._session.share(chunks))
 
     def state(self) -> dict[str, Any]:
         """The position in the texts."""
@@ -93,7 +95,9 @@ class Updater:
         pretrain_mix: None without ``ptx``.
     """
 
-    def __init__(self, config: PPOConfig, roles: Mapping[RoleName, Role], pretrain_mix: PretrainMix | None) -> None:
+    def __init__(
+        self, config: PPOConfig, roles: Mapping[RoleName, RemoteRole], pretrain_mix: PretrainMix | None
+    ) -> None:
         self._config, self._pretrain_mix = config, pretrain_mix
         self._actor, self._critic = roles["actor"], roles.get("critic")
 
@@ -124,17 +128,17 @@ class Updater:
                 self._submit(role, schedules, experience, kl_coef)
                 for role, schedules in zip(trained, by_role, strict=True)
             ]
-            steps = [dict(ChainMap(*of_step)) for of_step in zip(*map(reported, calls), strict=True)]
+            steps = [dict(ChainMap(*of_step)) for of_step in zip(*map(rank0_result, calls), strict=True)]
             updates += steps
             stop = algo.early_stop if self._actor in trained else None
             if stop is not None and exceeds_target(mean_kl(steps, by_role[0]), target=stop.kl, factor=stop.factor):
                 left = sum(len(schedules) for schedules, *_ in passes[taken:])
                 for role in trained:
-                    role.skip_steps(left)
+                    role.call(MegatronWorker.skip_steps, left)
                 break
         sync = algo.kl.reference_sync
         if sync is not None and plan.step % sync.every == 0:
-            self._actor.sync_reference()
+            self._actor.call(MegatronWorker.soft_update_reference)
         return updates
 
     def state(self) -> dict[str, Any]:
@@ -146,28 +150,29 @@ class Updater:
         if self._pretrain_mix is not None:
             self._pretrain_mix.load(state)
 
-    def _trained(self, plan: StepPlan, trained_roles: Container[RoleName]) -> list[Role]:
+    def _trained(self, plan: StepPlan, trained_roles: Container[RoleName]) -> list[RemoteRole]:
         """The roles that take optimizer steps; those that have steps and nothing to learn from skip them."""
         critic = self._config.critic
         warming_up = critic is not None and plan.step <= critic.warmup_steps
-        trained: list[Role] = []
+        trained: list[RemoteRole] = []
         for role in (self._actor, self._critic):
             if role is None or (warming_up and role is self._actor):
                 continue
             if role.name in trained_roles or (role is self._actor and self._pretrain_mix is not None):
                 trained.append(role)
             else:
-                role.skip_steps(sum(map(len, plan.passes(role.name))))
+                role.call(MegatronWorker.skip_steps, sum(map(len, plan.passes(role.name))))
         return trained
 
     def _submit(
-        self, role: Role, schedules: Sequence[Schedule], experience: ChunkRefs[ExperienceChunk], kl_coef: float
-    ) -> Call:
+        self, role: RemoteRole, schedules: Sequence[Schedule], experience: ChunkRefs[ExperienceChunk], kl_coef: float
+    ) -> Call[list[dict[str, float]] | None]:
         """Has a role take some optimizer steps; returns at once."""
-        if role is not self._actor or self._pretrain_mix is None:
-            return role.update(schedules, experience, kl_coef=kl_coef)
-        lengthened, texts = self._pretrain_mix.next(schedules)
-        return role.update(lengthened, experience, kl_coef=kl_coef, texts=texts)
+        texts = None
+        if role is self._actor and self._pretrain_mix is not None:
+            schedules, texts = self._pretrain_mix.next(schedules)
+        request = UpdateRequest(schedules=schedules, chunks=experience, kl_coef=kl_coef, texts=texts)
+        return role.dispatch(MegatronWorker.update, request)
 
 
 def mean_kl(updates: Sequence[Mapping[str, float]], schedules: Sequence[Schedule]) -> float:

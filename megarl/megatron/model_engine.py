@@ -87,7 +87,7 @@ class ModelEngine:
         self.name, self.spec, self.layout = name, spec, layout
         self.vocab_size = vocab_size
         self.head: HeadName = HEADS[name]
-        self.coords = layout.coords(rank)
+        self.coords, self.reports = layout.coords(rank), layout.reports(rank)
         self.shard_map: ShardMap = spec.megatron_map(layout, rank, self.head)
         self.model = build_model(
             spec,
@@ -107,10 +107,6 @@ class ModelEngine:
         self.skipped_in_a_row = 0
         """Optimizer steps skipped since the last that was not."""
         self._offloaded: HostCopy | None = None
-
-    @property
-    def reports(self) -> bool:
-        return self.coords.tp == 0 and self.coords.pp == self.layout.pp - 1
 
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
         """Sets every local parameter, by the names of the shard map; before ``start_training``.

@@ -1,12 +1,15 @@
-"""One process of a group, with its roles by name. A plain class, independent of Ray."""
+"""One process of a group, with its roles by name. A plain class, independent of Ray.
+
+The driver imports it to name its methods, so megatron-core is imported inside them alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,29 +17,19 @@ import torch.distributed as dist
 
 from megarl.algos.normalization import Reduce
 from megarl.config import RunConfig
-from megarl.data.packing import Chunks
 from megarl.experience.build import build_experience
-from megarl.experience.padded_batch import Columns
 from megarl.files import FileRecord
-from megarl.megatron.losses import TextLoss, loss_maker, report
-from megarl.megatron.model_engine import AuxBatch, ModelEngine, load_engine
 from megarl.megatron.offload import ResidentWeights
-from megarl.megatron.parallel import GroupCache
 from megarl.megatron.platform import Platform, start_platform, start_world
-from megarl.megatron.state import restore_role, save_role
-from megarl.resharding import Connection, Sender, SyncSpec, SyncStats, connect
+from megarl.megatron.worker_requests import ExperienceRequest, ForwardRequest, UpdateRequest
+from megarl.remote import remote
+from megarl.resharding import Connection, ConnectRequest, Sender, SyncStats, connect
 from megarl.role_specs import LossSpec, PolicySpec, role_specs
-from megarl.types import (
-    ExperienceChunk,
-    ExperienceReport,
-    Ragged,
-    RankSchedule,
-    RoleName,
-    RolloutChunk,
-    StepContext,
-    TextChunk,
-)
+from megarl.types import ExperienceChunk, ExperienceReport, Ragged, RankSchedule, RoleName
 from megarl.weights.export import Export, export_plan
+
+if TYPE_CHECKING:
+    from megarl.megatron.model_engine import ModelEngine
 
 PerSample = dict[int, np.typing.NDArray[np.float32]]
 """[N] float32 by chunk."""
@@ -90,6 +83,7 @@ class MegatronWorker:
         self._connection: Connection | None = None
         self._sender: Sender | None = None
 
+    @remote(phase="start")
     def start(self, init_method: str) -> None:
         """Joins the group's world.
 
@@ -106,52 +100,52 @@ class MegatronWorker:
             timeout_seconds=self._config.cluster.time_limits.patience,
         )
 
+    @remote(phase="start")
     def load(self, model_dir: str) -> None:
         """Builds the group's roles and reads their weights.
 
         Args:
             model_dir: HF directory of the model.
         """
+        from megarl.megatron.model_engine import load_engine
+        from megarl.megatron.parallel import GroupCache
+
         cache = GroupCache(self._config.cluster.time_limits.patience)
         for name, spec in sorted(self._specs.items()):
             self._roles[name] = load_engine(spec, self._rank, cache, model_dir)
             self._offloader.offload_all()
 
-    def logprobs(
-        self, role: RoleName, schedule: RankSchedule, rollouts: Chunks[RolloutChunk], temperature: float
-    ) -> dict[int, Ragged] | None:
-        """Log-probabilities of the responses at a sampling temperature, nats, by chunk."""
-        return self._at_work(role).logprobs(schedule, rollouts, temperature=temperature)
+    @remote(phase="inference")
+    def logprobs(self, role: RoleName, request: ForwardRequest[RankSchedule]) -> dict[int, Ragged] | None:
+        """Returns the log-probabilities of the responses at a sampling temperature, nats, by chunk."""
+        return self._at_work(role).logprobs(request.schedule, request.chunks, temperature=request.temperature)
 
-    def values(
-        self, role: RoleName, schedule: RankSchedule, rollouts: Chunks[RolloutChunk]
-    ) -> dict[int, Ragged] | None:
-        """Values of the states before each response token, by chunk."""
-        return self._at_work(role).values(schedule, rollouts)
+    @remote(phase="inference")
+    def values(self, role: RoleName, request: ForwardRequest[RankSchedule]) -> dict[int, Ragged] | None:
+        """Returns the values of the states before each response token, by chunk."""
+        return self._at_work(role).values(request.schedule, request.chunks)
 
-    def scores(self, role: RoleName, schedule: RankSchedule, rollouts: Chunks[RolloutChunk]) -> PerSample | None:
-        """Scores of the samples, [N] float32 by chunk."""
-        return self._at_work(role).scores(schedule, rollouts)
+    @remote(phase="inference")
+    def scores(self, role: RoleName, request: ForwardRequest[RankSchedule]) -> PerSample | None:
+        """Returns the scores of the samples, [N] float32 by chunk."""
+        return self._at_work(role).scores(request.schedule, request.chunks)
 
+    @remote(phase="inference")
     def token_scores(
-        self, role: RoleName, schedule: RankSchedule, rollouts: Chunks[RolloutChunk]
+        self, role: RoleName, request: ForwardRequest[RankSchedule]
     ) -> tuple[dict[int, Ragged], PerSample] | None:
-        """Scores of the responses so far, one more than tokens, by chunk; and of the samples, [N] float32 by chunk."""
-        columns = self._at_work(role).token_scores(schedule, rollouts)
+        """Returns the scores of the responses so far, one more than tokens, and those of ``scores``, both by chunk."""
+        columns = self._at_work(role).token_scores(request.schedule, request.chunks)
         if columns is None:
             return None
         return columns, {chunk: column.values[column.offsets[1:] - 1] for chunk, column in columns.items()}
 
+    @remote(phase="inference")
     def build_experience(
-        self, schedule: RankSchedule, rollouts: Chunks[RolloutChunk], columns: Columns, context: StepContext
+        self, role: RoleName, request: ExperienceRequest[RankSchedule]
     ) -> tuple[dict[int, ExperienceChunk], ExperienceReport] | None:
-        """Builds the experience of this replica's chunks; the report is equal on all replicas.
-
-        Args:
-            schedule: the actor's inference schedule.
-            rollouts, columns: of the schedule's chunks, fetched where they are read.
-        """
-        actor, loss = self._roles["actor"], self._loss_spec("actor")
+        """Returns the experience of this replica's chunks, and the report, which is equal on all replicas."""
+        actor, loss = self._roles[role], self._loss_spec(role)
         assert isinstance(loss, PolicySpec), "experience is for a policy loss"
         if not actor.reports:
             return None
@@ -166,68 +160,60 @@ class MegatronWorker:
             return reduce
 
         return build_experience(
-            schedule.chunks,
-            rollouts,
-            columns,
+            request.schedule.chunks,
+            request.rollouts,
+            request.columns,
             loss.algo,
             loss.value_norm,
-            context,
+            request.context,
             over_ranks(dist.ReduceOp.SUM),
             over_ranks(dist.ReduceOp.MAX),
         )
 
-    def update(
-        self,
-        role: RoleName,
-        schedules: Sequence[RankSchedule],
-        chunks: Chunks[Any],
-        kl_coef: float,
-        texts: Sequence[RankSchedule] | None = None,
-        text_chunks: Chunks[TextChunk] | None = None,
-    ) -> list[dict[str, float]] | None:
-        """Takes one optimizer step per schedule; returns their metrics, as ``policy/name``, ``sft/name`` and so on.
+    @remote(phase="update")
+    def update(self, role: RoleName, request: UpdateRequest[RankSchedule]) -> list[dict[str, float]] | None:
+        """Takes one optimizer step per schedule; returns their metrics, as ``policy/name``, ``sft/name`` and so on."""
+        from megarl.megatron.losses import TextLoss, loss_maker, report
+        from megarl.megatron.model_engine import AuxBatch
 
-        Args:
-            chunks: with the columns that the stage's loss reads.
-            kl_coef: of a penalty in the loss, per nat.
-            texts, text_chunks: the pretraining texts of each step, by the configuration's ``ptx``.
-        """
         spec, reference, aux = self._loss_spec(role), None, None
         if isinstance(spec, PolicySpec) and spec.algo.kl.of_distributions:
             engine, reference = self._offloader.onload(role, "reference"), self._roles["reference"]
         else:
             engine = self._at_work(role)
-        if texts is not None and text_chunks is not None:
+        if (texts := request.texts) is not None:
             assert isinstance(spec, PolicySpec), "only a policy is trained on texts beside its rollouts"
             make_loss = partial(TextLoss, engine, mix_share=spec.mix_share)
-            aux = AuxBatch(schedules=texts, chunks=text_chunks, make_loss=make_loss)
-        make_loss = loss_maker(spec, engine, chunks, kl_coef=kl_coef, reference=reference)
-        steps = engine.update(schedules, chunks, make_loss, aux)
+            aux = AuxBatch(schedules=texts.schedules, chunks=texts.chunks, make_loss=make_loss)
+        make_loss = loss_maker(spec, engine, request.chunks, kl_coef=request.kl_coef, reference=reference)
+        steps = engine.update(request.schedules, request.chunks, make_loss, aux)
         return [report(spec, step) for step in steps] if engine.reports else None
 
-    def evaluate(self, role: RoleName, schedule: RankSchedule, chunks: Chunks[TextChunk]) -> dict[str, float] | None:
+    @remote(phase="inference")
+    def evaluate(self, role: RoleName, request: ForwardRequest[RankSchedule]) -> dict[str, float] | None:
         """Returns the stage's loss and its metrics without a step, as ``eval/name``."""
-        engine = self._at_work(role)
-        metrics = engine.evaluate(schedule, chunks, loss_maker(self._loss_spec(role), engine, chunks))
+        from megarl.megatron.losses import loss_maker
+
+        engine, chunks = self._at_work(role), request.chunks
+        metrics = engine.evaluate(request.schedule, chunks, loss_maker(self._loss_spec(role), engine, chunks))
         return {f"eval/{name}": value for name, value in metrics.items()} if engine.reports else None
 
+    @remote(phase="inference")
     def scale_head(self, role: RoleName, gain: float) -> None:
         """Multiplies the head of a role in training."""
         self._at_work(role).scale_head(gain)
 
-    def connect(self, sync: SyncSpec, rank: int) -> None:
-        """Connects to the engines; waits for all ranks of the connection. Ends an earlier connection.
-
-        Args:
-            sync: this rank's part of the plan.
-            rank: in the connection.
-        """
+    @remote(phase="start")
+    def connect(self, request: ConnectRequest) -> None:
+        """Connects to the engines; waits for all ranks of the connection. Ends an earlier connection."""
+        (rank,) = request.ranks
         version = -1 if self._sender is None else self._sender.version
         self._disconnect()
-        self._connection = connect(sync, rank, self._device)
+        self._connection = connect(request.sync, rank, self._device)
         weights = ResidentWeights(self._at_work("actor").model.parameters())
         self._sender = Sender(self._connection, weights, version=version)
 
+    @remote(phase="sync")
     def send_weights(self, version: int) -> SyncStats:
         """Sends this rank's part of the actor's weights; returns when all ranks have committed the version.
 
@@ -241,14 +227,21 @@ class MegatronWorker:
         stats.seconds["offload"] = offload
         return stats
 
+    @remote(phase="checkpoint")
     def save(self, role: RoleName, directory: str) -> list[FileRecord]:
         """Writes a role's part of a checkpoint; see ``state.save_role``."""
+        from megarl.megatron.state import save_role
+
         return save_role(self._at_work(role), Path(directory))
 
+    @remote(phase="checkpoint")
     def restore(self, role: RoleName, directory: str) -> None:
         """Reads a role's part of a checkpoint; see ``state.restore_role``."""
+        from megarl.megatron.state import restore_role
+
         restore_role(self._at_work(role), Path(directory))
 
+    @remote(phase="checkpoint")
     def export(self, role: RoleName, directory: str, model_dir: str) -> None:
         """Writes a role as an HF directory; every rank writes its own part.
 
@@ -274,26 +267,31 @@ class MegatronWorker:
             barrier=barrier,
         )
 
+    @remote(phase="inference")
     def swap_weights(self, role: RoleName, wanted: bool) -> None:
         """Gives a role the average of its weights for its weights (True), or its weights again."""
         ema = self._at_work(role).ema
         assert ema is not None, f"{role} has no average"
         ema.swap_weights(wanted)
 
-    def sync_reference(self) -> None:
-        """Moves the reference towards the actor, as ``algo.kl.reference_sync`` says."""
+    @remote(phase="inference")
+    def soft_update_reference(self, role: RoleName) -> None:
+        """Moves the reference towards a role, as ``algo.kl.reference_sync`` says."""
         weight = self._specs["reference"].reference_weight
         assert weight is not None, "the reference stays as it is"
-        self._offloader.onload("reference", "actor").soft_update(self._roles["actor"], weight)
+        self._offloader.onload("reference", role).soft_update(self._roles[role], weight)
 
+    @remote(phase="update")
     def skip_steps(self, role: RoleName, steps: int) -> None:
         """Advances the learning rate's schedule by optimizer steps that are not taken."""
         self._roles[role].skip_steps(steps)
 
-    def rest(self) -> None:
+    @remote(phase="inference")
+    def offload_all(self) -> None:
         """Offloads every role that may be."""
         self._offloader.offload_all()
 
+    @remote(phase="start")
     def close(self) -> None:
         """Ends the connections and the world; the object is of no use afterwards."""
         self._disconnect()

@@ -2,12 +2,13 @@
 
 from megarl.resharding.receiver import Load, Receiver
 from megarl.resharding.sender import Sender
-from megarl.resharding.spec import SyncSpec
+from megarl.resharding.spec import ConnectRequest, SyncSpec
 from megarl.resharding.sync_barrier import SyncError, SyncStats, serve_store
 from megarl.resharding.wire import Connection, connect
 from megarl.weights.topology import Place
 
 __all__ = [
+    "ConnectRequest",
     "Connection",
     "Load",
     "Place",

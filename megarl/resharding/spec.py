@@ -143,6 +143,14 @@ class SyncSpec:
         return self.senders.get(rank) or SenderPlan(rank=rank, params={}, messages=())
 
 
+@dataclass(frozen=True, kw_only=True)
+class ConnectRequest:
+    """The ranks of a sync that a process connects, with their parts of it."""
+
+    sync: SyncSpec
+    ranks: Sequence[int]
+
+
 def wire_ranks(recv_buffers: Mapping[int, RecvBufferPlan]) -> tuple[int, ...]:
     """Returns the ranks between which frames go."""
     framed = [buffer for buffer in recv_buffers.values() if buffer.via_network]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,6 +27,24 @@ class Response:
     logprobs: Sequence[float]
     finished: bool
     versions: tuple[VersionSpan, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PickRequest:
+    """New chunks of rows of other chunks, of any engine: by new chunk, its rows as (chunk, row)."""
+
+    chunks: Chunks[RolloutChunk]
+    rows: Mapping[int, Sequence[tuple[int, int]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TruncateRequest:
+    """Chunks, of any engine, whose responses are truncated; `own` of them by this engine. See `truncate_responses`."""
+
+    chunks: Chunks[RolloutChunk]
+    own: Sequence[int]
+    token: int
+    after: int
 
 
 def pack_chunk(index: int, responses: Sequence[Response]) -> tuple[list[SampleInfo], RolloutChunk]:

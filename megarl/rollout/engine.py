@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
-from megarl.data.packing import Chunks
 from megarl.models import model_spec
-from megarl.rollout.completions import Response, pack_chunk, select_rows, truncate_responses
+from megarl.remote import remote
+from megarl.rollout.completions import (
+    PickRequest,
+    Response,
+    TruncateRequest,
+    pack_chunk,
+    select_rows,
+    truncate_responses,
+)
 from megarl.rollout.engine_state import EngineState
 from megarl.rollout.requests import Requests, generation_params, scoring_params, stop_token_ids
 from megarl.rollout.vllm_environment import scratch_directory, set_vllm_environment, temporary_files_in
@@ -25,7 +32,7 @@ if TYPE_CHECKING:
     from vllm import LLMEngine, RequestOutput
 
     from megarl.config.schema import Rollout as RolloutConfig
-    from megarl.resharding import SyncSpec, SyncStats
+    from megarl.resharding import ConnectRequest, SyncStats
     from megarl.rollout.weight_receiver import CallOutcome
 
 Ends = tuple[list[int], list[bool]]
@@ -92,6 +99,7 @@ class RolloutEngine:
         """The policy version of the weights; None without weights."""
         return self._state.version
 
+    @remote(phase="start")
     def start(self) -> None:
         """Starts vLLM and its workers, and checks their parameters against the shard maps.
 
@@ -140,17 +148,19 @@ class RolloutEngine:
         """Returns the shard map of each tensor-parallel rank, in vLLM's names."""
         return [self._spec.vllm_map(self._rollout.tp, rank) for rank in range(self._rollout.tp)]
 
-    def connect(self, sync: SyncSpec, ranks: Sequence[int]) -> None:
+    @remote(phase="start")
+    def connect(self, request: ConnectRequest) -> None:
         """Connects every rank to the trainer's, and waits for all ranks of the sync. Ends an earlier connection.
 
         Args:
-            sync: with this engine's parts of the plan.
-            ranks: this engine's ranks in the sync, by tensor-parallel rank.
+            request: its ranks are this engine's in the sync, by tensor-parallel rank.
         """
         version = -1 if self.version is None else self.version
-        self._transfer("init_weight_transfer_engine", {"sync": sync, "ranks": tuple(ranks), "version": version})
+        init = {"sync": request.sync, "ranks": tuple(request.ranks), "version": version}
+        self._transfer("init_weight_transfer_engine", init)
         self._values("connect", self._outcomes())
 
+    @remote(phase="sync")
     def receive_weights(self, version: int) -> list[SyncStats]:
         """Takes part in a sync, and waits for the trainer's ranks: every rank writes its shard as it arrives.
 
@@ -185,22 +195,26 @@ class RolloutEngine:
             stats.seconds["reset"] = reset
         return received
 
+    @remote(phase="rollout")
     def sleep(self) -> None:
         """Frees receive buffers, weights and KV cache; on a CPU vLLM keeps the latter two."""
         self._state.sleep()
         self._call("release")
         self._suspend()
 
+    @remote(phase="sync")
     def wake_weights(self) -> None:
         """Allocates the weights again, for a sync to fill; those from files are restored."""
         self._state.wake_weights()
         self._running.wake_up(["weights"])
 
+    @remote(phase="sync")
     def wake_cache(self) -> None:
         """Allocates the KV cache again: the engine can be used."""
         self._state.wake_cache()
         self._running.wake_up(["kv_cache"])
 
+    @remote(phase="rollout")
     def generate(self, work: Iterable[WorkItem], at_once: int) -> Iterator[tuple[list[SampleInfo], RolloutChunk]]:
         """Generates one response per request; a response does not depend on the other requests.
 
@@ -237,29 +251,19 @@ class RolloutEngine:
         finally:
             requests.abort()
 
-    def pick(
-        self, chunks: Chunks[RolloutChunk], rows: Mapping[int, Sequence[tuple[int, int]]]
-    ) -> dict[int, RolloutChunk]:
-        """Returns new chunks of rows of other chunks, of any engine; works asleep.
+    @remote(phase="rollout")
+    def pick(self, request: PickRequest) -> dict[int, RolloutChunk]:
+        """Returns new chunks of rows of other chunks; works asleep."""
+        return {new: select_rows(request.chunks, rows) for new, rows in request.rows.items()}
 
-        Args:
-            rows: of each new chunk, as (chunk, row).
-        """
-        return {new: select_rows(chunks, of_chunk) for new, of_chunk in rows.items()}
-
-    def truncate(
-        self, chunks: Chunks[RolloutChunk], own: Sequence[int], token: int, after: int
-    ) -> tuple[dict[int, RolloutChunk], dict[int, Ends]]:
-        """Returns chunks with their responses truncated after a token, and the new ends; works asleep.
-
-        Args:
-            chunks: of any engine.
-            own: which of them to truncate.
-            token, after: see `truncate_responses`.
-        """
-        cut = {chunk: truncate_responses(chunks[chunk], token, after) for chunk in own}
+    @remote(phase="rollout")
+    def truncate(self, request: TruncateRequest) -> tuple[dict[int, RolloutChunk], dict[int, Ends]]:
+        """Returns chunks with their responses truncated after a token, and the new ends; works asleep."""
+        own, token, after = request.own, request.token, request.after
+        cut = {chunk: truncate_responses(request.chunks[chunk], token, after) for chunk in own}
         return cut, {chunk: (new.response_ids.lengths.tolist(), new.finished.tolist()) for chunk, new in cut.items()}
 
+    @remote(phase="inference")
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> Ragged:
         """Returns teacher-forced log-probabilities, without temperature, top-p, top-k and prefix cache.
 
@@ -285,6 +289,7 @@ class RolloutEngine:
             scored.update({number: _flat(output.prompt_logprobs) for number, output in self._requests.step()})
         return Ragged.from_rows((scored[number] for number in numbers), np.float32)
 
+    @remote(phase="start")
     def close(self) -> None:
         """Ends the worker processes and removes the engine's files; it cannot be used again."""
         if self._llm is not None:

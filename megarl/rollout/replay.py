@@ -11,6 +11,7 @@ from urllib.parse import quote, unquote
 import numpy as np
 
 from megarl.config.schema import Rollout
+from megarl.remote import remote
 from megarl.rollout.completions import Response, pack_chunk
 from megarl.rollout.engine import RolloutEngine
 from megarl.types import RolloutChunk, SampleInfo, SampleRequest, VersionSpan, WorkItem
@@ -27,6 +28,7 @@ class RecordingEngine(RolloutEngine):
         assert rollout.record is not None
         self._directory = Path(rollout.record)
 
+    @remote(phase="rollout")
     def generate(self, work: Iterable[WorkItem], at_once: int) -> Iterator[tuple[list[SampleInfo], RolloutChunk]]:
         self._directory.mkdir(parents=True, exist_ok=True)
         for infos, chunk in super().generate(work, at_once):
@@ -45,6 +47,7 @@ class ReplayingEngine(RolloutEngine):
         self._directory = Path(rollout.replay)
         self._steps = recorded_steps(self._directory)
 
+    @remote(phase="rollout")
     def generate(self, work: Iterable[WorkItem], at_once: int) -> Iterator[tuple[list[SampleInfo], RolloutChunk]]:
         queue = iter(work)
         first = next(queue, None)

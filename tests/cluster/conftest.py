@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import ray
 
-from megarl.cluster.calls import Watch
+from megarl.cluster.calls import CallMonitor
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import WorkerGroup
+from megarl.cluster.trainers import launch_group
+from megarl.cluster.workers import WorkerGroup
 from megarl.config import RunConfig, load
 from megarl.config.schema import TimeLimits
+from tests.cluster.fakes import FakeWorker
 
+MakeGroup = Callable[[], WorkerGroup[FakeWorker]]
 DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "ppo.yaml"
-FAKE_WORKER = "tests.cluster.fakes:FakeWorker"
-FAKE_ENGINE = "tests.cluster.fakes:FakeEngine"
 
 
 @pytest.fixture(scope="package")
@@ -42,28 +43,30 @@ def config() -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def group(session: Session, config: RunConfig) -> Iterator[WorkerGroup]:
+def group(session: Session, config: RunConfig) -> Iterator[WorkerGroup[FakeWorker]]:
     """Three fake workers for tests that leave them in order."""
-    workers = WorkerGroup(session, config, "train", FAKE_WORKER)
+    workers = launch_group(session, config, "train", FakeWorker)
     yield workers
     _kill(workers)
 
 
 @pytest.fixture
-def make_group(session: Session, config: RunConfig) -> Iterator[Callable[[], WorkerGroup]]:
+def make_group(session: Session, config: RunConfig) -> Iterator[MakeGroup]:
     """Makes fake workers for a test that breaks them."""
-    made: list[WorkerGroup] = []
+    made: list[WorkerGroup[FakeWorker]] = []
 
-    def make() -> WorkerGroup:
-        made.append(WorkerGroup(session, config, "train", FAKE_WORKER))
+    def make() -> WorkerGroup[FakeWorker]:
+        made.append(launch_group(session, config, "train", FakeWorker))
         return made[-1]
 
     yield make
     for workers in made:
         _kill(workers)
-    session.watch = Watch(TimeLimits())  # forgets the calls that ended with their processes, as a run's end would
+    session.monitor = CallMonitor(
+        TimeLimits()
+    )  # forgets the calls that ended with their processes, as a run's end would
 
 
-def _kill(workers: WorkerGroup) -> None:
+def _kill(workers: WorkerGroup[FakeWorker]) -> None:
     for process in workers.processes:
         ray.kill(process.actor)

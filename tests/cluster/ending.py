@@ -20,12 +20,15 @@ from typing import Any
 from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.resharder import Resharder
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import Role, WorkerGroup
+from megarl.cluster.trainers import RemoteRole, Trainers, launch_group
+from megarl.cluster.workers import WorkerGroup
 from megarl.config import PPOConfig, load
 from megarl.data.prompts import random_prompts, sample_requests
+from megarl.megatron.worker import MegatronWorker
+from megarl.megatron.worker_requests import ForwardRequest, UpdateRequest
 from megarl.models import model_spec
 from megarl.types import PackRow, RankSchedule, Schedule
-from tests.cluster.ending_workers import CASE, DRIVER, SIGNALS
+from tests.cluster.ending_workers import CASE, DRIVER, SIGNALS, Engine, Trainer
 from tests.leftovers import Trace
 
 RAY = "ray"
@@ -44,7 +47,7 @@ class Run:
 
     def start(self) -> None:
         """Two trainers start and load."""
-        self._trainers().start("nowhere").wait()
+        Trainers(session=self._session, groups={"train": self._trainers()}, roles={}).start("nowhere")
 
     def rollout(self) -> None:
         """An engine generates."""
@@ -54,12 +57,14 @@ class Run:
     def inference(self) -> None:
         """Trainers compute log-probabilities, which an update waits for."""
         actor = self._actor()
-        old = actor.logprobs(self._schedule, self._session.share([0, 1]), temperature=1.0).chunks
-        actor.update([self._schedule], old).wait()
+        request = ForwardRequest(schedule=self._schedule, chunks=self._session.share([0, 1]))
+        old = actor.dispatch_by_chunk(MegatronWorker.logprobs, request).chunks
+        actor.dispatch(MegatronWorker.update, UpdateRequest(schedules=[self._schedule], chunks=old)).wait()
 
     def update(self) -> None:
         """Trainers take an optimizer step."""
-        self._actor().update([self._schedule], self._session.share([0, 1])).wait()
+        request = UpdateRequest(schedules=[self._schedule], chunks=self._session.share([0, 1]))
+        self._actor().dispatch(MegatronWorker.update, request).wait()
 
     def sync(self) -> None:
         """Trainers send weights to an engine."""
@@ -71,18 +76,18 @@ class Run:
     def checkpoint(self) -> None:
         """Trainers save, and all end by themselves."""
         actor = self._actor()
-        actor.save(self._directory).wait()
-        actor.group.close().wait()
+        actor.call(MegatronWorker.save, str(self._directory)).wait()
+        actor.group.call(MegatronWorker.close).wait()
 
-    def _actor(self) -> Role:
-        return Role(self._trainers(), "actor", self._config.layout("actor"))
+    def _actor(self) -> RemoteRole:
+        return RemoteRole(self._trainers(), "actor", self._config.layout("actor"))
 
-    def _trainers(self) -> WorkerGroup:
-        return WorkerGroup(self._session, self._config, "train", "tests.cluster.ending_workers:Trainer")
+    def _trainers(self) -> WorkerGroup[Any]:
+        return launch_group(self._session, self._config, "train", Trainer)
 
     def _engines(self) -> RolloutGroup:
-        target = "tests.cluster.ending_workers:Engine"
-        return RolloutGroup(self._session, self._config.rollout, "nowhere", vocab_size=96, device="cpu", target=target)
+        engine: Any = Engine
+        return RolloutGroup(self._session, self._config.rollout, "nowhere", vocab_size=96, device="cpu", engine=engine)
 
 
 PHASES: Mapping[str, Callable[[Run], None]] = {

@@ -51,15 +51,15 @@ class Trainer:
     def load(self, model_dir: str) -> None:
         pass
 
-    def logprobs(self, name: str, own: Any, rollouts: object, temperature: float) -> dict[int, Ragged]:
+    def logprobs(self, name: str, request: Any) -> dict[int, Ragged]:
         act("inference", culprit=self.culprit)
-        return {chunk: Ragged.from_rows([[0.0]], np.float32) for chunk in own.chunks}
+        return {chunk: Ragged.from_rows([[0.0]], np.float32) for chunk in request.schedule.chunks}
 
-    def update(self, name: str, schedules: object, chunks: object, kl_coef: float) -> list[dict[str, float]]:
+    def update(self, name: str, request: object) -> list[dict[str, float]]:
         act("update", culprit=self.culprit)
         return [{"policy/loss": 0.0}]
 
-    def connect(self, spec: object, rank: int) -> None:
+    def connect(self, request: object) -> None:
         pass
 
     def send_weights(self, version: int) -> None:
@@ -82,7 +82,7 @@ class Engine:
     def start(self) -> None:
         pass
 
-    def connect(self, spec: object, ranks: object) -> None:
+    def connect(self, request: object) -> None:
         pass
 
     def generate(self, work: Iterable[object], at_once: int) -> Iterator[tuple[Any, Any]]:

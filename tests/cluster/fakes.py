@@ -14,6 +14,7 @@ from multiprocessing import shared_memory
 import numpy as np
 
 from megarl.errors import RunError
+from megarl.remote import remote
 from megarl.rollout.completions import Response, pack_chunk
 from megarl.rollout.engine import RolloutEngine
 from megarl.types import RolloutChunk, SampleInfo, VersionSpan, WorkItem
@@ -26,17 +27,21 @@ class FakeWorker:
         self.group, self.rank = group, rank
         self.calls: list[str] = []
 
+    @remote(phase="update")
     def note(self, name: str, seconds: float = 0.0) -> int:
         time.sleep(seconds)
         self.calls.append(name)
         return self.rank
 
+    @remote(phase="start")
     def noted(self) -> list[str]:
         return self.calls
 
+    @remote(phase="update")
     def environment(self, name: str) -> str | None:
         return os.environ.get(name)
 
+    @remote(phase="update")
     def knows(self, module: str) -> bool:
         """Whether it can import a module."""
         try:
@@ -45,23 +50,28 @@ class FakeWorker:
             return False
         return True
 
+    @remote(phase="update")
     def column(self, by_rank: Mapping[int, Sequence[int]]) -> tuple[dict[int, np.ndarray], str] | None:
         """Chunk c is c times ones, large enough for the object store."""
         if self.rank not in by_rank:
             return None
         return {chunk: np.full(200_000, chunk) for chunk in by_rank[self.rank]}, f"by {self.rank}"
 
+    @remote(phase="update")
     def means(self, column: Mapping[int, np.ndarray], chunks: Sequence[int]) -> list[float]:
         return [float(column[chunk].mean()) for chunk in chunks]
 
+    @remote(phase="update")
     def fail_on(self, rank: int, others_wait_s: float) -> None:
         if self.rank == rank:
             raise ArithmeticError("the loss is a teapot")
         time.sleep(others_wait_s)
 
+    @remote(phase="update")
     def give_up(self) -> None:
         raise RunError("sync aborted: rank 1: lm_head.weight is missing")
 
+    @remote(phase="update")
     def die_on(self, rank: int) -> None:
         """The rank dies; the others notice a little before the driver does, as peers of a connection do."""
         if self.rank == rank:
@@ -69,11 +79,13 @@ class FakeWorker:
             os.kill(os.getpid(), signal.SIGKILL)
         raise ConnectionError("connection closed by peer")
 
+    @remote(phase="update")
     def hang_on(self, rank: int) -> None:
         if self.rank == rank:
             print("I sit down", flush=True)
             time.sleep(600)
 
+    @remote(phase="start")
     def litter(self) -> str:
         """Leaves a child process and a shared memory file behind."""
         subprocess.Popen(["sleep", "600"], start_new_session=True)
@@ -93,6 +105,7 @@ class FakeEngine:
     def __init__(self, model_dir: str, rollout: object, *, engine_id: int, **options: object) -> None:
         self.engine_id = engine_id
 
+    @remote(phase="rollout")
     def generate(self, work: Iterable[WorkItem], at_once: int) -> Iterator[tuple[list[SampleInfo], RolloutChunk]]:
         for item in work:
             time.sleep(6.0 if item.requests[0].prompt.token_ids[0] == 97 else 0.02)

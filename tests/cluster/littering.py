@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import WorkerGroup
+from megarl.cluster.trainers import launch_group
 from megarl.config import load
-from tests.cluster.conftest import DEBUG, FAKE_WORKER
+from tests.cluster.conftest import DEBUG
+from tests.cluster.fakes import FakeWorker
 
 
 def main(ending: str) -> None:
@@ -19,7 +20,7 @@ def main(ending: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config = load(DEBUG)
     with Session(config.cluster, Path(tempfile.gettempdir()) / "logs") as session:
-        names = WorkerGroup(session, config, "train", FAKE_WORKER).call("litter", "start", "litter").wait()
+        names = launch_group(session, config, "train", FakeWorker).call(FakeWorker.litter).wait()
         print(*names, flush=True)
         if ending == "raise":
             raise ArithmeticError("that was it")

@@ -5,28 +5,31 @@ from __future__ import annotations
 import importlib.util
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import get_args
 
-import numpy as np
 import pytest
 
-from megarl.cluster.calls import Phase, Watch, WorkerError
-from megarl.cluster.ray_worker import ChunkRefs
+from megarl.cluster.calls import CallMonitor, WorkerError
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import WorkerGroup
+from megarl.cluster.workers import WorkerGroup
 from megarl.config.schema import TimeLimits
+from megarl.remote import Phase
+from tests.cluster.conftest import MakeGroup
+from tests.cluster.fakes import FakeWorker
+
+Group = WorkerGroup[FakeWorker]
 
 pytestmark = pytest.mark.process
 
 
-def test_calls_return_at_once_and_run_in_the_order_of_submission(group: WorkerGroup) -> None:
-    group.call("warm", "update", "note", "first").wait()
+def test_calls_return_at_once_and_run_in_the_order_of_submission(group: Group) -> None:
+    group.call(FakeWorker.note, "first").wait()
     start = time.perf_counter()
-    slow = group.call("slow", "update", "note", "slow", 3.0)
-    group.call("quick", "update", "note", "quick")
+    slow = group.call(FakeWorker.note, "slow", 3.0)
+    group.call(FakeWorker.note, "quick")
     submitted = time.perf_counter() - start
-    orders = group.call("noted", "update", "noted").wait()
+    orders = group.call(FakeWorker.noted).wait()
     assert orders == [["first", "slow", "quick"]] * 3
     assert slow.wait() == [0, 1, 2]
     assert submitted < 3.0
@@ -35,83 +38,83 @@ def test_calls_return_at_once_and_run_in_the_order_of_submission(group: WorkerGr
     )
 
 
-def test_a_column_comes_back_by_chunk_from_the_ranks_that_report_it(group: WorkerGroup) -> None:
+def test_a_column_comes_back_by_chunk_from_the_ranks_that_report_it(group: Group) -> None:
     reporters = {1: [0, 3], 2: [1, 2]}
-    call = group.call("column", "update", "column", reporters, chunks=[(), (0, 3), (1, 2)])
+    call = group.call_by_chunk(FakeWorker.column, [reporters] * 3, [(), (0, 3), (1, 2)])
     assert call.wait() == [None, "by 1", "by 2"]
     assert call.longest() > 0
     assert [int(call.chunks[chunk][0]) for chunk in range(len(call.chunks))] == [0, 1, 2, 3]
 
 
-def test_a_reporter_without_chunks_still_reports_what_is_small(group: WorkerGroup) -> None:
-    call = group.call("column", "update", "column", {0: [], 1: [0]}, chunks=[(), (0,), ()])
+def test_a_reporter_without_chunks_still_reports_what_is_small(group: Group) -> None:
+    call = group.call_by_chunk(FakeWorker.column, [{0: [], 1: [0]}] * 3, [(), (0,), ()])
     assert call.wait() == ["by 0", "by 1", None]
 
 
-def test_workers_read_columns_by_reference_before_the_driver_has_waited_for_them(group: WorkerGroup) -> None:
-    column = group.call("column", "update", "column", {0: [0, 1, 2]}, chunks=[(0, 1, 2), (), ()]).chunks
-    means = group.call("means", "update", "means", column, [2, 0])
+def test_workers_read_columns_by_reference_before_the_driver_has_waited_for_them(group: Group) -> None:
+    column = group.call_by_chunk(FakeWorker.column, [{0: [0, 1, 2]}] * 3, [(0, 1, 2), (), ()]).chunks
+    means = group.call(FakeWorker.means, column, [2, 0])
     assert means.wait() == [[2.0, 0.0]] * 3
     assert not column._fetched, "the driver has fetched a chunk"
 
 
-def test_a_worker_maps_a_chunk_from_the_object_store(group: WorkerGroup) -> None:
-    column: ChunkRefs[np.ndarray] = group.call("column", "update", "column", {0: [0]}, chunks=[(0,), (), ()]).chunks
+def test_a_worker_maps_a_chunk_from_the_object_store(group: Group) -> None:
+    column = group.call_by_chunk(FakeWorker.column, [{0: [0]}] * 3, [(0,), (), ()]).chunks
     assert not column[0].flags.owndata
     assert not column[0].flags.writeable
 
 
-def test_a_process_on_a_virtual_device_computes_on_one_thread(group: WorkerGroup) -> None:
-    assert group.call("environment", "update", "environment", "OMP_NUM_THREADS").wait() == ["1"] * 3
-    assert group.call("environment", "update", "environment", "GLOO_SOCKET_IFNAME").wait() == ["lo"] * 3
+def test_a_process_on_a_virtual_device_computes_on_one_thread(group: Group) -> None:
+    assert group.call(FakeWorker.environment, "OMP_NUM_THREADS").wait() == ["1"] * 3
+    assert group.call(FakeWorker.environment, "GLOO_SOCKET_IFNAME").wait() == ["lo"] * 3
 
 
-def test_a_process_knows_no_wandb_which_megatron_would_import(group: WorkerGroup) -> None:
+def test_a_process_knows_no_wandb_which_megatron_would_import(group: Group) -> None:
     assert importlib.util.find_spec("wandb") is not None
-    assert group.call("known", "update", "knows", "wandb").wait() == [False] * 3
+    assert group.call(FakeWorker.knows, "wandb").wait() == [False] * 3
 
 
-def test_one_failing_rank_ends_the_wait_for_the_others(make_group: Callable[[], WorkerGroup]) -> None:
+def test_one_failing_rank_ends_the_wait_for_the_others(make_group: MakeGroup) -> None:
     group = make_group()
-    group.call("noted", "update", "noted").wait()
+    group.call(FakeWorker.noted).wait()
     start = time.perf_counter()
-    update = group.call("actor.update", "update", "fail_on", 2, 60.0)
+    update = group.named("actor").call(FakeWorker.fail_on, 2, 60.0)
     with pytest.raises(WorkerError) as failure:
         update.wait()
     assert time.perf_counter() - start < 30
     text = str(failure.value)
-    assert text.startswith("train rank 2 failed in actor.update: ArithmeticError('the loss is a teapot')")
+    assert text.startswith("train rank 2 failed in actor.fail_on: ArithmeticError('the loss is a teapot')")
     assert 'raise ArithmeticError("the loss is a teapot")' in text, "the traceback of the process is missing"
 
 
-def test_ranks_that_say_all_the_same_make_one_message(group: WorkerGroup) -> None:
+def test_ranks_that_say_all_the_same_make_one_message(group: Group) -> None:
     with pytest.raises(WorkerError) as failure:
-        group.call("actor.send_weights", "sync", "give_up").wait()
-    expected = r"train rank \d failed in actor.send_weights: sync aborted: rank 1: lm_head.weight is missing"
+        group.named("actor").call(FakeWorker.give_up).wait()
+    expected = r"train rank \d failed in actor.give_up: sync aborted: rank 1: lm_head.weight is missing"
     assert re.fullmatch(expected, str(failure.value)), failure.value
 
 
-def test_waiting_for_one_call_raises_the_failure_of_another(make_group: Callable[[], WorkerGroup]) -> None:
+def test_waiting_for_one_call_raises_the_failure_of_another(make_group: MakeGroup) -> None:
     broken, busy = make_group(), make_group()
-    broken.call("critic.update", "update", "fail_on", 0, 60.0)
-    with pytest.raises(WorkerError, match=r"train rank 0 failed in critic\.update"):
-        busy.call("actor.update", "update", "note", "long", 60.0).wait()
+    broken.named("critic").call(FakeWorker.fail_on, 0, 60.0)
+    with pytest.raises(WorkerError, match=r"train rank 0 failed in critic\.fail_on"):
+        busy.named("actor").call(FakeWorker.note, "long", 60.0).wait()
 
 
-def test_a_failed_column_is_blamed_on_the_call_that_made_it(make_group: Callable[[], WorkerGroup]) -> None:
+def test_a_failed_column_is_blamed_on_the_call_that_made_it(make_group: MakeGroup) -> None:
     group, reader = make_group(), make_group()
-    column = group.call("actor.logprobs", "update", "fail_on", 0, 0.0, chunks=[(0,), (), ()]).chunks
-    with pytest.raises(WorkerError, match=r"^train rank 0 failed in actor\.logprobs"):
-        reader.call("build_experience", "update", "means", column, [0]).wait()
+    column = group.named("actor").submit_by_chunk(FakeWorker.fail_on, [(0, 0.0)] * 3, [(0,), (), ()]).chunks
+    with pytest.raises(WorkerError, match=r"^train rank 0 failed in actor\.fail_on"):
+        reader.call(FakeWorker.means, column, [0]).wait()
 
 
-def test_a_dead_rank_is_named_rather_than_the_peers_that_lost_it(make_group: Callable[[], WorkerGroup]) -> None:
+def test_a_dead_rank_is_named_rather_than_the_peers_that_lost_it(make_group: MakeGroup) -> None:
     group = make_group()
-    group.call("noted", "update", "noted").wait()
+    group.call(FakeWorker.noted).wait()
     with pytest.raises(WorkerError) as failure:
-        group.call("actor.update", "update", "die_on", 1).wait()
+        group.named("actor").call(FakeWorker.die_on, 1).wait()
     text = str(failure.value)
-    assert text.startswith("train rank 1 died in actor.update")
+    assert text.startswith("train rank 1 died in actor.die_on")
     assert "these are my last words" in text
     assert "also failed: train rank 0, train rank 2" in text
 
@@ -119,9 +122,9 @@ def test_a_dead_rank_is_named_rather_than_the_peers_that_lost_it(make_group: Cal
 @pytest.fixture
 def limited(session: Session) -> Iterator[None]:
     """Updates may take three seconds, other phases a minute."""
-    session.watch = Watch(TimeLimits(**{**dict.fromkeys(get_args(Phase), 60.0), "update": 3.0}))
+    session.monitor = CallMonitor(TimeLimits(**{**dict.fromkeys(get_args(Phase), 60.0), "update": 3.0}))
     yield
-    session.watch = Watch(TimeLimits())
+    session.monitor = CallMonitor(TimeLimits())
 
 
 def test_every_phase_has_a_limit() -> None:
@@ -129,25 +132,25 @@ def test_every_phase_has_a_limit() -> None:
 
 
 @pytest.mark.usefixtures("limited")
-def test_a_rank_that_does_not_answer_is_named(make_group: Callable[[], WorkerGroup]) -> None:
+def test_a_rank_that_does_not_answer_is_named(make_group: MakeGroup) -> None:
     group = make_group()
-    group.call("noted", "start", "noted").wait()
+    group.call(FakeWorker.noted).wait()
     start = time.perf_counter()
-    update = group.call("actor.update", "update", "hang_on", 1)
-    group.call("critic.update", "update", "note", "waits for the actor's")
+    update = group.named("actor").call(FakeWorker.hang_on, 1)
+    group.named("critic").call(FakeWorker.note, "waits for the actor's")
     with pytest.raises(WorkerError) as failure:
         update.wait()
     assert 3.0 <= time.perf_counter() - start < 30
     first, second, third, *words = str(failure.value).splitlines()
-    assert first == "No answer within 3 s from train rank 1 in actor.update."
+    assert first == "No answer within 3 s from train rank 1 in actor.hang_on."
     assert second == "Raise cluster.time_limits.update if it may take longer."
-    assert "train rank 1 in critic.update" in third
+    assert "train rank 1 in critic.note" in third
     assert "I sit down" in words
 
 
 @pytest.mark.usefixtures("limited")
-def test_a_call_that_waits_for_others_has_its_whole_limit(make_group: Callable[[], WorkerGroup]) -> None:
+def test_a_call_that_waits_for_others_has_its_whole_limit(make_group: MakeGroup) -> None:
     group = make_group()
-    group.call("noted", "start", "noted").wait()
-    calls = [group.call("actor.update", "update", "note", str(turn), 0.5) for turn in range(7)]
+    group.call(FakeWorker.noted).wait()
+    calls = [group.named("actor").call(FakeWorker.note, str(turn), 0.5) for turn in range(7)]
     assert calls[-1].wait() == [0, 1, 2]  # 3.5 s after it was submitted

@@ -1,4 +1,4 @@
-"""Where devices are, on the nodes of a real Ray too, and which rank reports which chunk."""
+"""Where devices are, on the nodes of a real Ray too, and which rank gets and reports which chunk."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megarl.cluster.placement import in_order, visible_devices
 from megarl.cluster.ray_node import ENVIRONMENT
+from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import chunks_by_rank
+from megarl.cluster.trainers import RemoteRole
+from megarl.megatron.worker import MegatronWorker
+from megarl.megatron.worker_requests import ForwardRequest
 from megarl.types import Layout, PackRow, RankSchedule, Schedule
 
 
@@ -93,6 +98,16 @@ def test_devices_of_virtual_nodes_tell_near_from_far(session: Session) -> None:
     assert [(slot.device, slot.node, slot.local) for slot in slots] == [(i, 0, i) for i in range(4)]
 
 
+class Ranks:
+    """Stands in for the processes of a role: keeps what they are sent."""
+
+    def named(self, name: str) -> Ranks:
+        return self
+
+    def submit_by_chunk(self, method: object, args: Sequence[Any], chunks: Sequence[Any]) -> None:
+        self.args, self.chunks = args, chunks
+
+
 def test_the_last_stage_reports_the_chunks_of_its_replica() -> None:
     def rows(*chunks: int) -> tuple[PackRow, ...]:
         return tuple(PackRow(chunk=chunk, row=0, prompt_tokens=1, response_tokens=1) for chunk in chunks)
@@ -106,4 +121,10 @@ def test_the_last_stage_reports_the_chunks_of_its_replica() -> None:
         )
     )
     layout = Layout(tp=2, dp=2, pp=2)  # ranks 4 and 5: replica 0's last stage; 6 and 7: replica 1's
-    assert chunks_by_rank(schedule, layout) == [(), (), (), (), (0, 3), (), (2,), ()]
+    ranks: Any = Ranks()
+    request = ForwardRequest(schedule=schedule, chunks=ChunkRefs(dict.fromkeys(range(4))))
+    RemoteRole(ranks, "actor", layout).dispatch_by_chunk(MegatronWorker.values, request)
+    assert [list(own) for own in ranks.chunks] == [[], [], [], [], [0, 3], [], [2], []]
+    assert {role for role, _ in ranks.args} == {"actor"}
+    assert [len(part.chunks) for _, part in ranks.args] == [2, 2, 1, 1, 2, 2, 1, 1], "those that the replica reads"
+    assert [part.schedule for _, part in ranks.args] == [schedule.ranks[dp] for dp in (0, 0, 1, 1, 0, 0, 1, 1)]

@@ -14,6 +14,7 @@ from megarl.cluster.placement import Slot
 from megarl.cluster.resharder import Resharder, SyncReport
 from megarl.config import PPOConfig, load
 from megarl.models import model_spec
+from megarl.remote import RemoteMethod
 from megarl.resharding import SyncSpec, SyncStats
 from megarl.types import Layout
 
@@ -23,15 +24,23 @@ TP2_ENGINES = ["rollout.devices=0-3", "rollout.tp=2", "cluster.nodes=2", "cluste
 
 @dataclass
 class Calls:
-    """Stands in for a session's watch: keeps what was asked, and answers with what the test says."""
+    """Stands in for all processes: keeps what was asked, and answers with what the test says."""
 
     answers: Iterator[Any] = field(default_factory=lambda: iter(()))
     asked: list[tuple[str, Sequence[Any]]] = field(default_factory=list)
 
-    def submit(self, label: str, phase: str, method: str, processes: Sequence[str], args: Sequence[Any]) -> Any:
-        assert len(processes) == len(args)
-        self.asked.append((method, args))
+    def call_each(self, method: RemoteMethod[Any, ..., Any], requests: Sequence[Any]) -> Any:
+        self.asked.append((method.name, requests))
         return SimpleNamespace(wait=self._answer)
+
+    def call(self, method: RemoteMethod[Any, ..., Any], *args: object) -> Any:
+        return self.call_each(method, args)
+
+    def group(self, name: str, processes: int) -> Any:
+        """Some of the processes."""
+        own = SimpleNamespace(name=name, processes=range(processes), call=self.call, call_each=self.call_each)
+        own.named = lambda _name: own
+        return own
 
     def _answer(self) -> Any:
         answer = next(self.answers)
@@ -45,26 +54,24 @@ def resharder(calls: Calls, *overrides: str) -> Resharder:
     config = load("configs/debug/ppo.yaml", [*TP2_ENGINES, *overrides])
     assert isinstance(config, PPOConfig)
     slots = [Slot(device=device, node=device // 2, local=device % 2, bundle=device) for device in range(4)]
-    session: Any = SimpleNamespace(watch=calls, placement=SimpleNamespace(slots=slots), host="127.0.0.1")
-    actor: Any = SimpleNamespace(layout=ACTOR, group=SimpleNamespace(name="train", processes=["trainer"] * 4))
-    engines: Any = SimpleNamespace(processes=["engine"] * 2)
-    return Resharder(session, config, actor, engines, model_spec(config.model.hf_config()))
+    session: Any = SimpleNamespace(placement=SimpleNamespace(slots=slots), host="127.0.0.1")
+    actor: Any = SimpleNamespace(name="actor", layout=ACTOR, group=calls.group("train", 4))
+    return Resharder(session, config, actor, calls.group("rollout", 2), model_spec(config.model.hf_config()))
 
 
-def specs(calls: Calls, *overrides: str) -> list[tuple[SyncSpec, Any]]:
+def specs(calls: Calls, *overrides: str) -> list[tuple[SyncSpec, Sequence[int]]]:
     """What every process is told when it is to connect, the trainers first."""
     resharder(calls, *overrides).connect()
     (trainers, told), (engines, others) = calls.asked
     assert (trainers, engines) == ("connect", "connect")
-    return [*told, *others]
+    return [(request.sync, request.ranks) for request in (*told, *others)]
 
 
 def test_every_process_gets_its_own_part_of_the_plan() -> None:
     told = specs(Calls())
-    assert [ranks for _, ranks in told] == [0, 1, 2, 3, range(4, 6), range(6, 8)]
+    assert [list(ranks) for _, ranks in told] == [[0], [1], [2], [3], [4, 5], [6, 7]]
     for spec, ranks in told:
-        own = {ranks} if isinstance(ranks, int) else set(ranks)
-        assert set(spec.senders) | set(spec.receivers) == own
+        assert set(spec.senders) | set(spec.receivers) == set(ranks)
         assert (spec.world_size, spec.verify) == (8, True)
     assert len({spec.fingerprint for spec, _ in told}) == 1
 

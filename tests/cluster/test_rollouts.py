@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import ray
 
-from megarl.cluster.calls import Watch, WorkerError
-from megarl.cluster.engines import RolloutGroup, Rollouts, WorkQueue
+from megarl.cluster.calls import CallMonitor, WorkerError
+from megarl.cluster.engines import QueueStore, RolloutGroup, Rollouts
 from megarl.cluster.session import Session
 from megarl.config import PPOConfig
 from megarl.config.schema import Rollout, TimeLimits
 from megarl.types import Prompt, SampleRequest
-from tests.cluster.conftest import FAKE_ENGINE
+from tests.cluster.fakes import FakeEngine
 
 pytestmark = pytest.mark.process
 
@@ -28,7 +28,7 @@ def make(session: Session, config: PPOConfig) -> Iterator[MakeEngines]:
 
     def engines(devices: str) -> RolloutGroup:
         rollout = Rollout.model_validate({**config.rollout.model_dump(), "devices": devices})
-        made.append(RolloutGroup(session, rollout, "nowhere", vocab_size=100, device="cpu", target=FAKE_ENGINE))
+        made.append(RolloutGroup(session, rollout, "nowhere", vocab_size=100, device="cpu", engine=FakeEngine))
         return made[-1]
 
     yield engines
@@ -48,7 +48,7 @@ def two(make: MakeEngines) -> RolloutGroup:
 def forgetful(session: Session) -> Iterator[None]:
     """Forgets the calls that a test breaks, as a run's end would."""
     yield
-    session.watch = Watch(TimeLimits())
+    session.monitor = CallMonitor(TimeLimits())
 
 
 def requests(count: int, first: Sequence[int] = ()) -> list[SampleRequest]:
@@ -133,10 +133,10 @@ def test_more_engines_give_the_same_samples(make: MakeEngines, two: RolloutGroup
             assert [list(row) for row in first] == [list(row) for row in second]
 
 
-def test_an_offer_gives_each_item_to_one_taker(session: Session) -> None:
-    queue = WorkQueue(session)
-    offer = queue.offer([f"item {i}" for i in range(5)])
-    first, second = iter(offer), iter(offer)
+def test_a_queue_gives_each_item_to_one_taker(session: Session) -> None:
+    store = QueueStore(session)
+    queue = store.queue([f"item {i}" for i in range(5)])
+    first, second = iter(queue), iter(queue)
     assert [next(first), next(second), next(second), *first] == [f"item {i}" for i in range(5)]
     assert list(second) == []
 

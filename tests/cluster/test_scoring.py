@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.cluster.engines import Rollouts
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.cluster.scorers import RuleScorers
+from megarl.cluster.scorers import RuleScorers, ScoringProcess
 from megarl.cluster.session import Session
 from megarl.config.schema import Reward, RewardFunction, TimeLimits
 from tests.rewards.completions import infos, own, prompt, rollout
@@ -53,7 +53,7 @@ def scorers(session: Session, tmp_path_factory: pytest.TempPathFactory, warnings
     PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="\4").save_pretrained(directory)
     reward = Reward(processes=2, time_limit=3.0, retries=0)
     made = RuleScorers(session, str(directory), FUNCTIONS, reward, TimeLimits(), warnings.append)
-    made.start().wait()
+    made.call(ScoringProcess.start).wait()
     yield made
     for process in made.processes:
         ray.kill(process.actor)
@@ -119,5 +119,5 @@ def test_the_children_end_when_they_are_told_to(scorers: RuleScorers) -> None:
     children = {int(pid) for column in scores.values() for pid in column["process"]}
     assert len(children) == 2
     assert all(Path(f"/proc/{pid}").exists() for pid in children)
-    scorers.close().wait()
+    scorers.call(ScoringProcess.close).wait()
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.ray_worker import Shell
+from megarl.cluster.ray_worker import RayWorker
 from megarl.errors import RunError
 from tests.leftovers import Trace, comes_true
 
@@ -67,15 +67,16 @@ sys.stdin.read()
 _JOIN = """
 import ray, sys
 from pathlib import Path
-from megarl.cluster.trainers import WorkerGroup
+from megarl.cluster.trainers import launch_group
 from megarl.cluster.session import Session
 from megarl.config import load
-from tests.cluster.conftest import DEBUG, FAKE_WORKER
+from tests.cluster.conftest import DEBUG
+from tests.cluster.fakes import FakeWorker
 config = load(DEBUG)
 for _ in range(2):
     with Session(config.cluster, Path(sys.argv[2]), address=sys.argv[1]) as session:
-        print(*WorkerGroup(session, config, "train", FAKE_WORKER).call("note", "start", "note", "here").wait())
-        print(ray.get(session.launch("place", [0], "pathlib:Path", ".").actor.run.remote("absolute", ())).result)
+        print(*launch_group(session, config, "train", FakeWorker).call(FakeWorker.note, "here").wait())
+        print(ray.get(session.launch("place", [0], Path, ".").actor.run.remote("absolute", (), {})).result)
 """
 
 
@@ -106,7 +107,7 @@ def test_a_running_cluster_is_joined_and_left_running(short_directory: Path) -> 
 @pytest.mark.parametrize(("log", "place", "named"), [("gone", ".", "run.dir"), (".", "gone", "the driver's directory")])
 def test_a_node_that_does_not_share_the_files_is_told(tmp_path: Path, log: str, place: str, named: str) -> None:
     with pytest.raises(RunError, match=f"does not see {tmp_path}/gone: {named} must be on a file system that all"):
-        Shell(
+        RayWorker(
             "pathlib:Path",
             (),
             {},

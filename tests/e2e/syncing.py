@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config import RunConfig, load
 from megarl.models import model_spec
-from megarl.resharding import Place, SyncError, SyncSpec, SyncStats, serve_store
+from megarl.resharding import ConnectRequest, Place, SyncError, SyncSpec, SyncStats, serve_store
 from megarl.resharding.holders import plan_sync
 from megarl.types import Layout
 from megarl.weights.hf_files import read_config
@@ -111,7 +111,7 @@ def sync(
     with ThreadPoolExecutor(1) as executor:
         sending = executor.submit(pool.run, _send, *arguments, world_size=TRAINERS, connected=False, dying=dying)
         try:
-            process.call("connect", spec.only(engine), engine)
+            process.call("connect", ConnectRequest(sync=spec.only(engine), ranks=engine))
         except RemoteError:
             sending.result()  # where a trainer's rank failed, that is the reason
             raise
@@ -150,7 +150,7 @@ def _send(
     worker = MegatronWorker(_config(overrides, directory), "train", rank)
     worker.start(f"tcp://127.0.0.1:{port}")
     worker.load(str(directory))
-    worker.connect(spec.only([rank]), rank)
+    worker.connect(ConnectRequest(sync=spec.only([rank]), ranks=[rank]))
     assert worker._connection is not None
     told: list[SyncStats | str] = []
     for step in steps:

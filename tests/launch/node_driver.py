@@ -13,12 +13,15 @@ from pathlib import Path
 import ray
 
 from megarl.cluster.session import Session
+from megarl.cluster.workers import WorkerGroup
 from megarl.config import load
+from megarl.remote import remote
 
 
 class Litterer:
     """A process of the run that leaves things behind."""
 
+    @remote(phase="start")
     def litter(self) -> str:
         """A child, shared memory and a temporary file; returns Ray's number of the node."""
         subprocess.Popen(["sleep", "600"])
@@ -26,6 +29,7 @@ class Litterer:
         Path(tempfile.mkdtemp(), "scratch").touch()
         return ray.get_runtime_context().get_node_id()
 
+    @remote(phase="rollout")
     def stay(self) -> None:
         time.sleep(600)
 
@@ -42,19 +46,20 @@ def plan(how: str) -> None:
 
 def drive(how: str, path: str, *overrides: str) -> None:
     """In place of ``megarl train``."""
+    from tests.launch.node_driver import Litterer as worker  # noqa: N813  (here, it is that of __main__)
+
     config = load(path, overrides)
     with Session(config.cluster, Path(config.run.dir) / "logs", config.cluster.address) as session:
         devices = range(config.cluster.nodes * config.cluster.devices_per_node)
-        target = "tests.launch.node_driver:Litterer"
-        processes = [session.launch(f"litterer {device}", [device], target) for device in devices]
-        nothing = [() for _ in devices]
+        processes = [session.launch(f"litterer {device}", [device], worker) for device in devices]
+        litterers = WorkerGroup(session, "litterers", processes)
         names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
-        nodes = session.watch.submit("litter", "start", "litter", processes, nothing).wait()
+        nodes = litterers.call(worker.litter).wait()
         print("busy on", *(names[node] for node in nodes), flush=True)
         if how == "fails":
             raise ArithmeticError("the loss is a teapot")
         if how == "stays":
-            session.watch.submit("stay", "rollout", "stay", processes, nothing).wait()
+            litterers.call(worker.stay).wait()
     print("done", flush=True)
 
 

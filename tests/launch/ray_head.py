@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from megarl.cluster.cleanup import MARK, Remains
+from megarl.cluster.cleanup import MARK, ProcessCleanup
 from megarl.cluster.ray_node import ENVIRONMENT
 from tests.needs import lacking
 from tests.slurm.files import free_ports
@@ -62,9 +62,9 @@ class RayHead:
         if not PYTHON.exists():
             lacking("no Ray with a dashboard: make ray installs it")
         with ExitStack() as ending:
-            remains = Remains(self._mark)
-            ending.callback(remains.remove, _END_S)
-            ending.callback(remains.note)
+            cleanup = ProcessCleanup(self._mark)
+            ending.callback(cleanup.remove, _END_S)
+            ending.callback(cleanup.note)
             log = ending.enter_context(self._log.open("w"))
             head = subprocess.Popen(self._command, env=self._own_environment(), stdout=log, stderr=log, cwd="/")
             ending.callback(head.wait)

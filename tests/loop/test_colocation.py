@@ -41,33 +41,33 @@ def test_engines_that_sleep_have_the_devices_to_themselves() -> None:
     log = Log()
     devices = colocation(log, sleep=True)
     devices.sync(3)
-    assert log.since() == ["wake_weights", "sync 3", "rest", "wake_cache"]
+    assert log.since() == ["wake_weights", "sync 3", "offload_all", "wake_cache"]
     devices.to_rollout()
     assert log.since() == []
     devices.to_training()
     devices.to_training()
     assert log.since() == ["sleep"]
     devices.to_rollout()
-    assert log.since() == ["wake_weights", "sync 3", "rest", "wake_cache"], "the version of the last sync"
+    assert log.since() == ["wake_weights", "sync 3", "offload_all", "wake_cache"], "the version of the last sync"
     devices.to_training()
     devices.sync()
-    assert log.since() == ["sleep", "wake_weights", "sync 3", "rest", "wake_cache"]
+    assert log.since() == ["sleep", "wake_weights", "sync 3", "offload_all", "wake_cache"]
 
 
 def test_engines_that_stay_awake_keep_their_weights_while_trainers_work() -> None:
     log = Log()
     devices = colocation(log, sleep=False)
     devices.sync(0)
-    assert log.since() == ["sync 0", "rest"]
+    assert log.since() == ["sync 0", "offload_all"]
     devices.to_training()
     assert log.since() == []
     devices.to_rollout()
     devices.to_rollout()
-    assert log.since() == ["rest"]
+    assert log.since() == ["offload_all"]
 
 
 @pytest.mark.parametrize(
-    ("sleep", "calls"), [(True, ["rest", "wake_weights", "wake_cache", "sleep"]), (False, ["rest"])]
+    ("sleep", "calls"), [(True, ["offload_all", "wake_weights", "wake_cache", "sleep"]), (False, ["offload_all"])]
 )
 def test_engines_that_read_files_get_no_weights_from_the_trainers(sleep: bool, calls: list[str]) -> None:
     log: Any = Log()

@@ -14,6 +14,7 @@ import pytest
 from megarl.config.schema import Evaluation, SourceFields
 from megarl.loop.evaluate import Evaluator, held_out_metrics
 from megarl.loop.scoring import Scoring
+from megarl.megatron.worker import MegatronWorker
 from megarl.types import Prompt, SampleInfo
 
 Z = 1.959963984540054
@@ -96,7 +97,8 @@ class Actor:
 
     weights = "actor"
 
-    def swap_weights(self, wanted: bool) -> Any:
+    def call(self, method: Any, wanted: bool) -> Any:
+        assert method is MegatronWorker.swap_weights
         self.weights = "average" if wanted else "actor"
         return SimpleNamespace(wait=lambda: None)
 

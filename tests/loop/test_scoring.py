@@ -24,6 +24,7 @@ from megarl.loop.scoring import (
     total_scores,
     unscored_metrics,
 )
+from megarl.megatron.worker import MegatronWorker
 from megarl.types import SampleInfo, TokenRewardScale
 from tests.config.debug import debug
 
@@ -122,28 +123,25 @@ def test_rewards_see_responses_up_to_a_token_and_the_model_may_score_them_all(de
     cut: Any = SimpleNamespace(samples=[sample("b", 0, 0, 0, finished=False)], chunks="cut")
     asked: list[Any] = []
 
-    def called(method: str) -> Any:
-        def submit(schedule: Any, chunks: Any) -> Any:
-            asked.append((method, schedule.ranks[0].total_rows, chunks))
-            return SimpleNamespace(wait=lambda: [{0: np.float32([7])}], chunks=f"columns of {chunks}")
-
-        return submit
+    def dispatch(method: Any, request: Any) -> Any:
+        asked.append((method, request.schedule.ranks[0].total_rows, request.chunks))
+        return SimpleNamespace(wait=lambda: [{0: np.float32([7])}], chunks=f"columns of {request.chunks}")
 
     def truncate(rollouts: Any, token: int, after: int) -> Any:
         assert (rollouts, token, after) == (whole, 13, 2)
         return cut
 
     config: Any = debug(*(["reward.dense=scores"] if dense else []))
-    model: Any = SimpleNamespace(scores=called("scores"), token_scores=called("token_scores"))
+    model: Any = SimpleNamespace(layout=config.layout("reward"), dispatch=dispatch, dispatch_by_chunk=dispatch)
     engines: Any = SimpleNamespace(truncate=truncate)
     truncate_at: Any = None if dense else SimpleNamespace(token=13, after=2)
     scorer = Scorer(config, {"reward": model}, None, engines, truncate_at)
     scoring = scorer.submit(whole, {}, ())
     if dense:
-        assert (asked, scoring.dense) == ([("token_scores", 5, "whole")], "columns of whole")
+        assert (asked, scoring.dense) == ([(MegatronWorker.token_scores, 5, "whole")], "columns of whole")
         assert scorer.token_scale == TokenRewardScale(gain=1.0, bias=0.0, differences=False)
         return
-    assert asked == [("scores", 1, "cut")]
+    assert asked == [(MegatronWorker.scores, 1, "cut")]
     assert scoring.samples is cut.samples, "finished is what the rewards see"
     assert (scoring.dense, scorer.token_scale) == (None, None)
     assert scoring.wait()["reward_model"].tolist() == [7]

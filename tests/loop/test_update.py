@@ -9,6 +9,8 @@ import pytest
 
 from megarl.config.schema import EarlyStop
 from megarl.loop.update import Updater, mean_kl
+from megarl.megatron.worker import MegatronWorker
+from megarl.megatron.worker_requests import UpdateRequest
 from megarl.types import RankSchedule, RoleName, Schedule
 
 TOKENS = (10, 30)
@@ -29,19 +31,23 @@ class FakeRole:
     def __init__(self, name: str, log: list[tuple[str, Any]], kls: list[float]) -> None:
         self.name, self._log, self._kls = name, log, kls
 
-    def update(self, schedules: Any, chunks: Any, *, kl_coef: float, texts: Any = None) -> Any:
-        self._log.append((self.name, [s.ranks[0].total_response_tokens for s in schedules]))
-        if texts is not None:
-            self._log.append(("texts", texts))
+    def dispatch(self, method: Any, request: UpdateRequest[Schedule]) -> Any:
+        assert method is MegatronWorker.update
+        self._log.append((self.name, [s.ranks[0].total_response_tokens for s in request.schedules]))
+        if request.texts is not None:
+            self._log.append(("texts", request.texts))
         prefix = {"actor": "policy", "critic": "value"}[self.name]
-        steps = [{f"{prefix}/ppo_kl": self._kls.pop(0), f"{prefix}/kl_coef": kl_coef} for _ in schedules]
+        steps = [
+            {f"{prefix}/ppo_kl": self._kls.pop(0), f"{prefix}/kl_coef": request.kl_coef} for _ in request.schedules
+        ]
         return SimpleNamespace(wait=lambda: [None, steps])
 
-    def skip_steps(self, steps: int) -> None:
-        self._log.append((f"{self.name} skips", steps))
-
-    def sync_reference(self) -> None:
-        self._log.append(("reference", "follows"))
+    def call(self, method: Any, *args: Any) -> None:
+        notes = {
+            MegatronWorker.skip_steps: (f"{self.name} skips", *args),
+            MegatronWorker.soft_update_reference: ("reference", "follows"),
+        }
+        self._log.append(notes[method])
 
 
 def schedule(tokens: int) -> Schedule:

@@ -36,15 +36,16 @@ def _stacks(rank: int, port: int, model: Path) -> list[list[tuple[str, str]]]:
     """The frames below the test's own call of ``MegatronWorker.update``, by micro-batch."""
     from megarl.config import load
     from megarl.data.schedule import inference_schedule, step_schedule
+    from megarl.megatron.worker_requests import ForwardRequest, UpdateRequest
 
     overrides = ["model.vocab_size=null", *LAYOUT, f"algo.policy_loss={__name__}:recording_loss"]
     worker = worker_of(rank, overrides, port, model)
     layout = load("configs/debug/ppo.yaml", overrides).layout("actor")
-    passes = inference_schedule(samples(), layout, 40).ranks[0]
-    columns = experience(everywhere(worker.logprobs("actor", passes, chunks(), 1.0)))
+    request = ForwardRequest(schedule=inference_schedule(samples(), layout, 40).ranks[0], chunks=chunks())
+    columns = experience(everywhere(worker.logprobs("actor", request)))
     STACKS.clear()
     plan = step_schedule([samples()[i] for i in STEPS[0]], layout, 40)
-    worker.update("actor", [plan.ranks[0]], columns, 0.1)
+    worker.update("actor", UpdateRequest(schedules=[plan.ranks[0]], chunks=columns, kl_coef=0.1))
     worker.close()
     return [stack[[name for _, name in stack].index("_stacks") + 1 :] for stack in STACKS]
 

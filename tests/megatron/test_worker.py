@@ -73,6 +73,7 @@ def _iteration(rank: int, overrides: list[str], port: int, model: Path, out: Pat
 
     from megarl.config import load
     from megarl.data.schedule import inference_schedule, update_schedules
+    from megarl.megatron.worker_requests import ExperienceRequest, ForwardRequest, UpdateRequest
 
     worker = _worker(rank, overrides, port)
     worker.load(str(model))
@@ -87,23 +88,27 @@ def _iteration(rank: int, overrides: list[str], port: int, model: Path, out: Pat
 
     def passes(role: Any) -> Any:
         layout = config.layout(role)
-        return inference_schedule(infos, layout, 40).ranks[layout.coords(rank).dp]
+        schedule = inference_schedule(infos, layout, 40).ranks[layout.coords(rank).dp]
+        return ForwardRequest(schedule=schedule, chunks=rollouts)
 
-    old = everywhere(worker.logprobs("actor", passes("actor"), rollouts, 1.0))
+    old = everywhere(worker.logprobs("actor", passes("actor")))
     asked = set(rollouts.asked)
-    ref = everywhere(worker.logprobs("reference", passes("reference"), rollouts, 1.0))
-    values = everywhere(worker.values("critic", passes("critic"), rollouts))
-    scores = everywhere(worker.scores("reward", passes("reward"), rollouts))
+    ref = everywhere(worker.logprobs("reference", passes("reference")))
+    values = everywhere(worker.values("critic", passes("critic")))
+    scores = everywhere(worker.scores("reward", passes("reward")))
     columns = columns_of(scores, old=old, ref=ref, values=values)
-    terms = StepContext(kl_coef=0.05, version=0, groups=len(chunks))
-    built = worker.build_experience(passes("actor"), rollouts, columns, terms)
+    context = StepContext(kl_coef=0.05, version=0, groups=len(chunks))
+    schedule = passes("actor").schedule
+    request = ExperienceRequest(schedule=schedule, rollouts=rollouts, columns=columns, context=context)
+    built = worker.build_experience("actor", request)
     experience = everywhere(built and built[0])
     updates = {}
     for role in ("actor", "critic"):
         plan = update_schedules(infos, config.layout(role), 40, mini_batches=2, epochs=2, seed=0, step=0)
         dp = config.layout(role).coords(rank).dp
-        updates[role] = worker.update(role, [schedule.ranks[dp] for schedule in plan], experience, 0.05)
-    new = everywhere(worker.logprobs("actor", passes("actor"), rollouts, 1.0))
+        own = [schedule.ranks[dp] for schedule in plan]
+        updates[role] = worker.update(role, UpdateRequest(schedules=own, chunks=experience, kl_coef=0.05))
+    new = everywhere(worker.logprobs("actor", passes("actor")))
     worker.export("actor", str(out), str(model))
     worker.close()
     return {

@@ -40,19 +40,23 @@ def _one_step(rank: int, port: int, model: Path, out: Path) -> Any:
     from megarl.config import load
     from megarl.data.batches import on_all_tokens
     from megarl.data.schedule import inference_schedule, step_schedule, under_one_length
+    from megarl.megatron.worker_requests import ForwardRequest, PretrainBatch, UpdateRequest
 
     worker = worker_of(rank, OVERRIDES, port, model)
     layout = load("configs/debug/ppo.yaml", OVERRIDES).layout("actor")
     everything, texts = samples(), on_all_tokens(samples())
     passes = inference_schedule(everything, layout, 40).ranks[0]
-    columns = experience(everywhere(worker.logprobs("actor", passes, chunks(), 1.0)))
+    request = ForwardRequest(schedule=passes, chunks=chunks())
+    columns = experience(everywhere(worker.logprobs("actor", request)))
     own, along = under_one_length(
         step_schedule([everything[i] for i in STEPS[0]], layout, 40),
         step_schedule([texts[i] for i in TEXTS[0]], layout, 40),
     )
-    told = worker.update("actor", [own.ranks[0]], columns, 0.1, [along.ranks[0]], chunks())
-    worker.sync_reference()
-    worker.rest()
+    batch = PretrainBatch(schedules=[along.ranks[0]], chunks=chunks())
+    request = UpdateRequest(schedules=[own.ranks[0]], chunks=columns, kl_coef=0.1, texts=batch)
+    told = worker.update("actor", request)
+    worker.soft_update_reference("actor")
+    worker.offload_all()
     for name, average in (("actor", False), ("average", True), ("again", False)):
         worker.swap_weights("actor", average)
         worker.export("actor", str(out / name), str(model))

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.models import model_spec
-from megarl.resharding import Connection, Sender, SyncError, SyncSpec, SyncStats, connect, serve_store
+from megarl.resharding import Connection, ConnectRequest, Sender, SyncError, SyncSpec, SyncStats, connect, serve_store
 from megarl.resharding.buckets import bucket_views
 from megarl.resharding.holders import plan_sync
 from megarl.resharding.transport import Transfer, Transport
@@ -63,7 +63,7 @@ class Trainer:
             timeout_s=120,
         )
         ranks = range(first, first + tp)
-        process.begin_call("connect", self._sync.only(ranks), ranks)
+        process.begin_call("connect", ConnectRequest(sync=self._sync.only(ranks), ranks=ranks))
         self._threads = ThreadPoolExecutor(first)
         self._connections = list(self._threads.map(self._connect, range(first)))
         process.end()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from megarl.data.prompts import greedy_requests
 from megarl.models import model_spec
-from megarl.resharding import Place, SyncSpec
+from megarl.resharding import ConnectRequest, Place, SyncSpec
 from megarl.types import Prompt, SampleRequest, VersionSpan
 from megarl.weights.hf_files import HFDirectory, read_config
 from megarl.weights.planner import Holder, plan
@@ -115,7 +115,7 @@ def test_a_plan_for_another_model_is_refused_before_connecting(
     transfers = plan([Holder(rank=0, map=held)], [Holder(rank=1, map=spec.vllm_map(1, 0))], 1 << 20)
     nobody = SyncSpec.of(transfers, name="test", host="localhost", port=1, places=[Place(), Place()])
     with pytest.raises(RemoteError, match=r"(?s)qkv_proj.bias: not in the shard map.*lm_head.weight: not in"):
-        engine.call("connect", nobody, [1])
+        engine.call("connect", ConnectRequest(sync=nobody, ranks=[1]))
 
 
 def test_raw_logprobs_are_those_of_transformers(engine: EngineProcess, models: Mapping[str, Path]) -> None:

@@ -38,7 +38,7 @@ def test_ppo_on_two_nodes(launcher: Launcher, tmp_path: Path) -> None:
     run.until(lambda: run.steps, "a step was taken")
     secret = (run.logs / "token").read_text().encode()
     assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if secret in held(path)]
-    ranks = {node: len(launcher.processes(node, "ray::Shell")) for node in ("n1", "n2")}
+    ranks = {node: len(launcher.processes(node, "ray::RayWorker")) for node in ("n1", "n2")}
     assert "running" in launcher.megarl("status", str(run.directory)).stdout
 
     assert run.wait("COMPLETED") == "0:0"

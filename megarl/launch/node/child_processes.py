@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, BinaryIO, cast
 
-from megarl.cluster.cleanup import Remains
+from megarl.cluster.cleanup import ProcessCleanup
 from megarl.errors import RunError
 
 _DRAIN_S = 2.0  # for the last output of a process that has ended: others may have inherited the pipe
@@ -116,7 +116,7 @@ def clean_up(mark: str, directory: str, logs: str, *, failed: bool) -> None:
         directory: to remove, with Ray's session in it.
         logs: where Ray's logs are kept if the job failed.
     """
-    remains = Remains(mark)
+    remains = ProcessCleanup(mark)
     try:
         remains.note()
         remains.terminate()
