@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,22 @@ def test_imports_go_one_way(part: str) -> None:
         for objection in objections(part, name)
     ]
     assert not found, "\n".join(found)
+
+
+def module_level(tree: ast.Module) -> Iterator[str]:
+    """The names that a module imports while it is imported."""
+    top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    yield from imports(ast.unparse(ast.Module(body=list(top), type_ignores=[])))
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    modules = {".".join(file.relative_to(REPOSITORY).with_suffix("").parts): file for file in SOURCES}
+    modules = {name.removesuffix(".__init__"): file for name, file in modules.items()}
+    graph: dict[str, set[str]] = {}
+    for name, file in modules.items():
+        imported = set(module_level(ast.parse(file.read_text(encoding="utf-8"))))
+        graph[name] = {owner for of in imported for owner in (of, of.rpartition(".")[0]) if owner in modules} - {name}
+    TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def test_scripts_of_nemo_run_import_nothing_big() -> None:

@@ -124,10 +124,10 @@ class Updater:
         passes = list(zip(*(plan.passes(role.name) for role in trained), strict=True))
         updates: list[dict[str, float]] = []
         for taken, by_role in enumerate(passes, start=1):
-            calls = [
-                self._submit(role, schedules, experience, kl_coef)
-                for role, schedules in zip(trained, by_role, strict=True)
-            ]
+            calls: list[Call[list[dict[str, float]] | None]] = []
+            for role, schedules in zip(trained, by_role, strict=True):
+                request = self._request(role, schedules, experience, kl_coef)
+                calls.append(role.dispatch(MegatronWorker.update, request))
             steps = [dict(ChainMap(*of_step)) for of_step in zip(*map(rank0_result, calls), strict=True)]
             updates += steps
             stop = algo.early_stop if self._actor in trained else None
@@ -164,15 +164,14 @@ class Updater:
                 role.call(MegatronWorker.skip_steps, sum(map(len, plan.passes(role.name))))
         return trained
 
-    def _submit(
+    def _request(
         self, role: RemoteRole, schedules: Sequence[Schedule], experience: ChunkRefs[ExperienceChunk], kl_coef: float
-    ) -> Call[list[dict[str, float]] | None]:
-        """Has a role take some optimizer steps; returns at once."""
+    ) -> UpdateRequest[Schedule]:
+        """Some optimizer steps of a role, with their pretraining texts."""
         texts = None
         if role is self._actor and self._pretrain_mix is not None:
             schedules, texts = self._pretrain_mix.next(schedules)
-        request = UpdateRequest(schedules=schedules, chunks=experience, kl_coef=kl_coef, texts=texts)
-        return role.dispatch(MegatronWorker.update, request)
+        return UpdateRequest(schedules=schedules, chunks=experience, kl_coef=kl_coef, texts=texts)
 
 
 def mean_kl(updates: Sequence[Mapping[str, float]], schedules: Sequence[Schedule]) -> float:

@@ -31,7 +31,7 @@ PARTS = (
 LIMIT_S = 280
 # A shell starts its background jobs with SIGINT ignored, and the tests may run in one.
 _INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-_MEGARL = [sys.executable, "-c", f"{_INTERRUPTIBLE}; from megarl.cli import main; main()"]
+_MEGARL = "from megarl.cli import main; main()"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +61,17 @@ class Finished:
 
 
 @contextmanager
-def started(arguments: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], Trace, Path]]:
-    """A command in progress, the trace of what it starts, and its temporary directory."""
+def started(arguments: Sequence[str], before: str = "pass") -> Iterator[tuple[subprocess.Popen[str], Trace, Path]]:
+    """A command in progress, the trace of what it starts, and its temporary directory.
+
+    Args:
+        before: what its process does first, a line of Python.
+    """
     trace = Trace()
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         environment = {**trace.environment(), "TMPDIR": directory, "OMP_NUM_THREADS": "1"}
         program = subprocess.Popen(
-            [*_MEGARL, *arguments],
+            [sys.executable, "-c", f"{_INTERRUPTIBLE}; {before}; {_MEGARL}", *arguments],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,

@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megarl.cluster import workers
+from tests.e2e import frames
 from tests.e2e.runs import Finished, finish, lines, started
 
 pytestmark = pytest.mark.e2e
@@ -24,13 +26,15 @@ FUNCTIONS = [
 ]
 
 
-def run(directory: Path, *overrides: str) -> Finished:
+def run(directory: Path, *overrides: str, before: str = "pass") -> Finished:
     settings = [
         f"reward.functions={json.dumps(FUNCTIONS)}",
         "evaluation={every: 1, ema: true}",
         "actor.ema.decay=0.5",
     ]
-    with started(["train", "configs/debug/grpo.yaml", f"run.dir={directory}", *settings, *overrides]) as program:
+    with started(
+        ["train", "configs/debug/grpo.yaml", f"run.dir={directory}", *settings, *overrides], before
+    ) as program:
         return finish(*program)
 
 
@@ -41,16 +45,33 @@ def scored_lengths(recorded: Path, step: int) -> tuple[list[int], int]:
     return [len(np.load(file)["response_ids"]) for file in scored], len(files) - len(scored)
 
 
-def test_a_rule_scores_and_taking_turns_changes_nothing(tmp_path: Path) -> None:
+def _assert_few_frames(directory: Path) -> None:
+    """From `train` to the loss, both included, there are at most 15 calls over both processes."""
+    driver, worker = ((directory / name).read_text().splitlines() for name in ("driver", "worker"))
+    driver = driver[[line.endswith("loop/train.py") for line in driver].index(True) :]
+    stack = [*driver, f"submit {workers.__file__}", *worker]
+    assert worker[0].startswith("run "), "the first frame of the worker"
+    assert stack[-1].startswith("noted_ppo "), "the last"
+    assert len(stack) <= 15, "\n".join(stack)
+
+
+def test_a_rule_scores_and_taking_turns_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = tmp_path / "recorded"
     turns = run(tmp_path / "turns", f"rollout.record={recorded}")
     assert turns.status == 0, turns.errors
     turns.assert_clean()
     roles = "groups.train.roles"
+    monkeypatch.setenv(frames.DIRECTORY, str(tmp_path))
     stay = run(
-        tmp_path / "stay", "rollout.sleep=false", f"{roles}.actor.offload=false", f"{roles}.reference.offload=false"
+        tmp_path / "stay",
+        "rollout.sleep=false",
+        f"{roles}.actor.offload=false",
+        f"{roles}.reference.offload=false",
+        "algo.policy_loss=tests.e2e.frames:noted_ppo",
+        before="from tests.e2e.frames import note_updates; note_updates()",
     )
     assert stay.status == 0, stay.errors
+    _assert_few_frames(tmp_path)
 
     assert "return 1 / min(int(completion.prompt_id) % every, 1)" in turns.errors
     assert turns.errors.count("gave prompt") == 1

@@ -1,0 +1,42 @@
+"""Files and functions stay short, and a name says which file or class is meant."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SOURCES = [file for room in ("megarl", "launchers", "tools") for file in sorted((REPOSITORY / room).rglob("*.py"))]
+TREES = {file.relative_to(REPOSITORY): ast.parse(file.read_text(encoding="utf-8")) for file in SOURCES}
+
+COMMAND_LINES = {"cli.py", "__main__.py"}
+"""Whose functions are as long as their options."""
+
+
+def functions() -> Iterator[tuple[str, int]]:
+    """Every function but those of command lines, with its lines."""
+    for file, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and file.name not in COMMAND_LINES:
+                assert node.end_lineno is not None
+                yield f"{file}:{node.name}", node.end_lineno - node.lineno + 1
+
+
+def test_files_are_short() -> None:
+    lines = {str(file): len((REPOSITORY / file).read_text(encoding="utf-8").splitlines()) for file in TREES}
+    assert not {file: count for file, count in lines.items() if count > 400}
+
+
+def test_functions_are_short() -> None:
+    lengths = dict(functions())
+    assert not {name: length for name, length in lengths.items() if length > 60}
+    assert sorted(lengths.values())[int(0.95 * len(lengths))] <= 30
+
+
+def test_names_of_files_and_classes_are_unique() -> None:
+    files = Counter(file.name for file in TREES if file.name not in {"__init__.py", *COMMAND_LINES})
+    assert not [name for name, count in files.items() if count > 1]
+    classes = Counter(node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    assert not [name for name, count in classes.items() if count > 1]
