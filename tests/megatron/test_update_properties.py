@@ -75,9 +75,12 @@ def _updates(rank: int, directory: Path) -> Told:
     columns = experience(now)
     told: Told = {}
 
-    def step(name: str, fields: dict[str, Any], own: Any, members: list[int] = STEPS[0], longer: int = 0) -> None:
+    def step(
+        name: str, fields: dict[str, Any], own: Any, members: list[int] = STEPS[0], longer: int = 0, first: bool = True
+    ) -> None:
         role = critic if name.startswith("critic") else actor
-        restart(role, start[role.name])
+        if first:
+            restart(role, start[role.name])
         algo, everything = Algo.model_validate(fields), samples()
         ranked = step_schedule([everything[i] for i in members], LAYOUT, 20).ranks[role.coords.dp]
         loss = (
@@ -111,6 +114,12 @@ def _updates(rank: int, directory: Path) -> Told:
     step(
         "decoupled from itself", STALE, _with(fresh, proximal_weights={i: _filled(c, 0.0) for i, c in sampled.items()})
     )
+    step("a step before", PLAIN, columns)
+    before = {name: parameter.detach().clone() for name, parameter in actor.model.parameters().items()}
+    step("without a gradient", PLAIN, _with(columns, actor_mask=nothing), first=False)
+    told["moved"] = {
+        name: float((parameter - before[name]).abs().max()) for name, parameter in actor.model.parameters().items()
+    }
     return told if actor.reports else {}
 
 
@@ -146,6 +155,13 @@ def test_what_is_left_out_is_so_in_the_penalty_and_the_bonus_too(told: Told) -> 
     step = told["nothing kept"]
     assert step["loss"] == step["policy_loss"] == step["kl_loss"] == step["grad_norm"] == 0.0
     assert step["kl"] > 0, "metrics are those of all tokens"
+
+
+@pytest.mark.dist
+def test_a_gradient_of_zero_is_a_step_of_adam_with_its_momentum(told: Told) -> None:
+    step = told["without a gradient"]
+    assert (step["grad_norm"], step["skipped"]) == (0.0, 0.0)
+    assert min(told["moved"].values()) > 0
 
 
 @pytest.mark.dist
