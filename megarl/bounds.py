@@ -1,4 +1,4 @@
-"""Numbers within bounds: the types of settings and of algorithms' options. Without torch."""
+"""Types of bounded numbers, for settings and options of algorithms."""
 
 from __future__ import annotations
 

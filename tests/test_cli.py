@@ -220,8 +220,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def package(name: str, requirement: str = "nothing") -> doctor.Package:
-    return doctor.Package(module=name, distributions=(name,), requirement=requirement, install="install it")
+def package(name: str) -> doctor.Package:
+    return doctor.Package(name, (name,), "install it")
 
 
 @pytest.mark.process
@@ -238,7 +238,7 @@ def test_the_doctor_tells_sound_absent_and_broken_packages_apart(site: Path) -> 
 def test_the_doctor_refuses_versions_that_do_not_work(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(site, "oldpkg", "", "0.27.1")
     monkeypatch.setattr(doctor.metadata, "requires", lambda name: ['oldpkg<0.33,>=0.28; extra == "gpu"'])
-    finding = doctor.examine_package(package("oldpkg", requirement="oldpkg"))
+    finding = doctor.examine_package(package("oldpkg"))
     assert finding.broken
     assert finding.fix == "install a version <0.33,>=0.28"
 

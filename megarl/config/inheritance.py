@@ -18,26 +18,24 @@ from megarl.config.schema.choices import SHORTHAND
 
 INHERIT_KEY = "defaults"
 
-_LISTED = 10
-"""Files that a message names at most."""
 _MAPPING = "the file must hold keys and values"
 FREE = frozenset({"args", "columns", "config"})
-"""Keys whose values are mappings of the user's own: no choices, whatever they hold under ``name``."""
+"""Keys of mappings with the user's own keys: ``name`` is no choice there."""
 _KEY_PATH = re.compile(r"[\w-]+(\.[\w-]+)*")
 
 
 def merged(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
-    """The file, what it inherits and the overrides, as one plain dict: later wins, the overrides last.
+    """Merges the files that a YAML file inherits, the file and the overrides into a plain dict; later ones win.
 
     Args:
-        path: a YAML file; its ``defaults`` lists files to inherit, relative to it, in rising precedence.
-        overrides: ``key.path=value``; the value is read as YAML.
+        path: its ``defaults`` lists files to inherit, relative to it.
+        overrides: ``key.path=value``, with the value in YAML.
 
     Returns:
-        The dict, and the overrides that could not be read.
+        The dict, and a problem for each override that cannot be read.
 
     Raises:
-        ConfigError: a file that cannot be read, or a circle of files.
+        ConfigError: a file cannot be read, or inherits itself.
     """
     problems: list[Problem] = []
     tree = _read(path, (), problems)
@@ -49,13 +47,12 @@ def merged(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[P
         return cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True)), problems
     except OmegaConfBaseException as error:
         field = str(getattr(error, "full_key", None) or "interpolation")
-        fix = "correct the ${...} reference"
-        problems.append(Problem(field, "${...}", _first_line(error), fix))
+        problems.append(Problem(field, "${...}", _first_line(error), "correct the ${...} reference"))
         raise ConfigError(problems, str(path)) from error
 
 
 def _overridden(tree: DictConfig, override: str, problems: list[Problem]) -> DictConfig:
-    """The tree with an override; one that cannot be read is appended to the problems."""
+    """Returns the tree with an override; adds a problem if that cannot be read."""
     key, equals, value = override.partition("=")
     if not equals or not _KEY_PATH.fullmatch(key):
         fix = "write it as key.path=value, for example run.steps=3"
@@ -70,7 +67,7 @@ def _overridden(tree: DictConfig, override: str, problems: list[Problem]) -> Dic
 
 
 def _read(path: Path, inheritors: tuple[Path, ...], problems: list[Problem]) -> DictConfig:
-    """A file on top of what it inherits; what is wrong is appended to the problems."""
+    """Returns a file merged onto those that it inherits; adds what is wrong to the problems."""
     here = path.resolve()
 
     def wrong(rule: str, fix: str) -> DictConfig:
@@ -84,7 +81,7 @@ def _read(path: Path, inheritors: tuple[Path, ...], problems: list[Problem]) -> 
     try:
         own = OmegaConf.load(here)
     except OSError as error:
-        if error.strerror is None:  # OmegaConf's own: the file is read, and holds a single value
+        if error.strerror is None:  # from OmegaConf, for a file with a single value
             return wrong(_MAPPING, "write key: value lines")
         return wrong(f"the file must be readable ({error.strerror})", _other_file(path, inheritors))
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
@@ -104,30 +101,30 @@ def _read(path: Path, inheritors: tuple[Path, ...], problems: list[Problem]) -> 
 
 
 def _other_file(path: Path, inheritors: tuple[Path, ...]) -> str:
-    """What to do about a file that is not there: the one that may have been meant, or those that there are."""
+    """Returns the fix for a file that does not exist: the nearest name, or the files of its directory."""
     key, equals, _ = str(path).partition("=")
     misplaced = not inheritors and path.suffix not in (".yaml", ".yml")
     if misplaced and equals and _KEY_PATH.fullmatch(key):
-        return "name the YAML file of the run first; what is key.path=value comes after it"
+        return "name the YAML file of the run first, and key.path=value after it"
     files = [file for file in sorted(path.parent.glob("*.y*ml")) if not file.name.startswith(".")]
     there = {file.name: file for file in files if file.resolve() not in inheritors}
     near = difflib.get_close_matches(path.name, there, n=1) or [name for name in there if Path(name).stem == path.name]
     if near:
         return f"did you mean {there[near[0]]}?"
-    listed = ", ".join([*list(there)[:_LISTED], *["..."] * (len(there) > _LISTED)])
+    listed = ", ".join([*list(there)[:10], *["..."] * (len(there) > 10)])
     fix = f"correct the path; {path.absolute().parent} has {listed}" if there else correct_path(str(path))
     return f"{fix}; a setting is written key.path=value" if misplaced and path.parent == Path() else fix
 
 
 def _merge(below: DictConfig, above: DictConfig) -> DictConfig:
-    """One tree on top of another; a choice that is named anew does not keep the options of the former one."""
+    """Merges a tree onto another; a choice with another name does not keep the former one's options."""
     below = copy.deepcopy(below)
     _make_room(below, above)
     return cast(DictConfig, OmegaConf.merge(below, above))
 
 
 def _make_room(below: DictConfig, above: DictConfig) -> None:
-    """Removes what a mapping above replaces as a whole, and makes a text to which it adds keys a mapping."""
+    """Empties the choices below that get another name, and turns a name that gets options into a mapping."""
     for key in map(str, above):
         if key in FREE or OmegaConf.is_interpolation(above, key) or OmegaConf.is_interpolation(below, key):
             continue

@@ -1,4 +1,4 @@
-"""From files and overrides to a checked RunConfig, and back to a file."""
+"""Loads, checks and saves configurations."""
 
 from __future__ import annotations
 
@@ -19,9 +19,6 @@ from megarl.config.schema.schema_walk import keys
 from megarl.config.schema_problems import schema_problems
 from megarl.files import write_durably
 
-_BEYOND = "Models, rows of data and functions"
-"""Checked where every field is sound in itself."""
-
 
 def load(
     path: str | Path,
@@ -35,18 +32,18 @@ def load(
     Args:
         path: a YAML file; ``defaults`` lists the files that it inherits, relative to it.
         overrides: ``key.path=value``, as on the command line.
-        further: looks beyond the configuration, and raises a ConfigError. It is called where there are problems already
-            and every field is sound in itself, so that one report has everything.
-        pending_paths: directories that another run writes before this one begins: what is missing there is no problem.
+        further: checks models, data and functions, and raises ConfigError. It is called if there are problems and every
+            field is valid by itself, so that one report has all of them.
+        pending_paths: directories that another run writes before this one begins; paths below them may be missing.
 
     Raises:
-        ConfigError: anything is wrong; it lists every problem.
+        ConfigError: with every problem.
     """
     raw, unread = merged(Path(path), overrides)
     config, problems = _checked(raw)
     problems, unchecked = without_pending([*unread, *problems], raw, pending_paths), ""
     if config is None:
-        unchecked = _BEYOND
+        unchecked = "Models, rows of data and functions"
     elif problems:
         try:
             further(config)
@@ -60,11 +57,7 @@ def load(
 
 
 def build(raw: Mapping[str, Any]) -> RunConfig:
-    """Checks a configuration that is a plain dict already.
-
-    Raises:
-        ConfigError: anything is wrong; it lists every problem.
-    """
+    """Checks a configuration that is a plain dict; raises ConfigError with every problem."""
     config, problems = _checked(raw)
     if config is None or problems:
         raise ConfigError(problems)
@@ -72,23 +65,23 @@ def build(raw: Mapping[str, Any]) -> RunConfig:
 
 
 def save(config: RunConfig, path: str | Path) -> None:
-    """Writes the resolved configuration atomically and durably; loading the file returns it again."""
+    """Writes the resolved configuration atomically and durably."""
     write_durably(Path(path), as_yaml(config))
 
 
 def as_yaml(config: RunConfig) -> str:
-    """The resolved configuration as the text of a file."""
+    """Returns the resolved configuration as YAML."""
     return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False)
 
 
 def _checked(raw: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
-    """The configuration where every field is sound (unknown keys aside), and all problems.
+    """Returns the configuration, if every known field is valid, and all problems.
 
-    Rules between fields are checked wherever the sections that they read are sound.
+    Rules between fields are checked if the sections that they read are valid.
     """
     stage = raw.get("stage")
     if not isinstance(stage, str) or stage not in STAGES:
-        rule, fix = f"one of {', '.join(STAGES)}", "say what the file describes, such as stage: ppo"
+        rule, fix = f"one of {', '.join(STAGES)}", "add the stage of the run, such as stage: ppo"
         value = shown(stage) if "stage" in raw else "(missing)"
         return None, [Problem("stage", value, rule, fix)]
     schema = STAGES[stage]
@@ -97,7 +90,7 @@ def _checked(raw: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
         config = schema.model_validate(raw)
     except ValidationError as error:
         found, raw = schema_problems(error, schema), _known_part(schema, raw, error)
-        sections = _sound_sections(schema, raw)
+        sections = _valid_sections(schema, raw)
         config = schema.model_validate(raw) if len(sections) == len(schema.model_fields) else None
     else:
         sections = {name: getattr(config, name) for name in schema.model_fields}
@@ -105,12 +98,11 @@ def _checked(raw: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
 
 
 def _same(one: Problem, other: Problem) -> bool:
-    """Whether two problems are about the same field, or one about a part of the other's."""
+    """Whether two problems have the same field, or one a part of the other's."""
     return f"{one.field}.".startswith(f"{other.field}.") or f"{other.field}.".startswith(f"{one.field}.")
 
 
 def _known_part(schema: type[RunConfig], raw: Mapping[str, Any], error: ValidationError) -> dict[str, Any]:
-    """A copy without the unknown keys."""
     known = copy.deepcopy(dict(raw))
     for found in error.errors(include_url=False):
         if found["type"] == "extra_forbidden":
@@ -122,15 +114,15 @@ def _known_part(schema: type[RunConfig], raw: Mapping[str, Any], error: Validati
     return known
 
 
-def _sound_sections(schema: type[RunConfig], raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections that are valid by themselves, defaults included."""
-    sound: dict[str, Any] = {}
+def _valid_sections(schema: type[RunConfig], raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the sections that are valid by themselves, defaults included."""
+    valid: dict[str, Any] = {}
     for name, info in schema.model_fields.items():
         if name not in raw and not info.is_required():
-            sound[name] = info.get_default()
+            valid[name] = info.get_default()
             continue
         try:
-            sound[name] = TypeAdapter[Any](info.rebuild_annotation()).validate_python(raw.get(name))
+            valid[name] = TypeAdapter[Any](info.rebuild_annotation()).validate_python(raw.get(name))
         except ValidationError:
             continue
-    return sound
+    return valid

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -11,24 +10,20 @@ from megarl.config.problems import Problem
 
 
 def is_pending(path: object, pending: Collection[Path]) -> bool:
-    """Whether a path of a configuration is missing now and lies in one of the pending directories."""
+    """Whether a path of a configuration is missing and lies in one of the pending directories."""
     if not isinstance(path, str) or not pending or Path(path).exists():
         return False
-    here = Path(path).resolve()
-    return any(here.is_relative_to(directory.resolve()) for directory in pending)
+    return any(Path(path).resolve().is_relative_to(directory.resolve()) for directory in pending)
 
 
 def without_pending(problems: Iterable[Problem], raw: Mapping[str, Any], pending: Collection[Path]) -> list[Problem]:
-    """The problems of a configuration that remain once the pending directories are written."""
+    """Returns the problems of a configuration that remain once the pending directories are written."""
     return [problem for problem in problems if not is_pending(_path(raw, problem.field), pending)]
 
 
 def _path(raw: Mapping[str, Any], field: str) -> object:
-    """The value of a field, or the path in the section that it is."""
-    value = functools.reduce(_at, field.split("."), cast(object, raw))
-    below = _at(value, "path")
-    return below if isinstance(value, Mapping) else value
-
-
-def _at(value: object, key: str) -> object:
-    return cast(Mapping[str, object], value).get(key) if isinstance(value, Mapping) else None
+    """Returns the value of a field, or the path in its section."""
+    value: object = raw
+    for key in field.split("."):
+        value = cast(Mapping[str, object], value).get(key) if isinstance(value, Mapping) else None
+    return cast(Mapping[str, object], value).get("path") if isinstance(value, Mapping) else value

@@ -1,4 +1,4 @@
-"""The problems of a configuration, which are collected first and reported all at once."""
+"""The problems of a configuration, reported all at once."""
 
 from __future__ import annotations
 
@@ -11,21 +11,13 @@ from typing import cast
 import yaml
 from pydantic import BaseModel
 
-_LONGEST_VALUE = 80
 KEY = "(key)"
-"""The value of a problem that is in the name of a key, which the field ends with."""
+"""The value of a problem with the name of a key, which is the last part of the field."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing to correct.
-
-    Args:
-        field: dotted path, as it is written on the command line.
-        value: what was given, as text.
-        rule: what must hold.
-        fix: what to change.
-    """
+    """A field (its dotted path), its value as text, the rule that it breaks, and the fix."""
 
     field: str
     value: str
@@ -37,12 +29,11 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be run; its text lists every problem.
+    """A configuration that cannot be run; the message lists every problem.
 
     Args:
-        problems: at least one.
-        source: the file that was loaded, for the heading.
-        unchecked: what was not checked because of them, as the beginning of a sentence; empty for nothing.
+        source: the file, for the heading.
+        unchecked: subject of a sentence on the checks that the problems prevented; empty if there are none.
     """
 
     def __init__(self, problems: Sequence[Problem], source: str = "configuration", unchecked: str = "") -> None:
@@ -55,12 +46,12 @@ class ConfigError(ValueError):
 def ineffective_settings(
     field: str, section: BaseModel, names: Sequence[str], where: str, otherwise: str
 ) -> Iterator[Problem]:
-    """A problem for each of the named fields of a section that is not at its default, though it has no effect.
+    """Yields a problem for each of the named fields of a section that has no effect and is not at its default.
 
     Args:
         field: path of the section.
-        where: why, after "has no effect".
-        otherwise: an alternative to removing them.
+        where: completes "has no effect".
+        otherwise: completes "remove it, ".
     """
     for name in names:
         info = type(section).model_fields[name]
@@ -72,15 +63,15 @@ def ineffective_settings(
 
 
 def correct_path(path: str) -> str:
-    """What to do about a path that leads nowhere, and where a relative one was looked up."""
+    """Returns the fix for a path that does not exist, with the directory of a relative one."""
     return "correct the path" if Path(path).is_absolute() else f"correct the path (it is looked up in {Path.cwd()})"
 
 
 def shown(value: object) -> str:
-    """A value as text, short enough for a line."""
+    """Returns a value as text of at most 80 characters."""
     if isinstance(value, Mapping):
         text = yaml.safe_dump(value, default_flow_style=True, width=math.inf).strip()
     else:
         plain = list(cast(tuple[object, ...], value)) if isinstance(value, tuple) else value
         text = "null" if plain is None else plain if isinstance(plain, str) else repr(plain)
-    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+    return text if len(text) <= 80 else f"{text[:77]}..."

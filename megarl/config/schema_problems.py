@@ -1,4 +1,4 @@
-"""What pydantic finds, told in the words of a configuration: field, value, rule, fix."""
+"""Problems (field, value, rule, fix) from the errors of pydantic."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TYPES = {
     "string_type": "should be text",
     "tuple_type": "should be a list",
 }
-"""What pydantic says in Python's words, in those of YAML."""
+"""Rules in the words of YAML; the others are pydantic's."""
 _BOUNDS = {
     "greater_than": "raise it above {}",
     "greater_than_equal": "raise it to {} or more",
@@ -37,11 +37,10 @@ _CORRECTIONS = {
     "tuple_type": "write a list: [...]",
     **dict.fromkeys(("dict_type", "model_type"), "write keys with values: {key: value}"),
 }
-"""What to do about each of pydantic's errors."""
 
 
 def schema_problems(error: ValidationError, schema: type[BaseModel]) -> list[Problem]:
-    """One problem for each error of a validation of a schema."""
+    """Returns a problem for each error of a validation."""
     return [_problem(schema, e) for e in error.errors(include_url=False)]
 
 
@@ -69,7 +68,6 @@ def _rule(error: ErrorDetails) -> str:
 
 
 def _correction(kind: str, limits: Mapping[str, Any], value: object) -> str:
-    """What to write in place of a value."""
     if kind == "literal_error":
         known = re.findall(r"'([^']+)'", limits["expected"])
         near = difflib.get_close_matches(str(value), known, n=1)
@@ -81,7 +79,7 @@ def _correction(kind: str, limits: Mapping[str, Any], value: object) -> str:
 
 
 def _description(schema: type[BaseModel], loc: Sequence[int | str]) -> str:
-    """What the field is for; of an entry of a list or a mapping, what those are for."""
+    """Returns the description of a field; of an entry of a list or a mapping, that of the list or mapping."""
     for end in range(len(loc) - 1, -1, -1):
         _, owner = keys(schema, loc[:end])
         info = _fields_of(owner).get(str(loc[end]))
@@ -91,26 +89,25 @@ def _description(schema: type[BaseModel], loc: Sequence[int | str]) -> str:
 
 
 def _fields_of(annotation: Any) -> dict[str, FieldInfo]:
-    """The fields of a section; of lists and mappings of sections, and of plain values, none."""
+    """Returns the fields of a section; of other types, none."""
     return fields(annotation) if isinstance(annotation, type) and issubclass(annotation, BaseModel) else {}
 
 
 def _bad_key(field: str, key: str, error: ErrorDetails, mapping: Any) -> Problem:
-    """A key of a mapping that is not among those that there may be."""
+    """Returns the problem of a key of a mapping that is not allowed."""
     if error["type"] == "value_error":
         return Problem(field, KEY, _rule(error), "rename or remove it")
     if error["type"] == "literal_error":
         known = [str(choice) for choice in get_args(get_args(mapping)[0])]
         return Problem(field, KEY, f"one of {', '.join(known)}", _suggestion(key, known))
-    fix = "lower-case letters, digits and underscores, a letter first"
-    return Problem(field, KEY, "a name", fix)
+    return Problem(field, KEY, "a name", "lower-case letters, digits and underscores, a letter first")
 
 
 def _unknown(schema: type[BaseModel], loc: Sequence[int | str], field: str, value: object) -> Problem:
-    """A key that the section, or the choice, does not have."""
+    """Returns the problem of a key that the section or the choice does not have."""
     key, (_, owner), (_, above) = str(loc[-1]), keys(schema, loc[:-1]), keys(schema, loc[:-2])
     if key == SHORTHAND:
-        rule = f"should be keys with values, which is given where others of its keys are: {value}"
+        rule = f"should be keys with values, and is both keys and the text {value}"
         return Problem(field.removesuffix("."), shown(value), rule, "remove one of them")
     known = list(fields(owner)) if section(owner) is not None else []
     if not issubclass(owner, Choice):
@@ -126,8 +123,7 @@ def _unknown(schema: type[BaseModel], loc: Sequence[int | str], field: str, valu
 
 
 def _deeper(owner: type[BaseModel], key: str, value: object) -> Iterator[str]:
-    """Where below a section there is a field of that name that may hold keys, or a plain value, as the given one does;
-    in a section of its own or as an option of a choice."""
+    """Yields the paths below a section at which there is a field or an option of that name, for such a value."""
     for path, below in sections(owner):
         found = [fields(schema)[key] for schema in choices(below).values() or (below,) if key in fields(schema)]
         if "<" not in path and any(not isinstance(value, Mapping) or _may_hold_keys(info) for info in found):
@@ -139,7 +135,7 @@ def _may_hold_keys(info: FieldInfo) -> bool:
 
 
 def _no_choice(field: str, value: object, table: Mapping[str, type[BaseModel]], description: str) -> Problem:
-    """A name that the table does not have, or none."""
+    """Returns the problem of a choice without a name, or with one that the table does not have."""
     name = cast(Mapping[object, object], value).get("name") if isinstance(value, Mapping) else None
     rule = f"one of {', '.join(table)}"
     if name is None:

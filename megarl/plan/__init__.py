@@ -1,1 +1,1 @@
-"""`megarl plan`: what a run, or a transfer of weights, would do, before anything starts."""
+"""`megarl plan`: plans of runs and of weight transfers, before anything starts."""

@@ -1,98 +1,137 @@
-"""Layouts and link speeds given to ``megarl plan weights`` as ``key=value`` lists."""
+"""The arguments of ``megarl plan weights``: layouts and link speeds as ``key=value`` lists."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from megarl.config import Problem
+from megarl.config import ConfigError, Problem
+from megarl.models import ModelSpec, model_spec
 from megarl.types import Layout
-from megarl.weights.topology import Distance
+from megarl.weights.hf_files import read_config
+from megarl.weights.shard_map import ITEM_BYTES
+from megarl.weights.topology import Distance, Place
 
 T = TypeVar("T")
 
-_DEGREES = ("tp", "pp", "dp", "vpp", "ep")
-LINKS: Mapping[str, Distance] = {"device": Distance.DEVICE, "node": Distance.NODE, "network": Distance.NETWORK}
-GIGA = 1e9
-DEFAULT_SPEEDS: Mapping[Distance, float] = {
-    Distance.DEVICE: 2000 * GIGA,
-    Distance.NODE: 400 * GIGA,
-    Distance.NETWORK: 50 * GIGA,
-}
-"""Bytes per second of one rank, each way: copies in a GPU's memory, NVLink 4, a 400 Gbit/s network card per GPU."""
+LINKS = {"device": Distance.DEVICE, "node": Distance.NODE, "network": Distance.NETWORK}
+_SPEEDS = {"device": 2000.0, "node": 400.0, "network": 50.0}
+"""GB/s of one rank, each way: copies in a GPU's memory, NVLink 4, a 400 Gbit/s network card per GPU."""
+_LEAST_BUCKET_BYTES = max(ITEM_BYTES.values())
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineLayout:
-    """Engines of ``tp`` ranks each."""
+class WeightPlanRequest:
+    """What to plan.
 
+    Args:
+        layout: of the trainer, on devices 0, 1, ...
+        tp, replicas: of the engines, on the devices that follow, or with ``colocated`` on the trainer's.
+        bucket_bytes: maximum size of a message.
+        speeds: bytes per second of a rank's links, each way.
+    """
+
+    spec: ModelSpec
+    layout: Layout
     tp: int
     replicas: int
+    devices_per_node: int
+    colocated: bool
+    bucket_bytes: int
+    speeds: Mapping[Distance, float]
+
+    def places(self) -> tuple[list[Place], list[Place]]:
+        """Returns where the trainer's and the engines' ranks are."""
+        trainers, engines = self.layout.world_size, self.tp * self.replicas
+        first = 0 if self.colocated else trainers
+        places = [Place(node=i // self.devices_per_node, device=i) for i in range(max(trainers, first + engines))]
+        return places[:trainers], places[first : first + engines]
 
 
-def train_layout(text: str, problems: list[Problem]) -> Layout | None:
-    """Parses the trainer's layout; None, with its problems added, where it is invalid."""
-    values = _counts("--train", text, _DEGREES, problems)
-    if values is None:
-        return None
-    try:
-        tp, pp, dp, vpp, ep = (values.get(key, 1) for key in _DEGREES)
-        return Layout(tp=tp, pp=pp, dp=dp, vpp=vpp, ep=ep)
-    except ValueError as error:
-        problems.append(Problem(field="--train", value=text, rule=str(error), fix="choose an ep that divides dp"))
-        return None
+def parse_request(
+    *, hf: str, train: str, rollout: str, devices_per_node: int, colocated: bool, bucket_mib: float, link: str
+) -> WeightPlanRequest:
+    """Parses the arguments of ``megarl plan weights``; raises ConfigError with every problem."""
+    problems: list[Problem] = []
+
+    @contextmanager
+    def collected(option: str, value: str, fix: str) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            problems.append(Problem(option, value, str(error), fix))
+
+    layout = engines = spec = None
+    speeds = dict(_SPEEDS)
+    with collected("--train", train, "write tp=...,pp=...,dp=...,vpp=...,ep=...; any subset, ep a divisor of dp"):
+        sizes = _pairs(train, ("tp", "pp", "dp", "vpp", "ep"), "a whole number, 1 or more", _count)
+        tp, pp, dp, vpp, ep = (sizes.get(key, 1) for key in ("tp", "pp", "dp", "vpp", "ep"))
+        layout = Layout(tp=tp, pp=pp, dp=dp, vpp=vpp, ep=ep)
+    with collected("--rollout", rollout, "write tp=...,replicas=...; any subset"):
+        engines = {"tp": 1, "replicas": 1} | _pairs(rollout, ("tp", "replicas"), "a whole number, 1 or more", _count)
+    with collected("--link", link, "write device=...,node=...,network=...; any subset"):
+        speeds |= _pairs(link, tuple(LINKS), "a number above 0 (GB/s)", _speed)
+    bucket_bytes = bucket_mib * 2**20
+    if not _LEAST_BUCKET_BYTES <= bucket_bytes < math.inf:
+        rule = f"must be at least {_LEAST_BUCKET_BYTES} bytes, an element of any dtype"
+        problems.append(Problem("--bucket-mib", str(bucket_mib), rule, "256 is the default of a run"))
+    if devices_per_node < 1:
+        problems.append(Problem("--devices-per-node", str(devices_per_node), "must be 1 or more", "8 is the default"))
+    with collected("--hf", hf, "give a supported model's directory or its config.json"):
+        spec = model_spec(read_config(hf))
+    if spec and layout:
+        with collected("--train", train, "choose a layout that fits"):
+            spec.check_megatron(layout)
+    if spec and engines:
+        with collected("--rollout", rollout, "choose a layout that fits"):
+            spec.check_vllm(engines["tp"])
+    if colocated and layout and engines and engines["tp"] * engines["replicas"] > layout.world_size:
+        ranks = engines["tp"] * engines["replicas"]
+        rule = f"its {ranks} ranks exceed the trainer's {layout.world_size} devices"
+        problems.append(Problem("--rollout", rollout, rule, "use fewer replicas, or leave --colocated away"))
+    if problems:
+        raise ConfigError(problems, "megarl plan weights")
+    return WeightPlanRequest(
+        spec=spec,
+        layout=layout,
+        **engines,
+        devices_per_node=devices_per_node,
+        colocated=colocated,
+        bucket_bytes=int(bucket_bytes),
+        speeds={LINKS[name]: speed * 1e9 for name, speed in speeds.items()},
+    )
 
 
-def rollout_layout(text: str, problems: list[Problem]) -> EngineLayout | None:
-    """Parses the engines' layout; None, with its problems added, where it is invalid."""
-    values = _counts("--rollout", text, ("tp", "replicas"), problems)
-    return None if values is None else EngineLayout(tp=values.get("tp", 1), replicas=values.get("replicas", 1))
-
-
-def link_speeds(text: str, problems: list[Problem]) -> dict[Distance, float]:
-    """Parses bytes per second by distance, with defaults for the rest."""
-    given = _pairs("--link", text, tuple(LINKS), "a number above 0 (GB/s)", _speed, problems) or {}
-    return dict(DEFAULT_SPEEDS) | {LINKS[name]: speed * GIGA for name, speed in given.items()}
-
-
-def _counts(option: str, text: str, keys: tuple[str, ...], problems: list[Problem]) -> dict[str, int] | None:
-    return _pairs(option, text, keys, "a whole number, 1 or more", _count, problems)
-
-
-def _pairs(
-    option: str, text: str, keys: tuple[str, ...], what: str, read: Callable[[str], T], problems: list[Problem]
-) -> dict[str, T] | None:
-    """Parses ``key=value,key=value``; None, with the problems added, where something is wrong."""
+def _pairs(text: str, keys: Sequence[str], what: str, read: Callable[[str], T | None]) -> dict[str, T]:
+    """Parses ``key=value,key=value``; ``read`` returns None for a wrong value. Raises ValueError with every problem."""
     values: dict[str, T] = {}
     rules: list[str] = []
     for entry in filter(None, text.split(",")):
-        key, _, value = (part.strip() for part in entry.partition("="))
+        key, _, given = (part.strip() for part in entry.partition("="))
+        value = read(given)
         if key not in keys:
             rules.append(f"{key!r} is not one of {', '.join(keys)}")
         elif key in values:
             rules.append(f"{key} is given twice")
+        elif value is None:
+            rules.append(f"{key} must be {what}, not {given!r}")
         else:
-            try:
-                values[key] = read(value)
-            except ValueError:
-                rules.append(f"{key} must be {what}, not {value!r}")
+            values[key] = value
     if rules:
-        example = ",".join(f"{key}=..." for key in keys)
-        problems.append(Problem(field=option, value=text, rule="; ".join(rules), fix=f"write {example}; any subset"))
-        return None
+        raise ValueError("; ".join(rules))
     return values
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError
-    return int(text)
+def _count(text: str) -> int | None:
+    return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
-def _speed(text: str) -> float:
-    speed = float(text)
-    if not 0 < speed < math.inf:
-        raise ValueError
-    return speed
+def _speed(text: str) -> float | None:
+    try:
+        speed = float(text)
+    except ValueError:
+        return None
+    return speed if 0 < speed < math.inf else None

@@ -1,4 +1,4 @@
-"""``megarl plan``: of a run's configuration, or of a transfer of weights."""
+"""``megarl plan`` of a run's configuration, or of a transfer of weights."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ def weights(
     hf: Annotated[str, typer.Option(metavar="DIR|FILE", help="The model's HF directory, or its config.json.")],
     train: Annotated[
         str,
-        typer.Option(
-            metavar="tp=8,pp=16,dp=4,...", help="The trainer's layout: tp, pp, dp, vpp, ep; 1 where left away."
-        ),
+        typer.Option(metavar="tp=8,pp=16,dp=4,...", help="The trainer's layout: tp, pp, dp, vpp, ep; 1 by default."),
     ],
     rollout: Annotated[str, typer.Option(metavar="tp=8,replicas=64", help="The engines: tp of each, and how many.")],
     devices_per_node: Annotated[int, typer.Option(help="Consecutive devices on one node.")] = 8,
@@ -54,17 +52,17 @@ def weights(
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
 ) -> None:
-    """Plan how a trainer's weights get into engines: bytes, messages, memory, and an estimate of the time.
+    """Plan the transfer of a trainer's weights to engines, without weights or devices.
 
-    Needs neither weights nor devices.
-
-    Ranks are on devices in order: the trainer's, TP fastest, then DP, then PP; then the engines', one after the other.
+    Prints bytes, messages, memory and the estimated time. Ranks are on devices in order: the trainer's, TP fastest,
+    then DP, then PP; then the engines', one after the other.
     """
     from megarl.config import ConfigError
-    from megarl.plan.weight_plan import plan_weights, print_weights, request
+    from megarl.plan.arguments import parse_request
+    from megarl.plan.weight_plan import plan_weights, print_weights
 
     try:
-        asked = request(
+        request = parse_request(
             hf=hf,
             train=train,
             rollout=rollout,
@@ -76,8 +74,8 @@ def weights(
     except ConfigError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
-    report = plan_weights(asked)
+    report = plan_weights(request)
     if as_json:
         typer.echo(json.dumps(asdict(report), indent=2))
     else:
-        print_weights(asked, report)
+        print_weights(request, report)

@@ -1,4 +1,4 @@
-"""The plan of a run, printed before it starts: placement, layouts, batch arithmetic, and the algorithm in words."""
+"""The plan of a run, printed before it starts: placement, layouts, batch arithmetic, and the algorithm."""
 
 from __future__ import annotations
 
@@ -15,146 +15,15 @@ from megarl.config.schema import Algo, Choice, Optimizer, Rollout, Scores
 if TYPE_CHECKING:
     from megarl.preflight.check import Sets
 
+_KEY_WIDTH = 14
 _FAULTS = {"too_long": "too long", "empty": "empty", "equal": "with equal responses"}
 
 
-def row_texts(sets: Sets) -> Mapping[str, str]:
-    """Returns, by field, how many rows of each source were read, and why some were dropped."""
-    faults: dict[str, Counter[str]] = {field: Counter() for field in sets.rows}
-    for field, row in sets.left_out.rows:
-        faults[field][_FAULTS[row.fault]] += 1
-    return {field: _text(len(used), faults[field]) for field, used in sets.rows.items()}
-
-
-def epochs(steps: int, size: int, count: int) -> str:
-    """Describes how often the steps of a run, of ``size`` rows each, go over ``count`` rows."""
-    often = f"{steps * size / count:.3g}"
-    return f"{often} epoch{'' if often == '1' else 's'} in {counted(steps, 'step')} of {size}"
-
-
-def counted(count: int, noun: str, plural: str = "") -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {plural or noun + 's'}"
-
-
-def _text(used: int, faults: Counter[str]) -> str:
-    dropped = faults.total()
-    if not dropped:
-        return counted(used, "row")
-    reasons = ", ".join(f"{count} {fault}" for fault, count in sorted(faults.items()))
-    return f"{counted(used + dropped, 'row')}, {used} used, {dropped} left out ({reasons})"
-
-
-def algorithm_lines(config: PPOConfig, rows: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yields the parts of an algorithm that are on, as (key, text); ``rows`` describes sources by field."""
-    algo, samples = config.algo, config.data.prompts_per_step * config.data.samples_per_prompt
-    if algo.filter is not None:
-        yield "filter", f"{named(algo.filter)}, of up to {counted(algo.filter_rounds, 'round')} of prompts"
-    normaliser = "" if algo.normaliser is None else f", normalised by {named(algo.normaliser)}"
-    yield "advantages", f"{named(algo.advantage)}{normaliser}"
-    yield "penalty", _penalty(algo)
-    entropy = f", entropy bonus {algo.entropy_coef:g}" if algo.entropy_coef else ""
-    yield "policy loss", f"{named(algo.policy_loss)}, as {named(algo.aggregation)}{entropy}"
-    if config.critic is not None:
-        steps = config.critic.warmup_steps
-        alone = f", alone in {counted(steps, 'step')} at first" if steps else ""
-        yield "value loss", f"{named(algo.value_loss)}{alone}"
-    corrections = ", ".join(_corrections(algo))
-    if corrections:
-        yield "corrections", corrections
-    yield (
-        "update",
-        f"{counted(algo.ppo_epochs, 'epoch')} x {_mini_batches(algo.mini_batches)} of "
-        f"{counted(samples // algo.mini_batches, 'sample')} = "
-        f"{counted(algo.ppo_epochs * algo.mini_batches, 'optimizer step')}",
-    )
-    if algo.early_stop is not None:
-        most = algo.early_stop.factor * algo.early_stop.kl
-        yield "early stop", f"after an epoch that moves the policy by more than {most:g} nats per token"
-    if config.ptx is not None:
-        ptx = config.ptx
-        yield (
-            "texts",
-            f"{counted(ptx.sequences_per_mini_batch, 'row')} of {ptx.data.path} ({rows['ptx.data']}) in each of these, "
-            f"{ptx.mode} {ptx.coef:g}",
-        )
-
-
-def selection_lines(config: RAFTConfig) -> Iterator[tuple[str, str]]:
-    """Yields which samples of a step RAFT trains on."""
-    raft = config.raft
-    only = ["that ended"] if raft.discard_unfinished else []
-    if raft.min_score is not None:
-        only.append(f"of a score from {raft.min_score:g} on")
-    yield "selection", named(raft.strategy) + (f", of responses {' and '.join(only)}" if only else "")
-    steps = counted(raft.epochs * raft.mini_batches, "optimizer step")
-    yield "update", f"{counted(raft.epochs, 'epoch')} x {_mini_batches(raft.mini_batches)} = {steps}"
-
-
-def shaping(scores: Scores) -> Iterator[str]:
-    """Yields what is done to a score before the algorithm."""
-    if scores.truncate_at is not None:
-        yield f"of responses up to token {scores.truncate_at.token} from place {scores.truncate_at.after} on"
-    if scores.clip is not None:
-        yield f"clipped to [{scores.clip[0]:g}, {scores.clip[1]:g}]"
-    if scores.missing_end is not None:
-        yield f"{named(scores.missing_end)} without an end"
-    if scores.placement != "last_valid":
-        yield "on every token"
-
-
-def named(choice: Choice) -> str:
-    """Returns a choice with its options that are neither null nor false."""
-    given = {key: value for key, value in choice.options.items() if value is not None and value is not False}
-    options = [f"{key} {_shown(value)}" for key, value in given.items()]
-    name = dict(choice)["name"]
-    return f"{name} ({', '.join(options)})" if options else str(name)
-
-
-def _penalty(algo: Algo) -> str:
-    kl = algo.kl
-    if kl.coef == 0:
-        return "none"
-    target = "" if kl.target is None else f", adapted to {kl.target:g} nats"
-    sync, follows = kl.reference_sync, ""
-    if sync is not None:
-        follows = f"; the reference moves by {sync.weight:g} to the actor every {counted(sync.every, 'step')}"
-    return f"KL by {named(kl.estimator)} in the {kl.placement}, coefficient {kl.coef:g}{target}{follows}"
-
-
-def _corrections(algo: Algo) -> Iterator[str]:
-    correction = algo.correction
-    if correction.old_logprobs != "recompute":
-        yield f"old log-probabilities {correction.old_logprobs}"
-    if correction.weights is not None:
-        yield named(correction.weights)
-    yield from (f"{reject.statistic} up to {reject.upper:g}" for reject in correction.reject)
-    if correction.sequence_mask is not None:
-        yield f"sequence mask (delta {correction.sequence_mask.delta:g})"
-    if correction.m2po is not None:
-        yield f"m2po (threshold {correction.m2po.threshold:g})"
-
-
-def _mini_batches(count: int) -> str:
-    return counted(count, "mini-batch", "mini-batches")
-
-
-def _shown(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else "yes" if value is True else str(value)
-
-
-_KEY_WIDTH = 14
-_PREFERENCES = {"best_of_n": "prompts with candidates"}
-
-
 def print_plan(config: RunConfig, sets: Sets, resume: str | None = None, console: Console | None = None) -> None:
-    """Prints the placement of every role, and what the run does with its data.
-
-    Args:
-        resume: where the run in run.dir continues, if there is one.
-    """
+    """Prints the placement of the roles, and the plan's lines; ``resume`` says where the run in run.dir continues."""
     out = console or Console(highlight=False)
     table = Table("role", "group", "devices", "TP", "PP", "VPP", "DP", "EP", "SP", "tokens/micro-batch", box=None)
-    for row in placement_rows(config):
+    for row in _placement_rows(config):
         table.add_row(*row)
     out.print(table)
     resumes = [] if resume is None else [("resume", resume)]
@@ -162,8 +31,7 @@ def print_plan(config: RunConfig, sets: Sets, resume: str | None = None, console
         out.print(f"{key:{_KEY_WIDTH}}{text}", soft_wrap=True, markup=False)
 
 
-def placement_rows(config: RunConfig) -> Iterator[tuple[str, ...]]:
-    """Yields a row per role, the rollout last."""
+def _placement_rows(config: RunConfig) -> Iterator[tuple[str, ...]]:
     for name, group in config.groups.items():
         for role, settings in group.roles.items():
             layout = config.layout(role)
@@ -177,45 +45,167 @@ def placement_rows(config: RunConfig) -> Iterator[tuple[str, ...]]:
 
 
 def plan_lines(config: RunConfig, sets: Sets) -> Iterator[tuple[str, str]]:
-    """Yields what the run does, as (key, text)."""
+    """Yields the work of a run as (key, text)."""
+    rows = _row_texts(sets)
     yield "model", config.model.path or f"random, seed {config.model.random and config.model.random.seed}"
     if isinstance(config, PPOConfig | RAFTConfig):
-        yield from _rollouts(config, sets)
+        yield from _rollouts(config, rows, len(sets.rows["data.prompts"]))
     elif isinstance(config, SFTConfig | RewardModelConfig):
-        yield from _supervised(config, sets)
+        yield from _supervised(config, rows, len(sets.rows["data.train"]))
     elif isinstance(config, EvalConfig):
-        yield from _evaluation(config, row_texts(sets))
+        yield from _evaluation(config, rows)
     if not isinstance(config, TrainingConfig):
         yield "run", f"seed {config.run.seed}, into {config.run.dir}"
         return
     for role in config.trained:
         if config.has_role(role):
-            yield "learning rate", f"{role}: {_course(config.optimizer(role), config.optimizer_steps(role))}"
+            yield "learning rate", f"{role}: {_schedule(config.optimizer(role), config.optimizer_steps(role))}"
     every, keep = config.checkpoint.every, config.checkpoint.keep
     yield "checkpoints", "after the last step" if every is None else f"{_every(every)}, {keep} kept"
-    yield "run", f"{counted(config.run.steps, 'step')}, seed {config.run.seed}, into {config.run.dir}"
+    yield "run", f"{_counted(config.run.steps, 'step')}, seed {config.run.seed}, into {config.run.dir}"
 
 
-def _rollouts(config: PPOConfig | RAFTConfig, sets: Sets) -> Iterator[tuple[str, str]]:
-    data, rows = config.data, row_texts(sets)
-    samples = counted(data.prompts_per_step * data.samples_per_prompt, "sample")
-    count = len(sets.rows["data.prompts"])
+def _row_texts(sets: Sets) -> Mapping[str, str]:
+    """Returns, by field, how many rows of each source were read, and why some were dropped."""
+    faults: dict[str, Counter[str]] = {field: Counter() for field in sets.rows}
+    for field, row in sets.left_out.rows:
+        faults[field][_FAULTS[row.fault]] += 1
+    return {field: _row_text(len(used), faults[field]) for field, used in sets.rows.items()}
+
+
+def _row_text(used: int, faults: Counter[str]) -> str:
+    dropped = faults.total()
+    if not dropped:
+        return _counted(used, "row")
+    reasons = ", ".join(f"{count} {fault}" for fault, count in sorted(faults.items()))
+    return f"{_counted(used + dropped, 'row')}, {used} used, {dropped} left out ({reasons})"
+
+
+def _rollouts(config: PPOConfig | RAFTConfig, rows: Mapping[str, str], count: int) -> Iterator[tuple[str, str]]:
+    data = config.data
+    samples = _counted(data.prompts_per_step * data.samples_per_prompt, "sample")
     source = f"{count} random ones" if data.prompts is None else f"{data.prompts.path}: {rows['data.prompts']}"
     least = "at least " if isinstance(config, PPOConfig) and config.algo.filter is not None else ""
-    yield "prompts", f"{source}; {least}{epochs(config.run.steps, data.prompts_per_step, count)}"
-    yield "step", f"{counted(data.prompts_per_step, 'prompt')} x {data.samples_per_prompt} = {samples}"
+    yield "prompts", f"{source}; {least}{_epochs(config.run.steps, data.prompts_per_step, count)}"
+    yield "step", f"{_counted(data.prompts_per_step, 'prompt')} x {data.samples_per_prompt} = {samples}"
     yield "lengths", _lengths(config.rollout)
-    shaped = shaping(config.algo.scores if isinstance(config, PPOConfig) else config.scores)
+    shaping = _shaping(config.algo.scores if isinstance(config, PPOConfig) else config.scores)
     shuffled = ["shuffled"] if config.reward.shuffle else []
-    yield "scores", ", ".join([" + ".join(_scores(config)), *shaped, *shuffled])
-    yield from algorithm_lines(config, rows) if isinstance(config, PPOConfig) else selection_lines(config)
+    yield "scores", ", ".join([" + ".join(_sources(config)), *shaping, *shuffled])
+    yield from _algorithm(config, rows) if isinstance(config, PPOConfig) else _selection(config)
     if config.rollout.sync_every > 1:
         yield "weights", f"into the engines {_every(config.rollout.sync_every)}"
     if config.actor.ema is not None:
         yield "average", f"of the actor, decay {config.actor.ema.decay:g}"
     if config.evaluation is not None:
-        told = f"{config.evaluation.prompts.path}: {rows['evaluation.prompts']}"
-        yield "evaluation", f"{told}; {_when(config.evaluation.every)}"
+        prompts = f"{config.evaluation.prompts.path}: {rows['evaluation.prompts']}"
+        yield "evaluation", f"{prompts}; {_when(config.evaluation.every)}"
+
+
+def _sources(config: PPOConfig | RAFTConfig) -> Iterator[str]:
+    reward = config.reward
+    if config.has_role("reward"):
+        dense = f" after every token ({reward.dense})" if reward.dense else ""
+        yield f"{reward.weight:g} x {reward.path or 'a random reward model'}{dense}"
+    for function in reward.functions:
+        yield f"{function.weight:g} x {function.name}"
+
+
+def _shaping(scores: Scores) -> Iterator[str]:
+    if scores.truncate_at is not None:
+        yield f"of responses up to token {scores.truncate_at.token} from place {scores.truncate_at.after} on"
+    if scores.clip is not None:
+        yield f"clipped to [{scores.clip[0]:g}, {scores.clip[1]:g}]"
+    if scores.missing_end is not None:
+        yield f"{_named(scores.missing_end)} without an end"
+    if scores.placement != "last_valid":
+        yield "on every token"
+
+
+def _algorithm(config: PPOConfig, rows: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yields the parts of an algorithm that are on."""
+    algo, samples = config.algo, config.data.prompts_per_step * config.data.samples_per_prompt
+    if algo.filter is not None:
+        yield "filter", f"{_named(algo.filter)}, of up to {_counted(algo.filter_rounds, 'round')} of prompts"
+    normaliser = "" if algo.normaliser is None else f", normalised by {_named(algo.normaliser)}"
+    yield "advantages", f"{_named(algo.advantage)}{normaliser}"
+    yield "penalty", _penalty(algo)
+    entropy = f", entropy bonus {algo.entropy_coef:g}" if algo.entropy_coef else ""
+    yield "policy loss", f"{_named(algo.policy_loss)}, as {_named(algo.aggregation)}{entropy}"
+    if config.critic is not None:
+        steps = config.critic.warmup_steps
+        alone = f", alone in {_counted(steps, 'step')} at first" if steps else ""
+        yield "value loss", f"{_named(algo.value_loss)}{alone}"
+    corrections = ", ".join(_corrections(algo))
+    if corrections:
+        yield "corrections", corrections
+    mini_batches, of = _counted(algo.mini_batches, "mini-batch"), _counted(samples // algo.mini_batches, "sample")
+    steps = _counted(algo.ppo_epochs * algo.mini_batches, "optimizer step")
+    yield "update", f"{_counted(algo.ppo_epochs, 'epoch')} x {mini_batches} of {of} = {steps}"
+    if algo.early_stop is not None:
+        most = algo.early_stop.factor * algo.early_stop.kl
+        yield "early stop", f"after an epoch that moves the policy by more than {most:g} nats per token"
+    ptx = config.ptx
+    if ptx is not None:
+        texts = f"{_counted(ptx.sequences_per_mini_batch, 'row')} of {ptx.data.path} ({rows['ptx.data']})"
+        yield "texts", f"{texts} in each of these, {ptx.mode} {ptx.coef:g}"
+
+
+def _penalty(algo: Algo) -> str:
+    kl = algo.kl
+    if kl.coef == 0:
+        return "none"
+    target = "" if kl.target is None else f", adapted to {kl.target:g} nats"
+    sync, follows = kl.reference_sync, ""
+    if sync is not None:
+        follows = f"; the reference moves by {sync.weight:g} to the actor every {_counted(sync.every, 'step')}"
+    return f"KL by {_named(kl.estimator)} in the {kl.placement}, coefficient {kl.coef:g}{target}{follows}"
+
+
+def _corrections(algo: Algo) -> Iterator[str]:
+    correction = algo.correction
+    if correction.old_logprobs != "recompute":
+        yield f"old log-probabilities {correction.old_logprobs}"
+    if correction.weights is not None:
+        yield _named(correction.weights)
+    yield from (f"{reject.statistic} up to {reject.upper:g}" for reject in correction.reject)
+    if correction.sequence_mask is not None:
+        yield f"sequence mask (delta {correction.sequence_mask.delta:g})"
+    if correction.m2po is not None:
+        yield f"m2po (threshold {correction.m2po.threshold:g})"
+
+
+def _selection(config: RAFTConfig) -> Iterator[tuple[str, str]]:
+    """Yields the samples of a step that RAFT trains on, and its updates."""
+    raft = config.raft
+    only = ["that ended"] if raft.discard_unfinished else []
+    if raft.min_score is not None:
+        only.append(f"of a score from {raft.min_score:g} on")
+    yield "selection", _named(raft.strategy) + (f", of responses {' and '.join(only)}" if only else "")
+    mini_batches, steps = _counted(raft.mini_batches, "mini-batch"), raft.epochs * raft.mini_batches
+    yield "update", f"{_counted(raft.epochs, 'epoch')} x {mini_batches} = {_counted(steps, 'optimizer step')}"
+
+
+def _supervised(
+    config: SFTConfig | RewardModelConfig, rows: Mapping[str, str], count: int
+) -> Iterator[tuple[str, str]]:
+    data = config.data
+    size = config.data.sequences_per_step if isinstance(config, SFTConfig) else config.data.pairs_per_step
+    yield "data", f"{data.train.path}: {rows['data.train']}; {_epochs(config.run.steps, size, count)}"
+    if isinstance(config, SFTConfig):
+        yield "step", f"{_counted(size, 'sequence')} of up to {data.max_tokens} tokens"
+        yield "loss", {"response": "on the responses", "all": "on all tokens"}[config.data.loss_on]
+    else:
+        of = "prompts with candidates" if config.reward.loss.name == "best_of_n" else "pairs"
+        yield "step", f"{size} {of}, each response with its prompt up to {data.max_tokens} tokens"
+        yield "loss", _named(config.reward.loss)
+    if data.evaluation is not None:
+        yield "evaluation", f"{data.evaluation.path}: {rows['data.evaluation']}; {_when(data.evaluate_every)}"
+    if isinstance(config, RewardModelConfig) and config.normalisation is not None and config.rollout is not None:
+        normalisation = config.normalisation
+        source = f"{normalisation.prompts.path}: {rows['normalisation.prompts']}"
+        yield "normalisation", f"{normalisation.samples} answers to prompts of {source}"
+        yield "lengths", _lengths(config.rollout)
 
 
 def _evaluation(config: EvalConfig, rows: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -228,45 +218,21 @@ def _evaluation(config: EvalConfig, rows: Mapping[str, str]) -> Iterator[tuple[s
     yield "scores", ", ".join([*model, *(function.name for function in evaluation.functions)]) + passes
 
 
-def _supervised(config: SFTConfig | RewardModelConfig, sets: Sets) -> Iterator[tuple[str, str]]:
-    data, told = config.data, row_texts(sets)
-    size = config.data.sequences_per_step if isinstance(config, SFTConfig) else config.data.pairs_per_step
-    often = epochs(config.run.steps, size, len(sets.rows["data.train"]))
-    yield "data", f"{data.train.path}: {told['data.train']}; {often}"
-    if isinstance(config, SFTConfig):
-        yield "step", f"{counted(size, 'sequence')} of up to {data.max_tokens} tokens"
-        yield "loss", {"response": "on the responses", "all": "on all tokens"}[config.data.loss_on]
-    else:
-        rows = f"{size} {_PREFERENCES.get(config.reward.loss.name, 'pairs')}"
-        yield "step", f"{rows}, each response with its prompt up to {data.max_tokens} tokens"
-        yield "loss", named(config.reward.loss)
-    if data.evaluation is not None:
-        yield "evaluation", f"{data.evaluation.path}: {told['data.evaluation']}; {_when(data.evaluate_every)}"
-    if isinstance(config, RewardModelConfig) and config.normalisation is not None and config.rollout is not None:
-        normalisation = config.normalisation
-        source = f"{normalisation.prompts.path}: {told['normalisation.prompts']}"
-        yield "normalisation", f"{normalisation.samples} answers to prompts of {source}"
-        yield "lengths", _lengths(config.rollout)
-
-
 def _lengths(rollout: Rollout) -> str:
     return f"up to {rollout.max_new_tokens} new tokens, {rollout.max_model_len} with the prompt"
 
 
-def _scores(config: PPOConfig | RAFTConfig) -> Iterator[str]:
-    reward = config.reward
-    if config.has_role("reward"):
-        dense = f" after every token ({reward.dense})" if reward.dense else ""
-        yield f"{reward.weight:g} x {reward.path or 'a random reward model'}{dense}"
-    for function in reward.functions:
-        yield f"{function.weight:g} x {function.name}"
-
-
-def _course(optimizer: Optimizer, steps: int) -> str:
+def _schedule(optimizer: Optimizer, steps: int) -> str:
     rise = f"rising over the first {optimizer.warmup:.0%}, then " if optimizer.warmup else ""
     ends = {"constant": "constant", "anneal": "annealed to 0 by the steps of the run"}
     end = ends.get(optimizer.schedule) or f"{optimizer.schedule} to {optimizer.final_lr:g}"
-    return f"{optimizer.lr:g} in {counted(steps, 'optimizer step')}, {rise}{end}"
+    return f"{optimizer.lr:g} in {_counted(steps, 'optimizer step')}, {rise}{end}"
+
+
+def _epochs(steps: int, size: int, count: int) -> str:
+    """Describes how often the steps of a run, of ``size`` rows each, go over ``count`` rows."""
+    epochs = f"{steps * size / count:.3g}"
+    return f"{epochs} epoch{'' if epochs == '1' else 's'} in {_counted(steps, 'step')} of {size}"
 
 
 def _when(every: int | None) -> str:
@@ -275,3 +241,19 @@ def _when(every: int | None) -> str:
 
 def _every(steps: int) -> str:
     return "every step" if steps == 1 else f"every {steps} steps"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "es" if noun.endswith("batch") else "s")
+
+
+def _named(choice: Choice) -> str:
+    """Describes a choice with its options that are neither null nor false."""
+    given = {key: value for key, value in choice.options.items() if value is not None and value is not False}
+    options = [f"{key} {_shown(value)}" for key, value in given.items()]
+    name = dict(choice)["name"]
+    return f"{name} ({', '.join(options)})" if options else str(name)
+
+
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else "yes" if value is True else str(value)

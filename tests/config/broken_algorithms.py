@@ -195,10 +195,8 @@ ALGORITHMS: Cases = {
             "changes in each micro-batch",
         )
     ],
-    rollout_rules.old_weights_are_kept: [
-        (["rollout={sleep: true, sync_every: 2}"], "rollout.sync_every", "1 with rollout.sleep")
-    ],
     rollout_rules.syncs_meet: [
+        (["rollout={sleep: true, sync_every: 2}"], "rollout.sync_every", "1 with rollout.sleep"),
         (["rollout.sync_every=2", "checkpoint.every=3"], "checkpoint.every", "a multiple of rollout.sync_every = 2"),
         (
             ["rollout.sync_every=2", EVALUATION, "evaluation.every=1"],
@@ -207,7 +205,7 @@ ALGORITHMS: Cases = {
         ),
     ],
     scoring_rules.scores_have_a_source: [
-        (without("train", ["reward"]), "reward", "reward.functions has a rule"),
+        (without("train", ["reward"]), "reward", "reward.functions has a function"),
         (["reward={weight: 0.0, functions: [{name: length, weight: 0}]}"], "reward", "nothing could be learnt"),
     ],
     scoring_rules.reward_settings_have_their_model: [

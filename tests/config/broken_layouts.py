@@ -56,7 +56,7 @@ LAYOUTS: Cases = {
             "another role or an engine",
         )
     ],
-    rollout_rules.engine_devices_exist: [(["cluster.nodes=2", "rollout.devices=8"], "rollout.devices", "= 8")],
+    placement_rules.engine_devices_exist: [(["cluster.nodes=2", "rollout.devices=8"], "rollout.devices", "= 8")],
     rollout_rules.engines_fill_devices: [
         (["rollout.devices=0-2", "rollout.tp=2"], "rollout.tp", "divides the 3 rollout devices"),
         (
@@ -151,12 +151,12 @@ LAYOUTS: Cases = {
         (["rollout.max_model_len=129"], "rollout.max_model_len", "max_position_embeddings = 128")
     ],
     model_rules.checkpoints_share_the_tokens: [],  # in a test of its own: it needs a checkpoint
-    data_rules.run_directories_can_be_made: [
+    placement_rules.run_directories_can_be_made: [
         (["run.dir=README.md"], "run.dir", "README.md is a file"),
         (["run.dir=README.md/run"], "run.dir", "README.md is a file"),
-        (["run.dir=nowhere/../../runs"], "run.dir", "made; nowhere, before .., is not there"),
+        (["run.dir=nowhere/../../runs"], "run.dir", "made; nowhere, before .., does not exist"),
+        (["run.dir=~/runs/x"], "run.dir", "~ is not read as a home directory"),
     ],
-    data_rules.run_directories_are_in_full: [(["run.dir=~/runs/x"], "run.dir", "~ is not read as a home directory")],
     data_rules.files_exist: [
         (["data.random=null", "data.prompts=/nowhere.jsonl"], "data.prompts", "a file that exists"),
         (["data.random=null", "data.prompts=nope"], "data.prompts", "a file that exists"),

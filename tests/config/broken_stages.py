@@ -38,8 +38,8 @@ REWARD_MODEL: Cases = {
         (["groups.train.roles.actor={}"], ACTOR, "stage reward_model has the roles reward alone"),
         (["groups.train.roles={reward: null, actor: {}}"], "groups", "role reward"),
     ],
-    rollout_rules.engine_devices_exist: [(["rollout.devices=7"], "rollout.devices", "= 4")],
-    rollout_rules.nothing_to_record: [
+    placement_rules.engine_devices_exist: [(["rollout.devices=7"], "rollout.devices", "= 4")],
+    rollout_rules.record_or_replay: [
         (["rollout.record=x"], "rollout.record", "does not train on rollouts"),
         (["rollout.sync_every=2"], "rollout.sync_every", "does not train on rollouts"),
     ],
@@ -90,7 +90,9 @@ RAFT: Cases = {
         (["scores.truncate_at.token=96"], "scores.truncate_at.token", "below 96"),
         (["reward.dense=scores", "groups.train.roles.reward={}"], "reward.dense", "no rewards of tokens"),
     ],
-    scoring_rules.scores_have_a_source: [(["groups.train.roles.reward=null"], "reward", "reward.functions has a rule")],
+    scoring_rules.scores_have_a_source: [
+        (["groups.train.roles.reward=null"], "reward", "reward.functions has a function")
+    ],
     training_rules.averages_are_kept: [
         (["evaluation={prompts: a/b, ema: true, functions: [{name: length}]}"], "evaluation.ema", "needs actor.ema")
     ],
@@ -115,7 +117,7 @@ EVAL: Cases = {
             "roles in training alone (none)",
         )
     ],
-    rollout_rules.nothing_to_record: [(["rollout.replay=x"], "rollout.replay", "does not train on rollouts")],
+    rollout_rules.record_or_replay: [(["rollout.replay=x"], "rollout.replay", "does not train on rollouts")],
     data_rules.files_exist: [(["evaluation.prompts=/nowhere.jsonl"], "evaluation.prompts", "a file that exists")],
     scoring_rules.reward_heads_have_a_source: [
         (
@@ -131,7 +133,7 @@ EVAL: Cases = {
         (["evaluation.pass_at=[1, 8]"], "evaluation.pass_at", "at most evaluation.samples_per_prompt = 4")
     ],
     scoring_rules.reward_settings_have_their_model: [(["reward.path=x"], "reward.path", "no effect without the role")],
-    scoring_rules.nothing_is_learnt: [
+    scoring_rules.scores_have_a_source: [
         (["reward.functions=[{name: regex}]"], "reward.functions", "no effect in stage eval"),
         (["reward.shuffle=true"], "reward.shuffle", "no effect in stage eval"),
     ],

@@ -128,9 +128,9 @@ def test_a_relative_path_is_said_to_be_looked_up_here(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("override", "fix"),
     [
-        ("run.steps=0", "raise it to 1 or more; it is: Steps to take"),
-        ("run.steps=1.5", "write a whole number; it is: Steps to take"),
-        ("actor.optimizer.warmup=1", "lower it below 1; it is: Part of"),
+        ("run.steps=0", "raise it to 1 or more; it is: Steps of the run"),
+        ("run.steps=1.5", "write a whole number; it is: Steps of the run"),
+        ("actor.optimizer.warmup=1", "lower it below 1; it is: Fraction of"),
         ("algo.kl.in=rewards", "did you mean reward?; it is: Where the penalty acts"),
         ("resharding.verify=x", "write true or false; it is: "),
         ("algo.policy_loss=my_losses.plain", "write my_losses:plain"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.config import ConfigError, build
 from megarl.config.loading import load
-from megarl.config.rules import RULES, model_rules
+from megarl.config.rules import model_rules, rules_of
 from tests.config.broken_algorithms import ALGORITHMS, EVALUATION
 from tests.config.broken_layouts import LAYOUTS
 from tests.config.broken_stages import EVAL, RAFT, REWARD_MODEL, SFT
@@ -30,8 +30,8 @@ ALL: list[tuple[str, Cases]] = [
 
 def test_every_rule_is_here() -> None:
     for stage, cases in ALL:
-        assert set(RULES[stage]) >= set(cases)
-    assert {rule for _, cases in ALL for rule in cases} == {rule for rules in RULES.values() for rule in rules}
+        assert set(rules_of(stage)) >= set(cases)
+    assert {rule for _, cases in ALL for rule in cases} == {rule for stage, _ in ALL for rule in rules_of(stage)}
 
 
 @pytest.mark.parametrize(

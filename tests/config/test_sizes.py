@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.config.rules.model_rules import needed_fields, size_of
+from megarl.config.rules.model_rules import required_fields, size_of
 
 
 @pytest.mark.parametrize("field", ["num_experts", "num_local_experts"])
@@ -14,4 +14,4 @@ def test_qwen3s_experts_are_counted_by_either_name(field: str) -> None:
     size = size_of(hf, "experts")
     assert size is not None
     assert (size.field, size.value) == (field, 128)
-    assert field in needed_fields(hf)
+    assert field in required_fields(hf)

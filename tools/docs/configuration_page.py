@@ -1,4 +1,4 @@
-"""The page that lists every field, made from the schema; this module as a script prints it."""
+"""The page of all fields, from the schema; this module as a script prints it."""
 
 from __future__ import annotations
 
@@ -18,30 +18,29 @@ from megarl.config.schema.schema_walk import choices, entries, fields, plain, se
 _INTRODUCTION = """\
 # Configuration
 
-A run is described by a YAML file. `defaults:` lists files that it inherits, relative to it; later ones win over
-earlier ones, and the file itself over all. `key.path=value` on the command line wins over the files. `null` removes an
+A YAML file describes a run. `defaults:` lists files that it inherits, relative to it; later ones win over earlier
+ones, and the file itself over all. `key.path=value` on the command line wins over the files. `null` removes an
 inherited group or role. `${key.path}` refers to another field. Paths of models, data and runs are relative to the
-directory that `megarl` is run in. Unknown keys are errors. `megarl plan CONFIG` checks without running.
+directory in which `megarl` is run. Unknown keys are errors. `megarl plan CONFIG` checks without running.
 
-Every problem is reported at once, of two checks. The first looks at each field, at the rules between fields, and
-whether files are there. The second looks into the models and the rows of the data, and at the functions. It is made as
-soon as every field is sound in itself, and rows are read as soon as the model is known; its findings join the same
-report. A report that could not go so far says so in its last line.
+All problems are reported at once, from two checks. The first one reads the fields, the rules between them, and whether
+files exist. The second one reads the models, the rows of the data, and the functions; it needs valid fields, and for
+rows a known model. If it cannot be made, the last line of the report says so.
 
-Where a field is one of several choices, its value is a name, or a name with options of its own:
+If a field is one of several choices, its value is a name, or a name with options:
 
 ```yaml
 algo:
-  advantage: grpo                              # the choice as it is
+  advantage: grpo                              # with default options
   policy_loss: {name: ppo, clip_high: 0.28}    # with options
   normalise: {advantages: {name: my_package.my_module:my_function, args: {power: 2}}}    # a function of your own
 ```
 
-Options without a name are those of the choice that an inherited file made, or else of the default:
-`algo.policy_loss.clip=0.1` on the command line changes one option. Another name starts anew, without the options of the
-former one. [algorithms.md](algorithms.md) says what every choice computes, and how to write a function of your own.
+Options without a name are for the choice of an inherited file, or else for the default choice:
+`algo.policy_loss.clip=0.1` on the command line changes one option. Another name drops the options of the former one.
+[algorithms.md](algorithms.md) describes every choice, and how to write your own function.
 
-The stages come first, with their sections; then every section, once. This page is made from the schema by `make docs`.
+The stages come first, with their sections; then every section, once. `make docs` writes this page from the schema.
 """
 _HEADER = "| field | type | default | meaning |\n| --- | --- | --- | --- |\n"
 _CHOICES_HEADER = "| name | option | type | default | meaning |\n| --- | --- | --- | --- | --- |\n"
@@ -65,7 +64,7 @@ def markdown() -> str:
 
 
 def _contents() -> str:
-    """Links to the sections of each stage, by path."""
+    """Returns links to the sections of each stage, by path."""
     rows = ["| stage | its sections |", "| --- | --- |"]
     for stage in STAGES:
         found = {path: _heading(places) for _, places in _places() for path in places if stage in places[path]}
@@ -76,26 +75,26 @@ def _contents() -> str:
 
 
 def _link(text: str, heading: str) -> str:
-    """To a heading, by the name that GitHub gives it."""
+    """Returns a link to a heading, by GitHub's anchor."""
     return f"[{text}](#{re.sub(r'[^a-z0-9_ -]', '', heading.lower()).replace(' ', '-')})"
 
 
 def _heading(places: Mapping[str, Sequence[str]]) -> str:
-    """Of a section: all its paths, and its stages unless it is of all."""
+    """Returns all paths of a section, and its stages unless all have it."""
     stages = {stage for found in places.values() for stage in found}
     paths = ", ".join(f"`{path}`" for path in places)
     return paths if len(stages) == len(STAGES) else f"{paths} ({', '.join(s for s in STAGES if s in stages)})"
 
 
 def _own(schema: type[BaseModel], base: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The fields that a schema has on top of another, or differently."""
+    """Returns the fields that a schema adds to another, or changes."""
     below = fields(base)
     rows = {key: _row(key, info) for key, info in below.items()}
     return {key: info for key, info in fields(schema).items() if rows.get(key) != _row(key, info)}
 
 
 def _places() -> Iterator[tuple[Any, dict[str, list[str]]]]:
-    """Every section and table of choices with the paths that it stands at, and their stages."""
+    """Yields every section and table of choices with its paths, and their stages."""
     found: dict[Any, dict[str, list[str]]] = {}
     for stage, schema in STAGES.items():
         for path, below in sections(schema):
@@ -109,7 +108,7 @@ def _table(heading: str, schema: type[BaseModel], rows: Mapping[str, FieldInfo])
 
 
 def _choices(heading: str, table: Mapping[str, type[BaseModel]]) -> str:
-    """A row per name, and one per option below it."""
+    """Returns a table with a row per name, and one per option below it."""
     rows: list[str] = []
     for choice in dict.fromkeys(table.values()):
         names = ", ".join(f"`{name}`" for name in names_of(choice))

@@ -1,19 +1,18 @@
-"""Rules of the parts of an algorithm: advantages, their normalisation, losses, penalties and corrections."""
+"""Rules of an algorithm: advantages, their normalisation, losses, the KL penalty and corrections."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.config.problems import Problem, ineffective_settings, shown
 from megarl.config.rules.placement_rules import placed
-from megarl.config.schema import Algo, Critic, CustomAdvantage, CustomFunction, Group, PromptData, Rollout, TrainingRun
-
-Groups = Mapping[str, Group]
+from megarl.config.schema import Algo, Critic, CustomAdvantage, CustomFunction, Groups, PromptData, Rollout, TrainingRun
 
 
 def advantages_have_their_critic(algo: Algo, groups: Groups, critic: Critic | None) -> Iterator[Problem]:
-    """GAE needs values; what has no use for them has no critic."""
+    """A critic is there exactly for advantages with values; a function of your own on tokens may have one."""
     name, given = algo.advantage.name, placed(groups, "critic")
     if algo.needs_critic:
         if not given:
@@ -23,78 +22,67 @@ def advantages_have_their_critic(algo: Algo, groups: Groups, critic: Critic | No
             fix = "add the section critic with an optimizer, or choose an advantage without one, such as grpo"
             yield Problem("critic", "null", f"advantage {name} needs the section critic", fix)
         return
-    if (
-        isinstance(algo.advantage, CustomAdvantage)
-        and algo.advantage.level == "token"
-        and given == (critic is not None)
-    ):
-        return  # it may read values, or not
+    may_read_values = isinstance(algo.advantage, CustomAdvantage) and algo.advantage.level == "token"
+    if may_read_values and given == (critic is not None):
+        return
     for group_name, group in groups.items():
         if "critic" in group.roles:
             field = f"groups.{group_name}.roles.critic"
-            fix = f"remove it: {field}=null, or choose gae"
-            yield Problem(field, "critic", f"advantage {name} has no critic", fix)
+            rule, fix = f"advantage {name} has no critic", f"remove it: {field}=null, or choose gae"
+            yield Problem(field, "critic", rule, fix)
     if critic is not None:
         rule, fix = f"has no effect with advantage {name}", "remove it: critic=null, or choose gae"
         yield Problem("critic", "given", rule, fix)
 
 
 def value_losses_have_a_critic(algo: Algo, critic: Critic | None) -> Iterator[Problem]:
-    """Without a critic there is no loss of it."""
+    """A value loss needs a critic."""
     if critic is None:
         yield from ineffective_settings("algo", algo, ("value_loss",), "without a critic", "or choose gae")
 
 
 def groups_of_samples_are_compared(algo: Algo, data: PromptData) -> Iterator[Problem]:
-    """A sample alone has no advantage over the others of its prompt."""
+    """Advantages of groups need several samples of a prompt."""
     name = algo.advantage.name
     if algo.of_tokens or isinstance(algo.advantage, CustomFunction) or name == "remax":
         return
     needed = 3 if name == "rloo_std" else 2
     if data.samples_per_prompt < needed:
         what = "which compares the samples of a prompt" if needed == 2 else "which takes the deviation of the others"
-        rule = f"at least {needed} with advantage {name}, {what}"
-        fix = f"set it to {needed} or more"
+        rule, fix = f"at least {needed} with advantage {name}, {what}", f"set it to {needed} or more"
         yield Problem("data.samples_per_prompt", str(data.samples_per_prompt), rule, fix)
 
 
 def samples_differ_from_the_likeliest(algo: Algo, rollout: Rollout) -> Iterator[Problem]:
-    """The likeliest response has no advantage over itself."""
+    """remax samples other responses than the likeliest one, which is its baseline."""
     if algo.advantage.name == "remax" and rollout.top_k == 1:
         rule = "more than 1 with advantage remax, which compares the samples with the likeliest response"
         yield Problem("rollout.top_k", "1", rule, "set it to null")
 
 
 def decays_are_read(algo: Algo) -> Iterator[Problem]:
-    """A decay by length is for policies without a fixed one."""
+    """vapo's length_alpha sets lam_policy where that is null."""
     if algo.advantage.name == "vapo" and algo.advantage.options["lam_policy"] is not None:
-        where = "with algo.advantage.lam_policy"
-        yield from ineffective_settings(
-            "algo.advantage", algo.advantage, ("length_alpha",), where, "or set lam_policy to null"
-        )
+        where, otherwise = "with algo.advantage.lam_policy", "or set lam_policy to null"
+        yield from ineffective_settings("algo.advantage", algo.advantage, ("length_alpha",), where, otherwise)
 
 
 def normalisers_are_whole(algo: Algo, data: PromptData) -> Iterator[Problem]:
-    """A normaliser does something, on groups of more than one sample."""
+    """A normaliser shifts or scales, all its options are in use, and groups have several samples."""
     field, chosen = "algo.normalise.advantages", algo.normalise.advantages
     options = chosen.options
     if chosen.name == "whiten" and options["mean_only"]:
-        names = ("ddof", "form", "eps")
-        yield from ineffective_settings(
-            field, chosen, names, "with mean_only, which does not divide", "or set mean_only to false"
-        )
-    if chosen.name == "levels":
-        if options["mean"] is None and options["std"] is None:
-            rule, fix = "shifts or scales: mean or std is not null", "choose none, which leaves the advantages"
-            yield Problem(field, "levels", rule, fix)
-        elif options["mean"] is None:
-            yield from ineffective_settings(
-                field, chosen, ("leave_one_out",), "without a mean", "or set mean to batch or group"
-            )
-        elif options["std"] is None:
-            yield from ineffective_settings(
-                field, chosen, ("unbiased", "eps"), "without std", "or set std to batch or group"
-            )
+        names, where = ("ddof", "form", "eps"), "with mean_only, which does not divide"
+        yield from ineffective_settings(field, chosen, names, where, "or set mean_only to false")
+    if chosen.name == "levels" and options["mean"] is options["std"] is None:
+        rule, fix = "shifts or scales: mean or std is not null", "choose none, which leaves the advantages"
+        yield Problem(field, "levels", rule, fix)
+    elif chosen.name == "levels" and options["mean"] is None:
+        otherwise = "or set mean to batch or group"
+        yield from ineffective_settings(field, chosen, ("leave_one_out",), "without a mean", otherwise)
+    elif chosen.name == "levels" and options["std"] is None:
+        otherwise = "or set std to batch or group"
+        yield from ineffective_settings(field, chosen, ("unbiased", "eps"), "without std", otherwise)
     by_group = chosen.name == "levels" and "group" in (options["mean"], options["std"])
     if (chosen.name == "grouped_tokens" or by_group) and data.samples_per_prompt < 2:
         rule = f"at least 2 with {field} = {chosen.name} over the samples of a prompt"
@@ -103,7 +91,7 @@ def normalisers_are_whole(algo: Algo, data: PromptData) -> Iterator[Problem]:
 
 
 def token_rewards_are_read(algo: Algo) -> Iterator[Problem]:
-    """A comparison of samples sees no rewards of tokens."""
+    """Advantages that compare samples read no token rewards."""
     if not algo.of_tokens:
         where = f"with advantage {algo.advantage.name}, which compares scores"
         yield from ineffective_settings("algo.normalise", algo.normalise, ("rewards",), where, "or choose gae")
@@ -111,20 +99,16 @@ def token_rewards_are_read(algo: Algo) -> Iterator[Problem]:
 
 
 def responses_weigh_alike(algo: Algo) -> Iterator[Problem]:
-    """A loss of whole responses, which stands on each of their tokens, is averaged over the responses."""
-    if algo.policy_loss.name in ("gspo", "gmpo") and algo.aggregation.name != "sequence_mean":
-        if isinstance(algo.aggregation, CustomFunction):
-            return
-        rule = (
-            f"sequence_mean with policy loss {algo.policy_loss.name}, which is of whole responses: "
-            "others weigh them by their length"
-        )
-        fix = "set it to sequence_mean"
-        yield Problem("algo.aggregation", algo.aggregation.name, rule, fix)
+    """gspo and gmpo put the loss of a whole response on each of its tokens: the mean is over responses."""
+    loss, aggregation = algo.policy_loss.name, algo.aggregation
+    other = aggregation.name != "sequence_mean" and not isinstance(aggregation, CustomFunction)
+    if loss in ("gspo", "gmpo") and other:
+        rule = f"sequence_mean with policy loss {loss}, which is of whole responses: others weigh them by their length"
+        yield Problem("algo.aggregation", aggregation.name, rule, "set it to sequence_mean")
 
 
 def ratios_have_room(algo: Algo) -> Iterator[Problem]:
-    """Bounds of the probability ratio are in order, and beyond the clip: within it they would be the clip."""
+    """Bounds of the probability ratio are outside of the clip."""
     field, options = "algo.policy_loss", algo.policy_loss.options
     if algo.policy_loss.name != "ppo":
         return
@@ -141,14 +125,13 @@ def ratios_have_room(algo: Algo) -> Iterator[Problem]:
 
 
 def filters_compare(algo: Algo, data: PromptData) -> Iterator[Problem]:
-    """A filter can keep something, and rounds are those of a filter."""
+    """A filter can keep prompts; filter_rounds needs one."""
     if algo.filter is None:
         yield from ineffective_settings("algo", algo, ("filter_rounds",), "without algo.filter", "or choose a filter")
         return
     if algo.filter.name == "nonzero_std" and data.samples_per_prompt < 2:
         rule = "at least 2 with algo.filter = nonzero_std: a sample alone has no deviation, and no prompt would be kept"
-        value = str(data.samples_per_prompt)
-        yield Problem("data.samples_per_prompt", value, rule, "set it to 2 or more")
+        yield Problem("data.samples_per_prompt", str(data.samples_per_prompt), rule, "set it to 2 or more")
     if algo.filter.name != "open_range":
         return
     low, high = algo.filter.options["low"], algo.filter.options["high"]
@@ -158,7 +141,7 @@ def filters_compare(algo: Algo, data: PromptData) -> Iterator[Problem]:
 
 
 def penalty_has_a_reference(algo: Algo, groups: Groups) -> Iterator[Problem]:
-    """A penalty needs a reference, and a reference without a penalty would run for nothing."""
+    """A KL penalty needs a reference, and a reference needs a penalty."""
     reference = placed(groups, "reference")
     if algo.kl.coef > 0 and not reference:
         fix = "add reference to the roles of a group, or set algo.kl.coef to 0"
@@ -170,34 +153,29 @@ def penalty_has_a_reference(algo: Algo, groups: Groups) -> Iterator[Problem]:
 
 
 def penalty_is_one(algo: Algo) -> Iterator[Problem]:
-    """What a penalty is like means nothing without one, and the controller's settings nothing without its target."""
+    """All settings of the KL penalty are in use."""
     kl = algo.kl
+    unused = functools.partial(ineffective_settings, "algo.kl", kl)
     if kl.coef == 0:
         names = ("placement", "estimator", "target", "horizon", "unit", "cumulative", "importance", "reference_sync")
-        yield from ineffective_settings("algo.kl", kl, names, "with algo.kl.coef = 0", "or set the coefficient above 0")
+        yield from unused(names, "with algo.kl.coef = 0", "or set the coefficient above 0")
         return
     if kl.target is None:
-        yield from ineffective_settings("algo.kl", kl, ("horizon", "unit"), "without algo.kl.target", "or set a target")
+        yield from unused(("horizon", "unit"), "without algo.kl.target", "or set a target")
     if kl.placement == "loss":
-        yield from ineffective_settings(
-            "algo.kl", kl, ("cumulative",), "with algo.kl.in = loss", "or set algo.kl.in to reward"
-        )
+        yield from unused(("cumulative",), "with algo.kl.in = loss", "or set algo.kl.in to reward")
     elif algo.of_tokens:
         where = f"with advantage {algo.advantage.name}, which adds up rewards by itself"
-        yield from ineffective_settings(
-            "algo.kl", kl, ("cumulative",), where, "or choose a comparison of samples, such as rloo"
-        )
+        yield from unused(("cumulative",), where, "or choose a comparison of samples, such as rloo")
     if kl.placement == "reward":
-        yield from ineffective_settings(
-            "algo.kl", kl, ("importance",), "with algo.kl.in = reward", "or set algo.kl.in to loss"
-        )
+        yield from unused(("importance",), "with algo.kl.in = reward", "or set algo.kl.in to loss")
     elif kl.of_distributions:
         where = "with algo.kl.estimator = full, which is no estimate from samples"
-        yield from ineffective_settings("algo.kl", kl, ("importance",), where, "or set algo.kl.estimator to k3")
+        yield from unused(("importance",), where, "or set algo.kl.estimator to k3")
 
 
 def estimators_fit_their_place(algo: Algo) -> Iterator[Problem]:
-    """In the loss the gradient counts, in the reward the value."""
+    """In the loss the estimator's gradient counts, in the reward its value."""
     kl, field = algo.kl, "algo.kl.estimator"
     if kl.coef == 0:
         return
@@ -216,7 +194,7 @@ def estimators_fit_their_place(algo: Algo) -> Iterator[Problem]:
 
 
 def references_share_the_actors_ranks(algo: Algo, groups: Groups) -> Iterator[Problem]:
-    """Where actor and reference look at each other's weights or states, each rank has the same part of both."""
+    """A reference whose weights or distributions are compared with the actor's is on the same ranks."""
     kl = algo.kl
     if kl.coef > 0 and kl.reference_sync is not None:
         where, fix = "with algo.kl.reference_sync", "set algo.kl.reference_sync to null"
@@ -229,8 +207,8 @@ def references_share_the_actors_ranks(algo: Algo, groups: Groups) -> Iterator[Pr
             continue
         field = f"groups.{name}.roles.reference"
         if "actor" not in group.roles:
-            rule = f"in the group of the actor {where}"
-            yield Problem(field, f"in {name}", rule, f"place it in the actor's group, or {fix}")
+            fix = f"place it in the actor's group, or {fix}"
+            yield Problem(field, f"in {name}", f"in the group of the actor {where}", fix)
             continue
         sizes = ("tp", "pp", "vpp", "ep", "sequence_parallel")
         actor, reference = ({size: getattr(group.roles[of], size) for size in sizes} for of in ("actor", "reference"))
@@ -241,7 +219,7 @@ def references_share_the_actors_ranks(algo: Algo, groups: Groups) -> Iterator[Pr
 
 
 def references_follow_in_time(algo: Algo, run: TrainingRun) -> Iterator[Problem]:
-    """The reference moves before the last step, after which nothing looks at it."""
+    """The reference is updated before the last step."""
     sync = algo.kl.reference_sync
     if algo.kl.coef > 0 and sync is not None and sync.every >= run.steps:
         rule = f"below run.steps = {run.steps}: the reference would not move before the last step"
@@ -250,21 +228,19 @@ def references_follow_in_time(algo: Algo, run: TrainingRun) -> Iterator[Problem]
 
 
 def ratios_differ_from_one(algo: Algo) -> Iterator[Problem]:
-    """Where the old log-probabilities are the engines', their ratio to these is 1."""
-    correction = algo.correction
-    if correction.old_logprobs == "rollout":
+    """Corrections that read the old log-probabilities need those of the actor, before the update."""
+    correction, old = algo.correction, algo.correction.old_logprobs
+    if old == "rollout":
+        names, otherwise = ("weights", "reject", "m2po"), "or recompute the old log-probabilities"
         where = "with algo.correction.old_logprobs = rollout: the ratio to the engines is 1"
-        names = ("weights", "reject", "m2po")
-        yield from ineffective_settings(
-            "algo.correction", correction, names, where, "or recompute the old log-probabilities"
-        )
-    elif correction.old_logprobs != "recompute":
-        where = f"with algo.correction.old_logprobs = {correction.old_logprobs}, which are known in the update alone"
+        yield from ineffective_settings("algo.correction", correction, names, where, otherwise)
+    elif old != "recompute":
+        where = f"with algo.correction.old_logprobs = {old}, which are known in the update alone"
         yield from ineffective_settings("algo.correction", correction, ("reject", "m2po"), where, "or recompute them")
 
 
 def bounds_are_in_order(algo: Algo) -> Iterator[Problem]:
-    """Lower bounds are below upper ones, and where there may be any."""
+    """Lower bounds are below upper ones, and only k1 has any."""
     weights = _named_weights(algo)
     if weights and weights["lower"] is not None and weights["lower"] >= weights["upper"]:
         rule = f"below algo.correction.weights.upper = {weights['upper']:g}"
@@ -286,7 +262,7 @@ def bounds_are_in_order(algo: Algo) -> Iterator[Problem]:
 
 
 def interpolation_has_an_age(algo: Algo, rollout: Rollout) -> Iterator[Problem]:
-    """Log-probabilities between the engines' and the actor's are for rollouts of older weights."""
+    """Interpolated old log-probabilities need rollouts of older weights."""
     chosen = algo.correction.old_logprobs
     if chosen in ("loglinear", "linear") and rollout.sync_every == 1:
         rule = "recompute or rollout with rollout.sync_every = 1, where no rollout is older than the actor"
@@ -295,7 +271,7 @@ def interpolation_has_an_age(algo: Algo, rollout: Rollout) -> Iterator[Problem]:
 
 
 def normalised_weights_are_known(algo: Algo) -> Iterator[Problem]:
-    """Weights to log-probabilities that are known in the update alone have no mean over the step."""
+    """Weights are normalised over a step only if the old log-probabilities are known before the update."""
     weights, chosen = _named_weights(algo), algo.correction.old_logprobs
     if weights and weights["batch_normalise"] and chosen in ("loglinear", "linear"):
         rule = f"false with algo.correction.old_logprobs = {chosen}, which changes in each micro-batch"
@@ -304,29 +280,6 @@ def normalised_weights_are_known(algo: Algo) -> Iterator[Problem]:
 
 
 def _named_weights(algo: Algo) -> Mapping[str, Any]:
-    """The options of the rollout weights; none without weights, and of a custom function."""
+    """The options of the rollout weights; empty for a custom function."""
     weights = algo.correction.weights
     return {} if weights is None or isinstance(weights, CustomFunction) else weights.options
-
-
-RULES = (
-    advantages_have_their_critic,
-    value_losses_have_a_critic,
-    groups_of_samples_are_compared,
-    samples_differ_from_the_likeliest,
-    decays_are_read,
-    normalisers_are_whole,
-    token_rewards_are_read,
-    responses_weigh_alike,
-    ratios_have_room,
-    filters_compare,
-    penalty_has_a_reference,
-    penalty_is_one,
-    estimators_fit_their_place,
-    references_share_the_actors_ranks,
-    references_follow_in_time,
-    ratios_differ_from_one,
-    bounds_are_in_order,
-    interpolation_has_an_age,
-    normalised_weights_are_known,
-)

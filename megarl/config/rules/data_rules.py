@@ -1,10 +1,9 @@
-"""Rules of the data and of the run's directory, and the arithmetic of batches and lengths."""
+"""Rules of the data, and of the sizes of batches and sequences."""
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.config.problems import Problem, correct_path, ineffective_settings
@@ -12,7 +11,7 @@ from megarl.config.rules.placement_rules import roles_of
 from megarl.config.schema import (
     PTX,
     Evaluation,
-    Group,
+    Groups,
     HeldOut,
     Model,
     Normalisation,
@@ -20,83 +19,58 @@ from megarl.config.schema import (
     PromptData,
     RAFTSettings,
     Rollout,
-    Run,
     Scores,
     SourceFields,
     TextData,
 )
 
-Groups = Mapping[str, Group]
 AnyData = TextData | PairData | PromptData
 
 _FILES = (".jsonl", ".parquet")
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _OTHER_FILES = (".arrow", ".csv", ".gz", ".json", ".tsv", ".txt", ".zip", ".zst")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_FORMS = f"ends in {' or '.join(_FILES)}, or the name of a Hugging Face data set"
 
 
 def files_exist(
     data: AnyData | None, evaluation: Evaluation | None, normalisation: Normalisation | None, ptx: PTX | None
 ) -> Iterator[Problem]:
-    """Every file of data is there; a file is all there is of it."""
-    for field, source in named_sources(data, evaluation, normalisation, ptx):
-        if not source.path.endswith(_FILES):
-            if Path(source.path).suffix in _OTHER_FILES:
-                rule = f"a file that ends in {' or '.join(_FILES)}, or the name of a Hugging Face data set"
-                yield Problem(field, source.path, rule, "convert the file")
-            elif not Path(source.path).is_dir() and not _HUB_NAME.fullmatch(source.path):
-                rule = f"a file that exists and ends in {' or '.join(_FILES)}, or the name of a Hugging Face data set"
-                fix = f"{correct_path(source.path)}, or write the name with its owner, such as openai/gsm8k"
-                yield Problem(field, source.path, rule, fix)
-            continue
-        if not Path(source.path).is_file():
-            fix = correct_path(source.path)
-            yield Problem(field, source.path, "a file that exists", fix)
-        for name in ("subset", "split"):
-            value = getattr(source, name)
-            if value is not None:
-                rule = "has an effect for a Hugging Face data set alone; this is a file"
-                yield Problem(f"{field}.{name}", value, rule, "remove it")
+    """Every source is a file that exists, or the name of a data set; subset and split are of data sets alone."""
+    sources: dict[str, SourceFields | None] = {
+        "data.prompts": data.prompts if isinstance(data, PromptData) else None,
+        "data.train": data.train if isinstance(data, TextData | PairData) else None,
+        "data.evaluation": data.evaluation if isinstance(data, TextData | PairData) else None,
+        "evaluation.prompts": None if evaluation is None else evaluation.prompts,
+        "normalisation.prompts": None if normalisation is None else normalisation.prompts,
+        "ptx.data": None if ptx is None else ptx.data,
+    }
+    for field, source in sources.items():
+        if source is not None:
+            yield from _source_exists(field, source)
 
 
-def run_directories_can_be_made(run: Run) -> Iterator[Problem]:
-    """No file is where the run is to be, and no directory is made on the way to leave it again."""
-    path = Path(run.dir)
-    for place in (*reversed(path.parents), path):
-        if place.exists() and not place.is_dir():
-            rule = f"a directory, or one that can be made; {place} is a file"
-            yield Problem("run.dir", run.dir, rule, "choose another directory")
-        if place.name == ".." and not place.parent.exists():
-            rule = f"a directory that can be made; {place.parent}, before .., is not there"
-            yield Problem("run.dir", run.dir, rule, f"write {os.path.normpath(run.dir)}")
-            return
-
-
-def run_directories_are_in_full(run: Run) -> Iterator[Problem]:
-    """No directory called ~ is made in place of a home directory."""
-    if run.dir.startswith("~"):
-        rule = "a path in full: ~ is not read as a home directory"
-        yield Problem("run.dir", run.dir, rule, "write the path in full; a shell fills in $HOME")
-
-
-def named_sources(
-    data: AnyData | None, evaluation: Evaluation | None, normalisation: Normalisation | None, ptx: PTX | None
-) -> Iterator[tuple[str, SourceFields]]:
-    """Every source of a run with its field."""
-    found: dict[str, SourceFields | None] = {}
-    if isinstance(data, PromptData):
-        found["data.prompts"] = data.prompts
-    elif data is not None:
-        found |= {"data.train": data.train, "data.evaluation": data.evaluation}
-    found["evaluation.prompts"] = None if evaluation is None else evaluation.prompts
-    found["normalisation.prompts"] = None if normalisation is None else normalisation.prompts
-    found["ptx.data"] = None if ptx is None else ptx.data
-    yield from ((field, source) for field, source in found.items() if source is not None)
+def _source_exists(field: str, source: SourceFields) -> Iterator[Problem]:
+    path = Path(source.path)
+    if not source.path.endswith(_FILES):
+        if path.suffix in _OTHER_FILES:
+            yield Problem(field, source.path, f"a file that {_FORMS}", "convert the file")
+        elif not path.is_dir() and not _HUB_NAME.fullmatch(source.path):
+            fix = f"{correct_path(source.path)}, or write the name with its owner, such as openai/gsm8k"
+            yield Problem(field, source.path, f"a file that exists and {_FORMS}", fix)
+        return
+    if not path.is_file():
+        yield Problem(field, source.path, "a file that exists", correct_path(source.path))
+    for name in ("subset", "split"):
+        value = getattr(source, name)
+        if value is not None:
+            rule = "has an effect for a Hugging Face data set alone; this is a file"
+            yield Problem(f"{field}.{name}", value, rule, "remove it")
 
 
 def chat_templates_have_a_tokenizer(
     model: Model, data: AnyData | None, evaluation: Evaluation | None, ptx: PTX | None
 ) -> Iterator[Problem]:
-    """A random model has no tokenizer of its own."""
+    """Chat templates need a tokenizer, which a random model does not have by itself."""
     held_out = evaluation if isinstance(evaluation, HeldOut) else None
     for field, rows in (("data", data), ("evaluation", held_out), ("ptx", ptx)):
         if rows is not None and rows.chat_template and model.tokenizer is None and model.path is None:
@@ -105,7 +79,7 @@ def chat_templates_have_a_tokenizer(
 
 
 def one_prompt_source(data: PromptData) -> Iterator[Problem]:
-    """Either a file or random prompts; random lengths are in order, and a step has enough prompts."""
+    """Prompts are rows or random; random ones have rising lengths, and fill a step."""
     if (data.prompts is None) == (data.random is None):
         given = "neither" if data.prompts is None else "both"
         fix = "give data.prompts, or data.random, and set the other to null"
@@ -123,47 +97,38 @@ def one_prompt_source(data: PromptData) -> Iterator[Problem]:
 
 
 def random_prompts_are_ids(data: PromptData, evaluation: Evaluation | None, ptx: PTX | None) -> Iterator[Problem]:
-    """Random prompts are neither text nor too long; how other rows are read may still be said."""
-    if data.random is None:
-        return
-    names: list[str] = []
-    if evaluation is None:
-        names = ["chat_template"] if ptx is not None else ["chat_template", "too_long"]
-    yield from ineffective_settings(
-        "data", data, names, "with data.random, and no rows that are read", "or give data.prompts"
-    )
+    """Random prompts are neither text nor too long; the settings may still be for other rows."""
+    if data.random is not None and evaluation is None:
+        names = ("chat_template",) if ptx is not None else ("chat_template", "too_long")
+        where = "with data.random, and no rows that are read"
+        yield from ineffective_settings("data", data, names, where, "or give data.prompts")
 
 
 def discarded_ends_have_no_score(raft: RAFTSettings, scores: Scores) -> Iterator[Problem]:
-    """What is never selected needs no score."""
+    """Responses that are never selected need no score."""
     if raft.discard_unfinished and scores.truncate_at is None:
-        where = "with raft.discard_unfinished"
-        yield from ineffective_settings(
-            "scores", scores, ("missing_end",), where, "or set raft.discard_unfinished to false"
-        )
+        where, otherwise = "with raft.discard_unfinished", "or set raft.discard_unfinished to false"
+        yield from ineffective_settings("scores", scores, ("missing_end",), where, otherwise)
 
 
 def lengths_fit(data: PromptData | PairData | None, rollout: Rollout | None) -> Iterator[Problem]:
-    """An engine can hold the longest prompt with the longest response."""
+    """max_model_len covers the longest prompt with the longest response."""
     if rollout is None:
         return
     made = data.random if isinstance(data, PromptData) else None
     prompt, longest = (1, "") if made is None else (made.max_tokens, f" ({made.max_tokens} tokens)")
     needed = prompt + rollout.max_new_tokens
     if rollout.max_model_len < needed:
-        sum_of = f"{rollout.max_new_tokens} and the tokens of the longest prompt" if made is None else f"{needed}"
-        yield Problem(
-            "rollout.max_model_len",
-            str(rollout.max_model_len),
-            f"covers the longest prompt{longest} and rollout.max_new_tokens = {rollout.max_new_tokens}",
-            f"set it to {sum_of} or more, or lower rollout.max_new_tokens",
-        )
+        rule = f"covers the longest prompt{longest} and rollout.max_new_tokens = {rollout.max_new_tokens}"
+        least = f"{rollout.max_new_tokens} and the tokens of the longest prompt" if made is None else f"{needed}"
+        fix = f"set it to {least} or more, or lower rollout.max_new_tokens"
+        yield Problem("rollout.max_model_len", str(rollout.max_model_len), rule, fix)
 
 
 def micro_batches_hold_a_sample(
     groups: Groups, data: AnyData | None, rollout: Rollout | None, ptx: PTX | None
 ) -> Iterator[Problem]:
-    """The longest sequence fits into one micro-batch; of a preference pair, both its sequences."""
+    """A micro-batch holds the longest sequence; of preferences, the two of a pair."""
     needed: dict[str, int] = {}
     if rollout is not None:
         needed["rollout.max_model_len"] = rollout.max_model_len
@@ -175,40 +140,27 @@ def micro_batches_hold_a_sample(
         texts = {"ptx.max_tokens": ptx.max_tokens} if ptx is not None and name == "actor" else {}
         for what, tokens in {**needed, **texts}.items():
             if role.tokens_per_micro_batch < tokens:
-                yield Problem(
-                    f"{field}.tokens_per_micro_batch",
-                    str(role.tokens_per_micro_batch),
-                    f"at least {what} = {tokens}",
-                    f"set it to {tokens} or more, or shorten the sequences",
-                )
+                value, rule = str(role.tokens_per_micro_batch), f"at least {what} = {tokens}"
+                fix = f"set it to {tokens} or more, or shorten the sequences"
+                yield Problem(f"{field}.tokens_per_micro_batch", value, rule, fix)
 
 
 def evaluations_have_rows(data: TextData | PairData) -> Iterator[Problem]:
-    """Nothing is evaluated without held-out rows."""
+    """An evaluation needs held-out rows."""
     if data.evaluate_every is not None and data.evaluation is None:
-        yield Problem(
-            "data.evaluate_every",
-            str(data.evaluate_every),
-            "has an effect with data.evaluation alone",
-            "give data.evaluation, or remove it",
-        )
+        rule, fix = "has an effect with data.evaluation alone", "give data.evaluation, or remove it"
+        yield Problem("data.evaluate_every", str(data.evaluate_every), rule, fix)
 
 
-def reference_samples_have_engines(normalisation: Normalisation | None, rollout: Rollout | None) -> Iterator[Problem]:
-    """Reference samples are generated, and nothing else is."""
+def reference_samples_have_engines(
+    stage: str, normalisation: Normalisation | None, rollout: Rollout | None
+) -> Iterator[Problem]:
+    """A reward model's run has engines for the reference samples of its normalisation, and for nothing else."""
+    if stage != "reward_model":
+        return
     if normalisation is not None and rollout is None:
         fix = "add the section rollout, or set normalisation to null"
         yield Problem("normalisation", "given", "needs the section rollout", fix)
     if normalisation is None and rollout is not None:
         fix = "add the section normalisation, or set rollout to null"
         yield Problem("rollout", "given", "has an effect with normalisation alone", fix)
-
-
-RULES = (
-    files_exist,
-    run_directories_can_be_made,
-    run_directories_are_in_full,
-    chat_templates_have_a_tokenizer,
-    micro_batches_hold_a_sample,
-)
-"""Of every stage."""

@@ -1,11 +1,11 @@
-"""Rules of models: that they exist, are of a known kind, and can be split as the layouts ask."""
+"""Rules of models: they exist, are of a supported kind, and can be split as the layouts ask."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from megarl.config.problems import Problem, correct_path, shown
 from megarl.config.rules.placement_rules import roles_of
@@ -13,7 +13,7 @@ from megarl.config.schema import (
     PTX,
     Cluster,
     Critic,
-    Group,
+    Groups,
     Model,
     PairData,
     PromptData,
@@ -27,12 +27,10 @@ from megarl.config.schema import (
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "mixtral", "qwen3_moe")
 
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's attention on a CPU takes (0.28 to 0.32: v1/attention/backends/cpu_attn.py)."""
 
-What = Literal["layers", "heads", "kv_heads", "hidden", "ffn", "positions", "experts"]
-
-_USUAL: Mapping[What, str] = {
+_FIELDS = {
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads",
@@ -40,54 +38,48 @@ _USUAL: Mapping[What, str] = {
     "ffn": "intermediate_size",
     "positions": "max_position_embeddings",
 }
+"""The usual field of a config.json for each size. A model without a field for its experts has none."""
 
-_OWN: Mapping[str, Mapping[What, str]] = {
+_OTHER_FIELDS: Mapping[str, Mapping[str, str]] = {
     "gpt2": {"layers": "n_layer", "heads": "n_head", "hidden": "n_embd", "ffn": "n_inner", "positions": "n_positions"},
     "mixtral": {"experts": "num_local_experts"},
     "qwen3_moe": {"experts": "num_experts", "ffn": "moe_intermediate_size"},
 }
-"""Where a kind of model differs from the usual, by its model_type. A model without a name for them has no experts."""
-
-_ALSO: Mapping[str, str] = {"num_experts": "num_local_experts"}
-"""What fields are called by transformers from 5 on."""
-
-_OPTIONAL: Mapping[str, tuple[What, ...]] = {"gpt2": ("ffn",)}
-"""What a kind derives where its configuration is silent."""
+"""By model_type, where its fields are others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A size of a model, and the field of its config.json that gives it."""
+    """A size of a model, and the field of its config.json."""
 
     field: str
     value: int
 
 
-def field_of(hf: Mapping[str, Any], what: What) -> str | None:
-    """The field of a config.json that gives a size; None for experts of a model that has none."""
-    own = _OWN.get(str(hf.get("model_type")), {})
-    field = own.get(what) or _USUAL.get(what)
-    also = _ALSO.get(field or "")
-    return also if also in hf and field not in hf else field
+def size_field(hf: Mapping[str, Any], size: str) -> str | None:
+    """Returns the field of a config.json for a size; None for the experts of a model that has none."""
+    field = _OTHER_FIELDS.get(str(hf.get("model_type")), {}).get(size) or _FIELDS.get(size)
+    # transformers from 5 on writes num_experts under the other name.
+    renamed = field == "num_experts" and field not in hf and "num_local_experts" in hf
+    return "num_local_experts" if renamed else field
 
 
-def size_of(hf: Mapping[str, Any], what: What) -> Size | None:
-    """A size as a config.json gives it; None where it gives none that could be one."""
-    field = field_of(hf, what)
+def size_of(hf: Mapping[str, Any], size: str) -> Size | None:
+    """Returns a size as a config.json gives it; None if it is not a number above 0."""
+    field = size_field(hf, size)
     value = None if field is None else hf.get(field)
     return Size(field=field, value=value) if field is not None and isinstance(value, int) and value > 0 else None
 
 
-def needed_fields(hf: Mapping[str, Any]) -> list[str]:
-    """The fields without which the sizes of a model of this kind are not known."""
-    optional = _OPTIONAL.get(str(hf.get("model_type")), ())
-    wanted: tuple[What, ...] = ("hidden", "ffn", "layers", "heads", "experts")
-    fields = [field_of(hf, what) for what in wanted if what not in optional]
-    return ["model_type", "vocab_size", *(field for field in fields if field is not None)]
+def required_fields(hf: Mapping[str, Any]) -> list[str]:
+    """Returns the fields of a config.json that the sizes of the model are read from; GPT-2 derives its ffn."""
+    sizes = ["hidden", "ffn", "layers", "heads", "experts"]
+    fields = [size_field(hf, size) for size in sizes if (hf.get("model_type"), size) != ("gpt2", "ffn")]
+    return ["model_type", "vocab_size", *filter(None, fields)]
 
 
 def one_model_source(model: Model) -> Iterator[Problem]:
-    """Either a checkpoint or a random model."""
+    """The model is a checkpoint or random."""
     if (model.path is None) == (model.random is None):
         given = "neither" if model.path is None else "both"
         fix = "give model.path, or model.random, and set the other to null"
@@ -97,42 +89,38 @@ def one_model_source(model: Model) -> Iterator[Problem]:
 def checkpoints_are_readable(
     model: Model, reward: Reward | RewardTraining | None, critic: Critic | None
 ) -> Iterator[Problem]:
-    """Every checkpoint directory that is named has a config.json."""
-    named = {"model.path": model.path, "reward.path": _path(reward), "critic.path": _path(critic)}
-    for field, path in named.items():
+    """Every checkpoint directory has a readable config.json."""
+    paths = {"model.path": model.path, "reward.path": _path(reward), "critic.path": _path(critic)}
+    for field, path in paths.items():
         if path is None:
             continue
         try:
             read_hf_config(path)
         except (OSError, ValueError) as error:
-            yield Problem(
-                field,
-                path,
-                f"a directory with a readable config.json ({getattr(error, 'strerror', None) or error})",
-                f"{correct_path(path)}; a model of the hub is downloaded by: hf download NAME --local-dir {path}",
-            )
+            rule = f"a directory with a readable config.json ({getattr(error, 'strerror', None) or error})"
+            fix = f"{correct_path(path)}; a model of the hub is downloaded by: hf download NAME --local-dir {path}"
+            yield Problem(field, path, rule, fix)
 
 
 def architecture_is_known(model: Model) -> Iterator[Problem]:
-    """The model's configuration is complete and of a kind that can be trained."""
-    hf = known(model)
+    """The model's config.json is complete, and its model_type is supported."""
+    hf = readable_config(model)
     if hf is None:
         return
     where = "model.random.config" if model.random is not None else "model.path"
-    for key in needed_fields(hf):
+    for key in required_fields(hf):
         if hf.get(key) is None:
             yield Problem(f"{where}.{key}", "(missing)", "required", "add it to the model's config")
     kind = hf.get("model_type", MODEL_TYPES[0])
     if kind not in MODEL_TYPES:
-        fix = "choose a model of one of these kinds"
-        rule = f"one of {', '.join(MODEL_TYPES)}"
+        rule, fix = f"one of {', '.join(MODEL_TYPES)}", "choose a model of one of these kinds"
         yield Problem(f"{where}.model_type", shown(kind), rule, fix)
 
 
 def layouts_split_the_model(
-    model: Model, groups: Mapping[str, Group], reward: Reward | RewardTraining | None, critic: Critic | None
+    model: Model, groups: Groups, reward: Reward | RewardTraining | None, critic: Critic | None
 ) -> Iterator[Problem]:
-    """Tensor parallel sizes divide what they split; every pipeline stage and chunk has a layer."""
+    """tp divides the heads and the ffn; every pipeline stage and chunk has a layer."""
     for field, role, hf in _models_of(model, groups, reward, critic):
         yield from _split_by_tp(f"{field}.tp", role.tp, hf)
         stages, layers = role.pp * role.vpp, size_of(hf, "layers")
@@ -142,9 +130,9 @@ def layouts_split_the_model(
 
 
 def experts_are_split(
-    model: Model, groups: Mapping[str, Group], reward: Reward | RewardTraining | None, critic: Critic | None
+    model: Model, groups: Groups, reward: Reward | RewardTraining | None, critic: Critic | None
 ) -> Iterator[Problem]:
-    """Expert parallel sizes divide the experts, where there are any."""
+    """ep divides the number of experts."""
     for field, role, hf in _models_of(model, groups, reward, critic):
         experts = size_of(hf, "experts")
         if experts is None and role.ep > 1:
@@ -154,42 +142,34 @@ def experts_are_split(
 
 
 def experts_need_sequence_parallel(
-    model: Model, groups: Mapping[str, Group], reward: Reward | RewardTraining | None, critic: Critic | None
+    model: Model, groups: Groups, reward: Reward | RewardTraining | None, critic: Critic | None
 ) -> Iterator[Problem]:
-    """Every rank sends tokens of its own to the experts; without, those of a TP group would send the same ones."""
+    """Ranks of a TP group send different tokens to the experts only with sequence parallelism."""
     for field, role, hf in _models_of(model, groups, reward, critic):
         if role.tp > 1 and not role.sequence_parallel and size_of(hf, "experts") is not None:
-            yield Problem(
-                f"{field}.sequence_parallel",
-                "False",
-                "a mixture of experts with tp above 1 needs sequence_parallel",
-                "set it to true, or tp to 1",
-            )
+            rule, fix = "a mixture of experts with tp above 1 needs sequence_parallel", "set it to true, or tp to 1"
+            yield Problem(f"{field}.sequence_parallel", "False", rule, fix)
 
 
 def engines_split_the_model(model: Model, rollout: Rollout | None) -> Iterator[Problem]:
-    """Tensor parallel sizes divide what the engines split."""
-    hf = known(model)
+    """The engines' tp divides the heads and the ffn."""
+    hf = readable_config(model)
     if hf is not None and rollout is not None:
         yield from _split_by_tp("rollout.tp", rollout.tp, hf)
 
 
 def engines_have_an_attention_kernel(model: Model, cluster: Cluster, rollout: Rollout | None) -> Iterator[Problem]:
-    """vLLM on a CPU has kernels for some head sizes; with another one, the first generation would fail."""
-    hf = known(model)
+    """vLLM on a CPU has attention kernels for some head sizes; with another one, the first generation fails."""
+    hf = readable_config(model)
     if hf is None or rollout is None or cluster.device != "cpu":
         return
     heads, hidden = size_of(hf, "heads"), size_of(hf, "hidden")
     if heads is None or hidden is None:
         return
-    size, sizes = hf.get("head_dim") or hidden.value // heads.value, ", ".join(map(str, CPU_HEAD_SIZES))
-    if size not in CPU_HEAD_SIZES:
-        yield Problem(
-            "cluster.device",
-            "cpu",
-            f"vLLM on a CPU takes attention heads of {sizes}; the model's have {size}",
-            "choose a model with such heads, or device cuda",
-        )
+    size, sizes = hf.get("head_dim") or hidden.value // heads.value, ", ".join(map(str, _CPU_HEAD_SIZES))
+    if size not in _CPU_HEAD_SIZES:
+        rule = f"vLLM on a CPU takes attention heads of {sizes}; the model's have {size}"
+        yield Problem("cluster.device", "cpu", rule, "choose a model with such heads, or device cuda")
 
 
 def positions_cover_lengths(
@@ -200,8 +180,8 @@ def positions_cover_lengths(
     reward: Reward | RewardTraining | None,
     critic: Critic | None,
 ) -> Iterator[Problem]:
-    """The models know the positions of the longest sequence."""
-    configs = {"the model": known(model)}
+    """The models have positions for the longest sequence."""
+    configs = {"the model": readable_config(model)}
     for field, path in (("reward.path", _path(reward)), ("critic.path", _path(critic))):
         configs[field] = None if path is None else _read(path)
     lengths: dict[str, int] = {}
@@ -219,29 +199,30 @@ def positions_cover_lengths(
 
 
 def checkpoints_share_the_tokens(model: Model, reward: Reward, critic: Critic | None) -> Iterator[Problem]:
-    """The reward model and the critic know every token id that the actor may give them."""
-    own = known(model)
-    used = None if own is None else model.vocab_size or own.get("vocab_size")
+    """The reward model and the critic have every token id that the actor uses."""
+    used = ids_in_use(model)
     for field, path in (("reward.path", _path(reward)), ("critic.path", _path(critic))):
         other = None if path is None else _read(path)
         size = None if other is None else other.get("vocab_size")
-        if not isinstance(used, int) or not isinstance(size, int) or size >= used:
+        if used is None or not isinstance(size, int) or size >= used:
             continue
-        yield Problem(
-            field,
-            shown(path),
-            f"knows the {used} token ids in use; it has {size}",
-            f"choose a checkpoint with the model's tokenizer, or set model.vocab_size to {size} if ids from there "
-            "on stand for nothing",
-        )
+        rule, unused = f"knows the {used} token ids in use; it has {size}", "ids from there on stand for nothing"
+        fix = f"choose a checkpoint with the model's tokenizer, or set model.vocab_size to {size} if {unused}"
+        yield Problem(field, shown(path), rule, fix)
 
 
 def _path(section: Reward | RewardTraining | Critic | None) -> str | None:
-    """The checkpoint of a role that may have one of its own."""
     return section.path if isinstance(section, Reward | Critic) else None
 
 
-def known(model: Model) -> Mapping[str, Any] | None:
+def ids_in_use(model: Model) -> int | None:
+    """Returns the number of token ids that may be sampled; None if the model's config.json does not say."""
+    used = model.vocab_size or (readable_config(model) or {}).get("vocab_size")
+    return used if isinstance(used, int) else None
+
+
+def readable_config(model: Model) -> Mapping[str, Any] | None:
+    """Returns the model's config.json; None if it cannot be read."""
     if model.random is not None:
         return model.random.config if model.path is None else None
     return None if model.path is None else _read(model.path)
@@ -255,19 +236,19 @@ def _read(path: str) -> Mapping[str, Any] | None:
 
 
 def _models_of(
-    model: Model, groups: Mapping[str, Group], reward: Reward | RewardTraining | None, critic: Critic | None
+    model: Model, groups: Groups, reward: Reward | RewardTraining | None, critic: Critic | None
 ) -> Iterator[tuple[str, RoleConfig, Mapping[str, Any]]]:
-    """Every placed role whose model's configuration can be read, as (its field's path, its settings, that)."""
+    """Yields every placed role whose config.json can be read, as (path of its field, its settings, config.json)."""
     paths = {"reward": _path(reward), "critic": _path(critic)}
     for field, _, name, role in roles_of(groups):
         path = paths.get(name)
-        hf = known(model) if path is None else _read(path)
+        hf = readable_config(model) if path is None else _read(path)
         if hf is not None:
             yield field, role, hf
 
 
 def _split_by_tp(field: str, tp: int, hf: Mapping[str, Any]) -> Iterator[Problem]:
-    """What TP does not split evenly; several ranks may share a key-value head."""
+    """tp divides the heads and the ffn; several ranks may share a key-value head."""
     for what in ("heads", "ffn"):
         yield from _split(field, tp, "tp", size_of(hf, what), tp)
     kv_heads = size_of(hf, "kv_heads")
@@ -277,20 +258,6 @@ def _split_by_tp(field: str, tp: int, hf: Mapping[str, Any]) -> Iterator[Problem
 
 
 def _split(field: str, value: int, what: str, whole: Size | None, parts: int) -> Iterator[Problem]:
-    """A size of the model that its parts do not divide."""
     if whole is not None and whole.value % parts:
         rule = f"{what} divides the model's {whole.field} = {whole.value}"
         yield Problem(field, str(value), rule, f"choose a divisor of {whole.value}")
-
-
-RULES = (
-    one_model_source,
-    checkpoints_are_readable,
-    architecture_is_known,
-    layouts_split_the_model,
-    experts_are_split,
-    experts_need_sequence_parallel,
-    engines_split_the_model,
-    engines_have_an_attention_kernel,
-    positions_cover_lengths,
-)

@@ -1,44 +1,64 @@
-"""Rules of roles and their devices."""
+"""Rules of the run's directory, of roles and of their devices."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import get_args
 
 from megarl.config.problems import Problem
-from megarl.config.schema import STAGES, Cluster, Group, RoleConfig, Rollout
+from megarl.config.schema import STAGES, Cluster, Group, Groups, RoleConfig, Rollout, Run
 from megarl.config.schema.base import parse_devices
 from megarl.types import RoleName
 
-Groups = Mapping[str, Group]
-
-STAGE_ROLES: Mapping[str, tuple[RoleName, ...]] = {
+_STAGE_ROLES: Mapping[str, tuple[RoleName, ...]] = {
     "sft": ("actor",),
     "reward_model": ("reward",),
     "ppo": ("actor", "critic", "reference", "reward"),
     "raft": ("actor", "reward"),
     "eval": ("reward",),
 }
-"""The roles that a stage may have."""
-
-NEEDED_ROLE: Mapping[str, RoleName] = {"sft": "actor", "reward_model": "reward", "ppo": "actor", "raft": "actor"}
-"""The role that a stage must have."""
+"""The roles that a stage may have; of a stage that trains, the first one is required."""
 
 
 def roles_of(groups: Groups) -> Iterator[tuple[str, Group, RoleName, RoleConfig]]:
-    """Every placed role as (its field's path, its group, its name, its settings)."""
+    """Yields every placed role as (path of its field, its group, its name, its settings)."""
     for name, group in groups.items():
         for role, settings in group.roles.items():
             yield f"groups.{name}.roles.{role}", group, role, settings
 
 
 def placed(groups: Groups, role: RoleName) -> bool:
-    """Whether a group has the role."""
     return any(role in group.roles for group in groups.values())
 
 
+def run_directories_can_be_made(run: Run) -> Iterator[Problem]:
+    """run.dir is a directory or can be made; no parent of it is a file, and none is made only to be left by ``..``."""
+    path = Path(run.dir)
+    if run.dir.startswith("~"):
+        rule = "a path in full: ~ is not read as a home directory"
+        yield Problem("run.dir", run.dir, rule, "write the path in full; a shell fills in $HOME")
+    for place in (*reversed(path.parents), path):
+        if place.exists() and not place.is_dir():
+            rule = f"a directory, or one that can be made; {place} is a file"
+            yield Problem("run.dir", run.dir, rule, "choose another directory")
+        if place.name == ".." and not place.parent.exists():
+            rule = f"a directory that can be made; {place.parent}, before .., does not exist"
+            yield Problem("run.dir", run.dir, rule, f"write {os.path.normpath(run.dir)}")
+            return
+
+
+def nodes_are_joined(cluster: Cluster) -> Iterator[Problem]:
+    """Several nodes of GPUs need a running Ray: one that is started here has this machine's GPUs alone."""
+    if cluster.nodes > 1 and cluster.device == "cuda" and cluster.address is None:
+        rule, value = "several nodes of GPUs need cluster.address", str(cluster.nodes)
+        fix = "start it with megarl launch slurm or ray, or join a running Ray with cluster.address"
+        yield Problem("cluster.nodes", value, rule, fix)
+
+
 def groups_have_roles(groups: Groups) -> Iterator[Problem]:
-    """A group without roles would start processes for nothing."""
+    """Every group has a role."""
     for name, group in groups.items():
         if not group.roles:
             fix = f"give it a role, or remove it with groups.{name}=null"
@@ -46,94 +66,82 @@ def groups_have_roles(groups: Groups) -> Iterator[Problem]:
 
 
 def devices_exist(cluster: Cluster, groups: Groups) -> Iterator[Problem]:
-    """No device number of a group reaches beyond the cluster."""
+    """The cluster has all devices of the groups."""
     for name, group in groups.items():
-        yield from beyond_the_cluster(cluster, f"groups.{name}.devices", group.devices)
+        yield from _devices_exist(cluster, f"groups.{name}.devices", group.devices)
 
 
-def beyond_the_cluster(cluster: Cluster, field: str, devices: str) -> Iterator[Problem]:
-    """A list of devices of which one does not exist."""
-    total = cluster.nodes * cluster.devices_per_node
-    highest = max(parse_devices(devices))
+def engine_devices_exist(cluster: Cluster, rollout: Rollout | None) -> Iterator[Problem]:
+    """The cluster has all devices of the engines."""
+    if rollout is not None:
+        yield from _devices_exist(cluster, "rollout.devices", rollout.devices)
+
+
+def _devices_exist(cluster: Cluster, field: str, devices: str) -> Iterator[Problem]:
+    total, highest = cluster.nodes * cluster.devices_per_node, max(parse_devices(devices))
     if highest >= total:
         enough = -(-(highest + 1) // cluster.nodes)
-        yield Problem(
-            field,
-            devices,
-            f"device numbers are below nodes * devices_per_node = {total}",
-            f"choose devices below {total}, or set cluster.devices_per_node to {enough} or more",
-        )
+        rule = f"device numbers are below nodes * devices_per_node = {total}"
+        fix = f"choose devices below {total}, or set cluster.devices_per_node to {enough} or more"
+        yield Problem(field, devices, rule, fix)
 
 
 def groups_are_disjoint(groups: Groups) -> Iterator[Problem]:
-    """No two groups have a device in common."""
+    """Groups have no device in common."""
     owner: dict[int, str] = {}
     for name, group in groups.items():
         shared = {device: owner[device] for device in parse_devices(group.devices) if device in owner}
         if shared:
             others = ", ".join(sorted(set(shared.values())))
-            yield Problem(
-                f"groups.{name}.devices",
-                group.devices,
-                f"groups have disjoint devices; {', '.join(map(str, shared))} also in {others}",
-                "give the groups devices of their own, or put the roles into one group",
-            )
+            rule = f"groups have disjoint devices; {', '.join(map(str, shared))} also in {others}"
+            fix = "give the groups devices of their own, or put the roles into one group"
+            yield Problem(f"groups.{name}.devices", group.devices, rule, fix)
         owner.update(dict.fromkeys(parse_devices(group.devices), name))
 
 
 def roles_belong_to_the_stage(stage: str, groups: Groups) -> Iterator[Problem]:
-    """The stage's own role is placed, and no role that the stage does not use."""
-    known, needed = STAGE_ROLES[stage], NEEDED_ROLE.get(stage)
+    """The role that the stage trains is placed, and no role that the stage does not use."""
+    known = _STAGE_ROLES[stage]
     for field, _, role, _ in roles_of(groups):
         if role not in known:
             rule = f"stage {stage} has the roles {', '.join(known)} alone"
             yield Problem(field, role, rule, f"remove it: {field}=null")
-    if needed is not None and not placed(groups, needed):
-        fix = "add it to the roles of a group"
-        yield Problem("groups", ", ".join(groups), f"a group has the role {needed}", fix)
+    if STAGES[stage].trained and not placed(groups, known[0]):
+        yield Problem("groups", ", ".join(groups), f"a group has the role {known[0]}", "add it to the roles of a group")
 
 
 def roles_placed_once(groups: Groups) -> Iterator[Problem]:
     """No role is placed twice."""
     for role in get_args(RoleName):
-        places = [name for name, group in groups.items() if role in group.roles]
-        if len(places) > 1:
-            yield Problem(
-                f"groups.{places[-1]}.roles.{role}",
-                f"in {' and '.join(places)}",
-                "a role is in exactly one group",
-                f"remove it from the others, for example groups.{places[0]}.roles.{role}=null",
-            )
+        names = [name for name, group in groups.items() if role in group.roles]
+        if len(names) > 1:
+            field, value = f"groups.{names[-1]}.roles.{role}", f"in {' and '.join(names)}"
+            fix = f"remove it from the others, for example groups.{names[0]}.roles.{role}=null"
+            yield Problem(field, value, "a role is in exactly one group", fix)
 
 
 def layouts_fill_groups(groups: Groups) -> Iterator[Problem]:
-    """Whole replicas fill a group's devices."""
+    """tp * pp divides the number of a group's devices."""
     for field, group, _, role in roles_of(groups):
         count = len(parse_devices(group.devices))
         if count % (role.tp * role.pp):
-            yield Problem(
-                field,
-                f"tp {role.tp}, pp {role.pp}",
-                f"tp * pp = {role.tp * role.pp} divides the group's {count} devices",
-                f"change tp or pp so that the product divides {count}, or change the group's devices",
-            )
+            rule = f"tp * pp = {role.tp * role.pp} divides the group's {count} devices"
+            fix = f"change tp or pp so that the product divides {count}, or change the group's devices"
+            yield Problem(field, f"tp {role.tp}, pp {role.pp}", rule, fix)
 
 
 def experts_divide_replicas(groups: Groups) -> Iterator[Problem]:
-    """Replicas share the experts in sets of equal size."""
+    """ep divides the number of a role's replicas."""
     for field, group, _, role in roles_of(groups):
         replicas, rest = divmod(len(parse_devices(group.devices)), role.tp * role.pp)
         if not rest and replicas % role.ep:
-            yield Problem(
-                f"{field}.ep",
-                str(role.ep),
-                f"ep divides the role's {replicas} replicas (devices / (tp * pp))",
-                f"choose a divisor of {replicas}, or change tp, pp or the group's devices",
-            )
+            rule = f"ep divides the role's {replicas} replicas (devices / (tp * pp))"
+            fix = f"choose a divisor of {replicas}, or change tp, pp or the group's devices"
+            yield Problem(f"{field}.ep", str(role.ep), rule, fix)
 
 
 def interleaving_needs_stages(groups: Groups) -> Iterator[Problem]:
-    """Several model chunks per stage make sense in a pipeline alone."""
+    """Interleaved model chunks need several pipeline stages."""
     for field, _, _, role in roles_of(groups):
         if role.vpp > 1 and role.pp < 2:
             fix = "set pp to 2 or more, or vpp to 1"
@@ -141,19 +149,15 @@ def interleaving_needs_stages(groups: Groups) -> Iterator[Problem]:
 
 
 def sequence_parallel_needs_tp(groups: Groups) -> Iterator[Problem]:
-    """Sequence parallelism is between tensor-parallel ranks."""
+    """Sequence parallelism needs several tensor-parallel ranks."""
     for field, _, _, role in roles_of(groups):
         if role.sequence_parallel and role.tp == 1:
-            yield Problem(
-                f"{field}.sequence_parallel",
-                "True",
-                "has an effect with tp above 1 alone",
-                "set it to false, or tp to 2 or more",
-            )
+            rule, fix = "has an effect with tp above 1 alone", "set it to false, or tp to 2 or more"
+            yield Problem(f"{field}.sequence_parallel", "True", rule, fix)
 
 
 def recomputation_is_for_a_backward_pass(stage: str, groups: Groups) -> Iterator[Problem]:
-    """A role that is not trained keeps no activations."""
+    """Only roles in training keep activations that could be recomputed."""
     trained = STAGES[stage].trained
     for field, _, name, role in roles_of(groups):
         if role.recompute != "none" and name not in trained:
@@ -162,40 +166,9 @@ def recomputation_is_for_a_backward_pass(stage: str, groups: Groups) -> Iterator
 
 
 def offloading_frees_devices(groups: Groups, rollout: Rollout | None) -> Iterator[Problem]:
-    """A role makes room for another one of its group, or for an engine."""
+    """A role is offloaded only where another role or an engine uses its devices."""
     engines = set(parse_devices(rollout.devices)) if rollout is not None else set[int]()
     for field, group, _, role in roles_of(groups):
         if role.offload and len(group.roles) == 1 and not engines & set(parse_devices(group.devices)):
-            yield Problem(
-                f"{field}.offload",
-                "True",
-                "has an effect where another role or an engine has the same devices",
-                "set it to false",
-            )
-
-
-def nodes_are_joined(cluster: Cluster) -> Iterator[Problem]:
-    """A Ray that is started here has this machine's GPUs alone."""
-    if cluster.nodes > 1 and cluster.device == "cuda" and cluster.address is None:
-        yield Problem(
-            "cluster.nodes",
-            str(cluster.nodes),
-            "several nodes of GPUs need cluster.address",
-            "start it with megarl launch slurm or ray, or join a running Ray with cluster.address",
-        )
-
-
-RULES = (
-    nodes_are_joined,
-    groups_have_roles,
-    devices_exist,
-    groups_are_disjoint,
-    roles_belong_to_the_stage,
-    roles_placed_once,
-    layouts_fill_groups,
-    experts_divide_replicas,
-    interleaving_needs_stages,
-    sequence_parallel_needs_tp,
-    recomputation_is_for_a_backward_pass,
-    offloading_frees_devices,
-)
+            rule = "has an effect where another role or an engine has the same devices"
+            yield Problem(f"{field}.offload", "True", rule, "set it to false")

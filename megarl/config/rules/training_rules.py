@@ -21,121 +21,104 @@ from megarl.config.schema import (
 
 
 def actor_rate_falls(actor: Actor) -> Iterator[Problem]:
-    """The actor's final learning rate means something."""
+    """The actor's schedule uses its final learning rate."""
     yield from _rate_falls("actor.optimizer", actor.optimizer)
 
 
 def critic_rate_falls(critic: Critic | None) -> Iterator[Problem]:
-    """The critic's final learning rate means something."""
+    """The critic's schedule uses its final learning rate."""
     if critic is not None:
         yield from _rate_falls("critic.optimizer", critic.optimizer)
 
 
 def reward_rate_falls(reward: RewardTraining) -> Iterator[Problem]:
-    """The reward model's final learning rate means something."""
+    """The reward model's schedule uses its final learning rate."""
     yield from _rate_falls("reward.optimizer", reward.optimizer)
 
 
+def _rate_falls(field: str, optimizer: Optimizer) -> Iterator[Problem]:
+    final, schedule = optimizer.final_lr, optimizer.schedule
+    if schedule == "anneal":
+        names, where = ("warmup", "final_lr"), "with schedule anneal, from lr to 0"
+        yield from ineffective_settings(field, optimizer, names, where, "or choose linear")
+    elif schedule == "constant" and final > 0:
+        rule, fix = "has no effect with a constant schedule", "remove it, or choose linear or cosine"
+        yield Problem(f"{field}.final_lr", f"{final:g}", rule, fix)
+    elif schedule != "constant" and final >= optimizer.lr:
+        rule = f"below lr = {optimizer.lr:g}, from which a {schedule} schedule comes down"
+        yield Problem(f"{field}.final_lr", f"{final:g}", rule, "lower it")
+
+
 def margins_are_read(reward: RewardTraining) -> Iterator[Problem]:
-    """The plain exponential knows no margin."""
+    """The logexp loss has no margin."""
     options = reward.loss.options
     if reward.loss.name == "pairwise" and options["margin"] and options["kind"] == "logexp":
         rule, fix = "has no effect with reward.loss.kind = logexp", "remove it, or set kind to logsigmoid"
         yield Problem("reward.loss.margin", "True", rule, fix)
 
 
-def _rate_falls(field: str, optimizer: Optimizer) -> Iterator[Problem]:
-    """A constant rate has no end of its own, nor has one that anneals; another one comes down to it."""
-    final = optimizer.final_lr
-    if optimizer.schedule == "anneal":
-        names = ("warmup", "final_lr")
-        yield from ineffective_settings(
-            field, optimizer, names, "with schedule anneal, from lr to 0", "or choose linear"
-        )
-        return
-    if optimizer.schedule == "constant" and final > 0:
-        rule, fix = "has no effect with a constant schedule", "remove it, or choose linear or cosine"
-    elif optimizer.schedule != "constant" and final >= optimizer.lr:
-        rule, fix = f"below lr = {optimizer.lr:g}, from which a {optimizer.schedule} schedule comes down", "lower it"
-    else:
-        return
-    yield Problem(f"{field}.final_lr", f"{final:g}", rule, fix)
-
-
 def epochs_can_stop(algo: Algo) -> Iterator[Problem]:
-    """There is an epoch to leave out."""
+    """An early stop needs several epochs."""
     if algo.early_stop is not None and algo.ppo_epochs == 1:
         rule, fix = "has an effect with algo.ppo_epochs above 1 alone", "set it to null, or raise algo.ppo_epochs"
         yield Problem("algo.early_stop", "given", rule, fix)
 
 
 def warm_ups_end(critic: Critic | None, run: TrainingRun) -> Iterator[Problem]:
-    """The actor is trained at last."""
+    """The critic's warm-up ends before the run does."""
     if critic is not None and critic.warmup_steps >= run.steps:
         rule = f"below run.steps = {run.steps}: the actor would not be trained"
-        value, fix = str(critic.warmup_steps), "lower it, or raise run.steps"
-        yield Problem("critic.warmup_steps", value, rule, fix)
+        yield Problem("critic.warmup_steps", str(critic.warmup_steps), rule, "lower it, or raise run.steps")
 
 
 def value_heads_have_a_source(critic: Critic | None) -> Iterator[Problem]:
-    """A head is loaded from a checkpoint, or drawn; a head of zeros is not drawn."""
+    """A loaded head has a checkpoint; only a new head that is not all zeros is drawn."""
     if critic is None:
         return
     if critic.head == "loaded":
         if critic.path is None:
             fix = "set critic.path to a reward model, or critic.head to new"
             yield Problem("critic.head", "loaded", "needs critic.path", fix)
-        names = ("head_std", "head_seed")
-        yield from ineffective_settings(
-            "critic", critic, names, "with critic.head = loaded", "or set critic.head to new"
-        )
+        names, where = ("head_std", "head_seed"), "with critic.head = loaded"
+        yield from ineffective_settings("critic", critic, names, where, "or set critic.head to new")
     elif critic.head_std == 0:
         where = "with critic.head_std = 0"
         yield from ineffective_settings("critic", critic, ("head_seed",), where, "or raise critic.head_std")
 
 
 def mini_batches_are_equal(algo: Algo, data: PromptData) -> Iterator[Problem]:
-    """Every optimizer step has the same number of samples."""
+    """mini_batches divides the samples of a step."""
     samples = data.prompts_per_step * data.samples_per_prompt
     if samples % algo.mini_batches:
-        yield Problem(
-            "algo.mini_batches",
-            str(algo.mini_batches),
-            f"divides data.prompts_per_step * data.samples_per_prompt = {samples}",
-            f"choose a divisor of {samples}",
-        )
+        rule = f"divides data.prompts_per_step * data.samples_per_prompt = {samples}"
+        yield Problem("algo.mini_batches", str(algo.mini_batches), rule, f"choose a divisor of {samples}")
 
 
 def selections_fill_mini_batches(raft: RAFTSettings, data: PromptData) -> Iterator[Problem]:
-    """Something is selected from, and enough for every optimizer step."""
-    samples = data.prompts_per_step * data.samples_per_prompt
-    selected = data.prompts_per_step
+    """A selection has samples to choose from, and selects one for every optimizer step."""
+    selected, samples = data.prompts_per_step, data.prompts_per_step * data.samples_per_prompt
     if raft.strategy.name == "top":
         selected = int(raft.strategy.options["fraction"] * samples)
     elif data.samples_per_prompt < 2:
         rule = "at least 2 with raft.strategy = local, which selects the best sample of each prompt"
-        value = str(data.samples_per_prompt)
-        yield Problem("data.samples_per_prompt", value, rule, "set it to 2 or more")
+        yield Problem("data.samples_per_prompt", str(data.samples_per_prompt), rule, "set it to 2 or more")
     if raft.mini_batches > selected:
         rule = f"at most {selected}, the samples that are selected in a step"
-        value, fix = str(raft.mini_batches), "lower it, or raise data.prompts_per_step"
-        yield Problem("raft.mini_batches", value, rule, fix)
+        yield Problem("raft.mini_batches", str(raft.mini_batches), rule, "lower it, or raise data.prompts_per_step")
 
 
 def texts_are_mixed_in(ptx: PTX | None) -> Iterator[Problem]:
-    """Texts have a weight, and rollouts beside them."""
-    if ptx is None:
-        return
-    if ptx.coef == 0:
+    """The texts of ptx have a weight, and with mode convex so have the rollouts."""
+    if ptx is not None and ptx.coef == 0:
         fix = "raise it, or remove the section: ptx=null"
         yield Problem("ptx.coef", "0", "above 0; it has no effect otherwise", fix)
-    if ptx.mode == "convex" and ptx.coef >= 1:
+    if ptx is not None and ptx.mode == "convex" and ptx.coef >= 1:
         rule = "below 1 with ptx.mode = convex, which weighs the rollouts with the rest"
         yield Problem("ptx.coef", f"{ptx.coef:g}", rule, "lower it, or set ptx.mode to add")
 
 
 def averages_are_kept(actor: Policy, evaluation: PeriodicEvaluation | None) -> Iterator[Problem]:
-    """An average that is evaluated is kept."""
+    """An evaluation of the moving average needs one."""
     if evaluation is not None and evaluation.ema and actor.ema is None:
         fix = "add actor.ema, or set evaluation.ema to false"
         yield Problem("evaluation.ema", "True", "needs actor.ema", fix)

@@ -1,7 +1,4 @@
-"""Every field of a run, typed and described.
-
-Rules within one field are here; rules between fields are in ``megarl.config.rules``.
-"""
+"""The fields of a run, with their types, bounds and meanings; ``megarl.config.rules`` has the rules between them."""
 
 from megarl.config.schema.algo import (
     KL,
@@ -9,25 +6,32 @@ from megarl.config.schema.algo import (
     Correction,
     CustomAdvantage,
     EarlyStop,
-    ReferenceSync,
     Reject,
     Scores,
     TruncateAt,
 )
 from megarl.config.schema.base import Section
 from megarl.config.schema.choices import Choice, CustomFunction
+from megarl.config.schema.cluster_sections import (
+    Cluster,
+    Group,
+    Groups,
+    LogprobGate,
+    Resharding,
+    RoleConfig,
+    Rollout,
+    TimeLimits,
+)
 from megarl.config.schema.inputs import (
     Fault,
     Model,
     PairData,
     PromptData,
     RandomModel,
-    RandomPrompts,
     SourceFields,
     TextData,
     read_hf_config,
 )
-from megarl.config.schema.resources import Cluster, Group, LogprobGate, Resharding, RoleConfig, Rollout, TimeLimits
 from megarl.config.schema.scoring_sections import Evaluation, HeldOut, PeriodicEvaluation, Reward, RewardFunction
 from megarl.config.schema.stage_configs import (
     STAGES,
@@ -44,7 +48,6 @@ from megarl.config.schema.training_sections import (
     Actor,
     CheckpointSettings,
     Critic,
-    EMASettings,
     Normalisation,
     Optimizer,
     Policy,
@@ -69,12 +72,12 @@ __all__ = [
     "Critic",
     "CustomAdvantage",
     "CustomFunction",
-    "EMASettings",
     "EarlyStop",
     "EvalConfig",
     "Evaluation",
     "Fault",
     "Group",
+    "Groups",
     "HeldOut",
     "LogprobGate",
     "Model",
@@ -88,8 +91,6 @@ __all__ = [
     "RAFTConfig",
     "RAFTSettings",
     "RandomModel",
-    "RandomPrompts",
-    "ReferenceSync",
     "Reject",
     "Resharding",
     "Reward",

@@ -1,4 +1,4 @@
-"""The algorithm of a run on rollouts, part by part. The options of named choices are those of ``megarl/algos``."""
+"""The algorithm of a run on rollouts. The options of named choices come from ``megarl/algos``."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class CustomAdvantage(CustomFunction):
     """A function of your own."""
 
     level: Literal["sample", "token"] = "sample"
-    """sample: it compares the samples of a step; token: it makes advantages of the rewards of tokens."""
+    """sample: advantages of whole samples, from their scores; token: advantages of tokens, from their rewards."""
 
 
 class AutoNormaliser(Choice):
-    """auto is what the estimator's source does: whiten for gae, vapo, reinforce_pp, reinforce_pp_baseline and, with
+    """auto does what the advantage's source does: whiten for gae, vapo, reinforce_pp, reinforce_pp_baseline and, with
     ddof 1, gdpo; none for the others. none leaves the advantages as they are."""
 
     name: Literal["auto", "none"] = "auto"
 
 
 class MaskMissingEnd(Choice):
-    """Nothing is learnt from it."""
+    """Leave it out of the losses."""
 
     name: Literal["mask"] = "mask"
 
@@ -51,16 +51,16 @@ _AUTO_NORMALISERS = {
 
 
 class Normalise(Section):
-    """What is normalised over the samples of a step, on all ranks."""
+    """Normalisation over the samples of a step, on all ranks."""
 
     advantages: Annotated[Choice, NORMALISERS] = NORMALISERS("auto")
-    """The advantages of the update; the returns of a critic never are."""
+    """How the actor's advantages are normalised; the critic's returns never are."""
     rewards: bool = False
-    """Scale the rewards of the tokens to variance 1, without a shift, before advantages are made of them."""
+    """Scale the token rewards to variance 1, without a shift, before the advantages."""
 
 
 class ReferenceSync(Section):
-    """The reference follows the actor: reference = weight * actor + (1 - weight) * reference."""
+    """The reference moves towards the actor: reference = weight * actor + (1 - weight) * reference."""
 
     every: Count
     """Steps between two updates of the reference."""
@@ -70,7 +70,7 @@ class ReferenceSync(Section):
 
 
 class KL(Section):
-    """The penalty for moving away from the reference."""
+    """The KL penalty for moving away from the reference."""
 
     model_config = ConfigDict(validate_by_alias=True, serialize_by_alias=True)
 
@@ -81,22 +81,22 @@ class KL(Section):
     coef: NotNegative = 0.0
     """Weight of the penalty, reward or loss per nat; 0 is none, and needs no reference."""
     target: Positive | None = None
-    """Adapt coef so that the mean divergence comes to this, nats of the unit; null keeps it."""
+    """Adapt coef until the mean divergence is this, nats of the unit; null keeps coef."""
     horizon: Positive = 10000.0
-    """Samples over which an adaptive coef moves: a step of n samples changes it by 0.2 * n / horizon at most."""
+    """Samples over which coef adapts: a step of n samples changes it by a factor of 1 +- 0.2 * n / horizon at most."""
     unit: Literal["sequence_sum", "token_mean"] = "sequence_sum"
-    """What target is of, as a mean over the responses: the sum over a response's tokens, or their mean."""
+    """What target bounds, as a mean over the responses: the divergence's sum over a response's tokens, or its mean."""
     cumulative: bool = True
-    """In the reward, beside a comparison of samples: a token answers for the penalties of all tokens from it on; false
-    is for its own alone."""
+    """With in: reward and an advantage that compares samples: a token's advantage has the penalties of all tokens from
+    it on; false: its own penalty alone."""
     importance: bool = False
-    """In the loss: multiply the estimate by the probability ratio of the actor to its old self."""
+    """With in: loss: multiply the estimate by the probability ratio of the new policy to the old."""
     reference_sync: ReferenceSync | None = None
-    """Let the reference follow the actor; null keeps it as it is."""
+    """Move the reference towards the actor; null keeps it as it is."""
 
     @property
     def of_distributions(self) -> bool:
-        """Whether the update asks the reference for its distributions, and not for sampled tokens alone."""
+        """Whether the update reads whole distributions of the reference, not only the sampled tokens."""
         return self.placement == "loss" and self.coef > 0 and self.estimator.name == "full"
 
 
@@ -115,25 +115,25 @@ Interval = Annotated[tuple[float, float], BeforeValidator(_around_zero), AfterVa
 
 
 class TruncateAt(Section):
-    """Score a response as if it ended with the first such token; it is trained on whole."""
+    """Score a response as if it ended with the first such token; all its tokens are trained on."""
 
     token: Natural
     """Token id."""
     after: Natural = 0
-    """Tokens of the response before which it does not end."""
+    """Tokens at the start of the response in which it does not end."""
 
 
 class Scores(Section):
-    """What becomes of a response's score before the algorithm sees it."""
+    """How the score of a response is shaped before the algorithm."""
 
     clip: Interval | None = None
     """Scores are clipped to [lower, upper]; a number alone is both, below and above 0. null does not clip."""
     missing_end: Annotated[Choice, MISSING_ENDS] | None = None
-    """What becomes of a response that the length limit ended, or with truncate_at that lacks the token."""
+    """What happens to a response that the length limit ended, or with truncate_at one without the token."""
     truncate_at: TruncateAt | None = None
     """Score responses up to a token; null scores them whole."""
     placement: Literal["last_valid", "every_valid"] = "last_valid"
-    """The tokens whose reward has the score: the last one of the response, or each."""
+    """The tokens that get the score as their reward: the last one of the response, or each."""
 
 
 class Reject(Section):
@@ -191,41 +191,41 @@ class Correction(Section):
 
 
 class EarlyStop(Section):
-    """Leave out the epochs that follow one in which the policy has moved too far."""
+    """Skip the remaining epochs of a step once one has moved the policy too far."""
 
     kl: Positive
-    """Aim for the mean of log p(old) - log p(new) over an epoch, nats per token."""
+    """Target for the mean of log p(old) - log p(new) over an epoch, nats per token."""
     factor: Annotated[float, Field(ge=1)] = 1.5
-    """How many times that is too far."""
+    """Too far is more than this many times the target."""
 
 
 class Algo(Section):
-    """PPO: each of a step's mini_batches equal parts makes one optimizer step, ppo_epochs times over."""
+    """PPO: ppo_epochs passes over a step's samples, each with mini_batches optimizer steps on equal parts."""
 
     advantage: Annotated[Choice, ADVANTAGES] = ADVANTAGES("gae")
-    """How the rewards of a step become advantages."""
+    """How advantages are computed from the rewards of a step."""
     normalise: Normalise = Normalise()
-    """How advantages and rewards are normalised over a step."""
+    """Normalisation over a step."""
     policy_loss: Annotated[Choice, POLICY_LOSSES] = POLICY_LOSSES("ppo")
     """The actor's loss per token."""
     value_loss: Annotated[Choice, VALUE_LOSSES] = VALUE_LOSSES("mse")
     """The critic's loss per token."""
     aggregation: Annotated[Choice, AGGREGATIONS] = AGGREGATIONS("token_mean")
-    """How token losses make the loss."""
+    """How the losses of tokens become one loss."""
     kl: KL = KL()
-    """The penalty for moving away from the reference."""
+    """The KL penalty for moving away from the reference."""
     entropy_coef: NotNegative = 0.0
     """Weight of the entropy bonus, loss per nat."""
     scores: Scores = Scores()
-    """What becomes of a response's score before the algorithm sees it."""
+    """How the score of a response is shaped before the algorithm."""
     correction: Correction = Correction()
     """What is done about rollouts of another policy than the one in training."""
     filter: Annotated[Choice, FILTERS] | None = None
-    """Which prompts a step is made of: further ones are answered until it is full; null takes all."""
+    """Which prompts are kept; more are answered until the step is full. null keeps all."""
     filter_rounds: Count = 10
-    """Rounds of generation at most, with a filter; a step that is not full then takes the first of the others."""
+    """Rounds of generation at most, with a filter; a step that is not full then takes rejected prompts, in order."""
     early_stop: EarlyStop | None = None
-    """Leave out the epochs that follow one in which the policy has moved too far; null does not."""
+    """Skip the remaining epochs of a step once one has moved the policy too far; null does not."""
     ppo_epochs: Count = 1
     """Passes over a step's samples."""
     mini_batches: Count = 1
@@ -233,19 +233,19 @@ class Algo(Section):
 
     @property
     def of_tokens(self) -> bool:
-        """Whether advantages are made of the rewards of tokens, and not by comparing samples."""
+        """Whether advantages come from token rewards; the others compare the scores of samples."""
         if isinstance(self.advantage, CustomAdvantage):
             return self.advantage.level == "token"
         return self.advantage.name in registry.TOKEN_ADVANTAGES
 
     @property
     def needs_critic(self) -> bool:
-        """Whether the advantages are made with the values of a critic."""
+        """Whether the advantages read the values of a critic."""
         return self.advantage.name in ("gae", "vapo")
 
     @property
     def normaliser(self) -> Choice | None:
-        """What normalises the advantages, with auto looked up; None where nothing does."""
+        """The normaliser of the advantages, with auto looked up; None without one."""
         chosen = self.normalise.advantages
         if not isinstance(chosen, AutoNormaliser):
             return chosen

@@ -1,4 +1,4 @@
-"""Sections of a configuration, and types of their values."""
+"""The base class of sections, and types of their values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DEVICES = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 class Section(BaseModel):
-    """A part of a configuration: frozen, unknown keys are refused, nothing is coerced."""
+    """A part of a configuration: frozen, without unknown keys, and without coercion of values."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -20,7 +20,7 @@ class Section(BaseModel):
 
 
 def parse_devices(text: str) -> tuple[int, ...]:
-    """The device numbers of a list such as ``0-3`` or ``0,1,4-5``, in its order; numbers count over all nodes from 0.
+    """Parses a list of devices such as ``0-3`` or ``0,1,4-5``, in its order; numbers count over all nodes from 0.
 
     Raises:
         ValueError: a part that is neither a number nor a rising range, or a device named twice.

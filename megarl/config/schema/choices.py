@@ -1,8 +1,8 @@
-"""Fields that are one of several named choices, each with options of its own.
+"""Fields whose value is one of several named choices, each with its own options.
 
-Such a field is ``Annotated[Choice, OneOf(...)]`` of classes of choices, and of tables of ``megarl.algos.registry``:
-their choices are derived from the signatures of the functions. A configuration gives a name alone, or a mapping of the
-name and options; a mapping without a name means the default choice.
+Such a field is ``Annotated[Choice, OneOf(...)]`` with classes of choices, or kinds of ``megarl.algos.registry``, whose
+choices are derived from the signatures of the functions. A configuration has a name, or a mapping of the name and
+options; a mapping without a name is for the default choice.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from megarl.algos.registry import Kind
 from megarl.config.schema.base import Section
 
 SHORTHAND: Final = ""
-"""The key under which merging files keeps a text that options are then added to; see ``inheritance``."""
+"""The key under which merging files keeps a name to which another file adds options; see ``inheritance``."""
 
 _CUSTOM = "package.module:function"
 
 
 class Choice(Section):
-    """An alternative; the fields besides ``name`` are its options."""
+    """A named choice; its other fields are its options."""
 
     name: Any
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keyword arguments of the function that the name stands for."""
+        """The keyword arguments of the named function."""
         return {key: getattr(self, key) for key in type(self).model_fields if key != "name"}
 
 
 class AlgorithmChoice(Choice):
-    """A function of ``megarl/algos``; its options are fields of a class that is derived from its signature."""
+    """A function of ``megarl/algos``; classes with its options are derived from its signature."""
 
-    model_config = ConfigDict(use_attribute_docstrings=False)  # pydantic would search the source of each
+    model_config = ConfigDict(use_attribute_docstrings=False)  # pydantic would search each class's source
 
 
-def _of_a_module(name: str) -> str:
+def _check_function_name(name: str) -> str:
     if re.fullmatch(r"\w+(\.\w+)*:\w+", name) is None:
         raise ValueError(f"should be a function, written as {_CUSTOM}")
     return name
@@ -49,14 +49,13 @@ def _of_a_module(name: str) -> str:
 class CustomFunction(Choice):
     """A function of your own."""
 
-    name: Annotated[str, AfterValidator(_of_a_module)]
+    name: Annotated[str, AfterValidator(_check_function_name)]
     """The function, as package.module:function; importable from the working directory."""
     args: Mapping[str, Any] = {}
     """Keyword arguments for the function."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments."""
         return dict(self.args)
 
 
@@ -64,8 +63,8 @@ class OneOf:
     """The choices of a field, for an annotated type.
 
     Args:
-        parts: classes of choices, and kinds of algorithms.
-        default: name of the choice that a mapping without a name is for; None where it must have one.
+        parts: classes of choices, or kinds of algorithms.
+        default: the choice of a mapping without a name; None if it must have one.
     """
 
     def __init__(self, *parts: type[Choice] | Kind[Any], default: str | None = None) -> None:
@@ -74,7 +73,7 @@ class OneOf:
         self._default = default
 
     def __call__(self, name: str, **options: Any) -> Choice:
-        """A choice of the table."""
+        """Returns a choice with options."""
         return self.table[name].model_validate({"name": name, **options})
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
@@ -84,7 +83,6 @@ class OneOf:
         return core_schema.no_info_before_validator_function(self._as_mapping, union)
 
     def _as_mapping(self, value: object) -> object:
-        """A name alone is a choice without options."""
         if isinstance(value, str):
             return {"name": value}
         if not isinstance(value, Mapping):
@@ -95,33 +93,33 @@ class OneOf:
 
 
 def names_of(choice: type[BaseModel]) -> tuple[str, ...]:
-    """The names of a choice; of custom functions, their pattern."""
+    """Returns the names of a choice; of custom functions, their form."""
     return get_args(choice.model_fields["name"].annotation) or (_CUSTOM,)
 
 
 def _members(part: type[Choice] | Kind[Any]) -> Iterator[type[Choice]]:
-    """A class of choices itself, or one for each function of a kind, which may have several names."""
+    """Yields a class of choices itself, or a derived one for each function of a kind, which may have several names."""
     if not isinstance(part, Kind):
         yield part
         return
     for function in dict.fromkeys(part.functions.values()):
-        yield _derived(part, [name for name, target in part.functions.items() if target == function])
+        yield _derive(part, [name for name, target in part.functions.items() if target == function])
 
 
-def _derived(kind: Kind[Any], names: list[str]) -> type[Choice]:
-    """The choice of a function: its options, their bounds and their defaults are those of its signature."""
+def _derive(kind: Kind[Any], names: list[str]) -> type[Choice]:
+    """Returns the choice of a function, with the options, bounds and defaults of its signature."""
     signature = kind.signature(names[0])
     title = f"{kind.title}: {', '.join(names)}"
     fields: dict[str, Any] = {"name": (cast(Any, Literal)[tuple(names)], names[0])}
     for option, parameter in signature.options.items():
         fields[option] = (parameter.type, Field(default=parameter.default, description=parameter.meaning))
     derived = create_model(title, __base__=AlgorithmChoice, __doc__=signature.summary, __module__=__name__, **fields)
-    globals()[title] = derived  # where pickle looks for the class
+    globals()[title] = derived  # pickle looks for the class there
     return derived
 
 
 def _tag(value: object) -> str | None:
-    """The name of the table for a value; None where it has no name."""
+    """Returns the entry of the table for a value; None if it has no name."""
     if isinstance(value, Mapping):
         name = cast(Mapping[object, object], value).get("name")
     else:

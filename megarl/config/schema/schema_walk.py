@@ -1,4 +1,4 @@
-"""The way through the schema: the sections and choices that a field's type holds, and the path of each."""
+"""Walks the schema: the sections and choices of a field's type, and their paths."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from megarl.config.schema.choices import OneOf
 
 
 def fields(schema: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The fields of a section by the keys that YAML has."""
+    """Returns the fields of a section by their keys in YAML."""
     return {info.alias or name: info for name, info in schema.model_fields.items()}
 
 
 def type_of(info: FieldInfo) -> Any:
-    """The plain type of a field."""
+    """Returns the plain type of a field."""
     return plain(info.rebuild_annotation())
 
 
 def plain(annotation: Any) -> Any:
-    """A type without Annotated and without ``| None``; of a field with choices, its ``OneOf``."""
+    """Returns a type without Annotated and without ``| None``; for choices, their ``OneOf``."""
     if hasattr(annotation, "__metadata__"):
         choices = [part for part in annotation.__metadata__ if isinstance(part, OneOf)]
         return choices[0] if choices else plain(annotation.__origin__)
@@ -34,7 +34,7 @@ def plain(annotation: Any) -> Any:
 
 
 def entries(annotation: Any) -> Any:
-    """The type of the entries of a mapping or a list; None where the type is neither."""
+    """Returns the type of the entries of a mapping or a list; None for other types."""
     inner = plain(annotation)
     if get_origin(inner) is Mapping:
         return plain(get_args(inner)[1])
@@ -44,19 +44,19 @@ def entries(annotation: Any) -> Any:
 
 
 def section(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field holds, by itself or as entries of a mapping or a list; None for plain values."""
+    """Returns the section of a field, or of the entries of a mapping or a list; None for plain values."""
     inner = entries(annotation) or plain(annotation)
     return inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None
 
 
 def choices(annotation: Any) -> Mapping[str, type[BaseModel]]:
-    """The choices that a field has, by name; empty where it has none."""
+    """Returns the choices of a field by name; empty without any."""
     inner = plain(annotation)
     return inner.table if isinstance(inner, OneOf) else {}
 
 
 def within(annotation: Any, part: object) -> Any:
-    """The type below a type: of a section's field, of an entry of a mapping or a list, or a choice; None if none is."""
+    """Returns the type of a section's field, of an entry of a mapping or a list, or of a choice; None without one."""
     table = choices(annotation)
     if table:
         return table.get(str(part))
@@ -69,9 +69,9 @@ def within(annotation: Any, part: object) -> Any:
 
 
 def keys(schema: type[BaseModel], loc: Sequence[int | str]) -> tuple[list[int | str], Any]:
-    """The keys of the configuration at which an error of a validation is, and the type there.
+    """Returns the path of a validation error in the configuration, and the type there.
 
-    Pydantic's locations have the name of a choice between the key of its field and that of an option.
+    Pydantic's locations also have the name of a choice, between the key of its field and that of an option.
     """
     path: list[int | str] = []
     here: Any = schema
@@ -83,7 +83,7 @@ def keys(schema: type[BaseModel], loc: Sequence[int | str]) -> tuple[list[int | 
 
 
 def sections(schema: type[BaseModel], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Every section and every ``OneOf`` below a schema with its path, outer ones first.
+    """Yields every section and every ``OneOf`` below a schema with its path, outer ones first.
 
     ``<name>`` and ``<n>`` stand for the entries of mappings and lists.
     """

@@ -9,8 +9,8 @@ from pydantic import Field
 
 from megarl.config.schema.algo import Algo, Scores
 from megarl.config.schema.base import Section, parse_devices
+from megarl.config.schema.cluster_sections import Cluster, Groups, Resharding, RoleConfig, Rollout
 from megarl.config.schema.inputs import Model, PairData, PromptData, TextData
-from megarl.config.schema.resources import Cluster, Groups, Resharding, RoleConfig, Rollout
 from megarl.config.schema.scoring_sections import HeldOut, PeriodicEvaluation, Reward
 from megarl.config.schema.training_sections import (
     PTX,
@@ -30,13 +30,13 @@ from megarl.types import Layout, RoleName
 
 
 class RunConfig(Section):
-    """What the configurations of all stages have in common."""
+    """The fields of all stages."""
 
     trained: ClassVar[tuple[RoleName, ...]] = ()
     """Roles that the stage trains; their optimizers are in the sections of their names."""
 
     stage: Literal["sft", "reward_model", "ppo", "raft", "eval"]
-    """What the run does."""
+    """The kind of run."""
     run: Run
     """The run itself."""
     model: Model
@@ -44,82 +44,68 @@ class RunConfig(Section):
     cluster: Cluster = Cluster()
     """The devices of the run."""
     groups: Groups
-    """Groups of devices by name, and the roles placed in each; null removes an inherited group."""
+    """Groups of devices by name, and the roles in each; null removes an inherited group."""
     tracking: Tracking = Tracking()
     """Where the metrics go."""
 
     def has_role(self, role: RoleName) -> bool:
-        """Whether a group has the role."""
         return any(role in group.roles for group in self.groups.values())
 
     def group_of(self, role: RoleName) -> str:
-        """The name of the group that has the role.
-
-        Raises:
-            KeyError: no group has it.
-        """
+        """Returns the name of the role's group; raises KeyError if no group has it."""
         for name, group in self.groups.items():
             if role in group.roles:
                 return name
         raise KeyError(role)
 
     def role(self, role: RoleName) -> RoleConfig:
-        """The role's own settings."""
         return self.groups[self.group_of(role)].roles[role]
 
     def device_list(self, group: str) -> tuple[int, ...]:
-        """The devices of a group, in the order of its ranks."""
+        """Returns the devices of a group, by rank."""
         return parse_devices(self.groups[group].devices)
 
     def layout(self, role: RoleName) -> Layout:
-        """How the role is split over its group; data parallelism is what tp and pp leave."""
-        own = self.role(role)
-        devices = len(self.device_list(self.group_of(role)))
-        return Layout(
-            tp=own.tp,
-            pp=own.pp,
-            dp=devices // (own.tp * own.pp),
-            vpp=own.vpp,
-            ep=own.ep,
-            sequence_parallel=own.sequence_parallel,
-        )
+        """Returns how the role is split over its group, with dp = devices / (tp * pp)."""
+        own, devices = self.role(role), len(self.device_list(self.group_of(role)))
+        dp, sequence_parallel = devices // (own.tp * own.pp), own.sequence_parallel
+        return Layout(tp=own.tp, pp=own.pp, dp=dp, vpp=own.vpp, ep=own.ep, sequence_parallel=sequence_parallel)
 
 
 class TrainingConfig(RunConfig):
-    """What the configurations of all stages have in common that train."""
+    """The fields of all stages that train."""
 
     run: TrainingRun  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
     """The run itself."""
     checkpoint: CheckpointSettings = CheckpointSettings()
-    """What the run keeps to go on after an interruption."""
+    """Checkpoints, from which the run resumes."""
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps of a trained role in a step of the run."""
+        """Optimizer steps of a trained role in one step of the run."""
         return 1
 
     @property
     def saved(self) -> tuple[RoleName, ...]:
-        """The roles of the run that checkpoints have."""
+        """The roles in checkpoints."""
         return tuple(role for role in self.trained if self.has_role(role))
 
     def optimizer_steps(self, role: RoleName) -> int:
-        """Optimizer steps of a trained role in the whole run: the length of the learning rate's schedule."""
+        """Returns the optimizer steps of a trained role in the run, which its learning rate's schedule covers."""
         del role
         return self.run.steps * self.updates_per_step
 
     def optimizer(self, role: RoleName) -> Optimizer:
-        """The optimizer of a trained role."""
         return getattr(self, role).optimizer
 
 
 class SFTConfig(TrainingConfig):
-    """A run of supervised fine-tuning of the role actor."""
+    """Supervised fine-tuning of the role actor."""
 
     trained: ClassVar[tuple[RoleName, ...]] = ("actor",)
 
     stage: Literal["sft"]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
-    """What the run does: supervised fine-tuning."""
+    """Supervised fine-tuning."""
     data: TextData
     """The demonstrations."""
     actor: Actor
@@ -127,29 +113,29 @@ class SFTConfig(TrainingConfig):
 
 
 class RewardModelConfig(TrainingConfig):
-    """A run that trains the role reward on preferences."""
+    """Training of the role reward on preferences."""
 
     trained: ClassVar[tuple[RoleName, ...]] = ("reward",)
 
     stage: Literal["reward_model"]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
-    """What the run does: training a reward model."""
+    """Training of a reward model."""
     data: PairData
     """The preference pairs."""
     reward: RewardTraining
     """The reward model's training."""
     normalisation: Normalisation | None = None
-    """Reference samples for the scale of the scores; null leaves the scores as they are. Needs rollout."""
+    """Scale the scores by reference samples; null does not. Needs rollout."""
     rollout: Rollout | None = None
     """Generation of the reference samples."""
 
 
 class PPOConfig(TrainingConfig):
-    """A run of PPO, or of a relative of it."""
+    """PPO and its relatives."""
 
     trained: ClassVar[tuple[RoleName, ...]] = ("actor", "critic")
 
     stage: Literal["ppo"]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
-    """What the run does: PPO."""
+    """PPO."""
     rollout: Rollout
     """Generation with vLLM."""
     data: PromptData
@@ -159,11 +145,11 @@ class PPOConfig(TrainingConfig):
     actor: Policy
     """The policy's training."""
     critic: Critic | None = None
-    """The value function's training, where the algorithm has a critic."""
+    """The critic's training, if the algorithm has one."""
     ptx: PTX | None = None
-    """Texts that the actor learns beside the rollouts; null is none."""
+    """Pretraining texts, on which the actor is trained together with the rollouts; null is none."""
     reward: Reward = Reward()
-    """What scores a response."""
+    """The score of a response."""
     evaluation: PeriodicEvaluation | None = None
     """Held-out prompts."""
     resharding: Resharding = Resharding()
@@ -171,39 +157,39 @@ class PPOConfig(TrainingConfig):
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps of a trained role in a step of the run."""
+        """Optimizer steps of a trained role in one step of the run."""
         return self.algo.ppo_epochs * self.algo.mini_batches
 
     @property
     def saved(self) -> tuple[RoleName, ...]:
-        """The roles of the run that checkpoints have: a reference, too, that follows the actor."""
+        """The roles in checkpoints, with a reference that moves towards the actor."""
         return super().saved if self.algo.kl.reference_sync is None else (*super().saved, "reference")
 
     def optimizer_steps(self, role: RoleName) -> int:
-        """Optimizer steps of a trained role in the whole run: the actor has none while the critic is warmed up."""
+        """Returns the optimizer steps of a trained role in the run; the actor has none in the critic's warm-up."""
         waited = self.critic.warmup_steps if role == "actor" and self.critic is not None else 0
         return (self.run.steps - waited) * self.updates_per_step
 
 
 class RAFTConfig(TrainingConfig):
-    """A run that answers, scores, selects, and fine-tunes on what is selected."""
+    """RAFT: each step samples responses, selects some by their scores, and fine-tunes the actor on these."""
 
     trained: ClassVar[tuple[RoleName, ...]] = ("actor",)
 
     stage: Literal["raft"]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
-    """What the run does: reward-ranked fine-tuning."""
+    """Reward-ranked fine-tuning."""
     rollout: Rollout
     """Generation with vLLM."""
     data: PromptData
     """The prompts."""
     raft: RAFTSettings = RAFTSettings()
-    """Which samples are learnt, and how."""
+    """The selection and the updates."""
     scores: Scores = Scores()
-    """What becomes of a response's score before samples are selected."""
+    """How the score of a response is shaped before the selection."""
     actor: Policy
     """The policy's training."""
     reward: Reward = Reward()
-    """What scores a response."""
+    """The score of a response."""
     evaluation: PeriodicEvaluation | None = None
     """Held-out prompts."""
     resharding: Resharding = Resharding()
@@ -211,25 +197,24 @@ class RAFTConfig(TrainingConfig):
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps in a step of the run."""
         return self.raft.epochs * self.raft.mini_batches
 
 
 class EvalConfig(RunConfig):
-    """A run that answers held-out prompts with a checkpoint, and scores the answers."""
+    """Evaluation of a checkpoint: responses to held-out prompts, and their scores."""
 
     stage: Literal["eval"]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
-    """What the run does: evaluation."""
+    """Evaluation."""
     run: Run
     """The run itself."""
     groups: Groups = Field(default={})  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen)
-    """Groups of devices by name, with the role reward where a reward model scores."""
+    """Groups of devices by name, with the role reward if a reward model scores."""
     rollout: Rollout
-    """Generation with vLLM, which reads the weights from the model's files."""
+    """Generation with vLLM, which loads the model's files."""
     evaluation: HeldOut
-    """The prompts, and what is reported."""
+    """The prompts, and the functions to report."""
     reward: Reward = Reward()
-    """What scores a response beside the functions of the evaluation."""
+    """The reward model, and the processes of the evaluation's functions."""
 
 
 STAGES: Final[Mapping[str, type[RunConfig]]] = {

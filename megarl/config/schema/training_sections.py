@@ -1,4 +1,4 @@
-"""The training of each role, the texts and samples beside it, and the output of a run."""
+"""The training of each role, and the output of a run."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ class Run(Section):
     """The run itself."""
 
     dir: str
-    """Directory that the run writes."""
+    """Directory of the run's output."""
     seed: Seed = 0
-    """Seed of sampling and of the order of the data."""
+    """Seed of the sampling and of the order of the data."""
 
 
 class TrainingRun(Run):
     """The run itself."""
 
     dir: str
-    """Directory that the run writes; where it has a checkpoint already, training goes on from there."""
+    """Directory of the run's output; training resumes from its last checkpoint, if there is one."""
     steps: Count
-    """Steps to take: a round of rollouts and its updates, of sft and reward_model an optimizer step."""
+    """Steps of the run, each of rollouts and their updates; in sft and reward_model, of an optimizer step."""
 
 
 class Optimizer(Section):
     """Adam with decoupled weight decay."""
 
     adam: Literal["pytorch", "tensorflow"] = "pytorch"
-    """Whether eps is added to the root of the second moment after its bias correction, or before."""
+    """pytorch adds eps to the root of the second moment after its bias correction, tensorflow before."""
     lr: Positive
-    """Learning rate, at its highest."""
+    """Highest learning rate."""
     schedule: Literal["constant", "linear", "cosine", "anneal"] = "constant"
-    """How the learning rate moves after the warm-up, until the run's last optimizer step. anneal is linear to 0 by the
-    run's steps: the optimizer steps of one of them have one rate, the first step lr."""
+    """The learning rate from the warm-up to the run's last optimizer step. anneal is linear from lr to 0 over the run's
+    steps: all optimizer steps of a step have the same rate."""
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Part of the run's optimizer steps in which the learning rate rises linearly from 0."""
+    """Fraction of the run's optimizer steps in which the learning rate rises linearly from 0."""
     final_lr: NotNegative = 0.0
     """Learning rate at the end of a linear or cosine schedule."""
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
@@ -69,23 +69,23 @@ class EMASettings(Section):
     """An exponential moving average of the actor's weights, in float32, updated after every optimizer step."""
 
     decay: Decay = 0.992
-    """What is kept of the average."""
+    """Decay of the average per optimizer step."""
 
 
 class Policy(Actor):
     """The policy's training."""
 
     ema: EMASettings | None = None
-    """Keep a moving average of the actor, export it too; null does not."""
+    """Keep a moving average of the actor's weights, and export it; null does not."""
 
 
 class CheckpointSettings(Section):
-    """What a run keeps to go on after an interruption."""
+    """Checkpoints, from which a run resumes."""
 
     every: Count | None = None
-    """Steps between checkpoints; the last step makes one in any case. null: the last step alone."""
+    """Steps between checkpoints; the last step always has one. null: the last step alone."""
     keep: Count = 2
-    """Checkpoints to keep; older ones are removed."""
+    """Number of checkpoints to keep; older ones are removed."""
 
 
 class Tracking(Section):
@@ -96,16 +96,16 @@ class Tracking(Section):
     wandb_project: str | None = None
     """Project of Weights & Biases to log to; null does not. Needs the package wandb."""
     samples: Natural = 4
-    """Samples of each step with rollouts and of each evaluation that samples.jsonl gets, with texts and scores."""
+    """Samples of each step with rollouts, and of each evaluation, in samples.jsonl, with texts and scores."""
 
 
 class ValueNorm(Section):
-    """The critic learns returns of mean 0 and variance 1, by moving moments."""
+    """Normalises the critic's targets to mean 0 and variance 1, by moving moments."""
 
     beta: Decay = 0.99995
     """Decay of the moments per step."""
     eps: Positive = 1e-5
-    """Keeps the correction of the moments' start off 0."""
+    """Least denominator of the moments' bias correction."""
 
 
 class Critic(Section):
@@ -114,40 +114,40 @@ class Critic(Section):
     optimizer: Optimizer
     """Optimizer of the critic."""
     path: str | None = None
-    """Hugging Face checkpoint whose body the critic starts from, a reward model's for example; null is the model's."""
+    """Hugging Face checkpoint of the critic's initial body, such as a reward model's; null takes the model's."""
     head: Literal["new", "loaded"] = "new"
-    """The value head: a new one, or the score head of path."""
+    """The initial value head: a new one, or the score head of path."""
     head_std: NotNegative = 0.0
     """Standard deviation of a new head's initial weights; 0 starts with all values at 0."""
     head_seed: Seed = 0
     """Seed of a new head's initial weights."""
     warmup_steps: Natural = 0
-    """First steps of the run in which the critic alone is trained."""
+    """Steps at the start of the run that train the critic alone."""
     value_norm: ValueNorm | None = None
-    """Normalise what the critic learns; null does not."""
+    """Normalise the critic's targets; null does not."""
 
 
 class PTX(Section):
-    """Texts that the actor learns beside the rollouts, in the same optimizer steps."""
+    """Pretraining texts, in the actor's optimizer steps, in addition to the rollouts."""
 
     data: Source
-    """Rows as of data.train of stage sft."""
+    """Rows as in data.train of stage sft."""
     max_tokens: Count
-    """Tokens of a row, at most."""
+    """Largest number of tokens of a row."""
     sequences_per_mini_batch: Count
-    """Rows in each optimizer step; the data begins again when it is through."""
+    """Rows in each optimizer step; the data is repeated."""
     coef: NotNegative
-    """Weight of their loss, the mean negative log-likelihood per token."""
+    """Weight of the texts' loss, the mean negative log-likelihood per token."""
     mode: Literal["add", "convex", "deepspeed"] = "add"
-    """The whole: policy + coef * texts; (1 - coef) * policy + coef * texts; half of the first."""
+    """The loss: policy + coef * texts; (1 - coef) * policy + coef * texts; or half of the first."""
     loss_on: LossOn = "all"
-    """Tokens that are learnt."""
+    """Tokens in the loss."""
     chat_template: bool = False
-    """Text prompts are what a user says: put them into the tokenizer's chat template. Chats always are."""
+    """Put text prompts into the tokenizer's chat template, as a user's message; chats always are."""
 
 
 class RAFTSettings(Section):
-    """Which samples of a step are learnt, and how."""
+    """The selection of a step's samples, and the updates on them."""
 
     strategy: Annotated[Choice, SELECTIONS] = SELECTIONS("local")
     """Which samples are selected."""
@@ -160,11 +160,11 @@ class RAFTSettings(Section):
     mini_batches: Count = 1
     """Optimizer steps in a pass."""
     loss_on: LossOn = "response"
-    """Tokens that are learnt."""
+    """Tokens in the loss."""
 
 
 class RewardTraining(Section):
-    """The reward model's training; its body starts as the model's, its head normally distributed around 0."""
+    """The reward model's training; its body starts as the model's, its head from a normal distribution."""
 
     optimizer: Optimizer
     """Optimizer of the reward model."""
@@ -173,21 +173,21 @@ class RewardTraining(Section):
     head_seed: Seed = 0
     """Seed of the head's initial weights."""
     loss: Annotated[Choice, PREFERENCE_LOSSES] = PREFERENCE_LOSSES("pairwise")
-    """How the preferences are learnt."""
+    """The loss of preferences."""
 
 
 class Normalisation(Section):
-    """Reference samples, drawn from the model as it was before: the trained scores have this mean and std there."""
+    """Scales the trained scores to a mean and std over reference samples, drawn from the model before training."""
 
     prompts: Source
     """Rows with a prompt each."""
     samples: Count = 512
     """Prompts to answer, once each."""
     mean: float = 0.0
-    """Mean that the scores get."""
+    """Mean of the scaled scores."""
     std: Positive = 1.0
-    """Standard deviation that the scores get."""
+    """Standard deviation of the scaled scores."""
     ddof: Literal[0, 1] = 0
-    """What is taken off the number of samples in the variance that is measured: 0 population, 1 sample."""
+    """Degrees of freedom in the measured variance: 0 divides by the number of samples n, 1 by n - 1."""
     before: bool = False
-    """Scale the head by the same samples before the training, too."""
+    """Scale the head by the same samples before training, too."""

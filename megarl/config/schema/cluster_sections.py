@@ -1,0 +1,162 @@
+"""The devices of a run, the roles and engines on them, and the transfer of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from megarl.bounds import Count, Natural, Positive
+from megarl.config.schema.base import Devices, GroupName, Section, parse_devices, without_removed
+from megarl.types import RoleName
+
+
+class TimeLimits(Section):
+    """How long a call of each phase may take, seconds; then the run ends and names the ranks without an answer."""
+
+    start: Positive = 1800.0
+    """Starting the processes, loading the models, connecting the ranks, ending the processes."""
+    rollout: Positive = 3600.0
+    """Generating the responses of a step or of an evaluation."""
+    scoring: Positive = 1800.0
+    """Running the reward functions on the responses of a step."""
+    inference: Positive = 1800.0
+    """One role's forward pass over the responses of a step."""
+    update: Positive = 3600.0
+    """One role's optimizer steps of a step."""
+    sync: Positive = 600.0
+    """Moving the actor's weights into the engines, and verifying them."""
+    checkpoint: Positive = 1800.0
+    """Writing or reading one role's part of a checkpoint or of an export."""
+
+    @property
+    def calls(self) -> float:
+        """Limit of a step's reward function calls: below ``scoring``, so that a slow function does not end the run."""
+        return 0.9 * self.scoring
+
+    @property
+    def patience(self) -> float:
+        """How long a rank waits for its peers, seconds: longer than any call, so that the driver ends the run first.
+
+        The driver can name the rank that hangs; a waiting rank cannot.
+        """
+        return 2 * max(self.model_dump().values())
+
+
+class Cluster(Section):
+    """The devices of the run, numbered over all nodes: the first one of node n is n * devices_per_node."""
+
+    nodes: Count = 1
+    """Nodes; with device cpu they are virtual, and only set the distance between devices."""
+    devices_per_node: Count = 8
+    """Devices of each node."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """Kind of the devices: GPUs, or virtual slots of the CPU."""
+    address: str | None = None
+    """Address of a running Ray to join, such as 10.0.0.1:6379, or auto for the one that RAY_ADDRESS names; null starts
+    one on this machine."""
+    object_store_mib: Annotated[int, Field(ge=80)] = 4096
+    """Shared memory of each node for rollouts and experience, MiB."""
+    time_limits: TimeLimits = TimeLimits()
+    """How long a call of each phase may take, seconds."""
+
+
+class RoleConfig(Section):
+    """How a role is split over its group; its data parallel size is devices / (tp * pp)."""
+
+    tp: Count = 1
+    """Tensor parallel size: ranks that share each matrix."""
+    pp: Count = 1
+    """Pipeline parallel size: stages."""
+    vpp: Count = 1
+    """Model chunks per pipeline stage; 1 is no interleaving."""
+    ep: Count = 1
+    """Expert parallel size: neighbouring replicas that share the experts of each layer."""
+    sequence_parallel: bool = False
+    """Split the activations outside of the tensor-parallel regions along the sequence."""
+    tokens_per_micro_batch: Count = 8192
+    """Largest number of tokens (prompts and responses) of a packed micro-batch."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations that the backward pass recomputes: none, those of attention, or those of whole layers."""
+    offload: bool = False
+    """Keep the role in host memory while others use its devices."""
+
+
+class Group(Section):
+    """Devices with one process each, and the roles that share these processes."""
+
+    devices: Devices
+    """Devices of the group, such as 0-3 or 0,1,4-5; groups are disjoint."""
+    roles: Annotated[Mapping[RoleName, RoleConfig], BeforeValidator(without_removed)]
+    """Roles of the group; null removes an inherited one."""
+
+
+Groups = Annotated[Mapping[GroupName, Group], BeforeValidator(without_removed)]
+
+
+class Rollout(Section):
+    """Generation with vLLM: one engine for every tp devices."""
+
+    devices: Devices
+    """Devices of the engines; they may be shared with groups."""
+    tp: Count = 1
+    """Tensor parallel size of each engine."""
+    temperature: Positive = 1.0
+    """Divides the logits, in the trainers too."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the likeliest tokens that together have this probability; 1 samples from all."""
+    top_k: Count | None = None
+    """Sample from this many likeliest tokens; null samples from all."""
+    min_new_tokens: Natural = 0
+    """Least number of tokens of a response: no end token is sampled before."""
+    max_new_tokens: Count
+    """Largest number of tokens of a response."""
+    stop: tuple[str, ...] = Field(default=(), strict=False)
+    """Texts that end a response and stay in it. Needs a tokenizer."""
+    stop_token_ids: tuple[Natural, ...] = Field(default=(), strict=False)
+    """Token ids that end a response, besides the model's end tokens."""
+    max_model_len: Count
+    """Largest number of tokens of prompt and response together."""
+    quantization: Literal["fp8_per_channel"] | None = None
+    """Compute the engines' linear layers in float8, with a scale per output channel and per token; null does not."""
+    kv_cache_mib: Count = 4096
+    """Memory of the key-value cache of each engine rank, MiB."""
+    sleep: bool = False
+    """Free the engines' weights and caches while the trainers work: needed where they share devices."""
+    sync_every: Count = 1
+    """Steps between transfers of the weights into the engines, whose weights are up to sync_every - 1 steps old."""
+    record: str | None = None
+    """Directory for each step's rollouts."""
+    replay: str | None = None
+    """Directory of recorded rollouts, which replace the generation of their steps."""
+
+    @property
+    def engines(self) -> int:
+        """Number of engines."""
+        return len(parse_devices(self.devices)) // self.tp
+
+
+class LogprobGate(Section):
+    """After the first sync and after a resume, trainer and engines must agree on log-probabilities."""
+
+    sequences: Count = 16
+    """Random sequences that both score."""
+    tokens: Annotated[int, Field(ge=2)] = 32
+    """Largest number of tokens of each."""
+    max_mean_abs_diff: Positive | None = None
+    """Largest mean absolute difference, nats; null is 1e-4 for float32 and 0.05 for bfloat16."""
+
+
+class Resharding(Section):
+    """The transfer of the actor's weights into the engines."""
+
+    bucket_mib: Positive = 256.0
+    """Memory of a bucket, MiB. A rank of an engine receives into two, and a trainer's sends from two where it cannot
+    write there. Larger parameters come in parts; an engine joins the parts of those that vLLM packs."""
+    verify: bool = True
+    """Send a checksum with every message and check it."""
+    transport: Literal["auto", "gloo", "shared_memory"] = "auto"
+    """Transport of messages; auto takes the fastest between each two processes, the others are for device cpu."""
+    gate: LogprobGate | None = LogprobGate()
+    """The check of log-probabilities before training; null does not check."""
