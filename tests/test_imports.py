@@ -53,7 +53,6 @@ TORCH_FREE = (
     "run.attempts",
     "run.display",
     "run.sinks",
-    "run.trackers",
     "plan",
     "plugins",
     "remote",

@@ -10,8 +10,7 @@ from typing import Literal, get_args
 
 from megarl.convert.dcp import METADATA
 from megarl.errors import UsageError
-from megarl.run.checkpoints import NAME as MANIFEST
-from megarl.run.checkpoints import CheckpointManifest, Checkpoints
+from megarl.run.checkpoints import MANIFEST, CheckpointManifest, Checkpoints
 from megarl.types import HEADS, HeadName, RoleName
 
 TRACKER = "latest_checkpointed_iteration.txt"

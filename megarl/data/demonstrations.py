@@ -6,11 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from megarl.config.schema import Fault, SourceFields
-from megarl.data.encoding import PROMPTS, Encoder, messages
+from megarl.data.encoding import PROMPTS, Encoder, Ids, messages
 from megarl.data.sources import Row, Rows, parse_rows
 
 _RESPONSES = ("response_ids", "response", "completion")
@@ -22,29 +19,20 @@ class Demonstration:
 
     Args:
         key: unique in its data set, the same in every run.
-        prompt_ids: [P] int32.
-        response_ids: [R] int32, end token included.
+        response_ids: end token included.
     """
 
     key: str
-    prompt_ids: npt.NDArray[np.int32]
-    response_ids: npt.NDArray[np.int32]
+    prompt_ids: Ids
+    response_ids: Ids
 
     @property
     def content(self) -> bytes:
-        """Returns the tokens, with the boundary of the response marked."""
         return b"|".join(ids.tobytes() for ids in (self.prompt_ids, self.response_ids))
 
 
 def load_demonstrations(source: SourceFields, encoder: Encoder, *, drop: Collection[Fault] = ()) -> Rows[Demonstration]:
-    """Reads demonstrations; see docs/data.md for the columns. A row's key is its number.
-
-    Args:
-        drop: faults of rows that are dropped; rows with other faults are errors.
-
-    Raises:
-        OSError, ValueError: the source cannot be read, or rows are broken; the first ones are named.
-    """
+    """Reads demonstrations (columns: docs/data.md), keyed by row number. See `parse_rows` for `drop` and errors."""
 
     def parse(row: Row, columns: dict[str, Any]) -> Demonstration:
         if "messages" in columns and not any(name in columns for name in _RESPONSES):

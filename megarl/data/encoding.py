@@ -12,6 +12,7 @@ from megarl.data.sources import UnusableRowError, listed
 from megarl.data.tokenizer import Message, Tokenizer
 
 Ids = npt.NDArray[np.int32]
+"""[tokens] int32."""
 Columns = dict[str, Any]
 
 PROMPTS = ("prompt_ids", "token_ids", "prompt")
@@ -19,11 +20,10 @@ PROMPTS = ("prompt_ids", "token_ids", "prompt")
 
 
 class Encoder:
-    """Encodes prompts and responses given as text, chats or ids.
+    """Encodes prompts and responses that are text, chats or ids.
 
     Args:
         tokenizer: None where all rows have ids.
-        vocab_size: ids must lie below it.
         chat_template: a text prompt becomes a chat of one user message.
         max_tokens: of a row.
 
@@ -36,33 +36,29 @@ class Encoder:
             tokenizer.check(vocab_size=vocab_size, chat_template=chat_template)
         elif chat_template:
             raise ValueError("chat_template needs a tokenizer, and there is none")
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._chat_template = chat_template
-        self._max_tokens = max_tokens
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._chat_template, self._max_tokens = chat_template, max_tokens
 
     def prompt(self, columns: Columns, *names: str) -> Ids:
-        """Encodes a prompt from the first of these columns that the row has; names in ``_ids`` hold ids."""
+        """Encodes a prompt from the first of these columns that the row has; those named `*_ids` hold ids."""
         name = first_of(columns, *names)
         value = columns[name]
         if name.endswith("_ids"):
             return self.ids(name, value)
-        if isinstance(value, str) and name != "messages":
-            return self.text(value)
-        return self.chat(messages(name, value))
-
-    def text(self, text: str) -> Ids:
+        if not isinstance(value, str) or name == "messages":
+            return self.chat(messages(name, value))
         if self._chat_template:
-            return self.chat([{"role": "user", "content": text}])
-        return _some("prompt", self._need().encode(text))
+            return self.chat([{"role": "user", "content": value}])
+        return _as_array("prompt", self._require_tokenizer().encode(value))
 
     def chat(self, chat: Sequence[Message]) -> Ids:
+        """Encodes a prompt that is a chat."""
         if chat[-1]["role"] == "assistant":
             raise ValueError("the last message of a prompt is the assistant's: nothing is left to answer")
-        return _some("prompt", self._need().chat(chat))
+        return _as_array("prompt", self._require_tokenizer().chat(chat))
 
     def response(self, columns: Columns, *names: str) -> Ids:
-        """Encodes a response from the first of these columns that the row has; names in ``_ids`` hold ids."""
+        """Encodes a response, found as `prompt` finds a prompt."""
         name = first_of(columns, *names)
         value = columns[name]
         if name.endswith("_ids"):
@@ -75,43 +71,43 @@ class Encoder:
         return self.answer(chat[0]["content"])
 
     def answer(self, text: str) -> Ids:
-        """Encodes a response of text. Raises UnusableRowError where it is empty or white space."""
+        """Encodes a response that is text; raises UnusableRowError if it is empty or white space."""
         if not text.strip():
             raise UnusableRowError("empty", "a response is empty")
-        return _some("response", self._need().respond(text))
+        return _as_array("response", self._require_tokenizer().respond(text))
 
     def ids(self, name: str, value: object) -> Ids:
-        """Checks ids and returns them as an array. Raises UnusableRowError where there are none."""
+        """Checks ids and returns them as an array; raises UnusableRowError if there are none."""
         if not isinstance(value, list):
             raise ValueError(f"{name} must be a list of token ids")
         for token in cast(list[Any], value):
             if type(token) is not int or not 0 <= token < self._vocab_size:
                 raise ValueError(f"{name} holds {token!r}: ids are integers from 0 to {self._vocab_size - 1}")
-        return _some(name, cast(list[int], value))
+        return _as_array(name, cast(list[int], value))
 
     def check_length(self, *parts: Ids) -> None:
-        """Raises UnusableRowError where a row of these parts is too long."""
+        """Raises UnusableRowError if these parts of a row are too long together."""
         tokens = sum(map(len, parts))
         if tokens > self._max_tokens:
             reason = f"{tokens} tokens are too many: at most {max(self._max_tokens, 0)} fit"
             raise UnusableRowError("too_long", reason, tokens)
 
-    def _need(self) -> Tokenizer:
+    def _require_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
             raise ValueError("text needs a tokenizer, and there is none; set model.tokenizer, or give token ids")
         return self._tokenizer
 
 
 def first_of(columns: Mapping[str, Any], *names: str) -> str:
-    """Returns the first of the names that is a column; raises ValueError where none is."""
-    for name in names:
-        if name in columns:
-            return name
-    raise ValueError(f"there is no column {' or '.join(names)}; there are {listed(columns)}")
+    """Returns the first of the names that is a column; raises ValueError if none is."""
+    name = next((name for name in names if name in columns), None)
+    if name is None:
+        raise ValueError(f"there is no column {' or '.join(names)}; there are {listed(columns)}")
+    return name
 
 
 def messages(name: str, value: object) -> list[Message]:
-    """Reads a chat: a list of messages with role and content, both text; raises ValueError otherwise."""
+    """Returns a chat; raises ValueError unless it is a list of messages with role and content, both text."""
     if not isinstance(value, list) or not value:
         raise ValueError(f"{name} must be a list of messages" + ("" if name == "messages" else ", or text"))
     chat: list[Message] = []
@@ -125,7 +121,7 @@ def messages(name: str, value: object) -> list[Message]:
     return chat
 
 
-def _some(name: str, ids: list[int]) -> Ids:
+def _as_array(name: str, ids: list[int]) -> Ids:
     if not ids:
         raise UnusableRowError("empty", f"{name} has no token")
     return np.array(ids, dtype=np.int32)

@@ -1,12 +1,12 @@
 """Packs (micro-batches) as flat arrays: sequences end to end, without padding between them (THD).
 
-Index convention: a row with P prompt and R response tokens that starts at position s holds prompt token i at s + i and
-response token t at s + P + t. The log-probability, entropy and value of response token t are the model's outputs at the
-position that predicts it, s + P + t - 1 (``source_positions``). The score of a row is the output at its last token,
-s + P + R - 1 (``last_positions``).
+A row with P prompt and R response tokens that starts at position s has prompt token i at s + i and response token t at
+s + P + t. The log-probability, entropy and value of response token t are the model's outputs at the position that
+predicts it, s + P + t - 1 (`source_positions`). The score of a row is the output at its last token, s + P + R - 1
+(`last_positions`).
 
-Padding at the end of a pack consists of short sequences, so that every position attends to something and the lengths
-add up to the padded length. Its outputs are not used. A pack without rows is padding alone.
+The padding at the end of a pack is short sequences, so that every position attends to something and the lengths add up
+to the padded length. Its outputs are not used. A pack without rows is all padding.
 
 Shapes: S positions of the pack, B rows, T response tokens of all rows ("flat").
 """
@@ -23,18 +23,16 @@ import numpy.typing as npt
 
 from megarl.types import PackRow, Ragged
 
-PAD_TOKEN_ID = 0
-"""Any id of the vocabulary would do."""
-
+PAD_TOKEN_ID = 0  # any id of the vocabulary would do
 PAD_SEQUENCE_TOKENS = 64
-"""Length of padding sequences. Attention is quadratic in it: with one sequence of padding, empty packs would cost most.
-Very short sequences cost time where attention loops over them."""
+"""Length of padding sequences. Attention is quadratic in it: if all padding were one sequence, empty packs would cost
+most. Very short sequences cost time where attention loops over them."""
 
 V_co = TypeVar("V_co", covariant=True)
 
 
 class Chunks(Protocol[V_co]):
-    """One value per chunk, by chunk index, perhaps fetched on access."""
+    """One value per chunk, by chunk index; access may fetch it."""
 
     def __getitem__(self, chunk: int, /) -> V_co: ...
 
@@ -51,11 +49,11 @@ class TokenChunk(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PackShape:
-    """Sequence lengths of a pack; every pipeline stage needs them.
+    """The lengths of a pack's sequences, padding included; every pipeline stage needs them.
 
     Args:
         cu_seqlens: [sequences + 1] int32, starts of the sequences and the end: from 0 to S.
-        max_seqlen: tokens of the longest sequence, padding included.
+        max_seqlen: tokens of the longest sequence.
     """
 
     cu_seqlens: npt.NDArray[np.int32]
@@ -83,7 +81,7 @@ class PackedBatch:
 
 
 def pack_shape(rows: Sequence[PackRow], pack_tokens: int) -> PackShape:
-    """Returns the shape of a pack padded to ``pack_tokens``; raises ValueError where the rows do not fit."""
+    """Returns the shape of a pack padded to `pack_tokens`; raises ValueError if the rows do not fit."""
     lengths = [row.tokens for row in rows]
     padding = pack_tokens - sum(lengths)
     if padding < 0:
@@ -93,14 +91,13 @@ def pack_shape(rows: Sequence[PackRow], pack_tokens: int) -> PackShape:
 
 
 def pack(rows: Sequence[PackRow], chunks: Chunks[TokenChunk], pack_tokens: int) -> PackedBatch:
-    """Packs the tokens of the rows; the schedule decides where each response begins, not the chunk.
+    """Packs the tokens of the rows, fetching only their chunks; the rows say where each response begins.
 
     Args:
-        chunks: tokens by chunk; only the chunks of the rows are fetched.
         pack_tokens: S.
 
     Raises:
-        ValueError: the rows do not fit, or a row's length is not the schedule's.
+        ValueError: the rows do not fit, or a row's length is not that of its tokens.
     """
     shape = pack_shape(rows, pack_tokens)
     tokens = np.full(pack_tokens, PAD_TOKEN_ID, dtype=np.int64)
@@ -129,7 +126,7 @@ def pack(rows: Sequence[PackRow], chunks: Chunks[TokenChunk], pack_tokens: int) 
 
 
 def gather(rows: Iterable[PackRow], column: Chunks[Ragged]) -> npt.NDArray[np.float32]:
-    """Returns a column of the rows, [T] float32, in the pack's order; raises ValueError on a wrong length."""
+    """Returns a column of the rows in their order, [T] float32; raises ValueError on a wrong length."""
     values: list[npt.NDArray[Any]] = []
     for row in rows:
         value = column[row.chunk][row.row]
@@ -142,26 +139,24 @@ def gather(rows: Iterable[PackRow], column: Chunks[Ragged]) -> npt.NDArray[np.fl
 
 
 def scatter(rows: Sequence[PackRow], flat: npt.NDArray[np.float32]) -> dict[int, Ragged]:
-    """The inverse of ``gather`` for whole chunks: one column per chunk.
+    """Returns one column per chunk: the inverse of `gather` for whole chunks.
 
     Args:
         rows: every row of every chunk that occurs, in any order.
-        flat: [T] float32, in the order of ``rows``.
+        flat: [T] float32, in the order of `rows`.
 
     Raises:
         ValueError: a chunk is incomplete, or the number of values is wrong.
     """
-    ends = np.cumsum([row.response_tokens for row in rows])
-    if len(flat) != (ends[-1] if rows else 0):
-        raise ValueError(f"{len(flat)} values for {ends[-1] if rows else 0} response tokens")
-    pieces = np.split(flat, ends[:-1])
-    return {
-        chunk: Ragged.from_rows([pieces[i] for i in order], np.float32) for chunk, order in _row_order(rows).items()
-    }
+    lengths = [row.response_tokens for row in rows]
+    if len(flat) != sum(lengths):
+        raise ValueError(f"{len(flat)} values for {sum(lengths)} response tokens")
+    parts = np.split(flat, np.cumsum(lengths)[:-1])
+    return {chunk: Ragged.from_rows([parts[i] for i in order], np.float32) for chunk, order in _row_order(rows).items()}
 
 
 def scatter_scalars(rows: Sequence[PackRow], values: npt.NDArray[np.float32]) -> dict[int, npt.NDArray[np.float32]]:
-    """Splits values per row, [B] float32, into one [N] float32 array per chunk; see ``scatter``."""
+    """Returns one [N] float32 array per chunk from values per row, [B] float32; see `scatter`."""
     if len(values) != len(rows):
         raise ValueError(f"{len(values)} values for {len(rows)} rows")
     return {chunk: values[order].astype(np.float32) for chunk, order in _row_order(rows).items()}
@@ -173,12 +168,12 @@ def _row_order(rows: Sequence[PackRow]) -> dict[int, list[int]]:
     for index, row in enumerate(rows):
         indices[row.chunk][row.row] = index
     if sum(map(len, indices.values())) != len(rows) or any(max(p) != len(p) - 1 for p in indices.values()):
-        raise ValueError("rows do not make whole chunks: one is missing or there twice")
+        raise ValueError("rows do not make whole chunks: one is missing or listed twice")
     return {chunk: [by_row[i] for i in range(len(by_row))] for chunk, by_row in sorted(indices.items())}
 
 
 def _ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Concatenates arange(start, start + length) of each pair."""
+    """Returns the concatenated arange(start, start + length) of each pair."""
     before = np.cumsum(lengths) - lengths
     return np.arange(lengths.sum(), dtype=np.int64) + np.repeat(starts - before, lengths)
 

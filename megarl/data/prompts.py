@@ -16,18 +16,14 @@ from megarl.types import Prompt, SampleRequest
 
 
 def load_prompts(source: SourceFields, encoder: Encoder, *, drop: Collection[Fault] = ()) -> Rows[Prompt]:
-    """Reads prompts; see docs/data.md for the columns. Columns that are not read become ``fields``.
-
-    Args:
-        drop: faults of rows that are dropped; rows with other faults are errors.
-
-    Raises:
-        OSError, ValueError: the source cannot be read, or rows are broken; the first ones are named.
-    """
+    """Reads prompts (columns: docs/data.md); other columns become `fields`. See `parse_rows` for `drop` and errors."""
     places: dict[str, str] = {}
 
     def parse(row: Row, columns: dict[str, Any]) -> Prompt:
-        prompt_id = _prompt_id(columns.pop("prompt_id", row.number))
+        given = columns.pop("prompt_id", row.number)
+        if not isinstance(given, int | str) or isinstance(given, bool) or given == "":
+            raise ValueError(f"prompt_id is {given!r}: it must be text that is not empty, or a whole number")
+        prompt_id = str(given)
         if prompt_id in places:
             raise ValueError(f"prompt_id {prompt_id!r} is that of {places[prompt_id]}")
         places[prompt_id] = row.where
@@ -40,14 +36,8 @@ def load_prompts(source: SourceFields, encoder: Encoder, *, drop: Collection[Fau
     return parse_rows(source, parse, drop)
 
 
-def _prompt_id(value: object) -> str:
-    if not isinstance(value, int | str) or isinstance(value, bool) or value == "":
-        raise ValueError(f"prompt_id is {value!r}: it must be text that is not empty, or a whole number")
-    return str(value)
-
-
 def random_prompts(*, count: int, min_tokens: int, max_tokens: int, vocab_size: int, seed: int) -> list[Prompt]:
-    """Returns prompts of random ids, ``min_tokens`` to ``max_tokens`` long; prompt i does not depend on ``count``."""
+    """Returns prompts of random ids, `min_tokens` to `max_tokens` long; prompt i does not depend on `count`."""
     prompts: list[Prompt] = []
     for index in range(count):
         random = np.random.default_rng([seed, index])
@@ -62,32 +52,31 @@ def sample_requests(
 ) -> list[SampleRequest]:
     """Returns the requests of a step; seeds depend on (seed, step, prompt id, sample index) alone.
 
-    A sample's id is ``step/prompt id/sample index``. A prompt that occurs twice in a step gets twice the samples.
+    A sample's id is `step/prompt id/sample index`. A prompt that occurs twice in a step gets twice the samples.
 
     Args:
-        temperature: None uses the rollouts' own.
+        temperature: None is that of the configuration.
     """
     drawn: Counter[str] = Counter()
     requests: list[SampleRequest] = []
     for prompt in prompts:
-        for _ in range(samples_per_prompt):
-            index = drawn[prompt.prompt_id]
-            drawn[prompt.prompt_id] += 1
-            requests.append(
-                SampleRequest(
-                    sample_id=f"{step}/{prompt.prompt_id}/{index}",
-                    prompt=prompt,
-                    seed=stable_hash(seed, step, prompt.prompt_id, index),
-                    temperature=temperature,
-                )
+        first = drawn[prompt.prompt_id]
+        drawn[prompt.prompt_id] += samples_per_prompt
+        requests += [
+            SampleRequest(
+                sample_id=f"{step}/{prompt.prompt_id}/{index}",
+                prompt=prompt,
+                seed=stable_hash(seed, step, prompt.prompt_id, index),
+                temperature=temperature,
             )
+            for index in range(first, first + samples_per_prompt)
+        ]
     return requests
 
 
 def greedy_requests(prompts: Sequence[Prompt], *, step: int) -> list[SampleRequest]:
-    """Returns one greedy request per distinct prompt, with the id ``step/prompt id/greedy``."""
-    different = {prompt.prompt_id: prompt for prompt in prompts}
+    """Returns one greedy request per distinct prompt, with the id `step/prompt id/greedy`."""
     return [
         SampleRequest(sample_id=f"{step}/{prompt_id}/greedy", prompt=prompt, seed=0, temperature=0.0)
-        for prompt_id, prompt in different.items()
+        for prompt_id, prompt in {prompt.prompt_id: prompt for prompt in prompts}.items()
     ]

@@ -1,4 +1,4 @@
-"""Rows from JSONL and Parquet files and Hugging Face data sets."""
+"""Rows of JSONL and Parquet files and of Hugging Face data sets."""
 
 from __future__ import annotations
 
@@ -11,18 +11,14 @@ from typing import Any, Final, Generic, TypeVar, cast
 
 from megarl.config.schema import Fault, SourceFields
 
-SHOWN = 10
-"""Number of reasons that a report names; it counts the rows with others."""
+_SHOWN = 10
+"""Reasons that a report names; of others it counts the rows."""
 
 T = TypeVar("T")
 
 
 class UnusableRowError(ValueError):
-    """A row can be read but not be trained on.
-
-    Args:
-        tokens: of a row that is too long.
-    """
+    """A row can be read but not be trained on; `tokens` is the length of a row that is too long."""
 
     def __init__(self, fault: Fault, message: str, tokens: int = 0) -> None:
         super().__init__(message)
@@ -45,8 +41,11 @@ class Row:
     content: bytes | Mapping[str, Any]
 
     def columns(self) -> dict[str, Any]:
-        """Returns the columns that are not null; raises ValueError where the line is not a JSON object."""
-        content = _parsed(self.content) if isinstance(self.content, bytes) else self.content
+        """Returns the columns that are not null; raises ValueError if the line is not a JSON object."""
+        try:
+            content: Any = json.loads(self.content) if isinstance(self.content, bytes) else self.content
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not JSON: {error.msg}, column {error.colno}") from error
         if not isinstance(content, Mapping):
             raise ValueError("a row must be a JSON object")
         return {name: value for name, value in cast(Mapping[str, Any], content).items() if value is not None}
@@ -54,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOut:
-    """A row that was dropped: where it is, its fault, and the reason in words."""
+    """A row that is not used: file and line, or data set and row; its fault, and the reason in words."""
 
     where: str
     fault: Fault
@@ -63,7 +62,7 @@ class LeftOut:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows(Generic[T]):
-    """The items made from a source, in its order, and the rows that were dropped."""
+    """The items of a source, in its order, and the rows that are not used."""
 
     items: Sequence[T]
     left_out: Sequence[LeftOut]
@@ -74,7 +73,7 @@ def read_rows(source: SourceFields) -> Iterator[Row]:
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: there is no such file or data set, or its format is not what its name says.
+        ValueError: there is no such file or data set, or its name states another format.
     """
     path = Path(source.path)
     if path.suffix in _READERS:
@@ -96,10 +95,10 @@ def parse_rows(
 
     Args:
         parse: makes an item of a row and its renamed columns; a ValueError means that the row is broken.
-        drop: faults of rows that are dropped; rows with other faults are broken.
+        drop: faults of rows that are left out; rows with other faults are broken.
 
     Raises:
-        OSError, ValueError: as of ``read_rows``; or rows are broken, or none is left.
+        OSError, ValueError: the source cannot be read, rows are broken, or none is left; the first rows are named.
     """
     made: list[T] = []
     left_out: list[LeftOut] = []
@@ -117,33 +116,31 @@ def parse_rows(
         except ValueError as error:
             broken.append((row.where, str(error)))
     if broken:
-        listed = report(broken)
         most = f"; the longest has {longest} tokens" if longest else ""
-        heading = [f"{len(broken)} of {len(made) + len(left_out) + len(broken)} rows are broken{most}:"]
-        raise ValueError("\n      ".join([*(heading if len(broken) > 1 else []), *listed]))
+        heading = f"{len(broken)} of {len(made) + len(left_out) + len(broken)} rows are broken{most}:"
+        raise ValueError("\n      ".join(([heading] if len(broken) > 1 else []) + _report(broken)))
     if not made:
-        of_no_use = "\n      ".join(
-            [f"none of its {len(left_out)} rows is of use:", *report([(row.where, row.reason) for row in left_out])]
-        )
-        raise ValueError(f"{source.path}: " + (of_no_use if left_out else "no rows"))
+        reasons = _report([(row.where, row.reason) for row in left_out])
+        none_left = [f"none of its {len(left_out)} rows is of use:", *reasons] if left_out else ["no rows"]
+        raise ValueError(f"{source.path}: " + "\n      ".join(none_left))
     return Rows(items=made, left_out=left_out)
 
 
-def report(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Names each reason once, with its first row and the number of others; rows are (where, reason)."""
+def _report(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Returns a line per reason, with its first row and the number of others; rows are (where, reason)."""
     places: dict[str, list[str]] = defaultdict(list)
     for where, reason in rows:
         places[reason].append(where)
     lines = [
         f"{first}{f' (and {len(others)} more)' if others else ''}: {reason}"
-        for reason, (first, *others) in list(places.items())[:SHOWN]
+        for reason, (first, *others) in list(places.items())[:_SHOWN]
     ]
-    unnamed = sum(map(len, list(places.values())[SHOWN:]))
+    unnamed = sum(map(len, list(places.values())[_SHOWN:]))
     return [*lines, f"and {unnamed} more"] if unnamed else lines
 
 
 def _renamed(columns: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Renames columns; ``names`` maps our names to the source's."""
+    """Renames columns; `names` maps our names to the source's."""
     missing = [theirs for theirs in names.values() if theirs not in columns]
     if missing:
         raise ValueError(f"there is no column {missing[0]!r}; there are {listed(columns)}")
@@ -153,13 +150,6 @@ def _renamed(columns: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any
 
 def listed(names: Iterable[str]) -> str:
     return ", ".join(names) or "none"
-
-
-def _parsed(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg}, column {error.colno}") from error
 
 
 def _lines(path: Path) -> Iterator[Row]:
@@ -189,15 +179,12 @@ _READERS: Final[Mapping[str, Callable[[Path], Iterator[Row]]]] = {".jsonl": _lin
 def _dataset(source: SourceFields) -> Iterator[Row]:
     """Yields the rows of one split of a data set, from the hub or a directory."""
     name = source.path if source.subset is None else f"{source.path} ({source.subset})"
-    # Written by ``save_to_disk`` of the library datasets.
-    saved = any((Path(source.path) / name).exists() for name in ("dataset_dict.json", "state.json"))
     try:
-        found = _saved(source) if saved else _loaded(source)
+        found = _load(source)
     except Exception as error:  # whatever a hub, a builder or a file's reader may raise
         kinds = " or ".join(_READERS)
-        raise ValueError(
-            f"{name} cannot be loaded as a Hugging Face data set (a file of data ends in {kinds}): {error}"
-        ) from error
+        rule = f"cannot be loaded as a Hugging Face data set (a file of data ends in {kinds})"
+        raise ValueError(f"{name} {rule}: {error}") from error
     if isinstance(found, dict):
         if len(found) != 1:
             raise ValueError(f"{name} has the splits {listed(found)}: name one")
@@ -207,9 +194,12 @@ def _dataset(source: SourceFields) -> Iterator[Row]:
         yield Row(where=f"{name}{split}, row {number}", number=number, content=columns)
 
 
-def _saved(source: SourceFields) -> Any:
+def _load(source: SourceFields) -> Any:
     import datasets
 
+    saved = ("dataset_dict.json", "state.json")  # by save_to_disk
+    if not any((Path(source.path) / file).exists() for file in saved):
+        return datasets.load_dataset(source.path, source.subset, split=source.split)
     if source.subset is not None:
         raise ValueError(f"a saved data set has no subset {source.subset!r}")
     found = datasets.load_from_disk(source.path)
@@ -220,18 +210,12 @@ def _saved(source: SourceFields) -> Any:
     return found[source.split]
 
 
-def _loaded(source: SourceFields) -> Any:
-    import datasets
-
-    return datasets.load_dataset(source.path, source.subset, split=source.split)
-
-
 @dataclass(frozen=True, kw_only=True)
 class LeftOutRows:
-    """The rows that a run drops.
+    """The rows that a run does not use.
 
     Args:
-        faults: for which rows are dropped.
+        faults: the configured ones, for which rows are left out.
         rows: each with the configuration field of its source.
     """
 
@@ -239,16 +223,16 @@ class LeftOutRows:
     rows: Sequence[tuple[str, LeftOut]] = field(default_factory=tuple[tuple[str, LeftOut], ...])
 
     def metrics(self) -> dict[str, float]:
-        """Returns the number of dropped rows by fault."""
+        """Returns the number of rows by fault."""
         counts = Counter(row.fault for _, row in self.rows)
         return {f"data/dropped_{fault}": counts[fault] for fault in sorted(self.faults)}
 
     def write(self, path: Path) -> None:
-        """Writes a line of JSON per row; no file without rows."""
+        """Writes a JSON object per row; no file without rows."""
         if self.rows:
             path.write_text("".join(json.dumps({"field": name, **asdict(row)}) + "\n" for name, row in self.rows))
 
     def message(self, path: Path) -> str:
-        """Returns the message for the user: how many rows were dropped, the first of them, and the file of all."""
-        lines = report([(row.where, row.reason) for _, row in self.rows])
+        """Returns the message for the user: how many rows there are, the first of them, and the file of all."""
+        lines = _report([(row.where, row.reason) for _, row in self.rows])
         return "\n  ".join([f"{len(self.rows)} rows are left out; {path} names them:", *lines])

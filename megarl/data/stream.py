@@ -19,15 +19,13 @@ def stable_hash(*parts: int | str) -> int:
 
 
 class Keyed(Protocol):
-    """An item with a key that is unique in its data set."""
+    """An item with a key that is unique in its data set, and the content by which a resume recognises changed data."""
 
     @property
     def key(self) -> str: ...
 
     @property
-    def content(self) -> bytes:
-        """Returns what training reads of it, to recognise changed data on resume."""
-        ...
+    def content(self) -> bytes: ...
 
 
 T = TypeVar("T", bound=Keyed)
@@ -35,7 +33,7 @@ T = TypeVar("T", bound=Keyed)
 
 @dataclass(frozen=True, kw_only=True)
 class StreamState:
-    """The position of a stream: item ``position`` of ``epoch``; ``digest`` identifies data and seed."""
+    """The position of a stream: item `position` of `epoch`; `digest` identifies data and seed."""
 
     epoch: int
     position: int
@@ -79,7 +77,7 @@ class Stream(Generic[T]):
         return StreamState(epoch=self._epoch, position=self._position, digest=self._digest)
 
     def load(self, state: StreamState) -> None:
-        """Restores a state; raises ValueError where items or seed are not those of the state."""
+        """Restores a state; raises ValueError if items or seed are not those of the state."""
         if state.digest != self._digest:
             raise ValueError("the data or the seed are not those of the saved stream; resume with the same ones")
         self._start(epoch=state.epoch, position=state.position)

@@ -24,8 +24,8 @@ Message = Mapping[str, Any]
 class Tokenizer:
     """A Hugging Face tokenizer that places special tokens as rollouts do.
 
-    A prompt starts with the tokenizer's begin token, where it has one. A chat is exactly what its template writes. A
-    response starts with nothing and ends with the end token, once.
+    A prompt starts with the tokenizer's begin token, if it has one. A chat is exactly what its template writes. A
+    response starts with no special token and ends with the end token, once.
 
     Args:
         name: for messages.
@@ -36,22 +36,21 @@ class Tokenizer:
 
     def __init__(self, hf: PreTrainedTokenizerBase, name: str) -> None:
         if not hf.is_fast:
-            raise ValueError(f"{name}: a tokenizer.json is needed, which this tokenizer of {type(hf).__name__} has not")
-        # The library's own encode takes a third of the wrapper's time on short texts: it makes no masks.
+            raise ValueError(f"{name}: {type(hf).__name__} has no tokenizer.json, which is needed")
+        # Its own encode takes a third of the wrapper's time on short texts: it makes no masks.
         self._backend: Backend = hf.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._hf = hf
-        self._name = name
+        self._hf, self._name = hf, name
         if not isinstance(hf.eos_token_id, int):
             raise ValueError(f"{name}: the tokenizer names no end token; set eos_token in tokenizer_config.json")
         self.end_token_id = hf.eos_token_id
         self._ids = max(hf.get_vocab().values()) + 1
-        if self._encoded("a", special=True)[-1] == self.end_token_id:
-            raise ValueError(f"{name}: the tokenizer ends every text; set add_eos_token to false, prompts go on")
+        if self._encode("a", special=True)[-1] == self.end_token_id:
+            raise ValueError(f"{name}: the tokenizer ends every text; set add_eos_token to false, as prompts continue")
 
     def __len__(self) -> int:
-        """Largest id plus 1."""
+        """The largest id plus 1."""
         return self._ids
 
     @property
@@ -59,47 +58,36 @@ class Tokenizer:
         return self._hf.chat_template is not None
 
     def check(self, *, vocab_size: int, chat_template: bool = False) -> None:
-        """Raises ValueError where it gives ids beyond the model's, or cannot write chats and must.
-
-        Args:
-            vocab_size: ids of the model in use.
-            chat_template: chats must be written.
-        """
+        """Raises ValueError if its ids exceed the model's, or if it lacks a chat template that is needed."""
         if len(self) > vocab_size:
-            raise ValueError(
-                f"{self._name}: the tokenizer has ids up to {len(self) - 1}, the model's in use end at {vocab_size - 1}"
-            )
+            rule = f"the tokenizer has ids up to {len(self) - 1}, the model's in use end at {vocab_size - 1}"
+            raise ValueError(f"{self._name}: {rule}")
         if chat_template and not self.has_chat_template:
             raise ValueError(f"{self._name}: the tokenizer has no chat template")
 
     def encode(self, text: str) -> list[int]:
         """Encodes a prompt."""
         begun = self._hf.bos_token is not None and text.startswith(str(self._hf.bos_token))
-        return self._encoded(text, special=not begun)
+        return self._encode(text, special=not begun)
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
-        """Encodes a chat with the template's start of the answer.
-
-        Raises:
-            ValueError: there is no template, or it refuses the chat.
-        """
+        """Encodes a chat and the template's start of the answer; raises ValueError if the template refuses it."""
         if not self.has_chat_template:
-            raise ValueError(f"a chat needs a chat template, which the tokenizer of {self._name} has not")
+            raise ValueError(f"a chat needs a chat template, and the tokenizer of {self._name} has none")
+        chat = [dict(message) for message in messages]
         try:
-            text = self._hf.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-            )
+            text = self._hf.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         except (TemplateError, TypeError) as error:
             raise ValueError(f"the chat template refuses the chat: {error}") from error
-        return self._encoded(str(text), special=False)
+        return self._encode(str(text), special=False)
 
     def respond(self, text: str) -> list[int]:
-        """Encodes a response with the end token; raises ValueError where that occurs within the text."""
-        ids = self._encoded(text, special=False)
+        """Encodes a response and the end token; raises ValueError if that occurs within the text."""
+        ids = self._encode(text, special=False)
         if ids[-1:] != [self.end_token_id]:
             ids.append(self.end_token_id)
         if self.end_token_id in ids[:-1]:
-            raise ValueError("a response must not go on after its end token")
+            raise ValueError("a response must not continue after its end token")
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -108,7 +96,7 @@ class Tokenizer:
         assert isinstance(text, str)
         return text
 
-    def _encoded(self, text: str, *, special: bool) -> list[int]:
+    def _encode(self, text: str, *, special: bool) -> list[int]:
         return self._backend.encode(text, add_special_tokens=special).ids
 
 
@@ -117,22 +105,15 @@ def has_tokenizer(directory: str | Path) -> bool:
 
 
 def model_tokenizer(model: Model) -> Tokenizer | None:
-    """Loads the tokenizer that a configuration names, else the model's own; None where there is neither.
-
-    Raises:
-        ValueError: it cannot be used.
-    """
-    if model.tokenizer is not None:
-        return load_tokenizer(model.tokenizer)
-    if model.path is not None and has_tokenizer(model.path):
-        return load_tokenizer(model.path)
-    return None
+    """Loads the tokenizer that a configuration names, else the model's own, if any; see `load_tokenizer`."""
+    directory = model.tokenizer or (model.path if model.path and has_tokenizer(model.path) else None)
+    return None if directory is None else load_tokenizer(directory)
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """Loads the tokenizer of a Hugging Face directory; raises ValueError where it cannot be used."""
+    """Loads the tokenizer of a Hugging Face directory; raises ValueError if it cannot be used."""
     if not has_tokenizer(directory):
-        raise ValueError(f"{directory}: no tokenizer is there; it would have one of {', '.join(_FILES)}")
+        raise ValueError(f"{directory}: no tokenizer is there: none of {', '.join(_FILES)}")
     from transformers import AutoTokenizer
 
     try:

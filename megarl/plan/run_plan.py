@@ -13,7 +13,7 @@ from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RewardModelConfig, 
 from megarl.config.schema import Algo, Choice, Optimizer, Rollout, Scores
 
 if TYPE_CHECKING:
-    from megarl.preflight.check import Sets
+    from megarl.preflight.datasets import Sets
 
 _KEY_WIDTH = 14
 _FAULTS = {"too_long": "too long", "empty": "empty", "equal": "with equal responses"}

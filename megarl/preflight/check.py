@@ -1,48 +1,27 @@
-"""Checks a run before it starts: whether models, layouts, data and reward functions fit together."""
+"""Checks before a run starts whether models, layouts, data and functions fit together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
-from megarl.config import (
-    ConfigError,
-    EvalConfig,
-    PPOConfig,
-    Problem,
-    RAFTConfig,
-    RewardModelConfig,
-    RunConfig,
-    SFTConfig,
-)
+from megarl.config import ConfigError, EvalConfig, PPOConfig, Problem, RAFTConfig, RunConfig, SFTConfig
 from megarl.config.problems import shown
 from megarl.config.schema import Fault, HeldOut, PairData, PromptData, TextData
 from megarl.data.tokenizer import Tokenizer, model_tokenizer
-from megarl.preflight.datasets import (
-    DataReader,
-    PairSets,
-    PromptSets,
-    TextSets,
-    read_held_out,
-    read_pair_sets,
-    read_prompt_sets,
-    read_text_sets,
-)
+from megarl.preflight.datasets import DataReader, PromptSets, Sets, StageConfig, read_sets
 from megarl.preflight.models import check_models, stated_vocab_size, vocab_size
 from megarl.preflight.user_functions import check_fields, check_functions, check_own_functions
 from megarl.rollout.requests import stop_token_ids
-from megarl.run.trackers import has_wandb
-
-Sets = PromptSets | TextSets | PairSets
-StageConfig = SFTConfig | RewardModelConfig | PPOConfig | RAFTConfig | EvalConfig
 
 
 def check(config: RunConfig) -> Sets:
     """Checks a configuration against its models and data, and returns the data.
 
     Raises:
-        ConfigError: it has every problem, also of a configuration that breaks rules between its fields.
+        ConfigError: with every problem. The configuration may break rules between its fields.
     """
     spec, problems = check_models(config)
     vocab = vocab_size(config, spec) if spec is not None else stated_vocab_size(config)
@@ -51,10 +30,12 @@ def check(config: RunConfig) -> Sets:
         sets, found = _read_data(config, vocab)
         problems += found
     problems += _reward_functions(config, sets)
-    if isinstance(config, PPOConfig | RAFTConfig):
-        problems += _replay(config)
+    replay = config.rollout.replay if isinstance(config, PPOConfig | RAFTConfig) else None
+    if replay is not None and not list(Path(replay).glob("*.npz")):
+        fix = "name a directory that rollout.record wrote"
+        problems.append(Problem(field="rollout.replay", value=replay, rule="holds recorded rollouts", fix=fix))
     problems += check_own_functions(config)
-    if config.tracking.wandb_project is not None and not has_wandb():
+    if config.tracking.wandb_project is not None and find_spec("wandb") is None:
         field, value = "tracking.wandb_project", config.tracking.wandb_project
         fix = "install it with pip install 'megarl[wandb]', or set it to null"
         problems.append(Problem(field=field, value=value, rule="needs the package wandb", fix=fix))
@@ -65,7 +46,7 @@ def check(config: RunConfig) -> Sets:
 
 
 def _read_data(config: RunConfig, vocab: int) -> tuple[Sets | None, list[Problem]]:
-    """The data of the stage, and the problems of the data and its tokenizer."""
+    """Returns the data of the stage, and the problems of the data and its tokenizer."""
     assert isinstance(config, StageConfig)
     section, rows = ("evaluation", config.evaluation) if isinstance(config, EvalConfig) else ("data", config.data)
     try:
@@ -77,26 +58,13 @@ def _read_data(config: RunConfig, vocab: int) -> tuple[Sets | None, list[Problem
     rules = [f"{section}.{fault}" for fault in get_args(Fault) if fault in type(rows).model_fields]
     reader = DataReader(tokenizer, vocab, chat_template=rows.chat_template, drop=rows.drop, rules=rules)
     reader.problems += _end_token(config, tokenizer)
-    match config:
-        case EvalConfig():
-            sets = read_held_out(config, reader)
-        case PPOConfig() | RAFTConfig():
-            sets = read_prompt_sets(config, reader, vocab)
-        case SFTConfig():
-            sets = read_text_sets(config, reader)
-        case RewardModelConfig():
-            sets = read_pair_sets(config, reader)
-    return sets, reader.problems
+    return read_sets(config, reader), reader.problems
 
 
 def _tokenizer(
     config: StageConfig, vocab: int, section: str, rows: TextData | PairData | PromptData | HeldOut
 ) -> Tokenizer | None:
-    """The run's tokenizer, if there is one.
-
-    Raises:
-        ValueError: it does not fit the model, or it is missing and needed.
-    """
+    """Returns the run's tokenizer, if any; raises ValueError if it does not fit the model, or is needed and missing."""
     tokenizer = model_tokenizer(config.model)
     if tokenizer is not None:
         tokenizer.check(vocab_size=vocab, chat_template=rows.chat_template)
@@ -109,23 +77,21 @@ def _tokenizer(
 
 
 def _end_token(config: StageConfig, tokenizer: Tokenizer | None) -> Iterator[Problem]:
-    """Engines stop at the token with which the tokenizer ends responses."""
+    """Engines must stop at the token with which the tokenizer ends responses."""
     rollout = None if isinstance(config, SFTConfig) else config.rollout
     if rollout is None or tokenizer is None or config.model.path is None:
         return
-    stops = {*stop_token_ids(config.model.path), *rollout.stop_token_ids}
-    if tokenizer.end_token_id not in stops:
-        yield Problem(
-            field="rollout.stop_token_ids",
-            value=shown(list(rollout.stop_token_ids)),
-            rule=f"the engines stop at {sorted(stops) or 'no token'}, not at the tokenizer's end token, "
-            f"{tokenizer.end_token_id}, with which demonstrations and preferred responses end",
-            fix=f"add {tokenizer.end_token_id}, or correct eos_token_id in the model's generation_config.json",
-        )
+    stops, end = {*stop_token_ids(config.model.path), *rollout.stop_token_ids}, tokenizer.end_token_id
+    if end not in stops:
+        field, value = "rollout.stop_token_ids", shown(list(rollout.stop_token_ids))
+        there = f"the engines stop at {sorted(stops) or 'no token'}, not at the tokenizer's end token, {end}"
+        rule = f"{there}, with which demonstrations and preferred responses end"
+        fix = f"add {end}, or correct eos_token_id in the model's generation_config.json"
+        yield Problem(field=field, value=value, rule=rule, fix=fix)
 
 
 def _reward_functions(config: RunConfig, sets: Sets | None) -> Iterator[Problem]:
-    """The reward functions, against their signatures and against the prompts, if these could be read."""
+    """Checks reward functions against their signatures, and against the prompts if these could be read."""
     if not isinstance(config, PPOConfig | RAFTConfig | EvalConfig):
         return
     read = sets if isinstance(sets, PromptSets) else None
@@ -133,18 +99,7 @@ def _reward_functions(config: RunConfig, sets: Sets | None) -> Iterator[Problem]
     if config.evaluation is not None:
         functions = config.evaluation.functions
         named.append(("evaluation.functions", functions, () if read is None else read.held_out))
+    tokenizer, longest = read is None or read.tokenizer is not None, config.rollout.max_new_tokens
     for where, functions, prompts in named:
-        wrong = check_functions(
-            functions,
-            where=where,
-            tokenizer=read is None or read.tokenizer is not None,
-            longest=config.rollout.max_new_tokens,
-        )
-        yield from wrong or check_fields(functions, prompts, where=where)
-
-
-def _replay(config: PPOConfig | RAFTConfig) -> Iterator[Problem]:
-    replay = config.rollout.replay
-    if replay is not None and not list(Path(replay).glob("*.npz")):
-        fix = "name a directory that rollout.record wrote"
-        yield Problem(field="rollout.replay", value=replay, rule="holds recorded rollouts", fix=fix)
+        problems = check_functions(functions, where=where, tokenizer=tokenizer, longest=longest)
+        yield from problems or check_fields(functions, prompts, where=where)

@@ -1,14 +1,14 @@
-"""The data of each stage, read before the run starts; what is wrong with it becomes problems of the configuration."""
+"""The data of each stage, read before the run starts; its faults become problems of the configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from megarl.config import EvalConfig, PPOConfig, Problem, RAFTConfig, RewardModelConfig, SFTConfig
-from megarl.config.schema import Fault, SourceFields
+from megarl.config.schema import Fault, PairData, SourceFields, TextData
 from megarl.data.demonstrations import Demonstration, load_demonstrations
 from megarl.data.encoding import Encoder
 from megarl.data.preferences import Preference, load_candidates, load_pairs
@@ -17,6 +17,7 @@ from megarl.data.sources import LeftOut, LeftOutRows, Rows
 from megarl.data.tokenizer import Tokenizer
 from megarl.types import Prompt
 
+StageConfig = SFTConfig | RewardModelConfig | PPOConfig | RAFTConfig | EvalConfig
 T = TypeVar("T")
 
 
@@ -27,8 +28,6 @@ class PromptSets:
     Args:
         train: empty in a standalone evaluation.
         held_out: prompts of the evaluations.
-        tokenizer: None when the rows have token ids.
-        left_out: rows that are not used.
         texts: demonstrations that are mixed into the actor's updates.
     """
 
@@ -36,7 +35,7 @@ class PromptSets:
     held_out: Sequence[Prompt]
     tokenizer: Tokenizer | None
     left_out: LeftOutRows
-    texts: Sequence[Demonstration] = ()
+    texts: Sequence[Demonstration]
 
     @property
     def rows(self) -> Mapping[str, Sequence[object]]:
@@ -55,7 +54,6 @@ class TextSets:
 
     @property
     def rows(self) -> Mapping[str, Sequence[object]]:
-        """The items of each source, by its field."""
         return {"data.train": self.train, "data.evaluation": self.held_out or ()}
 
 
@@ -71,17 +69,18 @@ class PairSets:
 
     @property
     def rows(self) -> Mapping[str, Sequence[object]]:
-        """The items of each source, by its field."""
         held_out = self.held_out or ()
         return {"data.train": self.train, "data.evaluation": held_out, "normalisation.prompts": self.reference}
+
+
+Sets = PromptSets | TextSets | PairSets
 
 
 class DataReader:
     """Reads sources with one tokenizer, and collects the problems.
 
     Args:
-        vocab_size: token ids lie below it.
-        chat_template: text prompts are messages of a user in a chat.
+        chat_template: a text prompt becomes a chat of one user message.
         drop: faults of rows that are left out; rows with other faults are errors.
         rules: the fields that choose these.
     """
@@ -95,14 +94,13 @@ class DataReader:
         drop: Collection[Fault],
         rules: Sequence[str],
     ) -> None:
-        self.tokenizer, self._rules = tokenizer, ", ".join(rules)
-        self._drop, self._left_out = frozenset(drop), list[tuple[str, LeftOut]]()
+        self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self.problems: list[Problem] = []
-        self._vocab_size, self._chat_template = vocab_size, chat_template
+        self._chat_template, self._rules = chat_template, ", ".join(rules)
+        self._drop, self._left_out = frozenset(drop), list[tuple[str, LeftOut]]()
 
     @property
     def left_out(self) -> LeftOutRows:
-        """The rows that were left out so far."""
         return LeftOutRows(faults=self._drop, rows=tuple(self._left_out))
 
     def read(
@@ -115,7 +113,7 @@ class DataReader:
         at_least: tuple[str, int] | None = None,
         chat_template: bool | None = None,
     ) -> list[T]:
-        """Returns the items of a source; none when it has a problem.
+        """Returns the items of a source; none if it has a problem.
 
         Args:
             load: a loader of `megarl.data`.
@@ -125,7 +123,7 @@ class DataReader:
         """
         chats = self._chat_template if chat_template is None else chat_template
         try:
-            encoder = Encoder(self.tokenizer, vocab_size=self._vocab_size, chat_template=chats, max_tokens=max_tokens)
+            encoder = Encoder(self.tokenizer, vocab_size=self.vocab_size, chat_template=chats, max_tokens=max_tokens)
             rows = load(source, encoder, drop=self._drop)
         except (OSError, ValueError) as error:
             fix = f"correct the path or the rows (docs/data.md); {self._rules} choose what happens to unusable ones"
@@ -139,23 +137,31 @@ class DataReader:
             self.problems.append(Problem(field=field, value=source.path, rule=rule, fix=fix))
         return list(rows.items)
 
+    def read_both(self, load: Callable[..., Rows[T]], data: TextData | PairData) -> tuple[list[T], list[T] | None]:
+        """Returns the items of a section's training data, and of its evaluation if it has one."""
+        train = self.read(load, "data.train", data.train, data.max_tokens)
+        if data.evaluation is None:
+            return train, None
+        return train, self.read(load, "data.evaluation", data.evaluation, data.max_tokens)
 
-def read_prompt_sets(config: PPOConfig | RAFTConfig, reader: DataReader, vocab_size: int) -> PromptSets:
-    """Reads the data of a run that trains on rollouts."""
-    data, random = config.data, config.data.random
+
+def read_sets(config: StageConfig, reader: DataReader) -> Sets:
+    """Reads the data of a stage."""
+    if isinstance(config, SFTConfig):
+        train, held_out = reader.read_both(load_demonstrations, config.data)
+        return TextSets(train=train, held_out=held_out, tokenizer=reader.tokenizer, left_out=reader.left_out)
+    return _pair_sets(config, reader) if isinstance(config, RewardModelConfig) else _prompt_sets(config, reader)
+
+
+def _prompt_sets(config: PPOConfig | RAFTConfig | EvalConfig, reader: DataReader) -> PromptSets:
     room = config.rollout.max_model_len - config.rollout.max_new_tokens
+    data = None if isinstance(config, EvalConfig) else config.data
     train: list[Prompt] = []
-    if data.prompts is not None:
+    if data is not None and data.prompts is not None:
         needed = ("data.prompts_per_step", data.prompts_per_step)
         train = reader.read(load_prompts, "data.prompts", data.prompts, room, at_least=needed)
-    elif random is not None and random.min_tokens <= random.max_tokens:
-        train = random_prompts(
-            count=random.count,
-            min_tokens=random.min_tokens,
-            max_tokens=random.max_tokens,
-            vocab_size=vocab_size,
-            seed=random.seed,
-        )
+    elif data is not None and data.random is not None and data.random.min_tokens <= data.random.max_tokens:
+        train = random_prompts(**data.random.model_dump(), vocab_size=reader.vocab_size)
     held_out: list[Prompt] = []
     if config.evaluation is not None:
         held_out = reader.read(load_prompts, "evaluation.prompts", config.evaluation.prompts, room)
@@ -166,33 +172,15 @@ def read_prompt_sets(config: PPOConfig | RAFTConfig, reader: DataReader, vocab_s
     return PromptSets(train=train, held_out=held_out, tokenizer=reader.tokenizer, left_out=reader.left_out, texts=texts)
 
 
-def read_held_out(config: EvalConfig, reader: DataReader) -> PromptSets:
-    """Reads the prompts of a standalone evaluation."""
-    room = config.rollout.max_model_len - config.rollout.max_new_tokens
-    held_out = reader.read(load_prompts, "evaluation.prompts", config.evaluation.prompts, room)
-    return PromptSets(train=(), held_out=held_out, tokenizer=reader.tokenizer, left_out=reader.left_out)
-
-
-def read_text_sets(config: SFTConfig, reader: DataReader) -> TextSets:
-    """Reads the demonstrations of supervised fine-tuning."""
-    data = config.data
-    train = reader.read(load_demonstrations, "data.train", data.train, data.max_tokens)
-    held_out = None
-    if data.evaluation is not None:
-        held_out = reader.read(load_demonstrations, "data.evaluation", data.evaluation, data.max_tokens)
-    return TextSets(train=train, held_out=held_out, tokenizer=reader.tokenizer, left_out=reader.left_out)
-
-
-def read_pair_sets(config: RewardModelConfig, reader: DataReader) -> PairSets:
-    """Reads the preferences of a reward model."""
+def _pair_sets(config: RewardModelConfig, reader: DataReader) -> PairSets:
     data, rollout, normalisation, loss = config.data, config.rollout, config.normalisation, config.reward.loss
     margins = loss.name == "pairwise" and loss.options["margin"]
     load = load_candidates if loss.name == "best_of_n" else partial(load_pairs, margins=margins)
-    train = reader.read(load, "data.train", data.train, data.max_tokens)
-    held_out = None
-    if data.evaluation is not None:
-        held_out = reader.read(load, "data.evaluation", data.evaluation, data.max_tokens)
-        reader.problems += _same_candidates(train, held_out, data.evaluation.path)
+    train, held_out = reader.read_both(load, data)
+    if train and held_out and data.evaluation and len(train[0].responses) != len(held_out[0].responses):
+        rule = f"has {len(train[0].responses)} candidates a row, as data.train; it has {len(held_out[0].responses)}"
+        fix, path = "use rows with as many candidates", data.evaluation.path
+        reader.problems.append(Problem(field="data.evaluation", value=path, rule=rule, fix=fix))
     reference: list[Prompt] = []
     if normalisation is not None and rollout is not None:
         room = rollout.max_model_len - rollout.max_new_tokens
@@ -201,11 +189,3 @@ def read_pair_sets(config: RewardModelConfig, reader: DataReader) -> PairSets:
     return PairSets(
         train=train, held_out=held_out, reference=reference, tokenizer=reader.tokenizer, left_out=reader.left_out
     )
-
-
-def _same_candidates(train: Sequence[Preference], held_out: Sequence[Preference], path: str) -> Iterator[Problem]:
-    """Rows of both sources have the same number of candidates, if both have rows."""
-    if train and held_out and len(train[0].responses) != len(held_out[0].responses):
-        rule = f"has {len(train[0].responses)} candidates a row, as data.train; it has {len(held_out[0].responses)}"
-        fix = "use rows with as many candidates"
-        yield Problem(field="data.evaluation", value=path, rule=rule, fix=fix)

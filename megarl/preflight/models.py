@@ -1,4 +1,4 @@
-"""Checks of a run's models without loading them: architectures, layouts, files."""
+"""Checks a run's models without loading them: architectures, layouts, files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def vocab_size(config: RunConfig, spec: ModelSpec) -> int:
 
 
 def stated_vocab_size(config: RunConfig) -> int | None:
-    """Returns the vocabulary size of a configuration that may have other faults; None when it states none."""
+    """Returns the vocabulary size of a configuration that may have other faults; None if it states none."""
     try:
         stated = config.model.hf_config().get("vocab_size")
     except (OSError, ValueError):
@@ -29,7 +29,7 @@ def stated_vocab_size(config: RunConfig) -> int | None:
 
 
 def check_models(config: RunConfig) -> tuple[ModelSpec | None, list[Problem]]:
-    """Returns the spec of the run's model, if it can have one, and the problems of all models of the run."""
+    """Returns the spec of the run's model, None if it is unsupported, and the problems of all models of the run."""
     problems: list[Problem] = []
     field = "model.random.config" if config.model.random else "model.path"
     spec = _spec(problems, field, config.model.hf_config)
@@ -47,19 +47,16 @@ def check_models(config: RunConfig) -> tuple[ModelSpec | None, list[Problem]]:
 
 
 def _role_checkpoints(config: RunConfig) -> dict[RoleName, str]:
-    """The directories of roles that do not start from the run's model."""
+    """Returns the directories of roles that do not start from the run's model."""
     if not isinstance(config, PPOConfig | RAFTConfig | EvalConfig):
         return {}
     critic = config.critic if isinstance(config, PPOConfig) else None
-    paths: dict[RoleName, str | None] = {
-        "reward": config.reward.path,
-        "critic": None if critic is None else critic.path,
-    }
+    paths: dict[RoleName, str | None] = {"reward": config.reward.path, "critic": critic.path if critic else None}
     return {role: path for role, path in paths.items() if path is not None and config.has_role(role)}
 
 
 def _same_tokenizer(config: RunConfig, role: RoleName, path: str) -> Iterator[Problem]:
-    """When both directories have a tokenizer, a token id has the same text in both."""
+    """If both directories have a tokenizer, a token id must mean the same text in both."""
     own = config.model.tokenizer or config.model.path
     vocabularies = [] if own is None else [_vocabulary(Path(own)), _vocabulary(Path(path))]
     if vocabularies and None not in vocabularies and vocabularies[0] != vocabularies[1]:
@@ -68,15 +65,14 @@ def _same_tokenizer(config: RunConfig, role: RoleName, path: str) -> Iterator[Pr
 
 
 def _vocabulary(directory: Path) -> Mapping[str, int] | None:
-    file = directory / "tokenizer.json"
     try:
-        return json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"]
+        return json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
     except (OSError, ValueError, KeyError):
         return None
 
 
 def _spec(problems: list[Problem], field: str, read: Callable[[], object]) -> ModelSpec | None:
-    """The spec of a config.json, or else None and a problem."""
+    """Returns the spec of a config.json, or None after adding a problem."""
     try:
         return model_spec(read())  # pyright: ignore[reportArgumentType]  (fields of a config.json)
     except (OSError, ValueError) as error:
@@ -92,26 +88,19 @@ def _model(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
         fix = "choose a language model's checkpoint"
         yield Problem(field="model.path", value=shown(config.model.path), rule="a model with an LM head", fix=fix)
     if vocab_size(config, spec) > spec.dims.vocab:
-        yield Problem(
-            field="model.vocab_size",
-            value=str(config.model.vocab_size),
-            rule=f"at most the {spec.dims.vocab} ids that the model has",
-            fix="lower it, or set it to null",
-        )
+        value, rule = str(config.model.vocab_size), f"at most the {spec.dims.vocab} ids that the model has"
+        yield Problem(field="model.vocab_size", value=value, rule=rule, fix="lower it, or set it to null")
 
 
 def _trainable(field: str, spec: ModelSpec) -> Iterator[Problem]:
     if spec.dtype == "float16":
-        yield Problem(
-            field=field,
-            value="dtype float16",
-            rule="training in float16 would need a loss scale, which is not supported",
-            fix="set dtype to bfloat16 or float32 in the model's config.json",
-        )
+        rule = "training in float16 would need a loss scale, which is not supported"
+        fix = "set dtype to bfloat16 or float32 in the model's config.json"
+        yield Problem(field=field, value="dtype float16", rule=rule, fix=fix)
 
 
 def _role_checkpoint(role: RoleName, path: str, spec: ModelSpec | None) -> Iterator[Problem]:
-    """A reward model has its score head; a critic starts from the body of any model."""
+    """A reward model needs a score head; a critic starts from the body of any model."""
     if spec is None:
         return
     if role == "critic":
@@ -125,7 +114,7 @@ def _role_checkpoint(role: RoleName, path: str, spec: ModelSpec | None) -> Itera
 
 
 def _files(field: str, path: str, needed: Manifest) -> Iterator[Problem]:
-    """The tensors in the headers of a checkpoint's files, against those of the model."""
+    """Compares the tensors in the headers of a checkpoint's files with those of the model."""
     try:
         HFDirectory(path).check(needed)
     except (OSError, ValueError, KeyError) as error:
@@ -134,7 +123,7 @@ def _files(field: str, path: str, needed: Manifest) -> Iterator[Problem]:
 
 
 def _layouts(config: RunConfig, spec: ModelSpec | None, roles: Mapping[RoleName, ModelSpec | None]) -> list[Problem]:
-    """Layouts that the models do not fit; the rules of the configuration find most of them before."""
+    """Finds layouts that the models do not fit; rules of the configuration refuse most of them before."""
     found: list[Problem] = []
     for group_name, group in config.groups.items():
         for role in group.roles:

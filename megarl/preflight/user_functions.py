@@ -1,4 +1,4 @@
-"""Checks of the functions that a configuration names: whether they exist and accept the calls of the run."""
+"""Checks that the functions that a configuration names exist and accept the calls of the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from megarl.algos.registry import KINDS, Kind
+from megarl.algos.registry import KINDS
 from megarl.config import PPOConfig, RunConfig
 from megarl.config.problems import Problem, shown
 from megarl.config.schema import CustomFunction, RewardFunction, Section
@@ -45,13 +45,11 @@ def check_functions(
     Args:
         where: the field of the functions.
         tokenizer: whether the run has one.
-        longest: tokens of the longest possible response; None when unknown.
+        longest: tokens of the longest possible response; None if unknown.
     """
-    problems = [
-        problem
-        for index, function in enumerate(functions)
-        for problem in _problems(function, f"{where}.{index}", tokenizer=tokenizer, longest=longest)
-    ]
+    problems: list[Problem] = []
+    for index, function in enumerate(functions):
+        problems += _problems(function, f"{where}.{index}", tokenizer=tokenizer, longest=longest)
     names = labels(functions)
     if len(set(names)) < len(names):
         rule = "names that differ, once those of one name are numbered"
@@ -69,10 +67,9 @@ def check_fields(
         lacking = [prompt for prompt in prompts if field is not None and field not in prompt.fields]
         if field is None or not lacking:
             continue
-        rule = (
-            f"a field of every prompt; {len(lacking)} of {len(prompts)} lack it, the first is {lacking[0].prompt_id!r}"
-        )
-        known = ", ".join(lacking[0].fields)
+        count, first = f"{len(lacking)} of {len(prompts)}", lacking[0]
+        rule = f"a field of every prompt; {count} lack it, the first is {first.prompt_id!r}"
+        known = ", ".join(first.fields)
         fix = f"name one that it has ({known})" if known else "add the column to the rows of the prompts"
         problems.append(Problem(field=f"{where}.{index}.args.field", value=field, rule=rule, fix=fix))
     return problems
@@ -104,7 +101,7 @@ def _problems(function: RewardFunction, where: str, *, tokenizer: bool, longest:
 
 
 def _values(function: Function, args: Mapping[str, Any], where: str) -> Iterator[Problem]:
-    """Arguments that the annotations of a built-in function do not accept."""
+    """Finds arguments that the annotations of a built-in function do not accept."""
     hints = get_type_hints(function, include_extras=True)
     for name, value in args.items():
         try:
@@ -115,7 +112,7 @@ def _values(function: Function, args: Mapping[str, Any], where: str) -> Iterator
 
 
 def _overlong(function: RewardFunction, where: str, longest: int | None) -> Iterator[Problem]:
-    """The penalty starts within a response, and is full at its largest length at the latest."""
+    """The penalty must start within a response, and be full at its largest length at the latest."""
     if function.name != "soft_overlong":
         return
     most, rising = function.args["max_tokens"], function.args["buffer_tokens"]
@@ -128,7 +125,7 @@ def _overlong(function: RewardFunction, where: str, longest: int | None) -> Iter
 
 
 def _field_argument(function: RewardFunction) -> str | None:
-    """The field of prompts that a built-in function reads."""
+    """Returns the field of prompts that a built-in function reads, if any."""
     if function.name not in RULES:
         return None
     parameter = inspect.signature(RULES[function.name]).parameters.get("field")
@@ -138,7 +135,7 @@ def _field_argument(function: RewardFunction) -> str | None:
 def check_own_functions(config: RunConfig) -> list[Problem]:
     """Imports the user's own algorithms and checks their arguments against their signatures, without calling them.
 
-    Without torch, as on a machine that only launches runs, nothing is checked.
+    Checks nothing without torch, as on a machine that only launches runs.
     """
     if find_spec("torch") is None:
         return []
@@ -147,7 +144,7 @@ def check_own_functions(config: RunConfig) -> list[Problem]:
 
 
 def _find_own(section: Section, above: str) -> Iterator[tuple[str, CustomFunction]]:
-    """Every function of the user in a section, with its field."""
+    """Yields every function of the user in a section, with its field."""
     for name, info in type(section).model_fields.items():
         value, field = getattr(section, name), f"{above}{info.alias or name}"
         if isinstance(value, CustomFunction):
@@ -157,13 +154,13 @@ def _find_own(section: Section, above: str) -> Iterator[tuple[str, CustomFunctio
 
 
 def _own_problems(field: str, own: CustomFunction, importance: bool) -> Iterator[Problem]:
-    kind = _kind(field, getattr(own, "level", None))
+    level = getattr(own, "level", None)
+    (kind,) = (kind for kind in KINDS if kind.field == field and kind.level == level)
     try:
         function = resolve(own.name)
     except ValueError as error:
         usual = "name one that can be imported from the working directory; see docs/algorithms.md"
-        fix = suggestion(own.name) or usual
-        yield Problem(field=f"{field}.name", value=own.name, rule=str(error), fix=fix)
+        yield Problem(field=f"{field}.name", value=own.name, rule=str(error), fix=suggestion(own.name) or usual)
         return
     given = (*kind.arguments, *(name for name, _ in kind.further if importance))
     try:
@@ -171,9 +168,3 @@ def _own_problems(field: str, own: CustomFunction, importance: bool) -> Iterator
     except ValueError as error:
         fix = f"correct them; its first arguments are ({', '.join(given)}); see docs/algorithms.md"
         yield Problem(field=f"{field}.args", value=shown(dict(own.args)), rule=str(error), fix=fix)
-
-
-def _kind(field: str, level: str | None) -> Kind[Any]:
-    """The signature that functions of a field need."""
-    (kind,) = (kind for kind in KINDS if kind.field == field and kind.level == level)
-    return kind

@@ -1,7 +1,7 @@
-"""The attempts at a run, one process each: start, end and its reason. The file attempts.jsonl.
+"""The attempts at a run, one process each: attempts.jsonl.
 
-Each attempt has a line for its start and one for its end, unless the process was killed. A file that cannot be written
-causes a message and no failure: it must not end the run or hide what did.
+Each attempt has a line for its start and, unless the process was killed, one for its end. If the file cannot be
+written, a message is printed and nothing fails: that must not end the run or hide what did.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class AttemptEnd:
 
     Args:
         time: seconds since 1970.
-        step: the last one in metrics.jsonl.
-        message: the error; the signal's name after an interruption; empty for a finished run.
+        step: the last in metrics.jsonl.
+        message: the error, or the signal's name; empty for a finished run.
     """
 
     time: float
@@ -48,10 +48,9 @@ class Attempt:
         number: from 1.
         time: of its start, seconds since 1970.
         step: that it resumed after; 0 at the beginning.
-        host, pid: of the driver.
         job: number of the Slurm job, if any.
         restart: times that Slurm had restarted that job.
-        end: None while it runs, or when its process was killed.
+        end: None while it runs, or if its process was killed.
     """
 
     number: int
@@ -65,18 +64,13 @@ class Attempt:
 
 
 class AttemptLog:
-    """Appends the attempt of this process to a file.
-
-    Args:
-        clock: seconds since 1970.
-    """
+    """Appends the attempt of this process to a file; `clock` gives seconds since 1970."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        self._path, self._clock = path, clock
-        self._number = 1
+        self._path, self._clock, self._number = path, clock, 1
 
     def start(self, step: int) -> None:
-        """Records the start; `step` is the one that the run resumes after."""
+        """Records the start of an attempt that resumes after `step`."""
         with _report_errors(self._path):
             self._number = 1 + max((attempt.number for attempt in read_attempts(self._path)), default=0)
         attempt = Attempt(
@@ -93,12 +87,11 @@ class AttemptLog:
         self._append({"event": "start", **fields})
 
     def end(self, step: int, reason: EndReason, message: str = "") -> None:
-        """Records the end."""
         end = AttemptEnd(time=self._clock(), step=step, reason=reason, message=message[:_LONGEST_MESSAGE])
         self._append({"event": "end", "number": self._number, **asdict(end)})
 
     def _append(self, entry: dict[str, Any]) -> None:
-        """Appends a line durably, after ending an incomplete line of a killed process."""
+        """Appends a line durably, after completing the line of a killed process."""
         with _report_errors(self._path):
             with self._path.open("a+b") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
@@ -110,7 +103,7 @@ class AttemptLog:
 
 
 def read_attempts(path: Path) -> list[Attempt]:
-    """Returns the attempts in a file, in order; none when it is missing. Lines with unknown fields are skipped."""
+    """Returns the attempts in a file, in order; none if it is missing. Lines with unknown fields are skipped."""
     attempts: dict[int, Attempt] = {}
     for line in read_lines(path):
         event = line.pop("event", None)

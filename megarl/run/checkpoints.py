@@ -16,13 +16,10 @@ from typing import Any
 from megarl.errors import RunError
 from megarl.files import FileRecord, sync, write_durably
 
-NAME = "manifest.json"
-STATE = "state.json"
+MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT = 1
 """Of the whole checkpoint; other numbers are refused."""
-
 _READERS = 8
-"""Files that are read at once."""
 
 
 class BrokenCheckpointError(RunError):
@@ -38,9 +35,9 @@ class CheckpointManifest:
     """The files of a checkpoint, without the manifest itself.
 
     Args:
-        step: the last one before it.
+        step: the last before it.
         roles: by role and rank, the files that the rank wrote, relative to the role's directory.
-        state: file of the driver's state.
+        state: the file of the driver's state.
     """
 
     step: int
@@ -56,10 +53,7 @@ class CheckpointManifest:
                     yield f"{role} rank {rank}", dataclasses.replace(record, path=f"{role}/{record.path}")
 
     def verify(self, directory: Path, *, role: str | None = None) -> None:
-        """Reads every file and compares it with its record.
-
-        Args:
-            role: verify its files only; None verifies all.
+        """Reads the files, of one role or of all, and compares them with their records.
 
         Raises:
             BrokenCheckpointError: a file is missing, differs or is not listed.
@@ -68,7 +62,7 @@ class CheckpointManifest:
         expected = [(writer, record) for writer, record in self.files() if record.path.startswith(prefix)]
         with ThreadPoolExecutor(_READERS) as readers:
             problems = [found for found in readers.map(lambda pair: _problem(directory, *pair), expected) if found]
-        listed = {record.path for _, record in expected} | {NAME}
+        listed = {record.path for _, record in expected} | {MANIFEST}
         present = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()}
         unlisted = sorted(path for path in present - listed if path.startswith(prefix))
         problems += [f"{path} is not in the manifest" for path in unlisted]
@@ -80,26 +74,22 @@ class CheckpointManifest:
 
     @classmethod
     def read(cls, directory: Path) -> CheckpointManifest:
-        """Reads the manifest of a checkpoint.
-
-        Raises:
-            BrokenCheckpointError: it is missing or cannot be parsed.
-        """
+        """Reads the manifest of a checkpoint; raises BrokenCheckpointError if it is missing or cannot be parsed."""
         try:
-            fields: dict[str, Any] = json.loads((directory / NAME).read_text(encoding="utf-8"))
+            fields: dict[str, Any] = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
             if fields["format"] != FORMAT:
-                raise BrokenCheckpointError(directory, [f"{NAME} has format {fields['format']}, not {FORMAT}"])
+                raise BrokenCheckpointError(directory, [f"{MANIFEST} has format {fields['format']}, not {FORMAT}"])
             roles = {
                 role: [[FileRecord(**record) for record in records] for records in ranks]
                 for role, ranks in fields["roles"].items()
             }
             return cls(step=fields["step"], roles=roles, state=FileRecord(**fields["state"]))
         except (OSError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise BrokenCheckpointError(directory, [f"{NAME} cannot be read: {error}"]) from None
+            raise BrokenCheckpointError(directory, [f"{MANIFEST} cannot be read: {error}"]) from None
 
 
 def _problem(directory: Path, writer: str, record: FileRecord) -> str | None:
-    """The difference of a file from its record; None without one."""
+    """Returns how a file differs from its record; None if it does not."""
     path = directory / record.path
     try:
         nbytes = path.stat().st_size
@@ -122,7 +112,7 @@ class Checkpoint:
 
     Args:
         path: has a directory for each role.
-        step: the last one before it.
+        step: the last before it.
         state: of the driver, as passed to `commit`.
     """
 
@@ -133,14 +123,10 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of a run, written by the driver only.
+    """The checkpoints of a run, managed by the driver alone, which keeps the last `keep` of them.
 
     `stage` creates a directory that the ranks write into; `commit` verifies and renames it. A process that is killed at
-    any moment leaves the earlier checkpoints as they were, and at most a directory that `clean` removes.
-
-    Args:
-        directory: created with the first checkpoint.
-        keep: number of checkpoints to keep, at least 1.
+    any moment leaves the earlier checkpoints intact, and at most a directory that `clean` removes.
     """
 
     def __init__(self, directory: Path, keep: int) -> None:
@@ -148,11 +134,7 @@ class Checkpoints:
         self.directory, self._keep = directory, keep
 
     def stage(self, step: int) -> Path:
-        """Creates and returns an empty directory for the checkpoint of a step; each role writes a directory into it.
-
-        Raises:
-            RunError: the directory cannot be written.
-        """
+        """Returns a new empty directory, into which each role writes one; raises RunError if it cannot be made."""
         staged = self._staged(step)
         assert not self._path(step).exists(), f"{self._path(step)} is committed"
         shutil.rmtree(staged, ignore_errors=True)
@@ -164,7 +146,7 @@ class Checkpoints:
     def commit(
         self, step: int, roles: Mapping[str, Sequence[Sequence[FileRecord]]], state: Mapping[str, Any]
     ) -> Checkpoint:
-        """Verifies the staged files, makes them the latest checkpoint, and removes the oldest checkpoints.
+        """Verifies the staged files, makes them the latest checkpoint, and removes the oldest ones.
 
         Args:
             roles: by role and rank, the files that the rank wrote.
@@ -179,7 +161,7 @@ class Checkpoints:
             write_durably(staged / STATE, json.dumps(state, indent=1, allow_nan=False) + "\n")
             manifest = CheckpointManifest(step=step, roles=roles, state=FileRecord.of(staged / STATE, staged))
             manifest.verify(staged)
-            write_durably(staged / NAME, manifest.to_json())
+            write_durably(staged / MANIFEST, manifest.to_json())
             staged.rename(self._path(step))
             sync(self.directory)
         for old in self.steps()[: -self._keep]:
@@ -187,11 +169,7 @@ class Checkpoints:
         return Checkpoint(path=self._path(step), step=step, roles=tuple(roles), state=state)
 
     def latest(self) -> Checkpoint | None:
-        """Verifies and returns the newest checkpoint; None if there is none.
-
-        Raises:
-            BrokenCheckpointError: its files are not those that were committed.
-        """
+        """Verifies and returns the newest checkpoint, if any; raises BrokenCheckpointError if its files changed."""
         steps = self.steps()
         if not steps:
             return None
@@ -207,12 +185,12 @@ class Checkpoints:
         return sorted(int(match[1]) for match in matches if match)
 
     def staged_step(self) -> int | None:
-        """Returns the step of the last unfinished checkpoint; its writer is at work or was killed."""
+        """Returns the step of the last unfinished checkpoint, which is being written or whose writer was killed."""
         matches = (_STAGED.fullmatch(name) for name in self._names())
         return max((int(match[1]) for match in matches if match), default=None)
 
     def clean(self) -> None:
-        """Removes unfinished checkpoints of killed processes; no other process may write checkpoints of the run."""
+        """Removes unfinished checkpoints; no other process may write checkpoints of the run."""
         for name in self._names():
             if _UNFINISHED.fullmatch(name):
                 shutil.rmtree(self.directory / name)
@@ -239,6 +217,5 @@ def _writing(step: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunError(
-            f"the checkpoint of step {step} cannot be written: {error.filename}: {error.strerror}"
-        ) from error
+        reason = f"{error.filename}: {error.strerror}"
+        raise RunError(f"the checkpoint of step {step} cannot be written: {reason}") from error

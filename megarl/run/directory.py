@@ -1,4 +1,4 @@
-"""The directory that a run writes: by one process at a time, and for one run from its start to its end."""
+"""The directory of a run, which one process at a time writes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 import signal
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,12 +32,12 @@ from megarl.run.resume import (
 class RunDirectory(RunPaths):
     """The directory of a training run, created, or reset to its latest checkpoint.
 
-    It holds a lock until it is closed or its process ends. A resumed run loses what it wrote about the steps after the
+    It is locked until it is closed or its process ends. A resumed run loses what it wrote about the steps after the
     checkpoint, and takes these steps again.
 
     Raises:
-        ConfigError: another process runs the run, its checkpoint is damaged, the configuration or frozen weights do not
-            fit it, or the directory cannot be written.
+        ConfigError: another process has the directory, the checkpoint is damaged, the configuration or frozen weights
+            do not fit it, or the directory cannot be written.
     """
 
     def __init__(self, config: TrainingConfig) -> None:
@@ -46,8 +46,7 @@ class RunDirectory(RunPaths):
         self.latest: Checkpoint | None = None
         """The checkpoint that the run resumes from; None when it starts from the beginning."""
         self._frozen = digest_frozen_weights(config)
-        self._lock = _create(self, config)
-        with _opening(self._lock, config):
+        with _locked(self, config) as self._lock:
             self.checkpoints.clean()
             point = find_resume_point(config, self, self.checkpoints, self._frozen)
             if point is not None:
@@ -71,12 +70,7 @@ class RunDirectory(RunPaths):
             truncate_lines(path, lambda line: line["step"] <= last)
 
     def commit(self, step: int, files: Mapping[str, Sequence[Sequence[FileRecord]]], state: Mapping[str, Any]) -> None:
-        """Commits the checkpoint of a step, after the lines of all steps up to it are durable.
-
-        Args:
-            files: by role and rank, those that the rank wrote.
-            state: of the driver, as JSON.
-        """
+        """Commits the checkpoint of a step, after the lines of all steps up to it; see `Checkpoints.commit`."""
         for path in self.line_files:
             if path.exists():
                 sync(path)
@@ -89,7 +83,7 @@ class RunDirectory(RunPaths):
 
 
 class EvaluationDirectory(RunPaths):
-    """The directory of a standalone evaluation; an interrupted one starts again. It holds a lock until it is closed.
+    """The directory of a standalone evaluation, locked until it is closed. An interrupted evaluation starts again.
 
     Raises:
         ConfigError: another process has the directory, it has another run, or it cannot be written.
@@ -97,8 +91,7 @@ class EvaluationDirectory(RunPaths):
 
     def __init__(self, config: EvalConfig) -> None:
         super().__init__(config.run.dir)
-        self._lock = _create(self, config)
-        with _opening(self._lock, config):
+        with _locked(self, config) as self._lock:
             refuse_other_runs(config, self)
             for path in self.line_files:
                 path.unlink(missing_ok=True)
@@ -110,36 +103,23 @@ class EvaluationDirectory(RunPaths):
         self._lock.close()
 
 
-def _create(paths: RunPaths, config: RunConfig) -> IO[str]:
-    """Makes the directory and returns its lock."""
-    with _writing(config):
+@contextmanager
+def _locked(paths: RunPaths, config: RunConfig) -> Iterator[IO[str]]:
+    """Makes the directory and yields its lock, which only an error in the block releases."""
+    try:
         paths.path.mkdir(parents=True, exist_ok=True)
-        lock = paths.lock.open("a")
-    try:
-        acquire_lock(lock)
-    except BlockingIOError:
-        raise locked_error(config) from None
-    except OSError as error:
-        rule = f"on a file system with locks, flock(2) ({error.strerror})"
-        raise run_dir_error(config, rule, f"{CHOOSE_ANOTHER}; Lustre has locks when mounted with flock") from None
-    return lock
-
-
-@contextmanager
-def _opening(lock: IO[str], config: RunConfig) -> Iterator[None]:
-    """Releases the lock if the directory cannot be used."""
-    try:
-        with _writing(config):
-            yield
-    except BaseException:
-        lock.close()
-        raise
-
-
-@contextmanager
-def _writing(config: RunConfig) -> Iterator[None]:
-    try:
-        yield
+        with ExitStack() as opened:
+            lock = opened.enter_context(paths.lock.open("a"))
+            try:
+                acquire_lock(lock)
+            except BlockingIOError:
+                raise locked_error(config) from None
+            except OSError as error:
+                rule = f"on a file system with locks, flock(2) ({error.strerror})"
+                fix = f"{CHOOSE_ANOTHER}; Lustre has locks when mounted with flock"
+                raise run_dir_error(config, rule, fix) from None
+            yield lock
+            opened.pop_all()
     except OSError as error:
         raise run_dir_error(config, f"can be written ({error.strerror})", CHOOSE_ANOTHER) from None
 
@@ -172,7 +152,7 @@ def _last_step(paths: RunPaths, taken: int) -> int:
 
 
 def _end_reason(error: BaseException) -> tuple[EndReason, str]:
-    """Why the run ended, and the message for its user."""
+    """Returns why the run ended, and the message for its user."""
     match error:
         case KeyboardInterrupt():
             return "interrupted", signal.SIGINT.name

@@ -1,4 +1,4 @@
-"""Metrics for people: which of them are shown, a live display in a terminal, a row per step elsewhere, tables."""
+"""Metrics for people: a live display in a terminal, a row per step elsewhere, tables."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
 """By stage, the heading of each metric that is shown, in order."""
 
 _REFRESHES_PER_S = 2
-_SPEED_OVER_S = 86400.0
-"""Past that the remaining time is estimated from: a step may take an hour."""
+_SPEED_OVER_S = 86400.0  # the remaining time is estimated from as much past: a step may take an hour
 
 
 class Display(Sink, Protocol):
@@ -76,19 +75,12 @@ def open_display(
 
 
 class ConsoleSink:
-    """Prints a row per step below a heading; a missing metric is a dash.
-
-    Args:
-        columns: heading by metric, in order.
-        steps: of the run.
-    """
+    """Prints a row per step below a heading; a missing metric is a dash."""
 
     _WIDTH = 10
 
-    def __init__(self, columns: Mapping[str, str], *, steps: int, console: Console | None = None) -> None:
-        self._columns = dict(columns)
-        self._steps = steps
-        self._console = console or Console(highlight=False)
+    def __init__(self, columns: Mapping[str, str], *, steps: int, console: Console) -> None:
+        self._columns, self._steps, self._console = columns, steps, console
         self._headed = False
 
     def write(self, step: int, metrics: Metrics) -> None:
@@ -111,16 +103,13 @@ class ConsoleSink:
 
 
 class ProgressSink:
-    """Shows a progress bar, the current phase and the metrics of the last step; they stay on the screen at the end.
+    """Shows a progress bar, the current phase and the metrics of the last step, which stay on the screen at the end.
 
     A thread draws them. Other output of the program appears above.
-
-    Args:
-        title, columns, steps, done: see `open_display`.
     """
 
     def __init__(self, title: str, columns: Mapping[str, str], *, steps: int, done: int, console: Console) -> None:
-        self._columns = dict(columns)
+        self._columns = columns
         self._metrics: Metrics = {}
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
@@ -143,7 +132,6 @@ class ProgressSink:
         self._live.start()
 
     def phase(self, name: str) -> None:
-        """Shows the phase beside the bar."""
         self._bar.update(self._task, phase=name)
 
     def write(self, step: int, metrics: Metrics) -> None:

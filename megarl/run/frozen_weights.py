@@ -1,8 +1,7 @@
-"""Digests of the weights of frozen roles, which no checkpoint of a run has.
+"""Digests of the weights of frozen roles, which a resume loads again from directories that may have changed.
 
-A resume loads them again from their directories, where they may have been exchanged meanwhile. The digests cover
-config.json and each safetensors file: all of a file up to 16 MiB; of a larger one its size, its header and 256 blocks
-of 64 KiB at even distances, which is enough to notice one more training step.
+The digests cover config.json and each safetensors file: all of a file up to 16 MiB; of a larger one its size, its
+header and 256 blocks of 64 KiB at even distances, which is enough to notice one more training step.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ FROZEN: Final = "frozen_weights"
 """Their key in the driver's state of a checkpoint."""
 
 FrozenDigests = Mapping[str, Mapping[str, str]]
-"""Hexadecimal digests by the configuration's field of a directory and the name of a file in it."""
+"""Hexadecimal digests by the field of a directory and the name of a file in it."""
 
 _BLOCK, _BLOCKS = 1 << 16, 256
 _LENGTH_BYTES = 8  # a safetensors file starts with the length of its header
@@ -28,28 +27,22 @@ _READERS = 8
 
 
 def digest_frozen_weights(config: TrainingConfig) -> FrozenDigests:
-    """Returns the digests of all frozen roles of a run.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
-    directories = dict(_directories(config))
+    """Returns the digests of all frozen roles of a run; raises OSError if a file cannot be read."""
+    files = {field: _files(directory) for field, directory in _directories(config)}
     with ThreadPoolExecutor(_READERS) as readers:
         return {
-            field: {file.name: digest for file, digest in zip(files, readers.map(_digest, files), strict=True)}
-            for field, directory in directories.items()
-            for files in [_files(directory)]
+            field: dict(zip([file.name for file in found], readers.map(_digest, found), strict=True))
+            for field, found in files.items()
         }
 
 
 def changed_files(kept: FrozenDigests, now: FrozenDigests) -> dict[str, list[str]]:
     """Returns the names of the files that differ, by field; a field that one side lacks is not compared."""
-    changed = {
-        field: sorted(name for name in files.keys() | now[field].keys() if files.get(name) != now[field].get(name))
-        for field, files in kept.items()
-        if field in now
-    }
-    return {field: names for field, names in changed.items() if names}
+    changed: dict[str, list[str]] = {}
+    for field, files in kept.items():
+        if different := dict(files.items() ^ now.get(field, files).items()):
+            changed[field] = sorted(different)
+    return changed
 
 
 def _directories(config: TrainingConfig) -> Iterator[tuple[str, Path]]:

@@ -1,4 +1,4 @@
-"""The files of a run's directory, the lock that its process holds, and the reader of its configuration."""
+"""The files of a run's directory, the lock of its process, and the reader of its configuration."""
 
 from __future__ import annotations
 
@@ -10,16 +10,11 @@ from typing import IO, Any
 
 import yaml
 
-_TRIES, _PAUSE_S = 3, 0.05
-"""To get the lock: `is_locked` holds it for an instant."""
+_TRIES, _PAUSE_S = 3, 0.05  # to get the lock: `is_locked` holds it for an instant
 
 
 class RunPaths:
-    """The files of a run.
-
-    Args:
-        path: the run's directory, run.dir.
-    """
+    """The files of a run, below run.dir."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = path = Path(path)
@@ -28,13 +23,13 @@ class RunPaths:
         self.updates = path / "updates.jsonl"  # each optimizer step,
         self.evaluations = path / "evaluations.jsonl"  # each evaluation,
         self.samples = path / "samples.jsonl"  # each sample that is kept for reading,
-        self.attempts = path / "attempts.jsonl"  # each start and each end of a process that runs the run
+        self.attempts = path / "attempts.jsonl"  # each start and each end of its processes
         self.tensorboard = path / "tensorboard"
         self.left_out = path / "left_out.jsonl"  # rows of the data that are not used
         self.checkpoint_dir = path / "checkpoints"
         self.export = path / "export"  # the trained model as a Hugging Face directory
         self.logs = path / "logs"  # the output of each process
-        self.summary = path / "summary.json"  # written last: its presence means that the run is finished
+        self.summary = path / "summary.json"  # written last: it exists if the run is finished
         self.lock = path / ".lock"
 
     @property
@@ -48,12 +43,12 @@ class RunPaths:
 
 
 def ema_export(export: Path) -> Path:
-    """Returns the directory of the exported moving average that belongs to an exported actor."""
+    """Returns the directory of the EMA weights that belong to an exported actor."""
     return export.with_name(f"{export.name}-ema")
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
-    """Returns the fields of a configuration file; none when it is missing or not readable as YAML."""
+    """Returns the fields of a configuration file; none if it is missing or not YAML."""
     try:
         fields = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError, yaml.YAMLError):
@@ -62,7 +57,7 @@ def read_config(path: Path) -> Mapping[str, Any]:
 
 
 def acquire_lock(lock: IO[str]) -> None:
-    """Locks an open file; closing it, or the end of the process, releases the lock. An error closes it.
+    """Locks an open file; closing it, or the end of the process, releases the lock.
 
     Raises:
         BlockingIOError: another process holds the lock.
@@ -71,19 +66,18 @@ def acquire_lock(lock: IO[str]) -> None:
     for tries_left in reversed(range(_TRIES)):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except OSError as error:
-            if not isinstance(error, BlockingIOError) or not tries_left:
-                lock.close()
+            break
+        except BlockingIOError:
+            if not tries_left:
                 raise
             time.sleep(_PAUSE_S)
 
 
 def is_locked(path: Path) -> bool | None:
-    """Whether a process holds the lock of a run's directory; None when that cannot be determined.
+    """Whether a process holds the lock of a run's directory; None if that cannot be determined.
 
-    On a shared file system, the lock may be visible only on the machine that holds it: True is certain, False holds for
-    processes of this machine. The call holds a shared lock for an instant.
+    A shared file system may show the lock only to the machine that holds it: True is certain, False holds for processes
+    of this machine. The call holds a shared lock for an instant.
     """
     try:
         with path.open("rb") as lock:

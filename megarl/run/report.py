@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import Final, Literal, Self
 
 from rich.console import Console
 
@@ -19,9 +18,8 @@ from megarl.files import read_lines, write_durably
 from megarl.run.directory import RunDirectory
 from megarl.run.display import COLUMNS, metrics_table, open_display
 from megarl.run.paths import RunPaths
-from megarl.run.results import EvaluationResult, SampleWriter, StepResult
-from megarl.run.sinks import JsonlSink, Metrics, Sink, as_json
-from megarl.run.trackers import TensorBoardSink, WandbSink
+from megarl.run.results import EvaluationResult, ShownSample, StepResult
+from megarl.run.sinks import JsonlSink, Metrics, Sink, TensorBoardSink, WandbSink, as_json
 
 _SAMPLED: Final = "rollout/samples"
 _UNSCORED: Final = "rewards/unscored"
@@ -36,61 +34,59 @@ class EvaluationReporter:
         taken: steps that earlier attempts have taken.
     """
 
-    samples: SampleWriter | None = None
-    """In stages that generate."""
-
     def __init__(self, config: RunConfig, paths: RunPaths, *, taken: int = 0) -> None:
         self._config, self._paths, self._taken = config, paths, taken
+        self._samples: JsonlSink | None = None  # in stages that generate
         self.trackers: list[Sink] = []
 
     def __enter__(self) -> Self:
         config, paths, tracking = self._config, self._paths, self._config.tracking
         with ExitStack() as opened:
-            self._lines = JsonlSink(paths.evaluations)
-            opened.callback(self._lines.close)
+            self._lines = opened.enter_context(closing(JsonlSink(paths.evaluations)))
             if isinstance(config, PPOConfig | RAFTConfig | EvalConfig):
-                self.samples = SampleWriter(paths.samples)
-                opened.callback(self.samples.close)
+                self._samples = opened.enter_context(closing(JsonlSink(paths.samples, clock=None)))
             if tracking.tensorboard:
                 first = self._taken + 1 if self._taken else 0
                 self.trackers.append(TensorBoardSink(paths.tensorboard, first_step=first))
+                opened.callback(self.trackers[-1].close)
             if tracking.wandb_project is not None:
                 plain = config.model_dump(mode="json", by_alias=True)
                 self.trackers.append(WandbSink(tracking.wandb_project, paths.path, config=plain))
-            for sink in self.trackers:
-                opened.callback(sink.close)
+                opened.callback(self.trackers[-1].close)
             self._opened = opened.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._opened.close()
 
     def write(self, result: EvaluationResult, title: str) -> None:
         """Writes an evaluation, and prints it below a title."""
         self._lines.write(result.step, result.metrics)
-        if self.samples is not None:
-            self.samples.write(result.step, "evaluation", result.samples)
+        self.write_samples(result.step, "evaluation", result.samples)
         for sink in self.trackers:
             sink.write(result.step, result.metrics)
         console = Console(highlight=False)
         console.print(title, markup=False, soft_wrap=True)
         console.print(metrics_table(result.metrics), width=None if console.is_terminal else _TABLE_WIDTH)
 
+    def write_samples(self, step: int, kind: Literal["train", "evaluation"], samples: Iterable[ShownSample]) -> None:
+        """Writes the samples of a step, or of the evaluation after it."""
+        for sample in samples:
+            if self._samples is not None:
+                self._samples.write(step, {"kind": kind, **asdict(sample)})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A finished run: summary.json, which omits empty entries.
+    """The summary of a finished run: summary.json, which omits empty entries. Its mappings but `responses` are metrics.
 
     Args:
         steps: of all attempts.
         seconds: of the last attempt.
-        start: metrics of the start, such as those of the first sync.
-        last_step: metrics of the last step of the last attempt.
+        start: such as those of the first sync.
         responses: of all attempts, how many were `sampled`, and how many of them are `unscored`.
-        evaluation: metrics of the last evaluation.
-        export: metrics of the exported model.
+        evaluation: of the last evaluation.
+        export: of the exported model.
     """
 
     stage: str
@@ -130,20 +126,16 @@ class Reporter:
     def __enter__(self) -> Self:
         config, directory = self._config, self._directory
         with ExitStack() as opened:
-            self._metrics, self._updates = JsonlSink(directory.metrics), JsonlSink(directory.updates)
-            for lines in (self._metrics, self._updates):
-                opened.callback(lines.close)
+            self._metrics = opened.enter_context(closing(JsonlSink(directory.metrics)))
+            self._updates = opened.enter_context(closing(JsonlSink(directory.updates)))
             self._evaluations = opened.enter_context(EvaluationReporter(config, directory, taken=self._taken))
             print(_starting(config), flush=True)
-            columns = COLUMNS[config.stage]
-            self._display = open_display(config.stage, columns, steps=config.run.steps, done=self._taken)
-            opened.callback(self._display.close)
+            display = open_display(config.stage, COLUMNS[config.stage], steps=config.run.steps, done=self._taken)
+            self._display = opened.enter_context(closing(display))
             self._opened = opened.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._opened.close()
         if kind is not None and issubclass(kind, KeyboardInterrupt | SystemExit):
             steps = self._directory.checkpoints.steps()
@@ -155,11 +147,7 @@ class Reporter:
         self._display.phase(name)
 
     def started(self, seconds: float, metrics: Metrics) -> None:
-        """Reports that all processes run.
-
-        Args:
-            metrics: of the start.
-        """
+        """Reports that all processes run, and keeps the metrics of the start."""
         if self._left_out.rows:
             self._left_out.write(self._directory.left_out)
             print(self._left_out.message(self._directory.left_out), flush=True)
@@ -173,28 +161,24 @@ class Reporter:
         first = (result.step - 1) * self._config.updates_per_step + 1
         for number, update in enumerate(result.updates, start=first):
             self._updates.write(result.step, {"update": number, **update})
-        if self._evaluations.samples is not None:
-            self._evaluations.samples.write(result.step, "train", result.samples)
+        self._evaluations.write_samples(result.step, "train", result.samples)
         for sink in (self._metrics, *self._evaluations.trackers, self._display):
             sink.write(result.step, metrics)
-        if metrics.get(_UNSCORED):
-            print(_unscored_message(result.step, metrics), flush=True)
+        if unscored := metrics.get(_UNSCORED):
+            counts = {name: count for name, count in metrics.items() if name.startswith(f"{_UNSCORED}/") and count}
+            by_reward = ", ".join(f"{name.removeprefix(f'{_UNSCORED}/')}: {count}" for name, count in counts.items())
+            part = f"{unscored} of {metrics[_SAMPLED]} responses"
+            print(f"step {result.step}: {part} have no score ({by_reward})", flush=True)
         self._last_step = metrics
 
     def evaluated(self, result: EvaluationResult | None) -> None:
         """Writes an evaluation, if there was one."""
-        if result is None:
-            return
-        self._evaluations.write(result, f"evaluation after step {result.step}")
-        self._evaluation = result.metrics
+        if result is not None:
+            self._evaluations.write(result, f"evaluation after step {result.step}")
+            self._evaluation = result.metrics
 
     def finished(self, export: Metrics, seconds: float) -> Summary:
-        """Writes and returns the summary, and prints the end of the run.
-
-        Args:
-            export: metrics of the exported model.
-            seconds: of this attempt.
-        """
+        """Writes and returns the summary from the export's metrics and the seconds of this attempt, and prints it."""
         summary = Summary(
             stage=self._config.stage,
             steps=self._config.run.steps,
@@ -208,9 +192,8 @@ class Reporter:
         summary.write(self._directory.summary)
         unscored = summary.responses.get("unscored", 0)
         without = f"{unscored} of {summary.responses['sampled']} responses had no score; " if unscored else ""
-        print(
-            f"{summary.steps} steps in {seconds:.0f} s; {without}the model is in {self._directory.export}", flush=True
-        )
+        took = f"{summary.steps} steps in {seconds:.0f} s"
+        print(f"{took}; {without}the model is in {self._directory.export}", flush=True)
         return summary
 
 
@@ -224,17 +207,8 @@ def _starting(config: TrainingConfig) -> str:
     return f"starting {processes} processes on {cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"
 
 
-def _unscored_message(step: int, metrics: Metrics) -> str:
-    by_source = ", ".join(
-        f"{name.removeprefix(f'{_UNSCORED}/')}: {count}"
-        for name, count in metrics.items()
-        if name.startswith(f"{_UNSCORED}/") and count
-    )
-    return f"step {step}: {metrics[_UNSCORED]} of {metrics[_SAMPLED]} responses have no score ({by_source})"
-
-
 def _count_responses(metrics: Path) -> dict[str, int]:
-    """The totals of all steps; none in a stage that samples no responses."""
+    """Returns the totals of all steps; none in a stage that samples no responses."""
     steps = [step for step in read_lines(metrics) if _UNSCORED in step]
     names = {"sampled": _SAMPLED, "unscored": _UNSCORED} if steps else {}
     return {name: sum(step[metric] for step in steps) for name, metric in names.items()}

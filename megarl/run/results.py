@@ -1,18 +1,16 @@
-"""Results of a step and of an evaluation, and the samples in them that people may read: samples.jsonl."""
+"""Results of a step and of an evaluation, and the samples in them for people to read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from megarl.cluster.engines import Rollouts
 from megarl.data.tokenizer import Tokenizer
-from megarl.run.sinks import JsonLines, Metrics
+from megarl.run.sinks import Metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,10 +18,10 @@ class ShownSample:
     """A prompt, a response to it, and its scores.
 
     Args:
-        prompt, response: text, or token ids when the run has no tokenizer.
-        finished: False when the response was cut off at the length limit.
+        prompt, response: text, or token ids if the run has no tokenizer.
+        finished: False if the response was cut off at the length limit.
         score: the training score; in an evaluation the reward model's, or else that of the first function.
-        scores: unweighted, by source: the reward model and each function.
+        scores: unweighted, by reward.
     """
 
     sample_id: str
@@ -35,33 +33,18 @@ class ShownSample:
     scores: Mapping[str, float]
 
 
-class SampleWriter:
-    """Appends samples to a file, a JSON object each."""
-
-    def __init__(self, path: str | Path) -> None:
-        self._lines = JsonLines(path)
-
-    def write(self, step: int, kind: Literal["train", "evaluation"], samples: Iterable[ShownSample]) -> None:
-        """Appends the samples of a step, or of the evaluation after it."""
-        for sample in samples:
-            self._lines.write({"step": step, "kind": kind, **asdict(sample)})
-
-    def close(self) -> None:
-        self._lines.close()
-
-
 def shown_samples(
     rollouts: Rollouts,
     scores: npt.NDArray[np.float32],
-    sources: Mapping[str, npt.NDArray[np.float32]],
+    by_reward: Mapping[str, npt.NDArray[np.float32]],
     tokenizer: Tokenizer | None,
     count: int,
 ) -> list[ShownSample]:
-    """Returns the first `count` samples at most; fetches only their chunks.
+    """Returns the first `count` samples at most, fetching only their chunks.
 
     Args:
-        scores: [N] of the samples.
-        sources: [N] by source.
+        scores: [N].
+        by_reward: [N] each.
     """
 
     def text(ids: npt.NDArray[np.int32]) -> str | tuple[int, ...]:
@@ -78,7 +61,7 @@ def shown_samples(
                 response=text(chunk.response_ids[sample.row]),
                 finished=sample.finished,
                 score=float(scores[index]),
-                scores={name: float(values[index]) for name, values in sources.items()},
+                scores={name: float(values[index]) for name, values in by_reward.items()},
             )
         )
     return shown
@@ -86,13 +69,12 @@ def shown_samples(
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What the driver knows of a step.
+    """The metrics of a step and some of its samples.
 
     Args:
         step: from 1.
         metrics: without those of the optimizer steps.
         updates: metrics of each optimizer step.
-        samples: some of its rollouts.
     """
 
     step: int
@@ -101,10 +83,7 @@ class StepResult:
     samples: Sequence[ShownSample] = ()
 
     def all_metrics(self) -> dict[str, float]:
-        """Returns the metrics of the step, with the mean of each metric over the optimizer steps that have it.
-
-        Of `*_max` and `*_min` it is the largest and the smallest.
-        """
+        """Returns all metrics; of those of optimizer steps the mean, of `*_max` and `*_min` the extreme."""
         names = dict.fromkeys(name for update in self.updates for name in update)
         values = {name: [update[name] for update in self.updates if name in update] for name in names}
         return {**self.metrics, **{name: _over_updates(name, found) for name, found in values.items()}}
@@ -118,12 +97,11 @@ def _over_updates(name: str, values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult:
-    """Metrics of an evaluation.
+    """The metrics of an evaluation and some of its samples.
 
     Args:
         step: after which it was made; 0 before the first.
         metrics: `eval/*`, those of samples with the half width of their 95% interval, `eval/*_ci95`.
-        samples: some of them.
     """
 
     step: int

@@ -1,7 +1,4 @@
-"""The run that is in run.dir already: where it continues, and what keeps a configuration from continuing it.
-
-Nothing here writes: `megarl plan` asks the same as `megarl train`.
-"""
+"""Where the run in run.dir resumes, and what forbids a configuration to resume it. Nothing here writes."""
 
 from __future__ import annotations
 
@@ -23,33 +20,19 @@ _WEIGHTS = "the checkpoints have its weights"
 _STREAM = "the checkpoints have the position in this data"
 _MISSING = "(missing)"
 _HEAD = "another one changes the meaning of its scores"
+_DATA = ("prompts", "random", "train", "chat_template", "max_tokens", "too_long", "empty", "equal")
 
 FIXED: Final[Mapping[str, str]] = {
     "model": _WEIGHTS,
     "run.seed": "the order of the data and the seeds of the samples depend on it",
-    "data.prompts": _STREAM,
-    "data.random": _STREAM,
-    "data.train": _STREAM,
-    "data.chat_template": _STREAM,
-    "data.max_tokens": _STREAM,
-    "data.too_long": _STREAM,
-    "data.empty": _STREAM,
-    "data.equal": _STREAM,
-    "critic.path": _WEIGHTS,
-    "critic.head": _WEIGHTS,
-    "critic.head_std": _WEIGHTS,
-    "critic.head_seed": _WEIGHTS,
+    **{f"data.{field}": _STREAM for field in _DATA},
+    **{f"critic.{field}": _WEIGHTS for field in ("path", "head", "head_std", "head_seed")},
     "critic.value_norm": "the critic's values are scaled by its moments, which are in the checkpoints",
-    "reward.path": _HEAD,
-    "reward.head_std": _HEAD,
-    "reward.head_seed": _HEAD,
+    **{f"reward.{field}": _HEAD for field in ("path", "head_std", "head_seed")},
     "normalisation.before": "it scales the head before the first step",
     "actor.ema": "the checkpoints have the moving average",
     "algo.kl": "the checkpoints have the state of its controller, and of a reference that follows the actor",
-    "ptx.data": _STREAM,
-    "ptx.max_tokens": _STREAM,
-    "ptx.loss_on": _STREAM,
-    "ptx.chat_template": _STREAM,
+    **{f"ptx.{field}": _STREAM for field in ("data", "max_tokens", "loss_on", "chat_template")},
 }
 """Fields and whole sections that cannot change when a run resumes, and why. Other changes apply from the next step."""
 
@@ -59,9 +42,9 @@ class ResumePoint:
     """Where a run continues.
 
     Args:
-        latest: its newest checkpoint; None when it starts again from the beginning.
+        latest: its newest checkpoint; None if it starts again from the beginning.
         finished: all steps are taken and the model is exported.
-        changed: the configuration differs from the one that the run was started with.
+        changed: the configuration differs from that of the start.
     """
 
     latest: Checkpoint | None
@@ -76,13 +59,13 @@ class ResumePoint:
 def find_resume_point(
     config: TrainingConfig, paths: RunPaths, checkpoints: Checkpoints, frozen: FrozenDigests
 ) -> ResumePoint | None:
-    """Returns where the run in run.dir continues; None when there is no run.
+    """Returns where the run in run.dir continues; None if there is no run.
 
     Args:
-        frozen: of the weights that are there now.
+        frozen: digests of the weights that exist now.
 
     Raises:
-        ConfigError: the configuration, the frozen weights or a damaged checkpoint keep it from continuing.
+        ConfigError: the configuration, the frozen weights or a damaged checkpoint forbid it.
     """
     if not paths.config.exists():
         return None
@@ -93,7 +76,7 @@ def find_resume_point(
         raise run_dir_error(config, f"{error}", fix) from None
     problems, changed = compare_configs(read_config(paths.config), config, latest)
     if latest is not None:
-        problems += _exchanged(config, latest.state.get(FROZEN, {}), frozen)
+        problems += _changed_weights(config, latest.state.get(FROZEN, {}), frozen)
     if problems:
         raise ConfigError(problems)
     if paths.finished and latest is None:  # a new start would remove its export
@@ -104,11 +87,7 @@ def find_resume_point(
 
 
 def describe_run(config: RunConfig) -> str | None:
-    """Returns what a start would find in run.dir, in words; None when no run is there.
-
-    Raises:
-        ConfigError: the start would be refused.
-    """
+    """Describes what a start would find in run.dir; None if there is no run. Raises ConfigError as the start would."""
     paths = RunPaths(config.run.dir)
     if is_locked(paths.lock):
         raise locked_error(config)
@@ -126,19 +105,12 @@ def describe_run(config: RunConfig) -> str | None:
 
 
 def finished_message(config: TrainingConfig) -> str:
-    """Returns what the user reads when the run has nothing left to do."""
-    return (
-        f"{config.run.dir} is finished: it has taken its {config.run.steps} steps. "
-        "Raise run.steps to continue it, or choose another run.dir for a new run."
-    )
+    state = f"{config.run.dir} is finished: it has taken its {config.run.steps} steps."
+    return f"{state} Raise run.steps to continue it, or {CHOOSE_ANOTHER} for a new run."
 
 
 def refuse_other_runs(config: EvalConfig, paths: RunPaths) -> None:
-    """An evaluation may overwrite an interrupted evaluation only.
-
-    Raises:
-        ConfigError: run.dir has something else.
-    """
+    """Raises ConfigError if run.dir has anything but an interrupted evaluation."""
     is_evaluation = read_config(paths.config).get("stage") == "eval"
     if paths.config.exists() and (paths.finished or not is_evaluation):
         there = "a finished evaluation" if is_evaluation else "a training run"
@@ -147,23 +119,17 @@ def refuse_other_runs(config: EvalConfig, paths: RunPaths) -> None:
 
 
 def run_dir_error(config: RunConfig, rule: str, fix: str) -> ConfigError:
-    """Returns an error of the field run.dir."""
     return ConfigError([Problem(field="run.dir", value=config.run.dir, rule=rule, fix=fix)])
 
 
 def locked_error(config: RunConfig) -> ConfigError:
-    """Returns the error of a directory whose lock another process holds."""
     return run_dir_error(config, "is run by one process at a time", f"wait for the other process, or {CHOOSE_ANOTHER}")
 
 
 def compare_configs(
     old: Mapping[str, Any], config: TrainingConfig, latest: Checkpoint | None
 ) -> tuple[list[Problem], bool]:
-    """Compares a configuration with the one that the run was started with.
-
-    Returns:
-        The problems that keep the run from resuming, and whether anything differs at all.
-    """
+    """Compares a configuration with that of the start; returns what forbids a resume, and whether anything differs."""
     new = yaml.safe_load(yaml.safe_dump(config.model_dump(mode="json", by_alias=True)))
     fix = "put it back, or start a new run in another run.dir"
     if _at(old, "stage") != config.stage:  # other differences follow from it
@@ -175,12 +141,11 @@ def compare_configs(
         for field, kept, given in _differences(name, _at(old, name), _at(new, name))
     ]
     if latest is not None:
-        problems += _unfit(config, latest)
+        problems += _contradictions(config, latest)
     return problems, old != new
 
 
-def _unfit(config: TrainingConfig, latest: Checkpoint) -> Iterator[Problem]:
-    """How a configuration contradicts a checkpoint."""
+def _contradictions(config: TrainingConfig, latest: Checkpoint) -> Iterator[Problem]:
     saved = sorted(config.saved)
     if saved != sorted(latest.roles):
         rule = f"the roles with saved weights are {', '.join(sorted(latest.roles))}, as in its latest checkpoint"
@@ -191,24 +156,22 @@ def _unfit(config: TrainingConfig, latest: Checkpoint) -> Iterator[Problem]:
         yield Problem(field="run.steps", value=str(config.run.steps), rule=rule, fix="raise it")
 
 
-def _exchanged(config: TrainingConfig, kept: FrozenDigests, now: FrozenDigests) -> Iterator[Problem]:
-    """The directories of frozen weights whose files are not those that the run was started with."""
+def _changed_weights(config: TrainingConfig, kept: FrozenDigests, now: FrozenDigests) -> Iterator[Problem]:
     for field, files in changed_files(kept, now).items():
         rule = f"has the files that the run was started with; {', '.join(files)} changed, which a frozen role loads"
         fix = "restore these files, or start a new run in another run.dir"
-        path = _at(config.model_dump(), field)
-        yield Problem(field=field, value=str(path), rule=rule, fix=fix)
+        yield Problem(field=field, value=str(_at(config.model_dump(), field)), rule=rule, fix=fix)
 
 
 def _at(fields: Any, path: str) -> Any:
-    """The entry of a nested dict at a dotted path."""
+    """Returns the entry of a nested dict at a dotted path."""
     for key in path.split("."):
         fields = cast(Mapping[str, Any], fields).get(key, _MISSING) if isinstance(fields, Mapping) else _MISSING
     return fields
 
 
 def _differences(field: str, kept: Any, given: Any) -> Iterator[tuple[str, str, str]]:
-    """The fields below one whose values differ, with both values; a section that one side lacks counts as one field."""
+    """Yields the fields below one whose values differ, with both values; a section that one side lacks is one field."""
     if isinstance(kept, Mapping) and isinstance(given, Mapping):
         both: list[Mapping[str, Any]] = [kept, given]
         for key in sorted({key for fields in both for key in fields}):

@@ -1,4 +1,4 @@
-"""Seconds of the phases of a step."""
+"""Times the phases of a step."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ class Timers:
     def __init__(
         self, entered: Callable[[str], None] | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._entered = entered
-        self._clock = clock
+        self._entered, self._clock = entered, clock
         self._seconds: dict[str, float] = {}
 
     @contextmanager

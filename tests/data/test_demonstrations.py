@@ -97,7 +97,7 @@ def test_empty_responses(tmp_path: Path, chatml: Path) -> None:
         ({"messages": [SAID]}, "as its last message, the assistant's response"),
         ({"messages": [ASKED, SAID, SAID]}, "the last message of a prompt is the assistant's"),
         ({"prompt": [ASKED, SAID], "response": "a"}, "the last message of a prompt is the assistant's"),
-        ({"prompt": "a", "response": "a<|im_end|>b"}, "must not go on after its end token"),
+        ({"prompt": "a", "response": "a<|im_end|>b"}, "must not continue after its end token"),
     ],
 )
 def test_a_broken_row_is_named(tmp_path: Path, chatml: Path, row: dict[str, Any], reason: str) -> None:

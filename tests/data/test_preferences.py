@@ -162,7 +162,10 @@ def test_the_best_candidate_comes_first(tmp_path: Path, chatml: Path) -> None:
         ({"best": True}, "best is True"),
         ({"best": "1"}, "best is '1'"),
         ({"candidates_ids": [[2]], "best": 0}, "candidates_ids must be a list of two responses or more"),
-        ({"candidates_ids": [[2], [3]], "best": 0}, "it has 2 candidates: all rows must have as many, and others 3"),
+        (
+            {"candidates_ids": [[2], [3]], "best": 0},
+            "it has 2 candidates: all rows must have as many, and others have 3",
+        ),
         ({"candidates_ids": [[2], [], [4]]}, "candidates_ids has no token"),
         ({"candidates_ids": [[2], [3], [3]]}, "the same as another"),
         ({"candidates_ids": [[2], [3], [4] * 100]}, "101 tokens are too many: at most 100 fit"),

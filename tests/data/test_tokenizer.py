@@ -60,9 +60,9 @@ def test_a_response_ends_once(chatml: Path) -> None:
     assert tokenizer.respond("a")[1:] == [end]
     assert tokenizer.respond("a<|im_end|>") == tokenizer.respond("a")
     assert tokenizer.respond("") == [end]
-    with pytest.raises(ValueError, match="must not go on after its end token"):
+    with pytest.raises(ValueError, match="must not continue after its end token"):
         tokenizer.respond("a<|im_end|>b")
-    with pytest.raises(ValueError, match="must not go on after its end token"):
+    with pytest.raises(ValueError, match="must not continue after its end token"):
         tokenizer.respond("a<|im_end|><|im_end|>")
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from megarl.config import ConfigError, load
 from megarl.data.tokenizer import load_tokenizer
-from megarl.preflight.check import PairSets, PromptSets, TextSets, check
+from megarl.preflight.check import check
+from megarl.preflight.datasets import PairSets, PromptSets, TextSets
 from megarl.run.directory import write_random_model
 from tests.data.rows import chatml_tokenizer, jsonl
 
@@ -310,8 +311,11 @@ def test_a_critic_is_not_trained_in_float16(tmp_path: Path) -> None:
 
 
 def test_tracking_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.preflight.check.has_wandb", lambda: False)
-    assert "needs the package wandb" in refusal("tracking.wandb_project=mine")
+    monkeypatch.setattr("megarl.preflight.check.find_spec", lambda name: None)
+    told = refusal("tracking.wandb_project=mine")
+    assert "tracking.wandb_project = mine" in told
+    assert "needs the package wandb" in told
+    assert "pip install" in told
 
 
 def test_what_is_not_there_is_said_in_one_report() -> None:

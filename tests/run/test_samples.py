@@ -6,7 +6,11 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.run.results import SampleWriter, ShownSample
+from megarl.config import load
+from megarl.run.paths import RunPaths
+from megarl.run.report import EvaluationReporter
+from megarl.run.results import ShownSample
+from tests.loop.test_model_directory import DEBUG
 
 SAMPLE = ShownSample(
     sample_id="p1/0",
@@ -20,13 +24,13 @@ SAMPLE = ShownSample(
 
 
 def test_every_sample_is_a_line_and_a_second_writer_appends(tmp_path: Path) -> None:
-    path = tmp_path / "samples.jsonl"
+    config, paths = load(DEBUG, ["tracking.tensorboard=false"]), RunPaths(tmp_path)
     for step in (1, 2):
-        writer = SampleWriter(path)
-        writer.write(step, "train", [SAMPLE, replace(SAMPLE, sample_id="p1/1", prompt=(5, 6), finished=False)])
-        writer.write(step, "evaluation", [SAMPLE])
-        writer.close()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+        with EvaluationReporter(config, paths) as reporter:
+            others = [SAMPLE, replace(SAMPLE, sample_id="p1/1", prompt=(5, 6), finished=False)]
+            reporter.write_samples(step, "train", others)
+            reporter.write_samples(step, "evaluation", [SAMPLE])
+    lines = [json.loads(line) for line in paths.samples.read_text().splitlines()]
     assert [(line["step"], line["kind"], line["sample_id"]) for line in lines] == [
         (step, kind, sample)
         for step in (1, 2)

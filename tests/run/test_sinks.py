@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from megarl.run.display import ConsoleSink
-from megarl.run.sinks import JsonLines, JsonlSink, Metrics
+from megarl.run.sinks import JsonlSink, Metrics
 
 
 def test_every_step_is_a_flushed_line(tmp_path: Path) -> None:
@@ -56,12 +56,12 @@ def test_a_run_that_goes_on_appends(tmp_path: Path) -> None:
 
 
 def test_objects_may_be_nested_and_text_stays_readable(tmp_path: Path) -> None:
-    with closing(JsonLines(tmp_path / "m")) as lines:
-        lines.write({"text": "für\n", "scores": {"rule": np.float32(0.5)}, "ids": (np.int32(1), 2)})
-        lines.write({"done": True, "no": None})
+    with closing(JsonlSink(tmp_path / "m", clock=None)) as lines:
+        lines.write(1, {"text": "für\n", "scores": {"rule": np.float32(0.5)}, "ids": (np.int32(1), 2)})
+        lines.write(2, {"done": True, "no": None})
     first, second = (tmp_path / "m").read_text(encoding="utf-8").splitlines()
-    assert first == '{"text": "für\\n", "scores": {"rule": 0.5}, "ids": [1, 2]}'
-    assert second == '{"done": true, "no": null}'
+    assert first == '{"step": 1, "text": "für\\n", "scores": {"rule": 0.5}, "ids": [1, 2]}'
+    assert second == '{"step": 2, "done": true, "no": null}'
 
 
 def test_the_console_has_one_aligned_row_per_step() -> None:

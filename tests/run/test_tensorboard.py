@@ -11,7 +11,7 @@ from typing import Any
 
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from megarl.run.trackers import TensorBoardSink
+from megarl.run.sinks import TensorBoardSink
 
 
 def records(path: Path) -> Iterator[bytes]:

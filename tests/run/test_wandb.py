@@ -7,15 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.run import trackers as sinks
-from megarl.run.trackers import WandbSink
+from megarl.run.sinks import WandbSink
 from tests.leftovers import Trace
-
-
-def test_without_the_package_the_fix_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"tracking.wandb_project = mine: needs the package wandb; install it with"):
-        WandbSink("mine", tmp_path, config={})
 
 
 @pytest.mark.process

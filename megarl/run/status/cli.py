@@ -17,7 +17,8 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, an object a line a run.")] = False,
 ) -> None:
     """Say how runs are doing: how far, how fast, how they ended and why. Reads their directories alone."""
-    from megarl.run.status.show import StatusError, show_status, watch_status
+    from megarl.run.status.reading import StatusError
+    from megarl.run.status.show import show_status, watch_status
 
     try:
         if watch:

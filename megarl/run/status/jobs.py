@@ -1,4 +1,4 @@
-"""The Slurm jobs of a run: submissions, progress of each job, its logs and its end. Times are seconds since 1970."""
+"""The Slurm jobs of a run: submissions, progress, logs and ends. Times are seconds since 1970."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,22 +21,16 @@ _SUBMITTED = "submitted.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A submission to a cluster.
-
-    Args:
-        job: its number or name; None when only the configuration is known to have been written.
-    """
+    """A submission to a cluster. `job` is its number or name; None if only its configuration is known."""
 
     job: str | None
     time: float
 
 
 def record_submission(folder: Path, job: str) -> None:
-    """Writes the job of a run that was just submitted. An error is printed only, as the job exists all the same.
+    """Writes the number or name of a submitted job into the folder of its configuration, such as RUN_DIR/slurm.
 
-    Args:
-        folder: of the run's configuration, such as RUN_DIR/slurm.
-        job: its number or name.
+    An error is only printed, as the job exists.
     """
     try:
         write_durably(folder / _SUBMITTED, json.dumps({"job": job}) + "\n")
@@ -44,18 +39,16 @@ def record_submission(folder: Path, job: str) -> None:
 
 
 def last_submission(run_dir: Path) -> Submission | None:
-    """Returns the newest recorded submission; its time is the file's."""
+    """Returns the newest recorded submission, with the time of its file."""
     found: list[Submission] = []
     for file in (run_dir / folder / _SUBMITTED for folder in _FOLDERS):
-        try:
+        with suppress(OSError, ValueError, KeyError, TypeError):  # missing or unreadable
             found.append(Submission(job=json.loads(file.read_text())["job"], time=file.stat().st_mtime))
-        except (OSError, ValueError, KeyError, TypeError):  # missing or unreadable
-            continue
     return max(found, key=lambda submission: submission.time, default=None)
 
 
 def prepared_configs(run_dir: Path) -> list[Path]:
-    """Returns the configurations that were written for a cluster, the newest first; they exist before the run does."""
+    """Returns the configurations that were written for a cluster, the newest first; they precede the run."""
     found = (file for folder in _FOLDERS for file in (run_dir / folder).glob("config-*.yaml"))
     return sorted(found, key=lambda file: file.stat().st_mtime, reverse=True)
 
@@ -70,11 +63,10 @@ class JobStage:
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnd:
-    """How a job ended, as its head node reports.
+    """How a job ended, as its head node reports; `node` is the node at fault, if any.
 
     Args:
-        exit_code: of the job; 128 plus the number of the signal that ended it.
-        node: the node at fault, if any.
+        exit_code: 128 plus the number of the signal that ended it, if one did.
     """
 
     time: float
@@ -90,13 +82,13 @@ class JobStatus:
     Args:
         id: its number.
         restart: times that Slurm had restarted it.
-        output: file with its output, if there is one.
+        output: file with its output, if any.
         printed: the last lines of it, before an agent has started.
         directory: of its logs.
         logs: names of the files in it.
-        attach: command that opens a shell in the job, if there is one.
+        attach: command that opens a shell in the job, if any.
         began: before an agent has started, the time of the last output.
-        end: None while it runs, or when its head was killed.
+        end: None while it runs, or if its head was killed.
     """
 
     id: str
@@ -112,16 +104,16 @@ class JobStatus:
 
     @property
     def last_sign(self) -> float:
-        """The time of the last thing that is known of it."""
+        """The time of the last known event."""
         return self.end.time if self.end is not None else max([self.began, *(stage.time for stage in self.stages)])
 
     @property
     def message(self) -> str:
-        """The reason of its end, or what it printed before an agent started."""
+        """The reason of its end, or its output before an agent started."""
         return self.end.reason if self.end is not None else "\n".join(self.printed)
 
     def news(self, now: float) -> str:
-        """Returns the last thing that is known of it."""
+        """Describes the last known event."""
         if self.end is not None:
             return f"job {self.id} has ended with exit code {self.end.exit_code}"
         if self.directory is None:
@@ -139,12 +131,9 @@ class JobStatus:
         return self.began > attempt.time and not self.has(attempt)
 
     def outlasts(self, attempt: Attempt, written: float) -> bool:
-        """Whether nothing was written to the run after the job's last sign.
+        """Whether the job's last sign is later than the last write to the run, at `written`.
 
         Otherwise the job waits for the attempt that it follows, or was refused because of it.
-
-        Args:
-            written: when the run was written last.
         """
         return max(written, attempt.end.time if attempt.end else 0.0) <= self.last_sign
 
@@ -154,32 +143,22 @@ _OUTPUT = re.compile(r"(\d+)(_\d+)?")
 _CELL = re.compile(r"cell-(\d+)")
 _NODE_FAILURE = re.compile(r"^srun: error: Node failure on (\S+)$", re.MULTILINE)
 _TAIL_BYTES = 1 << 16
-_LINES, _WIDTH = 3, 200
-"""Of the output before the agents start that is shown."""
+_LINES, _WIDTH = 3, 200  # of the output before the agents start
 _TERMINATED = 143
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunJobs:
-    """The jobs of a run that matter for its status.
-
-    Args:
-        current: the one that the run's state refers to; None without one.
-        newer: a later one that does not have the run; None without one.
-        submitted: the last submission, if nothing has started since.
-    """
-
-    current: JobStatus | None
-    newer: JobStatus | None
-    submitted: Submission | None
-
-
-def find_jobs(run_dir: Path, attempts: Sequence[Attempt], written: float, *, resumable: bool) -> RunJobs:
+def find_jobs(
+    run_dir: Path, attempts: Sequence[Attempt], written: float, *, resumable: bool
+) -> tuple[JobStatus | None, JobStatus | None, Submission | None]:
     """Reads the jobs of a run.
 
     Args:
-        written: when the run was written last.
+        written: the last write to the run.
         resumable: a later job may resume the run: no process has it now, and it is not finished.
+
+    Returns:
+        The job that the run's state refers to; a later one that does not have the run; the last submission, if nothing
+        has started since.
     """
     prepared = max((file.stat().st_mtime for file in prepared_configs(run_dir)), default=0.0)
     current, newer = _last_job(run_dir, prepared), None
@@ -194,15 +173,14 @@ def find_jobs(run_dir: Path, attempts: Sequence[Attempt], written: float, *, res
     submitted = last_submission(run_dir)
     if submitted is None or submitted.time <= started or submitted.job in [job.id for job in jobs]:
         submitted = Submission(job=None, time=prepared) if prepared > started else None
-    return RunJobs(current=current, newer=newer, submitted=submitted)
+    return current, newer, submitted
 
 
 def _last_job(run_dir: Path, prepared: float) -> JobStatus | None:
-    """The job that was started last.
+    """Returns the job that was started last.
 
-    Args:
-        prepared: when the run's configuration was last written for a job. A job that printed before, and of which no
-            agent has started, may have ended: it is not reported.
+    A job without an agent that last printed before `prepared`, the last write of a configuration for a job, may have
+    ended: it is not reported.
     """
     outputs = _outputs(run_dir)
     found = [path for path in (run_dir / "slurm").glob("*-*") if _NAME.fullmatch(path.name)]
@@ -221,7 +199,7 @@ def _attempt_job(run_dir: Path, attempt: Attempt) -> JobStatus | None:
 
 
 def _read_job(directory: Path, outputs: Mapping[int, Path]) -> JobStatus:
-    """A job whose agent has started."""
+    """Reads a job whose agent has started."""
     number, restart = _number(directory)
     attach, output = directory / "attach", _output_of(number, outputs)
     stages = tuple(
@@ -243,7 +221,7 @@ def _read_job(directory: Path, outputs: Mapping[int, Path]) -> JobStatus:
 
 
 def _outputs(run_dir: Path) -> dict[int, Path]:
-    """Output files by job number; that of a sweep's run is beside its directory, named by the run's index."""
+    """Returns the output files by job number; that of a sweep's run is beside its directory, named by its index."""
     files = [*(run_dir / "slurm").glob("*.out")]
     if cell := _CELL.match(run_dir.name):
         files += (run_dir.parent / "slurm").glob(f"*_{cell[1]}.out")
@@ -251,7 +229,7 @@ def _outputs(run_dir: Path) -> dict[int, Path]:
 
 
 def _output_of(job: int, outputs: Mapping[int, Path]) -> Path | None:
-    """The output of a job, whose number is the array's or a later one when it belongs to an array."""
+    """Returns the output of a job, whose number is the array's or a later one if it belongs to an array."""
     fitting = [number for number, file in outputs.items() if number == job or (number < job and "_" in file.stem)]
     return outputs[max(fitting)] if fitting else None
 
@@ -262,15 +240,11 @@ def _number(directory: Path) -> tuple[int, int]:
 
 
 def _read_end(path: Path, output: Path | None) -> JobEnd | None:
-    """The end of a job. Of a node that failed, only srun's message in the output knows: the job's head gets SIGTERM."""
+    """Reads the end of a job. If a node failed, the head gets SIGTERM, and only srun's output says so."""
     try:
         fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        end = JobEnd(
-            time=path.stat().st_mtime,
-            exit_code=int(fields["exit_code"]),
-            reason=str(fields["reason"]),
-            node=fields.get("node"),
-        )
+        code, reason, node = int(fields["exit_code"]), str(fields["reason"]), fields.get("node")
+        end = JobEnd(time=path.stat().st_mtime, exit_code=code, reason=reason, node=node)
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):  # missing or incomplete
         return None
     failed = _NODE_FAILURE.findall(_tail(output)) if end.exit_code == _TERMINATED and output is not None else []
@@ -278,7 +252,7 @@ def _read_end(path: Path, output: Path | None) -> JobEnd | None:
 
 
 def _tail(path: Path) -> str:
-    """The end of a file; empty when it cannot be read."""
+    """Returns the end of a file; empty if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
@@ -288,6 +262,6 @@ def _tail(path: Path) -> str:
 
 
 def _last_lines(text: str) -> tuple[str, ...]:
-    """The last lines, without control characters."""
+    """Returns the last lines, without control characters."""
     lines = ("".join(filter(str.isprintable, line)).rstrip()[:_WIDTH] for line in text.splitlines())
     return tuple([line for line in lines if line][-_LINES:])

@@ -1,4 +1,4 @@
-"""Reads the directory of a run: the only source of `megarl status`, and of whatever else shows runs."""
+"""Reads the status of a run from its directory."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from megarl.run.status.throughput import RunProgress, find_warnings, measure_pro
 _JOB_FILES = "slurm/[0-9]*-[0-9]*/times.jsonl"
 
 
-class NoRunError(ValueError):
-    """A path has no run; the message names what is there."""
+class StatusError(ValueError):
+    """A status cannot be shown; the message is for the user."""
 
 
 def find_runs(path: Path) -> list[Path]:
     """Returns the run in a directory or, as for a sweep, the runs in the directories right below it, in order.
 
     Raises:
-        NoRunError: there is none.
+        StatusError: there is none.
         OSError: the directory cannot be read.
     """
     if not path.exists():
-        raise NoRunError(f"{path}: there is no such directory; {_suggestion(path)}")
+        raise StatusError(f"{path}: there is no such directory; {_suggestion(path)}")
     if not path.is_dir():
-        raise NoRunError(f"{path}: a file; give the directory of a run, its run.dir")
+        raise StatusError(f"{path}: a file; give the directory of a run, its run.dir")
     if _is_run(path):
         return [path]
     below = [found for found in path.iterdir() if _is_run(found)]
     if not below:
-        raise NoRunError(f"{path}: no run is there or in a directory of it; give the run.dir of a run")
+        raise StatusError(f"{path}: no run is there or in a directory of it; give the run.dir of a run")
     return sorted(below, key=_order)
 
 
 def _is_run(path: Path) -> bool:
     """Whether there are files of a run, or of a job, which may have ended before it started the run."""
-    run = RunPaths(path)  # what may not be read counts as missing
-    started = any(os.path.exists(file) for file in (run.config, run.attempts, run.metrics))
+    run = RunPaths(path)
+    started = any(os.path.exists(file) for file in (run.config, run.attempts, run.metrics))  # False if not readable
     return started or bool(prepared_configs(path)) or any(path.glob(_JOB_FILES))
 
 
@@ -61,16 +61,16 @@ def _suggestion(path: Path) -> str:
 
 
 def _order(path: Path) -> list[tuple[bool, int, str]]:
-    """By name, with numbers in it by value: cell-2 precedes cell-10."""
+    """Sorts by name, numbers in it by value: cell-2 precedes cell-10."""
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", path.name)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointState:
-    """What a run would resume from.
+    """The checkpoint that a run would resume from.
 
     Args:
-        step: of the last checkpoint; 0 without one: the run would start from the beginning.
+        step: of the last checkpoint; 0 without one.
         writing: step of an unfinished checkpoint, which is being written or whose writer was killed.
         again: steps that a resume would repeat.
         seconds: that they take, if known.
@@ -83,15 +83,10 @@ class CheckpointState:
 
 
 def checkpoint_state(checkpoints: Checkpoints, progress: RunProgress) -> CheckpointState:
-    """Returns what a run with these checkpoints would resume from."""
     last = max(checkpoints.steps(), default=0)
     again, pace = max(0, progress.step - last), progress.pace
-    return CheckpointState(
-        step=last,
-        writing=checkpoints.staged_step(),
-        again=again,
-        seconds=None if pace is None else again * pace.seconds_per_step,
-    )
+    seconds = None if pace is None else again * pace.seconds_per_step
+    return CheckpointState(step=last, writing=checkpoints.staged_step(), again=again, seconds=seconds)
 
 
 _LAST_STEPS = 50
@@ -103,16 +98,15 @@ class RunStatus:
 
     Args:
         now: time of reading.
-        stage: None when no configuration states it.
-        written: when anything was written last.
+        stage: None if no configuration states it.
+        written: the last write of anything.
         seconds_left: of a running run, if known.
-        overdue: seconds since the last step of a running run when they are far too many; else None.
+        overdue: seconds since the last step of a running run if they are far too many; else None.
         metrics: of the last step.
         evaluation: the last one.
         troubles: warnings, a sentence each.
         saved: of a training run.
-        attempts: in order.
-        submitted: its last submission to a cluster, if nothing has started since; else None.
+        submitted: the last submission to a cluster, if nothing has started since.
         job: the Slurm job that the state refers to, if any.
         newer: a later Slurm job that does not have the run, if any.
         logs: directory with the output of each process.
@@ -138,21 +132,19 @@ class RunStatus:
 
 
 def read_status(run_dir: Path, now: float | None = None, host: str | None = None) -> RunStatus:
-    """Reads the status of a run, in a time that does not depend on its length.
+    """Reads the status of a run, in a time that does not depend on its length; raises OSError on an unreadable file.
 
     Args:
-        now: None is the present.
-        host: name of this machine; None asks the system.
-
-    Raises:
-        OSError: a file cannot be read.
+        now: seconds since 1970; None is the present.
+        host: this machine; None asks the system.
     """
     now, run = time.time() if now is None else now, RunPaths(run_dir)
     config, attempts = _config(run), read_attempts(run.attempts)
     lines, evaluations = _last_steps(run.metrics), _last_steps(run.evaluations)
     written = max(_write_times(run), default=None)
     locked = is_locked(run.lock)
-    jobs = find_jobs(run_dir, attempts, written or 0.0, resumable=not (run.finished or locked))
+    resumable = not (run.finished or locked)
+    job, newer, submitted = find_jobs(run_dir, attempts, written or 0.0, resumable=resumable)
     starts, section = [attempt.time for attempt in attempts], config.get("run")
     steps = section.get("steps") if isinstance(section, Mapping) else None
     progress = measure_progress(lines, steps, starts, written or now)
@@ -161,7 +153,7 @@ def read_status(run_dir: Path, now: float | None = None, host: str | None = None
             finished=run.finished,
             locked=locked,
             attempt=attempts[-1] if attempts else None,
-            job=jobs.current,
+            job=job,
             written=written,
             longest=progress.pace and progress.pace.longest,
             host=host or socket.gethostname(),
@@ -183,15 +175,15 @@ def read_status(run_dir: Path, now: float | None = None, host: str | None = None
         troubles=list(find_warnings(lines, run.logs)),
         saved=checkpoint_state(Checkpoints(run.checkpoint_dir, keep=1), progress) if stage in COLUMNS else None,
         attempts=attempts,
-        submitted=jobs.submitted,
-        job=jobs.current,
-        newer=jobs.newer,
+        submitted=submitted,
+        job=job,
+        newer=newer,
         logs=str(run.logs),
     )
 
 
 def _config(run: RunPaths) -> Mapping[str, Any]:
-    """The configuration that the run was started with, or else submitted with."""
+    """Returns the configuration of the start, or else of the submission."""
     for file in (run.config, *prepared_configs(run.path)):
         if fields := read_config(file):
             return fields
@@ -203,7 +195,7 @@ def _last_steps(path: Path) -> list[dict[str, Any]]:
 
 
 def _write_times(run: RunPaths) -> Iterator[float]:
-    """Modification times of the files that grow, and of checkpoints."""
+    """Yields the modification times of the files that grow, and of checkpoints."""
     for path in (*run.line_files, run.checkpoint_dir, *run.checkpoint_dir.glob(".step-*.staged/*")):
         try:
             yield path.stat().st_mtime

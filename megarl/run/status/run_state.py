@@ -1,4 +1,4 @@
-"""The state of a run, and the evidence for it: a run on another machine is judged by what it has written."""
+"""The state of a run, by evidence: that of a run on another machine follows from its last writes."""
 
 from __future__ import annotations
 
@@ -6,28 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megarl.run.attempts import Attempt, AttemptEnd, EndReason
+from megarl.run.attempts import Attempt, AttemptEnd
 from megarl.run.status.format import ago
 from megarl.run.status.jobs import JobEnd, JobStatus
 
 StateName = Literal[
     "finished", "running", "interrupted", "failed", "killed", "silent", "starting", "waiting", "unknown"
 ]
-"""silent: nothing was written for long, by a process that cannot be seen from here or by a job before its run starts.
+"""silent: no write for long, by a process that is not visible from here or by a job before its run starts.
 starting: a job has started, but not its run. waiting: neither has started."""
 
-_ENDS: dict[EndReason, StateName] = {
-    "finished": "finished",
-    "interrupted": "interrupted",
-    "config error": "failed",
-    "run error": "failed",
-    "exception": "failed",
-}
-_PATIENCE_S = 1800.0
-"""Without a line, while the run may be starting; loading a model may take that long."""
+_PATIENCE_S = 1800.0  # before the first step: loading a model may take that long
 _LONGEST_STEPS = 3.0
-_STOPPED = (130, 143)
-"""Exit codes of SIGINT and SIGTERM; other signals are failures."""
+_STOPPED = (130, 143)  # exit codes of SIGINT and SIGTERM; other signals are failures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +28,7 @@ class RunState:
     Args:
         because: the evidence.
         message: of what ended it; empty for a run that continues or has finished.
-        since: of its end, seconds since 1970; None when it continues or that is unknown.
+        since: of its end, seconds since 1970; None if it continues or that is unknown.
     """
 
     name: StateName
@@ -48,15 +39,15 @@ class RunState:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What is known of a run. Times are seconds since 1970.
+    """The known facts of a run. Times are seconds since 1970.
 
     Args:
         finished: the summary exists.
-        locked: a process holds the lock; None when that cannot be determined.
+        locked: a process holds the lock; None if that cannot be determined.
         attempt: the last one.
         job: of the attempt, or a later one that will have the run.
-        written: when anything was written last.
-        longest: seconds of the longest of the last steps, if there are any.
+        written: the last write of anything.
+        longest: seconds of the longest of the last steps, if any.
         host: this machine.
     """
 
@@ -103,7 +94,7 @@ def _by_evidence(seen: Evidence) -> Iterator[RunState]:
 
 
 def _not_started(job: JobStatus | None, seen: Evidence) -> RunState:
-    """A run without an attempt, or without one since its last job started."""
+    """Returns the state of a run without an attempt, or without one since its last job started."""
     if job is None and seen.written is None:
         return RunState(name="waiting", because="no process has started it")
     if job is None:
@@ -116,25 +107,21 @@ def _not_started(job: JobStatus | None, seen: Evidence) -> RunState:
 
 
 def _job_ended(job: JobStatus, end: JobEnd, now: float, name: StateName | None = None) -> RunState:
-    """A job that knows more of its end than the run does, or whose run had not started."""
+    """Returns the state of a run that its job ended, or whose job ended before the run started."""
     name = name or ("finished" if end.exit_code == 0 else "interrupted" if end.exit_code in _STOPPED else "failed")
     return RunState(name=name, because=job.news(now), message=job.message, since=end.time)
 
 
 def _attempt_ended(end: AttemptEnd, job_end: JobEnd | None) -> RunState:
-    """An attempt that recorded its end. Only the job knows of a lost node, which is why the attempt failed."""
-    name = _ENDS[end.reason]
+    """Returns the state after an attempt that recorded its end; only the job knows that a node was lost."""
+    name = end.reason if end.reason in ("finished", "interrupted") else "failed"
     lost = [job_end.reason] if name == "failed" and job_end is not None and job_end.node is not None else []
     message = "" if name == "finished" else "\n".join([*lost, end.message])
     return RunState(name=name, because=f"its last attempt ended: {end.reason}", message=message, since=end.time)
 
 
 def _on_other_machine(attempt: Attempt, seen: Evidence) -> RunState:
-    last = max(attempt.time, seen.written or 0.0)
-    unseen = (
-        "its lock cannot be read"
-        if attempt.host == seen.host
-        else f"{seen.host} cannot see the processes of {attempt.host}"
-    )
+    last, here = max(attempt.time, seen.written or 0.0), attempt.host == seen.host
+    unseen = "its lock cannot be read" if here else f"{seen.host} cannot see the processes of {attempt.host}"
     because = f"last written {ago(last, seen.now)}; {unseen}"
     return RunState(name="running" if seen.now - last <= seen.patience else "silent", because=because)

@@ -1,33 +1,210 @@
-"""Shows the status of runs, once or repeatedly."""
+"""Shows the status of runs: one in full, several in a line each; once, or repeatedly."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, Final
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.text import Text
 
-from megarl.run.status.reading import NoRunError, RunStatus, find_runs, read_status
-from megarl.run.status.render import render_run, render_table
+from megarl.run.attempts import Attempt
+from megarl.run.display import COLUMNS, short
+from megarl.run.sinks import WRITTEN
+from megarl.run.status.format import ago, clock, duration, rate, step_duration
+from megarl.run.status.reading import RunStatus, StatusError, find_runs, read_status
+from megarl.run.status.run_state import StateName
 
 _EVERY_S = 5.0
+STYLES: Final[Mapping[StateName, str]] = {
+    "finished": "green",
+    "running": "green",
+    "interrupted": "yellow",
+    "failed": "red",
+    "killed": "red",
+    "silent": "red",
+    "starting": "yellow",
+    "waiting": "yellow",
+    "unknown": "yellow",
+}
+_WIDTH = 12
+_ATTEMPTS = 8
+_INTERVAL = "_ci95"
+_HEADINGS = ("run", "state", "step", "steps/h", "left", "last step", "saved", "metrics")
+_METRICS = 2
+_LONGEST = 60
+
+Row = tuple[str, str, str]
+"""Label, text and style; an empty label continues the row above."""
 
 
-class StatusError(ValueError):
-    """A status cannot be shown; the message is for the user."""
+def render_run(status: RunStatus) -> RenderableType:
+    return Group(*(Text.assemble((label.ljust(_WIDTH), "dim"), (text, style)) for label, text, style in rows(status)))
+
+
+def rows(status: RunStatus) -> Iterator[Row]:
+    """Yields the whole status of a run."""
+    yield "run", f"{status.directory}{f', {status.stage}' if status.stage else ''}", "bold"
+    yield from _state(status)
+    yield from _progress(status)
+    for trouble in status.troubles:
+        yield "look at", trouble, "yellow"
+    yield from _saved(status)
+    if status.evaluation:
+        after = f"after step {status.evaluation['step']}: " if status.progress.steps else ""
+        yield "evaluation", f"{after}{_values(status.evaluation)}", ""
+    yield from _attempts(status)
+    yield from _logs(status)
+
+
+def _state(status: RunStatus) -> Iterator[Row]:
+    state, last = status.state, status.attempts[-1] if status.attempts else None
+    since = f", {ago(state.since, status.now)} ({clock(state.since, status.now)})" if state.since else ""
+    placed = last is not None and state.name in ("running", "silent") and _has_state(last, status)
+    where = f" on {_place(last)}" if last is not None and placed else ""
+    yield "state", f"{state.name}{where}{since}: {state.because}", STYLES[state.name]
+    for line in state.message.splitlines():
+        yield "", line, STYLES[state.name]
+    if status.newer is not None:
+        yield "", status.newer.news(status.now), ""
+        yield from (("", f"  {line}", "") for line in status.newer.message.splitlines())
+    if status.submitted is not None:
+        job = status.submitted.job
+        what = "prepared for a cluster" if job is None else f"job {job} was submitted"
+        yield "", f"{what} {ago(status.submitted.time, status.now)}; nothing has started since", ""
+
+
+def _progress(status: RunStatus) -> Iterator[Row]:
+    now, progress, pace = status.now, status.progress, status.progress.pace
+    if progress.steps is None and not progress.step:
+        return
+    part = f" ({100 * progress.step // progress.steps}%)" if progress.steps else ""
+    last = f", the last one {ago(progress.stepped, now)} ({clock(progress.stepped, now)})" if progress.stepped else ""
+    yield "step", f"{progress.step} of {progress.steps or '?'}{part}{last}", ""
+    begun = status.attempts[-1].time if status.attempts and status.state.name == "running" else None
+    if begun is not None and (progress.stepped is None or progress.stepped < begun):
+        yield "", f"no step yet in the attempt that started {ago(begun, now)} ({clock(begun, now)})", ""
+    if pace is not None:
+        if status.overdue is not None:
+            late, longest = duration(status.overdue), step_duration(pace.longest)
+            yield "", f"no step for {late}; the last ones took {longest} at most: does it hang?", "red"
+        left, each = status.seconds_left, step_duration(pace.seconds_per_step)
+        until = f"; {duration(left)} left, until {clock(now + left, now)}" if left else ""
+        yield "pace", f"{rate(pace.steps_per_hour)} steps/hour over the last {pace.steps}, {each} each{until}", ""
+    columns = COLUMNS.get(status.stage or "", {})
+    shown = [f"{heading} {short(status.metrics[name])}" for name, heading in columns.items() if name in status.metrics]
+    if shown:
+        yield "metrics", ", ".join(shown), ""
+
+
+def _saved(status: RunStatus) -> Iterator[Row]:
+    saved = status.saved
+    if saved is None or (status.state.name == "waiting" and not saved.step):
+        return
+    writing = f"; step {saved.writing} is not complete" if saved.writing is not None else ""
+    took = f", about {duration(saved.seconds)}" if saved.seconds else ""
+    again = f"repeats {saved.again} steps{took}" if saved.again else "loses nothing"
+    if status.state.name == "finished":
+        yield "checkpoint", f"step {saved.step}{writing}", ""
+    elif saved.step:
+        yield "checkpoint", f"step {saved.step}{writing}; a resume {again}", ""
+    else:
+        restart = "starts from the beginning" + (f" and {again}" if saved.again else "")
+        yield "checkpoint", f"none yet{writing}; a resume {restart}", ""
+
+
+def _values(metrics: Mapping[str, Any]) -> str:
+    """Returns the metrics of an evaluation, with the half width of their intervals."""
+    shown = (
+        f"{name.removeprefix('eval/')} {short(value)}"
+        + (f" ± {short(metrics[name + _INTERVAL])}" if name + _INTERVAL in metrics else "")
+        for name, value in metrics.items()
+        if not name.endswith(_INTERVAL) and name not in ("step", WRITTEN)
+    )
+    return ", ".join(shown)
+
+
+def _attempts(status: RunStatus) -> Iterator[Row]:
+    hidden = len(status.attempts) - _ATTEMPTS
+    if hidden > 0:
+        yield "attempts", f"{len(status.attempts)}, of which the last:", ""
+    for attempt in status.attempts[-_ATTEMPTS:]:
+        began = f"{attempt.number}: {clock(attempt.time, status.now)} on {_place(attempt)}, after step {attempt.step}"
+        label = "attempts" if hidden <= 0 and attempt is status.attempts[0] else ""
+        yield label, f"{began}; {_end(attempt, status)}", ""
+
+
+def _end(attempt: Attempt, status: RunStatus) -> str:
+    if attempt.end is None:
+        return status.state.name if _has_state(attempt, status) else "killed: it wrote no reason"
+    end = attempt.end
+    message = f" ({end.message.splitlines()[0]})" if end.message and attempt is not status.attempts[-1] else ""
+    return f"{end.reason}{message} after step {end.step}, {duration(end.time - attempt.time)} later"
+
+
+def _has_state(attempt: Attempt, status: RunStatus) -> bool:
+    """Whether the state is that of the attempt, and not of a later job whose run has not started."""
+    last, job = attempt is status.attempts[-1], status.job
+    return last and (status.state.name in ("running", "finished") or job is None or not job.follows(attempt))
+
+
+def _place(attempt: Attempt) -> str:
+    return attempt.host if attempt.job is None else f"{attempt.host} (job {attempt.job})"
+
+
+def _logs(status: RunStatus) -> Iterator[Row]:
+    job = status.job
+    yield "logs", f"{status.logs}: what each process of the run prints", ""
+    for known in (job, status.newer):
+        if known is not None and known.output is not None:
+            yield "", f"{known.output}: what job {known.id} printed", ""
+        if known is not None and known.directory is not None:
+            logs = known.logs if len(known.logs) <= 6 else (*known.logs[:4], "...", known.logs[-1])
+            yield "", f"{known.directory}: {' '.join(logs)}", ""
+    if job is not None and job.attach is not None and job.end is None:
+        yield "", f"{job.attach}: opens a shell in the job", ""
+
+
+def render_table(statuses: Sequence[RunStatus]) -> RenderableType:
+    """Returns a table with a row per run; warnings are at the end of each."""
+    cells = [_HEADINGS, *(_cells(status) for status in statuses)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(_HEADINGS))]
+    styles = ["bold", *(STYLES[status.state.name] for status in statuses)]
+    lines = []
+    for row, style in zip(cells, styles, strict=True):
+        aligned = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
+        lines.append(Text("  ".join(aligned).rstrip(), style="bold" if style == "bold" else ""))
+        lines[-1].stylize(style, widths[0] + 2, widths[0] + 2 + len(row[1]))
+    return Group(*lines)
+
+
+def _cells(status: RunStatus) -> tuple[str, ...]:
+    columns = list(COLUMNS.get(status.stage or "", {}).items())[:_METRICS]
+    metrics = [f"{heading} {short(status.metrics[name])}" for name, heading in columns if name in status.metrics]
+    hanging = ["does it hang?"] if status.overdue is not None else []
+    warnings = [*hanging, *status.state.message.splitlines()[:1], *status.troubles]
+    cut = (text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..." for text in warnings)
+    progress, pace, saved = status.progress, status.progress.pace, status.saved
+    return (
+        status.directory,
+        status.state.name,
+        f"{progress.step}/{progress.steps or '?'}",
+        "-" if pace is None else rate(pace.steps_per_hour),
+        "-" if status.seconds_left is None else duration(status.seconds_left),
+        "-" if progress.stepped is None else ago(progress.stepped, status.now),
+        "-" if saved is None or not saved.step else str(saved.step),
+        ", ".join([*metrics, *cut]),
+    )
 
 
 def show_status(run_dirs: Sequence[Path], *, as_json: bool) -> None:
-    """Prints the status of runs or sweeps: one run in full, several in a line each, or JSON.
-
-    Raises:
-        StatusError: a directory has no run or cannot be read; the others are printed.
-    """
+    """Prints the status of runs or sweeps; raises StatusError for directories without a run, after the others."""
     statuses, problems = _read(run_dirs)
     if as_json:
         for found in statuses:
@@ -39,10 +216,10 @@ def show_status(run_dirs: Sequence[Path], *, as_json: bool) -> None:
 
 
 def watch_status(run_dirs: Sequence[Path], *, as_json: bool, console: Console | None = None) -> None:
-    """Shows the status every few seconds, until it is interrupted; the last one stays on the screen.
+    """Shows the status every few seconds until an interrupt; the last one stays on the screen.
 
     Raises:
-        StatusError: there is no terminal, or JSON is asked for; or a directory has no run or cannot be read.
+        StatusError: there is no terminal, JSON is asked for, or a directory has no run or cannot be read.
     """
     console = console or Console(highlight=False)
     if as_json or not console.is_terminal:
@@ -59,13 +236,13 @@ def watch_status(run_dirs: Sequence[Path], *, as_json: bool, console: Console | 
 
 
 def _read(run_dirs: Sequence[Path]) -> tuple[list[RunStatus], list[str]]:
-    """The statuses, and the problems of directories that have none or cannot be read."""
+    """Returns the statuses, and the problems of directories that have none or cannot be read."""
     statuses: list[RunStatus] = []
     problems: list[str] = []
     for run_dir in run_dirs:
         try:
             statuses += [read_status(found) for found in find_runs(run_dir)]
-        except NoRunError as error:
+        except StatusError as error:
             problems.append(str(error))
         except OSError as error:
             problems.append(f"{error.filename or run_dir}: {error.strerror}")

@@ -21,12 +21,7 @@ _OVERDUE, _OVERDUE_S = 3.0, 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """Of the last steps, including the evaluations and checkpoints between them.
-
-    Args:
-        steps: that were measured.
-        longest: seconds of the longest.
-    """
+    """The speed of the last `steps` steps, including evaluations and checkpoints; `longest` is in seconds."""
 
     steps: int
     seconds_per_step: float
@@ -35,14 +30,10 @@ class Throughput:
 
 
 def measure_throughput(lines: Lines, starts: Sequence[float]) -> Throughput | None:
-    """Returns the speed of the last steps; None while it is unknown.
-
-    Args:
-        starts: of the attempts; the time between two attempts does not count.
-    """
+    """Returns the speed of the last steps, if known; the time before the attempts' starts does not count."""
     written = [line[WRITTEN] for line in lines if line.get(WRITTEN) is not None]
     apart = [b - a for a, b in pairwise(written) if not any(a < start <= b for start in starts)]
-    # The start of a first step is not written anywhere.
+    # The start of a first step is not recorded.
     seconds = apart or [line[_STEP_SECONDS] for line in lines if line.get(_STEP_SECONDS) is not None]
     mean = sum(seconds) / len(seconds) if seconds else 0.0
     if mean <= 0.0:
@@ -56,9 +47,9 @@ class RunProgress:
 
     Args:
         step: the last one; 0 before the first.
-        steps: of the whole run; None when no configuration states it, as in a standalone evaluation.
+        steps: of the whole run; None if no configuration states it, as in a standalone evaluation.
         stepped: when the last one was written; None before the first.
-        pace: None while it is unknown.
+        pace: None while unknown.
     """
 
     step: int
@@ -74,11 +65,11 @@ class RunProgress:
         return max(0.0, (self.steps - self.step) * each - min(now - self.stepped, each))
 
     def overdue(self, now: float, begun: float, written: float) -> float | None:
-        """Returns the seconds since the last step of a running run when they are far too many; else None.
+        """Returns the seconds since the last step of a running run if they are far too many; else None.
 
         Args:
-            begun: when its process started; before its first step it loads the model.
-            written: when the run wrote anything last.
+            begun: the start of its process, which loads the model before its first step.
+            written: the last write of the run.
         """
         if self.pace is None or self.stepped is None or self.step == self.steps or self.stepped < begun:
             return None
@@ -87,13 +78,7 @@ class RunProgress:
 
 
 def measure_progress(lines: Lines, steps: Any, starts: Sequence[float], written: float) -> RunProgress:
-    """Returns the progress of a run.
-
-    Args:
-        steps: of its configuration, unchecked.
-        starts: of the attempts.
-        written: modification time of the file.
-    """
+    """Returns the progress of a run; `steps` is unchecked, `starts` are the attempts', `written` is the last write."""
     return RunProgress(
         step=lines[-1]["step"] if lines else 0,
         steps=steps if isinstance(steps, int) else None,
@@ -108,11 +93,7 @@ _SHOWN = 4
 
 
 def find_warnings(lines: Lines, logs: Path) -> Iterator[str]:
-    """Yields a sentence per warning.
-
-    Args:
-        logs: directory with the output of the run's processes, which is empty unless something is wrong.
-    """
+    """Yields a sentence per warning; logs of processes are empty unless something is wrong."""
     if not_finite := [name for name, value in lines[-1].items() if value is None] if lines else []:
         yield f"step {lines[-1]['step']}: not a finite number: {_shortened(not_finite)}"
     for name in dict.fromkeys(name for line in lines for name in line if name.endswith(_SKIPPED)):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.run.status.jobs import Submission, record_submission
-from megarl.run.status.reading import CheckpointState, NoRunError, RunStatus, find_runs, read_status
+from megarl.run.status.reading import CheckpointState, RunStatus, StatusError, find_runs, read_status
 from megarl.run.status.throughput import Throughput, measure_throughput
 from tests.run.status.directories import NOW, MadeRun
 
@@ -236,7 +236,7 @@ def test_a_job_that_ended_before_its_run_began_is_found_by_its_directory(tmp_pat
 
 
 def assert_no_run(path: Path) -> None:
-    with pytest.raises(NoRunError, match="no run is there"):
+    with pytest.raises(StatusError, match="no run is there"):
         find_runs(path)
 
 
@@ -265,7 +265,7 @@ def test_what_is_no_run_is_told(tmp_path: Path) -> None:
         (file, "a file"),
         (tmp_path, "no run is there"),
     ):
-        with pytest.raises(NoRunError, match=told):
+        with pytest.raises(StatusError, match=told):
             find_runs(path)
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from megarl.cli import app
-from megarl.run.status import render, show
+from megarl.run.status import show
 from megarl.run.status.reading import read_status
 from megarl.run.status.run_state import StateName
 from tests.config.debug import REPOSITORY
@@ -54,7 +54,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MadeRun:
 
 
 def lines(run: MadeRun, host: str = "login") -> list[str]:
-    return ["".join((label.ljust(12), text)) for label, text, _ in render.rows(read_status(run.path, NOW, host))]
+    return ["".join((label.ljust(12), text)) for label, text, _ in show.rows(read_status(run.path, NOW, host))]
 
 
 def test_a_run_that_hangs_is_as_in_the_document(run: MadeRun) -> None:
@@ -172,7 +172,7 @@ def test_many_attempts_are_the_last_ones(tmp_path: Path) -> None:
 def shown(*runs: MadeRun) -> list[str]:
     out = io.StringIO()
     statuses = [read_status(run.path, NOW, "login") for run in runs]
-    Console(file=out, width=40).print(render.render_table(statuses), soft_wrap=True)
+    Console(file=out, width=40).print(show.render_table(statuses), soft_wrap=True)
     return out.getvalue().splitlines()
 
 
