@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ _BLOCK = 1 << 16
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 # torch.save raises these in place of the file's error; the second if nothing could be written.
 _TORCH_SAVE_ERRORS = ("inline_container.cc", "basic_ios::clear: iostream error")
+_SAFETENSORS_ERROR = re.compile(r"Error while serializing: I/O error: .*\(os error (\d+)\)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,7 @@ def write_errors(path: Path, nbytes: int | None = None) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, RuntimeError) as error:
+    except Exception as error:
         cause = _os_error(error, path)
         if cause is None:
             raise
@@ -79,11 +81,14 @@ def write_errors(path: Path, nbytes: int | None = None) -> Iterator[None]:
         raise OSError(cause, reason, named or str(path)) from None
 
 
-def _os_error(error: OSError | RuntimeError, path: Path) -> int | None:
+def _os_error(error: Exception, path: Path) -> int | None:
     """Returns the errno of a failed write; None for other errors."""
     if isinstance(error, OSError):
         return error.errno
-    if not any(message in str(error) for message in _TORCH_SAVE_ERRORS):
+    safetensors = _SAFETENSORS_ERROR.search(str(error))
+    if safetensors:
+        return int(safetensors[1])
+    if not isinstance(error, RuntimeError) or not any(message in str(error) for message in _TORCH_SAVE_ERRORS):
         return None
     inner: BaseException | None = error
     while inner := inner.__cause__ or inner.__context__:

@@ -1,1 +1,6 @@
-"""Checkpoints between Hugging Face's layout, Megatron-LM's, and the run directories of MegaRL."""
+"""Checkpoints between Hugging Face's layout, Megatron-LM's, and the run directories of MegaRL.
+
+Functions of this package raise UsageError where a conversion cannot be done as asked, CheckpointError (of a run:
+BrokenCheckpointError) where files are missing, damaged or not the model's, and PlanError where elements of the model
+are in no file.
+"""

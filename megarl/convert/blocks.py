@@ -1,4 +1,4 @@
-"""Blocks: what to read from stored boxes of tensors for each part of a tensor that is written."""
+"""Blocks: the parts of tensors that are written at a time, and the stored boxes that they are read from."""
 
 from __future__ import annotations
 
@@ -17,23 +17,12 @@ from megarl.weights.shard_map import ITEM_BYTES, Box, Padding, Shape, Shard, Sha
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredBox:
-    """A box of a parameter that is stored by itself, in some dtype."""
-
-    param: str
-    box: Box
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """A part of a target tensor that is in memory at one time.
 
     Args:
-        target: name of the tensor.
         box: in the target; its elements are contiguous in row-major order.
-        dtype: of the target.
-        copies: fill the box; the rest of it is zero. Their target boxes are in the target's coordinates.
+        copies: fill the box, in the target's coordinates; the rest of it is zero.
     """
 
     target: str
@@ -46,12 +35,7 @@ class Block:
         return self.box.size * ITEM_BYTES[self.dtype]
 
     def read(self, sources: Mapping[str, Stored], reader: BoxReader) -> torch.Tensor:
-        """Reads the elements of the box.
-
-        Raises:
-            CheckpointError: a file is damaged.
-            UsageError: a finite value does not fit the dtype.
-        """
+        """Reads the elements of the box; raises UsageError where a finite value does not fit the dtype."""
         values = torch.zeros(self.box.shape, dtype=getattr(torch, self.dtype))
         for copy in self.copies:
             inside = relative_to(copy.target_box, self.box.start)
@@ -59,39 +43,31 @@ class Block:
         return values
 
 
-def stored_map(whole: ShardMap, boxes: Mapping[str, StoredBox]) -> ShardMap:
-    """The map of a holder whose parameters are stored boxes, by name; what no shard covers is a padding.
-
-    Args:
-        whole: map of the parameters that the boxes are parts of.
-    """
+def stored_map(whole: ShardMap, boxes: Mapping[str, tuple[str, Box]]) -> ShardMap:
+    """Returns the map of a holder whose parameters are boxes of those of ``whole``; what no shard covers is padding."""
     # Parameters may stack matrices along leading axes: shards are found by these indices.
     leading: dict[str, int] = defaultdict(int)
     shards_at: dict[tuple[str, Shape], list[Shard]] = defaultdict(list)
     for shard in whole.shards:
-        leading[shard.param] = len(shard.box.start) - len(shard.region.start)
-        shards_at[shard.param, shard.box.start[: leading[shard.param]]].append(shard)
+        leading[shard.param] = shard.leading
+        shards_at[shard.param, shard.box.start[: shard.leading]].append(shard)
     shards: list[Shard] = []
     padding: list[Padding] = []
-    for name, stored in boxes.items():
-        uncovered = [stored.box]
-        for at in product(*(range(s.start, s.stop) for s in stored.box.slices[: leading[stored.param]])):
-            for shard in shards_at.get((stored.param, at), ()):
-                part = shard.within(stored.box)
+    for name, (param, box) in boxes.items():
+        uncovered = [box]
+        for at in product(*(range(s.start, s.stop) for s in box.slices[: leading[param]])):
+            for shard in shards_at.get((param, at), ()):
+                part = shard.within(box)
                 if part is not None:
-                    shards.append(part._replace(param=name, box=relative_to(part.box, stored.box.start)))
-                    uncovered = [rest for box in uncovered for rest in _without(box, part.box)]
-        padding += [Padding(param=name, box=relative_to(box, stored.box.start)) for box in uncovered]
-    params = {name: TensorInfo(stored.box.shape, stored.dtype) for name, stored in boxes.items()}
+                    shards.append(part._replace(param=name, box=relative_to(part.box, box.start)))
+                    uncovered = [rest for inner in uncovered for rest in inner.without(part.box)]
+        padding += [Padding(param=name, box=relative_to(rest, box.start)) for rest in uncovered]
+    params = {name: TensorInfo(box.shape, whole.params[param].dtype) for name, (param, box) in boxes.items()}
     return ShardMap(params=params, shards=tuple(shards), padding=tuple(padding))
 
 
 def plan_blocks(source: ShardMap, target: ShardMap, block_bytes: int) -> Iterator[Block]:
-    """Plans the copies from one set of files to another; yields the blocks of one target after the other.
-
-    Raises:
-        PlanError: the source lacks a region; the first of each tensor is named.
-    """
+    """Plans the copies from one set of files to another; yields the blocks of one target after the other."""
     transfer = plan([Holder(rank=FILES_RANK, map=source)], [Holder(rank=0, map=target)], block_bytes)
     receiver = transfer.receivers[0]
     for bucket, messages in zip(receiver.buckets, receiver.messages, strict=True):
@@ -118,10 +94,5 @@ def group_blocks(blocks: Iterable[Block], nbytes: int) -> list[tuple[Block, ...]
 
 
 def sources_of(blocks: Iterable[Block], stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The stored tensors that blocks are read from."""
+    """Returns the stored tensors that blocks are read from."""
     return {copy.source: stored[copy.source] for block in blocks for copy in block.copies}
-
-
-def _without(box: Box, padding: Box) -> list[Box]:
-    inside = box.intersect(padding)
-    return [box] if inside is None else box.without(inside)

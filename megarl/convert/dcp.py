@@ -1,4 +1,4 @@
-"""The index of a directory of ``torch.distributed.checkpoint``: which box of which tensor lies where.
+"""The index of a directory of ``torch.distributed.checkpoint``: the place of each box of a tensor.
 
 ``.metadata`` is a pickle. It is read with the few classes that describe tensors, and refused where it needs others.
 """
@@ -11,25 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path, PosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.serialization import _get_layout
 
 from megarl.convert.stored import SavedTensor
 from megarl.files import write_errors
 from megarl.weights.hf_files import CheckpointError
-from megarl.weights.shard_map import Box, TensorInfo
+from megarl.weights.shard_map import Box, Shape, TensorInfo
 
 METADATA = ".metadata"
 _FORMAT_VERSION = "1.0.0"
@@ -43,7 +35,7 @@ _KNOWN: Mapping[str, Mapping[str, Any]] = {
         name: getattr(planner, name) for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo": filesystem._StorageInfo},
-    # What releases of megatron-core called these: their classes of the same content.
+    # The same classes in releases of megatron-core.
     "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata": Metadata, "MCoreSavePlan": planner.SavePlan},
     "torch.serialization": {"_get_layout": _get_layout},
     "collections": {"OrderedDict": OrderedDict, "defaultdict": defaultdict},
@@ -52,9 +44,8 @@ _KNOWN: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileRange:
-    """A range of bytes of a file of the directory."""
+class FileRange(NamedTuple):
+    """A range of bytes in a file of the directory."""
 
     file: str
     offset: int
@@ -63,12 +54,7 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorChunk:
-    """A box of a tensor that is stored by itself.
-
-    Args:
-        key: of the tensor.
-        place: has an archive of ``torch.save`` with a tensor of the box's shape, maybe without leading axes of 1.
-    """
+    """A box of a tensor, stored as an archive of ``torch.save`` with a tensor, maybe without leading axes of 1."""
 
     key: str
     box: Box
@@ -77,13 +63,7 @@ class TensorChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class DCPIndex:
-    """What a directory holds.
-
-    Args:
-        tensors: by key.
-        chunks: of all tensors.
-        objects: what is not a tensor, by key.
-    """
+    """The contents of a directory: tensors by key, the chunks of all tensors, and other objects by key."""
 
     tensors: Mapping[str, TensorInfo]
     chunks: Sequence[TensorChunk]
@@ -91,11 +71,7 @@ class DCPIndex:
 
     @classmethod
     def read(cls, directory: Path) -> DCPIndex:
-        """Reads ``.metadata`` and compares it with the files that are there.
-
-        Raises:
-            CheckpointError: it is missing, damaged or refused, or files are missing or too short; all are named.
-        """
+        """Reads ``.metadata``; raises CheckpointError with every file that is missing, damaged or too short."""
         try:
             index = _parse(_MetadataUnpickler(BytesIO((directory / METADATA).read_bytes())).load())
         except CheckpointError:
@@ -111,34 +87,30 @@ class DCPIndex:
 
     def write(self, path: Path) -> None:
         """Writes the file that torch and Megatron read."""
-        entries: dict[str, Any] = {
-            key: TensorStorageMetadata(
-                properties=TensorProperties(dtype=getattr(torch, info.dtype)), size=torch.Size(info.shape), chunks=[]
-            )
-            for key, info in self.tensors.items()
-        }
+        entries: dict[str, Any] = {}
+        for key, info in self.tensors.items():
+            properties = metadata.TensorProperties(dtype=getattr(torch, info.dtype))
+            entries[key] = TensorStorageMetadata(properties=properties, size=torch.Size(info.shape), chunks=[])
         places: dict[MetadataIndex, Any] = {}
         for chunk in self.chunks:
             chunks = entries[chunk.key].chunks
-            places[MetadataIndex(chunk.key, chunk.box.start, len(chunks))] = _storage_info(chunk.place)
-            chunks.append(ChunkStorageMetadata(torch.Size(chunk.box.start), torch.Size(chunk.box.shape)))
+            places[MetadataIndex(chunk.key, chunk.box.start, len(chunks))] = filesystem._StorageInfo(*chunk.place)
+            chunks.append(metadata.ChunkStorageMetadata(torch.Size(chunk.box.start), torch.Size(chunk.box.shape)))
         for key, place in self.objects.items():
-            entries[key] = BytesStorageMetadata()
-            places[MetadataIndex(key)] = _storage_info(place)
-        content = Metadata(entries, planner_data={}, storage_data=places, storage_meta=StorageMeta())
+            entries[key] = metadata.BytesStorageMetadata()
+            places[MetadataIndex(key)] = filesystem._StorageInfo(*place)
+        content = Metadata(entries, planner_data={}, storage_data=places, storage_meta=metadata.StorageMeta())
         content.version = _FORMAT_VERSION
         with write_errors(path):
             path.write_bytes(pickle.dumps(content))
 
     def stored(self, directory: Path, chunk: TensorChunk) -> SavedTensor:
-        """The tensor of a chunk, to be read."""
-        info = TensorInfo(chunk.box.shape, self.tensors[chunk.key].dtype)
-        place = chunk.place
+        info, place = TensorInfo(chunk.box.shape, self.tensors[chunk.key].dtype), chunk.place
         return SavedTensor(path=directory / place.file, offset=place.offset, nbytes=place.nbytes, info=info)
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes what describes tensors, and nothing that could run."""
+    """Makes objects of the classes that describe tensors, and of no others."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
@@ -149,12 +121,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _parse(content: Metadata) -> DCPIndex:
-    places = {
-        (at.fqn, None if at.offset is None else tuple(at.offset)): FileRange(
-            file=info.relative_path, offset=info.offset, nbytes=info.length
-        )
-        for at, info in content.storage_data.items()
-    }
+    places: dict[tuple[str, Shape | None], FileRange] = {}
+    for at, info in content.storage_data.items():
+        offset = None if at.offset is None else tuple(at.offset)
+        places[at.fqn, offset] = FileRange(info.relative_path, info.offset, info.length)
     tensors: dict[str, TensorInfo] = {}
     chunks: list[TensorChunk] = []
     objects: dict[str, FileRange] = {}
@@ -171,7 +141,7 @@ def _parse(content: Metadata) -> DCPIndex:
 
 
 def _problems(directory: Path, index: DCPIndex) -> list[str]:
-    """What is wrong with the files, and boxes outside of their tensors."""
+    """Returns the problems of the files, and boxes outside of their tensors."""
     problems: list[str] = []
     needed: dict[str, int] = {}
     for place in (*(chunk.place for chunk in index.chunks), *index.objects.values()):
@@ -188,7 +158,3 @@ def _problems(directory: Path, index: DCPIndex) -> list[str]:
         if not Box.whole(index.tensors[chunk.key].shape).contains(chunk.box):
             problems.append(f"{METADATA} puts {chunk.key}{chunk.box} outside of {index.tensors[chunk.key]}")
     return problems
-
-
-def _storage_info(place: FileRange) -> Any:
-    return filesystem._StorageInfo(place.file, place.offset, place.nbytes)

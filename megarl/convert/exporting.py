@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,13 @@ from megarl.convert.find_checkpoint import HF_FILES, FoundCheckpoint, find_check
 from megarl.convert.hf_source import read_spec
 from megarl.convert.megatron_checkpoint import MegatronCheckpoint
 from megarl.convert.resources import Resources
+from megarl.convert.stored import row_major
 from megarl.convert.write_task import Staging, WriteTask, task_bytes
 from megarl.errors import UsageError
 from megarl.models import ModelSpec, model_spec
 from megarl.types import RoleName
 from megarl.weights.export import MAX_FILE_BYTES, SafetensorsFile, copy_side_files, lay_out, write_index, write_json
-from megarl.weights.shard_map import Shape, ShardMap, TensorInfo
+from megarl.weights.shard_map import ITEM_BYTES, ShardMap, TensorInfo
 
 _HF_CONFIG = "config.json"
 
@@ -36,20 +39,15 @@ def export_checkpoint(
     max_file_bytes: int = MAX_FILE_BYTES,
     max_task_bytes: int | None = None,
 ) -> None:
-    """Writes a Hugging Face directory with the weights of a checkpoint.
+    """Writes a Hugging Face directory with the weights of a checkpoint; continues an interrupted export.
 
     Args:
-        checkpoint, role, step: as of ``find_checkpoint``.
-        out: appears when it is complete. An interrupted export is continued.
+        checkpoint, role, step: see ``find_checkpoint``.
+        out: appears when it is complete.
         template: an HF directory of the model, where the checkpoint does not name one; its tokenizer is copied.
         dtype: of all weights; that of the checkpoint by default.
-        max_file_bytes: tensors go to a next file where one would grow beyond this.
+        max_file_bytes: a file is closed before it would exceed this.
         max_task_bytes: bytes that are written and recorded together; chosen by the size by default.
-
-    Raises:
-        UsageError: it cannot be done as asked.
-        CheckpointError, BrokenCheckpointError: files are damaged, or their tensors are not the model's.
-        PlanError: some elements of the model are in no file.
     """
     found = find_checkpoint(checkpoint, role=role, step=step)
     spec, side_directories = _model_of(found, template)
@@ -58,8 +56,7 @@ def export_checkpoint(
         found.verify()
         source = MegatronCheckpoint.open(found, spec, head)
         tensors = {name: replace(info, dtype=dtype or info.dtype) for name, info in source.tensors.items()}
-        files = lay_out(tensors, max_file_bytes)
-        nbytes = sum(info.nbytes for info in tensors.values())
+        files, nbytes = lay_out(tensors, max_file_bytes), sum(info.nbytes for info in tensors.values())
         block_bytes = resources.block_bytes(len(tensors), nbytes)
         staging.write(
             f"export {checkpoint.name}",
@@ -77,33 +74,20 @@ def export_checkpoint(
 
 
 def _model_of(found: FoundCheckpoint, template: Path | None) -> tuple[ModelSpec, tuple[Path, ...]]:
-    """The model of a checkpoint, by a template, or by what lies beside the checkpoint.
-
-    Returns:
-        The model, and directories with its tokenizer and generation files; later ones have precedence.
-
-    Raises:
-        UsageError: nothing says which model it is.
-    """
-    if template is None and found.kind == "megarl":
-        return _model_of_run(found)
-    directory = template or found.root / HF_FILES
-    if template is None and not (directory / _HF_CONFIG).is_file():
-        raise UsageError(
-            f"{found.root} does not say which model it is of; name a directory that has its config.json and "
-            "tokenizer with --hf"
-        )
-    return read_spec(directory), (directory,)
-
-
-def _model_of_run(found: FoundCheckpoint) -> tuple[ModelSpec, tuple[Path, ...]]:
-    """The model that a role began as, by the run's configuration."""
-    path = found.root / "config.yaml"
+    """Returns a checkpoint's model, and directories with its tokenizer and generation files; later ones win."""
+    if template is not None or found.kind == "megatron":
+        directory = template or found.root / HF_FILES
+        if template is None and not (directory / _HF_CONFIG).is_file():
+            raise UsageError(
+                f"{found.root} does not say which model it is of; name a directory that has its config.json and "
+                "tokenizer with --hf"
+            )
+        return read_spec(directory), (directory,)
+    path = found.root / "config.yaml"  # of the run, with the model from which the role started
     try:
         config = load(path)
-        critic: str | None = None
-        if isinstance(config, PPOConfig) and found.role == "critic" and config.critic is not None:
-            critic = config.critic.path
+        trained = config.critic if isinstance(config, PPOConfig) and found.role == "critic" else None
+        critic = None if trained is None else trained.path
         fields: Mapping[str, Any] = config.model.hf_config()
         spec = model_spec(fields) if critic is None else read_spec(Path(critic))
     except (ConfigError, OSError, ValueError) as error:
@@ -121,34 +105,22 @@ def _tasks(
     block_bytes: int,
     max_task_bytes: int,
 ) -> list[WriteTask]:
-    """Tasks that each write a run of a file."""
+    """Returns tasks that each write a contiguous part of a file."""
     file_of = {name: file for file in files for name in file.tensors}
 
     def place(block: Block) -> tuple[str, int]:
-        """The file of a block, and its first byte there."""
-        file = file_of[block.target]
-        return file.name, file.offsets[block.target] + _first_byte(block, tensors[block.target].shape)
+        """Returns the file of a block, and its first byte there."""
+        file, info = file_of[block.target], tensors[block.target]
+        first = sum(map(mul, block.box.start, row_major(info.shape)))
+        return file.name, file.offsets[block.target] + first * ITEM_BYTES[info.dtype]
 
     in_order = sorted(plan_blocks(source.map, ShardMap.identity(tensors), block_bytes), key=place)
-    return [
-        WriteTask(
-            file=file,
-            start=place(group[0])[1],
-            archived=False,
-            blocks=group,
-            sources=sources_of(group, source.stored),
-        )
-        for file, blocks in groupby(in_order, key=lambda block: file_of[block.target].name)
-        for group in group_blocks(blocks, max_task_bytes)
-    ]
-
-
-def _first_byte(block: Block, shape: Shape) -> int:
-    """Where a block begins in its tensor."""
-    at = 0
-    for extent, start in zip(shape, block.box.start, strict=True):
-        at = at * extent + start
-    return at * block.nbytes // block.box.size
+    tasks: list[WriteTask] = []
+    for file, blocks in groupby(in_order, key=lambda block: file_of[block.target].name):
+        for group in group_blocks(blocks, max_task_bytes):
+            sources, start = sources_of(group, source.stored), place(group[0])[1]
+            tasks.append(WriteTask(file=file, start=start, archived=False, blocks=group, sources=sources))
+    return tasks
 
 
 def _create(files: Sequence[SafetensorsFile], output: Path) -> None:
@@ -157,8 +129,8 @@ def _create(files: Sequence[SafetensorsFile], output: Path) -> None:
 
 
 def _main_dtype(tensors: Mapping[str, TensorInfo]) -> str:
-    """The dtype of most bytes."""
-    sizes: dict[str, int] = {}
+    """Returns the dtype of most bytes."""
+    sizes: Counter[str] = Counter()
     for info in tensors.values():
-        sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
+        sizes[info.dtype] += info.nbytes
     return max(sizes, key=sizes.__getitem__)

@@ -1,4 +1,4 @@
-"""Finding the checkpoint that a path means: Megatron-LM's directories, and the runs of MegaRL."""
+"""Finds the checkpoint of a path: in Megatron-LM's directories, and in the runs of MegaRL."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 """Megatron-LM's name for weights without training state: it loads them without optimizer state."""
 HF_FILES = "hf"
-"""Directory of an imported checkpoint with the configuration and tokenizer that it came with."""
+"""Directory of an imported checkpoint with the model's configuration and tokenizer."""
 CHECKPOINTS = "checkpoints"
 
 _ITERATION = re.compile(r"iter_(\d{7,})")
@@ -25,11 +25,10 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 
 @dataclass(frozen=True, kw_only=True)
 class FoundCheckpoint:
-    """A directory of sharded tensors, and where it belongs.
+    """A directory of sharded tensors, with ``.metadata``.
 
     Args:
-        kind: which program wrote it.
-        directory: has ``.metadata``.
+        kind: the program that wrote it.
         root: Megatron-LM's save directory, or a run.
         step: training steps before it; None for a release.
         role: of a run.
@@ -42,31 +41,23 @@ class FoundCheckpoint:
     role: RoleName | None = None
 
     def head(self, configured: HeadName) -> HeadName:
-        """The head of the model: that of the role, or, of Megatron's, that of its configuration."""
+        """Returns the head of the role, or, for Megatron's, that of its configuration."""
         return configured if self.role is None else HEADS[self.role]
 
     def verify(self) -> None:
-        """Compares the files of a role with its checkpoint's manifest; Megatron's have none.
-
-        Raises:
-            BrokenCheckpointError: files are missing or differ; all of them are named.
-        """
+        """Compares the files of a role with its checkpoint's manifest; Megatron's have none."""
         if self.role is not None:
             CheckpointManifest.read(self.directory.parent).verify(self.directory.parent, role=self.role)
 
 
 def find_checkpoint(path: Path, *, role: RoleName | None = None, step: int | None = None) -> FoundCheckpoint:
-    """Finds the checkpoint that a path means.
+    """Finds the checkpoint of a path; raises UsageError where there is none, or role or step have no meaning.
 
     Args:
         path: Megatron-LM's save directory or one iteration in it; or a run of MegaRL, one checkpoint of it, or a role's
             directory in that.
         role: of a run's checkpoint; the actor, or the only one, by default.
         step: the latest by default.
-
-    Raises:
-        UsageError: there is none, or role or step have no meaning there.
-        BrokenCheckpointError: the manifest of a run's checkpoint cannot be read.
     """
     path = Path(os.path.abspath(path))  # its name and parent tell what it is; links stay where they are
     if (path / METADATA).is_file():
@@ -130,7 +121,7 @@ def _iterations(root: Path) -> list[int]:
 
 
 def _refuse(path: Path, *, role: str | None = None, step: int | None = None) -> None:
-    """Refuses options that would have no effect."""
+    """Raises UsageError for options that would have no effect."""
     if role is not None:
         raise UsageError(f"--role {role} has no meaning for {path}: roles are of a run of MegaRL; leave it out")
     if step is not None:

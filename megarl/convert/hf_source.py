@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,32 +12,16 @@ import torch
 from megarl.convert.stored import BoxReader, StoredTensor, read_torch_file
 from megarl.errors import UsageError
 from megarl.models import ModelSpec, model_spec
-from megarl.weights.hf_files import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    CheckpointError,
-    HFDirectory,
-    misfits,
-    read_config,
-    read_weight_map,
-    untied,
-)
-from megarl.weights.shard_map import Box, Manifest
+from megarl.weights import hf_files
+from megarl.weights.hf_files import CheckpointError, HFDirectory, read_config, read_weight_map
+from megarl.weights.shard_map import ITEM_BYTES, Box, Manifest
 
-_SAFETENSORS = (SINGLE_FILE, INDEX_FILE)
+_SAFETENSORS = (hf_files.SINGLE_FILE, hf_files.INDEX_FILE)
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def open_hf(directory: Path, manifest: Manifest, *, allow_pickle: bool) -> dict[str, StoredTensor]:
-    """Finds the tensors of a manifest in a directory, by canonical name.
-
-    Args:
-        allow_pickle: read ``pytorch_model.bin`` where there is no safetensors file.
-
-    Raises:
-        UsageError: the directory has no weights, or pickled ones that are not allowed.
-        CheckpointError: files are damaged, or tensors are missing, unknown or of another shape; all are listed.
-    """
+    """Returns the tensors of a manifest, by canonical name, from safetensors or else from pickle files."""
     if any((directory / name).is_file() for name in _SAFETENSORS):
         stored = _safetensors(directory)
     elif not any((directory / name).is_file() for name in _PICKLED):
@@ -48,15 +33,9 @@ def open_hf(directory: Path, manifest: Manifest, *, allow_pickle: bool) -> dict[
         )
     else:
         stored = _pickled(directory)
-
-    def read(name: str, box: Box) -> torch.Tensor:
-        values = torch.empty(box.shape, dtype=getattr(torch, stored[name].info.dtype))
-        with BoxReader(values.nbytes) as reader:
-            reader.read(stored[name], box, values)
-        return values
-
     tensors = {name: tensor.info for name, tensor in stored.items()}
-    problems = misfits(tensors, manifest) or untied(tensors, manifest, read)
+    problems = hf_files.misfits(tensors, manifest)
+    problems = problems or hf_files.untied(tensors, manifest, lambda name, box: _read(stored[name], box))
     if problems:
         raise CheckpointError(f"{directory} does not fit its config.json", problems)
     by_canonical = {manifest.canonical(name): tensor for name, tensor in stored.items()}
@@ -64,11 +43,7 @@ def open_hf(directory: Path, manifest: Manifest, *, allow_pickle: bool) -> dict[
 
 
 def read_spec(directory: Path) -> ModelSpec:
-    """Reads the model that a directory's ``config.json`` describes.
-
-    Raises:
-        UsageError: there is none, or its architecture is not supported.
-    """
+    """Reads the model that a directory's ``config.json`` describes; raises UsageError where there is none."""
     try:
         return model_spec(read_config(directory))
     except CheckpointError as error:  # which names the file
@@ -94,9 +69,34 @@ def _safetensors(directory: Path) -> dict[str, StoredTensor]:
 def _pickled(directory: Path) -> dict[str, StoredTensor]:
     single, index = (directory / name for name in _PICKLED)
     weight_map = read_weight_map(index) if index.is_file() else {}
+    files = [directory / name for name in sorted(set(weight_map.values()))] or [single]
+    stored = _read_pickles(directory, files, weight_map)
+    if files != [single] and single.is_file():
+        other = _read_pickles(directory, [single], {})
+        copies = [{name: tensor.info for name, tensor in held.items()} for held in (other, stored)]
+        hf_files.refuse_other_copy(single, index.name, copies, _differing(other, stored), readers="MegaRL reads")
+    return stored
+
+
+def _differing(a: Mapping[str, StoredTensor], b: Mapping[str, StoredTensor]) -> Iterator[str]:
+    for name, tensor in a.items():
+        if tensor.info.dtype not in ITEM_BYTES or 0 in tensor.info.shape:
+            continue
+        if not hf_files.same_bits(tensor.info, lambda box, pair=(tensor, b[name]): tuple(_read(s, box) for s in pair)):
+            yield name
+
+
+def _read(stored: StoredTensor, box: Box) -> torch.Tensor:
+    values = torch.empty(box.shape, dtype=getattr(torch, stored.info.dtype))
+    with BoxReader(values.nbytes) as reader:
+        reader.read(stored, box, values)
+    return values
+
+
+def _read_pickles(directory: Path, files: Sequence[Path], weight_map: Mapping[str, str]) -> dict[str, StoredTensor]:
     stored: dict[str, StoredTensor] = {}
     problems: list[str] = []
-    for file in [directory / name for name in sorted(set(weight_map.values()))] or [single]:
+    for file in files:
         try:
             content = read_torch_file(file)
         except CheckpointError as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.convert.blocks import StoredBox, group_blocks, plan_blocks, sources_of, stored_map
+from megarl.convert.blocks import group_blocks, plan_blocks, sources_of, stored_map
 from megarl.convert.dcp import METADATA, DCPIndex, FileRange, TensorChunk
 from megarl.convert.find_checkpoint import HF_FILES, RELEASE, TRACKER
 from megarl.convert.hf_source import open_hf, read_spec
@@ -24,8 +24,8 @@ from megarl.weights.export import copy_side_files
 from megarl.weights.shard_map import ITEM_BYTES, Box, ShardMap, TensorInfo
 
 _COMMON = {"checkpoint_version": 3.0, "iteration": 0, "content_metadata": {"singleton_local_shards": False}}
-"""What Megatron-LM reads of ``common.pt`` (megatron/training/checkpointing.py): the order of the rows of queries, keys
-and values (3.0: by group), and how its modules make keys."""
+"""The part of ``common.pt`` that Megatron-LM reads (megatron/training/checkpointing.py): the order of the rows of
+queries, keys and values (3.0: by group), and how its modules make keys."""
 _BACKENDS = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -46,17 +46,13 @@ def import_checkpoint(
     allow_pickle: bool = False,
     max_task_bytes: int | None = None,
 ) -> None:
-    """Writes a Megatron checkpoint with the weights of a Hugging Face directory.
+    """Writes a Megatron checkpoint with the weights of a Hugging Face directory; continues an interrupted import.
 
     Args:
-        out: Megatron-LM's save directory; it appears when it is complete. An interrupted import is continued.
+        out: Megatron-LM's save directory; it appears when it is complete.
         dtype: of all weights; that of the files by default.
         allow_pickle: read ``pytorch_model.bin`` where there is no safetensors file.
         max_task_bytes: bytes that are written and recorded together; chosen by the size by default.
-
-    Raises:
-        UsageError: it cannot be done as asked.
-        CheckpointError: files are damaged, or their tensors are not the model's.
     """
     spec = read_spec(hf)
     with Staging(out) as staging:
@@ -64,19 +60,13 @@ def import_checkpoint(
         tensors = {name: tensor.info for name, tensor in stored.items()}
         whole = _with_dtypes(_global_map(spec), tensors, dtype)
         block_bytes = resources.block_bytes(len(tensors), whole.nbytes)
-        boxes = {f"{part.param}{part.box}": part for part in _stored_boxes(whole, block_bytes)}
+        boxes = {f"{key}{box}": (key, box) for key, box in _stored_boxes(whole, block_bytes)}
         target = stored_map(whole, boxes)
         blocks = plan_blocks(ShardMap.identity(tensors), target, block_bytes)
-        tasks = [
-            WriteTask(
-                file=f"{RELEASE}/__{number}_0.distcp",
-                start=0,
-                archived=True,
-                blocks=group,
-                sources=sources_of(group, stored),
-            )
-            for number, group in enumerate(group_blocks(blocks, max_task_bytes or task_bytes(target.nbytes)))
-        ]
+        tasks: list[WriteTask] = []
+        for number, group in enumerate(group_blocks(blocks, max_task_bytes or task_bytes(target.nbytes))):
+            file, sources = f"{RELEASE}/__{number}_0.distcp", sources_of(group, stored)
+            tasks.append(WriteTask(file=file, start=0, archived=True, blocks=group, sources=sources))
         records = staging.write(
             f"import {hf.name}",
             tasks,
@@ -94,65 +84,52 @@ def import_checkpoint(
 
 
 def _global_map(spec: ModelSpec) -> ShardMap:
-    """Megatron's keys, of its modules with and without Transformer Engine: the checkpoint is for both."""
+    """Returns the map of Megatron's keys, of its modules with and without Transformer Engine."""
     with_te, without = (spec.checkpoint_map(spec.head, transformer_engine=te) for te in (True, False))
-    extra = {key: info for key, info in without.params.items() if key not in with_te.params}
-    return ShardMap(
-        params={**with_te.params, **extra},
-        shards=(*with_te.shards, *(shard for shard in without.shards if shard.param in extra)),
-        padding=with_te.padding,
-    )
+    extra = (shard for shard in without.shards if shard.param not in with_te.params)
+    params = {**with_te.params, **without.params}
+    return ShardMap(params=params, shards=(*with_te.shards, *extra), padding=with_te.padding)
 
 
 def _with_dtypes(whole: ShardMap, tensors: Mapping[str, TensorInfo], dtype: str | None) -> ShardMap:
-    """The map with the dtypes of its parameters: those of the canonical tensors in them, unless all get one."""
+    """Returns the map with the dtype of each parameter: ``dtype``, or that of the canonical tensors in it."""
     dtypes: dict[str, set[str]] = {}
     for shard in whole.shards:
         dtypes.setdefault(shard.param, set()).add(dtype or tensors[shard.name].dtype)
     mixed = [f"{key}: {' and '.join(sorted(found))}" for key, found in dtypes.items() if len(found) > 1]
     if mixed:
-        raise UsageError(
-            "tensors that Megatron stores together have different dtypes; choose one with --dtype:\n  "
-            + "\n  ".join(mixed)
-        )
+        problem = "tensors that Megatron stores together have different dtypes; choose one with --dtype:"
+        raise UsageError("\n  ".join([problem, *mixed]))
     return replace(whole, params={key: replace(info, dtype=min(dtypes[key])) for key, info in whole.params.items()})
 
 
-def _stored_boxes(whole: ShardMap, block_bytes: int) -> Iterator[StoredBox]:
-    """Each layer's, and each expert's, part of every tensor; larger ones cut by rows."""
-    leading = _leading_axes(whole)
+def _stored_boxes(whole: ShardMap, block_bytes: int) -> Iterator[tuple[str, Box]]:
+    """Yields each layer's, and each expert's, part of every tensor; splits larger ones by rows."""
+    leading = {shard.param: shard.leading for shard in whole.shards}
     for key, info in whole.params.items():
         stacked, inner = info.shape[: leading[key]], info.shape[leading[key] :]
         for at in product(*map(range, stacked)):
             box = Box((*at, *(0 for _ in inner)), (*(index + 1 for index in at), *inner))
-            for part in box.split(block_bytes // ITEM_BYTES[info.dtype]):
-                yield StoredBox(param=key, box=part, dtype=info.dtype)
-
-
-def _leading_axes(whole: ShardMap) -> dict[str, int]:
-    """The number of axes along which each parameter stacks canonical tensors."""
-    return {shard.param: len(shard.box.start) - len(shard.region.start) for shard in whole.shards}
+            yield from ((key, part) for part in box.split(block_bytes // ITEM_BYTES[info.dtype]))
 
 
 def _write_indices(
     directory: Path,
     whole: ShardMap,
-    boxes: Mapping[str, StoredBox],
+    boxes: Mapping[str, tuple[str, Box]],
     tasks: Sequence[WriteTask],
     records: Mapping[str, WriteRecord],
 ) -> None:
-    """Writes ``.metadata`` and what else Megatron expects beside the weights."""
+    """Writes ``.metadata`` and the other files that Megatron expects beside the weights."""
     chunks: list[TensorChunk] = []
     for task in tasks:
         ends = records[task.name].ends
         for block, begin, end in zip(task.blocks, ends, ends[1:], strict=False):
-            place = FileRange(file=Path(task.file).name, offset=begin, nbytes=end - begin)
-            stored = boxes[block.target]
-            chunks.append(TensorChunk(key=stored.param, box=stored.box, place=place))
+            key, box = boxes[block.target]
+            chunks.append(TensorChunk(key=key, box=box, place=FileRange(Path(task.file).name, begin, end - begin)))
     empty = io.BytesIO()
     torch.save([None], empty)
-    place = FileRange(file=_OBJECTS_FILE, offset=0, nbytes=len(empty.getvalue()))
-    objects = dict.fromkeys(_extra_states(whole), place)
+    objects = dict.fromkeys(_extra_states(whole), FileRange(_OBJECTS_FILE, 0, len(empty.getvalue())))
     with write_errors(directory / _OBJECTS_FILE):
         (directory / _OBJECTS_FILE).write_bytes(empty.getvalue())
     with write_errors(directory / "common.pt"):
@@ -162,12 +139,12 @@ def _write_indices(
 
 
 def _extra_states(whole: ShardMap) -> Iterator[str]:
-    """The keys of what Megatron's modules store besides tensors, which is nothing without quantisation.
+    """Yields the keys of the extra state of Megatron's modules, which is empty without quantisation.
 
-    Modules ask for it when they load: those of Transformer Engine all, others the linear layers. The key of a part
-    names its indices along the leading axes (ShardedObject.unique_key, megatron-core 0.16.1).
+    Modules need it when they load: those of Transformer Engine all, others the linear layers. The key of a part names
+    its indices along the leading axes (ShardedObject.unique_key, megatron-core 0.16.1).
     """
-    leading = _leading_axes(whole)
+    leading = {shard.param: shard.leading for shard in whole.shards}
     modules: dict[str, tuple[int, ...]] = {}
     for key, info in whole.params.items():
         suffix = next(suffix for suffix in _SUFFIXES if key.endswith(suffix))

@@ -1,4 +1,4 @@
-"""What a checkpoint is and holds, from its index alone."""
+"""Describes a checkpoint from its index alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.convert.find_checkpoint import FoundCheckpoint, find_checkpoint
 from megarl.files import format_bytes
 from megarl.types import RoleName
 
-COMMON = "common.pt"
+_COMMON = "common.pt"
 _LAYOUT = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -24,7 +24,7 @@ _LAYOUT = {
     "ep": "expert_model_parallel_size",
     "dp": "data_parallel_size",
 }
-"""Megatron-LM's arguments that say how the writer was laid out."""
+"""Megatron-LM's arguments with the layout of the writer."""
 
 
 def inspect(
@@ -33,27 +33,24 @@ def inspect(
     """Describes a checkpoint, as plain data.
 
     Args:
-        checkpoint, role, step: as of ``find_checkpoint``.
+        checkpoint, role, step: see ``find_checkpoint``.
         allow_pickle: load ``common.pt`` where it holds objects of other programs, which could run code.
-
-    Raises:
-        UsageError: there is no checkpoint.
-        CheckpointError, BrokenCheckpointError: files are missing or damaged.
     """
     found = find_checkpoint(checkpoint, role=role, step=step)
     index = DCPIndex.read(found.directory)
     files = {chunk.place.file for chunk in index.chunks} | {place.file for place in index.objects.values()}
-    # Any dtype of torch may be there, not only those of weights.
-    sizes = {
-        key: torch.Size(info.shape).numel() * getattr(torch, info.dtype).itemsize for key, info in index.tensors.items()
-    }
     starts: dict[str, list[set[int]]] = {key: [set() for _ in info.shape] for key, info in index.tensors.items()}
     for chunk in index.chunks:
         for axis, at in zip(starts[chunk.key], chunk.box.start, strict=True):
             axis.add(at)
     dtypes: Counter[str] = Counter()
+    tensors: dict[str, dict[str, Any]] = {}
     for key, info in index.tensors.items():
-        dtypes[info.dtype] += sizes[key]
+        # Any dtype of torch may be there, not only those of weights.
+        nbytes = torch.Size(info.shape).numel() * getattr(torch, info.dtype).itemsize
+        grid = [len(axis) for axis in starts[key]]
+        tensors[key] = {"shape": list(info.shape), "dtype": info.dtype, "nbytes": nbytes, "grid": grid}
+        dtypes[info.dtype] += nbytes
     return {
         "kind": found.kind,
         "directory": str(found.directory),
@@ -64,20 +61,12 @@ def inspect(
         "dtypes": dict(dtypes),
         "files": {name: (found.directory / name).stat().st_size for name in sorted(files)},
         "objects": len(index.objects),
-        "tensors": {
-            key: {
-                "shape": list(info.shape),
-                "dtype": info.dtype,
-                "nbytes": sizes[key],
-                "grid": [len(axis) for axis in starts[key]],
-            }
-            for key, info in sorted(index.tensors.items())
-        },
+        "tensors": dict(sorted(tensors.items())),
     }
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """A description for people to read."""
+    """Returns a description for people to read."""
     when = "release" if found["step"] is None else f"step {found['step']}"
     layout = found["layout"]
     writer = ", ".join(f"{name} {size}" for name, size in layout.items()) if isinstance(layout, dict) else layout
@@ -97,16 +86,19 @@ def render(found: Mapping[str, Any]) -> str:
 
 
 def _common(found: FoundCheckpoint, allow_pickle: bool) -> dict[str, Any]:
-    """The version of a checkpoint, and the layout that wrote it, as far as ``common.pt`` says."""
-    path = found.directory / COMMON
+    """Returns the version of a checkpoint, and the layout that wrote it, as far as ``common.pt`` has them."""
+    path = found.directory / _COMMON
     if not path.is_file():
-        return {"version": None, "layout": f"unknown: {COMMON} is missing"}
+        return {"version": None, "layout": f"unknown: {_COMMON} is missing"}
     try:
         with torch.serialization.safe_globals([Namespace]):
             common = torch.load(path, map_location="cpu", weights_only=not allow_pickle)
     except Exception as error:  # whatever a foreign pickle raises
         reason = str(error).splitlines()[0]
-        return {"version": None, "layout": f"unknown: {COMMON} holds other objects; --allow-pickle loads it ({reason})"}
+        return {
+            "version": None,
+            "layout": f"unknown: {_COMMON} holds other objects; --allow-pickle loads it ({reason})",
+        }
     arguments = vars(common["args"]) if isinstance(common.get("args"), Namespace) else {}
     layout = {short: arguments[name] for short, name in _LAYOUT.items() if arguments.get(name) is not None}
     return {"version": common.get("checkpoint_version"), "layout": layout or "any layout loads it"}

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from megarl.convert.blocks import StoredBox, stored_map
+from megarl.convert.blocks import stored_map
 from megarl.convert.dcp import DCPIndex, TensorChunk
 from megarl.convert.find_checkpoint import FoundCheckpoint
 from megarl.convert.stored import Stored
@@ -27,7 +27,7 @@ _TRAINING = (
     "master.*",
     "average.*",
 )
-"""Keys of what a checkpoint has besides weights."""
+"""Patterns of the keys of training state."""
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(.+\.mlp\.experts\.experts)\.(\d+)\.(.+)")
@@ -40,8 +40,8 @@ class MegatronCheckpoint:
 
     Args:
         map: of the stored chunks, each a parameter.
-        stored: the chunks, by the same names.
-        tensors: the model's canonical tensors, with the dtypes that they are stored in.
+        stored: by the same names.
+        tensors: the model's canonical tensors, with their dtypes in the checkpoint.
     """
 
     map: ShardMap
@@ -50,11 +50,7 @@ class MegatronCheckpoint:
 
     @classmethod
     def open(cls, found: FoundCheckpoint, spec: ModelSpec, head: HeadName) -> MegatronCheckpoint:
-        """Finds the weights of a model in a checkpoint.
-
-        Raises:
-            CheckpointError: files are missing or damaged, or its tensors are not the model's; all of them are listed.
-        """
+        """Finds the weights of a model in a checkpoint; a CheckpointError lists every tensor that does not fit."""
         index = DCPIndex.read(found.directory)
         if found.kind == "megatron":
             index = _stacked(index)
@@ -64,21 +60,18 @@ class MegatronCheckpoint:
         problems = misfits(index.tensors, Manifest(tensors=whole.params, ignored=ignored))
         if problems:
             raise CheckpointError(f"{found.directory} does not fit the {spec.family.model_type} model", problems)
+        whole = replace(whole, params={key: index.tensors[key] for key in whole.params})  # its dtypes
         chunks = {f"{chunk.key}{chunk.box}": chunk for chunk in index.chunks if chunk.key in whole.params}
-        boxes = {
-            name: StoredBox(param=chunk.key, box=chunk.box, dtype=index.tensors[chunk.key].dtype)
-            for name, chunk in chunks.items()
-        }
-        dtypes = {shard.name: index.tensors[shard.param].dtype for shard in whole.shards}
+        dtypes = {shard.name: whole.params[shard.param].dtype for shard in whole.shards}
         return cls(
-            map=stored_map(whole, boxes),
+            map=stored_map(whole, {name: (chunk.key, chunk.box) for name, chunk in chunks.items()}),
             stored={name: index.stored(found.directory, chunk) for name, chunk in chunks.items()},
             tensors={name: replace(info, dtype=dtypes[name]) for name, info in spec.canonical(head).items()},
         )
 
 
 def _role_map(spec: ModelSpec, head: HeadName) -> ShardMap:
-    """A run's checkpoint has whole canonical tensors."""
+    """Returns the map of a run's checkpoint, which has whole canonical tensors."""
     named = ShardMap.identity(spec.canonical(head))
     return ShardMap(
         params={_WEIGHT + name: info for name, info in named.params.items()},
@@ -87,20 +80,17 @@ def _role_map(spec: ModelSpec, head: HeadName) -> ShardMap:
 
 
 def _megatron_maps(index: DCPIndex, spec: ModelSpec, head: HeadName) -> list[ShardMap]:
-    """Megatron's keys, with the padding that the checkpoint has, of its modules with and without Transformer Engine."""
+    """Returns maps of modules with and without Transformer Engine, with the checkpoint's padding of the vocabulary."""
     embedding = index.tensors.get(f"{spec.table.embedding.names.megatron}.weight")
     rows = max(spec.dims.vocab, embedding.shape[0]) if embedding else None
     return [spec.checkpoint_map(head, vocab_rows=rows, transformer_engine=te) for te in (True, False)]
 
 
 def _stacked(index: DCPIndex) -> DCPIndex:
-    """A Megatron checkpoint's index with layers and experts as leading axes.
+    """Returns a Megatron checkpoint's index with layers and experts as leading axes.
 
-    Some models write them so themselves; others a tensor for each (``non_homogeneous_layers`` and
-    ``singleton_local_shards`` of TransformerBlock, SequentialMLP and MLP, megatron-core 0.16.1).
-
-    Raises:
-        CheckpointError: tensors that belong together differ in shape or dtype; all of them are listed.
+    Some models write them so; others write a tensor for each (``non_homogeneous_layers`` and ``singleton_local_shards``
+    of TransformerBlock, SequentialMLP and MLP, megatron-core 0.16.1).
     """
     places = {key: _StackPlace.of(key) for key in index.tensors}
     counts: dict[tuple[str, int], int] = {}
@@ -122,7 +112,7 @@ def _stacked(index: DCPIndex) -> DCPIndex:
 
 @dataclass(frozen=True, kw_only=True)
 class _StackPlace:
-    """Where a tensor belongs: in the tensor ``key``, at indices of its leading axes, in one half of its rows."""
+    """The place of a tensor in the tensor ``key``: indices of its leading axes, and one of the halves of its rows."""
 
     key: str
     at: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What a conversion may use: memory, which bounds the blocks that are read at a time, and worker processes."""
+"""Resources of a conversion: memory, which bounds the blocks that are read at a time, and worker processes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _MIN_BLOCK_BYTES = 1 << 20
 _M_MMAP_THRESHOLD = -3
 """Of glibc's malloc.h."""
 _BUFFERS = 5
-"""Blocks' worth of memory that a process takes: the block, what is read of it at a time, the copy that ``torch.save``
-writes from, and as much again that the allocator keeps."""
+"""Memory of a process, in blocks: the block, the part that is read at a time, the copy that ``torch.save`` makes, and
+as much again that the allocator keeps."""
 _LATER_BYTES = 8 << 20
-"""Memory of a process for code that is imported while it runs."""
+"""Memory of a process for code that it imports later."""
 _TENSOR_PLAN_BYTES = 24 << 10
-"""Of the plan, per tensor, in the first process. An allowance: boxes and plan of an import of Qwen3-235B, with 37
-thousand tensors, came to 3 KiB at their peak; records of files and tasks were not measured."""
+"""Of the plan, per tensor, in the first process. Boxes and plan of an import of Qwen3-235B, with 37 thousand tensors,
+took 3 KiB at their peak; the rest is an allowance for records of files and tasks."""
 _BLOCK_PLAN_BYTES = 5 << 10
 """Of the plan, per block."""
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -55,25 +55,20 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What a conversion may use.
+    """The resources of a conversion.
 
     Args:
         memory: resident bytes of all its processes together, without the page cache.
-        processes: number of processes that read and write.
+        processes: that read and write.
     """
 
     memory: int
     processes: int
 
     def block_bytes(self, tensors: int, nbytes: int) -> int:
-        """Returns the largest block size that fits: smaller blocks take less memory, but their plan takes more.
+        """Returns the largest block size, in bytes, that fits; ``nbytes``: of all tensors together.
 
-        Args:
-            tensors: number of tensors to convert.
-            nbytes: total size of the tensors.
-
-        Raises:
-            UsageError: no block size fits.
+        Smaller blocks take less memory, but their plan takes more.
         """
         workers = self.processes if self.processes > 1 else 0
         fixed = (resident_bytes() + _LATER_BYTES) * (1 + workers) + tensors * _TENSOR_PLAN_BYTES
@@ -94,10 +89,9 @@ class Resources:
     def run(
         self, title: str, tasks: Sequence[Task], work: Callable[[Task], Result], done_bytes: int = 0
     ) -> Iterator[tuple[Task, Result]]:
-        """Runs independent tasks and shows the progress; yields results as they come.
+        """Runs independent tasks, shows their progress, and yields results as they come.
 
         Args:
-            title: shown with the progress.
             work: can be pickled; called in this process if it is the only one.
             done_bytes: of tasks that were done before.
 
@@ -130,11 +124,7 @@ class Resources:
 
 
 def parse_bytes(option: str, text: str) -> int:
-    """Parses a size such as ``512MiB``, ``4GiB`` or ``5GB``.
-
-    Raises:
-        UsageError: the text of the option is not a size.
-    """
+    """Parses an option's size, such as ``512MiB``, ``4GiB`` or ``5GB``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", text.strip())
     if match is None or match[2] not in _UNITS or float(match[1]) == 0:
         raise UsageError(f"{option} {text!r} is not a size; write one like 512MiB, 4GiB or 5GB")
@@ -142,18 +132,14 @@ def parse_bytes(option: str, text: str) -> int:
 
 
 def resident_bytes() -> int:
-    """Physical memory of this process now, shared libraries included."""
+    """Returns the physical memory of this process, shared libraries included."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @contextmanager
 def _progress(title: str, total: int, done: int) -> Iterator[Callable[[int], None]]:
-    """Shows progress on standard error, as a bar in a terminal and as a line every 10 seconds elsewhere.
-
-    Yields:
-        A function that counts bytes.
-    """
+    """Shows progress on standard error, in a terminal or as a line every 10 s; yields a function that counts bytes."""
     console = Console(stderr=True, highlight=False)
     if done:
         console.print(f"{title}: {format_bytes(done)} are there already")
@@ -181,15 +167,15 @@ def _progress(title: str, total: int, done: int) -> Iterator[Callable[[int], Non
 def _return_freed_memory() -> None:
     """Makes glibc return the memory of blocks when they are freed.
 
-    glibc keeps what it has, more of it with each large block (``M_MMAP_THRESHOLD`` in ``mallopt(3)``). Measured on the
-    same comparison, beyond what it started with: 53 to 95 MiB in some runs and 16 to 23 in others; with this, 14 to 23.
+    By default it keeps more of it with each large block (``M_MMAP_THRESHOLD`` in ``mallopt(3)``). One comparison, in
+    several runs, grew by 16 to 95 MiB without this setting, and by 14 to 23 with it.
     """
     if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MIN_BLOCK_BYTES)
 
 
 def _start_worker() -> None:
-    """The processes divide the cores; none outlives its parent."""
+    """Gives a worker one thread, and ends it with its parent."""
     torch.set_num_threads(1)
     _return_freed_memory()
     threading.Thread(target=_exit_with_parent, daemon=True).start()

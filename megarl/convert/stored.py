@@ -1,4 +1,4 @@
-"""Tensors in files: where they lie, also in files of ``torch.save``, and reading boxes of them without the rest.
+"""Tensors in files, also in those of ``torch.save``: their places, and reading boxes of them without the rest.
 
 A file of ``torch.save`` is a zip archive without compression: ``*/data.pkl`` is a pickle in which storages are
 references, and ``*/data/<key>`` has the bytes of a storage (torch/serialization.py). Nothing in it is executed.
@@ -37,8 +37,8 @@ class StoredTensor:
     """A tensor in a file, uncompressed and little endian.
 
     Args:
-        offset: of its first element, in bytes.
-        strides: of its axes, in elements; None where it is row-major.
+        offset: of the first element, in bytes.
+        strides: in elements; None where it is row-major.
     """
 
     path: Path
@@ -46,13 +46,10 @@ class StoredTensor:
     info: TensorInfo
     strides: Shape | None = None
 
-    def locate(self) -> StoredTensor:
-        return self
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensor:
-    """A tensor in an archive of ``torch.save``, which is not read before the tensor is.
+    """A tensor in an archive of ``torch.save``, which ``locate`` reads.
 
     Args:
         offset, nbytes: of the archive in the file.
@@ -65,11 +62,7 @@ class SavedTensor:
     info: TensorInfo
 
     def locate(self) -> StoredTensor:
-        """Finds the elements.
-
-        Raises:
-            CheckpointError: something else lies there.
-        """
+        """Finds the elements; raises CheckpointError for another tensor or object."""
         found = read_torch_file(self.path, self.offset, self.nbytes)
         if isinstance(found, StoredTensor) and found.strides is not None and found.info.dtype == self.info.dtype:
             leading = len(self.info.shape) - len(found.info.shape)
@@ -86,8 +79,7 @@ class BoxReader:
     """Reads boxes of stored tensors; keeps files open until it is closed.
 
     Args:
-        scratch_bytes: memory to use at a time, besides what is read into; more only where a single row of scattered
-            elements needs it.
+        scratch_bytes: memory to use at a time, besides the target; exceeded only by a single row of scattered elements.
     """
 
     def __init__(self, scratch_bytes: int) -> None:
@@ -103,25 +95,18 @@ class BoxReader:
         self._stack.close()
 
     def copy(self, stored: Stored, copy: Copy, target: torch.Tensor) -> None:
-        """Reads a copy's source box.
-
-        Args:
-            target: of the shape of the copy's target box; gets the values, cast to its dtype.
-
-        Raises:
-            CheckpointError, UsageError: as of ``read``; also, the source is not what it should be.
-        """
+        """Reads a copy's source box into a tensor of the shape of its target box; see ``read``."""
         if stored not in self._located:
-            self._located[stored] = stored.locate()
-        self.read(self._located[stored], copy.source_box, _source_view(copy, target))
+            self._located[stored] = stored if isinstance(stored, StoredTensor) else stored.locate()
+        shape = copy.source_box.shape
+        if copy.transposed:
+            view = target.view(*shape[:-2], shape[-1], shape[-2]).swapaxes(-2, -1)
+        else:
+            view = target.view(shape)
+        self.read(self._located[stored], copy.source_box, view)
 
     def read(self, stored: StoredTensor, box: Box, target: torch.Tensor) -> None:
-        """Reads a box into a tensor of its shape.
-
-        Raises:
-            CheckpointError: the file ends before.
-            UsageError: finite values are too large for the tensor's dtype.
-        """
+        """Reads a box into a tensor of its shape; raises UsageError where finite values are too large for its dtype."""
         dtype: torch.dtype = getattr(torch, stored.info.dtype)
         strides = stored.strides or row_major(stored.info.shape)
         for part, inner in _strips(box, strides, max(1, self._scratch_bytes // dtype.itemsize)):
@@ -138,7 +123,6 @@ class BoxReader:
                     raise UsageError(f"{stored.path.name} has values that {held} cannot hold; choose --dtype {wider}")
 
     def _fill(self, path: Path, offset: int, tensor: torch.Tensor) -> None:
-        """Reads bytes into a contiguous tensor."""
         left = as_bytes(tensor)
         try:
             if path not in self._files:
@@ -147,26 +131,22 @@ class BoxReader:
             while left:
                 count = os.preadv(self._files[path], [left], offset)
                 if count == 0:
-                    raise CheckpointError(
-                        f"{path.name} cannot be read", [f"it ends {len(left)} bytes before a tensor does"]
-                    )
+                    problem = f"it ends {len(left)} bytes before a tensor does"
+                    raise CheckpointError(f"{path.name} cannot be read", [problem])
                 left, offset = left[count:], offset + count
         except OSError as error:
             raise CheckpointError(f"{path.name} cannot be read", [f"{error.strerror}: {path}"]) from None
 
 
 def read_torch_file(path: Path, offset: int = 0, nbytes: int | None = None) -> Any:
-    """Reads what a file of ``torch.save`` holds: dicts, lists and numbers, with a ``StoredTensor`` for each tensor.
+    """Reads a file of ``torch.save``: dicts, lists and numbers, with a ``StoredTensor`` for each tensor.
 
     Args:
         offset, nbytes: of the archive in the file; the whole file by default.
-
-    Raises:
-        CheckpointError: it is damaged, or holds objects of other kinds; the message names them.
     """
     try:
         with path.open("rb") as stream:
-            return _Archive(path, stream, offset, nbytes).load()
+            return _ArchiveUnpickler(path, stream, offset, nbytes).load()
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read", [f"{error.strerror}: {path}"]) from None
     except CheckpointError:
@@ -177,50 +157,42 @@ def read_torch_file(path: Path, offset: int = 0, nbytes: int | None = None) -> A
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
+    """Returns the memory of a contiguous tensor."""
     flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)
 
 
 def row_major(shape: Shape) -> Shape:
-    """The strides, in elements, of a tensor of this shape without gaps."""
+    """Returns the strides, in elements, of a tensor of this shape without gaps."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def relative_to(box: Box, origin: Shape) -> Box:
-    """The box in coordinates that begin at an origin."""
+    """Returns the box in coordinates that begin at an origin."""
     return Box(tuple(map(sub, box.start, origin)), tuple(map(sub, box.stop, origin)))
 
 
 def _overflows(values: torch.Tensor, cast: torch.Tensor) -> bool:
-    """Whether finite values have become infinite."""
+    """Returns whether finite values have become infinite."""
     if torch.finfo(cast.dtype).max >= torch.finfo(values.dtype).max or not cast.isinf().any():
         return False
     return bool((cast.isinf() & values.isfinite()).any())
 
 
-def _source_view(copy: Copy, target: torch.Tensor) -> torch.Tensor:
-    """A view of a copy's target with the axes of its source box."""
-    shape = copy.source_box.shape
-    if copy.transposed:
-        return target.view(*shape[:-2], shape[-1], shape[-2]).swapaxes(-2, -1)
-    return target.view(shape)
-
-
 def _extent(box: Box, strides: Shape) -> tuple[int, int]:
-    """The first element of a box in its file, and the number of elements up to its last one."""
+    """Returns the first element of a box in its file, and the number of elements up to its last one."""
     start = sum(at * stride for at, stride in zip(box.start, strides, strict=True))
     return start, 1 + sum((extent - 1) * stride for extent, stride in zip(box.shape, strides, strict=True))
 
 
 def _ordered(box: Box, strides: Shape) -> bool:
-    """Whether elements that follow each other in the box do so in the file, if that has no gaps."""
+    """Returns whether the elements of a box without gaps are in the file in row-major order."""
     inner = [stride for extent, stride in zip(box.shape, strides, strict=True) if extent > 1]
     return inner == sorted(inner, reverse=True)
 
 
 def _strips(box: Box, strides: Shape, size: int) -> Iterator[tuple[Box, tuple[slice, ...]]]:
-    """Parts of a box, each within a run of ``size`` elements of the file, and where in the box they are."""
+    """Yields parts of a box, each within ``size`` consecutive elements of the file, and their indices in the box."""
     pending = [box]
     while pending:
         part = pending.pop()
@@ -231,32 +203,45 @@ def _strips(box: Box, strides: Shape, size: int) -> Iterator[tuple[Box, tuple[sl
             pending += reversed(part.split(-(-part.size // 2)))
 
 
-class _Archive:
-    """An open file of ``torch.save``."""
+class _ArchiveUnpickler(pickle.Unpickler):
+    """Reads an archive of ``torch.save``; knows tensors and plain containers, and nothing that could run."""
 
     def __init__(self, path: Path, stream: BinaryIO, offset: int, nbytes: int | None) -> None:
-        self.path, self._stream, self._base = path, stream, offset
         part = stream if nbytes is None else cast(BinaryIO, io.BufferedReader(_FilePart(stream, offset, nbytes)))
-        self._zip = zipfile.ZipFile(part)
-        self._entries = {name.partition("/")[2]: self._zip.getinfo(name) for name in self._zip.namelist()}
-
-    def load(self) -> Any:
-        if "byteorder" in self._entries and self._zip.read(self._entries["byteorder"]) != b"little":
+        archive = zipfile.ZipFile(part)
+        self._path, self._stream, self._base = path, stream, offset
+        self._entries = {name.partition("/")[2]: archive.getinfo(name) for name in archive.namelist()}
+        if "byteorder" in self._entries and archive.read(self._entries["byteorder"]) != b"little":
             raise ValueError("its byte order is not little endian")
-        return _TensorUnpickler(io.BytesIO(self._zip.read(self._entries["data.pkl"])), self).load()
+        super().__init__(io.BytesIO(archive.read(self._entries["data.pkl"])))
 
-    def tensor(self, storage: tuple[Any, ...], first: int, shape: Shape, strides: Shape, *_: Any) -> StoredTensor:
-        """A view of a storage, with the arguments of torch._utils._rebuild_tensor_v2."""
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        known: Mapping[tuple[str, str], Any] = {
+            ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
+            ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
+            ("collections", "OrderedDict"): OrderedDict,
+        }
+        if (module, name) in known:
+            return known[module, name]
+        raise CheckpointError(f"{self._path.name} is refused", [f"it holds a {module}.{name}, not tensors alone"])
+
+    def persistent_load(self, pid: Any) -> Any:
+        return pid
+
+    def _tensor(self, storage: tuple[Any, ...], first: int, shape: Shape, strides: Shape, *_: Any) -> StoredTensor:
+        """Returns a view of a storage, with the arguments of torch._utils._rebuild_tensor_v2."""
         _, dtype, key, _, count = storage
         item = ITEM_BYTES.get(dtype, 1)
         last = first + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
         if last >= count or min((first, *strides)) < 0 or self._entries[f"data/{key}"].file_size < count * item:
             raise ValueError("a tensor lies outside its storage")
-        start = self._start(key) + first * item
-        return StoredTensor(path=self.path, offset=start, info=TensorInfo(tuple(shape), dtype), strides=tuple(strides))
+        start, info = self._start(key) + first * item, TensorInfo(tuple(shape), dtype)
+        return StoredTensor(path=self._path, offset=start, info=info, strides=tuple(strides))
 
     def _start(self, key: str) -> int:
-        """Where in the file the bytes of a storage begin."""
+        """Returns the first byte of a storage in the file."""
         entry = self._entries[f"data/{key}"]
         if entry.compress_type != zipfile.ZIP_STORED:
             raise ValueError("it is compressed")
@@ -265,30 +250,6 @@ class _Archive:
         header = self._stream.read(_ZIP_HEADER_BYTES)
         name, extra = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
         return start + _ZIP_HEADER_BYTES + name + extra
-
-
-class _TensorUnpickler(pickle.Unpickler):
-    """Knows tensors and plain containers, and nothing that could run."""
-
-    def __init__(self, stream: io.BytesIO, archive: _Archive) -> None:
-        super().__init__(stream)
-        self._archive = archive
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
-        known: Mapping[tuple[str, str], Any] = {
-            ("torch._utils", "_rebuild_tensor_v2"): self._archive.tensor,
-            ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
-            ("collections", "OrderedDict"): OrderedDict,
-        }
-        if (module, name) in known:
-            return known[module, name]
-        path = self._archive.path
-        raise CheckpointError(f"{path.name} is refused", [f"it holds a {module}.{name}, not tensors alone"])
-
-    def persistent_load(self, pid: Any) -> Any:
-        return pid
 
 
 class _FilePart(io.RawIOBase):

@@ -1,4 +1,4 @@
-"""Whether a checkpoint holds the tensors of a Hugging Face directory, bit for bit, and computes the same logits."""
+"""Compares a checkpoint with a Hugging Face directory: its tensors, bit for bit, and its logits."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from megarl.weights.shard_map import ShardMap
 
 SEQUENCES, TOKENS = 4, 48
 TOLERANCE = 1e-4
-"""Of a logit, relative to the largest; float32 in two orders of summation differs by about 1e-6 per layer."""
+"""Of logits, relative to the largest; float32 in two orders of summation differs by about 1e-6 per layer."""
 _STRIP = 1 << 16
-"""Elements whose differences are in memory at a time."""
+"""Elements that are compared at a time."""
 _BLOCK_BYTES = 64 << 20
 
 
@@ -45,20 +45,12 @@ def compare(
     dtype: str | None = None,
     allow_pickle: bool = False,
 ) -> tuple[int, list[str]]:
-    """Compares every tensor of a directory with a checkpoint's.
+    """Compares every tensor of a directory with a checkpoint's; returns their number, and a line for each difference.
 
     Args:
-        checkpoint, role, step: as of ``find_checkpoint``.
+        checkpoint, role, step: see ``find_checkpoint``.
         dtype: to which both sides are cast; otherwise a tensor of another dtype differs.
         allow_pickle: read ``pytorch_model.bin`` where there is no safetensors file.
-
-    Returns:
-        The number of tensors, and a line for each that differs.
-
-    Raises:
-        UsageError: it cannot be done as asked.
-        CheckpointError, BrokenCheckpointError: files are damaged, or their tensors are not the model's.
-        PlanError: some elements of the model are in no file.
     """
     found, spec = find_checkpoint(checkpoint, role=role, step=step), read_spec(hf)
     head = found.head(spec.head)
@@ -74,15 +66,10 @@ def compare(
     target = ShardMap.identity(tensors)
     block_bytes = resources.block_bytes(len(tensors), 2 * target.nbytes) // 2  # of either side
     blocks = plan_blocks(converted.map, target, block_bytes)
-    tasks = [
-        _CompareTask(
-            blocks=group,
-            converted=sources_of(group, converted.stored),
-            original={block.target: original[block.target] for block in group},
-            scratch_bytes=block_bytes,
-        )
-        for group in group_blocks(blocks, task_bytes(target.nbytes))
-    ]
+    tasks: list[_CompareTask] = []
+    for group in group_blocks(blocks, task_bytes(target.nbytes)):
+        sources, expected = sources_of(group, converted.stored), {b.target: original[b.target] for b in group}
+        tasks.append(_CompareTask(blocks=group, converted=sources, original=expected, scratch_bytes=block_bytes))
     counts: Counter[str] = Counter()
     largest: dict[str, float] = {}
     for _, differences in resources.run(f"verify {checkpoint.name}", tasks, _CompareTask.run):
@@ -99,13 +86,7 @@ def compare(
 
 @dataclass(frozen=True, kw_only=True)
 class _CompareTask:
-    """Blocks to compare, in a worker.
-
-    Args:
-        converted: the checkpoint's tensors.
-        original: the directory's.
-        scratch_bytes: of memory for reading.
-    """
+    """Blocks of the directory (``original``) and the checkpoint (``converted``) that a worker compares."""
 
     blocks: tuple[Block, ...]
     converted: Mapping[str, Stored]
@@ -117,7 +98,7 @@ class _CompareTask:
         return sum(block.nbytes for block in self.blocks)
 
     def run(self) -> list[tuple[str, int, float]]:
-        """The blocks that differ: tensor, number of elements that differ, largest absolute difference if finite."""
+        """Returns, by block that differs, its tensor, the number of differences, and the largest finite one."""
         differences: list[tuple[str, int, float]] = []
         with BoxReader(self.scratch_bytes) as reader:
             for block in self.blocks:
@@ -130,7 +111,7 @@ class _CompareTask:
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """The values as integers: NaNs are equal to themselves, zeros of different signs are not."""
+    """Returns the values as integers: NaNs are equal to themselves, zeros of different signs are not."""
     return values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize])
 
 
@@ -145,17 +126,9 @@ def _difference(values: torch.Tensor, expected: torch.Tensor) -> tuple[int, floa
 def compare_logits(
     hf: Path, checkpoint: Path, *, role: RoleName | None = None, step: int | None = None
 ) -> tuple[bool, str]:
-    """Runs both models on random sequences, in float32, one after the other; each must fit into memory.
+    """Returns whether the logits agree up to rounding, and a report; see ``find_checkpoint`` for the arguments.
 
-    Args:
-        hf: the directory that transformers loads.
-        checkpoint, role, step: as of ``find_checkpoint``; its model runs in a process of its own.
-
-    Returns:
-        Whether the logits are the same up to rounding, and a report.
-
-    Raises:
-        UsageError: it is not a language model.
+    Runs both models on random sequences, in float32, one after the other; each must fit into memory.
     """
     found, spec = find_checkpoint(checkpoint, role=role, step=step), read_spec(hf)
     if found.head(spec.head) != "lm":
@@ -176,7 +149,7 @@ def compare_logits(
 
 @torch.inference_mode()
 def _transformers_logits(hf: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """[sequences, tokens, vocabulary] float32."""
+    """Returns [sequences, tokens, vocabulary] float32."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -186,7 +159,7 @@ def _transformers_logits(hf: Path, tokens: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def _megatron_logits(found: FoundCheckpoint, hf: Path, tokens: np.ndarray) -> np.ndarray:
-    """[sequences, tokens, vocabulary] float32, of the checkpoint's weights."""
+    """Returns [sequences, tokens, vocabulary] float32, of the checkpoint's weights."""
     from megarl.data.packing import PackShape
     from megarl.megatron.attention import PackParams
     from megarl.megatron.model import build_model

@@ -1,4 +1,4 @@
-"""Writing an output from tasks: durable and resumable parts, until one rename makes the output appear."""
+"""Writes an output by tasks: durable and resumable parts, until one rename makes the output appear."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_TASKS = 1024
 _READ_BYTES = 1 << 20
 _JOB = "job"
 _FORMAT = 2
-"""Of tasks and records: an output that another version has begun is begun again."""
+"""Of tasks and records; an output that another version began starts anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,21 +51,15 @@ class WriteTask:
 
     @property
     def name(self) -> str:
-        """Unique among the tasks of an output."""
+        """Returns a name that is unique among the tasks of an output."""
         return f"{self.file.replace('/', '.')}.{self.start}"
 
     @property
     def nbytes(self) -> int:
-        """Of all elements."""
         return sum(block.nbytes for block in self.blocks)
 
     def write(self, output: Path, scratch_bytes: int) -> WriteRecord:
-        """Writes the blocks durably. A file of several tasks must exist.
-
-        Raises:
-            CheckpointError, UsageError: as of ``Block.read``.
-            OSError: the file, which is named, cannot be written.
-        """
+        """Writes the blocks durably. A file of several tasks must exist."""
         path = output / self.file
         with (
             write_errors(path, self.nbytes),
@@ -82,7 +76,8 @@ class WriteTask:
                 del values  # before the next block has memory
             file.flush()
             os.fsync(file.fileno())
-        return WriteRecord(task=self.name, file=self.file, start=self.start, ends=tuple(ends), digest=stream.digest)
+        digest = stream.hasher.hexdigest()
+        return WriteRecord(task=self.name, file=self.file, start=self.start, ends=tuple(ends), digest=digest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +86,7 @@ class WriteRecord:
 
     Args:
         task: its name.
-        file, start: where it begins.
-        ends: 0, and the end of each block, counted from the start.
+        ends: 0, and the end of each block, in bytes from ``start``.
         digest: of the bytes (XXH3, 128 bits).
     """
 
@@ -103,7 +97,7 @@ class WriteRecord:
     digest: str
 
     def holds(self, output: Path) -> bool:
-        """Whether the file has these bytes."""
+        """Returns whether the file has these bytes."""
         hasher, left = xxhash.xxh3_128(), self.ends[-1]
         try:
             with open(output / self.file, "rb") as file:
@@ -117,14 +111,13 @@ class WriteRecord:
 
 
 class _DigestWriter:
-    """A file that is written from where it stands, and a digest of what is written."""
+    """Writes to a file from its current position, and computes a digest of the bytes."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self._hasher = file, xxhash.xxh3_128()
-        self.nbytes = 0
+        self._file, self.hasher, self.nbytes = file, xxhash.xxh3_128(), 0
 
     def write(self, data: Any) -> int:
-        self._hasher.update(data)
+        self.hasher.update(data)
         self._file.write(data)
         self.nbytes += len(data)
         return len(data)
@@ -132,27 +125,17 @@ class _DigestWriter:
     def flush(self) -> None:
         """Called by ``torch.save``; the file itself is flushed once."""
 
-    @property
-    def digest(self) -> str:
-        return self._hasher.hexdigest()
-
 
 class Staging:
-    """Where an output is until it is complete: ``.NAME.partial`` beside it, with these in it::
+    """The directory of an incomplete output, ``.NAME.partial`` beside it::
 
-        job        a digest of everything that the output follows from
+        job        a digest of everything that the output depends on
         records/   a file per task that is done
-        output/    what will be renamed
-        lock       held by the conversion that runs
+        output/    gets the output's name
+        lock       held by the running conversion
 
-    A conversion that was killed is continued by one of the same job, which keeps what still agrees with its records.
-    One that ended before its job began leaves nothing.
-
-    Args:
-        target: the output.
-
-    Raises:
-        UsageError: the target exists, it cannot be made, or another process makes it.
+    After a kill, a conversion with the same job continues and keeps the parts that agree with their records. One that
+    ended before its job was written leaves nothing. The target must not exist.
     """
 
     def __init__(self, target: Path) -> None:
@@ -190,21 +173,16 @@ class Staging:
         resources: Resources,
         scratch_bytes: int,
     ) -> Mapping[str, WriteRecord]:
-        """Runs the tasks whose bytes are not there yet.
+        """Runs the tasks whose bytes are not there yet; returns the records by the names of the tasks.
 
         Args:
-            title: shown with the progress.
-            inputs: the files that are read: the output follows from their names, sizes and times, and from the tasks.
+            inputs: the files that are read; the output depends on their names, sizes and times, and on the tasks.
             prepare: makes the directories and files that tasks write into.
             scratch_bytes: of memory for reading, per process.
 
-        Returns:
-            The records by the names of the tasks.
-
         Raises:
             CheckpointError, UsageError: a source cannot be read or has changed meanwhile, or its values do not fit.
-            RunError: a worker was killed; what is written is kept.
-            OSError: something cannot be written; what is written is kept.
+            RunError, OSError: a worker was killed, or a write failed; written parts are kept.
         """
         files = sorted(set(inputs))
         job = _job_digest(tasks, files)
@@ -224,7 +202,7 @@ class Staging:
         return done
 
     def record(self, record: WriteRecord) -> None:
-        """Records a task that is written durably."""
+        """Records a task whose bytes are durable."""
         write_durably(self._records / f"{record.task}.json", json.dumps(dataclasses.asdict(record)))
 
     def publish(self) -> None:
@@ -235,7 +213,7 @@ class Staging:
         shutil.rmtree(self.root)
 
     def _begin(self, job: str, prepare: Callable[[Path], None]) -> None:
-        """Keeps what an earlier conversion of the same job has written, and removes that of another."""
+        """Keeps the parts of an earlier conversion with the same job, and removes those of another."""
         path = self.root / _JOB
         if path.is_file() and path.read_text() == job:
             return
@@ -261,12 +239,11 @@ class Staging:
 
 
 def task_bytes(total: int) -> int:
-    """The size of the tasks of an output of some size: neither too small nor too many."""
+    """Returns the size of the tasks of an output: at least 256 MiB, and at most 1,024 tasks."""
     return max(_TASK_BYTES, -(-total // _MAX_TASKS))
 
 
 def _job_digest(tasks: Sequence[WriteTask], inputs: Sequence[Path]) -> str:
-    """A digest of everything that an output follows from."""
     digest = hashlib.sha256(f"{_FORMAT}".encode())
     for path in inputs:
         stat = path.stat()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megarl.models.fused_params import MEGATRON_EXPERTS
 from megarl.models.gpt2 import GPT2
 from megarl.models.hf_config import (
     HF_ACTIVATIONS,
@@ -20,22 +22,24 @@ from megarl.models.hf_config import (
 from megarl.models.llama_like import LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
 from megarl.models.mixtral import MIXTRAL, QWEN3_MOE
 from megarl.models.param_types import Dims, Engine, GroupRank, ParamType, ShardCoords, Stack, VocabRows
-from megarl.models.shard_maps import Prefixed, build_shard_map, in_checkpoint
 from megarl.types import HeadName, Layout
-from megarl.weights.shard_map import Manifest, ShardMap, TensorInfo
+from megarl.weights.shard_map import Manifest, Padding, Shard, ShardMap, TensorInfo
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GPT2, MIXTRAL, QWEN3_MOE)
 }
 """By HF's ``model_type``."""
 
+_PrefixedStacks = tuple[str, str, Sequence[Stack]]
+"""Stacks, which layers share, after the prefixes of their local and canonical names."""
 
-def family_of(config: HFConfig) -> tuple[Family, HeadName]:
-    """Returns the family of a config and the head of its architecture.
+_EXPERT = re.compile(re.escape(MEGATRON_EXPERTS).replace(r"\{\}", r"(\d+)"))
+_INPUT_NORM = ("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+_MLP_NORM = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
 
-    Raises:
-        UnsupportedModelError: no family has the architecture; the supported ones are named.
-    """
+
+def _family_of(config: HFConfig) -> tuple[Family, HeadName]:
+    """Returns the family of a config and the head of its architecture."""
     architectures: list[str] = list(config.get("architectures") or [])
     heads: dict[str, tuple[Family, HeadName]] = {}
     for family in FAMILIES.values():
@@ -52,22 +56,21 @@ def family_of(config: HFConfig) -> tuple[Family, HeadName]:
     return family, head
 
 
-def chunk_layers(layers: int, layout: Layout, stage: int, chunk: int) -> range:
+def pipeline_layers(layers: int, layout: Layout, stage: int, chunk: int) -> range:
     """Returns the layers of a model chunk.
 
-    All first chunks of the stages come first, then all second ones. Sizes differ by at most one, of chunks and of
-    stages. The shorter chunks are on the last stage, which has the output layer, and then on the first, which has the
-    embedding.
+    The first chunks of all stages come before the second ones. The sizes of chunks differ by at most one, and so do
+    those of stages. The shorter chunks are on the last stage, which has the output layer, then on the first, which has
+    the embedding.
 
     Args:
-        layers: at least the number of chunks.
         chunk: index among the virtual stages of the pipeline rank ``stage``.
     """
     pp, vpp = layout.pp, layout.vpp
     full, short = -(-layers // (pp * vpp)), -layers % (pp * vpp)
     stages = [pp - 1, *range(pp - 1)]
-    turns = [(stage, vpp - 1 - turn if stage == pp - 1 else turn) for turn in range(vpp) for stage in stages]
-    shorter = {at * pp + stage for stage, at in turns[:short]}
+    order = [(stage, vpp - 1 - i if stage == pp - 1 else i) for i in range(vpp) for stage in stages]
+    shorter = {i * pp + stage for stage, i in order[:short]}
     index = chunk * pp + stage
     start = full * index - sum(1 for other in shorter if other < index)
     return range(start, start + full - (index in shorter))
@@ -115,19 +118,14 @@ class ModelSpec:
         }
 
     def manifest(self, head: HeadName = "lm", *, new_head: bool = False) -> Manifest:
-        """Returns what a checkpoint must contain to be loaded into the model with this head.
-
-        Args:
-            new_head: the value or score head is initialised anew; the checkpoint may have any head.
-        """
+        """Returns what a checkpoint must contain; ``new_head``: a value or score head is neither needed nor loaded."""
         tensors, output = self.canonical(head), self.table.output.names.hf
         ignored = ["*.rotary_emb.inv_freq", *self.family.ignored]
         if f"{output}.weight" not in tensors:
             ignored.append(f"{output}.weight")
         if new_head:
             score = f"{self.table.score.names.hf}.weight"
-            dropped = tensors.pop(score, None)
-            assert dropped, "only a value or score head can be new"
+            del tensors[score]
             ignored.append(score)
         tied = {f"{output}.weight": f"{self.table.embedding.names.hf}.weight"} if self.tied and head == "lm" else {}
         return Manifest(tensors=tensors, ignored=tuple(ignored), bare_prefix=self.family.bare_prefix, tied=tied)
@@ -143,21 +141,17 @@ class ModelSpec:
 
     def layers(self, layout: Layout, pp: int, chunk: int) -> range:
         """Returns the layers of a model chunk of a pipeline rank."""
-        return chunk_layers(self.dims.layers, layout, pp, chunk)
+        return pipeline_layers(self.dims.layers, layout, pp, chunk)
 
     def megatron_map(self, layout: Layout, rank: int, head: HeadName = "lm") -> ShardMap:
-        """Returns the map of a rank of a Megatron role; parameters are named ``{model chunk}:{name in GPTModel}``.
-
-        Raises:
-            ValueError: the layout does not fit the model; every reason is listed.
-        """
+        """Returns the map of a rank of a Megatron role; parameters are named ``{model chunk}:{name in GPTModel}``."""
         self.check_megatron(layout)
         coords = layout.coords(rank)
         at = ShardCoords(
             tp=GroupRank(rank=coords.tp, size=layout.tp), ep=GroupRank(rank=layout.expert_rank(coords), size=layout.ep)
         )
         stacks = self._stacks(self.table.layer, "megatron", at)
-        groups: list[Prefixed] = []
+        groups: list[_PrefixedStacks] = []
         for chunk in range(layout.vpp):
             local = f"{chunk}:"
             if coords.pp == 0 and chunk == 0:
@@ -171,7 +165,7 @@ class ModelSpec:
                     names = replace(self.table.output.names, hf=self.table.embedding.names.hf)
                     output = (VocabRows(names=names),)
                 groups.append((local, "", self._stacks((*self.table.final, *output), "megatron", at)))
-        return build_shard_map(groups, self.dtype)
+        return self._shard_map(groups)
 
     def checkpoint_map(
         self, head: HeadName = "lm", *, vocab_rows: int | None = None, transformer_engine: bool = True
@@ -180,12 +174,11 @@ class ModelSpec:
 
         Args:
             vocab_rows: of embedding and output layer, padding included; by default the vocabulary.
-            transformer_engine: the checkpoint is of modules for Transformer Engine; otherwise the norm before the
-                experts has another key.
+            transformer_engine: the modules are Transformer Engine's; otherwise the norm before the experts has another
+                key.
         """
-        coords = ShardCoords(tp=GroupRank())
-        dense = self.dims.experts == 0
-        groups: list[Prefixed] = []
+        coords, norm_in_mlp = ShardCoords(tp=GroupRank()), self.dims.experts == 0 or not transformer_engine
+        groups: list[_PrefixedStacks] = []
         for param_type in (*self._first(), *self.table.final, *self._output(head)):
             if isinstance(param_type, VocabRows):
                 whole = param_type.rows("megatron", self.dims, 0, vocab_rows or self.dims.vocab)
@@ -193,39 +186,33 @@ class ModelSpec:
             else:
                 groups.append(("", "", self._stacks((param_type,), "megatron", coords)))
         local = self.table.layer_prefix.megatron.removesuffix("{}.")
-        stacks = [
-            stack for param_type in self.table.layer for stack in param_type.stacks("megatron", self.dims, coords)
-        ]
+        stacks = self._stacks(self.table.layer, "megatron", coords)
         for i in range(self.dims.layers):
-            stored = (
-                in_checkpoint(
-                    stack, i, self.dims.layers, experts=self.dims.experts, norm_in_mlp=dense or not transformer_engine
-                )
-                for stack in stacks
-            )
-            groups.append((local, self.table.layer_prefix.hf.format(i), list(stored)))
-        return build_shard_map(groups, self.dtype)
+            stored = [_in_checkpoint(stack, i, self.dims, norm_in_mlp) for stack in stacks]
+            groups.append((local, self.table.layer_prefix.hf.format(i), stored))
+        return self._shard_map(groups)
 
     def vllm_map(self, tp: int, rank: int) -> ShardMap:
-        """Returns the map of a TP rank of a vLLM engine, under vLLM's fused names.
-
-        Raises:
-            ValueError: TP does not fit the model; every reason is listed.
-        """
+        """Returns the map of a TP rank of a vLLM engine, under vLLM's fused names."""
         self.check_vllm(tp)
         coords = ShardCoords(tp=GroupRank(rank=rank, size=tp))
         prefix, stacks = self.table.layer_prefix, self._stacks(self.table.layer, "vllm", coords)
-        groups: list[Prefixed] = [("", "", self._stacks(self._first(), "vllm", coords))]
+        groups: list[_PrefixedStacks] = [("", "", self._stacks(self._first(), "vllm", coords))]
         groups += [(prefix.of("vllm").format(i), prefix.hf.format(i), stacks) for i in range(self.dims.layers)]
         groups.append(("", "", self._stacks((*self.table.final, *self._output("lm")), "vllm", coords)))
-        return build_shard_map(groups, self.dtype)
-
-    def padded_vocab(self, tp: int) -> int:
-        """Returns the vocabulary of Megatron's model at a TP, padding included."""
-        return self.dims.padded_vocab("megatron", tp)
+        return self._shard_map(groups)
 
     def transformer(self, tp: int, head: HeadName = "lm") -> MegatronArgs:
         """Returns the arguments from which Megatron builds this model."""
+        positions: dict[str, Any] = {"position_embedding_type": "learned_absolute"}
+        if self.rope is not None:
+            positions = {
+                "position_embedding_type": "rope",
+                "rotary_percent": 1.0,
+                "rotary_base": self.rope.base,
+                "rope_scaling": self.rope.llama3_factor is not None,
+                "rope_scaling_factor": self.rope.llama3_factor or 1.0,
+            }
         return MegatronArgs(
             transformer={
                 "num_layers": self.dims.layers,
@@ -239,20 +226,19 @@ class ModelSpec:
                 **self.table.megatron,
             },
             gpt={
-                "vocab_size": self.padded_vocab(tp),
+                "vocab_size": self.dims.padded_vocab("megatron", tp),
                 "max_sequence_length": self.dims.positions,
                 "share_embeddings_and_output_weights": self.tied and head == "lm",
-                **_positions(self.rope),
+                **positions,
             },
             activation=self.family.activation,
         )
 
     def check_megatron(self, layout: Layout) -> None:
         """Raises ValueError, with every reason, where Megatron cannot hold the model in this layout."""
-        dims, tp, chunks = self.dims, layout.tp, layout.pp * layout.vpp
+        dims, chunks = self.dims, layout.pp * layout.vpp
         qkv = (dims.heads + 2 * dims.kv_heads) * dims.head_dim
-        sizes = {"attention heads": dims.heads, "MLP channels": dims.ffn, "rows of queries, keys and values": qkv}
-        problems = [*_indivisible(tp, sizes), *_unequal_kv(tp, dims)]
+        problems = _tp_problems(layout.tp, dims, {"rows of queries, keys and values": qkv})
         if dims.layers < chunks:
             problems.append(f"{layout.pp} stages x {layout.vpp} chunks are more than the {dims.layers} layers")
         if layout.vpp > 1 and layout.pp == 1:
@@ -265,15 +251,9 @@ class ModelSpec:
 
     def check_vllm(self, tp: int) -> None:
         """Raises ValueError, with every reason, where vLLM cannot hold the model at this TP."""
-        dims = self.dims
-        sizes = {
-            "attention heads": dims.heads,
-            "MLP channels": dims.ffn,
-            "padded vocabulary rows": dims.padded_vocab("vllm", tp),
-        }
-        problems = [*_indivisible(tp, sizes), *_unequal_kv(tp, dims)]
-        if 0 < dims.experts < tp:
-            problems.append(f"tp {tp} exceeds the {dims.experts} experts")
+        problems = _tp_problems(tp, self.dims, {"padded vocabulary rows": self.dims.padded_vocab("vllm", tp)})
+        if 0 < self.dims.experts < tp:
+            problems.append(f"tp {tp} exceeds the {self.dims.experts} experts")
         _refuse("vLLM cannot hold the model", problems)
 
     def _first(self) -> tuple[ParamType, ...]:
@@ -288,18 +268,31 @@ class ModelSpec:
     def _stacks(self, param_types: Iterable[ParamType], engine: Engine, coords: ShardCoords) -> list[Stack]:
         return [stack for param_type in param_types for stack in param_type.stacks(engine, self.dims, coords)]
 
+    def _shard_map(self, groups: Iterable[_PrefixedStacks]) -> ShardMap:
+        """Returns the map of a holder of these stacks."""
+        params: dict[str, TensorInfo] = {}
+        shards: list[Shard] = []
+        padding: list[Padding] = []
+        for local, hf, stacks in groups:
+            for stack in stacks:
+                param = local + stack.param
+                params[param] = TensorInfo(stack.of + stack.shape, self.dtype)
+                for box, tensor, region in stack.boxes:
+                    if tensor is None:
+                        padding.append(Padding(param=param, box=box))
+                    else:
+                        shards.append(Shard(param, box, hf + tensor, region, stack.transposed))
+        return ShardMap(params=params, shards=tuple(shards), padding=tuple(padding))
+
 
 def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
-    """Returns the specification of a model.
+    """Returns the specification of a model; an UnsupportedModelError lists every problem.
 
     Args:
         config: the fields of its ``config.json``.
         dtype: of the maps; by default the stored one.
-
-    Raises:
-        UnsupportedModelError: no family describes it; every problem is listed.
     """
-    family, head = family_of(config)
+    family, head = _family_of(config)
     stated = dict(config) if dtype is None else {**config, "dtype": dtype}
     reader = HFConfigReader(stated, fields=family.fields, defaults=family.defaults)
     dims = reader.dims(rotary=family.rotary, mlp_ratio=family.mlp_ratio)
@@ -324,27 +317,29 @@ def model_spec(config: HFConfig, *, dtype: str | None = None) -> ModelSpec:
     )
 
 
-def _positions(rope: Rope | None) -> dict[str, Any]:
-    """Returns the arguments of ``GPTModel`` for positions."""
-    if rope is None:
-        return {"position_embedding_type": "learned_absolute"}
-    return {
-        "position_embedding_type": "rope",
-        "rotary_percent": 1.0,
-        "rotary_base": rope.base,
-        "rope_scaling": rope.llama3_factor is not None,
-        "rope_scaling_factor": rope.llama3_factor or 1.0,
-    }
+def _in_checkpoint(stack: Stack, layer: int, dims: Dims, norm_in_mlp: bool) -> Stack:
+    """Returns a layer's stack, whole, as Megatron's distributed checkpoints store it (megatron-core 0.16.1).
+
+    Layers are a leading axis (TransformerBlock.sharded_state_dict), and below it experts (SequentialMLP's). Norms have
+    the names that they have where Transformer Engine fuses them into the linear layer that follows
+    (``sharded_state_dict_keys_map`` of models/gpt/gpt_layer_specs.py), that before the MLP only with ``norm_in_mlp``.
+    """
+    param, at, of = stack.param, (layer, *stack.at), (dims.layers, *stack.of)
+    for own, fused in (_INPUT_NORM, _MLP_NORM)[: 2 if norm_in_mlp else 1]:
+        if param.startswith(own):
+            param = fused + param.removeprefix(own)
+    expert = _EXPERT.match(param)
+    if expert:
+        param, at, of = f"mlp.experts.experts{param[expert.end() :]}", (*at, int(expert[1])), (*of, dims.experts)
+    return replace(stack, param=param, at=at, of=of)
 
 
-def _indivisible(tp: int, sizes: Mapping[str, int]) -> list[str]:
-    return [f"tp {tp} does not divide the {size} {what}" for what, size in sizes.items() if size % tp]
-
-
-def _unequal_kv(tp: int, dims: Dims) -> list[str]:
+def _tp_problems(tp: int, dims: Dims, sizes: Mapping[str, int]) -> list[str]:
+    sizes = {"attention heads": dims.heads, "MLP channels": dims.ffn, **sizes}
+    problems = [f"tp {tp} does not divide the {size} {what}" for what, size in sizes.items() if size % tp]
     if dims.kv_heads % tp and tp % dims.kv_heads:
-        return [f"neither of tp {tp} and the {dims.kv_heads} KV heads divides the other"]
-    return []
+        problems.append(f"neither of tp {tp} and the {dims.kv_heads} KV heads divides the other")
+    return problems
 
 
 def _refuse(what: str, problems: list[str]) -> None:

@@ -1,13 +1,13 @@
 """GPT-2: learned positions, LayerNorms, biases everywhere, and matrices that HF stores as [inputs, outputs].
 
-The dropouts in its configs are of pretraining; here no model drops anything.
+The dropouts in its configs belong to pretraining and are not applied.
 """
 
 from __future__ import annotations
 
 from megarl.models.fused_params import FusedQKV
 from megarl.models.hf_config import Family, HFConfigReader, ParamTable
-from megarl.models.param_types import ColumnParallel, Matrix, Names, RowParallel, Vector, VocabRows
+from megarl.models.param_types import ColumnParallel, Names, Replicated, RowParallel, VocabRows
 
 
 def _describe(read: HFConfigReader) -> ParamTable:
@@ -15,31 +15,30 @@ def _describe(read: HFConfigReader) -> ParamTable:
     read.require("scale_attn_by_inverse_layer_idx", False, only="attention scaled alike in all layers")
     read.require("reorder_and_upcast_attn", False, only="False")
     read.require("add_cross_attention", False, only="decoders without encoders")
+    attention_output = Names("attn.c_proj", "self_attention.linear_proj")
     return ParamTable(
         embedding=VocabRows(names=Names("transformer.wte", "embedding.word_embeddings")),
-        positions=Matrix(names=Names("transformer.wpe", "embedding.position_embeddings"), rows="positions"),
+        positions=Replicated(
+            names=Names("transformer.wpe", "embedding.position_embeddings"), shape=("positions", "hidden")
+        ),
         layer_prefix=Names("transformer.h.{}.", "decoder.layers.{}."),
         layer=(
-            Vector(names=Names("ln_1", "input_layernorm"), bias=True),
+            Replicated(names=Names("ln_1", "input_layernorm"), bias=True),
             FusedQKV(
-                query="attn.c_attn",
-                key="attn.c_attn",
-                value="attn.c_attn",
+                hf=("attn.c_attn", "attn.c_attn", "attn.c_attn"),
                 megatron="self_attention.linear_qkv",
                 vllm="attn.c_attn",
                 bias=True,
                 transposed=True,
             ),
-            RowParallel(
-                names=Names("attn.c_proj", "self_attention.linear_proj"), inputs="attention", bias=True, transposed=True
+            RowParallel(names=attention_output, inputs="attention", bias=True, transposed=True),
+            Replicated(names=Names("ln_2", "pre_mlp_layernorm"), bias=True),
+            ColumnParallel(
+                hf=("mlp.c_fc",), megatron="mlp.linear_fc1", vllm="mlp.c_fc", outputs="ffn", bias=True, transposed=True
             ),
-            Vector(names=Names("ln_2", "pre_mlp_layernorm"), bias=True),
-            ColumnParallel(names=Names("mlp.c_fc", "mlp.linear_fc1"), outputs="ffn", bias=True, transposed=True),
             RowParallel(names=Names("mlp.c_proj", "mlp.linear_fc2"), inputs="ffn", bias=True, transposed=True),
         ),
-        final=(Vector(names=Names("transformer.ln_f", "decoder.final_layernorm"), bias=True),),
-        output=VocabRows(names=Names("lm_head", "output_layer")),
-        score=Matrix(names=Names("score", "output_layer"), rows="one"),
+        final=(Replicated(names=Names("transformer.ln_f", "decoder.final_layernorm"), bias=True),),
         megatron={
             "normalization": "LayerNorm",
             "layernorm_epsilon": read.number("layer_norm_epsilon"),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megarl.models.param_types import Dims, Matrix, Names, ParamType, VocabRows
+from megarl.models.param_types import Dims, Names, ParamType, Replicated, VocabRows
 from megarl.weights.shard_map import ITEM_BYTES
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -18,6 +18,10 @@ HF_ACTIVATIONS: Mapping[Activation, tuple[str, ...]] = {
 """Values of HF's ``hidden_act``."""
 
 
+_LM_HEAD = VocabRows(names=Names("lm_head", "output_layer"))
+_SCORE_HEAD = Replicated(names=Names("score", "output_layer"), shape=("one", "hidden"))
+
+
 class UnsupportedModelError(ValueError):
     """The architecture or one of its features is not supported; the message lists every problem."""
 
@@ -27,21 +31,20 @@ class ParamTable:
     """The parameters of a family, in the order in which vLLM loads them.
 
     Args:
-        positions: the learned position embedding, if any.
-        layer_prefix: prefix of a layer's names, with ``{}`` for its index (Megatron counts within a model chunk).
-        layer: parameters of one layer, without that prefix.
-        final: what follows the last layer: the final norm.
+        layer_prefix: of a layer's names, with ``{}`` for its index (Megatron counts within a model chunk).
+        layer: of one layer, without that prefix.
+        final: after the last layer.
         score: the [1, hidden] head that replaces ``output`` in value and reward models.
         megatron: the family's own fields of ``TransformerConfig``: norms, biases, the MLP.
     """
 
     embedding: VocabRows
-    positions: Matrix | None = None
+    positions: Replicated | None = None
     layer_prefix: Names
     layer: tuple[ParamType, ...]
     final: tuple[ParamType, ...]
-    output: VocabRows
-    score: Matrix
+    output: VocabRows = _LM_HEAD
+    score: Replicated = _SCORE_HEAD
     megatron: Mapping[str, Any]
 
 
@@ -51,12 +54,12 @@ class Family:
 
     Args:
         lm_class, score_class: HF's classes with a language-model head and with a score head.
-        describe: returns the table of a config, and notes what is not supported.
-        fields: config names of fields that are not the usual ones; see ``HFConfigReader``.
+        describe: returns the table of a config; adds what is not supported to the reader's problems.
+        fields: unusual config names of fields; see ``HFConfigReader``.
         defaults: HF's values for fields that a config lacks, by their usual names.
         rotary: positions are rotary; otherwise learned.
         mlp_ratio: default ratio of the MLP's channels to the hidden ones.
-        bare_prefix: name prefix that checkpoints of the model without a head may omit.
+        bare_prefix: of names; checkpoints of the model without a head may omit it.
         ignored: patterns (as of fnmatch) of tensors that checkpoints may contain as well.
     """
 
@@ -75,7 +78,7 @@ class Family:
 
 HFConfig = Mapping[str, Any]
 
-LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants of llama3 rope scaling in Megatron (RotaryEmbedding of megatron-core 0.16.1)."""
 
 
@@ -89,10 +92,10 @@ class Rope:
 
 @dataclass
 class HFConfigReader:
-    """Reads fields of an HF config and collects problems, one line each.
+    """Reads fields of an HF config, by their usual names, and collects problems, one line each.
 
     Args:
-        fields: the family's names of a field, by its usual name; the first one in the config counts.
+        fields: the family's names of a field; the first one in the config counts.
         defaults: HF's values for fields that the config lacks.
     """
 
@@ -129,13 +132,13 @@ class HFConfigReader:
         return 1.0
 
     def require(self, field: str, *values: Any, only: str) -> None:
-        """Notes a problem unless the field is absent, null or one of the values; ``only`` says what is supported."""
+        """Adds a problem unless the field is absent, null or one of the values; ``only`` says what is supported."""
         actual = self.get(field)
         if actual is not None and actual not in values:
             self.problems.append(f"{self.name(field)}: {actual!r} is not supported (only {only})")
 
     def dims(self, *, rotary: bool, mlp_ratio: int | None) -> Dims:
-        """Reads the decoder's sizes; arguments as of ``Family``."""
+        """Reads the decoder's sizes; see ``Family`` for the arguments."""
         hidden, heads = self.positive("hidden_size"), self.positive("num_attention_heads")
         dims = Dims(
             vocab=self.positive("vocab_size"),
@@ -171,14 +174,13 @@ class HFConfigReader:
         if settings.get("partial_rotary_factor", 1.0) != 1.0:
             self.problems.append("rope_parameters.partial_rotary_factor: only full rotary embeddings are supported")
         kind = settings.get("rope_type") or settings.get("type") or "default"
-        if kind == "llama3":
-            return Rope(base=float(base or 1), llama3_factor=self._llama3_factor(settings))
-        if kind != "default":
+        if kind not in ("default", "llama3"):
             self.problems.append(f"rope_type: {kind} is not supported; supported are default, llama3")
-        return Rope(base=float(base or 1), llama3_factor=None)
+        factor = self._llama3_factor(settings) if kind == "llama3" else None
+        return Rope(base=float(base or 1), llama3_factor=factor)
 
     def _llama3_factor(self, settings: Mapping[str, Any]) -> float:
-        for name, value in LLAMA3_FIXED.items():
+        for name, value in _LLAMA3_FIXED.items():
             if settings.get(name) != value:
                 self.problems.append(f"{name}: {settings.get(name)!r}; Megatron's llama3 scaling has {value} fixed")
         factor = settings.get("factor")
@@ -188,7 +190,7 @@ class HFConfigReader:
         return float(factor)
 
     def refuse_uncommon(self) -> None:
-        """Notes the features that no family supports."""
+        """Adds problems for features that no family supports."""
         self.require("attention_dropout", 0, only="0: trainer and engine must agree without randomness")
         self.require("is_causal", True, only="causal decoders")
         self.require("partial_rotary_factor", 1.0, only="full rotary embeddings")

@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megarl.models.fused_params import FusedGateUp, FusedQKV
+from megarl.models.fused_params import FusedQKV
 from megarl.models.hf_config import Family, HFConfigReader, ParamTable
-from megarl.models.param_types import Matrix, Names, ParamType, RowParallel, Vector, VocabRows
+from megarl.models.param_types import ColumnParallel, Names, ParamType, Replicated, RowParallel, VocabRows
 
 QKV = FusedQKV(
-    query="self_attn.q_proj",
-    key="self_attn.k_proj",
-    value="self_attn.v_proj",
+    hf=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     megatron="self_attention.linear_qkv",
     vllm="self_attn.qkv_proj",
 )
-MLP_IN = FusedGateUp(gate="mlp.gate_proj", up="mlp.up_proj", megatron="mlp.linear_fc1", vllm="mlp.gate_up_proj")
-MLP_DOWN = RowParallel(names=Names("mlp.down_proj", "mlp.linear_fc2"), inputs="ffn")
+GATE_UP = ColumnParallel(
+    hf=("mlp.gate_proj", "mlp.up_proj"), megatron="mlp.linear_fc1", vllm="mlp.gate_up_proj", outputs="ffn"
+)
+DOWN = RowParallel(names=Names("mlp.down_proj", "mlp.linear_fc2"), inputs="ffn")
 
 
 def llama_table(
@@ -26,34 +26,31 @@ def llama_table(
     *,
     qkv: FusedQKV = QKV,
     head_norms: tuple[ParamType, ...] = (),
-    mlp: tuple[ParamType, ...] = (MLP_IN, MLP_DOWN),
+    mlp: tuple[ParamType, ...] = (GATE_UP, DOWN),
     output_bias: bool = False,
     megatron: Mapping[str, Any] | None = None,
 ) -> ParamTable:
     """Returns Llama's parameters, with what differs in other families.
 
     Args:
-        head_norms: norms of each head's query and key.
-        mlp: the MLP, or what replaces it.
-        output_bias: the attention's output projection has a bias.
+        head_norms: of each head's query and key.
+        mlp: the MLP, or the router and the experts.
+        output_bias: of the attention's output projection.
         megatron: further fields of ``TransformerConfig``.
     """
+    attention_output = Names("self_attn.o_proj", "self_attention.linear_proj")
     return ParamTable(
         embedding=VocabRows(names=Names("model.embed_tokens", "embedding.word_embeddings")),
         layer_prefix=Names("model.layers.{}.", "decoder.layers.{}."),
         layer=(
-            Vector(names=Names("input_layernorm", "input_layernorm")),
+            Replicated(names=Names("input_layernorm", "input_layernorm")),
             qkv,
             *head_norms,
-            RowParallel(
-                names=Names("self_attn.o_proj", "self_attention.linear_proj"), inputs="attention", bias=output_bias
-            ),
-            Vector(names=Names("post_attention_layernorm", "pre_mlp_layernorm")),
+            RowParallel(names=attention_output, inputs="attention", bias=output_bias),
+            Replicated(names=Names("post_attention_layernorm", "pre_mlp_layernorm")),
             *mlp,
         ),
-        final=(Vector(names=Names("model.norm", "decoder.final_layernorm")),),
-        output=VocabRows(names=Names("lm_head", "output_layer")),
-        score=Matrix(names=Names("score", "output_layer"), rows="one"),
+        final=(Replicated(names=Names("model.norm", "decoder.final_layernorm")),),
         megatron={
             "normalization": "RMSNorm",
             "layernorm_epsilon": read.number("rms_norm_eps"),
@@ -77,7 +74,7 @@ def _llama(read: HFConfigReader) -> ParamTable:
     return llama_table(
         read,
         qkv=replace(QKV, bias=biased),
-        mlp=(replace(MLP_IN, bias=biased), replace(MLP_DOWN, bias=biased)),
+        mlp=(replace(GATE_UP, bias=biased), replace(DOWN, bias=biased)),
         output_bias=biased,
         megatron={"add_bias_linear": biased},
     )
@@ -113,23 +110,13 @@ MISTRAL = Family(
 )
 
 
-_QKV = FusedQKV(
-    query="self_attn.qkv_proj",
-    key="self_attn.qkv_proj",
-    value="self_attn.qkv_proj",
-    megatron="self_attention.linear_qkv",
-    vllm="self_attn.qkv_proj",
-)
-_GATE_UP = FusedGateUp(
-    gate="mlp.gate_up_proj", up="mlp.gate_up_proj", megatron="mlp.linear_fc1", vllm="mlp.gate_up_proj"
-)
-
-
 def _phi3(read: HFConfigReader) -> ParamTable:
     read.require("sliding_window", only="full attention")
     for name in ("embd_pdrop", "resid_pdrop"):
         read.require(name, 0, only="0: trainer and engine must agree without randomness")
-    return llama_table(read, qkv=_QKV, mlp=(_GATE_UP, MLP_DOWN))
+    # HF fuses as vLLM does.
+    qkv, gate_up = replace(QKV, hf=(QKV.vllm,) * 3), replace(GATE_UP, hf=(GATE_UP.vllm,) * 2)
+    return llama_table(read, qkv=qkv, mlp=(gate_up, DOWN))
 
 
 PHI3 = Family(
@@ -163,12 +150,13 @@ QWEN2 = Family(
 
 
 HEAD_NORMS: tuple[ParamType, ...] = tuple(
-    Vector(names=Names(f"self_attn.{of}_norm", f"self_attention.{of}_layernorm"), width="head") for of in ("q", "k")
+    Replicated(names=Names(f"self_attn.{of}_norm", f"self_attention.{of}_layernorm"), shape=("head",))
+    for of in ("q", "k")
 )
 
 
 def refuse_uncommon_attention(read: HFConfigReader) -> None:
-    """Notes what neither Qwen3 nor Qwen3-MoE supports."""
+    """Adds problems for what neither Qwen3 nor Qwen3-MoE supports."""
     read.require("attention_bias", False, only="False: vLLM's Qwen3 has no bias on o_proj")
     read.require("use_sliding_window", False, only="full attention")
     read.require("dual_chunk_attention_config", only="attention over the whole sequence")

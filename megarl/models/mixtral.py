@@ -7,15 +7,11 @@ from typing import Any
 from megarl.models.fused_params import Experts
 from megarl.models.hf_config import Family, HFConfigReader, ParamTable
 from megarl.models.llama_like import HEAD_NORMS, llama_table, refuse_uncommon_attention
-from megarl.models.param_types import Matrix, Names, ParamType
+from megarl.models.param_types import Names, ParamType, Replicated
 
 
 def routing(read: HFConfigReader, *, renormalised: bool) -> dict[str, Any]:
-    """Returns the fields of ``TransformerConfig`` for a router that weights its chosen experts by softmax.
-
-    Args:
-        renormalised: the weights of the chosen experts sum to 1: softmax follows the choice.
-    """
+    """Returns the router's fields of ``TransformerConfig``; ``renormalised``: the chosen experts' weights sum to 1."""
     chosen, experts = read.positive("num_experts_per_tok"), read.positive("num_experts")
     if chosen > experts:
         read.problems.append(f"num_experts_per_tok: {chosen} exceeds the {experts} experts")
@@ -29,21 +25,15 @@ def routing(read: HFConfigReader, *, renormalised: bool) -> dict[str, Any]:
     }
 
 
-_MIXTRAL_MOE: tuple[ParamType, ...] = (
-    Matrix(names=Names("block_sparse_moe.gate", "mlp.router"), rows="experts"),
-    Experts(
-        gate="block_sparse_moe.experts.{}.w1",
-        up="block_sparse_moe.experts.{}.w3",
-        down="block_sparse_moe.experts.{}.w2",
-        vllm="block_sparse_moe.experts.routed_experts",
-    ),
-)
+def _moe(router: str, experts: Experts) -> tuple[ParamType, ...]:
+    return Replicated(names=Names(router, "mlp.router"), shape=("experts", "hidden")), experts
 
 
 def _mixtral(read: HFConfigReader) -> ParamTable:
     read.require("sliding_window", only="full attention")
     read.require("router_jitter_noise", 0, only="0: routing without noise")
-    return llama_table(read, mlp=_MIXTRAL_MOE, megatron=routing(read, renormalised=True))
+    mlp = _moe("block_sparse_moe.gate", Experts(module="block_sparse_moe.experts", gate="w1", up="w3", down="w2"))
+    return llama_table(read, mlp=mlp, megatron=routing(read, renormalised=True))
 
 
 MIXTRAL = Family(
@@ -63,24 +53,14 @@ MIXTRAL = Family(
 )
 
 
-_QWEN3_MOE: tuple[ParamType, ...] = (
-    Matrix(names=Names("mlp.gate", "mlp.router"), rows="experts"),
-    Experts(
-        gate="mlp.experts.{}.gate_proj",
-        up="mlp.experts.{}.up_proj",
-        down="mlp.experts.{}.down_proj",
-        vllm="mlp.experts.routed_experts",
-    ),
-)
-
-
 def _qwen3_moe(read: HFConfigReader) -> ParamTable:
     refuse_uncommon_attention(read)
     read.require("mlp_only_layers", [], only="experts in every layer")
     read.require("decoder_sparse_step", 1, only="experts in every layer")
     read.require("shared_expert_intermediate_size", 0, only="routed experts")
-    moe = routing(read, renormalised=bool(read.get("norm_topk_prob")))
-    return llama_table(read, head_norms=HEAD_NORMS, mlp=_QWEN3_MOE, megatron={"qk_layernorm": True, **moe})
+    mlp = _moe("mlp.gate", Experts(module="mlp.experts", gate="gate_proj", up="up_proj", down="down_proj"))
+    megatron = {"qk_layernorm": True, **routing(read, renormalised=bool(read.get("norm_topk_prob")))}
+    return llama_table(read, head_norms=HEAD_NORMS, mlp=mlp, megatron=megatron)
 
 
 QWEN3_MOE = Family(

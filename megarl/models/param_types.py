@@ -1,6 +1,6 @@
 """Parameter types: how Megatron and vLLM store groups of canonical tensors, for any TP and EP.
 
-Every local parameter is a stack: ranges of canonical tensors concatenated along one axis, perhaps below leading axes. A
+Every local parameter is a stack: ranges of canonical tensors concatenated along one axis, maybe below leading axes. A
 parameter type says which ranges each engine stacks; the shard maps of both engines follow from that.
 """
 
@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from megarl.weights.shard_map import Box, Shape
 
 Engine = Literal["megatron", "vllm"]
-Width = Literal["hidden", "attention", "ffn", "head"]
-Count = Literal["one", "positions", "experts"]
+Size = Literal["one", "hidden", "attention", "ffn", "head", "positions", "experts"]
 
 VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this, Megatron to a multiple of this times TP."""
@@ -41,12 +40,9 @@ class Dims:
     positions: int
     experts: int = 0
 
-    def width(self, what: Width) -> int:
-        attention = self.heads * self.head_dim
-        return {"hidden": self.hidden, "attention": attention, "ffn": self.ffn, "head": self.head_dim}[what]
-
-    def count(self, what: Count) -> int:
-        return {"one": 1, "positions": self.positions, "experts": self.experts}[what]
+    def size(self, of: Size) -> int:
+        sizes = {"one": 1, "hidden": self.hidden, "ffn": self.ffn, "positions": self.positions, "head": self.head_dim}
+        return {**sizes, "attention": self.heads * self.head_dim, "experts": self.experts}[of]
 
     def padded_vocab(self, engine: Engine, tp: int) -> int:
         """Returns the rows of an engine's embedding over all TP ranks."""
@@ -76,18 +72,21 @@ class ShardCoords:
     ep: GroupRank = GroupRank()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorRange:
+class TensorRange(NamedTuple):
     """Indices [start, stop) of a canonical tensor along the stacked axis; padding where ``tensor`` is None."""
 
     tensor: str | None
     start: int
     stop: int
 
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
     def within(self, start: int, stop: int) -> TensorRange:
         """Returns indices [start, stop) of this range."""
-        assert 0 <= start <= stop <= self.stop - self.start
-        return TensorRange(tensor=self.tensor, start=self.start + start, stop=self.start + stop)
+        assert 0 <= start <= stop <= self.size
+        return TensorRange(self.tensor, self.start + start, self.start + stop)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,12 +115,11 @@ class Stack:
         offset = 0
         above = tuple(i + 1 for i in self.at)
         for part in self.parts:
-            inner = self._along_axis(offset, offset + part.stop - part.start)
-            region = self._along_axis(part.start, part.stop)
+            inner, region = self._along_axis(offset, offset + part.size), self._along_axis(part.start, part.stop)
             if self.transposed:
                 region = Box(region.start[::-1], region.stop[::-1])
             found.append((Box(self.at + inner.start, above + inner.stop), part.tensor, region))
-            offset += part.stop - part.start
+            offset += part.size
         return found
 
     def _along_axis(self, start: int, stop: int) -> Box:
@@ -155,37 +153,21 @@ class Names:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vector:
-    """A norm's weight, and perhaps bias, whole on every TP rank."""
+class Replicated:
+    """A weight, and maybe a bias of its shape, whole on every TP rank: a norm, learned positions, a router, a head."""
 
     names: Names
-    width: Width = "hidden"
+    shape: tuple[Size, ...] = ("hidden",)
     bias: bool = False
 
     def tensors(self, dims: Dims) -> dict[str, Shape]:
-        return {f"{self.names.hf}.{kind}": (dims.width(self.width),) for kind in _kinds(self.bias)}
+        return {f"{self.names.hf}.{kind}": tuple(map(dims.size, self.shape)) for kind in _kinds(self.bias)}
 
     def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
-        n = dims.width(self.width)
+        shape = tuple(map(dims.size, self.shape))
         for kind in _kinds(self.bias):
-            part = TensorRange(tensor=f"{self.names.hf}.{kind}", start=0, stop=n)
-            yield Stack(param=f"{self.names.of(engine)}.{kind}", shape=(n,), parts=(part,))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Matrix:
-    """A [rows, hidden] matrix, whole on every TP rank: learned positions, a router, a score head."""
-
-    names: Names
-    rows: Count
-
-    def tensors(self, dims: Dims) -> dict[str, Shape]:
-        return {f"{self.names.hf}.weight": (dims.count(self.rows), dims.hidden)}
-
-    def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
-        rows = dims.count(self.rows)
-        part = TensorRange(tensor=f"{self.names.hf}.weight", start=0, stop=rows)
-        yield Stack(param=f"{self.names.of(engine)}.weight", shape=(rows, dims.hidden), parts=(part,))
+            part = TensorRange(f"{self.names.hf}.{kind}", 0, shape[0])
+            yield Stack(param=f"{self.names.of(engine)}.{kind}", shape=shape, parts=(part,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,118 +180,98 @@ class VocabRows:
         return {f"{self.names.hf}.weight": (dims.vocab, dims.hidden)}
 
     def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
-        start, stop = coords.tp.range(dims.padded_vocab(engine, coords.tp.size))
-        yield self.rows(engine, dims, start, stop)
+        yield self.rows(engine, dims, *coords.tp.range(dims.padded_vocab(engine, coords.tp.size)))
 
     def rows(self, engine: Engine, dims: Dims, start: int, stop: int) -> Stack:
         """Returns rows [start, stop) of the padded matrix."""
         known = max(start, min(stop, dims.vocab))
-        parts = (
-            TensorRange(tensor=f"{self.names.hf}.weight", start=start, stop=known),
-            TensorRange(tensor=None, start=known, stop=stop),
-        )
-        filled = tuple(part for part in parts if part.stop > part.start)
+        parts = (TensorRange(f"{self.names.hf}.weight", start, known), TensorRange(None, known, stop))
+        filled = tuple(part for part in parts if part.size)
         return Stack(param=f"{self.names.of(engine)}.weight", shape=(stop - start, dims.hidden), parts=filled)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnParallel:
-    """A [width, hidden] matrix, transposed in HF if so marked, whose outputs TP splits, and perhaps its bias."""
+    """[width, hidden] matrices, and maybe their biases, whose outputs TP splits; engines stack their shards in one.
 
-    names: Names
-    outputs: Width
+    Args:
+        hf: of each matrix; those of one name are concatenated in one tensor.
+        transposed: HF stores [hidden, width].
+    """
+
+    hf: tuple[str, ...]
+    megatron: str
+    vllm: str
+    outputs: Size
     bias: bool = False
     transposed: bool = False
 
     def tensors(self, dims: Dims) -> dict[str, Shape]:
-        return column_tensors([(self.names.hf, dims.width(self.outputs))], dims, self.bias, self.transposed)
+        return column_tensors(self._projections(dims), dims, self.bias, self.transposed)
 
     def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
-        start, stop = coords.tp.range(dims.width(self.outputs))
-        parts = [TensorRange(tensor=self.names.hf, start=start, stop=stop)]
-        yield from column_stacks(self.names.of(engine), parts, dims, self.bias, self.transposed)
+        shard = coords.tp.range(dims.size(self.outputs))
+        parts = [part.within(*shard) for part in projection_ranges(self._projections(dims))]
+        name = self.megatron if engine == "megatron" else self.vllm
+        yield from column_stacks(name, parts, dims, self.bias, self.transposed)
+
+    def _projections(self, dims: Dims) -> list[tuple[str, int]]:
+        return [(name, dims.size(self.outputs)) for name in self.hf]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowParallel:
-    """A [hidden, width] matrix, transposed in HF if so marked, whose inputs TP splits; its bias is whole."""
+    """A [hidden, width] matrix, in HF maybe transposed, whose inputs TP splits, and maybe its bias, which is whole."""
 
     names: Names
-    inputs: Width
+    inputs: Size
     bias: bool = False
     transposed: bool = False
 
     def tensors(self, dims: Dims) -> dict[str, Shape]:
-        shape = (dims.hidden, dims.width(self.inputs))
+        shape = (dims.hidden, dims.size(self.inputs))
         weight = {f"{self.names.hf}.weight": shape[::-1] if self.transposed else shape}
         return weight | ({f"{self.names.hf}.bias": (dims.hidden,)} if self.bias else {})
 
     def stacks(self, engine: Engine, dims: Dims, coords: ShardCoords) -> Iterator[Stack]:
         hf, local = self.names.hf, self.names.of(engine)
-        start, stop = coords.tp.range(dims.width(self.inputs))
-        yield Stack(
-            param=f"{local}.weight",
-            shape=(dims.hidden, stop - start),
-            parts=(TensorRange(tensor=f"{hf}.weight", start=start, stop=stop),),
-            axis=1,
-            transposed=self.transposed,
-        )
+        columns = TensorRange(f"{hf}.weight", *coords.tp.range(dims.size(self.inputs)))
+        shape = (dims.hidden, columns.size)
+        yield Stack(param=f"{local}.weight", shape=shape, parts=(columns,), axis=1, transposed=self.transposed)
         if self.bias:
-            rows = TensorRange(tensor=f"{hf}.bias", start=0, stop=dims.hidden)
-            yield Stack(param=f"{local}.bias", shape=(dims.hidden,), parts=(rows,))
+            yield Stack(param=f"{local}.bias", shape=(dims.hidden,), parts=(TensorRange(f"{hf}.bias", 0, dims.hidden),))
 
 
 def column_tensors(
-    projections: Sequence[tuple[str, int]], dims: Dims, bias: bool, transposed: bool = False
+    projections: Sequence[tuple[str, int]], dims: Dims, bias: bool, transposed: bool
 ) -> dict[str, Shape]:
-    """Returns the canonical tensors of projections from the hidden channels.
-
-    Args:
-        projections: names and rows; projections of one name are concatenated in one tensor.
-        transposed: HF stores the matrices as [hidden, rows].
-    """
-    rows: dict[str, int] = {}
-    for name, n in projections:
-        rows[name] = rows.get(name, 0) + n
+    """Returns the canonical tensors of projections, given by name and rows; those of one name are concatenated."""
     tensors: dict[str, Shape] = {}
-    for name, n in rows.items():
-        tensors[f"{name}.weight"] = (dims.hidden, n) if transposed else (n, dims.hidden)
+    for part in projection_ranges(projections):  # the last one of a name has its end
+        tensors[f"{part.tensor}.weight"] = (dims.hidden, part.stop) if transposed else (part.stop, dims.hidden)
         if bias:
-            tensors[f"{name}.bias"] = (n,)
+            tensors[f"{part.tensor}.bias"] = (part.stop,)
     return tensors
 
 
-def located(projections: Sequence[tuple[str, int]]) -> list[TensorRange]:
-    """Returns the range of each projection in its canonical tensor; see ``column_tensors``."""
+def projection_ranges(projections: Sequence[tuple[str, int]]) -> list[TensorRange]:
+    """Returns the range of each projection, given by name and rows, in its canonical tensor."""
     rows: dict[str, int] = {}
     parts: list[TensorRange] = []
     for name, n in projections:
         first = rows.get(name, 0)
         rows[name] = first + n
-        parts.append(TensorRange(tensor=name, start=first, stop=first + n))
+        parts.append(TensorRange(name, first, first + n))
     return parts
 
 
-def cut(parts: Sequence[TensorRange], start: int, stop: int) -> list[TensorRange]:
-    """Returns indices [start, stop) of stacked ranges."""
-    found: list[TensorRange] = []
-    offset = 0
-    for part in parts:
-        n = part.stop - part.start
-        low, high = max(start - offset, 0), min(stop - offset, n)
-        if low < high:
-            found.append(part.within(low, high))
-        offset += n
-    return found
-
-
 def column_stacks(
-    param: str, parts: Sequence[TensorRange], dims: Dims, bias: bool, transposed: bool = False
+    param: str, parts: Sequence[TensorRange], dims: Dims, bias: bool, transposed: bool
 ) -> Iterator[Stack]:
-    """Yields a fused projection's weight and perhaps bias, stacked from the same rows of projections."""
-    rows = sum(part.stop - part.start for part in parts)
+    """Yields a fused projection's weight, and maybe its bias, stacked from the same rows of projections."""
+    rows = sum(part.size for part in parts)
     for kind in _kinds(bias):
-        named = tuple(TensorRange(tensor=f"{part.tensor}.{kind}", start=part.start, stop=part.stop) for part in parts)
+        named = tuple(part._replace(tensor=f"{part.tensor}.{kind}") for part in parts)
         matrix = kind == "weight"
         shape = (rows, dims.hidden) if matrix else (rows,)
         yield Stack(param=f"{param}.{kind}", shape=shape, parts=named, transposed=transposed and matrix)

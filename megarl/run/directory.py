@@ -14,7 +14,7 @@ from megarl.cluster.driver_environment import ignore_interrupts, interrupts_rais
 from megarl.config import ConfigError, EvalConfig, RunConfig, TrainingConfig, save
 from megarl.config.schema import RandomModel
 from megarl.errors import RunError
-from megarl.files import FileRecord, read_lines, sync, truncate_lines, write_durably
+from megarl.files import FileRecord, read_lines, sync, truncate_lines, write_durably, write_errors
 from megarl.run.attempts import AttemptLog, EndReason
 from megarl.run.checkpoints import Checkpoint, Checkpoints
 from megarl.run.frozen_weights import FROZEN, digest_frozen_weights
@@ -167,7 +167,11 @@ def _end_reason(error: BaseException) -> tuple[EndReason, str]:
 
 
 def model_directory(config: RunConfig, run_dir: Path) -> str:
-    """Returns the Hugging Face directory of the run's model; a random model is written to `run_dir/model` first."""
+    """Returns the Hugging Face directory of the run's model; a random model is written to `run_dir/model` first.
+
+    Raises:
+        RunError: the random model cannot be written.
+    """
     if config.model.random is None:
         assert config.model.path is not None
         return config.model.path
@@ -175,7 +179,11 @@ def model_directory(config: RunConfig, run_dir: Path) -> str:
     if not directory.exists():
         partial = run_dir / "model.partial"
         shutil.rmtree(partial, ignore_errors=True)
-        write_random_model(config.model.random, partial)
+        try:
+            with write_errors(partial):
+                write_random_model(config.model.random, partial)
+        except OSError as error:
+            raise RunError(f"the random model cannot be written: {error.filename}: {error.strerror}") from error
         partial.rename(directory)
     return str(directory.absolute())
 

@@ -1,6 +1,6 @@
-"""Writes an HF directory from shards: every rank writes its own byte ranges into preallocated files.
+"""Writes an HF directory from shards: every rank writes its own byte ranges into preallocated files, and sends nothing.
 
-Nothing is gathered or sent. The ranks share a coherent file system.
+The ranks share a coherent file system.
 """
 
 from __future__ import annotations
@@ -67,15 +67,7 @@ class SafetensorsFile:
 
 
 def export_plan(maps: Sequence[ShardMap], tensors: Mapping[str, TensorInfo]) -> TransferPlan:
-    """Plans which rank writes which regions; replicas share the writing.
-
-    Args:
-        maps: of all ranks, by rank.
-        tensors: canonical tensors with the dtypes to write.
-
-    Raises:
-        PlanError: the ranks together lack a region.
-    """
+    """Plans which of all ranks writes which regions of the canonical tensors; replicas share the writing."""
     sources = [Holder(rank=rank, map=shard_map) for rank, shard_map in enumerate(maps)]
     return plan(sources, [Holder(rank=FILES_RANK, map=ShardMap.identity(tensors))], bucket_bytes=1 << 28)
 
@@ -85,7 +77,7 @@ class Export:
     """Writes an HF directory. Every rank makes one with equal arguments and calls ``run``.
 
     Args:
-        directory: must not exist; it appears when complete.
+        directory: appears when it is complete.
         tensors: canonical tensors with the dtypes to write.
         max_file_bytes: a file is closed before it would exceed this.
     """
@@ -100,7 +92,7 @@ class Export:
 
     @property
     def partial(self) -> Path:
-        """Name of the directory until it is complete."""
+        """The directory until it is complete."""
         return self.directory.with_name(f".{self.directory.name}.partial")
 
     def run(
@@ -119,8 +111,8 @@ class Export:
         follows the second barrier, so either all ranks or none find the directory before the first.
 
         Args:
-            part: the rank's part of ``export_plan``; None where it writes nothing.
-            params: local parameters by the names of its map.
+            part: of ``export_plan``; None where the rank writes nothing.
+            params: the local parameters.
             config: fields of ``config.json``.
             template: directory whose tokenizer and generation files are copied.
             lead: True on exactly one rank, which creates the files and renames the directory.

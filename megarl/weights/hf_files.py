@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megarl.weights.planner import Holder, plan
-from megarl.weights.shard_map import ITEM_BYTES, Box, Manifest, Shard, ShardMap, TensorInfo
+from megarl.weights.shard_map import ITEM_BYTES, Box, Manifest, ShardMap, TensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,6 @@ _COMPARED = 1 << 20
 """Elements compared at a time."""
 _MAX_COMPARED_BYTES = 1 << 30
 """Weights stored twice are compared up to this size, which takes about a second."""
-
 FILES_RANK = -1
 """The rank of files in a plan; no process has it."""
 
@@ -37,11 +36,7 @@ class CheckpointError(ValueError):
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Returns the fields of a ``config.json``, given its path or its directory.
-
-    Raises:
-        CheckpointError: it does not exist, or is not a JSON object.
-    """
+    """Returns the fields of a ``config.json``, given its path or its directory; raises CheckpointError without one."""
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
     try:
@@ -56,11 +51,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Returns the file of each tensor from an index such as ``model.safetensors.index.json``.
-
-    Raises:
-        CheckpointError: it is not an index, or names files of other directories.
-    """
+    """Returns the file of each tensor, which lies beside an index such as ``model.safetensors.index.json``."""
     try:
         held: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         foreign = sorted({file for file in held.values() if Path(file).name != file})
@@ -72,19 +63,20 @@ def read_weight_map(path: Path) -> dict[str, str]:
 
 
 class HFDirectory:
-    """The tensors of a directory with ``model.safetensors``, or an index and several files; reads headers only.
-
-    Raises:
-        CheckpointError: files are missing, corrupted or not what the index says.
-    """
+    """The tensors of a directory with ``model.safetensors``, or an index and several files; reads headers only."""
 
     def __init__(self, directory: str | Path) -> None:
         self.path = Path(directory)
         self.file_of: dict[str, Path] = {}
         self.tensors: dict[str, TensorInfo] = {}
-        index = self._index()
+        single, index_file = self.path / SINGLE_FILE, self.path / INDEX_FILE
+        index: dict[str, Path] = {}
+        if index_file.is_file():
+            index = {name: self.path / file for name, file in read_weight_map(index_file).items()}
+        elif not single.is_file():
+            raise CheckpointError(f"{self.path} has neither {SINGLE_FILE} nor {INDEX_FILE} (pickle files are not read)")
         problems: list[str] = []
-        for file in sorted(set(index.values())) if index else [self.path / SINGLE_FILE]:
+        for file in sorted(set(index.values())) if index else [single]:
             try:
                 held = _header(file)
             except CheckpointError as error:
@@ -96,46 +88,17 @@ class HFDirectory:
             problems += [f"{file.name} lacks {n}" for n, f in index.items() if f == file and n not in held]
         if problems:
             raise CheckpointError(f"{self.path} cannot be read", problems)
-        if index and (self.path / SINGLE_FILE).is_file():
-            self._compare_single_file()
-
-    def _index(self) -> dict[str, Path]:
-        """Returns the file of each tensor; empty for a single file without an index."""
-        path = self.path / INDEX_FILE
-        if path.is_file():
-            return {name: self.path / file for name, file in read_weight_map(path).items()}
-        if not (self.path / SINGLE_FILE).is_file():
-            raise CheckpointError(f"{self.path} has neither {SINGLE_FILE} nor {INDEX_FILE} (pickle files are not read)")
-        return {}
-
-    def _compare_single_file(self) -> None:
-        """Raises CheckpointError where a single file beside the index differs: transformers reads only that one."""
-        single = self.path / SINGLE_FILE
         files = sorted(set(self.file_of.values()))
-        if files == [single]:
-            return
-        held = _header(single)
-        differing = sorted(
-            name for name in held.keys() | self.tensors.keys() if held.get(name) != self.tensors.get(name)
-        )
-        if not differing and single.stat().st_size > _MAX_COMPARED_BYTES:
-            reason = "too large to be compared"
-        else:
-            differing = differing or [name for file in files for name in _differing(single, file)]
-            if not differing:
-                return
-            reason = f"different in {len(differing)} tensors, such as {differing[0]}"
-        raise CheckpointError(
-            f"{self.path} has its weights twice, in {SINGLE_FILE}, which transformers reads, and in the files of "
-            f"{INDEX_FILE}, which MegaRL and vLLM read; they are {reason}: remove one of the two"
-        )
+        if files != [single] and single.is_file():
+            copies = (_header(single), self.tensors)
+            differing = (name for file in files for name in _differing(single, file))
+            refuse_other_copy(single, INDEX_FILE, copies, differing, readers="MegaRL and vLLM read")
 
     def map(self, manifest: Manifest) -> ShardMap:
         """Returns the shard map: the manifest's tensors, whole, under the names of this directory."""
-        held = {name: info for name, info in self.tensors.items() if manifest.canonical(name) in manifest.tensors}
-        whole = {name: Box.whole(info.shape) for name, info in held.items()}
-        shards = [Shard(param=name, box=box, name=manifest.canonical(name), region=box) for name, box in whole.items()]
-        return ShardMap(params=held, shards=tuple(shards))
+        params = {name: info for name, info in self.tensors.items() if manifest.canonical(name) in manifest.tensors}
+        shards = (shard._replace(name=manifest.canonical(shard.name)) for shard in ShardMap.identity(params).shards)
+        return ShardMap(params=params, shards=tuple(shards))
 
     def check(self, manifest: Manifest) -> None:
         """Raises CheckpointError, with all tensors, where some are missing, unknown or of another shape."""
@@ -146,6 +109,39 @@ class HFDirectory:
     def _read(self, name: str, box: Box) -> torch.Tensor:
         with _open(self.file_of[name]) as reader:
             return reader.get_slice(name)[box.slices]
+
+
+def refuse_other_copy(
+    single: Path, index: str, copies: Sequence[Mapping[str, TensorInfo]], differing: Iterable[str], *, readers: str
+) -> None:
+    """Raises CheckpointError where a single file, which transformers prefers, and the files of an index differ.
+
+    Args:
+        copies: the tensors of both.
+        differing: names of tensors with different values; evaluated if all shapes and dtypes agree.
+        readers: who reads the files of the index.
+    """
+    left, right = copies
+    names = sorted(name for name in left.keys() | right.keys() if left.get(name) != right.get(name))
+    if not names and single.stat().st_size > _MAX_COMPARED_BYTES:
+        reason = "too large to be compared"
+    else:
+        names = names or list(differing)
+        if not names:
+            return
+        reason = f"different in {len(names)} tensors, such as {names[0]}"
+    raise CheckpointError(
+        f"{single.parent} has its weights twice, in {single.name}, which transformers reads, and in the files of "
+        f"{index}, which {readers}; they are {reason}: remove one of the two"
+    )
+
+
+def same_bits(info: TensorInfo, read: Callable[[Box], tuple[torch.Tensor, ...]]) -> bool:
+    """Returns whether two copies of a tensor, read by box, are equal; NaNs are equal to themselves."""
+    import torch
+
+    boxes = Box.whole(info.shape).split(_COMPARED)
+    return all(torch.equal(*(part.flatten().view(torch.uint8) for part in read(box))) for box in boxes)
 
 
 def misfits(tensors: Mapping[str, TensorInfo], manifest: Manifest) -> list[str]:
@@ -170,9 +166,7 @@ def misfits(tensors: Mapping[str, TensorInfo], manifest: Manifest) -> list[str]:
 def untied(
     tensors: Mapping[str, TensorInfo], manifest: Manifest, read: Callable[[str, Box], torch.Tensor]
 ) -> list[str]:
-    """Lists tensors that should equal others by ``manifest.tied`` and do not.
-
-    transformers leaves such tensors untied, and vLLM ignores them.
+    """Lists tensors that should equal others by ``manifest.tied`` and do not: transformers unties them, vLLM does not.
 
     Args:
         tensors: of the checkpoint; they fit the manifest.
@@ -198,24 +192,24 @@ def load_shard(shard_map: ShardMap, directory: str | Path, manifest: Manifest) -
 
     Args:
         shard_map: of the holder; tensors get its dtypes, and zeros as padding.
-        manifest: parameters of tensors that are not in it are omitted from the result.
-
-    Raises:
-        CheckpointError: the directory does not fit the manifest.
+        manifest: parameters of other tensors are omitted.
     """
     import torch
 
     source = HFDirectory(directory)
     source.check(manifest)
-    wanted = _restrict(shard_map, manifest)
-    transfer = plan(
-        [Holder(rank=FILES_RANK, map=source.map(manifest))], [Holder(rank=0, map=wanted)], bucket_bytes=1 << 30
+    dropped = {shard.param for shard in shard_map.shards if shard.name not in manifest.tensors}
+    wanted = ShardMap(
+        params={name: info for name, info in shard_map.params.items() if name not in dropped},
+        shards=tuple(shard for shard in shard_map.shards if shard.param not in dropped),
+        padding=tuple(padding for padding in shard_map.padding if padding.param not in dropped),
     )
+    files = Holder(rank=FILES_RANK, map=source.map(manifest))
+    transfer = plan([files], [Holder(rank=0, map=wanted)], bucket_bytes=1 << 30)
     tensors = {name: torch.zeros(info.shape, dtype=getattr(torch, info.dtype)) for name, info in wanted.params.items()}
-    copies = [copy for sender in transfer.senders.values() for message in sender.messages for copy in message.copies]
     with ExitStack() as stack:
         readers: dict[Path, Any] = {}
-        for copy in copies:
+        for copy in (copy for s in transfer.senders.values() for message in s.messages for copy in message.copies):
             file = source.file_of[copy.source]
             if file not in readers:
                 readers[file] = stack.enter_context(_open(file))
@@ -224,25 +218,12 @@ def load_shard(shard_map: ShardMap, directory: str | Path, manifest: Manifest) -
     return tensors
 
 
-def _restrict(shard_map: ShardMap, manifest: Manifest) -> ShardMap:
-    """Returns the part of a map that holds the manifest's tensors."""
-    dropped = {shard.param for shard in shard_map.shards if shard.name not in manifest.tensors}
-    return ShardMap(
-        params={name: info for name, info in shard_map.params.items() if name not in dropped},
-        shards=tuple(shard for shard in shard_map.shards if shard.param not in dropped),
-        padding=tuple(padding for padding in shard_map.padding if padding.param not in dropped),
-    )
-
-
 def _differing(single: Path, shard: Path) -> Iterator[str]:
     """Yields the tensors of a file whose bits differ in a file that has all of them."""
-    import torch
-
     with _open(single) as left, _open(shard) as right:
-        for name in right.keys():  # noqa: SIM118 (not a dict)
+        for name, info in _header(shard).items():
             a, b = left.get_slice(name), right.get_slice(name)
-            boxes = Box.whole(tuple(b.get_shape())).split(_COMPARED)
-            if not all(torch.equal(*(x[box.slices].flatten().view(torch.uint8) for x in (a, b))) for box in boxes):
+            if not same_bits(info, lambda box, a=a, b=b: (a[box.slices], b[box.slices])):
                 yield name
 
 
@@ -253,17 +234,15 @@ def _open(file: Path) -> Any:
 
 
 def _header(file: Path) -> dict[str, TensorInfo]:
-    """Reads the tensors' shapes and dtypes; dtypes that weights cannot have keep the name of safetensors."""
+    """Returns the tensors' shapes and dtypes; dtypes that weights cannot have keep their safetensors names."""
     from safetensors import SafetensorError
 
     try:
         with _open(file) as reader:
             slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118 (not a dict)
             codes = {name: str(view.get_dtype()) for name, view in slices.items()}
-            return {
-                name: TensorInfo(tuple(view.get_shape()), DTYPES.get(codes[name], codes[name]))
-                for name, view in slices.items()
-            }
+            dtypes = {name: DTYPES.get(code, code) for name, code in codes.items()}
+            return {name: TensorInfo(tuple(view.get_shape()), dtypes[name]) for name, view in slices.items()}
     except FileNotFoundError as error:
         raise CheckpointError(f"{file.name} is missing") from error
     except SafetensorError as error:

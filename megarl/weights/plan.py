@@ -27,8 +27,8 @@ class Copy(NamedTuple):
     """Elements that go from a box of a source parameter to a box of a target parameter.
 
     Args:
-        target_box: has the extents of ``source_box``, the last two exchanged where transposed; leading extents of 1 may
-            be more or fewer.
+        target_box: has the extents of ``source_box``, the last two exchanged where transposed; the number of leading
+            extents of 1 may differ.
         dtype: the target's; the sender casts.
         transposed: exactly one side stores the transpose of the matrix.
     """
@@ -50,11 +50,7 @@ class Copy(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What one rank sends another for one bucket: the elements of the copies, concatenated.
-
-    Args:
-        bucket: index of the receiver's bucket.
-    """
+    """The elements of the copies, concatenated, that one rank sends another for one of its buckets."""
 
     sender: int
     receiver: int
@@ -65,12 +61,11 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Target parameters that arrive together, or a part of one that is larger than a bucket.
+    """Target parameters that arrive together, in load order, or a part of one that is larger than a bucket.
 
     Args:
-        params: names in load order.
         nbytes: padding included.
-        box: the part of the only parameter; parts follow in row-major order. None for whole parameters.
+        box: the part of the only parameter, in row-major order of the buckets; None for whole parameters.
         last: the parameters are complete with this bucket.
     """
 
@@ -82,12 +77,7 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class SenderPlan:
-    """What one rank sends.
-
-    Args:
-        params: the local parameters that it sends from.
-        messages: in order of the receivers' buckets.
-    """
+    """What one rank sends from its local parameters; messages are in order of the receivers' buckets."""
 
     rank: int
     params: Mapping[str, TensorInfo]
@@ -103,7 +93,7 @@ class ReceiverPlan:
     """What one rank receives.
 
     Args:
-        params: every local parameter in load order, which may begin at any bucket.
+        params: all local ones, in the order of the buckets.
         padded: parameters with padding, which is written as zero.
         buckets: in order of arrival.
         messages: by bucket, one from each of its senders.
@@ -127,7 +117,7 @@ class TransferPlan:
 
     Args:
         fingerprint: digest of the maps, ranks, nodes and bucket size.
-        senders, receivers: by rank; only ranks that send or receive.
+        senders, receivers: by rank, without those that send or receive nothing.
         staging_bytes: of the largest bucket.
     """
 

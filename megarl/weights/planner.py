@@ -1,7 +1,7 @@
 """The planner: which rank sends which elements to which.
 
-Holders with equal shard maps are replicas. Maps are matched once per distinct destination map; replicas differ in their
-senders and the order of their buckets alone.
+Holders with equal shard maps are replicas. Maps are matched once per distinct destination map; replicas differ only in
+their senders and in the order of their buckets.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from operator import attrgetter
 from megarl.weights.plan import Bucket, Copy, Message, ReceiverPlan, SenderPlan, TransferPlan
 from megarl.weights.shard_map import ITEM_BYTES, Box, ShardMap, TensorInfo
 from megarl.weights.source_index import Owners, Route, SourceIndex
-from megarl.weights.topology import Distance, Place
+from megarl.weights.topology import Distance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Holder:
     Args:
         rank: a source and a destination of one rank are the same process.
         map: replicas should share one object, which saves comparisons.
-        device: numbered over all nodes; None where there is none.
+        device: numbered over all nodes; None where the process has none.
     """
 
     rank: int
@@ -41,33 +41,12 @@ class Holder:
         return next(where[0] for where in self.surroundings() if where in theirs)
 
     def surroundings(self) -> Iterator[tuple[Distance, int]]:
-        """Yields what is around it, near to far."""
+        """Yields what is around it, near to far; the nearest entry that two share is their distance."""
         yield Distance.RANK, self.rank
-        yield from Place(node=self.node, device=self.device).surroundings()
-
-
-@dataclass(frozen=True)
-class _Replicas:
-    """Holders with equal maps, by rank."""
-
-    map: ShardMap
-    holders: list[Holder]
-
-
-@dataclass(frozen=True)
-class _Template:
-    """What all replicas of a destination receive: buckets, and the routes of each, the largest first."""
-
-    map: ShardMap
-    buckets: tuple[Bucket, ...]
-    routes: tuple[tuple[Route, ...], ...]
-
-    def first(self, replica: int, replicas: int) -> int:
-        """Returns the first bucket of a replica; replicas are spread over the buckets that begin with a parameter."""
-        first = replica * len(self.buckets) // replicas
-        while first and not self.buckets[first - 1].last:
-            first -= 1
-        return first
+        if self.device is not None:
+            yield Distance.DEVICE, self.device
+        yield Distance.NODE, self.node
+        yield Distance.NETWORK, 0
 
 
 @contextmanager
@@ -86,54 +65,48 @@ def collector_paused() -> Generator[None]:
 def plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes: int) -> TransferPlan:
     """Plans that every element of every destination is written exactly once.
 
-    The nearest holder of a region sends it (same rank, same device, same node, other); among those one that already
-    sends to the bucket, then the one with the fewest bytes to send so far at that distance. So replicas that are
-    equally near to every destination differ by one message at most. Destination replicas begin with different buckets,
-    to spread the load.
-
-    The result does not depend on the order of the holders.
+    The nearest holder of a region sends it (same rank, same device, same node, other); among equally near ones, one
+    that already sends to the bucket, then the one with the fewest bytes to send so far at that distance. So the loads
+    of replicas that are equally near to every destination differ by one message at most. Destination replicas begin
+    with different buckets, to spread the load. The result does not depend on the order of the holders.
 
     Args:
-        sources, destinations: ranks are unique on each side.
-        bucket_bytes: parameters are grouped, in load order, up to this size, and larger ones are split; at least one
-            element.
+        bucket_bytes: parameters are grouped, in load order, up to this size, and larger ones are split.
 
     Raises:
         PlanError: no source holds some region of a destination; the first of each tensor is named.
         ValueError: a rank occurs twice on one side, or a bucket cannot hold one element.
     """
     source_replicas, destination_replicas = _replicas(sources), _replicas(destinations)
-    matched = SourceIndex([replicas.map for replicas in source_replicas])
-    stamper = _Stamper(source_replicas, matched.owners)
-    stamps: list[tuple[Holder, _Template, int]] = []
+    index = SourceIndex([replicas[0].map for replicas in source_replicas])
+    chooser = _SenderChooser(source_replicas, index.owners)
+    waiting: list[tuple[Holder, Sequence[Bucket], Sequence[Sequence[Route]]]] = []
     for replicas in destination_replicas:
-        template = _template(replicas.map, matched, bucket_bytes)
-        count = len(replicas.holders)
-        stamps += [(holder, template, template.first(i, count)) for i, holder in enumerate(replicas.holders)]
-    stamps.sort(key=lambda stamp: stamp[0].rank)
-    receivers = {holder.rank: stamper.receiver(holder, template, first) for holder, template, first in stamps}
-    fingerprint = _fingerprint(sources, destinations, bucket_bytes)
+        buckets = list(_buckets(replicas[0].map, bucket_bytes))
+        routes = [sorted(group, key=lambda route: -route.nbytes) for group in index.routes(replicas[0].map, buckets)]
+        for i, holder in enumerate(replicas):
+            # Replicas are spread over the buckets that begin a parameter.
+            first = i * len(buckets) // len(replicas)
+            while first and not buckets[first - 1].last:
+                first -= 1
+            waiting.append((holder, buckets[first:] + buckets[:first], routes[first:] + routes[:first]))
+    waiting.sort(key=lambda entry: entry[0].rank)
+    receivers = {holder.rank: chooser.receiver(holder, buckets, routes) for holder, buckets, routes in waiting}
+    sides = [sorted((h.rank, h.node, str(h.device), h.map.fingerprint) for h in s) for s in (sources, destinations)]
+    fingerprint = hashlib.sha256(repr((sides, bucket_bytes)).encode()).hexdigest()
     return _assemble(fingerprint, {holder.rank: holder.map for holder in sources}, receivers)
 
 
-def _replicas(holders: Sequence[Holder]) -> list[_Replicas]:
-    """Groups holders by equal maps, in order of their first rank."""
+def _replicas(holders: Sequence[Holder]) -> list[list[Holder]]:
+    """Groups holders by equal maps, in order of their ranks."""
     ordered = sorted(holders, key=lambda holder: holder.rank)
     repeated = {a.rank for a, b in pairwise(ordered) if a.rank == b.rank}
     if repeated:
         raise ValueError(f"ranks {sorted(repeated)} occur more than once on one side of the plan")
-    groups: dict[str, _Replicas] = {}
+    groups: dict[str, list[Holder]] = {}
     for holder in ordered:
-        groups.setdefault(holder.map.fingerprint, _Replicas(holder.map, [])).holders.append(holder)
+        groups.setdefault(holder.map.fingerprint, []).append(holder)
     return list(groups.values())
-
-
-def _template(shard_map: ShardMap, sources: SourceIndex, bucket_bytes: int) -> _Template:
-    buckets = tuple(_buckets(shard_map, bucket_bytes))
-    routes = sources.routes(shard_map, buckets)
-    return _Template(
-        shard_map, buckets, tuple(tuple(sorted(group, key=lambda route: -route.nbytes)) for group in routes)
-    )
 
 
 def _buckets(shard_map: ShardMap, bucket_bytes: int) -> Iterator[Bucket]:
@@ -164,7 +137,7 @@ def _parts(param: str, info: TensorInfo, bucket_bytes: int) -> Iterator[Bucket]:
 
 
 class _Candidates:
-    """The ranks that can send a route; ``ways`` has the holders by the way they store its elements."""
+    """The ranks that can send a route, with the way in which each stores its elements."""
 
     def __init__(self, ways: Sequence[Sequence[Holder]]) -> None:
         self.way = {holder.rank: way for way, holders in enumerate(ways) for holder in holders}
@@ -179,27 +152,25 @@ class _Candidates:
         return where[0], self._around[where]
 
 
-class _Stamper:
+class _SenderChooser:
     """Chooses the senders of each destination by the load of every source so far."""
 
-    def __init__(self, sources: Sequence[_Replicas], owners: Sequence[Owners]) -> None:
-        ways = ([[holder for i in way for holder in sources[i].holders] for way in group] for group in owners)
+    def __init__(self, sources: Sequence[Sequence[Holder]], owners: Sequence[Owners]) -> None:
+        ways = ([[holder for i in way for holder in sources[i]] for way in group] for group in owners)
         self._candidates = [_Candidates(way) for way in ways]
         self._load: dict[Distance, dict[int, int]] = {
-            distance: {holder.rank: 0 for replicas in sources for holder in replicas.holders} for distance in Distance
+            distance: {holder.rank: 0 for replicas in sources for holder in replicas} for distance in Distance
         }
         self._payloads: dict[tuple[tuple[Route, int], ...], tuple[tuple[Copy, ...], int]] = {}
 
-    def receiver(self, holder: Holder, template: _Template, first: int) -> ReceiverPlan:
-        """Returns a destination's plan, beginning with bucket ``first`` of the template."""
-        buckets = (*template.buckets[first:], *template.buckets[:first])
-        routes = (*template.routes[first:], *template.routes[:first])
+    def receiver(self, holder: Holder, buckets: Sequence[Bucket], routes: Sequence[Sequence[Route]]) -> ReceiverPlan:
+        """Returns a destination's plan, from its buckets and the routes of each, the largest first."""
         order = [param for bucket in buckets if bucket.last for param in bucket.params]
         return ReceiverPlan(
             rank=holder.rank,
             params={param: holder.map.params[param] for param in order},
             padded=frozenset(padding.param for padding in holder.map.padding),
-            buckets=buckets,
+            buckets=tuple(buckets),
             messages=self._messages(holder, routes),
         )
 
@@ -244,20 +215,8 @@ def _assemble(
                 outgoing[message.sender].append(message)
     buckets = {id(bucket): bucket.nbytes for receiver in receivers.values() for bucket in receiver.buckets}
     staging = max(buckets.values(), default=0)
-    senders = {
-        rank: SenderPlan(
-            rank=rank,
-            params=shard_maps[rank].params,
-            messages=tuple(sorted(outgoing[rank], key=attrgetter("bucket"))),  # of each bucket, by receiver already
-        )
-        for rank in sorted(outgoing)
-    }
+    senders: dict[int, SenderPlan] = {}
+    for rank in sorted(outgoing):
+        messages = tuple(sorted(outgoing[rank], key=attrgetter("bucket")))  # of each bucket, by receiver already
+        senders[rank] = SenderPlan(rank=rank, params=shard_maps[rank].params, messages=messages)
     return TransferPlan(fingerprint=fingerprint, senders=senders, receivers=receivers, staging_bytes=staging)
-
-
-def _fingerprint(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes: int) -> str:
-    """Digest of everything that the plan depends on."""
-    sides = [
-        sorted((h.rank, h.node, str(h.device), h.map.fingerprint) for h in side) for side in (sources, destinations)
-    ]
-    return hashlib.sha256(repr((sides, bucket_bytes)).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Regions of canonical tensors, and shard maps, which say what each holder has; plain data without torch."""
+"""Boxes of canonical tensors, and shard maps, which say what each holder has; plain data without torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import lt, sub
+from operator import add, lt, sub
 from typing import NamedTuple
 
 Shape = tuple[int, ...]
@@ -35,7 +35,6 @@ class Box(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -54,16 +53,19 @@ class Box(NamedTuple):
             and all(a >= b for a, b in zip(self.stop, other.stop, strict=True))
         )
 
-    def without(self, padding: Box) -> list[Box]:
-        """Returns disjoint boxes that cover this box less ``hole``, which lies inside it."""
+    def without(self, other: Box) -> list[Box]:
+        """Returns disjoint boxes that cover this box outside of another one."""
+        inner = self.intersect(other)
+        if inner is None:
+            return [self]
         rest: list[Box] = []
         start, stop = list(self.start), list(self.stop)
         for axis in range(len(start)):
-            if start[axis] < padding.start[axis]:
-                rest.append(Box(tuple(start), (*stop[:axis], padding.start[axis], *stop[axis + 1 :])))
-            if padding.stop[axis] < stop[axis]:
-                rest.append(Box((*start[:axis], padding.stop[axis], *start[axis + 1 :]), tuple(stop)))
-            start[axis], stop[axis] = padding.start[axis], padding.stop[axis]
+            if start[axis] < inner.start[axis]:
+                rest.append(Box(tuple(start), (*stop[:axis], inner.start[axis], *stop[axis + 1 :])))
+            if inner.stop[axis] < stop[axis]:
+                rest.append(Box((*start[:axis], inner.stop[axis], *start[axis + 1 :]), tuple(stop)))
+            start[axis], stop[axis] = inner.start[axis], inner.stop[axis]
         return rest
 
     def split(self, size: int) -> list[Box]:
@@ -92,11 +94,7 @@ def adjacent_axis(a: Box, b: Box) -> int | None:
 
 
 def row_major_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
-    """Returns disjoint boxes that concatenate to elements [start, stop) of a flattened tensor.
-
-    Args:
-        shape: without zeros; at least one axis.
-    """
+    """Returns disjoint boxes that concatenate to elements [start, stop) of a flattened tensor; no extent is 0."""
     if start >= stop:
         return []
     if len(shape) == 1:
@@ -110,7 +108,7 @@ def row_major_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
 
 
 def _in_row(shape: Shape, index: int, start: int, stop: int) -> list[Box]:
-    """``row_major_boxes`` of a run within one row."""
+    """Returns the boxes of a run within one row."""
     base = index * math.prod(shape[1:])
     inner = row_major_boxes(shape[1:], start - base, stop - base)
     return [Box((index, *box.start), (index + 1, *box.stop)) for box in inner]
@@ -118,7 +116,7 @@ def _in_row(shape: Shape, index: int, start: int, stop: int) -> list[Box]:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Shape and dtype of a tensor; the dtype is a key of ITEM_BYTES."""
+    """Shape and dtype (a key of ITEM_BYTES) of a tensor."""
 
     shape: Shape
     dtype: str
@@ -129,14 +127,12 @@ class TensorInfo:
 
 
 class Shard(NamedTuple):
-    """A box of a local parameter and the region of a canonical tensor that it holds.
+    """A box of a local parameter, and the region of a canonical tensor that it holds.
 
     A parameter may stack canonical tensors along leading axes (experts, layers), along which the box has extent 1.
 
     Args:
-        param, box: the local parameter, and the box in it.
-        name, region: the canonical tensor, and the box in it; its extents are the last ones of ``box``, exchanged where
-            transposed.
+        region: has the last extents of ``box``, exchanged where transposed.
         transposed: the tensor is a matrix, and the parameter stores its transpose.
     """
 
@@ -148,9 +144,9 @@ class Shard(NamedTuple):
 
     def local(self, region: Box) -> Box:
         """Returns the box in the parameter of a part of this shard's region."""
-        leading = self._leading
-        inner = _moved(region, self.region.start, self.box.start[leading:], self.transposed)
-        return Box(self.box.start[:leading] + inner.start, self.box.stop[:leading] + inner.stop)
+        n = self.leading
+        inner = _moved(region, self.region.start, self.box.start[n:], self.transposed)
+        return Box(self.box.start[:n] + inner.start, self.box.stop[:n] + inner.stop)
 
     def within(self, box: Box) -> Shard | None:
         """Returns the part of this shard in a box of its parameter, or None."""
@@ -159,13 +155,14 @@ class Shard(NamedTuple):
             return None
         if inside == self.box:
             return self
-        leading = self._leading
-        inner = Box(inside.start[leading:], inside.stop[leading:])
-        region = _moved(inner, self.box.start[leading:], self.region.start, self.transposed)
-        return Shard(param=self.param, box=inside, name=self.name, region=region, transposed=self.transposed)
+        n = self.leading
+        inner = Box(inside.start[n:], inside.stop[n:])
+        region = _moved(inner, self.box.start[n:], self.region.start, self.transposed)
+        return self._replace(box=inside, region=region)
 
     @property
-    def _leading(self) -> int:
+    def leading(self) -> int:
+        """Number of leading axes."""
         return len(self.box.start) - len(self.region.start)
 
 
@@ -179,14 +176,10 @@ class Padding:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardMap:
-    """The local parameters of a holder, each tiled by shards and padding.
+    """The local parameters of a holder, each tiled by shards and padding, without overlap; raises ValueError otherwise.
 
     Args:
-        params: in load order: all parameters of a module one after the other.
-
-    Raises:
-        ValueError: a shard is unknown, outside its parameter or of other extents than its region; or the boxes of a
-            parameter overlap or do not cover it.
+        params: in load order; those of a module follow one another.
     """
 
     params: Mapping[str, TensorInfo]
@@ -208,11 +201,8 @@ class ShardMap:
     @classmethod
     def identity(cls, tensors: Mapping[str, TensorInfo]) -> ShardMap:
         """Returns the map of a holder of whole canonical tensors under their own names, such as files."""
-        shards = [
-            Shard(param=name, box=Box.whole(info.shape), name=name, region=Box.whole(info.shape))
-            for name, info in tensors.items()
-        ]
-        return cls(params=dict(tensors), shards=tuple(shards))
+        boxes = {name: Box.whole(info.shape) for name, info in tensors.items()}
+        return cls(params=dict(tensors), shards=tuple(Shard(name, box, name, box) for name, box in boxes.items()))
 
     @property
     def nbytes(self) -> int:
@@ -224,14 +214,9 @@ class ShardMap:
         """Digest of the contents, equal in every process."""
         params = [(param, info.shape, info.dtype) for param, info in self.params.items()]
         geometries: dict[tuple[Box, Box, bool], int] = {}
-        shards = [
-            (
-                shard.param,
-                shard.name,
-                geometries.setdefault((shard.box, shard.region, shard.transposed), len(geometries)),
-            )
-            for shard in self.shards
-        ]
+        shards: list[tuple[str, str, int]] = []
+        for param, box, name, region, transposed in self.shards:
+            shards.append((param, name, geometries.setdefault((box, region, transposed), len(geometries))))
         padding = [(padding.param, *padding.box) for padding in self.padding]
         return hashlib.sha256(repr((params, shards, list(geometries), padding)).encode()).hexdigest()
 
@@ -241,9 +226,9 @@ class Manifest:
     """What a checkpoint must contain.
 
     Args:
-        tensors: canonical tensors that are read.
+        tensors: the canonical ones that are read.
         ignored: patterns (as of fnmatch) of tensors that it may contain as well.
-        bare_prefix: prefix of canonical names that the checkpoint may omit.
+        bare_prefix: of canonical names; the checkpoint may omit it.
         tied: tensors that it may contain if they equal canonical ones, with the names of those.
     """
 
@@ -261,11 +246,8 @@ class Manifest:
 def _moved(box: Box, origin: Shape, base: Shape, reverse: bool) -> Box:
     """Moves a box from one corner to another, with its axes reversed if asked."""
     step = -1 if reverse else 1
-    start = [a - o for a, o in zip(box.start, origin, strict=True)][::step]
-    stop = [b - o for b, o in zip(box.stop, origin, strict=True)][::step]
-    return Box(
-        tuple(b + a for b, a in zip(base, start, strict=True)), tuple(b + a for b, a in zip(base, stop, strict=True))
-    )
+    start, stop = (tuple(map(sub, corner, origin))[::step] for corner in box)
+    return Box(tuple(map(add, base, start)), tuple(map(add, base, stop)))
 
 
 def _check_extents(shard: Shard) -> None:

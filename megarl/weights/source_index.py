@@ -19,23 +19,11 @@ class PlanError(ValueError):
 
 
 Owners = tuple[tuple[int, ...], ...]
-"""Indices of source maps, grouped by how they store a region."""
+"""Indices of the source maps that store a region, grouped by how they store it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """The distinct boxes of a tensor that sources hold, in order; for each, how it is stored, and by whom."""
-
-    regions: tuple[Box, ...]
-    ways: list[tuple[tuple[Shard, ...], int]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Cover:
-    """A region in parts, each with its size and the index of a box that holds it; and a part that none holds."""
-
-    parts: tuple[tuple[Box, int, int], ...]
-    missing: Box | None
+_Cover = tuple[list[tuple[Box, int, int]], Box | None]
+"""A region in parts, each with its size and the index of a box that holds it; and a part that none holds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,11 +42,7 @@ class Route:
 
 
 class SourceIndex:
-    """An index of what distinct shard maps hold together.
-
-    Attributes:
-        owners: the different sets of maps that store a region, by the way in which they store it.
-    """
+    """An index of what distinct shard maps hold together."""
 
     def __init__(self, maps: Sequence[ShardMap]) -> None:
         found: dict[str, dict[Box, dict[tuple[str, Box, bool], tuple[Shard, list[int]]]]] = defaultdict(dict)
@@ -67,29 +51,26 @@ class SourceIndex:
                 alike = found[shard.name].setdefault(shard.region, {})
                 _, owners = alike.setdefault((shard.param, shard.box, shard.transposed), (shard, []))
                 owners.append(index)
-        self.owners: list[Owners] = []
+        self.owners: list[Owners] = []  # without duplicates
         known: dict[Owners, int] = {}
-        self._stored: dict[str, _Stored] = {}
+        # By tensor, the distinct boxes that sources hold, in order; for each, the shards, and an index of the owners.
+        self._regions: dict[str, tuple[Box, ...]] = {}
+        self._ways: dict[str, list[tuple[tuple[Shard, ...], int]]] = {}
         for name, regions in found.items():
-            ordered = tuple(sorted(regions))
-            ways: list[tuple[tuple[Shard, ...], int]] = []
-            for held in (regions[region].values() for region in ordered):
+            self._regions[name] = tuple(sorted(regions))
+            self._ways[name] = []
+            for held in (regions[region].values() for region in self._regions[name]):
                 owners = tuple(tuple(indices) for _, indices in held)
                 if owners not in known:
                     known[owners] = len(self.owners)
                     self.owners.append(owners)
-                ways.append((tuple(shard for shard, _ in held), known[owners]))
-            self._stored[name] = _Stored(ordered, ways)
+                self._ways[name].append((tuple(shard for shard, _ in held), known[owners]))
         # Layers and experts differ in their names alone: what concerns only their boxes is worked out once.
         self._covers: dict[tuple[Box, tuple[Box, ...]], _Cover] = {}
         self._local: dict[tuple[Box, Box, bool, Box], Box] = {}
 
     def routes(self, shard_map: ShardMap, buckets: Sequence[Bucket]) -> list[tuple[Route, ...]]:
-        """Returns the copies that fill a destination's parameters, by bucket.
-
-        Raises:
-            PlanError: no source holds some region; the first of each tensor is named.
-        """
+        """Returns the copies that fill a destination's parameters, by bucket."""
         shards: dict[str, list[Shard]] = {param: [] for param in shard_map.params}
         for shard in shard_map.shards:
             shards[shard.param].append(shard)
@@ -108,42 +89,30 @@ class SourceIndex:
         return routes
 
     def _add(self, shard: Shard, dtype: str, routes: dict[int, Route], missing: dict[str, str]) -> None:
-        """Adds the copies for a shard."""
-        stored = self._stored.get(shard.name, _NOTHING)
-        key = shard.region, stored.regions
+        key = shard.region, self._regions.get(shard.name, ())
         cover = self._covers.get(key)
         if cover is None:
             cover = self._covers[key] = _cover(*key)
-        for region, size, i in cover.parts:
-            held, owners = stored.ways[i]
+        parts, uncovered = cover
+        for region, size, i in parts:
+            held, owners = self._ways[shard.name][i]
             route = routes.get(owners)
             if route is None:
                 route = routes[owners] = Route(owners, [[] for _ in held])
             route.nbytes += size * ITEM_BYTES[dtype]
-            target = self._where(shard, region)
+            target = self._local_box(shard, region)
             for copies, source in zip(route.copies, held, strict=True):
-                new = Copy(
-                    source=source.param,
-                    source_box=self._where(source, region),
-                    target=shard.param,
-                    target_box=target,
-                    dtype=dtype,
-                    transposed=source.transposed != shard.transposed,
-                )
-                _append(copies, new)
-        if cover.missing is not None:
-            missing.setdefault(shard.name, f"{shard.name}{cover.missing}, which {shard.param} needs")
+                box, transposed = self._local_box(source, region), source.transposed != shard.transposed
+                _append(copies, Copy(source.param, box, shard.param, target, dtype, transposed))
+        if uncovered is not None:
+            missing.setdefault(shard.name, f"{shard.name}{uncovered}, which {shard.param} needs")
 
-    def _where(self, shard: Shard, region: Box) -> Box:
-        """``shard.local(region)``, cached."""
+    def _local_box(self, shard: Shard, region: Box) -> Box:
         key = shard.box, shard.region, shard.transposed, region
         box = self._local.get(key)
         if box is None:
             box = self._local[key] = shard.local(region)
         return box
-
-
-_NOTHING = _Stored((), [])
 
 
 def _cover(region: Box, stored: tuple[Box, ...]) -> _Cover:
@@ -155,15 +124,13 @@ def _cover(region: Box, stored: tuple[Box, ...]) -> _Cover:
         still_open: list[Box] = []
         for box in open_boxes:
             part = box.intersect(source)
-            if part is None:
-                still_open.append(box)
-            else:
+            if part is not None:
                 parts.append((part, part.size, i))
-                still_open += box.without(part)
+            still_open += box.without(source)
         open_boxes = still_open
         if not open_boxes:
             break
-    return _Cover(tuple(parts), open_boxes[0] if open_boxes else None)
+    return parts, open_boxes[0] if open_boxes else None
 
 
 def _inside(shards: Sequence[Shard], box: Box | None) -> Iterable[Shard]:
@@ -187,15 +154,11 @@ def _joined(a: Copy, b: Copy) -> Copy | None:
     if a.source != b.source or a.target != b.target or a.transposed != b.transposed:
         return None
     here, there = adjacent_axis(a.source_box, b.source_box), adjacent_axis(a.target_box, b.target_box)
-    if here is None or there is None or _target_axis(b, here) != there:
+    if here is None or there is None:
         return None
-    return a._replace(
-        source_box=Box(a.source_box.start, b.source_box.stop), target_box=Box(a.target_box.start, b.target_box.stop)
-    )
-
-
-def _target_axis(copy: Copy, axis: int) -> int:
-    """Returns the axis of a copy's target box that corresponds to one of its source box."""
-    last = axis - len(copy.source_box.start)  # the axes correspond from the last one on
-    exchanged = {-1: -2, -2: -1}.get(last, last) if copy.transposed else last
-    return exchanged + len(copy.target_box.start)
+    last = here - len(b.source_box.start)  # the axes of the boxes correspond from the last one on
+    exchanged = {-1: -2, -2: -1}.get(last, last) if b.transposed else last
+    if exchanged + len(b.target_box.start) != there:
+        return None
+    source, target = (Box(x.start, y.stop) for x, y in ((a.source_box, b.source_box), (a.target_box, b.target_box)))
+    return a._replace(source_box=source, target_box=target)

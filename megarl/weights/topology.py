@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -26,10 +25,3 @@ class Place:
 
     node: int = 0
     device: int | None = None
-
-    def surroundings(self) -> Iterator[tuple[Distance, int]]:
-        """Yields what is around the process, near to far; the nearest shared entry is the distance of two."""
-        if self.device is not None:
-            yield Distance.DEVICE, self.device
-        yield Distance.NODE, self.node
-        yield Distance.NETWORK, 0

@@ -98,6 +98,32 @@ def test_a_damaged_index_is_named(name: str, text: str, tmp_path: Path) -> None:
         open_hf(tmp_path, NOTHING, allow_pickle=True)
 
 
+@pytest.mark.parametrize("change", ["none", "value", "dtype", "fewer"])
+def test_pickled_weights_that_are_there_twice_must_be_the_same(change: str, tmp_path: Path) -> None:
+    """transformers would read the single file."""
+    tensors = make_directory(tmp_path / "hf", models.llama_config())
+    names, single = list(tensors), tmp_path / "hf/pytorch_model.bin"
+    (tmp_path / "hf/model.safetensors").unlink()
+    weight_map = dict(zip(names, (f"part-{i % 2}.bin" for i in range(len(names))), strict=True))
+    for file in ("part-0.bin", "part-1.bin"):
+        torch.save({name: t for name, t in tensors.items() if weight_map[name] == file}, tmp_path / "hf" / file)
+    (tmp_path / "hf/pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    name = "model.norm.weight"
+    changes = {
+        "none": {name: tensors[name].clone()},
+        "value": {name: tensors[name] + (torch.arange(20) == 19)},
+        "dtype": {name: tensors[name].bfloat16()},
+        "fewer": {},
+    }
+    torch.save({other: tensor for other, tensor in tensors.items() if other != name} | changes[change], single)
+    if change == "none":
+        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, allow_pickle=True)
+        return
+    said = f"{single.name}, which transformers reads, .* different in 1 tensors, such as {name}: remove one of the two"
+    with pytest.raises(CheckpointError, match=said):
+        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, allow_pickle=True)
+
+
 @pytest.mark.process
 def test_damage_that_a_worker_finds_is_named(tmp_path: Path) -> None:
     make_directory(tmp_path / "hf", models.llama_config())

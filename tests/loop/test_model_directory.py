@@ -10,9 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.config import ConfigError, load
+from megarl.errors import RunError
 from megarl.models import model_spec
 from megarl.run.directory import RunDirectory, model_directory
 from megarl.weights.hf_files import HFDirectory
+from tests.disk import SmallDisk
 
 DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "ppo.yaml"
 
@@ -33,6 +35,17 @@ def test_a_random_model_is_what_its_seed_and_its_configuration_say(tmp_path: Pat
     assert json.loads((first / "config.json").read_text())["eos_token_id"] == 0
     spec = model_spec(config.model.hf_config())
     HFDirectory(first).check(spec.manifest())
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("kib", [0, 8])
+def test_a_random_model_that_does_not_fit_onto_the_disk_is_named(kib: int, tmp_path: Path) -> None:
+    with SmallDisk(tmp_path / "disk", 64) as disk:
+        disk.fill(kib)
+        said = r"random model cannot be written: .*/disk/model.partial.*: No space left on device \(.* free\)"
+        with pytest.raises(RunError, match=said):
+            model_directory(load(DEBUG), disk.path)
+        assert not (disk.path / "model").exists()
 
 
 def test_a_given_model_is_used_where_it_lies(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.models import UnsupportedModelError, model_spec
-from megarl.models.architecture import chunk_layers
+from megarl.models.architecture import pipeline_layers
 from megarl.types import Layout
 from tests.weights.models import (
     gpt2_config,
@@ -176,7 +176,7 @@ def test_layouts_that_do_not_fit_are_refused_with_all_reasons() -> None:
 def test_the_first_and_last_stages_are_the_shorter_ones() -> None:
     def sizes(layers: int, **layout: int) -> list[list[int]]:
         of = Layout(**layout)
-        return [[len(chunk_layers(layers, of, stage, chunk)) for stage in range(of.pp)] for chunk in range(of.vpp)]
+        return [[len(pipeline_layers(layers, of, stage, chunk)) for stage in range(of.pp)] for chunk in range(of.vpp)]
 
     assert sizes(126, pp=16) == [[7, *[8] * 14, 7]]
     assert sizes(5, pp=3) == [[2, 2, 1]]
@@ -188,7 +188,9 @@ def test_the_first_and_last_stages_are_the_shorter_ones() -> None:
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 4))
 def test_stages_are_balanced(layers: int, pp: int, vpp: int) -> None:
     layout = Layout(pp=pp, vpp=vpp)
-    chunks = {(chunk, stage): chunk_layers(layers, layout, stage, chunk) for chunk in range(vpp) for stage in range(pp)}
+    chunks = {
+        (chunk, stage): pipeline_layers(layers, layout, stage, chunk) for chunk in range(vpp) for stage in range(pp)
+    }
     assert [layer for at in sorted(chunks) for layer in chunks[at]] == list(range(layers))
     sizes = {at: len(chunk) for at, chunk in chunks.items()}
     stages: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""The page that lists every algorithm, made from the functions themselves; this module as a script prints it."""
+"""The page that lists every algorithm, generated from the functions; run as a script, it prints the page."""
 
 from __future__ import annotations
 
@@ -126,12 +126,11 @@ _RECORDS = (Samples, Groups, LossTerms)
 
 @dataclass(frozen=True, kw_only=True)
 class PageItem:
-    """An algorithm that a single field asks for, which is no choice by name.
+    """An algorithm that a field of the configuration turns on, and that has no name of its own.
 
     Args:
         title: of its section on the page.
-        field: of the configuration that asks for it.
-        choice: the field's value that does; None for any, or for the field's being there.
+        choice: the value of the field that turns it on; None for any.
     """
 
     title: str
@@ -174,12 +173,13 @@ PARTS: Final[tuple[PageItem, ...]] = (
 
 
 def markdown() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     parts, described = [_INTRODUCTION.replace("{kinds}", _kinds()).replace("{records}", _records())], set[str]()
 
     def begin(title: str, modules: set[str]) -> None:
-        """A heading, and below it the docstring of the functions' module, where they are of one."""
-        opening = [_of_module(name) for name in modules - described if len(modules) == 1]
+        """Adds a heading, and the docstring of the functions' module if they have the same one."""
+        new = modules - described if len(modules) == 1 else ()
+        opening = [_listed(inspect.getdoc(import_module(name)) or "") for name in new]
         described.update(modules)
         parts.append("\n\n".join([f"## {title}", *opening]) + "\n")
 
@@ -197,7 +197,7 @@ def markdown() -> str:
 
 
 def _kinds() -> str:
-    """The table of the arguments of custom functions."""
+    """Returns the table of the arguments of custom functions."""
     rows = ["| field | called with | returns |", "| --- | --- | --- |"]
     for kind in KINDS:
         if kind.own:
@@ -209,13 +209,13 @@ def _kinds() -> str:
 
 
 def _records() -> str:
-    """The records that custom functions are given or return, with every field."""
+    """Returns the records that custom functions get or return, with every field."""
     texts = [f"`{record.__module__}.{record.__name__}`: {inspect.getdoc(record)}" for record in _RECORDS]
     return "\n\n".join(map(_listed, texts)) + "\n"
 
 
 def _functions(kind: Kind[Any]) -> Iterator[str]:
-    """An item for each function of a kind, with all its names."""
+    """Yields an item for each function of a kind, with all its names."""
     module = import_module(f"megarl.algos.{kind.module}")
     for function in dict.fromkeys(kind.functions.values()):
         names = [name for name, target in kind.functions.items() if target == function]
@@ -224,13 +224,13 @@ def _functions(kind: Kind[Any]) -> Iterator[str]:
 
 
 def _part(function: Callable[..., Any], places: Iterable[PageItem]) -> str:
-    """An algorithm, once, below all fields that ask for it."""
+    """Returns an algorithm's item, headed by all fields that turn it on."""
     fields = [part.field if part.choice is None else f"{part.field}: {part.choice}" for part in places]
     return f"### {', '.join(f'`{field}`' for field in fields)}\n\n{_text(function)}\n"
 
 
 def _options(signature: Signature) -> str:
-    """A line of the keyword arguments that a configuration gives, with their defaults."""
+    """Returns a line of the keyword arguments that a configuration gives, with their defaults."""
     own = [
         f"`{name}`" + ("" if option.default is REQUIRED else f" = {_value(option.default)}")
         for name, option in signature.options.items()
@@ -239,14 +239,14 @@ def _options(signature: Signature) -> str:
 
 
 def _value(default: object) -> str:
-    """As YAML has it."""
+    """Returns a default as YAML."""
     if isinstance(default, float):
         return f"{default:g}"
     return "null" if default is None else str(default).lower()
 
 
 def _text(function: Callable[..., Any]) -> str:
-    """A docstring before its arguments; the source last, in a paragraph of its own."""
+    """Returns a docstring without its sections; the source last, in a paragraph of its own."""
     text = re.split(r"^(?:Args|Returns|Raises):", inspect.getdoc(function) or "", maxsplit=1, flags=re.MULTILINE)[0]
     found = re.search(r"\s*Source:\s+(.*?)(?=\n\n|\Z)", text, flags=re.DOTALL)
     if found is None:
@@ -254,13 +254,8 @@ def _text(function: Callable[..., Any]) -> str:
     return _in_markdown(f"{text[: found.start()]}\n{text[found.end() :]}\n\nSource: {found[1]}")
 
 
-def _of_module(name: str) -> str:
-    """The docstring of a module."""
-    return _listed(inspect.getdoc(import_module(name)) or "")
-
-
 def _listed(text: str) -> str:
-    """A whole docstring, whose arguments become a list."""
+    """Returns a whole docstring, with its arguments as a list."""
     text = re.sub(r"^Args:\n", "\n", text, flags=re.MULTILINE)
     text = re.sub(r"^Returns:\n +", "\nThey return ", text, flags=re.MULTILINE)
     text = re.sub(r"^    (\w+(?:, \w+)*): ", r"- `\1`: ", text, flags=re.MULTILINE)
@@ -268,13 +263,11 @@ def _listed(text: str) -> str:
 
 
 def _in_markdown(text: str) -> str:
-    """Paragraphs of full lines, with single backticks; lists and indented formulas stay as they are."""
+    """Returns paragraphs of full lines, with single backticks; lists and indented formulas stay as they are."""
+    wrap = textwrap.TextWrapper(width=120, break_long_words=False, break_on_hyphens=False)
     blocks = [block for block in re.split(r"\n\s*\n", text.replace("``", "`").strip("\n")) if block.strip()]
-    return "\n\n".join(block if block.startswith(("    ", "- ")) else _filled(block) for block in blocks)
-
-
-def _filled(block: str) -> str:
-    return textwrap.fill(" ".join(block.split()), width=120, break_long_words=False, break_on_hyphens=False)
+    filled = (b if b.startswith(("    ", "- ")) else wrap.fill(" ".join(b.split())) for b in blocks)
+    return "\n\n".join(filled)
 
 
 if __name__ == "__main__":

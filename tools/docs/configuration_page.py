@@ -47,7 +47,7 @@ _CHOICES_HEADER = "| name | option | type | default | meaning |\n| --- | --- | -
 
 
 def markdown() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     parts = [
         _INTRODUCTION,
         _contents(),
