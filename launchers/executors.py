@@ -1,4 +1,4 @@
-"""NeMo-Run's executors and the shell scripts of its tasks, from the same profile as ``megarl launch slurm``."""
+"""NeMo-Run's executors and the scripts of its tasks, from the profile of ``megarl launch slurm``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _END = "END OF THE CONFIGURATION"
 
 
 def slurm(job: BatchJob, config: RunConfig, *, title: str, anyway: bool = False) -> run.SlurmExecutor:
-    """The executor of a cluster; `anyway` lets the job start after a failed one."""
+    """Returns the executor of a cluster; `anyway` lets the job start after a failed one."""
     profile, component = job.profile, job.components[0]
     place, tunnel = profile.nemo_run.tunnel, run.LocalTunnel(job_dir="")
     if isinstance(place, SSH):
@@ -35,9 +35,9 @@ def slurm(job: BatchJob, config: RunConfig, *, title: str, anyway: bool = False)
         additional_parameters=dict(_sbatch(job)),
         container_image=pyxis and pyxis.image,
         container_mounts=list(job.mounts) if pyxis else [],
-        # After NeMo-Run's own, of which two would cut the nodes' orderly end short.
+        # These come after NeMo-Run's own options and override two that would kill the nodes before they clean up.
         srun_args=[*job.srun, *([f"--container-env={','.join(profile.env)}"] if pyxis and profile.env else [])],
-        # Not env_vars, which NeMo-Run writes in capitals and without quotes.
+        # Not env_vars: NeMo-Run writes their names in capitals and their values without quotes.
         setup_lines=render("setup.sh.j2", job=job, config=as_yaml(config), end=_END),
         dependency_type="afterany" if anyway else "afterok",
         job_name_prefix=f"{title}.",
@@ -47,12 +47,12 @@ def slurm(job: BatchJob, config: RunConfig, *, title: str, anyway: bool = False)
 
 
 def _sbatch(job: BatchJob) -> Iterator[tuple[str, str | bool]]:
-    """Options of sbatch for which the executor has no field, or one without types of GPUs."""
+    """Yields the options of sbatch for which the executor has no field, or one without types of GPUs."""
     profile, count = job.profile, job.components[0].gpus
     gpus = f"{profile.gpu_type}:{count}" if profile.gpu_type else str(count)
     if count and profile.gpu_request != "none":
         yield ("gpus_per_node", gpus) if profile.gpu_request == "gpus-per-node" else ("gres", f"gpu:{gpus}")
-    # A job whose dependency failed goes; NeMo-Run would wait for it for ever.
+    # A job whose dependency failed is removed; NeMo-Run would wait for it forever.
     yield "kill_on_invalid_dep", "yes"
     if profile.reservation:
         yield "reservation", profile.reservation
@@ -62,18 +62,18 @@ def _sbatch(job: BatchJob) -> Iterator[tuple[str, str | bool]]:
 
 
 def local_script(job: BatchJob, config: RunConfig, *, name: str, after: Sequence[str]) -> str:
-    """A run on this machine as a task, which starts where the tasks before it have succeeded."""
+    """Returns the script of a local task, which runs only if the tasks in `after` have succeeded."""
     values = {"config": as_yaml(config), "name": name, "after": after, "end": _END, "python": local_python(job)}
     return render("local.sh.j2", job=job, **values)
 
 
 def local_python(job: BatchJob) -> str:
-    """The interpreter of runs on this machine, where the profile's containers are not used."""
+    """Returns the interpreter of local runs, which do not use the profile's container."""
     return job.python if isinstance(job.profile.runtime, Bare) else sys.executable
 
 
 def render(template: str, /, *, job: BatchJob, **values: object) -> str:
-    """A script from a template."""
+    """Renders a script from a template."""
     os.umask(mask := os.umask(0o077))
     own = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
     known = {"job": job, "profile": job.profile, "runtime": job.profile.runtime, "umask": f"{mask:04o}"}

@@ -1,4 +1,4 @@
-"""An experiment of NeMo-Run: shown, or run and followed to its end, with an exit code that says how it ended."""
+"""Shows an experiment of NeMo-Run, or runs and follows it to its end."""
 
 from __future__ import annotations
 
@@ -27,33 +27,23 @@ from megarl.launch.submit import sbatch_environment
 _LOST = (OSError, EOFError, paramiko.SSHException, ThreadException, SystemExit)
 _Tunnel = run.SSHTunnel | run.LocalTunnel
 _PENDING, _COMPLETED = "PENDING", "COMPLETED"
-_NOT_ENDED = frozenset(
-    [
-        "PENDING",
-        "RUNNING",
-        "SUSPENDED",
-        "REQUEUED",
-        "RESIZING",
-        "COMPLETING",
-        "CONFIGURING",
-        "SIGNALING",
-        "STAGE_OUT",
-        "STOPPED",
-    ]
-)
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 2.0, 30.0  # many share the accounting: it is asked less often the longer jobs take
+_NOT_ENDED = {
+    *(_PENDING, "RUNNING", "SUSPENDED", "REQUEUED", "RESIZING"),
+    *("COMPLETING", "CONFIGURING", "SIGNALING", "STAGE_OUT", "STOPPED"),
+}
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 2.0, 30.0  # many users share the accounting: it is asked less and less often
 _LIMIT_S = 120.0
 _PRIVATE = 0o077  # the umask for NeMo-Run's files, which contain the profile's env and setup
 _ERROR_CHARACTERS = 4000
 
 
 class AccountingError(RuntimeError):
-    """Slurm's accounting gives no answer, or cannot be reached."""
+    """Slurm's accounting does not answer, or cannot be reached."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentTask:
-    """A run of an experiment: a bash script, which begins when the tasks named in `after` have ended."""
+    """A run of an experiment: a bash script that starts after the tasks named in `after`."""
 
     name: str
     script: str
@@ -63,7 +53,7 @@ class ExperimentTask:
 
 
 def show(title: str, tasks: Sequence[ExperimentTask]) -> None:
-    """Prints what NeMo-Run would submit, or start here, and leaves nothing."""
+    """Prints what NeMo-Run would submit or start, and leaves no files."""
     os.umask(_PRIVATE)
     home = Path(get_nemorun_home())
     made = [path for path in (home / "experiments" / title, home / "experiments", home) if not path.exists()]
@@ -78,22 +68,22 @@ def show(title: str, tasks: Sequence[ExperimentTask]) -> None:
             print(f"# ---- {file.relative_to(directory)}{after}", file.read_text(encoding="utf-8").rstrip(), sep="\n")
     shutil.rmtree(directory)
     for path in made:
-        with suppress(OSError):  # somebody else has put something there
+        with suppress(OSError):  # it is not empty: another process uses it
             path.rmdir()
 
 
 def start(title: str, tasks: Sequence[ExperimentTask], *, detach: bool) -> int:
-    """Runs an experiment here or on a cluster; returns 1 where a task failed. Detached, it only submits the jobs."""
+    """Runs an experiment; returns 1 if a task fails. On a cluster, `detach` returns once the jobs are submitted."""
     os.umask(_PRIVATE)
     experiment, executor = run.Experiment(title, log_level="WARN"), tasks[0].executor
     if isinstance(executor, run.SlurmExecutor):
         return _submit(experiment, executor, tasks, detach=detach)
-    with _interruptible(experiment), experiment:  # which waits for the tasks at its end
+    with _interruptible(experiment), experiment:  # its exit waits for the tasks
         _add(experiment, tasks)
         experiment.run(tail_logs=True)
     states = {job.id: job.state.name for job in experiment.jobs}
     for job in (job for job in experiment.jobs if states[job.id] != "SUCCEEDED"):
-        # NeMo-Run 0.4 loses the last lines of a task of this machine.
+        # NeMo-Run 0.4 loses the last lines of a local task.
         directory = Path(job.executor.job_dir)
         for file in directory.glob("nemo_run/*/*/*/stderr.log"):
             said = file.read_text(errors="replace")[-_ERROR_CHARACTERS:]
@@ -109,7 +99,7 @@ def _add(experiment: run.Experiment, tasks: Sequence[ExperimentTask]) -> None:
 
 @contextmanager
 def _interruptible(experiment: run.Experiment) -> Iterator[None]:
-    """Ends the tasks of this machine at an interrupt or SIGTERM; NeMo-Run alone would let them run to their ends."""
+    """Cancels the local tasks at SIGINT or SIGTERM; NeMo-Run itself lets them run on."""
 
     def end(number: int, _: FrameType | None) -> NoReturn:
         for ignored in before:
@@ -129,7 +119,7 @@ def _interruptible(experiment: run.Experiment) -> Iterator[None]:
 def _submit(
     experiment: run.Experiment, executor: run.SlurmExecutor, tasks: Sequence[ExperimentTask], *, detach: bool
 ) -> int:
-    """Submits the tasks, and follows them to their ends."""
+    """Submits the tasks, and follows them unless detached."""
     options = [name for name in executor.SBATCH_FLAGS if getattr(executor, name, None) is not None]
     lines = [f"#SBATCH --{name.replace('_', '-')}" for name in (*options, *(executor.additional_parameters or ()))]
     for name in set(os.environ) - set(sbatch_environment("\n".join(lines))):
@@ -138,7 +128,7 @@ def _submit(
     try:
         with experiment:
             _add(experiment, tasks)
-            experiment.console.quiet = True  # a refusal is told once, below
+            experiment.console.quiet = True  # a refusal is printed once, below
             experiment.run(detach=True)
             experiment.console.quiet = False
     except UnexpectedExit as error:
@@ -155,34 +145,34 @@ def _submit(
 
 
 def _numbers(experiment: run.Experiment) -> dict[str, str]:
-    """The numbers of the submitted jobs, by task."""
+    """Returns the numbers of the submitted jobs by task."""
     return {job.id: job.handle.partition("://")[2].split("/")[1] for job in experiment.jobs if job.handle}
 
 
 def _wait(experiment: run.Experiment, tunnel: _Tunnel, tasks: Sequence[ExperimentTask]) -> int:
-    """Follows the jobs of a cluster to their ends; an interrupt leaves them alone."""
+    """Follows the jobs of a cluster to their ends; an interrupt does not cancel them."""
     numbers = _numbers(experiment)
     try:
         known = follow(tunnel, numbers)
     except KeyboardInterrupt:
-        print("the jobs go on; the commands above tell of them, and cancel them", file=sys.stderr)
+        print("the jobs continue; the commands above show and cancel them", file=sys.stderr)
         return 128 + signal.SIGINT
     except AccountingError as error:
         jobs, directories = ",".join(numbers.values()), shlex.join(task.run_dir for task in tasks)
-        print(f"{error}\nthe jobs go on, and are not waited for: {jobs}", file=sys.stderr)
-        told = f"squeue --jobs {jobs} and megarl status {directories} tell of them"
-        print(f"{told}; where Slurm has no accounting, submit with --detach", file=sys.stderr)
+        print(f"{error}\nthe jobs continue without this script: {jobs}", file=sys.stderr)
+        shown = f"squeue --jobs {jobs} and megarl status {directories} show them"
+        print(f"{shown}; where Slurm has no accounting, submit with --detach", file=sys.stderr)
         return 1
     return _report(tasks, known, succeeded=_COMPLETED)
 
 
 def _report(tasks: Sequence[ExperimentTask], states: Mapping[str, str], *, succeeded: str) -> int:
-    """Says which tasks have not succeeded, and where to look; returns the exit code."""
+    """Prints which tasks have not succeeded, and where to look; returns the exit code."""
     failed = [task for task in tasks if states.get(task.name) != succeeded]
     for task in failed:
         remote = isinstance(task.executor, run.SlurmExecutor) and isinstance(task.executor.tunnel, run.SSHTunnel)
-        begun = remote or os.path.exists(task.run_dir)
-        where = f"see megarl status {shlex.quote(task.run_dir)}" if begun else "its run has not begun"
+        started = remote or os.path.exists(task.run_dir)
+        where = f"see megarl status {shlex.quote(task.run_dir)}" if started else "its run has not started"
         print(f"{task.name}: {states.get(task.name)}; {where}", file=sys.stderr)
     return 1 if failed else 0
 
@@ -190,7 +180,7 @@ def _report(tasks: Sequence[ExperimentTask], states: Mapping[str, str], *, succe
 def follow(
     tunnel: _Tunnel, numbers: Mapping[str, str], *, pause_s: float = _FIRST_PAUSE_S, limit_s: float = _LIMIT_S
 ) -> dict[str, str]:
-    """Prints each change of a job's state until all have ended; returns the last states. May raise AccountingError."""
+    """Prints changes of the jobs' states until all have ended; returns the last states, or raises AccountingError."""
     known: dict[str, str] = {}
     silent_since: float | None = None
     while True:
@@ -201,7 +191,7 @@ def follow(
             found = known
             if silent_since is None:
                 silent_since = time.monotonic()
-                print(f"{error}; it is asked again", file=sys.stderr)
+                print(f"{error}; trying again", file=sys.stderr)
             elif time.monotonic() - silent_since > limit_s:
                 raise
         for task, state in found.items():
@@ -215,7 +205,7 @@ def follow(
 
 
 def job_states(tunnel: _Tunnel, numbers: Mapping[str, str]) -> dict[str, str]:
-    """The state of each job, by task; pending where the accounting does not know it. Raises AccountingError."""
+    """Returns each job's state by task: pending if the accounting does not know it. Raises AccountingError."""
     command = f"sacct -X -n -P -o JobIDRaw,State -j {','.join(numbers.values())}"
     try:
         done = tunnel.run(command, hide=True, warn=True, in_stream=False)
@@ -223,15 +213,15 @@ def job_states(tunnel: _Tunnel, numbers: Mapping[str, str]) -> dict[str, str]:
         raise AccountingError(f"Slurm's accounting cannot be reached: {_cause(error)}") from error
     if done.failed:
         said = " ".join(done.stderr.split()) or f"exit code {done.exited}"
-        raise AccountingError(f"Slurm's accounting gives no answer: sacct: {said}")
+        raise AccountingError(f"Slurm's accounting does not answer: sacct: {said}")
     rows = (line.partition("|") for line in done.stdout.splitlines())
-    found = {number: state.split()[0] for number, _, state in rows if state.strip()}  # of "CANCELLED by 0" the first
+    found = {number: state.split()[0] for number, _, state in rows if state.strip()}  # CANCELLED of "CANCELLED by 0"
     return {task: found.get(number, _PENDING) for task, number in numbers.items()}
 
 
 def _cause(error: BaseException) -> str:
-    """Of a lost connection, in one line."""
-    if isinstance(error, ThreadException):  # of the threads that carry a command's output
+    """Returns in one line why a connection was lost."""
+    if isinstance(error, ThreadException):  # raised for the threads that copy a command's output
         error = error.exceptions[0].value
     said = "the login was refused" if isinstance(error, SystemExit) else " ".join(str(error).split())
     return said or type(error).__name__

@@ -19,8 +19,8 @@ _CONFIGS = typer.Argument(
 def main(arguments: Annotated[list[str], _CONFIGS]) -> None:
     """Run each CONFIG after the one before, as one experiment of NeMo-Run: SFT, a reward model, PPO.
 
-    A later configuration names what an earlier one will export, such as runs/sft/export. It is checked as far as that
-    is possible at once, and wholly when its turn comes. What comes after a failed run does not start.
+    A later configuration may name what an earlier one will export, such as runs/sft/export. It is checked as far as
+    possible now, and completely when it starts. Runs after a failed one do not start.
     """
 
 

@@ -1,4 +1,4 @@
-"""One run as an experiment: PPO, or any other stage. ``python -m launchers.ppo configs/debug/ppo.yaml``"""
+"""One run of any stage as an experiment: ``python -m launchers.ppo configs/debug/ppo.yaml``."""
 
 from __future__ import annotations
 

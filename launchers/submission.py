@@ -1,4 +1,4 @@
-"""From a script's command line to the tasks of an experiment, or to everything that is wrong with it."""
+"""From a script's command line to the tasks of an experiment, or to every problem of the request."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from enum import StrEnum
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import nemo_run as run
 import typer
@@ -23,52 +21,48 @@ from launchers import executors
 from launchers.experiment import ExperimentTask, show, start
 from megarl.config import ConfigError, Problem, RunConfig
 from megarl.config.problems import shown
+from megarl.launch.checker import write_error
+from megarl.launch.cli import Account, GPUsPerNode, Nodes, Partition, ProfileOption, Python, Time
 from megarl.launch.planning import PlannedJob, RefusedError, plan
 from megarl.launch.profile import SSH, Profile, Pyxis
 from megarl.launch.render import BatchJob
 from megarl.launch.request import LaunchMode, LaunchRequest, split_arguments
 
-_PROFILE = "The cluster's profile, in place of ~/.config/megarl/cluster.yaml. Options given here go before it."
-_MOUNTED = "/nemo_run"  # what NeMo-Run replaces by the directory of a task, everywhere in a job without a container
-_WITHOUT_PYXIS = (0, 9)  # from this version on NeMo-Run gives no options of Pyxis where there is no container
+_MOUNTED = "/nemo_run"  # NeMo-Run replaces it by the directory of a task, everywhere in a job without a container
+_WITHOUT_PYXIS = (0, 9)  # the first NeMo-Run that gives no options of Pyxis where there is no container
 _ENVIRONMENT = Path(".venv/bin/python")  # the interpreter of make setup
 _HAS_TORCH = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None and 'it has no torch')"
 
-
-class ExecutorName(StrEnum):
-    LOCAL = "local"
-    SLURM = "slurm"
+_EXECUTOR = "Where the tasks run: on this machine, or on the profile's cluster."
 
 
-def _shared(
-    executor: Annotated[
-        ExecutorName, typer.Option(help="What runs the tasks: this machine, or the cluster of the profile.")
-    ] = ExecutorName.LOCAL,
-    profile: Annotated[Path | None, typer.Option(metavar="FILE", help=_PROFILE)] = None,
-    name: Annotated[str | None, typer.Option(help="Of the experiment; that of the last run.dir.")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes, as cluster.nodes=N.")] = None,
-    gpus_per_node: Annotated[
-        int | None, typer.Option(min=1, help="GPUs of each, as cluster.devices_per_node=N.")
-    ] = None,
-    time: Annotated[str | None, typer.Option(help="Time limit of each job, as 04:00:00.")] = None,
-    partition: Annotated[str | None, typer.Option(help="Partition.")] = None,
-    account: Annotated[str | None, typer.Option(help="Account that is charged.")] = None,
-    python: Annotated[str | None, typer.Option(help="Interpreter that has megarl, where the runs are.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the scripts; write and submit nothing.")] = False,
-    detach: Annotated[bool, typer.Option("--detach", help="Return when the jobs are submitted.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ScriptOptions:
     """The options of every script."""
+
+    executor: Annotated[Literal["local", "slurm"], typer.Option(help=_EXECUTOR)] = "local"
+    profile: ProfileOption = None
+    name: Annotated[str | None, typer.Option(help="Name of the experiment; default: that of the last run.dir.")] = None
+    nodes: Nodes = None
+    gpus_per_node: GPUsPerNode = None
+    time: Time = None
+    partition: Partition = None
+    account: Account = None
+    python: Python = None
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the scripts; write and submit nothing.")] = False
+    detach: Annotated[bool, typer.Option("--detach", help="Return once the jobs are submitted.")] = False
 
 
 def script(*, chain: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a script's command of a function that has its own parameters; the shared options are added."""
+    """Makes a function that declares a script's own parameters the script's command, with `ScriptOptions` added."""
 
     def decorate(own: Callable[..., None]) -> Callable[..., None]:
         def main(**given: Any) -> None:
-            raise typer.Exit(launch(_request(given), chain=chain, detach=given["detach"]))
+            options = ScriptOptions(**{field.name: given.pop(field.name) for field in fields(ScriptOptions)})
+            raise typer.Exit(launch(_request(options, **given), chain=chain, detach=options.detach))
 
-        parts = (inspect.signature(function, eval_str=True).parameters.values() for function in (own, _shared))
-        parameters = [parameter for part in parts for parameter in part]
+        declared = (inspect.signature(part, eval_str=True).parameters.values() for part in (own, ScriptOptions))
+        parameters = [parameter for part in declared for parameter in part]
         main.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
         main.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         main.__doc__ = own.__doc__
@@ -84,25 +78,29 @@ def run_script(main: Callable[..., None]) -> None:
     app()
 
 
-def _request(given: Mapping[str, Any]) -> LaunchRequest:
-    configs, overrides = split_arguments(given["arguments"])
-    python = given["python"]
-    settings = {name: given[name] for name in ("time", "partition", "account")}
-    settings["runtime"] = python and {"python": python}
+def _request(
+    options: ScriptOptions, arguments: Sequence[str], sweep: Sequence[str] = (), parallel: int | None = None
+) -> LaunchRequest:
+    configs, overrides = split_arguments(arguments)
+    runtime = options.python and {"python": options.python}
+    settings = {"time": options.time, "partition": options.partition, "account": options.account, "runtime": runtime}
     return LaunchRequest(
         configs=configs,
         overrides=overrides,
+        profile=options.profile,
         settings={name: value for name, value in settings.items() if value is not None},
-        job_name=given["name"],
-        sweeps=tuple(given.get("sweeps", ())),
-        parallel=given.get("parallel"),
-        mode=LaunchMode.LOCAL if given["executor"] is ExecutorName.LOCAL else LaunchMode.TUNNEL,
-        **{name: given[name] for name in ("profile", "nodes", "gpus_per_node", "dry_run")},
+        nodes=options.nodes,
+        gpus_per_node=options.gpus_per_node,
+        job_name=options.name,
+        sweeps=tuple(sweep),
+        parallel=parallel,
+        dry_run=options.dry_run,
+        mode=LaunchMode.LOCAL if options.executor == "local" else LaunchMode.TUNNEL,
     )
 
 
 def launch(request: LaunchRequest, *, chain: bool, detach: bool) -> int:
-    """Shows an experiment, or runs it; returns 2 for a mistake, before anything is written, 1 where a task failed."""
+    """Shows or runs an experiment; returns 2 for a mistake, before anything is written, and 1 if a task fails."""
     problems, local = list(_contradictions(request, chain, detach)), request.mode is LaunchMode.LOCAL
     errors = [str(ConfigError(problems, "command line"))] if problems else []
     try:
@@ -134,12 +132,12 @@ def _contradictions(request: LaunchRequest, chain: bool, detach: bool) -> Iterat
             rule, fix = "has an effect with --executor slurm alone", "remove it, or add --executor slurm"
             yield Problem(field=f"--{name}", value=value, rule=rule, fix=fix)
     if request.job_name is not None and not re.fullmatch(r"[A-Za-z0-9._-]+", request.job_name):
-        rule = "letters, digits, dots, dashes and underscores: directories and jobs are called so"
+        rule = "letters, digits, dots, dashes and underscores, as it names directories and jobs"
         yield Problem(field="--name", value=repr(request.job_name), rule=rule, fix="choose another one")
 
 
 def _tasks(planned: Sequence[PlannedJob], request: LaunchRequest, title: str) -> Iterator[ExperimentTask]:
-    """The runs of a chain, each after the one before, or those of a sweep, `parallel` of them at the same time."""
+    """Yields the runs of a chain, each after the previous one, or of a sweep, `parallel` at the same time."""
     sweep, local = bool(request.sweeps), request.mode is LaunchMode.LOCAL
     parallel = (request.parallel or (1 if local else None)) if sweep else 1
     names: list[str] = []
@@ -159,7 +157,7 @@ def _tasks(planned: Sequence[PlannedJob], request: LaunchRequest, title: str) ->
 
 
 def _runs(planned: Sequence[PlannedJob]) -> Iterator[tuple[int, BatchJob, RunConfig]]:
-    """Each unfinished run: its index in the sweep, a job of its own, its configuration."""
+    """Yields each unfinished run: its index in the sweep, its job and its configuration."""
     for job, configs in ((each.job, each.configs) for each in planned):
         directories = [job.run_dir / cell for cell in job.cells] or [job.run_dir]
         for index, directory in enumerate(directories):
@@ -169,16 +167,13 @@ def _runs(planned: Sequence[PlannedJob]) -> Iterator[tuple[int, BatchJob, RunCon
 
 
 def _nemo_run_problems(job: BatchJob, tasks: Sequence[ExperimentTask], *, local: bool) -> Iterator[Problem]:
-    """What keeps the installed NeMo-Run, or the runs, from working as asked."""
+    """Finds what the installed NeMo-Run, or the interpreter of the runs, cannot do."""
     home, profile = get_nemorun_home(), job.profile
-    existing = next(path for path in (Path(home), *Path(home).parents) if os.path.exists(path))
-    try:
-        TemporaryFile(dir=existing).close()
-    except OSError as error:
+    if error := write_error(Path(home)):
         rule, fix = f"can be written ({error.strerror})", "set it to a directory that you can write"
         yield Problem(field="NEMORUN_HOME", value=home, rule=rule, fix=fix)
     python = executors.local_python(job) if local else job.python
-    # On the nodes another interpreter may be there, or setup may change what it finds.
+    # Other interpreters cannot be checked here: they may exist on the nodes alone, or depend on setup.
     if (python == sys.executable or (local and not profile.setup)) and (why := _broken(python, profile.env)):
         visible = (local or not isinstance(profile.nemo_run.tunnel, SSH)) and _ENVIRONMENT.exists()
         fix = f"give --python {_ENVIRONMENT}" if visible else "name that of another environment"
@@ -188,7 +183,7 @@ def _nemo_run_problems(job: BatchJob, tasks: Sequence[ExperimentTask], *, local:
 
 
 def _broken(python: str, env: Mapping[str, str]) -> str:
-    """Why an interpreter cannot run megarl; empty where it can."""
+    """Returns why an interpreter cannot run megarl, or an empty text."""
     command = [python, "-c", _HAS_TORCH]
     try:
         done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, check=False)
@@ -198,7 +193,7 @@ def _broken(python: str, env: Mapping[str, str]) -> str:
 
 
 def _cluster_problems(home: str, profile: Profile, tasks: Sequence[ExperimentTask]) -> Iterator[Problem]:
-    """What the installed NeMo-Run cannot do on a cluster, or would silently do otherwise."""
+    """Finds what the installed NeMo-Run cannot do on a cluster, or would silently do otherwise."""
     runtime, installed = profile.runtime, version("nemo-run")
     pyxis = isinstance(runtime, Pyxis)
     if not pyxis and tuple(map(int, installed.split(".")[:2])) < _WITHOUT_PYXIS:

@@ -7,29 +7,25 @@ from typing import Annotated
 import typer
 
 from launchers.submission import run_script, script
+from megarl.launch.cli import SWEEP
 
 _CONFIG = typer.Argument(
     metavar="CONFIG [KEY.PATH=VALUE]...",
     show_default=False,
     help="YAML file of the runs, and settings to override in all of them.",
 )
-_SWEEP = typer.Option(
-    "--sweep",
-    metavar="KEY.PATH=VALUE,...",
-    help="A run for each value, in directories below run.dir; repeatable: a run for each combination.",
-)
-_PARALLEL = typer.Option(min=1, help="Runs at the same time: here 1, on a cluster all.", show_default=False)
+_PARALLEL = typer.Option(min=1, help="Runs at the same time; default: 1 here, all on a cluster.", show_default=False)
 
 
 @script()
 def main(
     arguments: Annotated[list[str], _CONFIG],
-    sweeps: Annotated[list[str], _SWEEP],
+    sweep: Annotated[list[str], SWEEP],
     parallel: Annotated[int | None, _PARALLEL] = None,
 ) -> None:
     """Run CONFIG for every combination of values, as one experiment of NeMo-Run.
 
-    Each run has a directory of its own below run.dir. A failed one does not keep the others from running.
+    Each run has its own directory below run.dir. The other runs go on if one fails.
     """
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 from xdist.remote import Producer
 
-from tests.groups import GroupScheduling, group, place, starts_processes
+from tests.groups import GroupScheduling, group, place
 from tests.pool import RankPool
 
 # Reproducible, and without a time limit per example: the machine may be busy.
@@ -58,9 +58,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return place(file), group(file), item.path.parent.name == "e2e"
 
     items.sort(key=order)
-    for item in items:
-        if starts_processes(item.path.relative_to(config.rootpath), getattr(item, "originalname", item.name)):
-            item.add_marker("process")
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling:

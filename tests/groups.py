@@ -39,20 +39,6 @@ _LAST = (
 )
 """Groups, folders and files that take long, in their order; what is quick comes before them."""
 
-_PROCESSES = {
-    "config/test_loading.py": {"test_loading_imports_nothing_heavy"},
-    "launch/test_pages.py": {"test_profiles_of_the_page_are_profiles"},
-    "launch/test_profile.py": {"test_settings_go_before_the_file_and_add_to_its_lists", "test_mistakes_are_told"},
-}
-_PROCESS_FILES = ("launch/test_[cnr]*.py", "launch/test_slurm.py", "launchers/*.py", "slurm/*.py")
-"""Tests, and files of tests nearly all of which start processes: they have the mark without a line of their own."""
-
-
-def starts_processes(file: PurePath, test: str) -> bool:
-    """Whether a test has the mark ``process`` by its name or its file's, relative to the repository."""
-    own = str(PurePath(*file.parts[1:]))
-    return test in _PROCESSES.get(own, ()) or any(PurePath(own).match(pattern) for pattern in _PROCESS_FILES)
-
 
 def group(file: PurePath) -> str:
     """The group of a file, whose path is relative to the repository."""

@@ -7,9 +7,12 @@ with which a process was started stays readable as long as it lives.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from megarl.errors import RunError
@@ -19,6 +22,9 @@ SHARED_MEMORY = Path("/dev/shm")
 _PROC = Path("/proc")
 _STUCK_S = 60.0
 """After the grace, for processes that were killed to go."""
+_GRACE_S = 5.0
+_GUARD_S = 90.0  # for the guard to end: longer than it waits for processes
+_BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # Slurm and terminals signal all processes of a job
 
 
 def marked_processes(mark: str) -> list[int]:
@@ -80,6 +86,59 @@ class ProcessCleanup:
             file.unlink(missing_ok=True)
 
 
+class Guard:
+    """A process that cleans up after the one that starts it, even after a SIGKILL, which closes the pipe that it reads.
+
+    It must not have the mark itself. Where Slurm tracks processes by cgroup, it kills the guard with the rest of a task
+    whose agent is killed: then temporary files stay.
+    """
+
+    def __init__(self, mark: str, directory: str, environment: Mapping[str, str], logs: Path | None = None) -> None:
+        self._mark, self._directory, self._logs = mark, directory, logs
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)  # a child inherits which signals are blocked
+        try:
+            command = [sys.executable, "-m", __name__, mark, directory, *([] if logs is None else [str(logs)])]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def finish(self, *, failed: bool) -> bool:
+        """Has the guard clean up, and waits for it; returns whether nothing is left."""
+        try:
+            self._process.communicate(b"" if failed else b"done", timeout=_GUARD_S)
+            if self._process.returncode < 0:  # somebody killed the guard
+                clean_up(self._mark, self._directory, self._logs if failed else None)
+        except (RunError, subprocess.TimeoutExpired) as error:
+            print(error, file=sys.stderr)
+            return False
+        return self._process.returncode <= 0
+
+    def dismiss(self) -> None:
+        """Ends the guard where nothing is left to clean up."""
+        with self._process:
+            self._process.kill()
+
+
+def clean_up(mark: str, directory: str, logs: Path | None) -> None:
+    """Ends the marked processes and removes Ray's directory, whose logs are kept in `logs`, if that is given.
+
+    Raises RunError where processes do not end.
+    """
+    cleanup = ProcessCleanup(mark)
+    try:
+        cleanup.note()
+        cleanup.terminate()
+        cleanup.remove(_GRACE_S)
+    finally:
+        source = Path(directory) / "session_latest" / "logs"
+        if logs is not None and source.is_dir():
+            try:
+                shutil.copytree(source, logs, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+            except OSError as error:
+                print(f"Ray's logs of this node are not kept in {logs}: {error}", file=sys.stderr)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 def _pids() -> list[int]:
     return [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()]
 
@@ -107,3 +166,12 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         return
+
+
+if __name__ == "__main__":
+    told = sys.stdin.read()  # returns when the pipe is closed
+    mark, directory, *logs = sys.argv[1:]
+    try:
+        clean_up(mark, directory, Path(logs[0]) if logs and not told else None)
+    except RunError as error:
+        sys.exit(str(error))

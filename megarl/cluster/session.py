@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 from megarl.cluster import ray_api
 from megarl.cluster.calls import Call, CallMonitor, Process
-from megarl.cluster.cleanup import MARK, ProcessCleanup
+from megarl.cluster.cleanup import MARK, Guard, ProcessCleanup
 from megarl.cluster.driver_environment import (
     environment,
     ignore_interrupts,
@@ -162,6 +162,7 @@ class Session:
         """Starts Ray on this machine; the ending undoes it in reverse."""
         mark = secrets.token_hex(8)
         directory = ending.enter_context(temporary_directory())
+        ending.callback(Guard(mark, directory, os.environ).dismiss)  # for a SIGKILL: two of Ray's agents live a minute
         ending.enter_context(environment({**_LOCAL_ENV, MARK: mark}))
         ending.enter_context(random_token())
         cleanup = ProcessCleanup(mark)

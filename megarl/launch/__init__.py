@@ -1,1 +1,1 @@
-"""Launchers: how runs get onto clusters, and what runs on every node of a job."""
+"""Submits runs to clusters, and runs them on the nodes of a Slurm job."""

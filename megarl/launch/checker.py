@@ -1,4 +1,4 @@
-"""What a launch requires of a configuration that is valid by itself."""
+"""Checks that a valid configuration can be launched as requested."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from megarl.launch.render import mounts
 from megarl.launch.request import LaunchMode, LaunchRequest, unwritable
 from megarl.preflight.check import check
 
-_EARLY_S = 60  # Slurm may send the signal before the time limit so much earlier (sbatch's manual, --signal)
+_EARLY_S = 60  # Slurm may send its signal this much early (sbatch's manual, --signal)
 _NAMES_NOTHING: Final[Any] = {"run": True, "actor": {"optimizer"}, "critic": {"optimizer"}}
-"""Parts of a configuration that name neither models nor data nor functions."""
+"""Parts of a configuration that name no models, data or functions."""
 
 
 class Checker:
     """Checks that a configuration can run, and fits the request and the cluster.
 
-    Models and data are read once for runs that read the same; not where the jobs are remote, and see other files.
+    Runs with the same models and data share one check of them; remote jobs, which see other files, have none.
     """
 
     def __init__(self, request: LaunchRequest, profile: Profile) -> None:
@@ -39,14 +39,14 @@ class Checker:
         self._checked: dict[str, ConfigError | None] = {}
 
     def __call__(self, config: RunConfig) -> None:
-        """Checks a configuration, which may break rules between its fields; raises a ConfigError with every problem."""
+        """Checks a configuration; raises a ConfigError with every problem."""
         error = None if self.remote else self._preflight(config)
         problems = [*self._misfits(config), *(() if error is None else error.problems)]
         if problems:
             raise ConfigError(problems, unchecked="" if error is None else error.unchecked)
 
     def _preflight(self, config: RunConfig) -> ConfigError | None:
-        """What is wrong with the models, data and functions that the configuration names."""
+        """Returns the problems of the models, data and functions that the configuration names."""
         key = config.model_dump_json(by_alias=True, exclude=_NAMES_NOTHING)
         if key not in self._checked:
             try:
@@ -57,16 +57,17 @@ class Checker:
         return self._checked[key]
 
     def finished(self, config: RunConfig) -> list[Problem]:
-        """The problem that nothing is left to do in run.dir, if so."""
+        """Returns the problem that the run is finished, if it is."""
         return [] if self.remote else list(is_not_finished(config, chain=len(self.request.configs) > 1))
 
     def _misfits(self, config: RunConfig) -> Iterator[Problem]:
-        if not self.request.sweeps:  # of a sweep, finished cells are left out
+        if not self.request.sweeps:  # a sweep leaves its finished cells out
             yield from self.finished(config)
         yield from _devices_fit(config, self.request)
         run_dir = Path(config.run.dir)
-        if not self.remote:
-            yield from _is_writable(run_dir.parent if self.request.sweeps else run_dir)
+        written = run_dir.parent if self.request.sweeps else run_dir
+        if not self.remote and (error := write_error(written)):
+            yield unwritable(written, error)
         yield from _paths_are_plain(run_dir, self.profile, self.workdir)
         yield from _paths_are_mounted(config, self.profile, self.workdir)
 
@@ -74,7 +75,7 @@ class Checker:
 def load_checked(
     path: Path, overrides: Sequence[str], check: Callable[[RunConfig], object], pending: Collection[Path] = ()
 ) -> RunConfig:
-    """Reads and checks a configuration; what is missing in pending directories, earlier runs will have written."""
+    """Reads and checks a configuration; earlier runs will write what is missing in `pending` directories."""
     config = load(path, overrides, check, pending_paths=pending)
     try:
         check(config)
@@ -97,7 +98,7 @@ def profile_problems(profile: Profile) -> Iterator[Problem]:
 
 
 def is_not_finished(config: RunConfig, *, chain: bool = False) -> Iterator[Problem]:
-    """Checks that something is left to do in run.dir."""
+    """Checks that the run in run.dir is not finished."""
     summary = Path(config.run.dir) / "summary.json"
     try:
         taken = json.loads(summary.read_text(encoding="utf-8"))["steps"]
@@ -107,13 +108,13 @@ def is_not_finished(config: RunConfig, *, chain: bool = False) -> Iterator[Probl
         fix = "choose another run.dir, or remove the directory"
         yield Problem(field="run.dir", value=config.run.dir, rule="no finished evaluation is there", fix=fix)
     elif isinstance(config, TrainingConfig) and config.run.steps <= taken:
-        fix = f"raise run.steps to go on with it, {'leave it out, ' if chain else ''}or choose another run.dir"
+        fix = f"raise run.steps to continue it, {'leave it out, ' if chain else ''}or choose another run.dir"
         rule = f"a run that is not finished; this one has taken its {taken} steps"
         yield Problem(field="run.dir", value=config.run.dir, rule=rule, fix=fix)
 
 
 def _devices_fit(config: RunConfig, request: LaunchRequest) -> Iterator[Problem]:
-    """Every node is used; in a heterogeneous job the last nodes have the engines, and nothing else."""
+    """Checks that every node is used, and that the rollout nodes of a heterogeneous job have the engines alone."""
     nodes, per_node, split = config.cluster.nodes, config.cluster.devices_per_node, request.rollout_nodes
     trainers = {device for name in config.groups for device in config.device_list(name)}
     rollout = getattr(config, "rollout", None)
@@ -139,17 +140,18 @@ def _devices_fit(config: RunConfig, request: LaunchRequest) -> Iterator[Problem]
         yield Problem(field="rollout.devices", value=shown(getattr(rollout, "devices", None)), rule=rule, fix=fix)
 
 
-def _is_writable(directory: Path) -> Iterator[Problem]:
-    """The directory, or what exists of the path to it, takes files."""
+def write_error(directory: Path) -> OSError | None:
+    """Returns why files cannot be written to a directory, or to its nearest existing parent; None if they can."""
     present = next(path for path in (directory, *directory.absolute().parents) if os.path.exists(path))
     try:
         TemporaryFile(dir=present).close()
     except OSError as error:
-        yield unwritable(directory, error)
+        return error
+    return None
 
 
 def _paths_are_plain(run_dir: Path, profile: Profile, workdir: Path) -> Iterator[Problem]:
-    """Slurm and the containers can be given the directories of the job."""
+    """Checks that Slurm and the containers can express the paths of the job's directories."""
     contained = not isinstance(profile.runtime, Bare)
     for field, path in (("run.dir", run_dir.absolute()), ("the present directory", workdir)):
         text = str(path)
@@ -162,13 +164,13 @@ def _paths_are_plain(run_dir: Path, profile: Profile, workdir: Path) -> Iterator
 
 
 def _paths_are_mounted(config: RunConfig, profile: Profile, workdir: Path) -> Iterator[Problem]:
-    """A container sees the models and data that are named by paths; a name on the hub looks like a relative path."""
+    """Checks that a container sees the files that the configuration names; hub names look like relative paths."""
     if isinstance(profile.runtime, Bare):
         return
     mounted = mounts(profile.runtime, workdir, [Path(config.run.dir).absolute()])
     seen = [Path(os.path.normpath(mount.split(":")[1])) for mount in mounted]
     if isinstance(profile.runtime, Apptainer):
-        seen += [Path.home(), Path("/tmp")]  # it mounts these by itself
+        seen += [Path.home(), Path("/tmp")]  # mounted by default
     for field, path in _paths(config.model_dump(by_alias=True)):
         place = Path(os.path.normpath(workdir / path))
         if not any(place.is_relative_to(directory) for directory in seen):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
 
 
 class LaunchGroup(TyperGroup):
-    """Says what is missing where a configuration follows at once."""
+    """Names the commands where a configuration is given without one."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in self.commands and not args[0].startswith("-"):
@@ -30,68 +29,63 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-
-class GPURequest(StrEnum):
-    GPUS_PER_NODE = "gpus-per-node"
-    GRES = "gres"
-    NONE = "none"
-
-
-class RuntimeName(StrEnum):
-    BARE = "bare"
-    PYXIS = "pyxis"
-    ENROOT = "enroot"
-    APPTAINER = "apptainer"
-
-
 _job = partial(typer.Option, rich_help_panel="The job")
 _count = partial(_job, metavar="N", min=1)
 _runtime = partial(typer.Option, rich_help_panel="Where megarl is installed")
 _several = partial(typer.Option, rich_help_panel="Several runs")
-_apart = partial(typer.Option, rich_help_panel="A heterogeneous job")
-_GRACE = "Seconds before the time limit at which the run is ended in order, up to 60 earlier; 0 leaves it to Slurm."
-_PROFILE = "The cluster's profile, in place of ~/.config/megarl/cluster.yaml. Options given here go before it."
-_CONFIGS = "YAML file of the run, and settings to override. Several files are jobs that follow each other."
-_GPUS = "How GPUs are asked for: gpus-per-node, gres or none."
-_MOUNTS = "Directories that the container sees besides the present one and run.dir; repeatable."
+_het = partial(typer.Option, rich_help_panel="A heterogeneous job")
+_PROFILE = "The cluster's profile, instead of ~/.config/megarl/cluster.yaml. Options of the command line override it."
+_CONFIGS = "YAML file of the run, and settings to override. Several files are a chain of jobs."
+_GRACE = "Seconds before the time limit at which the run is stopped, up to 60 earlier; 0 lets Slurm kill it."
+_GPUS = "How GPUs are requested: gpus-per-node, gres or none."
+_MOUNTS = "Directories to mount besides the working directory and run.dir; repeatable."
 _PYTHON = "Interpreter that has megarl: without a container this one, in a container python."
-_SWEEP = "A run for each value, in directories below run.dir; repeatable: a run for each combination."
-_ROLLOUT_NODES = "Of the nodes, the last ones: they have the engines, as the second component of the job."
+_SWEEP = "One run for each value, in directories below run.dir; repeatable: one run for each combination."
+_ROLLOUT_NODES = "The last N nodes have the engines, as the second component of the job."
 _RUNTIME, _FURTHER = "bare, the nodes' own file system; or pyxis, enroot, apptainer.", "Further option, as "
-_IMAGE = "Image; by Pyxis, unless another runtime is said."
-_START_LIMIT = "Seconds for the nodes to find each other and to start Ray."
+_IMAGE = "Image; for Pyxis unless another runtime is given."
+_START_LIMIT = "Seconds for the nodes to find each other, and again to start Ray."
 _HEAD_PYTHON = "Interpreter on the head that has megarl: this one; with --working-dir python of the head's PATH."
 _WORKING_DIR = (
     "Send this directory, 100 MiB at most, and run in its copy: for a machine that does not share the cluster's file "
-    "system. Default: run in the present directory, which all nodes must see."
+    "system. Default: run in the working directory, which all nodes must see."
 )
+SWEEP = _several(metavar="KEY.PATH=VALUE,...", help=_SWEEP)
 _ARGUMENT = typer.Argument(metavar="CONFIG|KEY.PATH=VALUE", show_default=False, help=_CONFIGS)
 
 Text = str | None
 Texts = list[str] | None
+ProfileOption = Annotated[Path | None, typer.Option(metavar="FILE", help=_PROFILE)]
+Nodes = Annotated[int | None, _count(help="Nodes, as cluster.nodes=N.")]
+GPUsPerNode = Annotated[int | None, _count(help="GPUs per node, as cluster.devices_per_node=N.")]
+Time = Annotated[Text, _job(help="Time limit, as 04:00:00.")]
+Partition = Annotated[Text, _job(help="Partition.")]
+Account = Annotated[Text, _job(help="Account to charge.")]
+Python = Annotated[Text, _runtime(help=_PYTHON)]
+GPURequest = Literal["gpus-per-node", "gres", "none"]
+RuntimeName = Literal["bare", "pyxis", "enroot", "apptainer"]
 
 
 @app.command()
 def slurm(
     arguments: Annotated[list[str], _ARGUMENT],
-    profile: Annotated[Path | None, typer.Option(metavar="FILE", help=_PROFILE)] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the script and show it; submit nothing.")] = False,
-    nodes: Annotated[int | None, _count(help="Nodes, as cluster.nodes=N.")] = None,
-    gpus_per_node: Annotated[int | None, _count(help="GPUs of each, as cluster.devices_per_node=N.")] = None,
-    time: Annotated[Text, _job(help="Time limit, as 04:00:00.")] = None,
-    partition: Annotated[Text, _job(help="Partition.")] = None,
-    account: Annotated[Text, _job(help="Account that is charged.")] = None,
+    profile: ProfileOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write and show the script; submit nothing.")] = False,
+    nodes: Nodes = None,
+    gpus_per_node: GPUsPerNode = None,
+    time: Time = None,
+    partition: Partition = None,
+    account: Account = None,
     qos: Annotated[Text, _job(help="Quality of service.")] = None,
     reservation: Annotated[Text, _job(help="Reservation.")] = None,
     constraint: Annotated[Text, _job(help="Features that the nodes must have.")] = None,
-    cpus_per_task: Annotated[int | None, _count(help="CPUs of each node; all of an exclusive one.")] = None,
-    mem: Annotated[Text, _job(help="Memory of each node, as 500G; all of an exclusive one.")] = None,
-    exclusive: Annotated[bool | None, _job(help="Take whole nodes, or share them. Whole ones.")] = None,
+    cpus_per_task: Annotated[int | None, _count(help="CPUs per node; all of an exclusive one.")] = None,
+    mem: Annotated[Text, _job(help="Memory per node, as 500G; all of an exclusive one.")] = None,
+    exclusive: Annotated[bool | None, _job(help="Take whole nodes (default), or share them.")] = None,
     gpu_request: Annotated[GPURequest | None, _job(metavar="KIND", help=_GPUS)] = None,
-    gpu_type: Annotated[Text, _job(help="Type of the GPUs, where it must be said.")] = None,
-    job_name: Annotated[Text, _job(help="As Slurm shows it; the name of run.dir.")] = None,
-    dependency: Annotated[Text, _job(help="What the job waits for, as afterok:1234.")] = None,
+    gpu_type: Annotated[Text, _job(help="Type of the GPUs, where the cluster requires one.")] = None,
+    job_name: Annotated[Text, _job(help="Name of the job; default: the name of run.dir.")] = None,
+    dependency: Annotated[Text, _job(help="Condition for the start, as afterok:1234.")] = None,
     grace: Annotated[int | None, _job(metavar="N", min=0, help=_GRACE)] = None,
     interface: Annotated[Text, _job(help="Network interface between the nodes, as ib0.")] = None,
     start_limit: Annotated[float | None, _job(help=_START_LIMIT)] = None,
@@ -102,17 +96,16 @@ def slurm(
     runtime: Annotated[RuntimeName | None, _runtime(metavar="KIND", help=_RUNTIME)] = None,
     container: Annotated[Text, _runtime(metavar="IMAGE", help=_IMAGE)] = None,
     mounts: Annotated[Texts, _runtime(metavar="DIR[:INSIDE],...", help=_MOUNTS)] = None,
-    python: Annotated[Text, _runtime(help=_PYTHON)] = None,
-    sweep: Annotated[Texts, _several(metavar="KEY.PATH=VALUE,...", help=_SWEEP)] = None,
+    python: Python = None,
+    sweep: Annotated[Texts, SWEEP] = None,
     parallel: Annotated[int | None, _several(metavar="N", min=1, help="Runs of a sweep at the same time.")] = None,
-    rollout_nodes: Annotated[int | None, _apart(metavar="N", min=1, help=_ROLLOUT_NODES)] = None,
-    rollout_partition: Annotated[Text, _apart(help="Partition of the rollout nodes.")] = None,
+    rollout_nodes: Annotated[int | None, _het(metavar="N", min=1, help=_ROLLOUT_NODES)] = None,
+    rollout_partition: Annotated[Text, _het(help="Partition of the rollout nodes.")] = None,
 ) -> None:
-    """Submit CONFIG as a Slurm job: Ray on all of its nodes, and the run on top.
+    """Submit CONFIG as a Slurm job, which starts Ray on its nodes and the run on top.
 
-    It is checked first, and kept in run.dir/slurm with the script, which is
-    yours to edit and to submit again. A mistake is told with all others, and
-    nothing is written or submitted then.
+    The configuration is checked first, and kept in run.dir/slurm with the script, which you may edit and submit again.
+    All mistakes are reported at once, and then nothing is written or submitted.
     """
     given = dict(locals())
     from megarl.launch.profile import Profile
@@ -121,16 +114,13 @@ def slurm(
 
     configs, overrides = split_arguments(arguments)
     of_runtime = {
-        "name": runtime and runtime.value,
+        "name": runtime,
         "image": container,
         "mounts": [mount for text in mounts or () for mount in text.split(",") if mount],
         "python": python,
     }
-    of_profile = {name: value for name, value in given.items() if name in Profile.model_fields} | {
-        "gpu_request": gpu_request and gpu_request.value,
-        "env": _variables(env or ()),
-        "runtime": _given(of_runtime),
-    }
+    of_profile = {name: value for name, value in given.items() if name in Profile.model_fields}
+    of_profile |= {"env": _variables(env or ()), "runtime": _given(of_runtime)}
     of_request = {name: value for name, value in given.items() if name in LaunchRequest.__dataclass_fields__}
     request = LaunchRequest(
         **of_request, configs=configs, overrides=overrides, settings=_given(of_profile), sweeps=tuple(sweep or ())
@@ -145,15 +135,12 @@ def ray(
     overrides: Annotated[Texts, typer.Argument(metavar="KEY.PATH=VALUE", help="Settings to override.")] = None,
     working_dir: Annotated[Path | None, typer.Option(metavar="DIR", help=_WORKING_DIR)] = None,
     python: Annotated[Text, typer.Option(help=_HEAD_PYTHON)] = None,
-    wait: Annotated[
-        bool, typer.Option("--wait/--no-wait", help="Follow the job to its end, or return once it is submitted.")
-    ] = True,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Follow the job, or return once submitted.")] = True,
 ) -> None:
-    """Run CONFIG as a job of a Ray cluster that is up: several nodes without Slurm, or KubeRay.
+    """Run CONFIG as a job of a running Ray cluster: several nodes without Slurm, or KubeRay.
 
-    The configuration is checked first. What the job prints is printed here, and its exit code is this command's; an
-    interrupt stops the job. run.dir must be where the head and all nodes see it. docs/ray.md says how to start a
-    cluster.
+    The configuration is checked first. The job's output is printed here, and its exit code is this command's; an
+    interrupt stops the job. The head and all nodes must see run.dir. docs/ray.md shows how to start a cluster.
     """
     from megarl.config import ConfigError
     from megarl.errors import RunError
@@ -168,7 +155,7 @@ def ray(
 
 
 def _given(options: Mapping[str, object]) -> dict[str, object]:
-    """Without options that were not given."""
+    """Returns the options without those that were not given."""
     return {name: value for name, value in options.items() if value is not None and value != [] and value != {}}
 
 

@@ -1,4 +1,4 @@
-"""Types of the fields of a cluster's profile, each with its own check."""
+"""Types of a profile's fields, with their checks."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?")
 _TIME = re.compile(r"(\d+-\d+|\d+)(:[0-5]?\d){0,2}")
 _MOUNT = re.compile(r"/[^\s,:]*(:/[^\s,:]*(:[^\s,:/]+)?)?")
 PARTITIONS = (r"[^\s,]+(,[^\s,]+)*", "a name without spaces, or several with commas between")
-"""What matches names of partitions, and the rule in words."""
+"""The pattern of partition names, and the rule in words."""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CLEARING = ("-e", "--cleanenv", "-c", "--contain", "-C", "--containall")
 
 _OWN_OPTIONS = Path(__file__).parent / "templates" / "own_options.yaml"
 OWN_OPTIONS: Mapping[str, Mapping[str, str]] = yaml.safe_load(_OWN_OPTIONS.read_text(encoding="utf-8"))
-"""Options of sbatch and srun that the profile's lists do not take, and what to do instead."""
+"""Options of sbatch and srun that the profile's lists refuse, and what to do instead."""
 
 
 def _refuse(why: Callable[[Any], str | None]) -> AfterValidator:
-    """Refuses values for which the function returns what they should be."""
+    """Refuses values for which `why` returns a rule, as 'be a line of text'."""
 
     def validate(value: Any) -> Any:
         if rule := why(value):
@@ -41,7 +41,7 @@ def _matching(pattern: str, rule: str) -> AfterValidator:
 
 
 def _without(own: Mapping[str, str]) -> AfterValidator:
-    """Takes long options in one piece, but not those of the table, even shortened."""
+    """Refuses options that are not in one piece, and those of the table, abbreviated too."""
 
     def wrong(option: str) -> str | None:
         if _OPTION.fullmatch(option) is None:
@@ -117,15 +117,12 @@ SrunOptions = Annotated[Lines, _without(OWN_OPTIONS["srun"])]
 
 
 def seconds_of(time: str) -> float:
-    """A time limit in seconds: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS or UNLIMITED; else ValueError."""
+    """Returns a time limit in seconds: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS or UNLIMITED."""
     if rule := _bad_time(time):
         raise ValueError(f"should {rule}")
     if time.upper() in ("UNLIMITED", "INFINITE"):
         return math.inf
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
-    if dash:
-        hours, minutes, seconds = (*parts, 0, 0)[:3]
-    else:
-        hours, minutes, seconds = {1: (0, *parts, 0), 2: (0, *parts), 3: tuple(parts)}[len(parts)]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))

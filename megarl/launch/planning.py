@@ -1,4 +1,4 @@
-"""From a request to jobs that can be submitted, or to everything that is wrong with it."""
+"""From a launch request to its batch jobs, or to every problem that it has."""
 
 from __future__ import annotations
 
@@ -18,40 +18,36 @@ from megarl.launch.checker import Checker, load_checked, profile_problems
 from megarl.launch.profile import Profile, found_profile, load_profile
 from megarl.launch.render import BatchJob, Component
 from megarl.launch.request import JOB_RAY, LaunchMode, LaunchRequest, as_option, names_other_ray, submitted_as
-from megarl.launch.sweep import Cell, load_cells, read_sweeps, run_directory
+from megarl.launch.sweep_cells import Cell, load_cells, read_sweeps, run_directory
 
-_EXPORTS_A_MODEL = ("sft", "ppo", "raft")  # stages whose export is a model of the architecture that they start from
+_EXPORTS_A_MODEL = ("sft", "ppo", "raft")  # stages whose export has the architecture of their initial model
 
 T = TypeVar("T")
 
 
 class RefusedError(ValueError):
-    """A request that cannot be submitted; its text has every problem."""
+    """A request cannot be submitted; the message has every problem."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedJob:
-    """A job, the configurations of its runs, and the cells of a sweep that have nothing left to do."""
+    """A job, the configurations of its runs, and remarks for the user."""
 
     job: BatchJob
     configs: tuple[RunConfig, ...]
-    finished: tuple[Cell, ...] = ()
-
-    @property
-    def remarks(self) -> list[str]:
-        return [f"{cell} is finished: left out" for cell in self.finished]
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChainedRun:
-    """A run, and the model with which it is checked: where an earlier run will export it, that run's own."""
+    """A run of a chain, and the model with which it is checked: for one that a run exports, that run's own model."""
 
     config: RunConfig
     checked_model: Model
 
 
 def plan(request: LaunchRequest) -> list[PlannedJob]:
-    """Returns the jobs of a request; each waits for the one before. Raises RefusedError where anything is wrong."""
+    """Returns the jobs of a request, each of which waits for the previous one. Raises RefusedError for any problem."""
     errors: list[ConfigError] = []
     profile = _collect(errors, partial(_profile, request))
     checker = Checker(request, profile or Profile())
@@ -71,7 +67,7 @@ def plan(request: LaunchRequest) -> list[PlannedJob]:
 
 
 def _collect(errors: list[ConfigError], make: Callable[[], T]) -> T | None:
-    """Returns what is made, or None with the error appended."""
+    """Returns the result of `make`, or appends its error and returns None."""
     try:
         return make()
     except ConfigError as error:
@@ -100,7 +96,7 @@ def _sbatch_missing(request: LaunchRequest, checker: Checker) -> Iterator[Proble
 
 
 def _chain(request: LaunchRequest, checker: Checker, errors: list[ConfigError]) -> list[PlannedJob]:
-    """A job for each configuration."""
+    """Returns one job per configuration."""
     runs: list[ChainedRun] = []
     planned: list[PlannedJob] = []
     refused: list[Path] = []
@@ -112,11 +108,8 @@ def _chain(request: LaunchRequest, checker: Checker, errors: list[ConfigError]) 
         run_dirs = [] if named is None else [Path(named).absolute()]
         for run_dir in run_dirs:
             if run_dir in owners:
-                rule, fix = (
-                    f"a directory of its own; {owners[run_dir]} has this one too",
-                    "set it in the files, not for all",
-                )
-                errors.append(_wrong_run_dir(path, str(run_dir), rule, fix))
+                rule = f"a directory of its own; {owners[run_dir]} has this one too"
+                errors.append(_wrong_run_dir(path, str(run_dir), rule, "set it in the files, not for all"))
             owners[run_dir] = path
         run = _collect(errors, partial(_load_chained, path, overrides, runs, checker, refused))
         if run is None:
@@ -136,7 +129,7 @@ def _wrong_run_dir(path: Path, run_dir: str, rule: str, fix: str) -> ConfigError
 def _load_chained(
     path: Path, overrides: Sequence[str], earlier: Sequence[ChainedRun], check: Checker, refused: Collection[Path]
 ) -> ChainedRun:
-    """Reads and checks a configuration, as far as this is possible before the earlier runs; some are refused."""
+    """Reads and checks a configuration as far as possible before the earlier runs, of which some are refused."""
     raw, _ = merged(path, overrides)
     pending = [*(Path(run.config.run.dir) for run in earlier), *refused]
     stand_in = _stand_in(raw.get("model"), earlier)
@@ -149,7 +142,7 @@ def _load_chained(
 
 
 def _stand_in(model: Any, earlier: Sequence[ChainedRun]) -> list[str]:
-    """Overrides that replace a model that an earlier run will export by the one from which that run starts."""
+    """Returns overrides that replace a model which an earlier run will export by that run's initial model."""
     path = model.get("path") if isinstance(model, dict) else None
     for run in earlier:
         if run.config.stage in _EXPORTS_A_MODEL and is_pending(path, [Path(run.config.run.dir)]):
@@ -165,7 +158,7 @@ def _stand_in(model: Any, earlier: Sequence[ChainedRun]) -> list[str]:
 def _sweep(
     path: Path, cells: Sequence[Cell], request: LaunchRequest, checker: Checker, errors: list[ConfigError]
 ) -> list[PlannedJob]:
-    """One job for the unfinished cells of a configuration; none where anything is wrong with a cell."""
+    """Returns a job array of the unfinished cells of a configuration, or nothing if a cell has a problem."""
     if (overrides := _collect(errors, partial(_overrides, path, request))) is None:
         return []
     base = run_directory(path, overrides) or ""  # the check of each cell reports a missing one
@@ -173,18 +166,19 @@ def _sweep(
     errors += wrong
     if wrong:
         return []
-    finished = tuple(cell for cell, config in zip(cells, configs, strict=True) if checker.finished(config))
+    finished = [cell for cell, config in zip(cells, configs, strict=True) if checker.finished(config)]
     if len(finished) == len(cells):
         rule = f"a sweep with something left to do; all of its runs, {len(cells)}, are finished"
-        fix = "choose another run.dir, or raise run.steps to go on with them"
+        fix = "choose another run.dir, or raise run.steps to continue them"
         errors.append(_wrong_run_dir(path, base, rule, fix))
         return []
     job = _job(configs, base, request, checker, cells=cells, finished=finished)
-    return [PlannedJob(job=job, configs=tuple(configs), finished=finished)]
+    remarks = tuple(f"{cell} is finished: left out" for cell in finished)
+    return [PlannedJob(job=job, configs=tuple(configs), remarks=remarks)]
 
 
 def _overrides(path: Path, request: LaunchRequest) -> list[str]:
-    """The request's overrides and what the job sets."""
+    """Returns the request's overrides and those of the job."""
     sizes = {"nodes": request.nodes, "devices_per_node": request.gpus_per_node}
     given = [*request.overrides, *(f"cluster.{name}={size}" for name, size in sizes.items() if size is not None)]
     problems = list(names_other_ray(path, request.overrides))

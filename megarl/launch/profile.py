@@ -1,4 +1,4 @@
-"""What a cluster requires of every job: one file per cluster, and the command line on top of it."""
+"""The profile of a cluster: settings of all its jobs, from a file and the command line."""
 
 from __future__ import annotations
 
@@ -22,45 +22,45 @@ class Bare(Choice):
 
     name: Literal["bare"] = "bare"
     python: types.InFull | None = None
-    """Interpreter in whose environment megarl is; null is the one that submits."""
+    """Interpreter that has megarl; null is the one that submits."""
 
 
 class Pyxis(Choice):
-    """A container by the Pyxis plugin of srun."""
+    """A container of srun's Pyxis plugin."""
 
     name: Literal["pyxis"]
     image: types.InFull
-    """As srun's --container-image takes it: a squashfs file, or a name of a registry."""
+    """Squashfs file or registry name, as for srun's --container-image."""
     mounts: types.Mounts = ()
-    """Directories that the container sees, as /data or /data:/inside, besides the present one and run.dir."""
+    """Directories to mount, as /data or /data:/inside, besides the working directory and run.dir."""
     python: types.InFull = "python"
-    """Interpreter in the container in whose environment megarl is."""
+    """Interpreter in the container that has megarl."""
 
 
 class Enroot(Choice):
-    """A container by enroot alone."""
+    """A container of enroot without Pyxis."""
 
     name: Literal["enroot"]
     image: types.InFull
-    """A squashfs file, or the name of a container that enroot create made on every node."""
+    """Squashfs file, or name of a container that enroot create made on every node."""
     mounts: types.PlainMounts = ()
-    """Directories that the container sees, as /data or /data:/inside, besides the present one and run.dir."""
+    """Directories to mount, as /data or /data:/inside, besides the working directory and run.dir."""
     python: types.InFull = "python"
-    """Interpreter in the container in whose environment megarl is."""
+    """Interpreter in the container that has megarl."""
 
 
 class Apptainer(Choice):
-    """A container by Apptainer, or Singularity under that name."""
+    """A container of Apptainer."""
 
     name: Literal["apptainer"]
     image: types.InFull
-    """A SIF file, or what else apptainer exec takes."""
+    """SIF file, or another image for apptainer exec."""
     mounts: types.Mounts = ()
-    """Directories that the container sees, as /data or /data:/inside, besides the present one and run.dir."""
+    """Directories to mount, as /data or /data:/inside, besides the working directory and run.dir."""
     exec_options: types.ExecOptions = Field(default=(), alias="options")
-    """Further options of apptainer exec, each in one piece; --nv is there with GPUs."""
+    """Further options of apptainer exec, each in one piece; --nv is added with GPUs."""
     python: types.InFull = "python"
-    """Interpreter in the container in whose environment megarl is."""
+    """Interpreter in the container that has megarl."""
 
 
 Runtime = Bare | Pyxis | Enroot | Apptainer
@@ -79,79 +79,75 @@ class SSH(Choice):
     host: types.Line
     """Name of the login node."""
     user: types.Line
-    """User there."""
+    """User on it."""
     job_dir: types.Line
-    """Directory there, for the files of experiments."""
+    """Directory on it for the files of experiments."""
     directory: Annotated[types.Line, StringConstraints(pattern="^/")]
-    """Directory there in which the runs work, and from which relative paths of configurations count."""
+    """Working directory of the runs; relative paths of configurations start from it."""
     identity: types.Line | None = None
-    """File of the private key; null leaves it to the agent."""
+    """File of the private key; null leaves it to the SSH agent."""
 
 
 class NemoRun(Section):
-    """What NeMo-Run needs besides."""
+    """Settings of NeMo-Run alone."""
 
     tunnel: Annotated[Local | SSH, OneOf(Local, SSH, default="ssh")] = Local(name="local")
-    """From where jobs are submitted: local, or the login node that is named."""
+    """Where jobs are submitted: on this machine, or on a login node by SSH."""
 
 
 class Profile(Section):
-    """What a cluster wants of every job."""
+    """Settings of all jobs on a cluster."""
 
     partition: types.Partitions | None = None
-    """Partition, or several with commas between; null is the cluster's usual one."""
+    """Partition, or several separated by commas; null is the cluster's default."""
     account: types.Line | None = None
-    """Account that is charged; null is the user's usual one."""
+    """Account to charge; null is the user's default."""
     qos: types.Line | None = None
-    """Quality of service; null is the usual one."""
+    """Quality of service; null is the default."""
     reservation: types.Line | None = None
-    """Reservation whose nodes are taken; null takes those of nobody's."""
+    """Reservation whose nodes are used; null uses unreserved nodes."""
     constraint: types.Line | None = None
     """Features that the nodes must have."""
     time: types.TimeLimit | None = None
-    """Time limit, as "04:00:00" or "2-00:00:00", in quotes; null is the partition's."""
+    """Time limit, as "04:00:00" or "2-00:00:00", in quotes; null is the partition's default."""
     grace: Natural = 60
-    """Seconds before the time limit at which the run is ended in order, up to 60 earlier; 0 leaves it to Slurm."""
+    """Seconds before the time limit at which the run is stopped, up to 60 earlier; 0 lets Slurm kill it."""
     cpus_per_task: Count | None = None
-    """CPUs of each node; null takes all of an exclusive node, and otherwise what the cluster gives."""
+    """CPUs per node; null takes all of an exclusive node, and otherwise the cluster's default."""
     mem: types.Memory | None = None
-    """Memory of each node, as 500G; null takes all of an exclusive node, and otherwise what the cluster gives."""
+    """Memory per node, as 500G; null takes all of an exclusive node, and otherwise the cluster's default."""
     exclusive: bool = True
     """Take whole nodes."""
     gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
-    """How GPUs are asked for; none where whole nodes are given and GPUs are no resource of the cluster."""
+    """How GPUs are requested; none where whole nodes are allocated and GPUs are no resource of the cluster."""
     gpu_type: types.Line | None = None
-    """Type of the GPUs, where the cluster wants it said: h100."""
+    """Type of the GPUs, as h100, where the cluster requires one."""
     sbatch: types.SbatchOptions = ()
     """Further options of sbatch, each in one piece, such as --mail-type=FAIL."""
     srun: types.SrunOptions = ()
     """Further options of srun, each in one piece."""
     env: Mapping[types.VariableName, types.Value] = {}
-    """Environment variables of the job, as they are: for $ and the like there is setup."""
+    """Environment variables of the job, not expanded; use setup to expand $NAME."""
     setup: types.Shell = ()
     """Lines of shell that prepare the job on its first node: module load cuda, source ..., export ..."""
     interface: types.Interface | None = None
-    """Network interface whose addresses the nodes use among each other, such as ib0; null is that of the route."""
+    """Network interface between the nodes, such as ib0; null is that of the route between them."""
     start_limit: Positive = 600.0
-    """Seconds that the nodes have to find each other, and then to start Ray."""
+    """Seconds for the nodes to find each other, and again to start Ray."""
     runtime: Annotated[Runtime, OneOf(Bare, Pyxis, Enroot, Apptainer, default="bare")] = Bare()
     """Where megarl is installed: on the nodes, or in an image."""
     nemo_run: NemoRun = NemoRun()
-    """What NeMo-Run needs besides."""
+    """Settings of NeMo-Run alone."""
 
 
 def found_profile(path: Path | None) -> Path | None:
-    """The file that is named, else the user's own, if there is one."""
+    """Returns the given file, else the user's own if it exists."""
     own = Path.home() / ".config" / "megarl" / "cluster.yaml"
     return path if path is not None else own if own.exists() else None
 
 
 def load_profile(path: Path | None = None, settings: Mapping[str, object] | None = None) -> Profile:
-    """Reads and checks a cluster's profile.
-
-    Args:
-        settings: on top of the file; lists and mappings add to the file's, a runtime of another name replaces it.
-    """
+    """Reads and checks a profile with `settings` merged into it; a runtime of another name replaces the file's."""
     file = found_profile(path)
     raw = _merge({} if file is None else _read(file), settings or {})
     try:
@@ -177,7 +173,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Puts settings on top of a file's fields."""
+    """Merges settings into a file's fields: lists and mappings are joined, other values replaced."""
     merged = dict(below)
     for key, value in above.items():
         under = merged.get(key)
@@ -192,7 +188,7 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _merge_runtime(below: object, above: Mapping[str, Any]) -> dict[str, Any]:
-    """Drops the options of another runtime; an image alone is for the file's kind of container, else for Pyxis."""
+    """Drops options of another runtime; an image without a name is for the file's container runtime, else for Pyxis."""
     under = {"name": below} if isinstance(below, str) else dict(cast(Mapping[str, Any], below or {}))
     before = under.get("name", "bare")
     name = above.get("name", "pyxis" if "image" in above and before == "bare" else before)

@@ -1,4 +1,4 @@
-"""``megarl launch ray``: a run as a job of a Ray cluster that is already up."""
+"""``megarl launch ray``: a run as a job of a running Ray cluster."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 from zipfile import ZIP_DEFLATED, ZipFile
@@ -35,14 +36,14 @@ def launch(
     python: str | None = None,
     wait: bool = True,
 ) -> int:
-    """Submits a run to the cluster, and follows it to its end.
+    """Submits a run to the cluster at a dashboard's address; follows it, if `wait`, and returns its exit code.
 
-    Without ``working_dir`` the job runs in the present directory, which the nodes must see, and the resolved
-    configuration goes into run.dir. With it, both go to the cluster in a package.
+    Without ``working_dir`` the job runs in the current directory, which the nodes must see, and the resolved
+    configuration is written to run.dir. With it, a package of both is sent to the cluster.
 
     Raises:
-        ConfigError: The configuration, the address or the directory cannot be used.
-        RunError: There is no such cluster, it has too few devices, or the job could not run to an end.
+        ConfigError: The configuration, the address or the directory is invalid.
+        RunError: There is no such cluster, it has too few devices, or the job is lost.
     """
     _check_address(address)
     config = _load(config_path, [*overrides, "cluster.address=auto"], working_dir)
@@ -72,11 +73,11 @@ def launch(
         f"  follow         ray job logs {name} --address {jobs.address} --follow\n"
         f"  stop           ray job stop {name} --address {jobs.address}"
     )
-    return jobs.follow(name, _write) if wait else 0
+    return jobs.follow(name, partial(print, end="", flush=True)) if wait else 0
 
 
 def _load(path: Path, overrides: Sequence[str], working_dir: Path | None) -> RunConfig:
-    """The checked configuration; a package may name files that only the cluster has."""
+    """Returns the checked configuration; with a working directory, missing files may be on the cluster."""
     from megarl.preflight.check import check
 
     if working_dir is None:
@@ -90,14 +91,14 @@ def _load(path: Path, overrides: Sequence[str], working_dir: Path | None) -> Run
     with contextlib.chdir(working_dir):
         config = load(path, overrides, pending_paths=[Path("/")])
     if not Path(config.run.dir).is_absolute():
-        rule = "an absolute path that all nodes of the cluster see: the copy of --working-dir does not last"
+        rule = "an absolute path that all nodes of the cluster see: the copy of --working-dir is temporary"
         raise _wrong("run.dir", config.run.dir, rule, "name a directory of the shared file system")
     return config
 
 
 @contextlib.contextmanager
 def packed(directory: Path, config: RunConfig) -> Iterator[Path]:
-    """A zip file of a directory, without hidden files and caches, and of the resolved configuration."""
+    """Yields a zip file of a directory, without hidden files and caches, and of the resolved configuration."""
     files: list[Path] = []
     for place, below, names in os.walk(directory):
         below[:] = sorted(name for name in below if not name.startswith(".") and name != "__pycache__")
@@ -134,8 +135,3 @@ def _check_address(address: str) -> None:
 
 def _wrong(field: str, value: str, rule: str, fix: str) -> ConfigError:
     return ConfigError([Problem(field=field, value=value, rule=rule, fix=fix)], "command line")
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

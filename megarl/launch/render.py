@@ -1,4 +1,4 @@
-"""A batch job, and its script from the template."""
+"""A batch job and its script."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import jinja2
 from megarl.launch.profile import Bare, Profile, Runtime
 
 _PLAIN = re.compile(r"[\w@%+=:,./^*~\[\]-]+", re.ASCII)
-_END_S = 120  # for the head to end its driver, and for all nodes to clean up
+_END_S = 120  # for the head to stop its driver, and for all nodes to clean up
 
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """Nodes of one kind, with so many GPUs each; partition None is the cluster's default."""
+    """Nodes of one partition, None for the cluster's default, with `gpus` GPUs each."""
 
     nodes: int
     partition: str | None
@@ -29,17 +29,17 @@ class Component:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchJob:
-    """A job as its script describes it. All paths are absolute.
+    """A job as its script describes it; all paths are absolute.
 
     Args:
         command: ``train`` or ``eval``.
-        run_dir: of the run, or above those of a sweep.
-        configs: files of the resolved configurations: that of the run, or those of the cells of a sweep.
+        run_dir: the run's directory, or the parent of a sweep's.
+        configs: files of the resolved configurations, one per cell of a sweep.
         cells: names of a sweep's run directories below run_dir; empty for a single run.
-        finished: indices of cells that have nothing left to do and get no task.
+        finished: indices of cells that get no task.
         parallel: runs of a sweep at the same time; None sets no limit.
         dependent: whether the job waits for another one.
-        earlier: directories of the runs that it follows, which it may read.
+        earlier: directories of earlier runs of a chain, which it may read.
     """
 
     title: str
@@ -58,12 +58,12 @@ class BatchJob:
 
     @property
     def wait_s(self) -> int:
-        """Seconds that srun waits for the other tasks once one has ended: the head may notice after its limit alone."""
+        """Seconds that srun waits for other tasks after the first has ended: the head may need all of its limit."""
         return math.ceil(self.profile.start_limit) + _END_S
 
     @property
     def srun(self) -> tuple[str, ...]:
-        """Options of srun without those of a container: one task per node, and each task ends by itself."""
+        """Options of srun, without those of a container."""
         cpus, several = self.profile.cpus_per_task, len(self.components) > 1
         return (
             *("--ntasks-per-node=1", "--export=ALL", "--cpu-bind=none"),
@@ -92,7 +92,7 @@ class BatchJob:
 
     @property
     def array(self) -> str:
-        """The indices of a sweep's unfinished cells, as sbatch takes them: ``0,2-4%2``."""
+        """The indices of a sweep's unfinished cells for sbatch, as ``0,2-4%2``."""
         left = [index for index in range(len(self.cells)) if index not in self.finished]
         starts = [index for index in left if index - 1 not in left]
         ends = [index for index in left if index + 1 not in left]
@@ -109,7 +109,7 @@ class BatchJob:
 
 
 def mounts(runtime: Runtime, workdir: Path, directories: Sequence[Path]) -> tuple[str, ...]:
-    """What a container sees, as SOURCE:TARGET: the job's directories under their own names, and the profile's."""
+    """Returns the mounts of a container as SOURCE:TARGET: the job's directories, and the profile's mounts."""
     own = [workdir, *(directory for directory in directories if not directory.is_relative_to(workdir))]
     further = () if isinstance(runtime, Bare) else runtime.mounts
     return (*(f"{path}:{path}" for path in own), *(mount if ":" in mount else f"{mount}:{mount}" for mount in further))
@@ -127,7 +127,7 @@ def directive(value: object) -> str:
 
 
 def templates(*loaders: jinja2.BaseLoader) -> jinja2.Environment:
-    """The templates of further loaders and of batch scripts, in this order."""
+    """Returns the environment of the templates of `loaders`, and then of slurm/."""
     loader = jinja2.ChoiceLoader([*loaders, jinja2.PackageLoader("megarl.launch")])
     environment = jinja2.Environment(
         loader=loader,

@@ -1,4 +1,4 @@
-"""What the command line of a launch asks for, and which of its options contradict each other."""
+"""A launch as the command line requests it, and checks of its options against each other."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from megarl.launch.field_types import PARTITIONS
 
 _RUNTIME_OPTIONS = {"name": "--runtime", "image": "--container", "mounts": "--mounts", "python": "--python"}
 OPTIONS: Mapping[str, str] = {f"runtime.{name}": option for name, option in _RUNTIME_OPTIONS.items()}
-"""Command-line options by the fields of the profile that have other names."""
+"""Command-line options of the profile's fields whose names differ, by field."""
 _AUTO = "auto"
 JOB_RAY = f"cluster.address={_AUTO}"
-"""The driver takes Ray's address from its environment: a run that continues in another job keeps its configuration."""
+"""The driver reads Ray's address from the environment, so a run that resumes in another job has the same config."""
 
 
 class LaunchMode(Enum):
-    """How runs get to where they run."""
+    """How runs are started."""
 
     SBATCH = auto()  # by sbatch on this machine
-    TUNNEL = auto()  # through the profile's tunnel for NeMo-Run
+    TUNNEL = auto()  # by the profile's tunnel for NeMo-Run
     LOCAL = auto()  # on this machine, without Slurm
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
-    """A launch as asked for; None leaves a value to the configuration, the profile or the cluster.
+    """A requested launch; None leaves a value to the configuration, the profile or the cluster.
 
     Args:
-        configs: one, or several runs that follow each other.
+        configs: one, or the runs of a chain in their order.
         settings: fields of the profile that the command line sets.
         dependency: of the first job, as sbatch takes it.
         sweeps: ``key.path=value,value``; every combination is a run.
         parallel: runs of a sweep at the same time.
-        rollout_nodes: number of the last nodes, which are a component of their own.
+        rollout_nodes: number of nodes, the last ones, that are the second component of the job.
     """
 
     configs: tuple[Path, ...]
@@ -60,7 +60,7 @@ class LaunchRequest:
     mode: LaunchMode = LaunchMode.SBATCH
 
     def contradictions(self) -> Iterator[Problem]:
-        """Finds what cannot be asked for together."""
+        """Finds options that exclude each other, are without effect or malformed."""
         chain, sweep, split = len(self.configs) > 1, bool(self.sweeps), self.rollout_nodes is not None
         sweeps, partition = " ".join(self.sweeps), self.rollout_partition
         what, value = ("several configurations", " ".join(map(str, self.configs))) if chain else ("a sweep", sweeps)
@@ -68,25 +68,14 @@ class LaunchRequest:
         pattern, names = PARTITIONS
         several = f"only a single run has components; not together with {what}: {value}"
         no_sweep, no_split = "has an effect on a sweep alone", "has an effect with --rollout-nodes alone"
+        unswept, unsplit = self.parallel is not None and not sweep, partition is not None and not split
         bad_partition = partition is not None and re.fullmatch(pattern, partition) is None
         rules = [
             (not self.configs, "CONFIG", "(missing)", "at least one configuration", "name the YAML file of the run"),
             (chain and sweep, "--sweep", shown(sweeps), "not of several configurations", alone),
             (split and (chain or sweep), "--rollout-nodes", self.rollout_nodes, several, alone),
-            (
-                self.parallel is not None and not sweep,
-                "--parallel",
-                self.parallel,
-                no_sweep,
-                "remove it, or give --sweep",
-            ),
-            (
-                partition is not None and not split,
-                "--rollout-partition",
-                partition,
-                no_split,
-                "remove it, or give --rollout-nodes",
-            ),
+            (unswept, "--parallel", self.parallel, no_sweep, "remove it, or give --sweep"),
+            (unsplit, "--rollout-partition", partition, no_split, "remove it, or give --rollout-nodes"),
             (bad_partition, "--rollout-partition", repr(partition), names, "correct it"),
         ]
         for name, text in (("--job-name", self.job_name), ("--dependency", self.dependency)):
@@ -98,13 +87,13 @@ class LaunchRequest:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[tuple[Path, ...], tuple[str, ...]]:
-    """Splits configurations and overrides, which contain ``=`` and are no file."""
+    """Splits arguments into configurations and overrides; those contain ``=`` and are not files."""
     overrides = tuple(argument for argument in arguments if "=" in argument and not os.path.isfile(argument))
     return tuple(Path(argument) for argument in arguments if argument not in overrides), overrides
 
 
 def as_option(problem: Problem, settings: Mapping[str, object]) -> Problem:
-    """Names the command-line option instead of the profile's field where the option set the value."""
+    """Names the command-line option, not the profile's field, where the option set the value."""
     top, _, rest = problem.field.partition(".")
     if top not in settings:
         return problem
@@ -114,7 +103,7 @@ def as_option(problem: Problem, settings: Mapping[str, object]) -> Problem:
 
 
 def submitted_as(config: RunConfig, folder: str) -> Path:
-    """The file of the resolved configuration in a folder of run.dir; its name has the content's hash."""
+    """Returns the path of the resolved configuration in a folder of run.dir; its name has the content's hash."""
     digest = hashlib.sha256(as_yaml(config).encode()).hexdigest()
     return Path(config.run.dir, folder, f"config-{digest[:8]}.yaml")
 
@@ -125,7 +114,7 @@ def unwritable(run_dir: object, error: OSError, what: str = "") -> Problem:
 
 
 def names_other_ray(path: Path, overrides: Sequence[str]) -> Iterator[Problem]:
-    """Finds a configuration that names a Ray cluster to join. Raises ConfigError where the file cannot be read."""
+    """Reports a configuration that names a Ray cluster to join. Raises ConfigError if the file cannot be read."""
     cluster = merged(path, overrides)[0].get("cluster")
     address = cluster.get("address") if isinstance(cluster, Mapping) else None
     if address not in (None, _AUTO):

@@ -1,4 +1,4 @@
-"""Submits a request's jobs to Slurm: writes their files, calls sbatch, and says what was submitted."""
+"""Submits a request's jobs to Slurm."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _JOB_ID = re.compile(r"^(\d+)(?:;\S+)?$", re.MULTILINE)  # sbatch --parsable add
 
 
 def launch(request: LaunchRequest) -> int:
-    """Submits or shows a request's jobs; returns 2 for a mistake, before anything is written, 1 if sbatch refuses."""
+    """Submits or shows a request's jobs; returns 2 for a mistake, before anything is written, and 1 if sbatch fails."""
     try:
         planned = plan(request)
         for each in planned:
@@ -38,7 +38,7 @@ def launch(request: LaunchRequest) -> int:
 
 
 def _write(planned: PlannedJob) -> None:
-    """Writes the script, and each run's configuration as it is now: later edits do not change the job."""
+    """Writes the script and the resolved configurations, so that later edits do not change the job."""
     try:
         for config, file in zip(planned.configs, planned.job.configs, strict=True):
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def _show(request: LaunchRequest, jobs: Sequence[BatchJob]) -> int:
     """Prints the scripts to stdout, and how to submit them to stderr."""
     for index, job in enumerate(jobs):
         before = f"JOB-{index}" if index else None
-        number = f" ({before} is the number of the job before)" if before else ""
+        number = f" ({before} is the number of the previous job)" if before else ""
         typer.echo(render(job))
         typer.echo(f"written to {job.script}; to submit: {join(_command(request, job, before))}{number}", err=True)
     typer.echo(_origin(request), err=True)
@@ -68,7 +68,7 @@ def _origin(request: LaunchRequest) -> str:
 
 
 def _submit(request: LaunchRequest, jobs: Sequence[BatchJob]) -> int:
-    """Submits the jobs; each starts when the one before has succeeded."""
+    """Submits the jobs; each starts after the previous one has succeeded."""
     numbers: list[str] = []
     for job in jobs:
         command = _command(request, job, numbers[-1] if numbers else None)
@@ -96,10 +96,7 @@ def _command(request: LaunchRequest, job: BatchJob, before: str | None) -> list[
 
 
 def sbatch_environment(script: str) -> dict[str, str]:
-    """This process's environment without what would change a job.
-
-    Variables of sbatch take precedence over a script's options; and the job of this process, if any, is another one.
-    """
+    """Returns this process's environment without variables of another job, and of sbatch that override the script."""
     options: list[str] = re.findall(r'^#SBATCH "?--([a-z-]+)', script, re.MULTILINE)
     overriding = {f"SBATCH_{_SBATCH_VARIABLES.get(name, name).upper().replace('-', '_')}" for name in options}
     return {

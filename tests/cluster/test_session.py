@@ -19,6 +19,7 @@ from tests.leftovers import Trace, comes_true
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
+_GUARD_LIMIT_S = 15.0  # five seconds of grace, and then some on a busy machine
 
 
 @pytest.fixture
@@ -30,7 +31,12 @@ def short_directory() -> Iterator[Path]:
 
 @pytest.mark.parametrize(
     ("ending", "number", "status"),
-    [("raise", None, 1), ("wait", signal.SIGTERM, 128 + signal.SIGTERM), ("wait", signal.SIGINT, -signal.SIGINT)],
+    [
+        ("raise", None, 1),
+        ("wait", signal.SIGTERM, 128 + signal.SIGTERM),
+        ("wait", signal.SIGINT, -signal.SIGINT),
+        ("wait", signal.SIGKILL, -signal.SIGKILL),
+    ],
 )
 def test_nothing_is_left(ending: str, number: int | None, status: int, short_directory: Path) -> None:
     trace = Trace()
@@ -47,6 +53,8 @@ def test_nothing_is_left(ending: str, number: int | None, status: int, short_dir
                 assert comes_true(lambda: sum("sleep 600" in line for line in trace.processes()) == 4)
                 assert len(set(names) & set(os.listdir("/dev/shm"))) == 4
                 program.send_signal(number)
+            if number == signal.SIGKILL:  # the guard alone cleans up
+                assert comes_true(lambda: not trace.processes(), _GUARD_LIMIT_S)
             _, errors = program.communicate(timeout=120)
         finally:
             program.terminate()

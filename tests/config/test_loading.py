@@ -365,6 +365,7 @@ def test_a_saved_configuration_loads_as_itself(tmp_path: Path) -> None:
     assert load(tmp_path / "config.yaml") == config
 
 
+@pytest.mark.process
 def test_loading_imports_nothing_heavy() -> None:
     code = f"""
 import sys

@@ -96,12 +96,7 @@ JOBS: Mapping[str, BatchJob] = {
         dependent=True,
         earlier=(Path("/home/me/work/runs/first"),),
     ),
-    "array": job(
-        {},
-        title="2 runs of ppo below runs/first",
-        cells=("cell-0-lr-1e-6", "cell-1-lr-2e-6"),
-        parallel=1,
-    ),
+    "array": job({}, title="2 runs of ppo below runs/first", cells=("cell-0-lr-1e-6", "cell-1-lr-2e-6"), parallel=1),
     "heterogeneous": job(
         {"sbatch": ["--switches=1"]},
         components=(Component(nodes=2, partition="batch", gpus=8), Component(nodes=1, partition="small", gpus=8)),

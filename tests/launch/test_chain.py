@@ -12,6 +12,8 @@ from megarl.config.schema import PPOConfig
 from tests.config.debug import DEBUG, by_field
 from tests.launch.slurm_command import Login, finish
 
+pytestmark = pytest.mark.process
+
 
 def test_models_of_earlier_runs_are_not_missing(login: Login) -> None:
     warm, rm = login.config("warm", stage="sft"), login.config("rm", stage="reward_model")
@@ -62,8 +64,8 @@ def test_what_a_run_with_mistakes_would_write_is_not_missing_too(login: Login) -
 def test_a_finished_run_is_to_be_left_out_of_a_chain_alone(login: Login) -> None:
     done = login.config("done")
     finish(login.home / "done")
-    assert "to go on with it, leave it out, or choose" in login.refused(done, login.config("next"))
-    assert "to go on with it, or choose" in login.refused(done)
+    assert "to continue it, leave it out, or choose" in login.refused(done, login.config("next"))
+    assert "to continue it, or choose" in login.refused(done)
 
 
 def test_relative_and_absolute_directories_are_the_same(login: Login) -> None:

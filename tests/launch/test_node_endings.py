@@ -14,7 +14,7 @@ import pytest
 from tests.launch.node_job import NodeJob
 from tests.leftovers import comes_true
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.process, pytest.mark.e2e]
 
 NOTHING: tuple[list[str], set[str], list[str]] = ([], set(), [])
 PROMPT_S = 90.0

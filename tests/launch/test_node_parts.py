@@ -18,11 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.launch.node.agent import token_of
-from megarl.launch.node.child_processes import LoggedProcess
 from megarl.launch.node.job_directory import ExitReason, JobDirectory
+from megarl.launch.node.logged_process import LoggedProcess
 from megarl.launch.node.network import PortBlock, address_of, head_address, interface_of, port_blocks
 from megarl.launch.node.slurm_job import SlurmJob, clean_env, expand_nodelist, missing_gpus
 from tests.leftovers import comes_true
+
+pytestmark = pytest.mark.process
 
 STEP = {
     "SLURM_JOB_ID": "4711",

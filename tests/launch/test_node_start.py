@@ -15,6 +15,8 @@ import pytest
 from megarl.launch.node.network import port_blocks
 from tests.launch.node_job import NodeJob, wait_for
 
+pytestmark = pytest.mark.process
+
 NOTHING: tuple[list[str], set[str], list[str]] = ([], set(), [])
 
 

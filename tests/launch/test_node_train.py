@@ -10,7 +10,7 @@ import pytest
 
 from tests.launch.node_job import NUMBER, NodeJob
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.e2e, pytest.mark.timeout(600)]
 
 _LONG_S = 400.0
 _ONE_EACH = (

@@ -57,12 +57,7 @@ def texts() -> list[str]:
     return found
 
 
-OF_OTHERS = {
-    "cd: can't cd to",
-    "not found",
-    "No module named megarl",
-    "(DependencyNeverSatisfied)",
-}
+OF_OTHERS = {"cd: can't cd to", "not found", "No module named megarl", "(DependencyNeverSatisfied)"}
 """Messages of the shell, of Python and of Slurm."""
 
 
@@ -106,6 +101,7 @@ def test_every_field_of_a_container_is_told_with_its_option() -> None:
     }
 
 
+@pytest.mark.process
 def test_profiles_of_the_page_are_profiles() -> None:
     blocks = re.findall(r"^```yaml\n(.*?)^```", PAGES["slurm.md"], flags=re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 3

@@ -31,6 +31,7 @@ def test_the_users_own_profile_holds_where_none_is_named(tmp_path: Path, monkeyp
     assert loaded(tmp_path, "").account is None
 
 
+@pytest.mark.process
 def test_settings_go_before_the_file_and_add_to_its_lists(tmp_path: Path) -> None:
     text = "partition: a\nsbatch: [--comment=x]\nenv: {A: 1, B: b}\nsetup: [module load cuda]\n"
     profile = loaded(tmp_path, text, partition="b", sbatch=["--mail-type=END"], env={"B": "c"}, grace=0)
@@ -63,6 +64,7 @@ def test_a_runtime_is_completed_or_replaced(tmp_path: Path, text: str, given: di
     assert loaded(tmp_path, text, runtime=given).runtime == expected
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("text", "field", "rule"),
     [
@@ -94,7 +96,7 @@ def test_a_runtime_is_completed_or_replaced(tmp_path: Path, text: str, given: di
         ("sbatch: [--error=x]", "sbatch", "messages are in the output"),
         ("sbatch: [--mem-per-cpu=2G]", "sbatch", "--mem-per-cpu=2G (set the field mem"),
         ("sbatch: [--gpus=2]", "sbatch", "set the fields gpu_request and gpu_type"),
-        ("sbatch: [--kill-on-invalid-dep=no]", "sbatch", "a job goes where the one that it waits for fails"),
+        ("sbatch: [--kill-on-invalid-dep=no]", "sbatch", "the job is removed if the one that it waits for fails"),
         ("sbatch: [--part=gpu]", "sbatch", "--part=gpu (set the field partition"),
         ("sbatch: [--qos=a, --comment=c, --test]", "sbatch", "--qos=a (set the field qos), --test (give --dry-run"),
         ("sbatch: [--wrap=true]", "sbatch", "the job has a script"),

@@ -24,6 +24,8 @@ from tests.config.debug import REPOSITORY
 from tests.launch.ray_head import DEVICES, ForwardedPort, RayHead
 from tests.launch.slurm_command import finish
 
+pytestmark = pytest.mark.process
+
 SFT = REPOSITORY / "configs" / "debug" / "sft.yaml"
 LIMIT_S = 280
 

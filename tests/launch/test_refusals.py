@@ -8,6 +8,8 @@ import pytest
 
 from tests.launch.slurm_command import Login, finish
 
+pytestmark = pytest.mark.process
+
 CONTAINER = ["--runtime=pyxis", "--container=image"]
 
 

@@ -27,6 +27,8 @@ from tests.launch.scripts import GOLDEN, JOBS, job
 from tests.needs import lacking
 from tests.slurm.packages import program
 
+pytestmark = pytest.mark.process
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = [*sorted(GOLDEN.glob("*.sbatch")), REPOSITORY / "slurm" / "train.sbatch"]
 
@@ -70,8 +72,7 @@ def test_golden_files_are_of_jobs_that_can_be(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("finished", "array"),
-    [((), "0-4"), ((0,), "1-4"), ((1, 3), "0,2,4"), ((0, 3, 4), "1-2"), ((0, 1, 2, 3), "4")],
+    ("finished", "array"), [((), "0-4"), ((0,), "1-4"), ((1, 3), "0,2,4"), ((0, 3, 4), "1-2"), ((0, 1, 2, 3), "4")]
 )
 def test_an_array_has_the_indices_that_are_left(finished: tuple[int, ...], array: str) -> None:
     names = tuple(f"cell-{index}" for index in range(5))

@@ -17,6 +17,8 @@ from megarl.run.status.reading import read_status
 from tests.config.debug import DEBUG
 from tests.launch.slurm_command import Login
 
+pytestmark = pytest.mark.process
+
 
 def directives(script: Path) -> list[str]:
     """The options of sbatch that a script has."""
@@ -198,7 +200,7 @@ def test_one_run_is_one_run(login: Login) -> None:
 def test_a_chain_that_is_only_shown_says_what_is_to_be_filled_in(login: Login) -> None:
     result = login.launch(login.config("warm", stage="sft"), login.config("last"), "--dry-run")
     script = login.home / "last" / "slurm" / "job.sbatch"
-    waiting = f"sbatch --parsable --dependency=afterok:JOB-1 {script} (JOB-1 is the number of the job before)"
+    waiting = f"sbatch --parsable --dependency=afterok:JOB-1 {script} (JOB-1 is the number of the previous job)"
     assert waiting in result.stderr
 
 

@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.launch.sweep import read_sweeps
+from megarl.launch.sweep_cells import read_sweeps
 
 SCALARS = st.one_of(
     st.integers(-5, 5),

@@ -14,6 +14,8 @@ from launchers.experiment import AccountingError, follow, job_states
 from tests.launchers.scripts import ROOT, User, user
 from tests.launchers.shown import PIPELINE, SFT
 
+pytestmark = pytest.mark.process
+
 _SBATCH = """#!/bin/bash
 echo >> "$0.calls"
 echo $((4710 + $(wc -l < "$0.calls")))
@@ -36,7 +38,7 @@ run_script(pipeline.main)
 """
 _PYXIS = "runtime: {name: pyxis, image: /images/megarl.sqsh}\nenv: {API_KEY: a secret}\n"
 NUMBERS = {"sft": "4711", "reward_model": "4712"}
-DISABLED = "Slurm's accounting gives no answer: sacct: Slurm accounting storage is disabled"
+DISABLED = "Slurm's accounting does not answer: sacct: Slurm accounting storage is disabled"
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ def test_jobs_are_followed_to_their_ends(
         "sft: COMPLETED",
         "reward_model: NODE_FAIL",
     ]
-    assert errors == f"{DISABLED}; it is asked again\n"
+    assert errors == f"{DISABLED}; trying again\n"
     assert (tools / "sacct.calls").read_text() == "-X -n -P -o JobIDRaw,State -j 4711,4712\n" * 4
 
 
@@ -112,7 +114,7 @@ def test_a_lost_connection_is_tried_again_for_a_time(
     with pytest.raises(AccountingError) as raised:
         follow(run.LocalTunnel(job_dir=""), NUMBERS, pause_s=0.01, limit_s=0.1)
     assert str(raised.value) == message
-    assert capsys.readouterr() == ("", f"{message}; it is asked again\n")
+    assert capsys.readouterr() == ("", f"{message}; trying again\n")
     assert len(calls) > 2
 
 
@@ -142,10 +144,10 @@ def test_without_accounting_the_jobs_are_named_and_left_alone(tools: Path) -> No
     assert done.returncode == 1
     directories = [ROOT / "runs" / name for name in ("debug-sft", "debug-reward-model")]
     assert done.stderr.splitlines()[-4:] == [
-        f"{DISABLED}; it is asked again",
+        f"{DISABLED}; trying again",
         DISABLED,
-        "the jobs go on, and are not waited for: 4711,4712",
-        f"squeue --jobs 4711,4712 and megarl status {directories[0]} {directories[1]} tell of them; "
+        "the jobs continue without this script: 4711,4712",
+        f"squeue --jobs 4711,4712 and megarl status {directories[0]} {directories[1]} show them; "
         "where Slurm has no accounting, submit with --detach",
     ]
 

@@ -14,6 +14,8 @@ from megarl.config import load
 from tests.launchers.scripts import ROOT, UMASK, User, newest, user
 from tests.leftovers import Trace
 
+pytestmark = pytest.mark.process
+
 STAGES = ("configs/debug/sft.yaml", "configs/debug/reward_model.yaml")
 
 
@@ -67,7 +69,7 @@ def test_what_follows_a_failed_run_does_not_start(here: User) -> None:
     assert done.returncode == 1
     assert stages(here) == ["sft"]
     assert f"sft: FAILED; see megarl status {here.directory / 'sft'}" in done.stderr
-    assert "reward_model: FAILED; its run has not begun" in done.stderr
+    assert "reward_model: FAILED; its run has not started" in done.stderr
     assert "reward_model is not started: sft has not succeeded" in done.stderr
 
 

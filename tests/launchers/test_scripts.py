@@ -19,6 +19,8 @@ from tests.launchers.shown import GOLDEN, PIPELINE, SFT, SHOWN
 from tests.needs import lacking
 from tests.slurm.packages import program
 
+pytestmark = pytest.mark.process
+
 FILES = sorted(GOLDEN.glob("*.txt"))
 
 
@@ -44,7 +46,7 @@ def test_shells_read_all_scripts_and_their_critics_ours(file: Path, tmp_path: Pa
         script = tmp_path / Path(name).name
         script.write_text(text, encoding="utf-8")
         ours = name.endswith(f"{script.stem}.sh") and "/scripts/" in name
-        # Enroot passes on the variables that are named; which there are, the task itself knows.
+        # Enroot passes only variables that are named; the task expands their names.
         critic = [[shellcheck, "--exclude=SC2016", str(script)]] if ours else []
         for command in (["bash", "-n", str(script)], *critic):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -62,7 +64,7 @@ def test_the_secret_is_made_where_nothing_is_traced(file: Path) -> None:
 
 def test_the_page_has_every_option_and_a_profile_that_holds() -> None:
     page = (ROOT / "docs" / "nemo_run.md").read_text(encoding="utf-8")
-    names = set(inspect.signature(sweep.main).parameters) - {"arguments", "sweeps"}
+    names = set(inspect.signature(sweep.main).parameters) - {"arguments"}
     assert len(names) > 8
     assert not [name for name in names if f"--{name.replace('_', '-')}" not in page]
     (profile,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)

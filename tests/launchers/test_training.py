@@ -10,7 +10,7 @@ import pytest
 from tests.launchers.scripts import ROOT, user
 from tests.leftovers import Trace
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.process, pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 def stage(directory: Path, name: str, model: str) -> str:

@@ -12,7 +12,7 @@ from tests.leftovers import Trace
 from tests.slurm.cluster import Slurm, SlurmError
 from tests.slurm.daemons import Daemon, DaemonError
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.process, pytest.mark.e2e]
 
 ALL_OF_SLURM = {"munged", "mariadbd", "slurmdbd", "slurmctld", "slurmd", "slurmstepd"}
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.slurm.jobs import ROOT, SFT, Launcher, Run
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.e2e, pytest.mark.timeout(600)]
 
 TWO_STEPS = (*SFT, "run.steps=2")
 ALONE = (

@@ -14,7 +14,7 @@ from tests.launchers.scripts import ROOT, UMASK, User, newest, user
 from tests.slurm.cluster import Slurm
 from tests.slurm.jobs import Launcher
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.process, pytest.mark.e2e, pytest.mark.timeout(900)]
 
 NASTY = 'it\'s $HOME `id` "two" {{ words }} #& \\ * %j é'
 _PROFILE = {
@@ -101,7 +101,7 @@ def test_what_follows_a_failed_job_goes(login: User) -> None:
     assert done.returncode == 1
     assert {call["stage"] for call in login.calls} == {"sft"}
     assert f"sft: FAILED; see megarl status {login.directory / 'sft'}" in done.stderr
-    assert "reward_model: CANCELLED; its run has not begun" in done.stderr
+    assert "reward_model: CANCELLED; its run has not started" in done.stderr
 
 
 def test_what_sbatch_refuses_is_said(login: User) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.slurm.cluster import Slurm
 from tests.slurm.jobs import Launcher
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.process, pytest.mark.e2e]
 
 GPUS = ("configs/debug/ppo.yaml", "cluster.device=cuda", "--nodes=2", "--gpus-per-node=8", "groups.train.devices=0-7")
 EVERYTHING = (

@@ -13,7 +13,7 @@ from megarl.launch.render import Component, render
 from tests.launch.scripts import job
 from tests.slurm.cluster import Slurm
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.process, pytest.mark.e2e]
 
 NASTY = 'it\'s $HOME `id` "two"  words; #& é'
 _PROGRAM = f"""#!{sys.executable}

@@ -1,1 +1,1 @@
-"""The node agent: runs once on every node of a Slurm job, and makes one Ray cluster and one run of them."""
+"""The node agent: runs once on every node of a Slurm job, and starts its Ray and the run."""

@@ -1,13 +1,12 @@
-"""``python -m megarl.launch.node``: the command that a job starts on each of its nodes."""
+"""``python -m megarl.launch.node``: the command that a Slurm job starts on each of its nodes."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -15,32 +14,26 @@ from megarl.launch.node.agent import AgentOptions, Worker, log, token_of
 from megarl.launch.node.head import Head
 from megarl.launch.node.slurm_job import SlurmJob
 
-
-class Command(StrEnum):
-    TRAIN = "train"
-    EVAL = "eval"
-
-
 _OVERRIDES = typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Settings to override.")
-_INTERFACE = "Network interface of the run, such as ib0. Default: that of the route between the nodes."
-_START_LIMIT = "How long the nodes may take to come together, and Ray on them to start, seconds."
+_INTERFACE = "Network interface between the nodes, such as ib0. Default: that of the route between them."
+_START_LIMIT = "Seconds for the nodes to find each other, and again to start Ray."
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def node(
-    command: Annotated[Command, typer.Argument(help="What to run.")],
+    command: Annotated[Literal["train", "eval"], typer.Argument(help="What to run.")],
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")],
     overrides: Annotated[list[str] | None, _OVERRIDES] = None,
     interface: Annotated[str | None, typer.Option(help=_INTERFACE)] = None,
     start_limit: Annotated[float, typer.Option(help=_START_LIMIT)] = 600.0,
 ) -> None:
-    """Run CONFIG on all nodes of a Slurm job step that has one task on each: srun --ntasks-per-node=1 ...
+    """Run CONFIG on all nodes of a Slurm job step with one task per node: srun --ntasks-per-node=1 ...
 
-    The first node starts Ray, waits for the others and their devices, and then runs megarl train, or eval, whose exit
-    code is the job's: 2 for a mistake in CONFIG, found before Ray starts; 1 where the run or one of its nodes failed.
-    However it ends, nothing is left running on any node. It needs RAY_AUTH_TOKEN, a secret of the job's own.
+    The first node starts Ray, waits for the other nodes and their devices, and runs megarl train or eval, whose exit
+    code is the job's: 2 for a mistake in CONFIG, found before Ray starts; 1 if the run or a node fails. Nothing is
+    left running on any node. Requires RAY_AUTH_TOKEN, a secret of the job.
     """
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     run = {"command": command, "config": str(config), "overrides": tuple(overrides or ())}
@@ -51,7 +44,7 @@ def run_agent(options: AgentOptions) -> int:
     """Runs this node's agent; returns its exit code."""
     try:
         job = SlurmJob.of(os.environ)
-        for handler in logging.getLogger().handlers:  # all nodes of a job share its stderr
+        for handler in logging.getLogger().handlers:  # the nodes share the job's stderr
             handler.setFormatter(logging.Formatter(f"[{job.name}] %(message)s"))
         token = token_of(os.environ)
     except ValueError as error:

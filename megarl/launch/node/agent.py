@@ -1,7 +1,7 @@
-"""What runs on every node of a job: its part of Ray, and the end of everything that it starts.
+"""The agent of each node of a job: starts the node's Ray, and ends everything that it has started.
 
-The nodes need no protocol: the head publishes its Ray in the job's directory, Ray knows which nodes are alive, whoever
-ends the job writes why into the directory, and srun waits for all.
+The nodes share the job's directory: the head publishes Ray's address in it, and the node that ends the job writes why.
+Ray knows which nodes are alive, and srun waits for all agents.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megarl.cluster.cleanup import MARK
+from megarl.cluster.cleanup import MARK, Guard
 from megarl.cluster.ray_node import ENVIRONMENT, STARTED, RayNode, new_directory
 from megarl.config import ConfigError, Problem, RunConfig, load
-from megarl.launch.node.child_processes import Guard, LoggedProcess
 from megarl.launch.node.job_directory import ExitReason, JobDirectory
+from megarl.launch.node.logged_process import LoggedProcess
 from megarl.launch.node.network import PortBlock, address_of, address_towards, interface_of, is_reachable, port_blocks
 from megarl.launch.node.slurm_job import SlurmJob, clean_env, missing_gpus
 from megarl.launch.request import JOB_RAY, names_other_ray, unwritable
 
 _TOKEN, _TOKEN_LENGTH = "RAY_AUTH_TOKEN", 16
-_RAY_STARTS = 3  # Ray gives its parts 30 seconds to start, and a cold file system may be slower
+_RAY_STARTS = 3  # attempts: Ray gives its processes 30 seconds to start, and a cold file system may be slower
 _WORKER_RAY = {"RAY_gcs_rpc_server_reconnect_timeout_s": "25"}
-"""A node's Ray ends when the head's does not answer for so long; Ray's own default is a minute."""
+"""A node's Ray ends when the head has not answered for this long; Ray's default is a minute."""
 _POLL_S, DIRECTORY_POLL_S = 0.1, 1.0
 SIGNAL_S = 1.0
-"""A node's failure may be its part of a signal to the whole job, which others get a moment later."""
+"""A node's failure may be due to a signal to the whole job, which other nodes get a moment later."""
 
 log = logging.getLogger("megarl.launch.node")
 
 
 def token_of(environment: Mapping[str, str]) -> str:
-    """The job's secret. Raises ValueError where it is missing, or easily guessed."""
+    """Returns the job's secret. Raises ValueError if it is missing or short."""
     token = environment.get(_TOKEN, "")
     if len(token) < _TOKEN_LENGTH:
         raise ValueError(
@@ -51,7 +51,7 @@ def token_of(environment: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentOptions:
-    """The agent's command line; the limit is for the nodes to come together, and again for Ray to start on them."""
+    """The agent's command line; the limit is for the nodes to find each other, and again to start Ray."""
 
     program: tuple[str, ...] = (sys.executable, "-m", "megarl")
     command: str
@@ -61,7 +61,7 @@ class AgentOptions:
     start_limit_s: float
 
 
-class JobEnded(Exception):  # noqa: N818  (a job ends well, too)
+class JobEnded(Exception):  # noqa: N818  (also raised when the job succeeds)
     """Ends the job on this node."""
 
     def __init__(self, exit_code: int, reason: str, node: str | None = None) -> None:
@@ -70,12 +70,12 @@ class JobEnded(Exception):  # noqa: N818  (a job ends well, too)
 
 
 class Agent:
-    """A node's ports, environment and guard, and its Ray; the base of the head and the workers."""
+    """A node's ports, environment, guard and Ray: the base class of head and workers."""
 
     directory: JobDirectory
     environment: Mapping[str, str]
-    _course: Callable[[], None]
-    """Does this node's part; raises JobEnded."""
+    _run_job: Callable[[], None]
+    """Does this node's part of the job; raises JobEnded."""
     _end: Callable[[ExitReason], int]
     """Ends the job on this node; returns the exit code."""
 
@@ -97,14 +97,14 @@ class Agent:
 
     @property
     def joined(self) -> bool:
-        """Whether this node takes part in the head's job."""
+        """Whether this node has joined the job of the head."""
         return self._guard is not None
 
     def run(self) -> int:
-        """Takes part in the job until its end; returns this node's exit code."""
+        """Runs this node's part until the job ends; returns the exit code."""
         try:
-            self._course()
-            raise AssertionError("a course ends the job")
+            self._run_job()
+            raise AssertionError("_run_job always raises")
         except JobEnded as end:
             return self._end(end.reason)
         except Exception as error:
@@ -112,7 +112,7 @@ class Agent:
             return self._end(ExitReason(exit_code=1, reason=f"the node agent itself has failed: {error!r}"))
 
     def wait(self, condition: Callable[[], object], limit_s: float = math.inf, *, poll_s: float = _POLL_S) -> bool:
-        """Waits for a condition; returns False after the limit, and raises JobEnded when something ends the job."""
+        """Waits for a condition; returns False after the limit. Raises JobEnded if the job ends meanwhile."""
         deadline = time.monotonic() + limit_s
         while not condition():
             self._look()
@@ -125,7 +125,7 @@ class Agent:
         self.wait(lambda: False, seconds)
 
     def _look(self) -> None:
-        """Raises JobEnded at a signal, when another node has ended the job, and when this node's Ray has ended."""
+        """Raises JobEnded after a signal, if another node has ended the job, or if this node's Ray has ended."""
         if self._signal:
             raise JobEnded(128 + self._signal, f"node {self.job.name} got {self._signal.name}")
         if self.joined and time.monotonic() > self._next_look:
@@ -136,7 +136,7 @@ class Agent:
             self._ray_ended(self._ray, code)
 
     def _load_config(self) -> RunConfig:
-        """Reads the configuration, which must have as many nodes as the job, and opens the job's directory."""
+        """Reads the configuration, whose nodes must be the job's, and opens the job's directory."""
         path, nodes = self.options.config, len(self.job.nodes)
         try:
             config = load(path, [*self.options.overrides, JOB_RAY])
@@ -147,7 +147,7 @@ class Agent:
             if problems:
                 raise ConfigError(problems, path)
         except ConfigError as error:
-            # The head reports it, and so does a node that does not see the file.
+            # The head reports it; a worker does so only if it does not see the file.
             raise JobEnded(0 if self.job.index and os.path.exists(path) else 2, str(error)) from None
         try:
             self.directory = JobDirectory(config.run.dir, self.job)
@@ -156,17 +156,17 @@ class Agent:
         return config
 
     def _join(self) -> None:
-        """Opens the agent's log, which tells the head that this node has arrived, and starts the guard."""
+        """Opens the agent's log, by which the head sees that this node is there, and starts the guard."""
         handler = logging.FileHandler(self.directory.log(self.job.index))
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         log.addHandler(handler)
         clean, mark, self._temporary = clean_env(os.environ), secrets.token_hex(8), new_directory()
-        self._guard = Guard(mark, self._temporary, self.directory.ray_logs(self.job.index), clean)
+        self._guard = Guard(mark, self._temporary, clean, self.directory.ray_logs(self.job.index))
         own = {MARK: mark, "TMPDIR": self._temporary, "RAY_AUTH_MODE": "token", _TOKEN: self._token}
         self.environment = {**clean, **ENVIRONMENT, **own}
 
     def _claim(self, find_address: Callable[[], str]) -> tuple[str, range]:
-        """This node's address, that of the interface or else what is found, and its ports."""
+        """Returns this node's address, by default that of `find_address`, and its ports."""
         name, interface = self.job.name, self.options.interface
         try:
             self._ports = PortBlock(port_blocks(self.job.id))
@@ -176,13 +176,13 @@ class Agent:
             raise JobEnded(code, f"node {name} cannot take part: {error}", name) from None
 
     def _start_ray(self, config: RunConfig, head: str, address: str, ports: range) -> None:
-        """Starts this node's Ray, whose end ends the job; `head` is HOST:PORT of Ray's head."""
+        """Starts this node's Ray; `head` is HOST:PORT of Ray's head."""
         name, devices = self.job.name, config.cluster.devices_per_node
         lack = missing_gpus(devices, self.environment) if config.cluster.device == "cuda" else None
         if lack is not None:
             raise JobEnded(2, f"node {name} lacks GPUs: {lack}", name)
         if interface := self.options.interface or interface_of(address):
-            # The = takes this interface, and none whose name begins alike.
+            # The = excludes interfaces whose names only begin with this one.
             own = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
             self.environment = {**own, **self.environment}
         self._ray_node = RayNode(
@@ -205,7 +205,7 @@ class Agent:
         self._ray = LoggedProcess(node.command(), environment, self.directory.log(node.index))
 
     def _ray_ended(self, ray: LoggedProcess, code: int) -> None:
-        """Starts this node's Ray again where it did not come up; else the job ends."""
+        """Restarts this node's Ray if it did not come up; otherwise raises JobEnded."""
         self._ray, name, node = None, self.job.name, self._ray_node
         if STARTED in ray.output:
             told = f"its Ray has ended with exit code {code}; see {self.directory.log(node.index)}"
@@ -220,7 +220,7 @@ class Agent:
         raise JobEnded(1, f"node {name} was lost: {told}", name)
 
     def _clean_up(self, *, failed: bool) -> bool:
-        """Ends everything that the agent has started, and removes what that leaves; returns whether nothing is left."""
+        """Ends all processes of the agent and removes their files; returns whether nothing is left."""
         clean = self._guard is None or self._guard.finish(failed=failed)
         if self._ports is not None:
             self._ports.close()
@@ -230,9 +230,9 @@ class Agent:
 
 
 class Worker(Agent):
-    """The agent of every node but the first: starts the node's Ray when the head's is there, and ends with the job."""
+    """The agent of every node but the first: its Ray joins the head's."""
 
-    def _course(self) -> None:
+    def _run_job(self) -> None:
         config = self._load_config()
         directory, limit, head = self.directory, self.options.start_limit_s, self.job.nodes[0]
         lost = f"node {self.job.name} sees nothing of the first node, {head}, in {directory.path}"
@@ -240,7 +240,7 @@ class Worker(Agent):
             fix = "does it run, and is run.dir on a file system that all nodes share?"
             raise JobEnded(1, f"{lost} within {limit:g} s: {fix}", self.job.name)
         self._join()
-        # The head has the limit for its check of the configuration, and again for all nodes to arrive.
+        # The head has the limit to check the configuration, and again to wait for all nodes.
         if not self.wait(directory.ray_address, 2 * limit, poll_s=DIRECTORY_POLL_S):
             raise JobEnded(1, f"{lost} that would be its Ray within {2 * limit:g} s", head)
         ray = str(directory.ray_address())
@@ -250,7 +250,7 @@ class Worker(Agent):
     def _end(self, reason: ExitReason) -> int:
         failed = reason.failed
         if self.joined:
-            time.sleep(SIGNAL_S)  # a signal to the whole job is here by now, and another node has said why it ends
+            time.sleep(SIGNAL_S)  # then a signal to the whole job has arrived, and another node has written its reason
             told = self.directory.end()
             if self._signal:
                 name, signaled = self.job.name, self._signal

@@ -1,4 +1,4 @@
-"""The agent of the first node: checks the configuration, starts Ray on all nodes, and runs the driver."""
+"""The agent of the first node: checks the configuration, publishes its Ray, and runs the driver."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import time
 
 from megarl.cluster.ray_node import READY, watch_command
 from megarl.launch.node.agent import DIRECTORY_POLL_S, SIGNAL_S, Agent, AgentOptions, JobEnded, log
-from megarl.launch.node.child_processes import LoggedProcess
 from megarl.launch.node.job_directory import ExitReason
+from megarl.launch.node.logged_process import LoggedProcess
 from megarl.launch.node.network import head_address
 from megarl.launch.node.slurm_job import SlurmJob
 from megarl.launch.request import JOB_RAY
 
 _DRIVER_GRACE_S = 15.0
 _ACCOUNT_S, _NEWS_S = 4.0, 8.0
-"""For a lost node to say why; and, when the driver fails, for the loss of a node to be noticed: it is the reason."""
+"""For a lost node to write its reason; and, after a failed driver, for the loss of a node to be noticed."""
 
 
 class Head(Agent):
@@ -28,7 +28,7 @@ class Head(Agent):
         self._children: list[LoggedProcess] = []
         self._watch: LoggedProcess | None = None
 
-    def _course(self) -> None:
+    def _run_job(self) -> None:
         config = self._load_config()
         directory = self.directory
         directory.begin()
@@ -48,7 +48,7 @@ class Head(Agent):
         self._drive(ray)
 
     def _look(self) -> None:
-        """Raises JobEnded, too, when Ray has lost a node; the node's own account comes first, if it can give one."""
+        """Also raises JobEnded if Ray has lost a node, after waiting for the node's own reason."""
         super()._look()
         if self._watch is not None and self._watch.exit_code is not None:
             name, self._watch = self._watch.last_message, None
@@ -61,7 +61,7 @@ class Head(Agent):
         if reason.exit_code:
             log.error(reason.reason)
         if self.joined:
-            self.directory.write_end(reason)  # now: there may be no time for it later
+            self.directory.write_end(reason)  # now, as Slurm may leave no time later
         for child in self._children:
             child.stop(_DRIVER_GRACE_S)
         if not self._clean_up(failed=reason.failed) and not reason.exit_code:
@@ -75,7 +75,7 @@ class Head(Agent):
         return reason.exit_code
 
     def _check_config(self) -> None:
-        """Checks models and data, too, in a process of its own: the agent keeps no memory of them."""
+        """Checks models and data too, in a process of its own, whose memory is freed."""
         child, limit = self._start(self._megarl("plan", "config")), self.options.start_limit_s
         if not self.wait(lambda: child.exit_code is not None, limit):
             what = "the check of the configuration, its models and its data"
@@ -93,10 +93,9 @@ class Head(Agent):
             raise JobEnded(1, f"no agent has connected from {names} within {limit:g} s", missing[0])
 
     def _wait_for_ray(self, ray: str, devices: int) -> None:
-        """Waits until every node and device is there; the process that looks for them goes on to watch them."""
+        """Waits for all nodes and devices; the process that looks for them then watches them."""
         limit, nodes = self.options.start_limit_s, self.job.nodes
         watch = self._start(watch_command(ray, devices, nodes))
-
         self.wait(lambda: READY in watch.output.splitlines() or watch.exit_code is not None, limit)
         if READY not in watch.output.splitlines():
             self._pause(SIGNAL_S)
@@ -106,7 +105,7 @@ class Head(Agent):
         self._watch = watch
 
     def _drive(self, ray: str) -> None:
-        """Runs the driver, whose end ends the job."""
+        """Runs the driver; raises JobEnded when it ends."""
         self.environment = {**self.environment, "RAY_ADDRESS": ray}
         driver = self._start(self._megarl(self.options.command), driver=True)
         self.directory.reached("driver started")

@@ -1,7 +1,4 @@
-"""RUN_DIR/slurm/JOB-ATTEMPT: a job's logs and times, the address of its Ray, how to attach to it, and how it ended.
-
-The nodes of a job share it: the head publishes its Ray there, and whichever node ends the job first writes why.
-"""
+"""RUN_DIR/slurm/JOB-ATTEMPT, which the nodes of a job share: logs, times, Ray's address, attach script, exit reason."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ExitReason:
-    """Why a job ends, with the name of the node at fault, if one is."""
+    """Why a job ends, and the name of the node at fault, if any."""
 
     exit_code: int
     reason: str
@@ -37,17 +34,17 @@ class ExitReason:
 
     @property
     def by_signal(self) -> bool:
-        """Whether somebody stopped the job; other signals are failures."""
+        """Whether SIGINT or SIGTERM stopped the job; other signals are failures."""
         return self.exit_code in _STOPPED
 
     @property
     def failed(self) -> bool:
-        """Whether something failed, so that Ray's logs are kept."""
+        """Whether the job failed, so that Ray's logs are kept; a mistake or a stop is no failure."""
         return self.exit_code not in (0, _MISTAKE) and not self.by_signal
 
 
 class JobDirectory:
-    """The directory of one attempt of a job, which is made; raises OSError where it cannot be written."""
+    """The directory of one attempt of a job; made here, which may raise OSError."""
 
     def __init__(self, run_dir: str, job: SlurmJob) -> None:
         self._job = job
@@ -62,31 +59,31 @@ class JobDirectory:
         return self.path / f"ray-{_role(index)}"
 
     def begin(self) -> None:
-        """Tells the other nodes that the head has begun; an earlier step of the job may have ended here."""
+        """Tells the other nodes that the head has started; removes the end of an earlier step of the job."""
         (self.path / _END).unlink(missing_ok=True)
         self.publish_ray("")
 
     def publish_ray(self, address: str) -> None:
-        """Tells the other nodes HOST:PORT of the job's Ray, empty before it starts."""
+        """Tells the other nodes HOST:PORT of the job's Ray; empty before it starts."""
         write_durably(self.path / _RAY, json.dumps({"step": self._job.step, "address": address}) + "\n")
 
     def ray_address(self) -> str | None:
-        """What the head of this step has published; None before it begins."""
+        """Returns the address that the head of this step has published; None before it has started."""
         published = self._read(_RAY)
         return published["address"] if published.get("step") == self._job.step else None
 
     def missing(self) -> list[int]:
-        """The indices of the nodes whose agents have not opened their logs yet."""
+        """Returns the indices of the nodes whose agents have not opened their logs."""
         names = self._names()
         return [index for index in range(len(self._job.nodes)) if self.log(index).name not in names]
 
     def end(self) -> ExitReason | None:
-        """Why the job ends; None while it runs."""
-        told = self._read(_END)
-        return ExitReason(**told) if told else None
+        """Returns why the job ends; None while it runs."""
+        end = self._read(_END)
+        return ExitReason(**end) if end else None
 
     def _names(self) -> set[str]:
-        """Listing a directory shows new files on NFS, where opening them by name may not for a while."""
+        """Lists the directory: on NFS this shows new files before they can be opened by name."""
         try:
             return set(os.listdir(self.path))
         except OSError:
@@ -99,13 +96,13 @@ class JobDirectory:
             return {}
 
     def reached(self, stage: str, when: float | None = None) -> None:
-        """Appends a stage of the job to times.jsonl, in seconds since 1970; None is now."""
+        """Appends a stage and its time, seconds since 1970 or now, to times.jsonl."""
         line = json.dumps({"stage": stage, "time": round(time.time() if when is None else when, 3)})
         with _warning(), (self.path / "times.jsonl").open("a", encoding="utf-8") as file:
             file.write(f"{line}\n")
 
     def write_attach(self, ray_address: str, secret: str) -> None:
-        """Writes the script that opens a shell in the job, and the token that it needs, which only the owner reads."""
+        """Writes the script that opens a shell in the job, and the token for it, readable by the owner alone."""
         script, values = self.path / "attach", {"ray": ray_address, "token": self._token, "job": self._job}
         with _warning():
             self._token.unlink(missing_ok=True)
@@ -116,7 +113,7 @@ class JobDirectory:
             script.chmod(0o755)
 
     def write_end(self, reason: ExitReason) -> None:
-        """Writes why the job ends, which ends it on every node, and removes its token."""
+        """Writes why the job ends, which ends it on every node, and removes the token."""
         with _warning():
             self._token.unlink(missing_ok=True)
         with _warning():
@@ -130,7 +127,7 @@ class JobDirectory:
 
 @contextmanager
 def _warning() -> Iterator[None]:
-    """Warns where nothing can be written, as on a full disk: the job continues, and ends in order, without."""
+    """Logs a warning if a file cannot be written, as on a full disk; the job continues."""
     try:
         yield
     except OSError as error:

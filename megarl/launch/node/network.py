@@ -1,4 +1,4 @@
-"""The ports and addresses of a job on a node."""
+"""Ports and addresses of a node."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from megarl.launch.node.slurm_job import SlurmJob
 
 _FIRST, _SIZE, _BLOCKS = 10000, 100, 227
 _CANDIDATES, _STRIDE = 8, 61
-_CHECKED = 11  # the first port, which claims the block, and Ray's fixed ones; Ray skips others in use
+_CHECKED = 11  # the first port, which claims the block, and those of Ray's services; its workers skip ports in use
 _SIOCGIFADDR, _DISCARD, _CONNECT_S = 0x8915, 9, 5.0
 LOOPBACK: Final = "127.0.0.1"
 
 
 def port_blocks(job: int) -> tuple[range, ...]:
-    """The blocks of ports that a job's nodes try, in order; neighbouring jobs have different first ones."""
+    """Returns the blocks of ports that a job's nodes try, in order; consecutive jobs have different first ones."""
     starts = (_FIRST + (job + step * _STRIDE) % _BLOCKS * _SIZE for step in range(_CANDIDATES))
     return tuple(range(start, start + _SIZE) for start in starts)
 
 
 class PortBlock:
-    """The first free block of ports, kept until it is closed. Raises OSError where none is free."""
+    """The first free block of ports, held until `close`. Raises OSError if none is free."""
 
     def __init__(self, blocks: Sequence[range]) -> None:
         for block in blocks:
@@ -56,7 +56,7 @@ def _listen(port: int) -> socket.socket | None:
 
 
 def interface_addresses() -> dict[str, str]:
-    """The IPv4 address of each network interface that has one."""
+    """Returns the IPv4 addresses of the network interfaces that have one."""
     found: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -69,7 +69,7 @@ def interface_addresses() -> dict[str, str]:
 
 
 def address_of(interface: str) -> str:
-    """The IPv4 address of an interface. Raises ValueError where there is no such interface, or it has none."""
+    """Returns the IPv4 address of an interface. Raises ValueError if it does not exist or has none."""
     addresses = interface_addresses()
     if interface not in addresses:
         known = ", ".join(f"{name} ({address})" for name, address in addresses.items())
@@ -82,17 +82,17 @@ def interface_of(address: str) -> str | None:
 
 
 def address_towards(host: str) -> str:
-    """This machine's address on the route to a host; nothing is sent. Raises OSError where there is no route."""
+    """Returns this machine's address on the route to a host, without sending. Raises OSError if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, _DISCARD))
         return probe.getsockname()[0]
 
 
 def head_address(job: SlurmJob) -> str:
-    """The address under which the other nodes reach the first one, where this is called.
+    """Returns the address at which the other nodes reach the first one, which calls this.
 
-    A batch script's srun runs on the first node, whose address Slurm tells. Where srun runs elsewhere, or that is the
-    loopback's, the route to the second node decides. Raises OSError where that node's name is unknown.
+    A batch script's srun runs on the first node, and Slurm sets its address. If srun runs elsewhere, or the address is
+    loopback's, the route to the second node decides. Raises OSError if that node's name is unknown.
     """
     if len(job.nodes) == 1:
         return LOOPBACK

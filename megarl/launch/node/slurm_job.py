@@ -1,4 +1,4 @@
-"""What Slurm gives a task: its place among the job's nodes, its GPUs, and an environment that has to be cleaned."""
+"""A Slurm task: its node's place in the job, its GPUs, and the environment for its processes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _PART = re.compile(r"\[([^\]]*)\]|([^\[\]]+)")
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _DEVICE_FILE = re.compile(r"nvidia\d+")
 
-_TASK = "describes the agent's own task, one per node; the run's processes have other ranks"
-_TORCHRUN = "torch and Megatron would take it for the rank of a process that torchrun started"
-_MPI = "libraries that look for MPI would take the process for one of its ranks, and wait for its launcher"
-_OTHER_RAY = "names a Ray cluster of whoever submitted the job"
+_TASK = "describes the agent's task, one per node; the run's processes have other ranks"
+_TORCHRUN = "torch and Megatron would read it as a rank that torchrun has set"
+_MPI = "MPI libraries would take the process for a rank, and wait for its launcher"
+_OTHER_RAY = "names a Ray cluster of the user who submitted the job"
 
 CLEARED: Final[Mapping[str, str]] = {
     r"SLURM_(?!JOB_ID$|RESTART_COUNT$)\w+": _TASK,
@@ -36,12 +36,12 @@ _CLEARED = re.compile("|".join(CLEARED))
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """A task's place in its job; in a heterogeneous job the nodes of all components count, one after the other.
+    """A task's place in its job, whose nodes are those of all its components in their order.
 
     Args:
         attempt: number of times that Slurm started the job before.
         components: names of the nodes; only a heterogeneous job has two.
-        launcher: address of the host on which srun runs, where Slurm tells it.
+        launcher: address of the host on which srun runs, if Slurm sets it.
     """
 
     id: int
@@ -61,7 +61,7 @@ class SlurmJob:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> SlurmJob:
-        """Reads the variables that srun sets; raises ValueError where they do not describe one task per node."""
+        """Reads the variables of srun. Raises ValueError if they do not describe one task per node."""
         try:
             job = cls(
                 id=int(environment["SLURM_JOB_ID"]),
@@ -82,7 +82,7 @@ class SlurmJob:
 
 
 def _components(environment: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
-    """In a heterogeneous job the step's own node list is sorted, and not in the order of the components."""
+    """Reads the components' node lists: a heterogeneous step's own list is sorted, not in their order."""
     count = int(environment.get("SLURM_HET_SIZE", "0"))
     names = [f"SLURM_JOB_NODELIST_HET_GROUP_{number}" for number in range(count)] or ["SLURM_STEP_NODELIST"]
     for name in names:
@@ -90,14 +90,14 @@ def _components(environment: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
 
 
 def expand_nodelist(nodelist: str) -> Iterator[str]:
-    """The names in a list such as ``n[1-3,7],gpu-a[01-02]``, as scontrol show hostnames, which containers lack."""
+    """Expands a list such as ``n[1-3,7],gpu-a[01-02]``; containers lack `scontrol show hostnames`."""
     for item in _ITEM.findall(nodelist):
         parts = [_numbers(ranges) if ranges else [text] for ranges, text in _PART.findall(item)]
         yield from map("".join, itertools.product(*parts))
 
 
 def _numbers(ranges: str) -> list[str]:
-    """The numbers of ``1-3,7``, with leading zeros as written."""
+    """Expands ``1-3,7``, with leading zeros as written."""
     numbers: list[str] = []
     for part in ranges.split(","):
         first, _, last = part.partition("-")
@@ -106,7 +106,7 @@ def _numbers(ranges: str) -> list[str]:
 
 
 def missing_gpus(wanted: int, environment: Mapping[str, str], devices: Path = Path("/dev")) -> str | None:
-    """Says which GPUs are missing and how to request them; None where the node has enough. Loads no CUDA library."""
+    """Returns which GPUs are missing and how to request them, or None; loads no CUDA library."""
     visible = environment.get(_VISIBLE)
     if visible is None:
         names = [entry.name for entry in devices.iterdir() if _DEVICE_FILE.fullmatch(entry.name)]
@@ -120,5 +120,5 @@ def missing_gpus(wanted: int, environment: Mapping[str, str], devices: Path = Pa
 
 
 def clean_env(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the variables that would mislead Ray, torch or an MPI library."""
+    """Returns the environment without variables that would mislead Ray, torch or MPI libraries."""
     return {name: value for name, value in environment.items() if not _CLEARED.fullmatch(name)}

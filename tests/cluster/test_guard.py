@@ -1,4 +1,4 @@
-"""What an agent has started is gone with it, however the agent ends: seen without Ray."""
+"""What a program with a guard started ends with it, however it ends, without Ray."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.cleanup import MARK, marked_processes
-from megarl.launch.node.child_processes import clean_up
+from megarl.cluster.cleanup import MARK, clean_up, marked_processes
+
+pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
 MARKED = f"guarded-{secrets.token_hex(4)}"
 AGENT = f"""
 import os, subprocess, sys
 from pathlib import Path
-from megarl.launch.node.child_processes import Guard
+from megarl.cluster.cleanup import Guard
 directory, keep, how = sys.argv[1:]
-guard = Guard({MARKED!r}, directory, Path(keep), dict(os.environ))
+guard = Guard({MARKED!r}, directory, os.environ, Path(keep))
 subprocess.Popen(["sleep", "600"], env={{**os.environ, {MARK!r}: {MARKED!r}}})
 stubborn = '''
 import signal, time
@@ -54,7 +55,7 @@ def test_temporary_files_go_where_logs_cannot_be_kept(
     ray: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    clean_up(MARKED, str(ray), str(tmp_path / "file" / "kept"), failed=True)
+    clean_up(MARKED, str(ray), tmp_path / "file" / "kept")
     assert not ray.exists()
     assert "Ray's logs of this node are not kept in" in capsys.readouterr().err
 

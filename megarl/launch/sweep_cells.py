@@ -1,4 +1,4 @@
-"""Sweeps: every combination of the given values is a run, a cell, in a directory of its own."""
+"""The cells of a sweep: each combination of its values is a run in a directory of its own."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _NAME_LENGTH = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A run of a sweep: its index in the job array, and the overrides that distinguish it from the others."""
+    """A run of a sweep: its index in the job array, and its overrides."""
 
     index: int
     overrides: tuple[str, ...]
 
     @property
     def name(self) -> str:
-        """Of its directory below that of the sweep, such as ``cell-0-lr-1e-6-seed-1``."""
+        """The name of its directory, such as ``cell-0-lr-1e-6-seed-1``."""
         settings = [override.partition("=") for override in self.overrides]
         values = "-".join(f"{key.rpartition('.')[2]}-{value}" for key, _, value in settings)
         return re.sub(r"[^A-Za-z0-9._+]+", "-", f"cell-{self.index}-{values}")[:_NAME_LENGTH].rstrip("-.")
@@ -38,7 +38,7 @@ class Cell:
 
 
 def read_sweeps(sweeps: Sequence[str]) -> tuple[list[Cell], list[Problem]]:
-    """Returns the cells, the last key's values varying fastest, and the problems; values are YAML, and keep commas."""
+    """Returns the cells of ``key.path=value,value`` texts, the last key varying fastest, and the problems."""
     axes: dict[str, list[str]] = {}
     problems: list[Problem] = []
     for sweep in sweeps:
@@ -61,7 +61,7 @@ def read_sweeps(sweeps: Sequence[str]) -> tuple[list[Cell], list[Problem]]:
 
 
 def _values(text: str) -> list[str]:
-    """The values as they are written; none where they are not YAML."""
+    """Returns the YAML values as written, so that commas in brackets do not split; empty for invalid YAML."""
     listed = f"[{text}]"
     try:
         node = yaml.compose(listed, Loader=yaml.SafeLoader)
@@ -73,7 +73,7 @@ def _values(text: str) -> list[str]:
 
 
 def run_directory(path: Path, overrides: Sequence[str]) -> str | None:
-    """The run.dir of a configuration that may have other mistakes. Raises ConfigError where the file cannot be read."""
+    """Returns run.dir of a configuration that may be invalid. Raises ConfigError if the file cannot be read."""
     run = merged(path, overrides)[0].get("run")
     named = run.get("dir") if isinstance(run, Mapping) else None
     return named if isinstance(named, str) else None
@@ -82,11 +82,7 @@ def run_directory(path: Path, overrides: Sequence[str]) -> str | None:
 def load_cells(
     path: Path, overrides: Sequence[str], base: str, cells: Sequence[Cell], check: Callable[[RunConfig], object]
 ) -> tuple[list[RunConfig], list[ConfigError]]:
-    """Reads the configuration of every cell, whose directory is below `base`.
-
-    Returns:
-        The configurations, and the errors: first what is wrong in all cells, then by cell.
-    """
+    """Returns the cells' configurations, with directories below `base`, and errors: common ones first, then by cell."""
     configs: list[RunConfig] = []
     wrong: dict[Cell, ConfigError] = {}
     for cell in cells:
