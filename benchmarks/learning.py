@@ -264,19 +264,19 @@ INTRODUCTION: Final = """# Does it learn?
 Written by `python -m benchmarks.learning --report` from the results in
 [benchmarks/results/learning](../benchmarks/results/learning); do not edit it.
 
-Every algorithm trains the model of the [demo](../README.md): sort letters, `up kdxbq:` wants `bdkqx`. All start from
-one fine-tuned model, which is right in about a third of its answers, and learn from the scores of one reward model.
-The true score is the part of 1,024 held-out prompts that a checker finds answered exactly, sampled at temperature 1; no
-algorithm sees it. The settings are in [configs/learning](../configs/learning): the recipes of
-[configs/recipes](../configs/recipes), and of PPO the defaults, with the rates and sizes of this small task. RAFT
-selects the best answer to each prompt, and answers four times as many a step. Rates and sizes were not tuned for each
-algorithm, so this is no ranking.
+Every algorithm trains on the [demo's](../README.md) task: sort letters, where the answer to `up kdxbq:` is `bdkqx`. All
+runs start from the same fine-tuned model, which answers about a third of the prompts correctly, and use the same reward
+model. The true score is the share of 1,024 held-out prompts answered exactly right, sampled at temperature 1; no
+algorithm sees it. The settings in [configs/learning](../configs/learning) are the recipes of
+[configs/recipes](../configs/recipes), and for PPO the defaults, with learning rates and batch sizes for this small
+task. RAFT selects the best answer to each prompt and samples four times as many answers per step. Learning rates and
+batch sizes were not tuned for each algorithm, so the table is not a ranking.
 
 ![true score on held-out prompts, by step](learning.svg)
 
-Start and end are means over the seeds; a single true score has a 95% interval of about ±0.03. An algorithm learns where
-every seed gains, and where the mean gain is beyond the spread of the seeds' ends and the width of that interval. KL is
-that of the last step from the fine-tuned model, nats per response.
+Start and end are means over the seeds; a single true score has a 95% interval of about ±0.03. An algorithm counts as
+learning if every seed gains, and if the mean gain exceeds both the spread of the seeds' end scores and the width of
+that interval. KL is the divergence from the fine-tuned model at the last step, in nats per response.
 
 """
 

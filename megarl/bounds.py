@@ -1,8 +1,8 @@
-"""Types of bounded numbers, for settings and options of algorithms."""
+"""Types of settings and of algorithms' options: numbers within bounds, and names. Imports no torch."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -16,3 +16,17 @@ Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 RatioBounds = Annotated[tuple[NotNegative, Positive], Field(strict=False)]  # YAML has lists, and no tuples
+
+RejectionStatistic = Literal[
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "sequence_sum_k1",
+    "sequence_sum_k2",
+    "sequence_sum_k3",
+    "sequence_mean_k1",
+    "sequence_mean_k2",
+    "sequence_mean_k3",
+    "sequence_max_k2",
+    "sequence_max_k3",
+]

@@ -1,4 +1,4 @@
-"""Advantages of response tokens, from their rewards or from an outcome per sample.
+"""Advantages of response tokens, from their rewards or from an advantage per sample.
 
 An estimator is a function of (rewards, values, response_mask), with options by keyword:
 
@@ -9,21 +9,16 @@ Args:
     gamma: discount per token.
 
 Returns:
-    advantages, and returns for the critic to learn, [B, R] each, 0 off the mask.
+    advantages, and returns (the critic's targets), [B, R] each, 0 off the mask.
 """
 
 from __future__ import annotations
-
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megarl.algos.normalization import on_mask
 from megarl.bounds import Fraction, Positive
-
-Gaps = Literal["carry", "zero"]
-"""What becomes of a token that does not count: it is passed over, or is a step without reward and value."""
 
 
 def gae(
@@ -40,11 +35,11 @@ def gae(
         delta[t] = r[t] + gamma * V[t'] - V[t];  A[t] = delta[t] + gamma * lam * A[t'];  returns[t] = A[t] + V[t]
 
     t' is the next counting token of the row; V and A are 0 after the last. Tokens that do not count (of a tool, say)
-    are passed over: neither a reward nor a discount step. Source: Schulman et al., "High-dimensional continuous control
-    using generalized advantage estimation" (2016); gaps as in verl and AReaL.
+    are skipped, without a discount. Source: Schulman et al., "High-dimensional continuous control using generalized
+    advantage estimation" (2016); gaps as in verl and AReaL.
 
     Args:
-        bootstrap: [B], value of the state after the last token, for rows that were cut off; None is 0.
+        bootstrap: [B], value of the state after the last token, for truncated rows; None is 0.
         lam: decay per token; 1 is Monte Carlo, 0 one-step.
     """
     advantages, returns = scan(rewards, values, response_mask, bootstrap, gamma=gamma, lam=lam)
@@ -61,7 +56,7 @@ def vapo(
     lam_policy: Fraction | None = None,
     length_alpha: Positive = 0.05,
 ) -> tuple[Tensor, Tensor]:
-    """Decoupled generalised advantage estimation with a critic: one decay for the returns, another for the advantages.
+    """Generalised advantage estimation with separate decays for the critic's returns and the advantages.
 
         returns = A(lam_value) + V;  advantages = A(lam_policy), or A(1 - 1 / max(length_alpha * n, 1))
 
@@ -70,7 +65,7 @@ def vapo(
     Args:
         lam_value: decay per token of the critic's returns.
         lam_policy: decay per token of the advantages; None is 1 - 1 / (length_alpha * tokens of the response).
-        length_alpha: how the decay of the advantages grows with the response, where lam_policy is None.
+        length_alpha: growth of the advantages' decay with the response's length, where lam_policy is None.
     """
     by_length = 1 - 1 / (length_alpha * response_mask.sum(-1).to(values.dtype)).clamp(min=1)
     lam = by_length if lam_policy is None else lam_policy
@@ -82,39 +77,38 @@ def vapo(
 def reinforce(
     rewards: Tensor, values: Tensor | None, response_mask: Tensor, *, gamma: Fraction = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """The reward-to-go of each token, without a critic: A[t] = G[t] = r[t] + gamma * G[t'].
+    """The discounted return of each token, without a critic: A[t] = G[t] = r[t] + gamma * G[t'].
 
-    t' is the next counting token of the row; advantages and returns are the same. ``reinforce_pp`` (REINFORCE++) is
-    whitened over the tokens of the step by ``algo.normalise.advantages: auto``, with the penalties in the rewards.
+    t' is the next counting token of the row; advantages and returns are the same. ``algo.normalise.advantages: auto``
+    whitens ``reinforce_pp`` (REINFORCE++) over the tokens of the step, with the penalties in the rewards.
     Source: Williams, "Simple statistical gradient-following algorithms" (1992); REINFORCE++ (Hu et al., 2025); OpenRLHF
     and verl.
     """
     del values
-    returns = on_mask(reward_to_go(rewards, response_mask, gamma=gamma), response_mask)
+    returns = on_mask(discounted_returns(rewards, response_mask, gamma=gamma), response_mask)
     return returns, returns
 
 
-def from_outcomes(
+def broadcast_advantages(
     sequence_advantages: Tensor, penalties: Tensor, response_mask: Tensor, *, cumulative: bool = True
 ) -> Tensor:
     """The advantage a of a sample on each of its tokens, plus the penalties, [B, R], 0 off the mask.
 
-        A[t] = a + sum over t' >= t of penalty[t'], or with each token's own: A[t] = a + penalty[t]
+        A[t] = a + sum over t' >= t of penalty[t'], or if not cumulative: A[t] = a + penalty[t]
 
     Source: OpenRLHF (cumulative); slime and NeMo-RL (each token's own).
 
     Args:
         sequence_advantages: [B].
-        penalties: [B, R], of ``reward_shaping.kl_penalties``; 0 without any.
-        cumulative: which of the two.
+        penalties: [B, R], of ``reward_shaping.kl_penalties``.
     """
-    own = reward_to_go(penalties, response_mask) if cumulative else penalties
-    return on_mask(sequence_advantages[:, None] + own, response_mask)
+    added = discounted_returns(penalties, response_mask) if cumulative else penalties
+    return on_mask(sequence_advantages[:, None] + added, response_mask)
 
 
-def reward_to_go(rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0, gaps: Gaps = "carry") -> Tensor:
-    """G[t] = r[t] + gamma * G[t'], [B, R], not masked: scan without values."""
-    return scan(rewards, torch.zeros_like(rewards), response_mask, gamma=gamma, lam=1.0, gaps=gaps)[0]
+def discounted_returns(rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0) -> Tensor:
+    """G[t] = r[t] + gamma * G[t'], [B, R], not masked."""
+    return scan(rewards, torch.zeros_like(rewards), response_mask, gamma=gamma, lam=1.0)[0]
 
 
 def scan(
@@ -125,18 +119,12 @@ def scan(
     *,
     gamma: float,
     lam: float | Tensor,
-    gaps: Gaps = "carry",
 ) -> tuple[Tensor, Tensor]:
     """The recursion of ``gae``, from the last column to the first, and its returns; not masked.
 
     Args:
-        lam: decay per token, or one per row, [B].
-        gaps: "zero" is the form of OpenRLHF and NeMo-Aligner, the same but for gaps inside a row: there the discount
-            goes on, and what lies in the gap gets an advantage.
+        lam: decay per token; a tensor has one per row, [B].
     """
-    if gaps == "zero":
-        rewards, values = on_mask(rewards, response_mask), on_mask(values, response_mask)
-        response_mask = torch.ones_like(response_mask)
     advantages = torch.zeros_like(values)
     carried = values.new_zeros(len(values))
     next_value = carried if bootstrap is None else bootstrap

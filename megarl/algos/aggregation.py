@@ -1,8 +1,8 @@
-"""Token weights that turn values per token into a number: loss = sum over all tokens of weight * value.
+"""Weights of token losses: loss = sum over all tokens of weight * value.
 
-The weights contain the denominator of a whole optimizer step, over its micro-batches and ranks, so that the sum does
-not depend on how the step is split. It is that of the original masks: tokens that a correction drops stay in it. An
-aggregation is a function of (response_mask), with total_tokens, total_sequences and options by keyword:
+The weights contain the denominator of the whole optimizer step, over its micro-batches and ranks, so that the loss does
+not depend on how the step is split. Tokens that a correction drops stay in the denominator. An aggregation is a
+function of (response_mask), with total_tokens, total_sequences and options by keyword:
 
     response_mask: [B, R] bool, of some rows of the step.
     total_tokens: counting tokens of the step, over all micro-batches and ranks.
@@ -35,7 +35,7 @@ def token_sum(
 ) -> Tensor:
     """The sum over the tokens of the optimizer step.
 
-    Every counting token weighs 1: the learning rate is in proportion to the tokens of a step. Source: verl.
+    Every counting token weighs 1: the gradient grows with the tokens of a step. Source: verl.
     """
     del total_tokens, total_sequences
     return response_mask.to(dtype)
@@ -46,7 +46,7 @@ def sequence_mean(
 ) -> Tensor:
     """The mean over sequences of the means over their tokens.
 
-    A token of a row with n counting tokens weighs 1 / (n * total_sequences); a row without one is not averaged over.
+    A token of a row with n counting tokens weighs 1 / (n * total_sequences); rows without one are left out.
     Source: GRPO (Shao et al., 2024) and GSPO (Zheng et al., 2025).
     """
     del total_tokens
@@ -68,18 +68,18 @@ def sequence_sum(
 def sequence_sum_norm(
     response_mask: Tensor, *, total_tokens: int, total_sequences: int, dtype: torch.dtype = torch.float32, tokens: Count
 ) -> Tensor:
-    """The mean over sequences of the sums over their tokens, in units of a constant length.
+    """The mean over sequences of the sums over their tokens, divided by a constant length.
 
     Every counting token weighs 1 / (total_sequences * tokens). Source: Dr. GRPO, Liu et al., "Understanding
     R1-Zero-like training" (2025), with the longest response as the constant.
 
     Args:
-        tokens: the constant: the longest response, for example.
+        tokens: the constant length, such as that of the longest response.
     """
     del total_tokens
     return response_mask.to(dtype) / (max(total_sequences, 1) * tokens)
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
-    """sum(weights * values), where entries of weight 0 may hold anything, even what is not a number."""
+    """sum(weights * values), where values of weight 0 may be anything, even NaN."""
     return (torch.where(weights != 0, values, torch.zeros_like(values)) * weights).sum()

@@ -1,11 +1,11 @@
-"""An advantage per sample, from comparing the scores of the samples of a step.
+"""An advantage per sample, from comparing the scores of a prompt's samples.
 
 A group advantage is a function of (samples), which are ``Samples``, with options by keyword, that returns [N]. Samples
-without a score are left out of every statistic and get 0, and so does a sample that has no other to be compared with.
+without a score are left out of every statistic and get 0, as does the only scored sample of a group.
 
     eps: added to the deviation.
-    ddof: the deviation's degrees of freedom that are taken off the number of samples.
-    singleton: advantage of a sample that is alone, the others being without a score: zero, or its raw score.
+    ddof: the deviation's delta degrees of freedom: 1 is the sample deviation, 0 the population's.
+    singleton: advantage of the only scored sample of a group: zero, or its raw score.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Samples:
     """All samples of a step, on all ranks; those of a group need not be neighbours.
 
     Args:
-        scores: [N] float32 or float64, as the algorithm takes them; in a run float32, NaN where not ``scored``.
+        scores: [N] float32 or float64, total scores after clipping; in a run float32, NaN where not ``scored``.
         groups: [N] int64, the number of each sample's prompt, from 0 on.
         lengths: [N] int64, response tokens.
         finished: [N] bool, True where the model ended the response itself.
-        scored: [N] bool, False where there is no score, for example after a reward function failed.
-        components: [N, K] floats, the score by source before weights and clipping; None: not known. A run gives it.
-        weights: K floats, of the sources in the score.
-        greedy_scores: [N], of the likeliest response to the same prompt, NaN without a score; None but for ``remax``.
+        scored: [N] bool, False without a score, for example after a reward function failed.
+        components: [N, K] floats, the scores of each reward before weights and clipping; None outside of a run.
+        weights: K floats, of the rewards in the score.
+        greedy_scores: [N], of the greedy response to the same prompt, NaN without a score; None but for ``remax``.
     """
 
     scores: Tensor
@@ -52,18 +52,21 @@ class Samples:
 def grpo(samples: Samples, *, eps: NotNegative = 1e-6, ddof: DDof = 1, singleton: Singleton = "zero") -> Tensor:
     """(s - mean) / (deviation + eps), within each group; exactly 0 where all scores of a group are equal.
 
-    ``ddof`` 1 is the sample deviation. ``singleton`` raw lets a sample that is alone keep its score, as verl does.
-    Source: Shao et al., "DeepSeekMath" (2024); eps is 1e-6 in verl, slime and NeMo-RL, 1e-4 in TRL, 1e-5 in AReaL, and
-    1e-9 in OpenRLHF (group_norm).
+    ``ddof`` 1 is the sample deviation; ``singleton`` raw is verl's. Source: Shao et al., "DeepSeekMath" (2024); eps is
+    1e-6 in verl, slime and NeMo-RL, 1e-4 in TRL, 1e-5 in AReaL, and 1e-9 in OpenRLHF (group_norm).
     """
-    return _within_groups(samples, lambda scores, _: _standardised(scores, eps, ddof), singleton=singleton)
+
+    def standardised(scores: Tensor, _: Tensor) -> Tensor:
+        return _centred(scores) / (scores.std(correction=ddof) + eps)
+
+    return _within_groups(samples, standardised, singleton=singleton)
 
 
 def dr_grpo(samples: Samples, *, singleton: Singleton = "zero") -> Tensor:
     """s - mean, within each group.
 
-    ``reinforce_pp_baseline`` (REINFORCE++-baseline, OpenRLHF's ``reinforce_baseline``) is the same, whitened over the
-    tokens of the step by ``algo.normalise.advantages: auto``. Source: Liu et al., "Understanding
+    ``reinforce_pp_baseline`` (REINFORCE++-baseline, OpenRLHF's ``reinforce_baseline``) is the same;
+    ``algo.normalise.advantages: auto`` then whitens over the tokens of the step. Source: Liu et al., "Understanding
     R1-Zero-like training" (2025), there with the aggregation sequence_sum_norm; Hu, "REINFORCE++" (2025).
     """
     return _within_groups(samples, lambda scores, _: _centred(scores), singleton=singleton)
@@ -74,27 +77,25 @@ def rloo(samples: Samples, *, singleton: Singleton = "zero") -> Tensor:
 
     Source: Ahmadian et al., "Back to basics" (2024); OpenRLHF, verl, TRL.
     """
-    return _within_groups(samples, lambda scores, _: _left_out(scores), singleton=singleton)
+    return _within_groups(samples, lambda scores, _: _leave_one_out(scores), singleton=singleton)
 
 
 def masked_rloo(samples: Samples) -> Tensor:
-    """s - (sum of the scores of the others that ended) / (n - 1), within each group, where n samples ended.
+    """s - (sum of the scores of the others that finished) / (n - 1), within each group, where n samples finished.
 
-    A group in which at most one sample ended gets 0. The advantage of a sample that did not end itself has no
-    meaning: mask such samples out of the loss.
-
-    Source: NeMo-Aligner, REINFORCE.
+    A group with less than two finished samples gets 0. The advantages of unfinished samples have no meaning: mask them
+    out of the loss. Source: NeMo-Aligner, REINFORCE.
     """
 
-    def rule(scores: Tensor, members: Tensor) -> Tensor:
-        ended = samples.finished[members]
-        if ended.sum() < 2:
+    def over_finished(scores: Tensor, members: Tensor) -> Tensor:
+        finished = samples.finished[members]
+        if finished.sum() < 2:
             return torch.zeros_like(scores)
-        advantages = scores - scores[ended].sum() / (ended.sum() - 1)
-        advantages[ended] = _left_out(scores[ended])
+        advantages = scores - scores[finished].sum() / (finished.sum() - 1)
+        advantages[finished] = _leave_one_out(scores[finished])
         return advantages
 
-    return _within_groups(samples, rule)
+    return _within_groups(samples, over_finished)
 
 
 def rloo_std(samples: Samples, *, eps: NotNegative = 1e-6) -> Tensor:
@@ -108,7 +109,7 @@ def rloo_std(samples: Samples, *, eps: NotNegative = 1e-6) -> Tensor:
         others = scores.expand(n, n)[~torch.eye(n, dtype=torch.bool, device=scores.device)].reshape(n, n - 1)
         differ = others.amax(-1) > others.amin(-1)
         deviation = others.std(-1, correction=min(n - 2, 1))
-        return torch.where(differ, _left_out(scores) / (deviation + eps), _left_out(scores))
+        return torch.where(differ, _leave_one_out(scores) / (deviation + eps), _leave_one_out(scores))
 
     return _within_groups(samples, over_others)
 
@@ -119,25 +120,25 @@ def opo(samples: Samples, *, singleton: Singleton = "zero") -> Tensor:
     Source: Hao et al., "On-policy RL with optimal reward baseline" (2025); verl.
     """
 
-    def less_the_weighted_mean(scores: Tensor, members: Tensor) -> Tensor:
+    def minus_weighted_mean(scores: Tensor, members: Tensor) -> Tensor:
         centred, lengths = _centred(scores), samples.lengths[members].to(scores.dtype)
         return centred - (lengths * centred).sum() / lengths.sum().clamp(min=1)
 
-    return _within_groups(samples, less_the_weighted_mean, singleton=singleton)
+    return _within_groups(samples, minus_weighted_mean, singleton=singleton)
 
 
 def pass_at_k(samples: Samples, *, eps: NotNegative = 1e-6) -> Tensor:
     """(best - second best) / (deviation + eps) for the best sample of each group, 0 for the others.
 
-    The deviation is the sample deviation; where several are best, all get 0. Source: Chen et al., "Pass@k training"
-    (2025); verl.
+    The deviation is the sample deviation; several equally good best samples get 0. Source: Chen et al., "Pass@k
+    training" (2025); verl.
     """
 
-    def lead_of_the_best(scores: Tensor, _: Tensor) -> Tensor:
+    def lead_of_best(scores: Tensor, _: Tensor) -> Tensor:
         best, second = scores.topk(2).values
         return torch.where(scores == best, (best - second) / (scores.std() + eps), torch.zeros_like(scores))
 
-    return _within_groups(samples, lead_of_the_best)
+    return _within_groups(samples, lead_of_best)
 
 
 def batch_std(samples: Samples, *, eps: NotNegative = 1e-6, ddof: DDof = 1) -> Tensor:
@@ -151,7 +152,7 @@ def batch_std(samples: Samples, *, eps: NotNegative = 1e-6, ddof: DDof = 1) -> T
 
 
 def gpg(samples: Samples) -> Tensor:
-    """alpha * (s - mean), within each group, with alpha = samples / samples whose s - mean is not 0, over the step.
+    """alpha * (s - mean), within each group; alpha = samples / samples whose s - mean is not 0, over the step.
 
     Source: Chu et al., "GPG: a simple and strong reinforcement learning baseline" (2025); verl counts the scores that
     are not 0 instead.
@@ -161,21 +162,21 @@ def gpg(samples: Samples) -> Tensor:
 
 
 def remax(samples: Samples) -> Tensor:
-    """s - score of the likeliest response to the same prompt, which is sampled greedily besides the others.
+    """s - score of the greedy response to the same prompt, 0 where that has no score.
 
-    0 where the greedy response has no score. Source: Li et al., "ReMax" (2023); verl.
+    The greedy response is generated in addition to the samples. Source: Li et al., "ReMax" (2023); verl.
     """
-    assert samples.greedy_scores is not None, "remax compares with greedy responses"
+    assert samples.greedy_scores is not None
     comparable = samples.scored & samples.greedy_scores.isfinite()
     return on_mask(samples.scores - samples.greedy_scores, comparable)
 
 
 def gdpo(samples: Samples, *, eps: NotNegative = 1e-6) -> Tensor:
-    """sum over the sources k of a score of weight[k] * (s[k] - mean) / (deviation + eps), within each group.
+    """sum over the rewards k of weight[k] * (s[k] - mean) / (deviation + eps), within each group.
 
-    The deviation is the sample deviation: it is the sum of grpo of each source. Source: GDPO (Liu et al., 2026); verl.
+    It is the weighted sum of grpo of each reward, with the sample deviation. Source: GDPO (Liu et al., 2026); verl.
     """
-    assert samples.components is not None, "gdpo compares the sources of a score one by one"
+    assert samples.components is not None
     advantages = [
         weight * grpo(replace(samples, scores=scores), eps=eps)
         for weight, scores in zip(samples.weights, samples.components.unbind(-1), strict=True)
@@ -186,7 +187,7 @@ def gdpo(samples: Samples, *, eps: NotNegative = 1e-6) -> Tensor:
 def _within_groups(
     samples: Samples, rule: Callable[[Tensor, Tensor], Tensor], *, singleton: Singleton = "zero"
 ) -> Tensor:
-    """Applies the rule to each group of at least two samples: to its scores, [n] float64, and its members' indices."""
+    """Calls ``rule`` with the scores, [n] float64, and the indices of the samples of each group of at least two."""
     members = samples.scored.nonzero().flatten()
     members = members[samples.groups[members].argsort(stable=True)]
     advantages = torch.zeros_like(samples.scores)
@@ -201,13 +202,10 @@ def _within_groups(
 
 
 def _centred(scores: Tensor) -> Tensor:
-    """s - mean; exactly 0 where all are equal, whatever the mean is rounded to."""
+    """s - mean; exactly 0 where all are equal, despite the rounding of the mean."""
     return torch.zeros_like(scores) if scores.min() == scores.max() else scores - scores.mean()
 
 
-def _left_out(scores: Tensor) -> Tensor:
+def _leave_one_out(scores: Tensor) -> Tensor:
+    """s - mean of the others."""
     return _centred(scores) * (len(scores) / (len(scores) - 1))
-
-
-def _standardised(scores: Tensor, eps: float, ddof: int) -> Tensor:
-    return _centred(scores) / (scores.std(correction=ddof) + eps)

@@ -1,14 +1,14 @@
 """Estimators of KL(policy || reference) in nats, and the controller of its coefficient.
 
-With d = log policy - log reference at a token sampled from the policy, each is an estimate per token (J. Schulman,
-"Approximating KL divergence", 2020). All are elementwise, and differentiable in ``logprobs``, for a penalty in the
-loss. An estimator is a function of (logprobs, ref_logprobs), with options by keyword; with ``algo.kl.importance`` it is
-called with (logprobs, ref_logprobs, importance):
+Each estimates from d = log policy - log reference at a token sampled from the policy (J. Schulman, "Approximating KL
+divergence", 2020); elementwise, and differentiable in ``logprobs``, for a penalty in the loss. An estimator is a
+function of (logprobs, ref_logprobs), with options by keyword; with ``algo.kl.importance`` it is called with
+(logprobs, ref_logprobs, importance):
 
     logprobs: any shape, nats, of the policy.
     ref_logprobs: same shape, nats, of the reference.
-    importance: same shape; weights that the estimates are multiplied by before they are limited, without a gradient:
-        the ratio of the policy to whatever sampled the tokens.
+    importance: same shape, without a gradient: the ratio of the policy to the one that sampled the tokens, which
+        multiplies the estimates before they are limited.
 
 Options of several, where what is clamped has no gradient:
 
@@ -36,8 +36,8 @@ def k1(
 ) -> Tensor:
     """d: unbiased, of either sign.
 
-    Its gradient is 1, whose mean over the policy's tokens is 0: as a loss it has no effect on average. Source: Ziegler
-    et al., "Fine-tuning language models from human preferences" (2019); OpenRLHF and AReaL limit it to 10.
+    Its gradient has mean 0 over the policy's tokens: as a loss it has no effect on average. Source: Ziegler et al.,
+    "Fine-tuning language models from human preferences" (2019); OpenRLHF and AReaL limit it to 10.
     """
     return _limited(_log_ratio(logprobs, ref_logprobs, max_log_ratio), importance, limit)
 
@@ -97,9 +97,9 @@ def k1_plus(
     max_log_ratio: Positive | None = None,
     limit: Positive | None = None,
 ) -> Tensor:
-    """The value of k1 with the gradient of k2, which is that of the KL.
+    """k2 - sg(k2) + sg(k1), where sg stops gradients: the value of k1 with the gradient of k2, which is that of the KL.
 
-    k2 - sg(k2) + sg(k1), where sg has no gradient. Source: verl, "k1+".
+    Source: verl, "k1+".
     """
     value = k1(logprobs, ref_logprobs, importance, max_log_ratio=max_log_ratio, limit=limit)
     return _straight_through(value, k2(logprobs, ref_logprobs, importance))
@@ -113,29 +113,26 @@ def k3_plus(
     max_log_ratio: Positive | None = 20.0,
     limit: Positive | None = 10.0,
 ) -> Tensor:
-    """The value of k3 with the gradient of k2, which is that of the KL.
+    """k2 - sg(k2) + sg(k3), where sg stops gradients: the value of k3 with the gradient of k2, which is that of the KL.
 
-    k2 - sg(k2) + sg(k3), where sg has no gradient. Source: verl, "k3+".
+    Source: verl, "k3+".
     """
     value = k3(logprobs, ref_logprobs, importance, max_log_ratio=max_log_ratio, limit=limit)
     return _straight_through(value, k2(logprobs, ref_logprobs, importance))
 
 
 def full(logits: Tensor, ref_logits: Tensor) -> Tensor:
-    """sum over the vocabulary of p * (log p - log q): the KL itself, not an estimate; in the loss alone.
+    """sum over the vocabulary of p * (log p - log q), [...] nats: the exact KL; in the loss alone.
 
-    The reference is then run again before each optimizer step, in the group of the actor and under
-    its layout, and one of its hidden states is kept per token. Source: TRL 0.10, "full".
+    The reference runs again before each optimizer step, in the actor's group and layout, and a hidden state per token
+    is kept. Source: TRL 0.10, "full".
 
     Args:
         logits: [..., V], of the policy, divided by the temperature; may carry a gradient.
         ref_logits: [..., V], of the reference, divided by the same temperature.
-
-    Returns:
-        [...] nats.
     """
-    ours, theirs = logits.log_softmax(-1), ref_logits.log_softmax(-1)
-    return (ours.exp() * (ours - theirs)).sum(-1)
+    logprobs, ref_logprobs = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    return (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
 
 
 def _log_ratio(logprobs: Tensor, ref_logprobs: Tensor, largest: float | None) -> Tensor:
@@ -149,22 +146,18 @@ def _limited(estimates: Tensor, importance: Tensor | None, limit: float | None) 
 
 
 def _straight_through(value: Tensor, slope: Tensor) -> Tensor:
-    """The value of the one, the gradient of the other."""
     return value.detach() + (slope - slope.detach())
 
 
-MAX_ERROR = 0.2
-
-
 class KLController:
-    """The coefficient of the penalty; with a target, it changes in proportion to the distance from it.
+    """The coefficient of the penalty; with a target, it adapts to the observed KL.
 
-    coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon. Source: Ziegler et al., "Fine-tuning language
-    models from human preferences" (2019). A divergence that is not a number changes nothing.
+    coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon. A KL of NaN changes nothing. Source: Ziegler et
+    al., "Fine-tuning language models from human preferences" (2019).
 
     Args:
         coef: at the start, reward or loss per nat.
-        target: of the mean divergence of a response, the sum over its tokens or their mean, nats; None keeps ``coef``.
+        target: of the mean KL of a response, the sum over its tokens or their mean, nats; None keeps ``coef``.
         horizon: samples.
     """
 
@@ -173,19 +166,14 @@ class KLController:
         self._target, self._horizon = target, horizon
 
     def update(self, kl: float, samples: int) -> None:
-        """Adapts the coefficient to a step.
-
-        Args:
-            kl: mean divergence of the step's responses over all ranks, in the unit of the target.
-            samples: of the step, over all ranks.
-        """
+        """Adapts the coefficient to the mean KL of a step's responses, in the unit of the target."""
         if self._target is None or math.isnan(kl):
             return
-        error = min(max(kl / self._target - 1, -MAX_ERROR), MAX_ERROR)
+        error = min(max(kl / self._target - 1, -0.2), 0.2)
         self.coef *= 1 + error * samples / self._horizon
 
     def state(self) -> dict[str, float]:
-        """Returns what a checkpoint keeps: nothing without a target, as the coefficient is the configuration's."""
+        """Returns the state of a checkpoint: nothing without a target, as the coefficient is the configuration's."""
         return {} if self._target is None else {"coef": self.coef}
 
     def load(self, state: dict[str, float]) -> None:

@@ -1,7 +1,7 @@
-"""Moments over all ranks, whitening with them, and the normalization of token rewards and advantages.
+"""Moments over all ranks, and the normalization of token rewards and advantages with them.
 
-Statistics are taken in float64 and in two passes: the mean, then the squares around it. Every rank calls a reduction
-the same number of times, whether it has rows or not: one that left it out would stop the others.
+Statistics are taken in float64 and in two passes: the mean, then the squares around it. Every rank calls ``reduce``
+equally often, whether it has rows or not: a rank that left it out would block the others.
 
 A normaliser of advantages is a function of (advantages, response_mask, groups, reduce), with options by keyword:
 
@@ -10,7 +10,7 @@ Args:
     response_mask: [B, R] bool; in a run False on responses without a score.
     groups: normalization.Groups, the prompt of each row, numbered over the whole step.
     reduce: normalization.Reduce, called equally often by every rank, whether it has rows or not.
-    ddof: the variance's degrees of freedom that are taken off the number of tokens.
+    ddof: delta degrees of freedom of the variance: 1 is the sample variance, 0 the population's.
     eps: added to the deviation.
 
 Returns:
@@ -46,11 +46,11 @@ _DIVISORS: Final[dict[Form, Callable[[Tensor, float], Tensor]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """Which rows belong together, over all ranks.
+    """The groups of rows, such as the samples of a prompt, over all ranks.
 
     Args:
         index: [B] int64, the group of each of this rank's rows, from 0 on.
-        count: of groups, on all ranks together.
+        count: the number of groups on all ranks.
     """
 
     index: Tensor
@@ -59,44 +59,31 @@ class Groups:
 
 @dataclass(frozen=True, kw_only=True)
 class Moments:
-    """Of all counting entries on all ranks: their number, mean and population variance.
-
-    Float64: scalars, or [G], by group.
-    """
+    """Number, mean and population variance of the counting entries on all ranks; float64 scalars, or [G] by group."""
 
     count: Tensor
     mean: Tensor
     variance: Tensor
 
-    @property
-    def sample_variance(self) -> Tensor:
-        """The variance with Bessel's correction; that of one entry is 0."""
-        return self.variance * self.count / (self.count - 1).clamp(min=1)
-
     def variance_of(self, ddof: int) -> Tensor:
-        """The variance with 0 or 1 degrees of freedom taken off the number of entries."""
-        return self.sample_variance if ddof else self.variance
+        """The population variance, or with ``ddof`` 1 the sample variance, which is 0 of one entry."""
+        return self.variance * self.count / (self.count - 1).clamp(min=1) if ddof else self.variance
+
+
+def reduced_sums(reduce: Reduce, *entries: Tensor) -> list[float]:
+    """The sum of each scalar over all ranks, in one reduction."""
+    return [float(total) for total in reduce(torch.stack([entry.double() for entry in entries]))]
 
 
 def masked_moments(values: Tensor, mask: Tensor, reduce: Reduce) -> Moments:
-    """Over all entries that count; all 0 where nothing counts anywhere.
-
-    Args:
-        values: this rank's entries, any shape; ``mask`` likewise.
-        reduce: called twice.
-    """
+    """The moments of the entries on the mask, of any shape; all 0 without any. Calls ``reduce`` twice."""
     together = Groups(index=torch.zeros(mask.shape[:1], dtype=torch.int64, device=mask.device), count=1)
     moments = grouped_moments(values, mask, together, reduce)
     return Moments(count=moments.count[0], mean=moments.mean[0], variance=moments.variance[0])
 
 
 def grouped_moments(values: Tensor, mask: Tensor, groups: Groups, reduce: Reduce) -> Moments:
-    """Over the entries that count of each group's rows; all 0 in a group in which nothing counts.
-
-    Args:
-        values: [B, ...], this rank's rows; ``mask`` likewise.
-        reduce: called twice.
-    """
+    """The moments of each group's entries on the mask, [B, ...]; all 0 without any. Calls ``reduce`` twice."""
     counted = values[mask].double()
     owner = groups.index.reshape(-1, *[1] * (mask.ndim - 1)).expand_as(mask)[mask]
 
@@ -121,15 +108,11 @@ def standardise(
     mean_only: bool = False,
     eps: float = 1e-8,
 ) -> Tensor:
-    """(x - mean) / sqrt(variance + 1e-8), with the moments of the counting entries on all ranks.
-
-    Entries off the mask go through the same map: callers set them to what they want.
+    """(x - mean) / sqrt(variance + eps) with the moments of the entries on the mask; maps those off the mask likewise.
 
     Args:
-        values: [B, R], this rank's rows; the result has their dtype.
-        reduce: called twice, whether this rank has tokens or not.
         keep_mean: add the mean again.
-        mean_only: do not divide.
+        form: of the divisor, see ``whiten_advantages``; with ``mean_only`` nothing is divided.
     """
     moments = masked_moments(values, mask, reduce)
     divisor = torch.ones_like(moments.mean) if mean_only else _DIVISORS[form](moments.variance_of(ddof), eps)
@@ -143,13 +126,9 @@ def on_mask(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def whiten_rewards(rewards: Tensor, response_mask: Tensor, reduce: Reduce) -> Tensor:
-    """(r - mean) / sqrt(variance + 1e-8) + mean, over the tokens of the step: a variance of 1, without a shift.
+    """(r - mean) / sqrt(variance + 1e-8) + mean, over the tokens of the step: variance 1, the same mean.
 
     Source: lm-human-preferences, there per rank and mini-batch.
-
-    Args:
-        rewards: [B, R], this rank's rows; the penalties and the score together.
-        reduce: called twice, whether this rank has tokens or not.
     """
     return on_mask(standardise(rewards, response_mask, reduce, keep_mean=True), response_mask)
 
@@ -173,8 +152,8 @@ def whiten_advantages(
 
     Args:
         form: the divisor: sqrt(variance + eps), sqrt(max(variance, eps)), or the deviation + eps.
-        mean_only: shift alone.
-        eps: keeps the divisor off 0.
+        mean_only: subtract the mean, without a division.
+        eps: keeps the divisor above 0.
     """
     del groups
     whitened = standardise(advantages, response_mask, reduce, ddof=ddof, form=form, mean_only=mean_only, eps=eps)
@@ -184,7 +163,7 @@ def whiten_advantages(
 def grouped_tokens(
     advantages: Tensor, response_mask: Tensor, groups: Groups, reduce: Reduce, *, ddof: DDof = 0, eps: Positive = 1e-5
 ) -> Tensor:
-    """(A - mean) / (deviation + eps), over the response tokens of each prompt's samples: long responses weigh more.
+    """(A - mean) / (deviation + eps), over the response tokens of each prompt's samples; long responses weigh more.
 
     Source: AReaL, grouped advantage normalisation.
     """
@@ -207,20 +186,18 @@ def levels(
 ) -> Tensor:
     """(A - mean) / (deviation + eps), each over the step (batch), over each prompt's samples (group), or not (None).
 
-    c = A - mean, with ``leave_one_out`` the mean of the other tokens; the deviation is sqrt(sum(c^2) / (n - 1)), with
-    n in place of n - 1 unless ``unbiased``: around what was subtracted, be it another level's mean. A token alone has
-    no others, whose mean is then 0, and no unbiased deviation, which is then 1. Without a level for the mean c is A,
-    and without one for the deviation c is the result. Source: AReaL, NormConfig; its presets are batch and batch (PPO),
-    group and batch (LitePPO), group and none (Dr. GRPO; with leave_one_out RLOO).
+    c = A - mean, with ``leave_one_out`` the mean of the other tokens, which is 0 for a single token. The deviation is
+    sqrt(sum(c^2) / n), around the mean that was subtracted; with ``unbiased`` n - 1 replaces n, and the deviation of a
+    single token is 1. Source: AReaL, NormConfig; its presets are batch and batch (PPO), group and batch (LitePPO),
+    group and none (Dr. GRPO; with leave_one_out RLOO).
 
     Args:
-        mean: what the mean is taken over; None does not shift.
-        std: what the deviation is taken over; None does not scale.
-        leave_one_out: leave a token out of the mean that it is compared with.
-        unbiased: take one off the number of tokens in the variance.
+        mean: level of the mean; None subtracts nothing.
+        std: level of the deviation; None does not divide.
+        leave_one_out: leave each token out of the mean that is subtracted from it.
+        unbiased: divide the sum of squares by n - 1.
     """
-    together = Groups(index=torch.zeros_like(groups.index), count=1)
-    of_level = {"batch": together, "group": groups}
+    of_level = {"batch": Groups(index=torch.zeros_like(groups.index), count=1), "group": groups}
     centred = on_mask(advantages.double(), response_mask)
     if mean is not None:
         centred = centred - _means(centred, response_mask, of_level[mean], reduce, leave_one_out=leave_one_out)
@@ -236,7 +213,7 @@ def levels(
 
 
 def _means(values: Tensor, mask: Tensor, groups: Groups, reduce: Reduce, *, leave_one_out: bool) -> Tensor:
-    """Of each entry's group: [B, 1], or without the entry itself, [B, R]; 0 where there are no others."""
+    """The mean of each row's group, [B, 1]; or of the group's other entries, [B, R], 0 without others."""
     moments = grouped_moments(values, mask, groups, reduce)
     mean, count = moments.mean[groups.index, None], moments.count[groups.index, None]
     if not leave_one_out:

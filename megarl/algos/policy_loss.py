@@ -1,8 +1,7 @@
 """Policy-gradient losses.
 
-A loss becomes a number as ``weighted_sum(loss.values, weights)``, with weights from ``aggregation`` that contain the
-denominator of the whole optimizer step: micro-batches and ranks then simply add up. Metrics are per token (pair) too;
-as means they are sums over the token-mean weights.
+The loss of an optimizer step is ``weighted_sum(loss.values, weights)``, added up over micro-batches and ranks: the
+weights of ``aggregation`` contain the denominator. Metrics are per token too, and reported as means over tokens.
 
 All are functions of (new_logprobs, old_logprobs, advantages, response_mask) and options:
 
@@ -10,8 +9,8 @@ All are functions of (new_logprobs, old_logprobs, advantages, response_mask) and
     old_logprobs: [B, R] nats, of the policy before the update.
     advantages: [B, R].
     response_mask: [B, R] bool, True = counts.
-    clip: how far below 1 the probability ratio earns.
-    clip_high: how far above 1; None is as far as below.
+    clip: lower clip range of the probability ratio, below 1.
+    clip_high: upper clip range, above 1; None is clip.
     dual_clip: where the advantage is negative: the loss is at most this many times its size; None does not limit it.
     log_clamp: largest size of d, nats.
 
@@ -34,12 +33,12 @@ from megarl.bounds import AboveOne, BelowOne, Positive, RatioBounds
 
 @dataclass(frozen=True, kw_only=True)
 class LossTerms:
-    """The terms of a loss, whose weighted sum it is. What stands off the mask counts nowhere and may be anything.
+    """The terms of a loss, which is their weighted sum. Values off the mask are ignored and may be anything.
 
     Args:
         values: [B, R] by token, or [P] by pair; differentiable.
-        metrics: by name, tensors of the same shape, float, detached; the means over what counts in a step are reported.
-        spreads: likewise, may be left out; reported as ``{name}_mean``, ``{name}_var``, ``{name}_max``, ``{name}_min``.
+        metrics: by name, detached floats of the same shape; their means over the step are reported.
+        spreads: likewise, optional; reported as ``{name}_mean``, ``{name}_var``, ``{name}_max``, ``{name}_min``.
     """
 
     values: Tensor
@@ -48,23 +47,15 @@ class LossTerms:
 
 
 def with_term(loss: LossTerms, name: str, values: Tensor, *, coef: float) -> LossTerms:
-    """l + coef * values, with ``values`` among the metrics: a KL penalty, or with coef < 0 an entropy bonus.
-
-    Args:
-        values: as ``loss.values``; carries a gradient where coef is not 0. The KL by an estimator of
-            ``megarl.algos.kl``; the entropy of the distribution that is trained (after the temperature), nats.
-        coef: loss per unit; with 0 the values are a metric only.
-    """
+    """l + coef * values, also a metric: a KL penalty, or with coef < 0 an entropy bonus, nats."""
     total = loss.values + coef * values if coef else loss.values
     return replace(loss, values=total, metrics={**loss.metrics, name: values.detach()})
 
 
 def weighted(loss: LossTerms, weights: Tensor) -> LossTerms:
-    """w * l, of the finished terms, after any clipping; the metrics stay those of all tokens.
+    """w * l, after any clipping; the metrics stay those of all tokens.
 
-    Args:
-        weights: as ``loss.values``, without a gradient: rollout corrections and keep masks. Where a weight is 0 the
-            term and its gradient are exactly 0, whatever the term is.
+    Where a weight is 0, the term and its gradient are exactly 0, even if the term is NaN. Weights have no gradient.
     """
     kept = torch.where(weights != 0, loss.values, torch.zeros_like(loss.values))
     return replace(loss, values=kept * weights)
@@ -95,8 +86,8 @@ def ppo(
     TRL's and INTELLECT-2's; ratio_clamp ColossalChat's.
 
     Args:
-        delta: largest ratio of the branch that is not clipped; None does not limit it.
-        ratio_clamp: bounds that the ratio is clamped to before the clip; None does not clamp.
+        delta: largest ratio of the unclipped branch; None does not limit it.
+        ratio_clamp: bounds of the ratio, applied before the clip; None does not clamp.
     """
     difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
     ratio = difference.clamp(-log_clamp, log_clamp).exp()
@@ -128,7 +119,7 @@ def gspo(
     Metrics also: ``sequence_ratio``, s.
 
     Args:
-        clip: how far below 1 the response's ratio earns.
+        clip: lower clip range of the response's ratio, below 1.
     """
     difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
     ratio = row_mean(difference, response_mask).clamp(-log_clamp, log_clamp).exp()
@@ -154,9 +145,6 @@ def cispo(
 
     l = -w * A * new with w = clamp(exp(new - old), 1 - clip, 1 + clip_high), which has no gradient. Source: MiniMax,
     "MiniMax-M1: scaling test-time compute efficiently with lightning attention" (2025), where clip is 1 or more.
-
-    Args:
-        clip: how far below 1 the ratio may be.
     """
     difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
     high = 1 + (clip if clip_high is None else clip_high)
@@ -172,7 +160,7 @@ def cispo_upper(
     max_ratio: Positive = 5.0,
     log_clamp: float = MAX_LOG_RATIO,
 ) -> LossTerms:
-    """CISPO whose importance weight has an upper bound alone.
+    """CISPO whose importance weight has only an upper bound.
 
     l = -w * A * new with w = min(exp(new - old), max_ratio), which has no gradient. Source: TRL's CISPO, whose
     ``epsilon_high`` is this bound.
@@ -202,13 +190,13 @@ def sapo(
 
     Args:
         tau_pos: steepness of the gate where the advantage is positive.
-        tau_neg: steepness of the gate where it is negative.
+        tau_neg: steepness elsewhere.
     """
     difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
     ratio = difference.clamp(-log_clamp, log_clamp).exp()
     tau = torch.where(advantages > 0, tau_pos, tau_neg).to(ratio.dtype)
     values = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages
-    return _terms(values, difference, torch.zeros_like(advantages, dtype=torch.bool), log_clamp=log_clamp)
+    return _terms(values, difference, None, log_clamp=log_clamp)
 
 
 def gmpo(
@@ -230,8 +218,8 @@ def gmpo(
     Metrics also: ``sequence_ratio``, exp(mean(e)).
 
     Args:
-        clip: how far below 0 the log of a ratio earns.
-        clip_high: how far above 0; None is as far as below.
+        clip: lower clip range of a ratio's logarithm, below 0.
+        clip_high: upper clip range, above 0; None is clip.
     """
     difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
     free = difference.clamp(-log_clamp, log_clamp)
@@ -256,8 +244,7 @@ def reinforce(
     learning" (1992).
     """
     difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
-    nothing = torch.zeros_like(advantages, dtype=torch.bool)
-    return _terms(-advantages * new_logprobs, difference, nothing, log_clamp=log_clamp)
+    return _terms(-advantages * new_logprobs, difference, None, log_clamp=log_clamp)
 
 
 def row_mean(values: Tensor, response_mask: Tensor) -> Tensor:
@@ -266,14 +253,14 @@ def row_mean(values: Tensor, response_mask: Tensor) -> Tensor:
 
 
 def _counted(difference: Tensor, advantages: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Both with 0 off the mask: what stands there, even what is not a number, has no gradient either."""
+    """Both with 0 off the mask, so that even NaN there has no gradient."""
     return on_mask(difference, response_mask), on_mask(advantages, response_mask)
 
 
-def _bounded(values: Tensor, advantages: Tensor, dual_clip: float | None) -> tuple[Tensor, Tensor]:
+def _bounded(values: Tensor, advantages: Tensor, dual_clip: float | None) -> tuple[Tensor, Tensor | None]:
     """The values under the bound of a dual clip, and where it decides."""
     if dual_clip is None:
-        return values, torch.zeros_like(values, dtype=torch.bool)
+        return values, None
     bound = -advantages * dual_clip
     is_bounded = (advantages < 0) & (values > bound)
     return torch.where(is_bounded, bound, values), is_bounded
@@ -290,25 +277,21 @@ def _truncated_reinforce(
 def _terms(
     values: Tensor,
     difference: Tensor,
-    is_clipped: Tensor,
+    is_clipped: Tensor | None,
     *,
     log_clamp: float,
     is_bounded: Tensor | None = None,
     sequence_ratio: Tensor | None = None,
 ) -> LossTerms:
-    """The values with the metrics that the module names."""
-    moved = difference.detach()
-    ratio = moved.clamp(-log_clamp, log_clamp).exp()
-    bounded = torch.zeros_like(ratio) if is_bounded is None else is_bounded.to(ratio.dtype)
-    of_sequences = {} if sequence_ratio is None else {"sequence_ratio": sequence_ratio.detach().expand_as(ratio)}
-    return LossTerms(
-        values=values,
-        metrics={
-            "clipfrac": is_clipped.to(ratio.dtype),
-            "clipfrac_lower": bounded,
-            "approxkl": moved.square() / 2,
-            "ppo_kl": -moved,
-            **of_sequences,
-        },
-        spreads={"ratio": ratio},
-    )
+    """The values with the metrics of all losses."""
+    difference = difference.detach()
+    ratio = difference.clamp(-log_clamp, log_clamp).exp()
+    metrics = {
+        "clipfrac": torch.zeros_like(ratio) if is_clipped is None else is_clipped.to(ratio.dtype),
+        "clipfrac_lower": torch.zeros_like(ratio) if is_bounded is None else is_bounded.to(ratio.dtype),
+        "approxkl": difference.square() / 2,
+        "ppo_kl": -difference,
+    }
+    if sequence_ratio is not None:
+        metrics["sequence_ratio"] = sequence_ratio.detach().expand_as(ratio)
+    return LossTerms(values=values, metrics=metrics, spreads={"ratio": ratio})

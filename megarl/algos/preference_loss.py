@@ -1,4 +1,4 @@
-"""Losses of the reward model, per pair of responses or per ranking of several.
+"""Losses of the reward model, per pair of responses or per choice among several.
 
 A function of your own is one of (chosen, rejected), with options by keyword:
 
@@ -7,7 +7,8 @@ A function of your own is one of (chosen, rejected), with options by keyword:
 
 The loss is the mean of its values over all pairs of the step.
 
-Metrics of all: ``accuracy``, 1 where the preferred response scores more than every other.
+Metrics of all: ``accuracy``, 1 where the preferred response scores higher than every other; of pairs also ``margin``,
+chosen - rejected, and the scores, ``chosen`` and ``rejected``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megarl.algos.normalization import on_mask
 from megarl.algos.policy_loss import LossTerms
 from megarl.bounds import NotNegative
 
@@ -32,25 +34,22 @@ def pairwise(
     kind: Literal["logsigmoid", "logexp"] = "logsigmoid",
     centering: NotNegative = 0.0,
 ) -> LossTerms:
-    """The negative log-likelihood of the preferences under the model of Bradley and Terry.
+    """The negative log-likelihood of the preferences under the Bradley-Terry model.
 
     logsigmoid: l = -log sigmoid(chosen - rejected - margin) + centering * (chosen + rejected)^2;
     logexp: the same as log(1 + exp(rejected - chosen)), without a margin. Both are computed without overflow.
     Source: Bradley and Terry (1952); the margin is that of Llama 2 (Touvron et al., 2023), the term that keeps the
     scores around 0 that of Eisenstein et al., "Helping or herding?" (2023); logexp as in ColossalChat and OpenRLHF.
 
-    Metrics also: ``margin``, chosen - rejected; ``chosen`` and ``rejected``, the scores.
-
     Args:
-        margins: [P], by how much the one should score more; needed with ``margin``.
-        margin: take the rows' margins off the difference.
+        margins: [P], of the rows; needed with ``margin``.
+        margin: subtract the rows' margins from the difference.
         kind: -log sigmoid(difference), or log(1 + exp(-difference)), the same without margin.
         centering: weight of the squared sum of a pair's scores, which keeps the scores around 0.
     """
-    assert (margins is not None) == margin, "margins are given where they are to be taken off"
+    assert (margins is not None) == margin
     difference = chosen - rejected
-    wanted = difference if margins is None or kind == "logexp" else difference - margins
-    values = -functional.logsigmoid(wanted)
+    values = -functional.logsigmoid(difference if margins is None or kind == "logexp" else difference - margins)
     if centering:
         values = values + centering * (chosen + rejected).square()
     return LossTerms(values=values, metrics=_metrics(chosen, rejected))
@@ -73,12 +72,11 @@ def best_of_n(scores: Tensor, best: Tensor) -> LossTerms:
 
 @dataclass(frozen=True, kw_only=True)
 class Spans:
-    """Where the responses of pairs differ, in columns of both.
+    """The columns in which the two responses of each pair differ.
 
     Args:
-        mask: [P, T] bool, True from the first difference up to the longer one's end.
-        chosen_last: [P] int64, the last column of the chosen one.
-        rejected_last: [P] int64, the last column of the other.
+        mask: [P, T] bool, True from the first difference up to the end of the longer response.
+        chosen_last, rejected_last: [P] int64, the last column of each response.
     """
 
     mask: Tensor
@@ -87,13 +85,9 @@ class Spans:
 
 
 def spans_of(chosen_ids: Tensor, rejected_ids: Tensor, *, pad: int) -> Spans:
-    """The spans of pairs that are padded on the right; a row ends before its first pad, or with the width.
+    """The spans of right-padded pairs, [P, T] int64 each; that of two equal rows is the last column alone.
 
-    The span of two equal rows is the last column alone. Source: DeepSpeed-Chat's reward model.
-
-    Args:
-        chosen_ids: [P, T] int64; ``rejected_ids`` likewise.
-        pad: id of the padding.
+    A row ends before its first ``pad``. Source: DeepSpeed-Chat's reward model.
     """
     width = chosen_ids.shape[1]
     columns = torch.arange(width, device=chosen_ids.device)
@@ -114,17 +108,12 @@ def spans_of(chosen_ids: Tensor, rejected_ids: Tensor, *, pad: int) -> Spans:
 
 
 def span(chosen: Tensor, rejected: Tensor, spans: Spans) -> LossTerms:
-    """Bradley and Terry's loss at every token where the responses differ, averaged per pair.
+    """The Bradley-Terry loss at every token where the responses differ, averaged per pair.
 
-    l = mean over the span of -log sigmoid(chosen[t] - rejected[t]). The scores of the metrics are those of the last
-    tokens. Source: DeepSpeed-Chat's reward model.
-
-    Metrics also: ``margin``, chosen - rejected; ``chosen`` and ``rejected``, the scores.
-
-    Args:
-        chosen: [P, T], the scores after each token; carries the gradient. ``rejected`` likewise.
+    l = mean over the span of -log sigmoid(chosen[t] - rejected[t]), of the scores after each token, [P, T]. The scores
+    of the metrics are those of the last tokens. Source: DeepSpeed-Chat's reward model.
     """
-    counted = torch.where(spans.mask, chosen - rejected, torch.zeros_like(chosen))
+    counted = on_mask(chosen - rejected, spans.mask)
     values = -(functional.logsigmoid(counted) * spans.mask).sum(-1) / spans.mask.sum(-1).clamp(min=1)
     ends = chosen.gather(-1, spans.chosen_last[:, None]), rejected.gather(-1, spans.rejected_last[:, None])
     return LossTerms(values=values, metrics=_metrics(*(end.squeeze(-1) for end in ends)))

@@ -1,8 +1,7 @@
-"""The algorithms that a configuration names, and what each is called with.
+"""The algorithms that a configuration names, and their arguments.
 
-An entry is a name and the function of ``megarl/algos`` behind it: its keyword-only parameters are the options that a
-configuration gives, with their bounds and defaults. A user's own function is named ``package.module:function``.
-Without torch, which the functions import when they are first asked for.
+The keyword-only parameters of the function of a name are its options in a configuration, with their bounds and
+defaults. A user's own function is named ``package.module:function``. Imports torch with the first function only.
 """
 
 from __future__ import annotations
@@ -24,24 +23,22 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 _NUMERICAL = ("dtype", "log_clamp")
-"""Keyword arguments that are no option: what is computed in, and what keeps exponentials finite."""
+"""Keyword arguments that are not options."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Kind(Generic[F]):
-    """The functions that one field chooses from. All of them get their options by keyword.
+    """The functions that one field chooses from.
 
     Args:
-        field: of the configuration.
         module: of ``megarl.algos``.
-        functions: of the module, by the name that a configuration has.
-        presets: keyword arguments that are part of a name.
-        arguments: of every call, by position.
-        further: arguments by position that only some calls have, each with the field that asks for it.
-        keywords: of every call, by name.
-        returns: what they return.
-        level: of a field whose own functions are of two kinds: what they say of themselves; None elsewhere.
-        own: whether the field takes functions of the user's own.
+        functions: of the module, by their names in a configuration.
+        presets: keyword arguments of the function that a name implies.
+        arguments: positional arguments of every call.
+        further: positional arguments of some calls, each with the field that adds it.
+        keywords: keyword arguments of every call, besides the options.
+        level: of the user's own functions, where the field takes two kinds of them; else None.
+        own: whether the field takes the user's own functions.
     """
 
     title: str
@@ -60,28 +57,28 @@ class Kind(Generic[F]):
         return name in self.functions
 
     def signature(self, name: str) -> Signature:
-        """The options of a named function."""
+        """The options of a function."""
         given = (*_NUMERICAL, *self.keywords, *self.presets.get(name, ()))
         return signature_of(self.module, self.functions[name], given)
 
     def function(self, name: str) -> F:
-        """A named function; imports its module, and torch with it."""
+        """Imports a function, with its presets."""
         function = getattr(import_module(f"megarl.algos.{self.module}"), self.functions[name])
         return cast(F, partial(function, **self.presets[name]) if name in self.presets else function)
 
 
 def bound(kind: Kind[F], name: str, options: Mapping[str, Any]) -> F:
-    """The function of that name, or the user's own, with its options.
+    """Returns the named function, or the user's own, with its options.
 
     Raises:
-        ValueError: a function of the user's own that does not exist; see plugins.resolve.
+        ValueError: the user's own function does not exist; see plugins.resolve.
     """
     function = kind.function(name) if name in kind else resolve(name)
     return cast(F, partial(function, **options))
 
 
 def _same(*names: str) -> dict[str, str]:
-    """Names that are those of their functions."""
+    """The names of functions, by themselves."""
     return {name: name for name in names}
 
 

@@ -1,14 +1,14 @@
-"""Weights and masks for samples of a policy that is not quite the one in training: a stale one, or the engine's.
+"""Weights and masks for rollouts of another policy than the one in training: stale weights, or the engines' numerics.
 
 Throughout, d = old - rollout in nats per token, clamped to +-``log_clamp``, and
 
-    old_logprobs: [B, R] nats, by the trainer before the update: of the policy that the ratio of the loss is about.
+    old_logprobs: [B, R] nats, by the trainer before the update.
     rollout_logprobs: [B, R] nats, by the engine that sampled.
     response_mask: [B, R] bool.
     reduce: over the ranks that share the step; see ``normalization.Reduce``.
 
-Weights multiply the terms of the policy loss after clipping (``policy_loss.weighted``), and carry no gradient. Dropped
-tokens stay in the denominators of the loss.
+Weights multiply the terms of the policy loss after clipping, and carry no gradient. Dropped tokens stay in the
+denominators of the loss.
 """
 
 from __future__ import annotations
@@ -22,23 +22,7 @@ from torch import Tensor
 from megarl.algos.kl import k1
 from megarl.algos.normalization import Reduce, on_mask
 from megarl.algos.policy_loss import MAX_LOG_RATIO, row_mean
-from megarl.bounds import Positive
-
-Level = Literal["token", "sequence", "geometric"]
-Rule = Literal["truncate", "mask"]
-Statistic = Literal[
-    "token_k1",
-    "token_k2",
-    "token_k3",
-    "sequence_sum_k1",
-    "sequence_sum_k2",
-    "sequence_sum_k3",
-    "sequence_mean_k1",
-    "sequence_mean_k2",
-    "sequence_mean_k3",
-    "sequence_max_k2",
-    "sequence_max_k3",
-]
+from megarl.bounds import Positive, RejectionStatistic
 
 
 def rollout_weights(
@@ -47,19 +31,19 @@ def rollout_weights(
     response_mask: Tensor,
     reduce: Reduce,
     *,
-    level: Level,
-    rule: Rule,
+    level: Literal["token", "sequence", "geometric"],
+    rule: Literal["truncate", "mask"],
     upper: Positive = 2.0,
     lower: Positive | None = None,
     batch_normalise: bool = False,
     log_clamp: float = MAX_LOG_RATIO,
 ) -> Tensor:
-    """Importance weights of the token losses: the probability ratio r of the old policy to the engines',
-    of each token, of the sequence, or its geometric mean over the sequence; truncated at its bounds, or 0 beyond them.
+    """Importance weights of the token losses: the probability ratio r of the old policy to the engines', of each token,
+    of the sequence, or its geometric mean over the sequence; truncated at its bounds, or 0 beyond them.
 
-    token: r is exp(d) of each token; sequence: exp(sum of d) over the response; geometric: exp(mean of d)
-    over the response. truncate: w = clamp(r, lower, upper), which trades the variance of the tail for bias; mask: w = r
-    where lower <= r <= upper, else 0; geometric_mask drops responses by r, and the others keep exp(d) of each token.
+    token: r is exp(d) of each token; sequence: exp(sum of d) over the response; geometric: exp(mean of d) over the
+    response. truncate: w = clamp(r, lower, upper), which trades the variance of the tail for bias; mask: w = r where
+    lower <= r <= upper, else 0; geometric_mask drops responses by r, and the others keep exp(d) of each token.
 
     Source: token_truncate is TIS of Yao et al., "Your efficient RL framework secretly brings you off-policy RL
     training" (2025), as in verl and OpenRLHF; token_mask IcePop (Ling team, "Every step evolves", 2025), and with an
@@ -70,11 +54,8 @@ def rollout_weights(
     Args:
         upper: upper bound of the ratio.
         lower: lower bound of the ratio; None is none.
-        batch_normalise: scale the factors to mean 1 over the tokens of the step, or over its responses where all tokens
-            of one have the same; what is dropped counts as 0.
-
-    Returns:
-        [B, R], 0 off the mask.
+        batch_normalise: scale the weights to mean 1 over the tokens of the step, or over its responses where a response
+            has one weight; dropped ones count as 0.
     """
 
     def ratio_of(log_ratio: Tensor) -> Tensor:
@@ -106,24 +87,17 @@ def rejection(
     rollout_logprobs: Tensor,
     response_mask: Tensor,
     *,
-    statistic: Statistic,
+    statistic: RejectionStatistic,
     upper: float,
     lower: float | None = None,
     log_clamp: float = MAX_LOG_RATIO,
 ) -> Tensor:
-    """Which tokens a hard trust region around the rollout policy keeps: those whose statistic is within its bounds.
+    """The tokens in a hard trust region around the rollout policy, whose statistic is within its bounds; [B, R] bool.
 
     With d = old - rollout, per token k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d; of a sequence their sum, mean or
-    maximum over its tokens, which then stay or go together. k2 and k3 must be at most ``upper``; the bounds of k1 are
-    bounds of exp(-d), that is log(lower) <= k1 <= log(upper). Several regions keep what each of them keeps. Source:
-    verl's rollout rejection.
-
-    Args:
-        upper: largest k2 or k3 that stays, or largest exp(k1).
-        lower: smallest exp(k1) that stays; None is 1 / upper. k2 and k3 have no lower bound.
-
-    Returns:
-        [B, R] bool, False off the mask.
+    maximum over its tokens, which are kept or dropped together. k2 and k3 must be at most ``upper``; the bounds of k1
+    are bounds of exp(-d), that is log(lower) <= k1 <= log(upper), where ``lower`` None is 1 / upper. Several regions
+    keep the tokens that are in all of them. Source: verl's rollout rejection.
     """
     level, _, kind = statistic.rpartition("_")
     difference = (old_logprobs - rollout_logprobs).clamp(-log_clamp, log_clamp)
@@ -131,54 +105,40 @@ def rejection(
     counted = on_mask(per_token, response_mask)
     match level:
         case "token":
-            measured = per_token
+            values = per_token
         case "sequence_sum":
-            measured = counted.sum(-1, keepdim=True)
+            values = counted.sum(-1, keepdim=True)
         case "sequence_mean":
-            measured = row_mean(per_token, response_mask)
+            values = row_mean(per_token, response_mask)
         case _:
-            measured = torch.nn.functional.pad(counted, (0, 1)).amax(-1, keepdim=True)
-    if kind == "k1":
-        measured = measured.exp()
-        lower = 1 / upper if lower is None else lower
-    else:
-        lower = None
-    return _within(measured, lower, upper) & response_mask
+            values = torch.nn.functional.pad(counted, (0, 1)).amax(-1, keepdim=True)
+    if kind != "k1":
+        return (values <= upper) & response_mask
+    return _within(values.exp(), 1 / upper if lower is None else lower, upper) & response_mask
 
 
 def off_policy_sequences(
     new_logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, response_mask: Tensor, *, delta: float = 1e-4
 ) -> Tensor:
-    """Which sequences off-policy sequence masking keeps: all but those that are to be made rarer and are rare already.
+    """The sequences that off-policy sequence masking keeps, [B, 1] bool.
 
-    A row is dropped where A < 0 and mean(rollout - new) > delta over its counting tokens, new being the log-probability
-    in training, now. Source: DeepSeek-V3.2 (2025), as in TRL and slime.
-
-    Args:
-        new_logprobs: [B, R] nats, of the policy in training.
-        advantages: [B, R], of one sign in each row.
-        delta: nats per token.
-
-    Returns:
-        [B, 1] bool.
+    A row is dropped where A < 0 and mean(rollout - new) > delta over its counting tokens, nats, with the
+    log-probabilities new of the policy in training: it should become less likely, and already has. Advantages have one
+    sign per row. Source: DeepSeek-V3.2 (2025), as in TRL and slime.
     """
     distance = row_mean(k1(rollout_logprobs, new_logprobs.detach()), response_mask)
     return ~((row_mean(advantages, response_mask) < 0) & (distance > delta))
 
 
 def proximal_weights(versions: Tensor, current_version: int) -> Tensor:
-    """The place of each token's proximal policy between the one that sampled it (0) and the one in training (1).
+    """Where each token's proximal policy lies between the one that sampled it (0) and the one in training (1), [B, R].
 
     alpha = clamp((n - 1 - v) / (n - v), 0, 1) with n the current version and v the token's: the proximal policy is one
-    version behind. 0 for tokens of the current version or, as prompts, of none. Source: AReaL's approximation of the
-    proximal policy without a forward pass.
+    version behind. Source: AReaL's approximation of the proximal policy without a forward pass.
 
     Args:
-        versions: [B, R], the policy version that sampled each token; negative for none.
-        current_version: of the policy that the update makes: one more than the engines can have.
-
-    Returns:
-        [B, R], in the default float type.
+        versions: [B, R], the policy version that sampled each token; negative for none, whose alpha is 0.
+        current_version: of the policy after the update, one more than the engines can have.
     """
     behind = (current_version - versions).to(torch.get_default_dtype())
     alpha = (behind - 1) / behind.clamp(min=1)
@@ -186,19 +146,12 @@ def proximal_weights(versions: Tensor, current_version: int) -> Tensor:
 
 
 def proximal_logprobs(
-    rollout_logprobs: Tensor,
-    new_logprobs: Tensor,
-    alpha: Tensor,
-    *,
-    method: Literal["loglinear", "linear"] = "loglinear",
+    rollout_logprobs: Tensor, new_logprobs: Tensor, alpha: Tensor, *, method: Literal["loglinear", "linear"]
 ) -> Tensor:
-    """Log-probabilities of the proximal policy, between those of the rollout and of the policy in training.
+    """Log-probabilities of the proximal policy, without a gradient, interpolated by the ``proximal_weights`` alpha.
 
-    loglinear: rollout + alpha * (new - rollout); linear: log((1 - alpha) * exp(rollout) + alpha * exp(new)). Without a
-    gradient. Source: AReaL.
-
-    Args:
-        alpha: [B, R], by ``proximal_weights``.
+    loglinear: rollout + alpha * (new - rollout); linear: log((1 - alpha) * exp(rollout) + alpha * exp(new)), where new
+    is of the policy in training. Source: AReaL.
     """
     new = new_logprobs.detach()
     if method == "loglinear":
@@ -213,19 +166,12 @@ _BUCKETS = 2**_DIGIT_BITS
 def m2po(
     old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor, reduce: Reduce, *, threshold: float = 0.04
 ) -> Tensor:
-    """Drops the tokens of the step that moved most until the mean of the squared log-ratios is below the threshold.
+    """Drops the tokens of the step with the largest squared log-ratios until their mean is below ``threshold``, nats^2.
 
-    With x = (rollout - old)^2, kept are the smallest x whose mean is below ``threshold``: as many as there can be, and
-    at least the smallest. Tokens of one x stay or go together, so that nothing depends on their order or on the ranks.
-    Source: Zheng et al., "Prosperity before collapse: how far can off-policy RL reach with stale data on LLMs?" (2025),
-    as in AReaL.
-
-    Args:
-        reduce: called equally often on every rank, with tokens or without; eight times at most.
-        threshold: of the mean, nats^2.
-
-    Returns:
-        [B, R] bool, False off the mask.
+    With x = (rollout - old)^2, it keeps the most tokens with the smallest x whose mean is below the threshold, and at
+    least the smallest. Tokens with equal x stay or go together, so that nothing depends on their order or on the ranks.
+    Calls ``reduce`` eight times at most. Source: Zheng et al., "Prosperity before collapse: how far can off-policy RL
+    reach with stale data on LLMs?" (2025), as in AReaL.
     """
     squares = (rollout_logprobs.double() - old_logprobs.double()).square()
     first_out, none_smaller = _first_out(squares[response_mask], reduce, threshold)
@@ -233,11 +179,11 @@ def m2po(
 
 
 def _first_out(values: Tensor, reduce: Reduce, threshold: float) -> tuple[float, bool]:
-    """The smallest value with which the mean of the smallest reaches the threshold, and whether it is the smallest.
+    """The smallest value at which the mean of all values up to it reaches the threshold, and whether it is the minimum.
 
-    The mean of the n smallest grows with n, so that there is one such value, or none: infinity. It is searched digit by
-    digit, as bits of numbers that are not negative are in the order of the numbers: a round adds up the values that
-    agree with the digits known so far, by their next one.
+    The mean of the n smallest grows with n: there is one such value, or none (infinity). It is a radix search over the
+    bits of the floats, which sort like the numbers as none is negative: each round adds up, by their next digit, the
+    values that agree with the digits found so far.
     """
     bits = values.view(torch.int64)
     known, smaller = 0, values.new_zeros(2)
@@ -255,7 +201,7 @@ def _first_out(values: Tensor, reduce: Reduce, threshold: float) -> tuple[float,
         elif shift == 64 - _DIGIT_BITS:
             return math.inf, False
         else:
-            first = int(occupied.nonzero()[-1])  # its coarser bucket reached the threshold: this is rounding
+            first = int(occupied.nonzero()[-1])  # rounding: the coarser bucket reached the threshold
         smaller = smaller + buckets[:, :first].sum(1)
         known = known << _DIGIT_BITS | first
     return float(torch.tensor(known).view(torch.float64)), not bool(smaller[0])

@@ -1,13 +1,13 @@
-"""Which samples are trained on: those of prompts that pass a filter, and the best for rejection fine-tuning.
+"""The selection of samples to train on: filters of prompts, and the best samples for rejection fine-tuning.
 
 A filter is a function of (scores), with options by keyword, that is called once for each prompt:
 
-    scores: [n] float32, as the algorithm takes them, of the prompt's samples that have a score; n is at least 1.
+    scores: [n] float32, total scores of the prompt's scored samples; n is at least 1.
 
 It returns a bool, whether the prompt is kept. A prompt without a scored sample is not kept.
 
-A selection of rejection fine-tuning is a function of (scores, groups, discarded), which returns the indices of samples,
-[K] int64:
+A selection of rejection fine-tuning is a function of (scores, groups, discarded), which returns the indices of the
+selected samples, [K] int64:
 
     scores: [N], of the samples of all ranks.
     groups: [N] int64, the number of each sample's prompt.
@@ -25,20 +25,23 @@ from megarl.bounds import BelowOne, NotNegative
 
 
 def best_of_groups(scores: Tensor, groups: Tensor, discarded: Tensor) -> Tensor:
-    """The best sample of each prompt, the first of equals; a prompt whose samples are all discarded has none.
+    """The best sample of each prompt, the first of equals, in the order of the prompts' numbers.
 
-    In the order of the prompts' numbers. Source: RAFT (Dong et al., 2023) as LMFlow's "local" selection.
+    A prompt whose samples are all discarded has none. Source: RAFT (Dong et al., 2023) as LMFlow's "local" selection.
     """
     candidates = scores.masked_fill(discarded, -math.inf)
-    best = [_first_best(candidates, groups == group) for group in sorted({int(group) for group in groups})]
+    best: list[int] = []
+    for group in sorted({int(group) for group in groups}):
+        members = (groups == group).nonzero().squeeze(-1)
+        own = candidates[members]
+        best.append(int(members[(own == own.max()).nonzero()[0]]))
     return torch.tensor([index for index in best if not discarded[index]], dtype=torch.int64)
 
 
 def best_fraction(scores: Tensor, groups: Tensor, discarded: Tensor, *, fraction: BelowOne = 0.2) -> Tensor:
-    """The best of all samples together, best first; of equals the later one first.
+    """The best floor(fraction * N) of all samples that are not discarded, best first; of equals the later one first.
 
-    floor(fraction * N) samples, or as many as are not discarded. Source: RAFT (Dong et al., 2023) as LMFlow's "top"
-    selection.
+    Source: RAFT (Dong et al., 2023) as LMFlow's "top" selection.
 
     Args:
         fraction: part of the samples that is kept.
@@ -50,13 +53,12 @@ def best_fraction(scores: Tensor, groups: Tensor, discarded: Tensor, *, fraction
 
 
 def nonzero_std(scores: Tensor, *, tol: NotNegative = 0.0) -> bool:
-    """Whether the scores of a prompt's samples differ by a deviation above ``tol``.
+    """Whether the population deviation of the scores of a prompt's samples is above ``tol``.
 
-    The population deviation is above ``tol``; with tol 0, the largest score is above the smallest, without any
-    rounding. Source: DAPO's dynamic sampling (Yu et al., 2025), as in verl and slime.
+    With tol 0, exactly whether they differ. Source: DAPO's dynamic sampling (Yu et al., 2025), as in verl and slime.
 
     Args:
-        tol: the deviation that is still too small.
+        tol: the largest deviation that is too small.
     """
     return bool(scores.max() > scores.min()) and float(scores.double().std(correction=0)) > tol
 
@@ -72,8 +74,3 @@ def open_range(scores: Tensor, *, low: float = 0.0, high: float = 1.0) -> bool:
     """
     bounds, mean = scores.new_tensor([low, high]), scores.double().mean().to(scores.dtype)
     return bool(bounds[0] < mean) and bool(mean < bounds[1])
-
-
-def _first_best(scores: Tensor, members: Tensor) -> int:
-    own = members.nonzero().squeeze(-1)
-    return int(own[int((scores[own] == scores[own].max()).nonzero()[0])])

@@ -41,14 +41,14 @@ class Signature:
 
 
 def signature_of(module: str, function: str, given: tuple[str, ...] = ()) -> Signature:
-    """The signature of a function of ``megarl/algos/MODULE.py``.
+    """Returns the signature of a function of ``megarl/algos/MODULE.py``.
 
     Args:
-        given: keyword-only parameters that are no options.
+        given: keyword-only parameters that are not options.
 
     Raises:
         KeyError: the module has no such function, or an option has no meaning.
-        NameError: an annotation or a default uses a name that is not known without torch.
+        NameError: an annotation or a default uses a name that is unknown without torch.
     """
     source = _source(module)
     definition = source.functions[function]
@@ -66,25 +66,16 @@ def signature_of(module: str, function: str, given: tuple[str, ...] = ()) -> Sig
     return Signature(options=options, summary=_sentence(" ".join(docstring.partition("\n\n")[0].split())))
 
 
-@functools.cache
-def _source(module: str) -> _Source:
-    return _Source(Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8"))
-
-
 class _Source(dict[str, Any]):
-    """The names that an annotation may use; those that the module assigns are looked up when they are asked for."""
+    """The names that an annotation may use; those that the module assigns are evaluated on access."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, module: str) -> None:
         super().__init__(vars(typing) | vars(bounds))
-        tree = ast.parse(text)
+        tree = ast.parse(Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8"))
         self.docstring = ast.get_docstring(tree) or ""
         self.functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
         self._assigned = {
-            target.id: node.value
-            for node in tree.body
-            if isinstance(node, ast.Assign)
-            for target in node.targets
-            if isinstance(target, ast.Name)
+            ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)
         }
 
     def __missing__(self, name: str) -> Any:
@@ -95,13 +86,16 @@ class _Source(dict[str, Any]):
         return eval(compile(ast.Expression(node), "<signature>", "eval"), {}, self)
 
 
+_source = functools.cache(_Source)
+
+
 def _entries(docstring: str) -> dict[str, str]:
-    """What a docstring says of each parameter."""
+    """The meaning of each parameter in a docstring."""
     text = inspect.cleandoc(docstring)
     found = re.findall(r"^    (\w+(?:, \w+)*): (.+(?:\n {8,}.+)*)", text, flags=re.MULTILINE)
     return {name: " ".join(meaning.split()) for names, meaning in found for name in names.split(", ")}
 
 
 def _sentence(text: str) -> str:
-    """A text for the pages, in the words of YAML."""
+    """A text for the pages, with null for None."""
     return re.sub(r"\bNone\b", "null", text).replace("``", "`")

@@ -5,13 +5,10 @@ All are functions of (values, old_values, returns) and options:
     values: [B, R], V, of the critic in training; carries the gradient.
     old_values: [B, R], of the critic before the update.
     returns: [B, R], G.
-    clip: half width of the interval in which a value may move in one step; None does not clip.
+    clip: largest distance of a value from its old one; None does not clip.
     scale: factor of the loss.
 
 Metrics of all: ``vpred``, V; ``error``, (V - G)^2; ``clipfrac``, 1 where the clipped branch is the larger.
-
-The critic learns returns of mean 0 and variance 1; its values are brought back into units of reward for the advantages.
-Source: AReaL's exponential running moments, after PopArt (van Hasselt et al., 2016).
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algos.normalization import Reduce
+from megarl.algos.normalization import Reduce, reduced_sums
 from megarl.algos.policy_loss import LossTerms
 from megarl.bounds import Positive
 
@@ -31,7 +28,7 @@ from megarl.bounds import Positive
 def mse(
     values: Tensor, old_values: Tensor, returns: Tensor, *, clip: Positive | None = 0.2, scale: Positive = 0.5
 ) -> LossTerms:
-    """The squared error, of the value or of the value kept near its old one, whichever is the larger.
+    """The larger one of the squared errors of the value and of the value clipped to its old one.
 
     l = scale * max((V - G)^2, (clamp(V, V_old - clip, V_old + clip) - G)^2) of a value V and a return G; without a
     clip, scale * (V - G)^2. Where the clipped branch wins there is no gradient. Source: the PPO of openai/baselines and
@@ -49,7 +46,7 @@ def huber(
     scale: Positive = 0.5,
     delta: Positive = 10.0,
 ) -> LossTerms:
-    """The squared error that grows linearly from an error of delta on, so that outliers pull less; clipped as mse.
+    """The squared error, linear for errors above delta so that outliers weigh less; clipped as mse.
 
     l = scale * max(h(V - G), h(clamp(V, V_old - clip, V_old + clip) - G)) of a value V and a return G, with h(e) = e^2
     where |e| <= delta, else delta * (2 * |e| - delta). Source: AReaL's critic; Huber, "Robust estimation of a location
@@ -76,83 +73,58 @@ def _clipped(
     scale: float,
 ) -> LossTerms:
     error = values - returns
-    free = penalty(error)
-    largest = free
+    unclipped = largest = penalty(error)
     if clip is not None:
-        kept_near = torch.clamp(values, old_values - clip, old_values + clip)
-        largest = torch.maximum(free, penalty(kept_near - returns))
-    return LossTerms(
-        values=scale * largest,
-        metrics={
-            "vpred": values.detach(),
-            "error": error.detach().square(),
-            "clipfrac": (largest > free).to(values.dtype),
-        },
-    )
-
-
-VARIANCE_FLOOR = 1e-2
-LIMIT = 5.0
+        clipped = torch.clamp(values, old_values - clip, old_values + clip)
+        largest = torch.maximum(unclipped, penalty(clipped - returns))
+    metrics = {
+        "vpred": values.detach(),
+        "error": error.detach().square(),
+        "clipfrac": (largest > unclipped).to(values.dtype),
+    }
+    return LossTerms(values=scale * largest, metrics=metrics)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValueMoments:
-    """Moving averages that begin at 0, of the returns, of their squares and of the constant 1 (``weight``)."""
+    """Running moments of the returns: the critic learns normalised returns, and its values are denormalised.
+
+    Moving averages that start at 0, of the returns, of their squares and of the constant 1 (``weight``).
+    """
 
     mean: float = 0.0
     square: float = 0.0
     weight: float = 0.0
 
+    def update(self, returns: Tensor, response_mask: Tensor, reduce: Reduce, *, beta: float = 0.99995) -> ValueMoments:
+        """The moments of the returns, with which they are normalised, after another batch.
 
-@dataclass(frozen=True, kw_only=True)
-class ValueScale:
-    """Mean and deviation of the returns, in units of reward."""
+        m <- beta * m + (1 - beta) * mean over the batch, of the returns, of their squares and of 1. A batch without
+        tokens, or with a return that is not finite, changes nothing. Source: AReaL, exponential running moments; PopArt
+        (van Hasselt et al., 2016).
+        """
+        own = returns[response_mask].double()
+        number, total, squares = reduced_sums(reduce, own.new_tensor(own.numel()), own.sum(), own.square().sum())
+        if number == 0 or not math.isfinite(squares):
+            return self
+        return ValueMoments(
+            mean=beta * self.mean + (1 - beta) * (total / number),
+            square=beta * self.square + (1 - beta) * (squares / number),
+            weight=beta * self.weight + (1 - beta),
+        )
 
-    mean: float
-    deviation: float
+    def mean_and_std(self, *, eps: float = 1e-5) -> tuple[float, float]:
+        """The averages over max(weight, eps), in units of reward, with a variance of 0.01 at least."""
+        weight = max(self.weight, eps)
+        mean = self.mean / weight
+        return mean, math.sqrt(max(self.square / weight - mean * mean, 0.01))
 
+    def normalise(self, returns: Tensor, *, eps: float = 1e-5) -> Tensor:
+        """(returns - mean) / std, within +-5."""
+        mean, std = self.mean_and_std(eps=eps)
+        return ((returns - mean) / std).clamp(-5.0, 5.0)
 
-def updated(
-    moments: ValueMoments, returns: Tensor, response_mask: Tensor, reduce: Reduce, *, beta: float = 0.99995
-) -> ValueMoments:
-    """The moments after another batch; one without a token, or with a return that is not finite, changes nothing.
-
-    m <- beta * m + (1 - beta) * mean over the batch, of the returns, of their squares and of 1. Source: AReaL,
-    exponential running moments; PopArt (van Hasselt et al., 2016).
-
-    Args:
-        returns: [B, R], units of reward.
-        reduce: called once, with tokens or without.
-        beta: decay per batch.
-    """
-    own = returns[response_mask].double()
-    sums = reduce(torch.stack([own.new_tensor(own.numel()), own.sum(), own.square().sum()]))
-    number, total, squares = (float(x) for x in sums)
-    if number == 0 or not math.isfinite(squares):
-        return moments
-
-    def moved(average: float, new: float) -> float:
-        return beta * average + (1 - beta) * new
-
-    return ValueMoments(
-        mean=moved(moments.mean, total / number),
-        square=moved(moments.square, squares / number),
-        weight=moved(moments.weight, 1.0),
-    )
-
-
-def scale_of(moments: ValueMoments, *, eps: float = 1e-5) -> ValueScale:
-    """Mean and deviation: the averages over max(weight, eps), with a variance of 0.01 at least."""
-    weight = max(moments.weight, eps)
-    mean = moments.mean / weight
-    return ValueScale(mean=mean, deviation=math.sqrt(max(moments.square / weight - mean * mean, VARIANCE_FLOOR)))
-
-
-def normalised(values: Tensor, scale: ValueScale) -> Tensor:
-    """(values - mean) / deviation, within +-5: returns for the critic to learn."""
-    return ((values - scale.mean) / scale.deviation).clamp(-LIMIT, LIMIT)
-
-
-def denormalised(values: Tensor, scale: ValueScale) -> Tensor:
-    """values * deviation + mean: the critic's values in units of reward."""
-    return values * scale.deviation + scale.mean
+    def denormalise(self, values: Tensor, *, eps: float = 1e-5) -> Tensor:
+        """values * std + mean, in units of reward."""
+        mean, std = self.mean_and_std(eps=eps)
+        return values * std + mean

@@ -1,22 +1,21 @@
 """The samples of a rank as right-padded [B, R] tensors.
 
-Shape legend: B rows, the samples of all chunks of the rank; R response tokens of the longest; T response tokens of all
-rows one after the other ("flat").
+Shape legend: B rows, the samples of the rank's chunks; R response tokens of the longest; T response tokens of all rows,
+concatenated ("flat").
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Protocol, Self, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megarl.algos.normalization import Groups
-from megarl.config.schema import Algo
-from megarl.data.packing import Chunks
+from megarl.data.packing import Chunks, V_co
 from megarl.types import Ragged, RolloutChunk, SampleScores, StepContext
 
 
@@ -28,23 +27,18 @@ def response_mask(lengths: Sequence[int] | Tensor, device: torch.device | str = 
 
 
 def align(flat: Tensor, mask: Tensor) -> Tensor:
-    """[B, R] of the [T] flat values, 0 off the mask; gradients flow back to ``flat``."""
+    """Pads [T] flat values to [B, R], 0 off the mask; gradients flow back to ``flat``."""
     assert len(flat) == int(mask.sum()), f"{len(flat)} values for {int(mask.sum())} response tokens"
     return flat.new_zeros(mask.shape).masked_scatter(mask, flat)
 
 
 def flatten(aligned: Tensor, mask: Tensor) -> Tensor:
-    """[T] of the [B, R] values on the mask, row after row: the inverse of ``align``."""
+    """[T] values on the mask, row after row: the inverse of ``align``."""
     return aligned[mask]
 
 
-V_co = TypeVar("V_co", covariant=True)
-
-
-class Selectable(Protocol[V_co]):
-    """A value per chunk, perhaps fetched on access; ``only`` selects some of the chunks."""
-
-    def __getitem__(self, chunk: int, /) -> V_co: ...
+class Selectable(Chunks[V_co], Protocol[V_co]):
+    """A value per chunk; ``only`` selects some of the chunks."""
 
     def only(self, chunks: Iterable[int], /) -> Self: ...
 
@@ -54,12 +48,11 @@ class Columns:
     """Columns by chunk; each has a float32 row per sample, with a value per response token.
 
     Args:
-        samples: scores and masks of the samples.
         old_logprobs: nats, by the actor before the update; None where the engines' take their place.
-        ref_logprobs: nats, by the reference; None without one.
-        values: by the critic before the update; None without one.
-        dense: raw scores by the reward model, before the first token and after each, so one more than response tokens;
-            None where a response has one score.
+        ref_logprobs: nats.
+        values: by the critic before the update.
+        dense: raw scores by the reward model, before the first response token and after each; None where a response has
+            one score.
     """
 
     samples: SampleScores
@@ -72,11 +65,7 @@ class Columns:
         """The columns of these chunks."""
         selected = tuple(chunks)
         columns: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        samples = columns.pop("samples")
-        return Columns(
-            samples=samples.only(selected),
-            **{name: None if column is None else column.only(selected) for name, column in columns.items()},
-        )
+        return replace(self, **{name: own.only(selected) for name, own in columns.items() if own is not None})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,16 +74,16 @@ class PaddedBatch:
 
     Args:
         mask: [B, R] bool, the response tokens.
-        scored: [B] bool, False for samples without a score.
-        actor_rows: [B] bool, the samples that the actor learns from; all of them have a score.
+        scored: [B] bool.
+        actor_rows: [B] bool, the scored samples that the actor learns from.
         groups: the prompt of each row.
         scores: [B] float32, 0 without a score.
         sequence_advantages: [B] float32; None where advantages are estimated per token.
         rollout: [B, R] nats, by the engines.
         old: [B, R] nats, by the actor before the update, or the engines' in its place.
-        ref: [B, R] nats, by the reference; None without one.
-        values: [B, R], the critic's raw output; None without one.
-        dense: [B, R + 1], by the reward model before the first token and after each; None where responses have one.
+        ref: [B, R] nats.
+        values: [B, R], the critic's raw output.
+        dense: [B, R + 1], see ``Columns``.
         versions: [B, R] int64, version of the weights that sampled each token; 0 off the mask.
     """
 
@@ -113,11 +102,11 @@ class PaddedBatch:
 
     @property
     def scored_mask(self) -> Tensor:
-        """[B, R] bool: the tokens of responses with a score, over which statistics are taken."""
+        """[B, R] bool: the tokens of scored responses, over which statistics are taken."""
         return self.mask & self.scored[:, None]
 
 
-def pad_batch(chunks: Mapping[int, RolloutChunk], columns: Columns, algo: Algo, context: StepContext) -> PaddedBatch:
+def pad_batch(chunks: Mapping[int, RolloutChunk], columns: Columns, context: StepContext) -> PaddedBatch:
     """Pads the rows of all chunks, in their order; a rank without chunks gets the same columns without rows."""
     lengths = [int(n) for chunk in chunks.values() for n in chunk.response_ids.lengths]
     mask = response_mask(lengths)
@@ -128,7 +117,7 @@ def pad_batch(chunks: Mapping[int, RolloutChunk], columns: Columns, algo: Algo, 
     samples = columns.samples.only(chunks)
     scores = _concatenate([samples.scores], np.float32)
     scored = scores.isfinite()
-    given = [] if samples.sequence_advantages is None else [samples.sequence_advantages]
+    advantages = samples.sequence_advantages
     rollout = padded({i: chunk.rollout_logprobs for i, chunk in chunks.items()})
     assert rollout is not None
     old = padded(columns.old_logprobs)
@@ -138,7 +127,7 @@ def pad_batch(chunks: Mapping[int, RolloutChunk], columns: Columns, algo: Algo, 
         actor_rows=scored & _concatenate([samples.actor_mask], np.bool_),
         groups=Groups(index=_concatenate([samples.groups], np.int64), count=context.groups),
         scores=torch.where(scored, scores, torch.zeros_like(scores)),
-        sequence_advantages=None if algo.of_tokens else _concatenate(given, np.float32),
+        sequence_advantages=None if advantages is None else _concatenate([advantages], np.float32),
         rollout=rollout,
         old=rollout if old is None else old,
         ref=padded(columns.ref_logprobs),
@@ -149,7 +138,7 @@ def pad_batch(chunks: Mapping[int, RolloutChunk], columns: Columns, algo: Algo, 
 
 
 def by_chunk(values: Tensor, mask: Tensor, chunks: Mapping[int, RolloutChunk]) -> dict[int, Ragged]:
-    """Splits [B, R] values of all chunks' rows into one float32 column per chunk."""
+    """Splits [B, R] values into a float32 column per chunk."""
     offsets = [chunk.response_ids.offsets for chunk in chunks.values()]
     parts = flatten(values, mask).float().split([int(of_chunk[-1]) for of_chunk in offsets])
     return {
@@ -161,11 +150,10 @@ def by_chunk(values: Tensor, mask: Tensor, chunks: Mapping[int, RolloutChunk]) -
 def _versions(chunk: RolloutChunk) -> np.typing.NDArray[np.int64]:
     """[T], the version that sampled each response token of a chunk."""
     spans = [span for of_row in chunk.versions for span in of_row]
-    return np.repeat(
-        np.array([span.version for span in spans], dtype=np.int64), [span.stop - span.start for span in spans]
-    )
+    versions = np.array([span.version for span in spans], dtype=np.int64)
+    return np.repeat(versions, [span.stop - span.start for span in spans])
 
 
 def _concatenate(parts: Sequence[np.typing.NDArray[Any]], dtype: Any) -> Tensor:
-    """Copies, as the parts may be views of read-only memory."""
+    """Copies the parts, which may be views of read-only memory."""
     return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype))

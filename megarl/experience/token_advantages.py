@@ -1,7 +1,6 @@
 """Token rewards and advantages of a rank's samples, rollout corrections, and the masks of actor and critic.
 
-Shape legend: B rows, R response tokens of the longest row. ``reduce`` sums a small vector over the ranks; every rank
-calls it equally often, with samples or without.
+Shapes and ``reduce`` are those of ``experience.build``.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algos.advantages import from_outcomes
+from megarl.algos.advantages import broadcast_advantages
 from megarl.algos.normalization import Reduce, on_mask, whiten_rewards
 from megarl.algos.registry import KL_ESTIMATORS, NORMALISERS, ROLLOUT_WEIGHTS, TOKEN_ADVANTAGES, bound
 from megarl.algos.reward_shaping import dense_rewards, keep_finished, kl_penalties, token_rewards
@@ -22,7 +21,7 @@ from megarl.types import TokenRewardScale
 
 
 def correction_weights(batch: PaddedBatch, correction: Correction, reduce: Reduce) -> Tensor | None:
-    """[B, R], 0 off the mask: importance weights of the rollouts; None where the update computes them, or has none."""
+    """[B, R], 0 off the mask: importance weights of the rollouts; None without, or where the update computes them."""
     if correction.weights is None or correction.old_logprobs != "recompute":
         return None
     weigh = bound(ROLLOUT_WEIGHTS, correction.weights.name, correction.weights.options)
@@ -42,21 +41,19 @@ def trust_region_mask(batch: PaddedBatch, correction: Correction, reduce: Reduce
 
 
 def actor_mask(batch: PaddedBatch, trust_region: Tensor | None, reduce: Reduce) -> Tensor | None:
-    """[B, R] bool: the tokens that the actor learns from; None where those are all tokens of all ranks."""
-    excludes_rows = _any(~batch.actor_rows, reduce)
-    if trust_region is None and not excludes_rows:
+    """[B, R] bool: the tokens that the actor learns from; None for all tokens of all ranks."""
+    if not _any(~batch.actor_rows, reduce) and trust_region is None:
         return None
     mask = keep_finished(batch.mask, batch.actor_rows)
     return mask if trust_region is None else mask & trust_region
 
 
 def critic_mask(batch: PaddedBatch, reduce: Reduce) -> Tensor | None:
-    """[B, R] bool: the tokens of responses with a score; None where those are all tokens of all ranks."""
+    """[B, R] bool: the tokens of scored responses; None for all tokens of all ranks."""
     return batch.scored_mask if _any(~batch.scored, reduce) else None
 
 
 def _any(rows: Tensor, reduce: Reduce) -> bool:
-    """Whether a row of any rank is True."""
     return bool(reduce(rows.sum().double().reshape(1)) > 0)
 
 
@@ -65,11 +62,11 @@ class Advantages:
     """Rewards, advantages and returns, [B, R] each, 0 off the mask.
 
     Args:
-        penalties: the part of the rewards that is not a score.
+        penalties: the KL penalty in the rewards.
         rewards: before whitening.
         unnormalized: the advantages before normalization.
         normalized: the advantages of the update.
-        returns: targets of the critic, in units of reward; None without a critic.
+        returns: targets of the critic, in units of reward; None without one.
     """
 
     penalties: Tensor
@@ -88,32 +85,31 @@ def compute_advantages(
     *,
     kl_coef: float,
 ) -> Advantages:
-    """Computes advantages: penalties, token rewards, their whitening, the estimate, and its normalization.
+    """Computes KL penalties, token rewards, their whitening, advantages and their normalization.
 
     Args:
-        values: [B, R], by the critic, in units of reward; None without one.
-        dense: see ``StepContext``.
-        kl_coef: of the step, reward per nat.
+        values: [B, R], by the critic, in units of reward.
+        kl_coef: reward per nat.
     """
     mask = batch.scored_mask
     penalties = _penalties(batch, algo, kl_coef)
     rewards = on_mask(_rewards(batch, penalties, algo, dense), mask)
     if batch.sequence_advantages is not None:
-        unnormalized = from_outcomes(batch.sequence_advantages, penalties, mask, cumulative=algo.kl.cumulative)
+        unnormalized = broadcast_advantages(batch.sequence_advantages, penalties, mask, cumulative=algo.kl.cumulative)
         returns = None
     else:
         whitened = whiten_rewards(rewards, mask, reduce) if algo.normalise.rewards else rewards
         estimate = bound(TOKEN_ADVANTAGES, algo.advantage.name, algo.advantage.options)
         unnormalized, returns = estimate(whitened, values, mask)
-    advantages, normaliser = unnormalized, algo.normaliser
+    normalized, normaliser = unnormalized, algo.normaliser
     if normaliser is not None:
         normalise = bound(NORMALISERS, normaliser.name, normaliser.options)
-        advantages = on_mask(normalise(unnormalized, mask, batch.groups, reduce), mask)
+        normalized = on_mask(normalise(unnormalized, mask, batch.groups, reduce), mask)
     return Advantages(
         penalties=penalties,
         rewards=rewards,
         unnormalized=unnormalized,
-        normalized=advantages,
+        normalized=normalized,
         returns=None if values is None else returns,
     )
 
@@ -127,7 +123,7 @@ def _penalties(batch: PaddedBatch, algo: Algo, kl_coef: float) -> Tensor:
 
 
 def _rewards(batch: PaddedBatch, penalties: Tensor, algo: Algo, dense: TokenRewardScale | None) -> Tensor:
-    """[B, R]: penalties, token scores where the reward model gives them, and the response's score."""
+    """[B, R]: penalties, the reward model's token scores if it has them, and the response's score."""
     mask = batch.scored_mask
     if batch.dense is not None:
         assert dense is not None

@@ -165,7 +165,7 @@ class PolicyLoss:
         """Factors of the policy loss: those of the experience, and those that depend on the policy in training."""
         correction, given, mask = self._algo.correction, columns.optional("weights"), columns.mask
         weights = mask.to(new.dtype) if given is None else given
-        if correction.weights is not None and correction.old_logprobs in ("loglinear", "linear"):
+        if correction.weights is not None and correction.interpolates:
             weigh = bound(ROLLOUT_WEIGHTS, correction.weights.name, correction.weights.options)
             weights = weights * weigh(old, columns("rollout_logprobs"), mask, _without_reduction)
         if correction.sequence_mask is not None:

@@ -1,14 +1,13 @@
 """Reward functions: their input, the built-in ones, and their registry.
 
-Arguments after the completion come from the configuration, which is checked against their annotations. An argument
-`field` names a column of the prompts' rows.
+The keyword arguments come from the configuration, which is checked against their annotations. The argument `field`
+names a column of the prompts' rows.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -17,7 +16,6 @@ from typing import Annotated, Any, Final
 from pydantic import AfterValidator, Field
 
 from megarl import plugins
-from megarl.algos.overlong import overlong_penalty
 from megarl.config.schema import RewardFunction
 from megarl.plugins import Function
 
@@ -27,9 +25,9 @@ class Completion:
     """One response to one prompt.
 
     Args:
-        prompt, response: text without special tokens; empty when the run has no tokenizer.
+        prompt, response: text without special tokens; empty if the run has no tokenizer.
         response_ids: including the end token.
-        finished: False when the response was cut off at the length limit.
+        finished: False if the response was cut off at the length limit.
         fields: the other columns of the prompt's row, such as a reference answer.
     """
 
@@ -42,11 +40,7 @@ class Completion:
     fields: Mapping[str, Any]
 
     def field(self, name: str) -> Any:
-        """Returns a column of the prompt's row.
-
-        Raises:
-            ValueError: the row has no such column; the message lists its columns.
-        """
+        """Returns a column of the prompt's row; a ValueError lists the columns if there is no such one."""
         if name not in self.fields:
             known = ", ".join(self.fields) or "none"
             raise ValueError(f"the prompt has no field {name!r}; it has: {known}")
@@ -121,17 +115,16 @@ def soft_overlong(
     penalty: Annotated[float, Field(gt=0)] = 1.0,
     capped: bool = True,
 ) -> float:
-    """0 up to `max_tokens - buffer_tokens` response tokens, then falls linearly to -penalty at `max_tokens`.
+    """min(0, -penalty * e / buffer_tokens), e = response tokens - (max_tokens - buffer_tokens), at most buffer_tokens.
 
-    Source: the soft overlong punishment of DAPO (Yu et al. 2025); see algos.overlong.
-
-    Args:
-        max_tokens: usually the longest response of the rollouts; the end token counts.
-        capped: longer responses get the full penalty; else it continues to fall.
+    The soft overlong punishment: 0, then a line down to -penalty at ``max_tokens`` tokens, the end token included. If
+    not ``capped``, longer responses lose more. Source: DAPO (Yu et al., 2025) and OpenRLHF (capped), verl and AReaL
+    (not capped).
     """
-    return overlong_penalty(
-        len(completion.response_ids), max_tokens=max_tokens, buffer_tokens=buffer_tokens, factor=penalty, capped=capped
-    )
+    excess = len(completion.response_ids) - (max_tokens - buffer_tokens)
+    if capped:
+        excess = min(excess, buffer_tokens)
+    return min(0.0, -penalty * excess / buffer_tokens)
 
 
 def _folded(value: object, ignore_case: bool) -> str:
@@ -155,14 +148,14 @@ RULES: Final[Mapping[str, Function]] = {
 """The built-in functions by name."""
 
 TOKEN_RULES: Final = frozenset({"soft_overlong"})
-"""Those that read token ids; the others need a tokenizer."""
+"""The built-in functions that read token ids; the others need a tokenizer."""
 
 
 def resolve(name: str) -> Function:
     """Returns a built-in function, or imports `package.module:function`, also from the working directory.
 
     Raises:
-        ValueError: it does not exist, or is not a function; the message is the rule that is broken.
+        ValueError: the function does not exist, or is none; the message is the broken rule.
     """
     if name in RULES:
         return RULES[name]
@@ -172,20 +165,14 @@ def resolve(name: str) -> Function:
 
 
 def bind(function: RewardFunction) -> Callable[[Completion], float]:
-    """Returns the function with the arguments of the configuration.
-
-    Raises:
-        ValueError: see `resolve`.
-    """
+    """Returns the function with its arguments; raises as `resolve` does."""
     return functools.partial(resolve(function.name), **function.args)
 
 
 def labels(functions: Sequence[RewardFunction]) -> tuple[str, ...]:
     """Returns each function's name in metrics: without its module, numbered if several have the same name."""
     names = [function.name.rpartition(":")[2] for function in functions]
-    total, seen = Counter(names), Counter[str]()
-    numbered: list[str] = []
-    for name in names:
-        seen[name] += 1
-        numbered.append(f"{name}_{seen[name]}" if total[name] > 1 else name)
-    return tuple(numbered)
+    return tuple(
+        f"{name}_{names[: index + 1].count(name)}" if names.count(name) > 1 else name
+        for index, name in enumerate(names)
+    )

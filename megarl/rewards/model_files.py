@@ -1,4 +1,4 @@
-"""Files beside a reward model: the scale of its scores, and their statistics on held-out preferences."""
+"""Files of a reward model: the scale of its scores, and their statistics on held-out preferences."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ STATISTICS: Final = "reward_statistics.json"
 
 
 def read_scale(directory: str | None) -> ScoreScale:
-    """The scale of a reward model's scores; the identity where the directory has none."""
+    """Returns the scale of a reward model's scores; the identity if the directory has none."""
     file = None if directory is None else Path(directory) / SCALE
     return ScoreScale(**json.loads(file.read_text())) if file is not None and file.exists() else ScoreScale()
 
 
 def write_scale(scale: ScoreScale, directory: Path) -> None:
-    """Writes the scale beside a reward model; a critic that starts from the model does not use it."""
+    """Writes the scale into a reward model's directory; a critic that starts from the model ignores it."""
     (directory / SCALE).write_text(json.dumps(asdict(scale)) + "\n")
 
 
@@ -34,9 +34,9 @@ class PreferenceStatistics:
 
     Args:
         preferences: how many.
-        accuracy: the fraction whose best response scores more than every other.
+        accuracy: the fraction whose best response scores higher than every other.
         mean, std: of the scores of the best responses (``chosen``), of the others (``rejected``), and of the difference
-            between the best one and the next (``margin``); std is the population's.
+            between the best one and the highest other (``margin``); std is the population's.
     """
 
     preferences: int
@@ -46,7 +46,7 @@ class PreferenceStatistics:
 
     @classmethod
     def of(cls, scores: npt.NDArray[np.float32]) -> PreferenceStatistics:
-        """Computes them from [preferences, responses] scores, the best response first."""
+        """Computes the statistics of scores, [preferences, responses], the best response first."""
         chosen, rejected = scores[:, 0].astype(np.float64), scores[:, 1:].astype(np.float64)
         margin = chosen - rejected.max(1)
         columns = {"chosen": chosen, "rejected": rejected, "margin": margin}
@@ -58,10 +58,11 @@ class PreferenceStatistics:
         )
 
     def write(self, directory: Path) -> None:
-        """Writes them beside a reward model."""
+        """Writes the statistics into a reward model's directory."""
         (directory / STATISTICS).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     def metrics(self) -> dict[str, float]:
         """``held_out/*``."""
-        named = {f"{name}_{kind}": value for kind in ("mean", "std") for name, value in getattr(self, kind).items()}
-        return {f"held_out/{name}": value for name, value in {"accuracy": self.accuracy, **named}.items()}
+        metrics = {"held_out/accuracy": self.accuracy}
+        metrics |= {f"held_out/{name}_mean": value for name, value in self.mean.items()}
+        return metrics | {f"held_out/{name}_std": value for name, value in self.std.items()}

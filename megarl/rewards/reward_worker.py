@@ -24,8 +24,13 @@ from megarl.config.schema import RewardFunction
 from megarl.errors import RunError
 from megarl.rewards.functions import Completion, bind
 
-Request = tuple[int, Completion]
-"""The index of a function, and its argument."""
+_LARGEST = float(np.finfo(np.float32).max)
+_PR_SET_PDEATHSIG = 1
+_PROGRAM = (
+    "import sys; sys.path[:] = {path}; from megarl.rewards.reward_worker import serve; serve({descriptor}, {parent})"
+)
+_REAP_S = 10.0
+"""For a killed process to end; one that hangs in the kernel is left behind until the run ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +48,13 @@ class Failure:
 
 Reply = float | Failure
 
-_LARGEST = float(np.finfo(np.float32).max)
-_PR_SET_PDEATHSIG = 1
-
 
 def serve(descriptor: int, parent: int) -> None:
-    """Runs in the child: receives the functions, sends "" when they are loaded, and answers requests until the end.
+    """Runs in the child: receives the functions, sends "" when they are loaded, and answers calls until the end.
 
     Args:
         descriptor: of the connection.
-        parent: id of the parent process; the child is killed when it ends.
+        parent: id of the parent process, with which the child is killed.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -68,14 +70,14 @@ def serve(descriptor: int, parent: int) -> None:
         connection.send("")
         while True:
             try:
-                number, completion = connection.recv()
+                function, completion = connection.recv()
             except EOFError:
                 return
-            connection.send(reply(bound[number], completion))
+            connection.send(reply(bound[function], completion))
 
 
 def reply(function: Callable[[Completion], Any], completion: Completion) -> Reply:
-    """Returns the score of a completion; a failure when the function raises or returns anything else."""
+    """Returns the score of a completion; a failure if the function raises, or returns anything but a finite number."""
     try:
         value = function(completion)
         if isinstance(value, Real | np.bool_) and abs(float(value)) <= _LARGEST:
@@ -83,40 +85,18 @@ def reply(function: Callable[[Completion], Any], completion: Completion) -> Repl
         shown = repr(value)
     except Exception as error:  # the user's own code
         own = error.__traceback__ and error.__traceback__.tb_next
-        told = "".join(traceback.format_exception(type(error), error, own)).rstrip()
-        return Failure(kind=type(error).__name__, reason=told)
+        reason = "".join(traceback.format_exception(type(error), error, own)).rstrip()
+        return Failure(kind=type(error).__name__, reason=reason)
     short = shown if len(shown) <= 200 else f"{shown[:200]}..."
     kind = type(value).__name__
     return Failure(kind=kind, reason=f"it returned {short}, a {kind}: it must return one finite number")
 
 
-_PROGRAM = (
-    "import sys; sys.path[:] = {path}; from megarl.rewards.reward_worker import serve; serve({descriptor}, {parent})"
-)
-_REAP_S = 10.0
-"""For a killed process to end; one that hangs in the kernel is left behind until the run ends."""
-
-
-class CallError(RuntimeError):
-    """A call of a reward function returned no score; the message is the reason."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.reason)
-        self.failure = failure
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Child:
-    process: subprocess.Popen[bytes]
-    connection: Connection[Any, Any]
-
-
 class FunctionProcess:
-    """Calls reward functions in a child process, one at a time.
+    """Calls reward functions in a child process, one at a time. The child ends with this process.
 
     A function may hang in C code, in a sleep, or in a program that it runs, and nothing in its own process is sure to
     stop it. A call that takes too long is ended by killing the process group; the next call gets a new process.
-    The child ends with this process.
 
     Args:
         functions: calls refer to them by index.
@@ -124,91 +104,75 @@ class FunctionProcess:
 
     def __init__(self, functions: Sequence[RewardFunction]) -> None:
         self._functions = tuple(functions)
-        self._child: _Child | None = None
+        self._child: tuple[subprocess.Popen[bytes], Connection[Any, Any]] | None = None
 
-    def start(self) -> None:
-        """Starts the child, unless it is running, and waits until it has loaded the functions.
+    def start(self, deadline: float = math.inf) -> Connection[Any, Any]:
+        """Returns the connection to the child; starts it if it is not running, and waits until it is ready.
 
         Raises:
-            RunError: a function cannot be loaded.
+            RunError: a function cannot be loaded, or not by the deadline, on `time.monotonic`.
         """
-        self._running(math.inf)
+        if self._child is not None and self._child[1].poll():  # no message is expected: it has closed the connection
+            self.close()
+        if self._child is None:
+            self._child = self._launch()
+            if problem := self._load(self._child[1], deadline):
+                self.close()
+                raise RunError(f"reward functions: their process cannot start: {problem}")
+        return self._child[1]
 
-    def call(self, function: int, completion: Completion, time_limit: float, deadline: float = math.inf) -> float:
-        """Returns the score of a completion.
+    def call(self, function: int, completion: Completion, time_limit: float, deadline: float = math.inf) -> Reply:
+        """Returns the score of a completion, or why there is none; ends a call that takes too long.
 
         Args:
-            function: its index.
             time_limit: seconds of the call itself.
             deadline: on `time.monotonic`, of the call and of the start of a new child, if one is needed.
-
-        Raises:
-            CallError: the function failed, took too long, ended its process, or returned anything but a finite number;
-                or a new child could not load the functions.
         """
         try:
-            connection = self._running(deadline).connection
+            connection = self.start(deadline)
         except RunError as error:
-            raise CallError(Failure(kind="no process", reason=str(error))) from None
+            return Failure(kind="no process", reason=str(error))
         time_limit = min(time_limit, max(deadline - time.monotonic(), 0.0))
         try:
             connection.send((function, completion))
-            answered = connection.poll(time_limit)
-            reply: Reply = connection.recv() if answered else math.nan
+            if connection.poll(time_limit):
+                return connection.recv()
         except (EOFError, OSError):
-            raise CallError(Failure(kind="end", reason=f"its process ended by {self.close()}")) from None
-        if not answered:
-            self.close()
-            raise CallError(Failure(kind="time", reason=f"it took longer than {time_limit:g} s, and was ended"))
-        if isinstance(reply, Failure):
-            raise CallError(reply)
-        return reply
+            return Failure(kind="end", reason=f"its process ended by {self.close()}")
+        self.close()
+        return Failure(kind="time", reason=f"it took longer than {time_limit:g} s, and was ended")
 
     def close(self) -> str:
         """Ends the child and the programs that it has started; returns how the child ended."""
         if self._child is None:
             return ""
-        child, self._child = self._child, None
-        child.connection.close()
+        (process, connection), self._child = self._child, None
+        connection.close()
         with suppress(ProcessLookupError):
-            os.killpg(child.process.pid, signal.SIGKILL)  # before the wait, after which its id may be reused
+            os.killpg(process.pid, signal.SIGKILL)  # before the wait, after which its id may be reused
         try:
-            status = child.process.wait(_REAP_S)
+            status = process.wait(_REAP_S)
         except subprocess.TimeoutExpired:
             return "nothing: it hangs in the kernel"
         return f"exit status {status}" if status >= 0 else signal.Signals(-status).name
 
-    def _running(self, deadline: float) -> _Child:
-        if (
-            self._child is not None and self._child.connection.poll()
-        ):  # no message is expected: it has closed the connection
-            self.close()
-        if self._child is None:
-            self._child = _launch()
-            problem = self._load(self._child.connection, deadline)
-            if problem:
-                self.close()
-                raise RunError(f"reward functions: their process cannot start: {problem}")
-        return self._child
+    def _launch(self) -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            program = _PROGRAM.format(path=repr(sys.path), descriptor=theirs.fileno(), parent=os.getpid())
+            process = subprocess.Popen(
+                [sys.executable, "-u", "-c", program],  # unbuffered: output survives a kill
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        return process, Connection(ours.detach())
 
     def _load(self, connection: Connection[Any, Any], deadline: float) -> str:
-        """Sends the functions, and returns the problem of loading them."""
+        """Sends the functions; returns why they cannot be loaded, or ""."""
         patience = None if math.isinf(deadline) else max(deadline - time.monotonic(), 0.0)
         try:
             connection.send(self._functions)
             return connection.recv() if connection.poll(patience) else "no time was left to load them"
         except (EOFError, OSError):
             return self.close()
-
-
-def _launch() -> _Child:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        program = _PROGRAM.format(path=repr(sys.path), descriptor=theirs.fileno(), parent=os.getpid())
-        process = subprocess.Popen(
-            [sys.executable, "-u", "-c", program],  # unbuffered: output survives a kill
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
-    return _Child(process=process, connection=Connection(ours.detach()))

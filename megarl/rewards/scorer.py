@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from megarl.config.schema import RewardFunction
 from megarl.rewards.functions import Completion
-from megarl.rewards.reward_worker import CallError, Failure, FunctionProcess
+from megarl.rewards.reward_worker import Failure, FunctionProcess, Reply
 from megarl.types import Prompt, RolloutChunk
 
 Decode = Callable[[Sequence[int]], str]
@@ -22,12 +22,7 @@ Scores = dict[str, npt.NDArray[np.float32]]
 
 @dataclass(frozen=True, kw_only=True)
 class Unscored:
-    """A response that a function did not score.
-
-    Args:
-        failure: of the last call.
-        calls: including retries.
-    """
+    """A response that a function did not score, after so many calls; the failure is the last one."""
 
     prompt_id: str
     failure: Failure
@@ -39,10 +34,10 @@ Failures = Mapping[tuple[str, str], Unscored]
 
 
 class RuleScorer:
-    """Scores samples with several reward functions, unweighted, in a child process. Scoring always ends in time.
+    """Scores samples with several reward functions, unweighted, in a child process; always ends in time.
 
     Args:
-        decode: text of token ids; None leaves the texts empty.
+        decode: None leaves the texts of completions empty.
         time_limit: seconds of a call.
         retries: further calls after one that failed.
     """
@@ -51,15 +46,11 @@ class RuleScorer:
         self, functions: Sequence[RewardFunction], decode: Decode | None, *, time_limit: float, retries: int
     ) -> None:
         self._process = FunctionProcess(functions)
-        self._decode = decode
+        self._decode: Decode = decode or (lambda _: "")
         self._time_limit, self._retries = time_limit, retries
 
     def start(self) -> None:
-        """Starts the child process and loads the functions.
-
-        Raises:
-            RunError: a function cannot be loaded.
-        """
+        """Starts the child process and loads the functions; a RunError if that fails."""
         self._process.start()
 
     def score(
@@ -69,8 +60,7 @@ class RuleScorer:
 
         Args:
             functions: index of each function to call, by name.
-            chunk: N samples.
-            prompts: [N], of each sample.
+            prompts: of each sample.
             deadline: on `time.monotonic`; samples that are not scored by then have no score.
         """
         assert len(prompts) == len(chunk.sample_ids), f"{len(prompts)} prompts for {len(chunk.sample_ids)} samples"
@@ -78,34 +68,33 @@ class RuleScorer:
         unscored: dict[tuple[str, str], Unscored] = {}
         for row, prompt in enumerate(prompts):
             completion = self._completion(chunk, row, prompt)
-            for name, number in functions.items():
-                scored = self._call(number, completion, deadline)
-                if isinstance(scored, Unscored):
-                    unscored.setdefault((name, scored.failure.kind), scored)
+            for name, function in functions.items():
+                reply, calls = self._call(function, completion, deadline)
+                if isinstance(reply, Failure):
+                    failed = Unscored(prompt_id=prompt.prompt_id, failure=reply, calls=calls)
+                    unscored.setdefault((name, reply.kind), failed)
                 else:
-                    scores[name][row] = scored
+                    scores[name][row] = reply
         return scores, unscored
 
     def close(self) -> None:
         self._process.close()
 
-    def _call(self, function: int, completion: Completion, deadline: float) -> float | Unscored:
-        """Calls a function until it returns a score or its retries or the time are used up."""
-        failure, calls = Failure(kind="deadline", reason="no time was left of cluster.time_limits.scoring"), 0
-        while calls <= self._retries and time.monotonic() < deadline:
+    def _call(self, function: int, completion: Completion, deadline: float) -> tuple[Reply, int]:
+        """Calls a function until it returns a score or its retries or the time are used up; counts the calls."""
+        reply: Reply = Failure(kind="deadline", reason="no time was left of cluster.time_limits.scoring")
+        calls = 0
+        while isinstance(reply, Failure) and calls <= self._retries and time.monotonic() < deadline:
             calls += 1
-            try:
-                return self._process.call(function, completion, self._time_limit, deadline)
-            except CallError as error:
-                failure = error.failure
-        return Unscored(prompt_id=completion.prompt_id, failure=failure, calls=calls)
+            reply = self._process.call(function, completion, self._time_limit, deadline)
+        return reply, calls
 
     def _completion(self, chunk: RolloutChunk, row: int, prompt: Prompt) -> Completion:
         response_ids = tuple(chunk.response_ids[row].tolist())
         return Completion(
             prompt_id=prompt.prompt_id,
-            prompt="" if self._decode is None else self._decode(prompt.token_ids),
-            response="" if self._decode is None else self._decode(response_ids),
+            prompt=self._decode(prompt.token_ids),
+            response=self._decode(response_ids),
             prompt_ids=prompt.token_ids,
             response_ids=response_ids,
             finished=bool(chunk.finished[row]),

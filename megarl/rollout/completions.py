@@ -105,8 +105,8 @@ def truncate_responses(chunk: RolloutChunk, token: int, after: int) -> RolloutCh
 
     mask = response_mask(chunk.response_ids.lengths.tolist())
     ids = align(torch.from_numpy(chunk.response_ids.values.copy()), mask)
-    kept = first_end(ids, mask, [token], after=after)
-    ends: list[int] = kept.lengths.tolist()
+    kept, found = first_end(ids, mask, [token], after=after)
+    ends: list[int] = kept.sum(-1).tolist()
 
     def cut(column: Ragged) -> Ragged:
         return Ragged.from_rows((row[:end] for row, end in zip(column, ends, strict=True)), column.values.dtype)
@@ -115,7 +115,7 @@ def truncate_responses(chunk: RolloutChunk, token: int, after: int) -> RolloutCh
         chunk,
         response_ids=cut(chunk.response_ids),
         rollout_logprobs=cut(chunk.rollout_logprobs),
-        finished=kept.found.numpy(),
+        finished=found.numpy(),
         versions=tuple(
             tuple(replace(span, stop=min(span.stop, end)) for span in spans if span.start < end)
             for spans, end in zip(chunk.versions, ends, strict=True)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algos.advantages import from_outcomes, gae, reinforce, scan, vapo
+from megarl.algos.advantages import broadcast_advantages, gae, reinforce, scan, vapo
 from megarl.algos.reward_shaping import kl_penalties, token_rewards
 from tests.algos.inputs import NAN, fractions, lengths, lengths_mask, masks, numbers, seeds
 from tests.oracle import advantages as naive
@@ -65,7 +65,7 @@ def test_outcomes_stand_on_every_token_that_counts_with_the_penalties(
 ) -> None:
     mask = torch.tensor(rows)
     outcomes, penalties = numbers(len(rows), seed=seed), numbers(*mask.shape, seed=seed + 1)
-    advantages = from_outcomes(outcomes, torch.where(mask, penalties, NAN), mask, cumulative=cumulative)
+    advantages = broadcast_advantages(outcomes, torch.where(mask, penalties, NAN), mask, cumulative=cumulative)
     for i, row in enumerate(mask):
         expected = reward_to_go_of(outcomes[i].item(), penalties[i, row].tolist(), cumulative=cumulative)
         assert advantages[i, row].tolist() == pytest.approx(expected, abs=1e-10)
@@ -80,7 +80,7 @@ def test_an_outcome_with_penalties_is_the_reward_to_go_with_the_outcome_in_the_p
     outcomes, kl = numbers(len(lengths), seed=seed), numbers(len(lengths), 6, seed=seed + 1)
     penalties = kl_penalties(kl, mask, kl_coef=coef)
     one, _ = reinforce(token_rewards(outcomes, penalties, mask), None, mask)
-    torch.testing.assert_close(from_outcomes(outcomes, penalties, mask), one)
+    torch.testing.assert_close(broadcast_advantages(outcomes, penalties, mask), one)
 
 
 @given(lengths, seeds)
@@ -112,7 +112,8 @@ def test_gaps_are_passed_over(counts: list[bool], seed: int) -> None:
 def test_padding_at_the_end_is_the_same_passed_over_or_stepped_through(lengths: list[int], seed: int) -> None:
     rewards, values = numbers(len(lengths), 6, seed=seed), numbers(len(lengths), 6, seed=seed + 1)
     mask = lengths_mask(lengths, 6)
-    carried, stepped = (scan(rewards, values, mask, gamma=0.9, lam=0.8, gaps=gaps) for gaps in ("carry", "zero"))
+    carried = scan(rewards, values, mask, gamma=0.9, lam=0.8)
+    stepped = scan(rewards * mask, values * mask, torch.ones_like(mask), gamma=0.9, lam=0.8)
     for one, other in zip(carried, stepped, strict=True):
         torch.testing.assert_close(one[mask], other[mask])
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.algos import group_advantages
-from megarl.algos.advantages import from_outcomes
+from megarl.algos.advantages import broadcast_advantages
 from megarl.algos.group_advantages import Samples
 from megarl.algos.registry import GROUP_ADVANTAGES
 from tests.algos.inputs import NAN, lengths_mask, numbers, seeds
@@ -159,7 +159,7 @@ def test_t8_equal_scores_and_single_samples_teach_exactly_nothing(name: str, dty
     advantages = FUNCTIONS[name](samples)
     assert advantages.tolist() == [0.0] * n
     assert advantages.dtype == dtype
-    tokens = from_outcomes(advantages, torch.zeros(n, 4, dtype=dtype), lengths_mask([4] * n, 4))
+    tokens = broadcast_advantages(advantages, torch.zeros(n, 4, dtype=dtype), lengths_mask([4] * n, 4))
     assert not tokens.any()
 
 

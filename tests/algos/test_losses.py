@@ -22,7 +22,7 @@ from megarl.algos import (
     registry,
     value_loss,
 )
-from megarl.algos.advantages import from_outcomes
+from megarl.algos.advantages import broadcast_advantages
 from megarl.algos.aggregation import weighted_sum
 from megarl.algos.group_advantages import Samples
 from megarl.algos.optimization import ptx_shares
@@ -168,7 +168,7 @@ def test_equal_scores_in_every_group_give_no_gradient(name: str) -> None:
         scored=torch.ones(4).bool(),
     )
     for compare in (group_advantages.grpo, group_advantages.dr_grpo, group_advantages.rloo, group_advantages.opo):
-        advantages = from_outcomes(compare(samples), torch.zeros_like(new), MASK, cumulative=True)
+        advantages = broadcast_advantages(compare(samples), torch.zeros_like(new), MASK, cumulative=True)
         assert not gradient(POLICY_LOSSES[name], new, old, advantages).any()
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megarl.algos.normalization import Reduce
-from megarl.algos.optimization import divided, ema, exceeds_target, linear_anneal, rank_seeds, tensorflow_eps
-from megarl.algos.value_loss import ValueMoments, ValueScale, denormalised, normalised, scale_of, updated
+from megarl.algos.optimization import divided, ema, exceeds_target, linear_anneal, tensorflow_eps
+from megarl.algos.value_loss import ValueMoments
 from tests.algos.adapters.common import local, on_ranks
 from tests.algos.examples import MASK
 from tests.algos.inputs import numbers
@@ -64,11 +64,6 @@ def test_an_epoch_is_too_much_strictly_above_the_target() -> None:
     assert not exceeds_target(-1.0, target=0.1)
 
 
-def test_seeds_of_ranks_are_apart() -> None:
-    assert rank_seeds(7, [0, 3]) == [7, 7 + 3 * 100003]
-    assert rank_seeds(7, [0, 3], stride=10) == [7, 37]
-
-
 # ---- averages of weights
 
 
@@ -99,10 +94,10 @@ def test_an_average_of_bfloat16_weights_is_in_float32() -> None:
 
 def test_the_moments_of_one_batch_are_those_of_its_tokens() -> None:
     returns = numbers(*MASK.shape, seed=0)
-    moments = updated(ValueMoments(), torch.where(MASK, returns, math.nan), MASK, local)
-    scale, own = scale_of(moments, eps=0.0), returns[MASK]
-    assert scale.mean == pytest.approx(own.mean().item(), rel=1e-9)
-    assert scale.deviation == pytest.approx(own.std(correction=0).item(), rel=1e-9)
+    moments = ValueMoments().update(torch.where(MASK, returns, math.nan), MASK, local)
+    own = returns[MASK]
+    expected = own.mean().item(), own.std(correction=0).item()
+    assert moments.mean_and_std(eps=0.0) == pytest.approx(expected, rel=1e-9)
 
 
 def test_moments_move_by_their_decay_and_are_those_of_all_ranks() -> None:
@@ -111,7 +106,7 @@ def test_moments_move_by_their_decay_and_are_those_of_all_ranks() -> None:
     def course(part: slice, reduce: Reduce) -> ValueMoments:
         moments = ValueMoments()
         for batch in batches:
-            moments = updated(moments, batch[part], MASK[part], reduce, beta=0.9)
+            moments = moments.update(batch[part], MASK[part], reduce, beta=0.9)
         return moments
 
     whole = course(slice(0, 4), local)
@@ -119,23 +114,24 @@ def test_moments_move_by_their_decay_and_are_those_of_all_ranks() -> None:
     assert whole.mean == pytest.approx(sum(0.1 * 0.9 ** (2 - k) * b[MASK].mean().item() for k, b in enumerate(batches)))
     for own in on_ranks(course, [(slice(0, 1),), (slice(1, 4),), (slice(0, 0),)]):
         assert vars(own) == pytest.approx(vars(whole))
-    assert updated(whole, batches[0], torch.zeros_like(MASK), local) == whole
+    assert whole.update(batches[0], torch.zeros_like(MASK), local) == whole
     for spoilt in (math.nan, math.inf):  # the return of a token
-        assert updated(whole, torch.where(MASK.cumsum(-1) == 1, spoilt, batches[0]), MASK, local) == whole
+        assert whole.update(torch.where(MASK.cumsum(-1) == 1, spoilt, batches[0]), MASK, local) == whole
 
 
 def test_values_come_back_from_the_critics_units() -> None:
-    scale = ValueScale(mean=3.0, deviation=2.0)
+    moments = ValueMoments(mean=3.0, square=13.0, weight=1.0)
+    assert moments.mean_and_std() == (3.0, 2.0)
     values = torch.tensor([1.0, 3.0, 8.0])
-    assert normalised(values, scale).tolist() == [-1.0, 0.0, 2.5]
-    torch.testing.assert_close(denormalised(normalised(values, scale), scale), values)
-    assert normalised(torch.tensor([100.0, -100.0]), scale).tolist() == [5.0, -5.0]
+    assert moments.normalise(values).tolist() == [-1.0, 0.0, 2.5]
+    torch.testing.assert_close(moments.denormalise(moments.normalise(values)), values)
+    assert moments.normalise(torch.tensor([100.0, -100.0])).tolist() == [5.0, -5.0]
 
 
 def test_returns_that_are_all_the_same_have_the_least_deviation() -> None:
     moments = ValueMoments()
     for _ in range(3):
-        moments = updated(moments, torch.full((2, 3), 7.0), torch.ones(2, 3).bool(), local, beta=0.9)
-    assert scale_of(moments).mean == pytest.approx(7.0)
-    assert scale_of(moments).deviation == 0.1
-    assert scale_of(ValueMoments()) == ValueScale(mean=0.0, deviation=0.1)
+        moments = moments.update(torch.full((2, 3), 7.0), torch.ones(2, 3).bool(), local, beta=0.9)
+    mean, std = moments.mean_and_std()
+    assert (mean, std) == (pytest.approx(7.0), 0.1)
+    assert ValueMoments().mean_and_std() == (0.0, 0.1)

@@ -18,10 +18,6 @@ ALGOS = PACKAGE / "algos"
 Name = tuple[str, str]
 """A module of megarl.algos, and a name in it."""
 
-DOCUMENTED = {
-    ("optimization", "rank_seeds"): "for comparison with lm-human-preferences; nothing here is seeded by rank"
-}
-
 
 def parsed(directory: Path) -> dict[Path, ast.Module]:
     return {file: ast.parse(file.read_text(encoding="utf-8")) for file in directory.rglob("*.py")}
@@ -95,7 +91,7 @@ def test_every_public_function_is_used_by_the_system() -> None:
     assert {("policy_loss", "gspo"), ("aggregation", "weighted_sum"), ("rollout_correction", "m2po")} <= there & used, (
         "nothing is found"
     )
-    assert there - used == DOCUMENTED.keys()
+    assert there <= used, there - used
 
 
 def test_a_function_that_nothing_uses_is_found() -> None:

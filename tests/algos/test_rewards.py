@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from megarl.algos.advantages import from_outcomes, gae
+from megarl.algos.advantages import broadcast_advantages, gae
 from megarl.algos.group_advantages import Samples, dr_grpo
 from megarl.algos.kl import k1
 from megarl.algos.reward_shaping import clip_scores, dense_rewards, first_end, kl_penalties, token_rewards
@@ -40,8 +40,6 @@ def test_the_score_stands_where_the_placement_says() -> None:
     scores, nothing = torch.tensor([2.0, 3.0, 5.0, 7.0]), torch.zeros(4, 5)
     places = {
         "last_valid": [[0, 0, 2, 0, 0], [0] * 5, [0, 0, 0, 0, 5], [0, 0, 0, 7, 0]],
-        "last_column": [[0, 0, 0, 0, 2], [0] * 5, [0, 0, 0, 0, 5], [0, 0, 0, 0, 7]],
-        "after_last": [[0, 0, 0, 2, 0], [0] * 5, [0, 0, 0, 0, 5], [0, 0, 0, 0, 7]],
         "every_valid": [[2, 0, 2, 0, 0], [0] * 5, [5] * 5, [7, 7, 7, 7, 0]],
     }
     for placement, expected in places.items():
@@ -50,7 +48,7 @@ def test_the_score_stands_where_the_placement_says() -> None:
 
 def test_a_batch_without_columns_has_no_rewards() -> None:
     empty = torch.zeros(2, 0)
-    for placement in ("last_valid", "last_column", "after_last", "every_valid"):
+    for placement in ("last_valid", "every_valid"):
         assert token_rewards(torch.ones(2), empty, empty.bool(), placement=placement).shape == (2, 0)
 
 
@@ -73,10 +71,10 @@ def test_p1_the_reward_stands_on_the_end_token_although_it_pads_as_well() -> Non
     """DeepSpeed-Chat takes padding for what is not counted, so it loses the end token and pays one slot late."""
     end = pad = 2
     responses = torch.tensor([[5, 6, end, pad, pad], [5, 6, 7, 8, 9]])
-    ends = first_end(responses, torch.ones_like(responses).bool(), [end])
-    rewards = token_rewards(torch.tensor([1.0, 4.0]), torch.zeros(2, 5), ends.kept)
+    kept, found = first_end(responses, torch.ones_like(responses).bool(), [end])
+    rewards = token_rewards(torch.tensor([1.0, 4.0]), torch.zeros(2, 5), kept)
     assert rewards.tolist() == [[0, 0, 1, 0, 0], [0, 0, 0, 0, 4]]
-    assert ends.found.tolist() == [True, False]
+    assert found.tolist() == [True, False]
 
 
 def test_p2_the_score_counts_once_however_long_the_response() -> None:
@@ -108,7 +106,7 @@ def test_p22_tokens_of_a_tool_cost_nothing_and_earn_nothing() -> None:
     penalties = kl_penalties(k1(old, ref), mask, kl_coef=0.5)
     assert penalties.tolist() == [[-0.5, 1.0, 0.0, 0.0, -1.5]]
     for advantages in (
-        from_outcomes(torch.tensor([1.0]), penalties, mask),
+        broadcast_advantages(torch.tensor([1.0]), penalties, mask),
         gae(token_rewards(torch.tensor([1.0]), penalties, mask), torch.zeros(1, 5), mask, lam=1.0)[0],
     ):
         assert advantages.tolist() == [[0.0, 0.5, 0.0, 0.0, -0.5]]
@@ -117,5 +115,5 @@ def test_p22_tokens_of_a_tool_cost_nothing_and_earn_nothing() -> None:
 def test_p30_a_row_in_which_nothing_counts_has_no_last_token() -> None:
     """OpenRLHF finds the last token by an argmax over the reversed mask, which is the last column there."""
     nothing = torch.zeros(1, 4)
-    for placement in ("last_valid", "last_column", "after_last", "every_valid"):
+    for placement in ("last_valid", "every_valid"):
         assert not token_rewards(torch.tensor([9.0]), nothing, nothing.bool(), placement=placement).any()

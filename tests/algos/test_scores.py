@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algos.overlong import overlong_penalty
 from megarl.algos.reward_shaping import (
     ScoreScale,
     clip_scores,
@@ -20,10 +19,12 @@ from megarl.algos.reward_shaping import (
     subtract_missing_end,
     zero_missing_end,
 )
+from megarl.rewards.functions import soft_overlong
 from tests.algos.adapters.padding import left_pad, position_ids, position_ids_with_padding_at_one
 from tests.algos.inputs import lengths_mask
 from tests.oracle.models import Sample
 from tests.oracle.scores import overlong, truncated
+from tests.rewards.completions import completion
 
 SCORES, FINISHED = torch.tensor([2.0, -2.0, 0.5]), torch.tensor([True, False, False])
 
@@ -45,11 +46,12 @@ def test_the_fixed_score_of_a_missing_end_is_not_clipped() -> None:
 @given(st.integers(1, 40), st.integers(1, 20), st.integers(0, 10), st.floats(0, 2))
 def test_the_penalty_of_length_is_that_of_the_oracle(tokens: int, buffer: int, more: int, factor: float) -> None:
     sample = Sample(sample_id="", prompt_ids=[0], response_ids=[0] * tokens)
-    limits = {"max_tokens": buffer + more, "buffer_tokens": buffer, "factor": factor}
+    limits = {"max_tokens": buffer + more, "buffer_tokens": buffer, "penalty": factor}
     expected = overlong(0.0, sample, most=buffer + more, buffer=buffer, factor=factor)
-    assert overlong_penalty(tokens, **limits) == pytest.approx(expected)
-    falling = overlong_penalty(tokens, **limits, capped=False)
-    assert falling <= overlong_penalty(tokens, **limits) <= 0
+    response = completion(tokens=tokens)
+    assert soft_overlong(response, **limits) == pytest.approx(expected)
+    falling = soft_overlong(response, **limits, capped=False)
+    assert falling <= soft_overlong(response, **limits) <= 0
     if tokens <= buffer + more:
         assert falling == pytest.approx(expected)
 
@@ -82,17 +84,16 @@ def test_initial_heads() -> None:
 @given(st.lists(st.lists(st.integers(0, 3), min_size=5, max_size=5), min_size=1, max_size=4), st.integers(0, 6))
 def test_the_first_end_is_that_of_a_loop(rows: list[list[int]], after: int) -> None:
     lengths = [1 + sum(row) % 5 for row in rows]
-    ends = first_end(torch.tensor(rows), lengths_mask(lengths, 5), [2], after=after)
+    kept, found = first_end(torch.tensor(rows), lengths_mask(lengths, 5), [2], after=after)
     for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):
         sample = truncated(Sample(sample_id="", prompt_ids=[0], response_ids=row[:n]), 2, after)
-        assert ends.lengths[i].item() == len(sample.response_ids)
-        assert ends.found[i].item() == sample.finished
-        assert ends.kept[i].tolist() == [t < len(sample.response_ids) for t in range(5)]
+        assert found[i].item() == sample.finished
+        assert kept[i].tolist() == [t < len(sample.response_ids) for t in range(5)]
 
 
 def test_any_of_several_tokens_ends_a_response() -> None:
     ids = torch.tensor([[5, 7, 6, 5], [5, 5, 6, 7]])
-    assert first_end(ids, torch.ones(2, 4).bool(), [6, 7]).lengths.tolist() == [2, 3]
+    assert first_end(ids, torch.ones(2, 4).bool(), [6, 7])[0].sum(-1).tolist() == [2, 3]
 
 
 # ---- padding

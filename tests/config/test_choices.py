@@ -198,8 +198,8 @@ def test_a_meaning_of_the_module_is_that_of_options_that_have_none_of_their_own(
     def meaning(function: str, option: str) -> str:
         return signature_of("policy_loss", function, ("log_clamp",)).options[option].meaning
 
-    assert meaning("ppo", "clip_high") == meaning("cispo", "clip_high") == "How far above 1; null is as far as below."
-    assert meaning("gmpo", "clip") == "How far below 0 the log of a ratio earns."
+    assert meaning("ppo", "clip_high") == meaning("cispo", "clip_high") == "Upper clip range, above 1; null is clip."
+    assert meaning("gmpo", "clip") == "Lower clip range of a ratio's logarithm, below 0."
 
 
 # ---- fields

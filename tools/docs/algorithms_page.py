@@ -16,7 +16,6 @@ from megarl.algos import (
     metrics,
     normalization,
     optimization,
-    overlong,
     reward_shaping,
     rollout_correction,
     value_loss,
@@ -26,6 +25,7 @@ from megarl.algos.normalization import Groups
 from megarl.algos.policy_loss import LossTerms
 from megarl.algos.registry import KINDS, Kind
 from megarl.algos.signatures import REQUIRED, Signature
+from megarl.rewards.functions import soft_overlong
 
 _INTRODUCTION = """\
 # Algorithms
@@ -146,13 +146,13 @@ PARTS: Final[tuple[PageItem, ...]] = (
     PageItem(title=_SCORES, field="algo.scores.clip", function=reward_shaping.clip_scores),
     PageItem(title=_SCORES, field="algo.scores.truncate_at", function=reward_shaping.first_end),
     PageItem(title=_SCORES, field="algo.scores.missing_end", choice="mask", function=reward_shaping.keep_finished),
-    PageItem(title=_SCORES, field="reward.functions", choice="soft_overlong", function=overlong.overlong_penalty),
+    PageItem(title=_SCORES, field="reward.functions", choice="soft_overlong", function=soft_overlong),
     PageItem(title=_REWARDS, field="algo.kl.coef", function=reward_shaping.kl_penalties),
     PageItem(title=_REWARDS, field="algo.kl.target", function=kl.KLController),
     PageItem(title=_REWARDS, field="algo.scores.placement", function=reward_shaping.token_rewards),
     PageItem(title=_REWARDS, field="reward.dense", function=reward_shaping.dense_rewards),
     PageItem(title=_REWARDS, field="algo.normalise.rewards", function=normalization.whiten_rewards),
-    PageItem(title=_REWARDS, field="algo.kl.cumulative", function=advantages.from_outcomes),
+    PageItem(title=_REWARDS, field="algo.kl.cumulative", function=advantages.broadcast_advantages),
     PageItem(title=_STALE, field="algo.correction.old_logprobs", function=rollout_correction.proximal_logprobs),
     PageItem(title=_STALE, field="algo.correction.reject", function=rollout_correction.rejection),
     PageItem(title=_STALE, field="algo.correction.sequence_mask", function=rollout_correction.off_policy_sequences),
@@ -164,7 +164,7 @@ PARTS: Final[tuple[PageItem, ...]] = (
     PageItem(title=_UPDATES, field="algo.kl.reference_sync", function=optimization.ema),
     PageItem(title=_UPDATES, field="actor.optimizer.adam", choice="tensorflow", function=optimization.tensorflow_eps),
     PageItem(title=_UPDATES, field="actor.optimizer.schedule", choice="anneal", function=optimization.linear_anneal),
-    PageItem(title=_VALUES, field="critic.value_norm", function=value_loss.updated),
+    PageItem(title=_VALUES, field="critic.value_norm", function=value_loss.ValueMoments.update),
     PageItem(title=_MODELS, field="reward.head_std", function=reward_shaping.head_std),
     PageItem(title=_MODELS, field="normalisation", function=reward_shaping.score_scale),
     PageItem(title=_HELD_OUT, field="evaluation.pass_at", function=metrics.pass_rate),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megarl.config.problems import Problem, correct_path, shown
 from megarl.config.rules.placement_rules import roles_of
@@ -30,7 +30,9 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "mixtral", 
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's attention on a CPU takes (0.28 to 0.32: v1/attention/backends/cpu_attn.py)."""
 
-_FIELDS = {
+SizeName = Literal["layers", "heads", "kv_heads", "hidden", "ffn", "positions", "experts"]
+
+_FIELDS: Mapping[SizeName, str] = {
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads",
@@ -40,12 +42,12 @@ _FIELDS = {
 }
 """The usual field of a config.json for each size. A model without a field for its experts has none."""
 
-_OTHER_FIELDS: Mapping[str, Mapping[str, str]] = {
+_OTHER_FIELDS: Mapping[str, Mapping[SizeName, str]] = {
     "gpt2": {"layers": "n_layer", "heads": "n_head", "hidden": "n_embd", "ffn": "n_inner", "positions": "n_positions"},
     "mixtral": {"experts": "num_local_experts"},
     "qwen3_moe": {"experts": "num_experts", "ffn": "moe_intermediate_size"},
 }
-"""By model_type, where its fields are others."""
+"""The fields of a model_type that have other names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,7 @@ class Size:
     value: int
 
 
-def size_field(hf: Mapping[str, Any], size: str) -> str | None:
+def size_field(hf: Mapping[str, Any], size: SizeName) -> str | None:
     """Returns the field of a config.json for a size; None for the experts of a model that has none."""
     field = _OTHER_FIELDS.get(str(hf.get("model_type")), {}).get(size) or _FIELDS.get(size)
     # transformers from 5 on writes num_experts under the other name.
@@ -64,7 +66,7 @@ def size_field(hf: Mapping[str, Any], size: str) -> str | None:
     return "num_local_experts" if renamed else field
 
 
-def size_of(hf: Mapping[str, Any], size: str) -> Size | None:
+def size_of(hf: Mapping[str, Any], size: SizeName) -> Size | None:
     """Returns a size as a config.json gives it; None if it is not a number above 0."""
     field = size_field(hf, size)
     value = None if field is None else hf.get(field)
@@ -73,7 +75,7 @@ def size_of(hf: Mapping[str, Any], size: str) -> Size | None:
 
 def required_fields(hf: Mapping[str, Any]) -> list[str]:
     """Returns the fields of a config.json that the sizes of the model are read from; GPT-2 derives its ffn."""
-    sizes = ["hidden", "ffn", "layers", "heads", "experts"]
+    sizes: tuple[SizeName, ...] = ("hidden", "ffn", "layers", "heads", "experts")
     fields = [size_field(hf, size) for size in sizes if (hf.get("model_type"), size) != ("gpt2", "ffn")]
     return ["model_type", "vocab_size", *filter(None, fields)]
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from megarl.algos import registry
-from megarl.bounds import Count, Natural, NotNegative, Positive
+from megarl.bounds import Count, Natural, NotNegative, Positive, RejectionStatistic
 from megarl.config.schema.base import Section
 from megarl.config.schema.choices import Choice, CustomFunction, OneOf
 
@@ -27,7 +27,7 @@ class AutoNormaliser(Choice):
 
 
 class MaskMissingEnd(Choice):
-    """Leave it out of the losses."""
+    """The actor does not learn from it."""
 
     name: Literal["mask"] = "mask"
 
@@ -124,12 +124,13 @@ class TruncateAt(Section):
 
 
 class Scores(Section):
-    """How the score of a response is shaped before the algorithm."""
+    """How the score of a response is shaped before advantages are computed."""
 
     clip: Interval | None = None
     """Scores are clipped to [lower, upper]; a number alone is both, below and above 0. null does not clip."""
     missing_end: Annotated[Choice, MISSING_ENDS] | None = None
-    """What happens to a response that the length limit ended, or with truncate_at one without the token."""
+    """How the score of an unfinished response is shaped: one cut off at the length limit, or with truncate_at without
+    the token."""
     truncate_at: TruncateAt | None = None
     """Score responses up to a token; null scores them whole."""
     placement: Literal["last_valid", "every_valid"] = "last_valid"
@@ -139,19 +140,7 @@ class Scores(Section):
 class Reject(Section):
     """Tokens or responses whose ratio of the old policy to the engines' is out of bounds are not trained on."""
 
-    statistic: Literal[
-        "token_k1",
-        "token_k2",
-        "token_k3",
-        "sequence_sum_k1",
-        "sequence_sum_k2",
-        "sequence_sum_k3",
-        "sequence_mean_k1",
-        "sequence_mean_k2",
-        "sequence_mean_k3",
-        "sequence_max_k2",
-        "sequence_max_k3",
-    ]
+    statistic: RejectionStatistic
     """What is bounded: an estimate of the divergence per token, or its sum, mean or largest over a response. k1 is
     log p(engines) - log p(old)."""
     upper: Positive
@@ -175,7 +164,7 @@ class M2PO(Section):
 
 
 class Correction(Section):
-    """What is done about rollouts that another policy wrote than the one in training."""
+    """Corrections for rollouts of another policy than the one in training."""
 
     old_logprobs: Literal["recompute", "rollout", "loglinear", "linear"] = "recompute"
     """Where the ratio's old log-probabilities are from: computed before the update, the engines', or between the
@@ -183,11 +172,16 @@ class Correction(Section):
     weights: Annotated[Choice, ROLLOUT_WEIGHTS] | None = None
     """Factors of the token losses; null is none."""
     reject: tuple[Reject, ...] = Field(default=(), strict=False)
-    """Bounds that a token or its response must all keep."""
+    """Bounds that a token or its response must all satisfy."""
     sequence_mask: SequenceMask | None = None
     """Leave responses that the actor has moved away from out of the policy loss; null does not."""
     m2po: M2PO | None = None
     """Leave out the tokens with the largest log-ratios; null does not."""
+
+    @property
+    def interpolates(self) -> bool:
+        """Whether the update interpolates between the engines' log-probabilities and its own."""
+        return self.old_logprobs in ("loglinear", "linear")
 
 
 class EarlyStop(Section):
@@ -217,11 +211,11 @@ class Algo(Section):
     entropy_coef: NotNegative = 0.0
     """Weight of the entropy bonus, loss per nat."""
     scores: Scores = Scores()
-    """How the score of a response is shaped before the algorithm."""
+    """How the score of a response is shaped before advantages are computed."""
     correction: Correction = Correction()
-    """What is done about rollouts of another policy than the one in training."""
+    """Corrections for rollouts of another policy than the one in training."""
     filter: Annotated[Choice, FILTERS] | None = None
-    """Which prompts are kept; more are answered until the step is full. null keeps all."""
+    """Filter of prompts: further prompts are sampled until the step is full; null keeps all."""
     filter_rounds: Count = 10
     """Rounds of generation at most, with a filter; a step that is not full then takes rejected prompts, in order."""
     early_stop: EarlyStop | None = None

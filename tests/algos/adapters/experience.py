@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megarl.algos import group_advantages
-from megarl.algos.advantages import from_outcomes, gae, reinforce, reward_to_go, scan, vapo
+from megarl.algos.advantages import broadcast_advantages, discounted_returns, gae, reinforce, scan, vapo
 from megarl.algos.group_advantages import Samples
 from megarl.algos.normalization import (
     Groups,
@@ -124,13 +124,19 @@ def run_scan(args: Args) -> Args:
     rewards, values = floats(args, "rewards", "values")
     given, mode = args.pop("mask", None), args.pop("mode", "carry")
     mask = torch.ones_like(rewards).bool() if given is None or mode == "plain" else torch.tensor(given).bool()
+    if pick({"plain": False, "carry": False, "zero": True}, mode):
+        rewards, values, mask = gaps_as_zeros(mask, rewards, values)
     start = args.pop("bootstrap", None)
     bootstrap = None if start is None else torch.tensor(start, dtype=rewards.dtype)
     gamma, lam = args.pop("gamma", 1.0), args.pop("lam", 0.95)
     done(args)
-    gaps = pick({"plain": "carry", "carry": "carry", "zero": "zero"}, mode)
-    advantages, returns = scan(rewards, values, mask, bootstrap, gamma=gamma, lam=lam, gaps=gaps)
+    advantages, returns = scan(rewards, values, mask, bootstrap, gamma=gamma, lam=lam)
     return {"advantages": advantages, "returns": returns}
+
+
+def gaps_as_zeros(mask: Tensor, *columns: Tensor) -> list[Tensor]:
+    """The columns and mask of OpenRLHF and NeMo-Aligner, where a gap is made of tokens without reward and value."""
+    return [*(on_mask(column, mask) for column in columns), torch.ones_like(mask)]
 
 
 def run_gae(args: Args) -> Args:
@@ -164,11 +170,13 @@ def gae_decoupled(args: Args) -> Args:
     return {"advantages": advantages, "returns": returns}
 
 
-def discounted_returns(args: Args) -> Args:
+def run_discounted_returns(args: Args) -> Args:
     (rewards,), mask = floats(args, "rewards"), take_mask(args)
-    gaps, gamma = args.pop("mode", "carry"), args.pop("gamma", 1.0)
+    if pick({"carry": False, "zero": True}, args.pop("mode", "carry")):
+        rewards, mask = gaps_as_zeros(mask, rewards)
+    gamma = args.pop("gamma", 1.0)
     done(args)
-    return {"returns": reward_to_go(rewards, mask, gamma=gamma, gaps=gaps)}
+    return {"returns": discounted_returns(rewards, mask, gamma=gamma)}
 
 
 def reinforce_pp(args: Args) -> Args:
@@ -198,9 +206,9 @@ def outcome_advantages(args: Args) -> Args:
     return {"advantages": compare(samples_of(scores, groups, **known), **given)}
 
 
-def broadcast_advantages(args: Args) -> Args:
+def run_broadcast(args: Args) -> Args:
     (outcomes,), mask = floats(args, "seq_adv"), take_mask(args)
-    return {"advantages": from_outcomes(outcomes, torch.zeros(mask.shape), mask)}
+    return {"advantages": broadcast_advantages(outcomes, torch.zeros(mask.shape), mask)}
 
 
 def reinforce_pp_baseline(args: Args) -> Args:
@@ -208,7 +216,7 @@ def reinforce_pp_baseline(args: Args) -> Args:
     outcomes = group_advantages.dr_grpo(samples_of(scores, args.pop("groups")))
     mode, coef = args.pop("kl_mode", "cumulative"), args.pop("coef")
     penalties = kl_penalties(kl, mask, kl_coef=0.0 if mode == "none" else coef)
-    raw = from_outcomes(outcomes, penalties, mask, cumulative=mode == "cumulative")
+    raw = broadcast_advantages(outcomes, penalties, mask, cumulative=mode == "cumulative")
     advantages = whitened(raw, mask, {"form": "var_clamp", **pick_options(args, "ddof", "eps", "form")})
     done(args)
     return {"advantages": advantages, "raw": raw}
@@ -220,7 +228,7 @@ def remax(args: Args) -> Args:
     done(args)
     alone = samples_of(torch.zeros_like(greedy), list(range(len(greedy))), greedy_scores=greedy)
     returns, _ = reinforce(rewards, None, mask)
-    return {"advantages": from_outcomes(group_advantages.remax(alone), rewards, mask), "returns": returns}
+    return {"advantages": broadcast_advantages(group_advantages.remax(alone), rewards, mask), "returns": returns}
 
 
 def gdpo(args: Args) -> Args:
@@ -229,7 +237,7 @@ def gdpo(args: Args) -> Args:
     samples = samples_of(components[0], args.pop("groups"), components=components.T, weights=weights)
     outcomes = group_advantages.gdpo(samples, **pick_options(args, "eps"))
     done(args)
-    tokens = from_outcomes(outcomes, torch.zeros(mask.shape), mask)
+    tokens = broadcast_advantages(outcomes, torch.zeros(mask.shape), mask)
     return {"sequence": outcomes, "advantages": whitened(tokens, mask, {"ddof": 1})}
 
 
@@ -242,9 +250,9 @@ RUNNERS: dict[str, Runner] = {
     "gae_valid": run_gae,
     "gae_packed": gae_packed,
     "gae_decoupled": gae_decoupled,
-    "discounted_returns": discounted_returns,
+    "discounted_returns": run_discounted_returns,
     "outcome_advantages": outcome_advantages,
-    "broadcast_advantages": broadcast_advantages,
+    "broadcast_advantages": run_broadcast,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "remax": remax,

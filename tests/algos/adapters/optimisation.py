@@ -9,12 +9,13 @@ from torch import Tensor
 
 from megarl.algos import metrics, registry, rollout_correction, selection
 from megarl.algos.kl import k1
-from megarl.algos.optimization import divided, ema, exceeds_target, linear_anneal, rank_seeds, tensorflow_eps
+from megarl.algos.optimization import divided, ema, exceeds_target, linear_anneal, tensorflow_eps
 from megarl.algos.policy_loss import MAX_LOG_RATIO, row_mean
 from megarl.algos.reward_shaping import kl_penalties
 from megarl.algos.rollout_correction import m2po
-from megarl.algos.value_loss import ValueMoments, denormalised, mse, normalised, scale_of, updated
+from megarl.algos.value_loss import ValueMoments, mse
 from tests.algos.adapters.common import Args, Runner, done, floats, local, pick, take, take_mask
+from tests.algos.adapters.padding import rank_seeds
 from tests.algos.adapters.updates import mean
 
 WEIGHTS = {
@@ -91,7 +92,7 @@ def mismatch_metrics(args: Args) -> Args:
     told = metrics.mismatch_metrics(train, rollout, mask, reduce=local)
     outputs: Args = {name.removeprefix("rollout_corr/"): value for name, value in told.items()}
     outputs["chi2_seq"] = outputs.pop("chi2_sequence")
-    return {**outputs, "abs_diff": metrics.rollout_gap(train, rollout, mask, reduce=local)}
+    return {**outputs, "abs_diff": told["rollout/logprob_gap"]}
 
 
 # ---- optimisation
@@ -155,12 +156,14 @@ def early_stop(args: Args) -> Args:
 def value_rms(args: Args) -> Args:
     moments, beta = ValueMoments(), args.pop("beta", 0.99995)
     for batch, mask in zip(args.pop("batches"), args.pop("masks"), strict=True):
-        moments = updated(moments, torch.tensor(batch), torch.tensor(mask).bool(), local, beta=beta)
-    scale = scale_of(moments, eps=args.pop("eps", 1e-5))
-    outputs: Args = {"mean": scale.mean, "std": scale.deviation}
+        moments = moments.update(torch.tensor(batch), torch.tensor(mask).bool(), local, beta=beta)
+    eps = args.pop("eps", 1e-5)
+    mean, std = moments.mean_and_std(eps=eps)
+    outputs: Args = {"mean": mean, "std": std}
     if (probe := args.pop("probe", None)) is not None:
         values = torch.tensor(probe)
-        outputs |= {"normalized": normalised(values, scale), "denormalized": denormalised(values, scale)}
+        outputs["normalized"] = moments.normalise(values, eps=eps)
+        outputs["denormalized"] = moments.denormalise(values, eps=eps)
     done(args)
     return outputs
 

@@ -1,7 +1,10 @@
-"""Rows of one width with padding, for libraries that want them; packs need none of it."""
+"""Conventions of other systems that no run has: rows of one width with padding, and seeds by rank."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 
@@ -35,3 +38,19 @@ def left_pad(tokens: Tensor, pad: int) -> Tensor:
     """
     order = (tokens != pad).long().argsort(dim=-1, stable=True)
     return tokens.gather(-1, order)
+
+
+def last_column(mask: Tensor) -> Tensor:
+    """The last column of each row that has a token. Source: lm-human-preferences, whose responses fill the row."""
+    return (torch.arange(mask.shape[1]) == mask.shape[1] - 1) & mask.any(-1, keepdim=True)
+
+
+def after_last(mask: Tensor) -> Tensor:
+    """The column after the last token of each row, or that token in the last column. Source: DeepSpeed-Chat, TRL."""
+    last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
+    return last.roll(1, -1) & ~last[:, -1:] | last & last_column(mask)
+
+
+def rank_seeds(seed: int, ranks: Sequence[int], *, stride: int = 100003) -> list[int]:
+    """seed + rank * stride for each rank. Source: lm-human-preferences."""
+    return [seed + rank * stride for rank in ranks]

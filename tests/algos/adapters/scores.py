@@ -8,11 +8,12 @@ import torch
 
 from megarl.algos import kl, reward_shaping
 from megarl.algos.kl import KLController
-from megarl.algos.overlong import overlong_penalty
 from megarl.algos.reward_shaping import dense_rewards, kl_penalties, token_rewards
 from megarl.megatron.logprobs import VocabShard, logprobs_and_entropy
+from megarl.rewards.functions import soft_overlong
 from tests.algos.adapters import padding
 from tests.algos.adapters.common import Args, Runner, done, floats, pick, take, take_mask
+from tests.rewards.completions import completion
 
 KL_ESTIMATORS = {
     "k1": kl.k1,
@@ -24,6 +25,7 @@ KL_ESTIMATORS = {
     "k1+": kl.k1_plus,
     "k3+": kl.k3_plus,
 }
+PLACES_OF_PADDED_ROWS = {"last_column": padding.last_column, "after_last": padding.after_last}
 
 
 class Alone:
@@ -62,18 +64,18 @@ def left_pad(args: Args) -> Args:
 
 def lengths_from_eos(args: Args) -> Args:
     (responses,) = take(args, "responses")
-    ends = reward_shaping.first_end(responses, torch.ones_like(responses).bool(), args.pop("eos_ids"))
+    kept, found = reward_shaping.first_end(responses, torch.ones_like(responses).bool(), args.pop("eos_ids"))
     done(args)
-    return {"mask": ends.kept.long(), "lengths": ends.lengths, "ended": ends.found}
+    return {"mask": kept.long(), "lengths": kept.sum(-1), "ended": found}
 
 
 def truncate_at_token(args: Args) -> Args:
     (responses,) = take(args, "responses")
     all_of_it = torch.ones_like(responses).bool()
-    ends = reward_shaping.first_end(responses, all_of_it, [args.pop("token")], after=args.pop("start", 0))
-    truncated = responses.masked_fill(~ends.kept, args.pop("pad"))
+    kept, found = reward_shaping.first_end(responses, all_of_it, [args.pop("token")], after=args.pop("start", 0))
+    truncated = responses.masked_fill(~kept, args.pop("pad"))
     done(args)
-    return {"responses": truncated, "has_token": ends.found}
+    return {"responses": truncated, "has_token": found}
 
 
 def score_without_token(args: Args) -> Args:
@@ -96,10 +98,10 @@ def stop_properly(args: Args) -> Args:
     return {"rewards": reward_shaping.scale_missing_end(rewards, finished, factor=coef)}
 
 
-def run_overlong_penalty(args: Args) -> Args:
-    options = {"factor": args.pop("factor", 1.0), "capped": args.pop("cap", True)}
+def overlong_penalty(args: Args) -> Args:
+    options = {"penalty": args.pop("factor", 1.0), "capped": args.pop("cap", True)}
     limits = {"max_tokens": args.pop("max_len"), "buffer_tokens": args.pop("buffer_len")}
-    penalties = [overlong_penalty(tokens, **limits, **options) for tokens in args.pop("lengths")]
+    penalties = [soft_overlong(completion(tokens=tokens), **limits, **options) for tokens in args.pop("lengths")]
     done(args)
     return {"penalty": penalties}
 
@@ -164,6 +166,8 @@ def shape_rewards(args: Args) -> Args:
     done(args)
     if clip is not None:
         values = reward_shaping.clip_scores(values, *clip)
+    if placement in PLACES_OF_PADDED_ROWS:
+        mask, placement = PLACES_OF_PADDED_ROWS[placement](mask), "last_valid"
     return {"rewards": token_rewards(values, penalties, mask, placement=placement), "non_score": penalties}
 
 
@@ -183,7 +187,7 @@ RUNNERS: dict[str, Runner] = {
     "truncate_at_token": truncate_at_token,
     "score_without_token": score_without_token,
     "stop_properly": stop_properly,
-    "overlong_penalty": run_overlong_penalty,
+    "overlong_penalty": overlong_penalty,
     "head_init_std": head_init_std,
     "reward_norm": reward_norm,
     "kl_estimate": kl_estimate,
