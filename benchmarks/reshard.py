@@ -31,7 +31,8 @@ from resharding.model import ENGINE_TP, ENGINES, MIB, TRAINERS, Setup, full_buck
 from resharding.processes import Process, Span, call_all, elapsed
 from resharding.trainer import Trainer
 
-from megarl.resharding import Place, SyncSpec, serve_store
+from megarl.resharding import SyncSpec, serve_store
+from megarl.weights.topology import Place
 
 Times = dict[str, float]
 

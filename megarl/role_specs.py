@@ -1,4 +1,4 @@
-"""What the configuration of a run says of each role: checkpoint, head, layout, optimizer, loss, average."""
+"""The roles of a run as its configuration specifies them: checkpoint, head, layout, optimizer, loss, average."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.config.schema import Algo, Choice, Optimizer, ValueNorm
 from megarl.types import Layout, RoleName
 
 Recompute = Literal["none", "selective", "full"]
-"""Activations that the backward pass computes again: none, those of core attention, or of whole layers."""
+"""Activations that the backward pass recomputes: none, those of core attention, or of whole layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +19,7 @@ class NewHead:
     """A value or score head with normally distributed weights, the same on every rank.
 
     Args:
-        std: of the weights, or the rule that computes it from the hidden size, see ``algos.reward_shaping.head_std``.
-        seed: of the weights.
+        std: of the weights, or the rule for it; see ``algos.reward_shaping.head_std``.
     """
 
     std: float | Literal["inverse_sqrt", "inverse"]
@@ -33,7 +32,7 @@ class PolicySpec:
 
     Args:
         temperature: of the rollouts.
-        share: factor of the policy loss, and ``mix_share`` that of the pretraining texts' loss.
+        share, mix_share: factors of the policy loss and of the pretraining texts' loss.
         value_norm: of the critic, for the experience that the actor's ranks build; None without.
     """
 
@@ -53,14 +52,14 @@ class ValueSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class TextSpec:
-    """The negative log-likelihood of texts; the stage is the prefix of its metrics."""
+    """The negative log-likelihood of texts; ``stage`` is the prefix of its metrics."""
 
     stage: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceSpec:
-    """A reward model's loss on preferences; the stage is the prefix of its metrics."""
+    """A reward model's loss on preferences; ``stage`` is the prefix of its metrics."""
 
     stage: str
     loss: Choice
@@ -71,12 +70,12 @@ LossSpec = PolicySpec | ValueSpec | TextSpec | PreferenceSpec
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSpec:
-    """How a role is trained.
+    """A role's training.
 
     Args:
         total_steps: optimizer steps of the run.
         steps_together: optimizer steps of one step of the run.
-        ema_decay: of the average of the weights; None keeps none.
+        ema_decay: of the average of the weights; None without one.
     """
 
     optimizer: Optimizer
@@ -92,10 +91,10 @@ class RoleSpec:
 
     Args:
         checkpoint: Hugging Face directory; None is that of the run's model.
-        new_head: in place of the checkpoint's; None reads the checkpoint's.
+        new_head: in place of the checkpoint's.
         vocab_size: token ids in use; None is all of the model's.
-        training: None of a role for inference alone.
-        reference_weight: what a step towards the actor's weights takes of them; None of a role that makes none.
+        training: None for inference only.
+        reference_weight: of the actor's weights in a soft update of this role; None without soft updates.
     """
 
     name: RoleName
@@ -110,7 +109,6 @@ class RoleSpec:
 
 
 def role_specs(config: RunConfig, group: str) -> dict[RoleName, RoleSpec]:
-    """The roles of a group."""
     return {name: _role_spec(config, name) for name in config.groups[group].roles}
 
 
@@ -139,13 +137,12 @@ def _checkpoint(config: RunConfig, name: RoleName) -> str | None:
 
 
 def _new_head(config: RunConfig, name: RoleName) -> NewHead | None:
-    if isinstance(config, RewardModelConfig):
+    if isinstance(config, RewardModelConfig) or (
+        name == "reward" and isinstance(config, PPOConfig | RAFTConfig | EvalConfig) and config.reward.path is None
+    ):
         return NewHead(std=config.reward.head_std, seed=config.reward.head_seed)
-    if name == "reward" and isinstance(config, PPOConfig | RAFTConfig | EvalConfig) and config.reward.path is None:
-        return NewHead(std=config.reward.head_std, seed=config.reward.head_seed)
-    if name == "critic" and isinstance(config, PPOConfig) and config.critic is not None:
-        critic = config.critic
-        return None if critic.head == "loaded" else NewHead(std=critic.head_std, seed=critic.head_seed)
+    if name == "critic" and isinstance(config, PPOConfig) and (critic := config.critic) and critic.head != "loaded":
+        return NewHead(std=critic.head_std, seed=critic.head_seed)
     return None
 
 

@@ -22,7 +22,7 @@ HEADS: Mapping[RoleName, HeadName] = {"actor": "lm", "reference": "lm", "critic"
 
 @dataclass(frozen=True, kw_only=True)
 class RankCoords:
-    """The coordinates of a rank in a role's layout, from 0."""
+    """A rank's coordinates in a role's layout, from 0."""
 
     tp: int
     dp: int
@@ -33,19 +33,13 @@ class RankCoords:
 class Layout:
     """How a role is split over the ranks of its group.
 
-    Ranks are numbered TP fastest, then DP, then PP (Megatron's default order), so that a TP group is
-    on neighbouring devices. ``ep`` neighbouring replicas share the experts of a layer.
+    Ranks are numbered TP fastest, then DP, then PP (Megatron's default order), so that a TP group is on neighbouring
+    devices.
 
     Args:
-        tp: ranks that share each matrix.
-        pp: pipeline stages.
-        dp: replicas.
         vpp: model chunks per pipeline stage (1: no interleaving).
-        ep: replicas that share a layer's experts; it divides dp.
+        ep: neighbouring replicas that share a layer's experts; it divides dp, or ValueError is raised.
         sequence_parallel: activations between the TP regions are split along the sequence.
-
-    Raises:
-        ValueError: ep does not divide dp.
     """
 
     tp: int = 1
@@ -64,20 +58,18 @@ class Layout:
         return self.tp * self.pp * self.dp
 
     def coords(self, rank: int) -> RankCoords:
-        """The coordinates of a rank of the group."""
         return RankCoords(tp=rank % self.tp, dp=rank // self.tp % self.dp, pp=rank // (self.tp * self.dp))
 
     def rank(self, coords: RankCoords) -> int:
-        """The rank with these coordinates."""
         return coords.tp + self.tp * (coords.dp + self.dp * coords.pp)
 
     def reports(self, rank: int) -> bool:
-        """Whether a rank returns the results of its replica: TP 0 of the last stage does."""
+        """Returns whether a rank returns the results of its replica: TP 0 of the last stage does."""
         coords = self.coords(rank)
         return coords.tp == 0 and coords.pp == self.pp - 1
 
     def expert_rank(self, coords: RankCoords) -> int:
-        """The index of the rank's part of each layer's experts, of ``ep`` equal parts in order."""
+        """Returns which of the ``ep`` equal parts of each layer's experts the rank has."""
         return coords.dp % self.ep
 
 
@@ -86,7 +78,7 @@ class Ragged:
     """Rows of different lengths in one flat array.
 
     Args:
-        values: [T], any dtype; the rows one after the other.
+        values: [T], any dtype.
         offsets: [N + 1] int64; row i is ``values[offsets[i]:offsets[i + 1]]``.
     """
 
@@ -95,7 +87,6 @@ class Ragged:
 
     @classmethod
     def from_rows(cls, rows: Iterable[Sequence[Any] | npt.NDArray[Any]], dtype: npt.DTypeLike) -> Ragged:
-        """Concatenates rows; an empty iterable makes a column without rows."""
         arrays = [np.asarray(row, dtype=dtype) for row in rows]
         offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
         np.cumsum([len(a) for a in arrays], out=offsets[1:])
@@ -123,7 +114,6 @@ class Prompt:
 
     Args:
         prompt_id: unique in its data set, the same in every run.
-        token_ids: P ids.
         fields: the other columns of its row (the reference answer, say), for reward functions.
     """
 
@@ -133,12 +123,10 @@ class Prompt:
 
     @property
     def key(self) -> str:
-        """Unique in its data set."""
         return self.prompt_id
 
     @property
     def content(self) -> bytes:
-        """Its tokens."""
         return np.array(self.token_ids, dtype=np.int32).tobytes()
 
 
@@ -149,7 +137,7 @@ class SampleRequest:
     Args:
         sample_id: unique among the requests of a step.
         seed: 64 bit.
-        temperature: 0 takes the likeliest token each time; None is that of the configuration.
+        temperature: 0 is greedy; None is that of the configuration.
     """
 
     sample_id: str
@@ -160,12 +148,7 @@ class SampleRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkItem:
-    """Neighbouring requests of a step, for one engine.
-
-    Args:
-        chunk: index of the chunk that the responses make, one row per request.
-        requests: at least one.
-    """
+    """One or more neighbouring requests of a step, whose responses are the rows of the chunk with index ``chunk``."""
 
     chunk: int
     requests: tuple[SampleRequest, ...]
@@ -183,14 +166,11 @@ class VersionSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutChunk:
-    """Some samples as an engine wrote them: the unit in which rollouts move.
+    """N samples as an engine wrote them: the unit in which rollouts move.
 
     Args:
-        sample_ids: N ids.
-        prompt_ids: N rows of int32 token ids.
-        response_ids: N rows of int32 token ids, the end token included.
-        rollout_logprobs: N rows of float32 nats, one per response token, by the engine, under the distribution
-            that it sampled from.
+        prompt_ids, response_ids: N rows of int32 token ids; responses include the end token.
+        rollout_logprobs: N rows of float32 nats, one per response token, under the distribution sampled from.
         finished: [N] bool; True where an end token or a stop text ended the response, False where the length limit did.
         versions: N tuples of spans that cover the response in order.
     """
@@ -205,13 +185,12 @@ class RolloutChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class TextChunk:
-    """Some rows of a data set, tokenised: the unit in which demonstrations and preferences move.
+    """N tokenised rows of a data set: the unit in which demonstrations and preferences move.
 
     Args:
-        sample_ids: N ids.
         prompt_ids, response_ids: N rows of int32 token ids, the end token included. The responses of a preference are
             neighbours, the best one first: of pairs, row 2i is the chosen response and row 2i + 1 the rejected one.
-        margins: [N] float32, by which the best response of a row's preference is better; None where not known.
+        margins: [N] float32, by which the best response of a row's preference is better; None where unknown.
     """
 
     sample_ids: tuple[str, ...]
@@ -222,12 +201,7 @@ class TextChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleInfo:
-    """A sample as the driver knows it: ids and lengths, never tokens; ``finished`` is as in RolloutChunk.
-
-    Args:
-        chunk: index of the chunk that holds it.
-        row: in that chunk.
-    """
+    """A sample as the driver knows it: ids, lengths and its place in a chunk, never tokens."""
 
     sample_id: str
     prompt_id: str
@@ -244,11 +218,11 @@ class SampleInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleScores:
-    """The scores of some samples; those of a chunk are neighbours, in the order of its rows.
+    """The scores of samples; those of a chunk are neighbours, in the order of its rows.
 
     Args:
-        chunks: [N] int64, the chunk of each sample.
-        scores: [N] float32, of which the algorithm makes advantages; NaN without a score.
+        chunks: [N] int64.
+        scores: [N] float32; NaN without a score.
         groups: [N] int64, each sample's prompt, numbered within the step.
         sequence_advantages: [N] float32; None where the algorithm estimates advantages per token.
         actor_mask: [N] bool, False where the actor does not learn from a sample, though it has a score.
@@ -261,7 +235,7 @@ class SampleScores:
     actor_mask: npt.NDArray[np.bool_]
 
     def only(self, chunks: Iterable[int]) -> SampleScores:
-        """The samples of these chunks, in their order."""
+        """Returns the samples of these chunks, in the chunks' order."""
         rows = np.concatenate([np.zeros(0, np.int64), *(np.flatnonzero(self.chunks == chunk) for chunk in chunks)])
         advantages = self.sequence_advantages
         return SampleScores(
@@ -275,7 +249,7 @@ class SampleScores:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRewardScale:
-    """Scale of a reward model that scores every token: gain * raw + bias; with ``differences``, of its increments."""
+    """The scale of a reward model that scores every token: gain * raw + bias; ``differences`` scales increments."""
 
     gain: float
     bias: float
@@ -284,7 +258,7 @@ class TokenRewardScale:
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """What building a step's experience needs beside the samples.
+    """A step's inputs of the experience beside the samples.
 
     Args:
         kl_coef: of the KL penalty, per nat.
@@ -311,21 +285,19 @@ class ExperienceReport:
 
 @dataclass(frozen=True, kw_only=True)
 class ExperienceChunk:
-    """What an update reads of the samples of one chunk; every column has one value per response token.
+    """The samples of one chunk for an update; every float32 column has one value per response token.
 
     Args:
-        sample_ids: N ids.
         prompt_ids, response_ids: N rows of int32 token ids.
-        old_logprobs: float32 nats, by the actor before the update, or by the engines where those stand for them.
-        ref_logprobs: float32 nats, by the reference; None where the update has no penalty for leaving it.
-        rollout_logprobs: float32 nats, by the engines; None where the update does not look at them.
-        proximal_weights: float32, how far the old policy is from the engines' to the one in training; None where
-            ``old_logprobs`` are of the old policy.
-        old_values: float32, by the critic before the update; None without one.
-        advantages, returns: float32; returns is None without a critic, and in the units of its values.
-        weights: float32, what the terms of the policy loss are multiplied with; None where nothing is.
-        actor_mask: float32, 1 where the actor learns, else 0; None where it learns from all tokens.
-        critic_mask: likewise, of the critic.
+        old_logprobs: nats, by the actor before the update, or by the engines in their place.
+        ref_logprobs: nats, by the reference; None where the loss has no KL penalty.
+        rollout_logprobs: nats, by the engines; None where the loss does not read them.
+        proximal_weights: position of the old policy between the engines' (0) and the one in training (1); None where
+            ``old_logprobs`` are the old policy's.
+        old_values: by the critic before the update; None without one.
+        returns: in the units of the critic's values; None without one.
+        weights: factors of the policy loss's terms; None where there are none.
+        actor_mask, critic_mask: 1 where actor and critic learn, else 0; None where they learn from all tokens.
     """
 
     sample_ids: tuple[str, ...]
@@ -361,15 +333,13 @@ class PackRow:
 class RankSchedule:
     """The micro-batches of one DP rank, in order.
 
-    The number of packs, ``pack_tokens`` and the totals, which are a loss's global denominators, are the same on every
-    DP rank.
+    The number of packs, ``pack_tokens`` and the totals are the same on every DP rank.
 
     Args:
         packs: rows of each micro-batch; one without rows is a masked filler.
         pack_tokens: to which every pack is padded.
-        total_rows: samples in the pass, over all ranks.
-        total_sequences: samples with a response token, over all ranks.
-        total_response_tokens: over all ranks.
+        total_rows, total_sequences, total_response_tokens: over all ranks, the global denominators of losses: samples,
+            samples with a response token, and response tokens.
         rows_per_unit: rows that stay neighbours, in one pack and in order: 2 for preference pairs.
     """
 
@@ -382,7 +352,6 @@ class RankSchedule:
 
     @property
     def chunks(self) -> list[int]:
-        """Those that the rank reads, in order."""
         return sorted({row.chunk for rows in self.packs for row in rows})
 
 

@@ -1,10 +1,11 @@
-"""Attention over packed sequences (THD), whose core Megatron leaves to Transformer Engine: slots of the layer spec.
+"""Attention over packed sequences (THD), for which Megatron needs Transformer Engine.
 
 Shape legend: S positions of the pack, P places of an arrangement, H query heads, K KV heads, D head dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,13 +17,14 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from megarl.data.packing import PackShape
 
 LENGTH_STEP = 16
-"""Sequences whose lengths round up to the same multiple of this share a rectangle. Every call costs many times the
-attention in a short sequence; a longer step pads more."""
+"""Sequences whose lengths round up to the same multiple share a rectangle. A call costs many times the attention in a
+short sequence; a larger step pads more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,18 +32,17 @@ class Arrangement:
     """The sequences of a pack in a few rectangles, whose rows are padded at their ends to one length.
 
     Args:
-        rectangles: (sequences, length) of each; they make P places, one rectangle after the other.
-        position_of: [P] int64, the position at each place; S, one past the last, where there is padding.
+        rectangles: (sequences, length) of each; together they have P places.
+        position_of: [P] int64, the position at each place; S at padding.
         place_of: [S] int64, the place of each position.
     """
 
     rectangles: tuple[tuple[int, int], ...]
-    position_of: torch.Tensor
-    place_of: torch.Tensor
+    position_of: Tensor
+    place_of: Tensor
 
 
 def arrange(shape: PackShape, device: torch.device) -> Arrangement:
-    """Puts sequences of nearly equal lengths together."""
     starts, lengths = shape.cu_seqlens[:-1, None].astype(np.int64), np.diff(shape.cu_seqlens)[:, None]
     total, steps = int(shape.cu_seqlens[-1]), -(-lengths[:, 0] // LENGTH_STEP)
     rectangles: list[tuple[int, int]] = []
@@ -62,21 +63,20 @@ def arrange(shape: PackShape, device: torch.device) -> Arrangement:
 
 @dataclass(kw_only=True)
 class PackParams(PackedSeqParams):
-    """What rope and attention read of a pack; Megatron passes it through the layers.
+    """The parameters of a pack, which Megatron passes through the layers to rope and attention.
 
-    Rope gets one sequence, whose table ``PackedModel`` has put in the order of the positions: Megatron numbers the
+    Rope sees one sequence, for which ``PackedModel`` looks up the table by ``positions``: Megatron would number the
     positions of many sequences one by one, in each layer.
 
     Args:
-        positions: [S] int64, each position's place in its own sequence.
+        positions: [S] int64, each position's index in its sequence.
     """
 
     shape: PackShape
-    positions: torch.Tensor
+    positions: Tensor
 
     @classmethod
     def of(cls, shape: PackShape, device: torch.device | int) -> PackParams:
-        """The parameters of a pack whose tokens are on the device."""
         bounds = torch.from_numpy(shape.cu_seqlens).to(device)
         one_sequence = torch.tensor([0, shape.cu_seqlens[-1]], dtype=torch.int32, device="cpu")  # rope reads it there
         starts = np.repeat(shape.cu_seqlens[:-1], np.diff(shape.cu_seqlens)).astype(np.int64)
@@ -98,14 +98,14 @@ class PackParams(PackedSeqParams):
 
 
 class SharedHeadAttention(SelfAttention):
-    """Self-attention where several TP ranks may share a KV head.
+    """Self-attention in which several TP ranks may share a KV head.
 
-    Where TP exceeds the KV heads, the rows of ``linear_qkv`` are split evenly over TP, wherever in a head that cuts. A
-    rank gathers what the others have computed and takes its query heads and their KV head, whose gradients the backward
-    pass of the gather adds up. Megatron does the same, but with the groups of its global parallel state (0.16).
+    Where TP exceeds the KV heads, the rows of ``linear_qkv`` are split evenly over TP, possibly inside a head. A rank
+    gathers the outputs of all ranks and takes its query heads and their KV head; the backward pass of the gather sums
+    the gradients. Megatron does the same with the groups of its global parallel state (0.16).
     """
 
-    def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """[S, 1, hidden] (a sequence-parallel part of S) -> [S, 1, H, D], [S, 1, K, D] twice, of this rank's heads."""
         groups, rank = self.config.num_query_groups, self.tp_group.rank()
         assert groups is not None
@@ -122,10 +122,10 @@ class SharedHeadAttention(SelfAttention):
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention within each sequence of a pack, with grouped KV heads.
+    """Causal attention within each sequence of a pack, with grouped KV heads, built by Megatron's ``Attention``.
 
-    torch's variable-length kernel in half precision on CUDA; otherwise one ``scaled_dot_product_attention`` for each
-    rectangle of an arrangement. The parameters are those with which Megatron's ``Attention`` builds this slot.
+    It uses torch's variable-length kernel in half precision on CUDA, else one ``scaled_dot_product_attention`` per
+    rectangle of an arrangement.
     """
 
     def __init__(self, *, config: TransformerConfig, softmax_scale: float | None = None, **_unused: Any) -> None:
@@ -135,43 +135,30 @@ class PackedAttention(torch.nn.Module):
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
         *,
         packed_seq_params: PackParams,
         **_unused: Any,
-    ) -> torch.Tensor:
-        """Attends within sequences: [S, H, D], twice [S, K, D] -> [S, H * D]; ``attention_mask`` is None."""
+    ) -> Tensor:
+        """[S, H, D], twice [S, K, D] -> [S, H * D]; ``attention_mask`` is None."""
         assert attention_mask is None, "packed attention takes its mask from the sequences' ends"
         if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
             return self._variable_length(query, key, value, packed_seq_params)
         return self._by_rectangle(query, key, value, packed_seq_params.arrangement)
 
-    def _variable_length(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: PackParams
-    ) -> torch.Tensor:
-        output: Any = varlen_attn(
-            query,
-            key,
-            value,
-            pack.cu_seqlens_q,
-            pack.cu_seqlens_kv,
-            pack.shape.max_seqlen,
-            pack.shape.max_seqlen,
-            scale=self.scale,
-            window_size=(-1, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+    def _variable_length(self, query: Tensor, key: Tensor, value: Tensor, pack: PackParams) -> Tensor:
+        bounds = pack.cu_seqlens_q, pack.cu_seqlens_kv, pack.shape.max_seqlen, pack.shape.max_seqlen
+        gqa = query.shape[1] != key.shape[1]
+        output: Any = varlen_attn(query, key, value, *bounds, scale=self.scale, window_size=(-1, 0), enable_gqa=gqa)
         return output.flatten(1)
 
-    def _by_rectangle(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arrangement: Arrangement
-    ) -> torch.Tensor:
-        """Padding at the ends is invisible to causal attention, and its own outputs are not read."""
+    def _by_rectangle(self, query: Tensor, key: Tensor, value: Tensor, arrangement: Arrangement) -> Tensor:
+        """Causal attention does not see padding at the ends; the outputs of padding are not read."""
         sizes = [sequences * length for sequences, length in arrangement.rectangles]
-        split = [_Spread.apply(x, arrangement).split(sizes) for x in (query, key, value)]
+        split = [_Move.apply(x, arrangement, _spread, _collect).split(sizes) for x in (query, key, value)]
         parts = []
         for rectangle, *qkv in zip(arrangement.rectangles, *split, strict=True):
             q, k, v = (x.unflatten(0, rectangle).transpose(1, 2) for x in qkv)
@@ -179,38 +166,30 @@ class PackedAttention(torch.nn.Module):
                 q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
             )
             parts.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
-        return _Collect.apply(torch.cat(parts), arrangement)
+        return _Move.apply(torch.cat(parts), arrangement, _collect, _spread)
 
 
-def _spread(x: torch.Tensor, arrangement: Arrangement) -> torch.Tensor:
+def _spread(x: Tensor, arrangement: Arrangement) -> Tensor:
     """[S, ...] -> [P, ...], with zeros as padding."""
     return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, arrangement.position_of)
 
 
-def _collect(x: torch.Tensor, arrangement: Arrangement) -> torch.Tensor:
+def _collect(x: Tensor, arrangement: Arrangement) -> Tensor:
     """[P, ...] -> [S, ...], without the padding."""
     return x.contiguous().index_select(0, arrangement.place_of)
 
 
-class _Spread(torch.autograd.Function):
-    """Each position has one place, so the gradient is collected, where that of an indexing would be summed up."""
+Mover = Callable[[Tensor, Arrangement], Tensor]
+
+
+class _Move(torch.autograd.Function):
+    """Moves between positions and places. Each position has one place, so the gradient moves ``back`` without a sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, arrangement: Arrangement) -> torch.Tensor:
-        ctx.arrangement = arrangement
-        return _spread(x, arrangement)
+    def forward(ctx: Any, x: Tensor, arrangement: Arrangement, there: Mover, back: Mover) -> Tensor:
+        ctx.arrangement, ctx.back = arrangement, back
+        return there(x, arrangement)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _collect(grad, ctx.arrangement), None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, arrangement: Arrangement) -> torch.Tensor:
-        ctx.arrangement = arrangement
-        return _collect(x, arrangement)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _spread(grad, ctx.arrangement), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(grad, ctx.arrangement), None, None, None

@@ -1,8 +1,11 @@
 """Log-probabilities, entropies and the KL divergence from a reference, over a vocabulary that is split over TP.
 
 The logits of a chunk of tokens exist only while the chunk is computed, forward and again backward, so memory does not
-grow with the pack. Megatron's vocab-parallel cross entropy reads the global parallel_state, keeps all logits, and gives
-no entropy. The divergence equals ``algos.kl.full`` of whole logits.
+grow with the pack. Megatron's vocab-parallel cross entropy reads the global parallel_state, keeps all logits, and
+computes no entropy. The divergence equals ``algos.kl.full`` of whole logits.
+
+Every function is collective over the TP group, forward and backward, and the gradient of the hidden states is the whole
+one on every rank. Shape legend: T tokens, H hidden, rows of the local output layer, size of them that are real.
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class VocabShard:
-    """The rows of the output layer that one TP rank holds.
+    """The rows of the output layer on one TP rank.
 
     Args:
         start: vocabulary id of the first row.
@@ -30,39 +34,34 @@ class VocabShard:
 
 
 def vocab_shard(group: dist.ProcessGroup, rows: int, vocab_size: int) -> VocabShard:
-    """The shard of this rank.
+    """Returns the shard of this rank.
 
     Args:
-        rows: rows of the local output layer, padding included; the same on every rank.
-        vocab_size: real vocabulary, over all ranks.
+        rows: of the local output layer, padding included; the same on every rank.
+        vocab_size: without padding, over all ranks.
     """
     start = group.rank() * rows
     return VocabShard(group=group, start=start, size=max(0, min(rows, vocab_size - start)))
 
 
 def logprobs_and_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
     shard: VocabShard,
     *,
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """log softmax(hidden @ weight.T / temperature)[label] and the entropy of that distribution.
+) -> tuple[Tensor, Tensor]:
+    """Returns log softmax(hidden @ weight.T / temperature)[label] and the entropy of that distribution.
 
-    Collective over the TP group, forward and backward. The gradient of ``hidden`` is the whole one on every rank:
-    the backward pass sums it over the shards.
+    Both are [T] nats, float32 (float64 where the hidden states are), and differentiable.
 
     Args:
         hidden: [T, H], equal on all TP ranks.
         weight: [rows, H], this rank's rows of the output layer.
         labels: [T] int64, ids over the whole vocabulary.
         chunk_tokens: tokens whose logits exist at a time.
-
-    Returns:
-        Log-probabilities and entropies, [T] nats each, float32 (float64 where the hidden states are); both
-        differentiable.
     """
     return _VocabParallelLogprobs.apply(hidden, weight, labels, shard, temperature, chunk_tokens)
 
@@ -71,13 +70,13 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        labels: torch.Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
         shard: VocabShard,
         temperature: float,
         chunk_tokens: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(hidden), dtype=wide(hidden), device=hidden.device)
         entropy, log_z = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for begin in range(0, len(hidden), chunk_tokens):
@@ -98,11 +97,11 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, log_z, entropy = ctx.saved_tensors
         shard: VocabShard = ctx.shard
 
-        def of_logits(part: slice) -> torch.Tensor:
+        def of_logits(part: slice) -> Tensor:
             logits = shard_logits(hidden[part], weight, shard, ctx.temperature)
             log_p = logits - log_z[part].unsqueeze(-1)
             p = log_p.exp()
@@ -117,33 +116,24 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         return *linear_gradients(hidden, weight, shard, ctx.chunk_tokens, of_logits), None, None, None, None
 
 
-def over_shards(tensor: torch.Tensor, shard: VocabShard, op: Any = dist.ReduceOp.SUM) -> None:
-    """Reduces in place, unless the rank is alone."""
+def over_shards(tensor: Tensor, shard: VocabShard, op: Any = dist.ReduceOp.SUM) -> None:
+    """Reduces in place over the TP ranks."""
     if shard.group.size() > 1:
         dist.all_reduce(tensor, op, group=shard.group)
 
 
-def shard_logits(hidden: torch.Tensor, weight: torch.Tensor, shard: VocabShard, temperature: float) -> torch.Tensor:
-    """[T, size], in float32 or better: only the real rows, so that padding is in no sum."""
+def shard_logits(hidden: Tensor, weight: Tensor, shard: VocabShard, temperature: float) -> Tensor:
+    """Returns the logits of the real rows, [T, size], in float32 or better."""
     return (hidden @ weight[: shard.size].T).to(wide(hidden)) / temperature
 
 
 def linear_gradients(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    shard: VocabShard,
-    chunk_tokens: int,
-    of_logits: Callable[[slice], torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of hidden states and output weights, from those of ``hidden @ weight.T``, a chunk of tokens at a time.
+    hidden: Tensor, weight: Tensor, shard: VocabShard, chunk_tokens: int, of_logits: Callable[[slice], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of hidden states, summed over the shards, and of this rank's output weights.
 
     Args:
-        hidden: [T, H].
-        weight: [rows, H].
-        of_logits: the gradient of a chunk's tokens, [tokens, size].
-
-    Returns:
-        That of ``hidden``, summed over the shards, and that of ``weight``, of this rank's rows.
+        of_logits: the gradient of ``hidden @ weight.T`` for a chunk of tokens, [tokens, size].
     """
     grad_hidden = torch.empty_like(hidden)
     grad_weight = torch.zeros_like(weight, dtype=wide(weight))  # so that chunks do not add up rounding
@@ -156,39 +146,35 @@ def linear_gradients(
     return grad_hidden, grad_weight.to(weight.dtype)
 
 
-def wide(tensor: torch.Tensor) -> torch.dtype:
+def wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _local_labels(labels: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T] row of each label here (0 where it is elsewhere), and [T] float 1 where it is here."""
+def _local_labels(labels: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """Returns the local row of each label, [T], 0 where another rank has it, and [T] float 1 where this rank has it."""
     local = labels - shard.start
     here = (local >= 0) & (local < shard.size)
     return local.where(here, torch.zeros_like(local)), here.float()
 
 
 def divergence(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    ref_hidden: torch.Tensor,
-    ref_weight: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    ref_hidden: Tensor,
+    ref_weight: Tensor,
     shard: VocabShard,
     *,
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
-) -> torch.Tensor:
-    """sum over the vocabulary of p * (log p - log q), p and q = softmax(hidden @ weight.T / temperature) of each model.
+) -> Tensor:
+    """Returns KL(p || q) = sum over the vocabulary of p * (log p - log q), [T] nats, in the dtype of log-probabilities.
 
-    Collective over the TP group, forward and backward. The gradient of ``hidden`` is the whole one on every rank; the
-    reference has none.
+    p and q are softmax(hidden @ weight.T / temperature) of the policy and of the reference, which has no gradient.
 
     Args:
-        hidden, ref_hidden: [T, H], equal on all TP ranks; of the policy and of the reference.
+        hidden, ref_hidden: [T, H], equal on all TP ranks.
         weight, ref_weight: [rows, H], this rank's rows of the output layers.
         chunk_tokens: tokens whose logits exist at a time.
-
-    Returns:
-        [T] nats, float32 (float64 where the hidden states are).
     """
     return _Divergence.apply(hidden, weight, ref_hidden, ref_weight, shard, temperature, chunk_tokens)
 
@@ -197,14 +183,14 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        ref_hidden: torch.Tensor,
-        ref_weight: torch.Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        ref_hidden: Tensor,
+        ref_weight: Tensor,
         shard: VocabShard,
         temperature: float,
         chunk_tokens: int,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         result = torch.empty(len(hidden), dtype=wide(hidden), device=hidden.device)
         for begin in range(0, len(hidden), chunk_tokens):
             part = slice(begin, begin + chunk_tokens)
@@ -217,11 +203,11 @@ class _Divergence(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad_result: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_result: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, ref_hidden, ref_weight, result = ctx.saved_tensors
         shard: VocabShard = ctx.shard
 
-        def of_logits(part: slice) -> torch.Tensor:
+        def of_logits(part: slice) -> Tensor:
             log_p = _log_softmax(hidden[part], weight, shard, ctx.temperature)
             log_q = _log_softmax(ref_hidden[part], ref_weight, shard, ctx.temperature)
             # d KL / d logits = p (log p - log q - KL)
@@ -231,8 +217,8 @@ class _Divergence(torch.autograd.Function):
         return *linear_gradients(hidden, weight, shard, ctx.chunk_tokens, of_logits), None, None, None, None, None
 
 
-def _log_softmax(hidden: torch.Tensor, weight: torch.Tensor, shard: VocabShard, temperature: float) -> torch.Tensor:
-    """[T, size]: of this rank's rows, normalised over all ranks'."""
+def _log_softmax(hidden: Tensor, weight: Tensor, shard: VocabShard, temperature: float) -> Tensor:
+    """Returns the log-probabilities of this rank's rows, normalized over all ranks, [T, size]."""
     logits = shard_logits(hidden, weight, shard, temperature)
     top = logits.max(-1).values if shard.size else logits.new_full((len(hidden),), -torch.inf)
     over_shards(top, shard, dist.ReduceOp.MAX)

@@ -19,10 +19,6 @@ Named = Mapping[str, Tensor]
 """Detached scalars by name."""
 
 
-def _none() -> Named:
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class LossMetrics:
     """The metrics of a micro-batch.
@@ -30,24 +26,23 @@ class LossMetrics:
     Args:
         sums: added up over the step.
         means: weighted sums, which the step divides by the sum of ``weight``.
-        squares: likewise, of squares; of ``name``, which with the mean ``name_mean`` gives the step's variance.
-        weight: sum of the weights; None where there are no means.
+        squares: likewise, of squares; ``name`` and the mean ``name_mean`` give the step's variance.
+        weight: sum of the weights; None without means.
         maxima, minima: infinite where the mask is empty.
     """
 
-    sums: Named = field(default_factory=_none)
-    means: Named = field(default_factory=_none)
-    squares: Named = field(default_factory=_none)
+    sums: Named = field(default_factory=dict[str, Tensor])
+    means: Named = field(default_factory=dict[str, Tensor])
+    squares: Named = field(default_factory=dict[str, Tensor])
     weight: Tensor | None = None
-    maxima: Named = field(default_factory=_none)
-    minima: Named = field(default_factory=_none)
+    maxima: Named = field(default_factory=dict[str, Tensor])
+    minima: Named = field(default_factory=dict[str, Tensor])
 
 
 def collect(terms: LossTerms, mask: Tensor, weights: Tensor) -> LossMetrics:
     """Collects the metrics of a micro-batch's terms, in float64, which keeps the variance of nearly equal numbers.
 
     Args:
-        terms: [B, R].
         mask: [B, R] bool, the terms to report.
         weights: [B, R], the same number on all tokens of the step.
     """
@@ -76,14 +71,12 @@ def reduce_metrics(parts: Sequence[LossMetrics], group: dist.ProcessGroup) -> di
     A step with empty masks has neither means nor extremes.
 
     Args:
-        parts: of this rank's micro-batches; every rank has the same kinds of them, in any number.
-        group: the ranks that share the step.
+        parts: of this rank's micro-batches, in any number; the names are the same on every rank.
     """
     reduced = _over_all([part.sums for part in parts], dist.ReduceOp.SUM, group)
     with_means = [part for part in parts if part.weight is not None]
     weight = _over_all([{"": part.weight} for part in with_means if part.weight is not None], dist.ReduceOp.SUM, group)
-    total_weight = weight.get("", 0.0)
-    if total_weight:
+    if total_weight := weight.get("", 0.0):
         means = _over_all([part.means for part in with_means], dist.ReduceOp.SUM, group)
         reduced |= {name: total / total_weight for name, total in means.items()}
         squares = _over_all([part.squares for part in with_means], dist.ReduceOp.SUM, group)
@@ -104,7 +97,7 @@ _WITHIN: Mapping[dist.ReduceOp.RedOpType, Callable[[Tensor], Tensor]] = {
 
 
 def _over_all(parts: Sequence[Named], operation: Any, group: dist.ProcessGroup) -> dict[str, float]:
-    """One number per name, over all micro-batches of all ranks."""
+    """Reduces to one number per name, over all micro-batches of all ranks."""
     names = sorted({name for part in parts for name in part})
     if not names:
         return {}

@@ -1,6 +1,6 @@
 """The losses of a micro-batch: from hidden states to weighted sums with the denominators of an optimizer step.
 
-A loss is made for one optimizer step, from its schedule, and called with each micro-batch and its hidden states.
+A loss object is made for one optimizer step from its schedule, and called with each micro-batch and its hidden states.
 
 Shape legend: B rows of the micro-batch, R response tokens of the longest of them, U preferences, N responses of each.
 """
@@ -33,14 +33,8 @@ from megarl.algos.rollout_correction import off_policy_sequences, proximal_logpr
 from megarl.config.schema import Algo, Choice
 from megarl.data.packing import Chunks, TokenChunk, gather
 from megarl.experience.padded_batch import align, response_mask
-from megarl.megatron.heads import (
-    response_divergence,
-    response_logprobs,
-    response_states,
-    response_values,
-    row_scores,
-    token_scores,
-)
+from megarl.megatron.heads import response_logprobs, response_states, response_values, row_scores, token_scores
+from megarl.megatron.logprobs import divergence, vocab_shard
 from megarl.megatron.loss_metrics import LossMetrics, collect
 from megarl.megatron.model_engine import MakeLoss, ModelEngine
 from megarl.megatron.pipeline import MicroBatch, micro_batches, run_forward
@@ -49,50 +43,42 @@ from megarl.types import ExperienceChunk, PackRow, RankSchedule, TextChunk
 
 
 class ExperienceColumns:
-    """The columns of a micro-batch's experience, [B, R] each, 0 off the mask.
-
-    Args:
-        device: of the tensors.
-    """
+    """The columns of a micro-batch's experience on a device, [B, R] each, 0 off the mask."""
 
     def __init__(self, batch: MicroBatch, experience: Chunks[ExperienceChunk], device: torch.device) -> None:
-        assert batch.batch is not None
         self._rows = batch.rows
         self._chunks = {row.chunk: experience[row.chunk] for row in batch.rows}
-        self.mask = response_mask(batch.batch.response_lengths.tolist(), device=device)
+        self.mask = response_mask(batch.tokens.response_lengths.tolist(), device=device)
 
     def __call__(self, name: str) -> Tensor:
         flat = gather(self._rows, {index: getattr(chunk, name) for index, chunk in self._chunks.items()})
         return align(torch.from_numpy(flat).to(self.mask.device), self.mask)
 
     def optional(self, name: str) -> Tensor | None:
-        """The column; None where the experience has none, or the micro-batch no rows."""
+        """Returns the column; None where the experience has none, or the micro-batch no rows."""
         present = any(getattr(chunk, name) is not None for chunk in self._chunks.values())
         return self(name) if present else None
 
     def mask_of(self, name: str) -> Tensor:
-        """[B, R] bool: the response tokens that a mask's column selects; all of them without the column."""
+        """Returns a mask column, [B, R] bool; all response tokens without the column."""
         column = self.optional(name)
         return self.mask if column is None else column > 0
 
 
 class _Aggregation:
-    """Sums terms per token with weights that hold the step's denominators, which are of all response tokens."""
+    """Sums terms per token with weights that contain the step's denominators, which count all response tokens."""
 
     def __init__(self, algo: Algo, schedule: RankSchedule) -> None:
         self._weights = bound(AGGREGATIONS, algo.aggregation.name, algo.aggregation.options)
-        self._totals = {
-            "total_tokens": schedule.total_response_tokens,
-            "total_sequences": schedule.total_sequences,
-        }
+        self._totals = {"total_tokens": schedule.total_response_tokens, "total_sequences": schedule.total_sequences}
 
     def __call__(
         self, terms: LossTerms, parts: Mapping[str, Tensor], mask: Tensor, *, learned: Tensor, reported: Tensor
     ) -> tuple[Tensor, LossMetrics]:
-        """The loss and its metrics.
+        """Returns the loss and its metrics.
 
         Args:
-            parts: [B, R] by name, aggregated as the loss is and reported as ``NAME_loss``.
+            parts: [B, R] by name, aggregated like the loss and reported as ``NAME_loss``.
             learned: [B, R] bool, the tokens in the loss.
             reported: [B, R] bool, the tokens over which metrics are means.
         """
@@ -103,13 +89,12 @@ class _Aggregation:
 
 
 class PolicyLoss:
-    """The actor's loss: policy loss + kl_coef * KL - entropy_coef * entropy, each aggregated alike.
+    """The actor's loss: share * (policy loss + kl_coef * KL - entropy_coef * entropy), each aggregated alike.
 
     Args:
         temperature: of the rollouts.
-        kl_coef: of the step, loss per nat, where the penalty is in the loss.
-        share: factor of the whole, beside other losses of the step.
-        reference: of the engine's layout; needed where the penalty is of whole distributions.
+        kl_coef: of a penalty in the loss, per nat.
+        reference: of the engine's layout; required where the penalty compares whole distributions.
     """
 
     def __init__(
@@ -155,26 +140,27 @@ class PolicyLoss:
         return self._share * loss, metrics
 
     def _old_logprobs(self, new: Tensor, columns: ExperienceColumns) -> Tensor:
-        """Of the policy in the ratio's denominator, perhaps between the engines' and the one in training."""
+        """Returns the log-probabilities in the ratio's denominator."""
         old, method = columns("old_logprobs"), self._algo.correction.old_logprobs
         if method in ("loglinear", "linear"):
             return proximal_logprobs(old, new, columns("proximal_weights"), method=method)
         return old
 
     def _weights(self, new: Tensor, old: Tensor, columns: ExperienceColumns) -> Tensor:
-        """Factors of the policy loss: those of the experience, and those that depend on the policy in training."""
+        """Returns the factors of the policy loss: the experience's, and those that depend on the policy in training."""
         correction, given, mask = self._algo.correction, columns.optional("weights"), columns.mask
         weights = mask.to(new.dtype) if given is None else given
         if correction.weights is not None and correction.interpolates:
             weigh = bound(ROLLOUT_WEIGHTS, correction.weights.name, correction.weights.options)
-            weights = weights * weigh(old, columns("rollout_logprobs"), mask, _without_reduction)
+            # Without a reduction over ranks: a micro-batch computes its weights by itself.
+            weights = weights * weigh(old, columns("rollout_logprobs"), mask, lambda vector: vector)
         if correction.sequence_mask is not None:
             delta, sampled = correction.sequence_mask.delta, columns("rollout_logprobs")
             weights = weights * off_policy_sequences(new, sampled, columns("advantages"), mask, delta=delta)
         return weights
 
     def _kl(self, new: Tensor, old: Tensor, ref: Tensor) -> Tensor:
-        """[B, R] nats, the estimate of the penalty."""
+        """Returns the estimated KL, [B, R] nats."""
         kl = self._algo.kl
         estimate = bound(KL_ESTIMATORS, kl.estimator.name, kl.estimator.options)
         if not kl.importance:
@@ -183,20 +169,11 @@ class PolicyLoss:
         return estimate(new, ref, ratio)
 
 
-def _without_reduction(vector: Tensor) -> Tensor:
-    """Of weights that a micro-batch computes by itself."""
-    return vector
-
-
 class ReferenceDivergence:
-    """KL(policy || reference) at each response token of an optimizer step.
+    """KL(policy || reference) at each response token of an optimizer step; collective over the engine's ranks.
 
-    The reference runs the step's micro-batches at once and keeps, on its last stage, a hidden state per token; the
-    logits of both models then exist for some tokens at a time. Collective over the engine's ranks.
-
-    Args:
-        reference: in the same processes, of the same layout.
-        temperature: of the distributions.
+    The reference, of the same layout in the same processes, first runs all micro-batches of the step and keeps a hidden
+    state per token on its last stage; the logits of both models exist for a chunk of tokens at a time.
     """
 
     def __init__(
@@ -216,21 +193,15 @@ class ReferenceDivergence:
         self._states = {batch.rows: state for batch, state in zip(batches, states, strict=False)}
 
     def __call__(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
-        """[T] nats, with the gradient of the engine's hidden states and output layer."""
-        return response_divergence(
-            self._engine.model,
-            batch,
-            hidden,
-            self._reference.model,
-            self._states[batch.rows],
-            vocab_size=self._engine.vocab_size,
-            temperature=self._temperature,
-        )
+        """Returns [T] nats, differentiable in the engine's hidden states and output layer."""
+        model = self._engine.model
+        weight, ref_weight = (of.chunks[-1].output_weight() for of in (model, self._reference.model))
+        shard = vocab_shard(model.groups.tp, len(weight), self._engine.vocab_size)
+        states, ref_states = response_states(model, batch, hidden), self._states[batch.rows]
+        return divergence(states, weight, ref_states, ref_weight, shard, temperature=self._temperature)
 
 
 class ValueLoss:
-    """The critic's loss."""
-
     def __init__(
         self, engine: ModelEngine, algo: Algo, experience: Chunks[ExperienceChunk], schedule: RankSchedule
     ) -> None:
@@ -250,7 +221,7 @@ class ValueLoss:
 
 
 def _with_metrics(terms: LossTerms, **metrics: Tensor) -> LossTerms:
-    """Adds metrics that the run needs, for a user's own loss that lacks them."""
+    """Adds metrics that a user's own loss may lack."""
     return replace(terms, metrics={**{name: values.detach() for name, values in metrics.items()}, **terms.metrics})
 
 
@@ -258,7 +229,7 @@ class TextLoss:
     """The mean negative log-likelihood per response token of the step, nats.
 
     Args:
-        mix_share: factor of texts beside a policy loss, whose only metric is ``ptx_loss``; None without.
+        mix_share: factor of the loss beside a policy loss, where its only metric is ``ptx_loss``.
     """
 
     def __init__(self, engine: ModelEngine, schedule: RankSchedule, *, mix_share: float | None = None) -> None:
@@ -278,10 +249,7 @@ class TextLoss:
 class PreferenceLoss:
     """The reward model's loss: the mean over the preferences of the step; see ``algos.preference_loss``.
 
-    The responses of a preference are neighbours in a pack, the best one first. The spread ``score`` is of all of them.
-
-    Args:
-        chunks: with margins, where the loss reads them.
+    The responses of a preference are neighbours in a pack, the best one first. The spread ``score`` covers all of them.
     """
 
     def __init__(
@@ -302,14 +270,14 @@ class PreferenceLoss:
         return loss, replace(of_scores, means={**metrics.means, **of_scores.means})
 
     def _per_preference(self, batch: MicroBatch, hidden: Tensor, scores: Tensor) -> LossTerms:
-        """Terms [U] of scores [U, N]."""
+        """Returns terms [U] of scores [U, N]."""
         match (settings := self._settings).name:
             case "pairwise":
                 margins = self._margins(batch, scores) if settings.options["margin"] else None
                 chosen, rejected = scores.unbind(-1)
                 return pairwise(chosen, rejected, margins, **settings.options)
             case "best_of_n":
-                # The best one last: where another has the same score, it does not count as found.
+                # The best one last, so that it does not count as found where another has the same score.
                 best = torch.full((len(scores),), scores.shape[1] - 1, device=scores.device)
                 return best_of_n(scores.flip(-1), best)
             case "span":
@@ -318,7 +286,6 @@ class PreferenceLoss:
                 return bound(PREFERENCE_LOSSES, settings.name, settings.options)(*scores.unbind(-1))
 
     def _margins(self, batch: MicroBatch, scores: Tensor) -> Tensor:
-        """[U]."""
         margins: list[float] = []
         for row in batch.rows[0::2]:
             column = self._chunks[row.chunk].margins
@@ -327,15 +294,14 @@ class PreferenceLoss:
         return torch.tensor(margins, dtype=scores.dtype, device=scores.device)
 
     def _span(self, batch: MicroBatch, hidden: Tensor) -> LossTerms:
-        """A response that has ended keeps the score of its last token, where the other one goes on."""
-        assert batch.batch is not None
-        mask = response_mask(batch.batch.response_lengths.tolist(), device=hidden.device)
+        """Where the other response is longer, a response keeps the score of its last token."""
+        mask = response_mask(batch.tokens.response_lengths.tolist(), device=hidden.device)
         scores = align(token_scores(self._engine.model, batch, hidden), mask)
         last = scores.gather(-1, mask.sum(-1, keepdim=True) - 1)
         held = torch.where(mask, scores, last)
         no_token = -1
         ids = torch.full_like(mask, no_token, dtype=torch.int64)
-        ids[mask] = torch.from_numpy(batch.batch.labels).to(mask.device)
+        ids[mask] = torch.from_numpy(batch.tokens.labels).to(mask.device)
         return span(held[0::2], held[1::2], spans_of(ids[0::2], ids[1::2], pad=no_token))
 
 
@@ -345,7 +311,7 @@ def _mean(terms: LossTerms, weight: float) -> LossMetrics:
 
 
 def _are_units(rows: Sequence[PackRow], size: int) -> bool:
-    """Whether the rows are whole preferences of so many responses, one after the other."""
+    """Returns whether the rows are whole preferences of ``size`` responses, one after the other."""
     firsts = rows[0::size]
     return len(rows) % size == 0 and all(
         row.chunk == first.chunk and first.row % size == 0 and row.row == first.row + place
@@ -362,12 +328,7 @@ def loss_maker(
     kl_coef: float = 0.0,
     reference: ModelEngine | None = None,
 ) -> MakeLoss:
-    """What makes the loss of an optimizer step from its schedule.
-
-    Args:
-        chunks: with the columns that the loss reads.
-        kl_coef, reference: see ``PolicyLoss``.
-    """
+    """Returns the function that makes the loss of an optimizer step from its schedule; see ``PolicyLoss``."""
     match spec:
         case PolicySpec(algo=algo, temperature=temperature, share=share):
             options = {"temperature": temperature, "kl_coef": kl_coef, "share": share, "reference": reference}
@@ -384,15 +345,14 @@ _POLICY_NAMES = {"loss": "loss/total", "policy_loss": "policy/loss", "kl_loss": 
 
 
 def report(spec: LossSpec, step: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of an optimizer step under their public names."""
+    """Returns the metrics of an optimizer step under their public names."""
     match spec:
         case PolicySpec():
             return {_POLICY_NAMES.get(name, f"policy/{name}"): value for name, value in step.items()}
         case ValueSpec():
             values = {f"value/{name}": value for name, value in step.items()}
-            if "error" in step:  # else no response of the mini-batch has a score
-                after = explained_variance(step["error"], step["returns_var"])
-                values["value/explained_variance_after"] = after
+            if "error" in step:  # absent if no response of the mini-batch has a score
+                values["value/explained_variance_after"] = explained_variance(step["error"], step["returns_var"])
             return values
         case TextSpec(stage=stage) | PreferenceSpec(stage=stage):
             return {f"{stage}/{name}": value for name, value in step.items()}

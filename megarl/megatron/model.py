@@ -1,12 +1,11 @@
 """A role's model: Megatron GPT chunks for one rank, with an LM, a value or a score head.
 
-Under sequence parallelism each TP rank sees a part of the tokens; the parameters are marked so that
-``finalize_model_grads`` adds their gradients over the TP group. Norms of single heads see all tokens of a part of the
-heads, and are added there by their names.
+Under sequence parallelism each TP rank sees a part of the tokens; parameters are marked so that
+``finalize_model_grads`` sums their gradients over the TP group. It finds the norms of single heads, which see all
+tokens of a part of the heads, by name.
 
-Tokens go to their experts by all-to-all, as many as there are (no capacity, so none is dropped), and each expert is an
-MLP of its own. No loss balances the routing. Every pass is a collective over the ranks that share the experts: a rank
-without samples runs it on padding, as schedules have it.
+Tokens go to their experts by all-to-all without a capacity, so none is dropped. No loss balances the routing. Every
+pass is collective over the ranks that share the experts: a rank without samples runs it on padding.
 """
 
 from __future__ import annotations
@@ -44,11 +43,7 @@ from megarl.types import HeadName, Layout
 
 
 class RMSNorm(torch.nn.Module):
-    """x / rms(x) * weight, computed in float32 and rounded before the weight as Hugging Face's Qwen2 and Llama do.
-
-    Args:
-        eps: added to the mean square.
-    """
+    """x / rms(x) * weight, computed in float32 and rounded before the weight as in Hugging Face's Qwen2 and Llama."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -62,7 +57,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class LayerNorm(torch.nn.Module):
-    """(x - mean(x)) / deviation(x) * weight + bias, as torch computes it."""
+    """torch's layer norm."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -84,23 +79,12 @@ def _parameter(config: TransformerConfig, size: int) -> torch.nn.Parameter:
 class Router(TopKRouter):
     """Chooses experts by logits in the dtype of the hidden states and their softmax in float32, as Hugging Face does.
 
-    Megatron makes the weight on the CPU and moves it in the first pass (moe/router.py, 0.16): too late for code that
-    holds a reference.
+    Megatron makes the weight on the CPU and moves it in the first pass (moe/router.py, 0.16), which breaks references.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.to(torch.cuda.current_device())
-
-
-def _expert_arguments(layout: Layout) -> dict[str, Any]:
-    """Arguments of ``TransformerConfig`` for a mixture of experts, besides those of the model itself."""
-    return {
-        "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.tp,
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_router_load_balancing_type": "none",
-    }
 
 
 _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
@@ -117,40 +101,36 @@ _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class ScalarHead(torch.nn.Module):
-    """One number per position: the value or score head. Equal on every TP rank."""
+    """The value or score head: one number per position; the same weights on every TP rank."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=torch.cuda.current_device()))
-        # As Megatron marks its own output layers, so that weight decay and optimizers sort it alike.
+        # As Megatron marks its own output layers.
         self.weight.is_embedding_or_output_parameter = True
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[T, H] -> [T] float32, in which it is computed: in 16 bits scores that are near each other would be equal."""
+        """[T, H] -> [T]; computed in float32, as in 16 bits nearby scores would be equal."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         return (hidden.to(wide) @ self.weight.to(wide).T).squeeze(-1).float()
 
 
 class PackedModel(GPTModel):
-    """A GPT chunk whose last stage returns hidden states.
-
-    The heads need only the positions that predict a response token, and need logits only a chunk of
-    tokens at a time (see ``logprobs``), so they are applied outside.
-    """
+    """A GPT chunk whose last stage returns hidden states; ``heads`` are applied outside."""
 
     def __init__(self, *, head: HeadName, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if self.post_process and head != "lm":
             self.output_layer = ScalarHead(self.config.hidden_size, self.config.params_dtype)
         if self.pre_process and self.position_embedding_type == "learned_absolute":
-            # Megatron makes it in float32 on the CPU, and leaves it to its wrapper of half-precision models.
+            # Megatron makes it in float32 on the CPU.
             self.embedding.position_embeddings.to(torch.cuda.current_device(), self.config.params_dtype)
 
     def _preprocess(self, *, position_ids: None, packed_seq_params: PackParams, **kwargs: Any) -> tuple[Any, ...]:
-        """Gives every position of the pack its row of the table of positions, learned or rope's; see ``PackParams``."""
-        assert position_ids is None, "the pack says them"
+        """Looks up each position of the pack in the table of learned positions or of rope; see ``PackParams``."""
+        assert position_ids is None, "the pack has them"
         rows = packed_seq_params.positions
-        # Sequences of padding may be longer than a table of learned positions.
+        # Padding sequences may be longer than a table of learned positions.
         learned = rows.clamp(max=self.max_sequence_length - 1).unsqueeze(0)
         answer: Any = super()._preprocess(position_ids=learned, packed_seq_params=packed_seq_params, **kwargs)
         embedded, rope, *rest = answer
@@ -160,7 +140,7 @@ class PackedModel(GPTModel):
         return hidden_states
 
     def output_weight(self) -> torch.Tensor:
-        """The rows of the LM head on this TP rank."""
+        """Returns the rows of the LM head on this TP rank."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
@@ -168,22 +148,14 @@ class PackedModel(GPTModel):
 
 @dataclass(frozen=True, kw_only=True)
 class RoleModel:
-    """The chunks of a role on one rank.
-
-    Args:
-        chunks: one per virtual pipeline stage of this rank.
-    """
+    """The chunks of a role on one rank, one per virtual pipeline stage."""
 
     chunks: list[PackedModel]
     config: TransformerConfig
     groups: ProcessGroupCollection
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Local parameters by name, as shard maps name them: ``chunk:name``.
-
-        Raises:
-            RuntimeError: they are offloaded.
-        """
+        """Returns the local parameters by shard-map name, ``chunk:name``; raises RuntimeError if offloaded."""
         self.require_memory()
         return {
             f"{index}:{name}": parameter
@@ -192,13 +164,13 @@ class RoleModel:
         }
 
     def require_memory(self) -> None:
-        """Raises RuntimeError where the parameters are offloaded."""
+        """Raises RuntimeError if the parameters are offloaded."""
         for chunk in self.chunks:
             require_memory(*chunk.parameters())
 
 
 class _Stages(PipelineParallelLayerLayout):
-    """Numbers the layers of each model chunk; Megatron's own table reads the global parallel state."""
+    """The layers of each model chunk; Megatron's own table reads the global parallel state."""
 
     def __init__(self, spec: ModelSpec, layout: Layout, stage: int) -> None:
         chunks = [(stage, chunk) for chunk in range(layout.vpp) for stage in range(layout.pp)]
@@ -211,26 +183,30 @@ class _Stages(PipelineParallelLayerLayout):
     def get_layer_offset(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """The layers before those of a chunk of this rank."""
         return self._first[vp_stage or 0]
 
 
 def _transformer_config(
     arguments: MegatronArgs, layout: Layout, stages: _Stages, dtype: torch.dtype, recompute: Recompute
 ) -> TransformerConfig:
-    """Megatron's configuration of a role.
+    """Returns Megatron's configuration of a role.
 
-    ``calculate_per_token_loss`` keeps Megatron from averaging: our losses are weighted sums whose weights hold the
-    global denominator; see ``pipeline``. Under interleaving, two stages that are each other's previous and next mix
-    up the messages of the batched exchange (0.16, silently), so interleaving uses the separate one. That one sends in
-    the background, so outputs are not freed once they are handed over: Gloo would send what lies there by then,
-    silently.
+    ``calculate_per_token_loss`` keeps Megatron from averaging; see ``pipeline``. Under interleaving, two stages that
+    are each other's previous and next silently mix up the messages of the batched exchange (0.16), so interleaving uses
+    the separate one. That sends in the background, so outputs are not freed after they are handed over: Gloo would
+    silently send other data.
     """
     interleaved = layout.vpp > 1
+    experts = {
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.tp,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+    }
     return TransformerConfig(
         **arguments.transformer,
         **_RECOMPUTE[recompute],
-        **(_expert_arguments(layout) if "num_moe_experts" in arguments.transformer else {}),
+        **(experts if "num_moe_experts" in arguments.transformer else {}),
         activation_func=_ACTIVATIONS[arguments.activation],
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -251,10 +227,10 @@ def _transformer_config(
 
 
 def _unset(weight: torch.Tensor) -> torch.Tensor:
-    """An initialisation that leaves the weight as it is, as weights are imported.
+    """Leaves the weight uninitialized, as weights are imported.
 
-    With ``perform_initialization`` off, weights would not even be marked as split over TP (tensor_parallel/layers.py,
-    0.16), and the gradient norm, and with it the clipping, would silently miss the shards of all but one rank.
+    With ``perform_initialization`` off, weights would not be marked as split over TP (tensor_parallel/layers.py, 0.16),
+    and the gradient norm and clipping would silently miss the shards of all but one rank.
     """
     return weight
 
@@ -269,13 +245,7 @@ def build_model(
     trainable: bool,
     recompute: Recompute = "none",
 ) -> RoleModel:
-    """Builds this rank's chunks; parameters are unset until weights are imported.
-
-    Args:
-        dtype: of parameters and activations.
-        trainable: whether parameters get gradients.
-        recompute: activations that a backward pass computes again; of a trainable model.
-    """
+    """Builds this rank's chunks; parameters are uninitialized. ``dtype`` is that of parameters and activations."""
     _add_rng_states()
     arguments = spec.transformer(layout.tp, head)
     stage = groups.pp.rank()
@@ -299,7 +269,7 @@ def build_model(
 
 
 def _add_rng_states() -> None:
-    """Sequence parallelism enters a random state around dropout, even at rate 0, and experts enter one to be made."""
+    """Adds the random states that experts and, around dropout even at rate 0, sequence parallelism enter."""
     tracker: Any = get_cuda_rng_tracker()
     for seed, name in enumerate((_MODEL_PARALLEL_RNG_TRACKER_NAME, get_expert_parallel_rng_tracker_name())):
         if name not in tracker.get_states():
@@ -307,7 +277,7 @@ def _add_rng_states() -> None:
 
 
 def _block(config: TransformerConfig, layers: int) -> TransformerBlockSubmodules:
-    """The stock layer with our norm, our attention and our experts in their slots."""
+    """Returns Megatron's local layers with this package's norms, attention and router."""
     norm = _NORMS[config.normalization]
     layer = get_gpt_layer_local_spec(normalization=config.normalization)
     assert isinstance(layer, ModuleSpec)

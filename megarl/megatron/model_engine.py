@@ -1,4 +1,4 @@
-"""One role on one rank: its model under its layout, and the passes that it runs."""
+"""One role on one rank: its model, optimizer and passes."""
 
 from __future__ import annotations
 
@@ -28,22 +28,19 @@ from megarl.weights.shard_map import ShardMap
 
 Chunk = TypeVar("Chunk", bound=TokenChunk)
 Loss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, LossMetrics]]
-"""From a micro-batch and its hidden states to a weighted sum over its tokens, a scalar, and metrics."""
+"""Maps a micro-batch and its hidden states to a weighted sum over its tokens, a scalar, and metrics."""
 
 MakeLoss = Callable[[RankSchedule], Loss]
-"""Makes the loss of an optimizer step from its schedule."""
 
 Head = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuxBatch(Generic[Chunk]):
-    """Samples with a loss of their own that optimizer steps take along, in micro-batches of their own.
+    """Further micro-batches of optimizer steps, with a loss of their own that is added to the step's.
 
     Args:
         schedules: one per optimizer step, with packs as long as the step's own.
-        chunks: tokens and the columns that the loss reads.
-        make_loss: whose loss is added to the step's own.
     """
 
     schedules: Sequence[RankSchedule]
@@ -54,21 +51,20 @@ class AuxBatch(Generic[Chunk]):
 _HEAD = "output_layer.weight"
 
 MAX_SKIPPED = 3
-"""Optimizer steps in a row, each skipped for a gradient that is not finite, that end the run."""
+"""Consecutive optimizer steps without a finite gradient that end the run."""
 
 
 class ModelEngine:
     """A model for inference, or with ``start_training`` for training. Every method is collective over the role's ranks.
 
-    Schedules are those of this rank's replica. Results come back on one rank per replica, TP rank 0 of the last stage
-    (``reports``); the others return None.
+    Schedules are those of this rank's replica. The ranks that report (``Layout.reports``) return results, the others
+    None.
 
     Args:
         name: decides the head.
-        vocab_size: token ids in use; ids from here on have no probability.
+        vocab_size: token ids in use; further ids have no probability.
         dtype: of parameters and activations.
         trainable: whether ``start_training`` will follow.
-        recompute: activations that the backward pass computes again.
     """
 
     def __init__(
@@ -101,19 +97,14 @@ class ModelEngine:
         self.optimizer: ShardedOptimizer | None = None
         self.ema: WeightEMA | None = None
         self.steps_taken = 0
-        """Optimizer steps so far, skipped ones included: the position in the learning rate's schedule."""
+        """Optimizer steps including skipped ones: the position in the learning rate's schedule."""
         self.adam_steps = 0
-        """Those of them that were taken."""
+        """Optimizer steps without skipped ones."""
         self.skipped_in_a_row = 0
-        """Optimizer steps skipped since the last that was not."""
         self._offloaded: HostCopy | None = None
 
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Sets every local parameter, by the names of the shard map; before ``start_training``.
-
-        Raises:
-            ValueError: a parameter is missing, unknown or of another shape.
-        """
+        """Sets every local parameter, by the names of the shard map; raises ValueError if names or shapes differ."""
         assert self.optimizer is None, "the optimizer would keep the old weights"
         parameters = self.model.parameters()
         if parameters.keys() != tensors.keys():
@@ -126,19 +117,14 @@ class ModelEngine:
     def start_training(
         self, settings: Optimizer, total_steps: int, *, together: int = 1, decay: float | None = None
     ) -> None:
-        """Makes the optimizer, and the average of the weights, from the weights as they are.
-
-        Args:
-            total_steps, together: of the learning rate's schedule.
-            decay: of the average; None keeps none.
-        """
+        """Makes the optimizer, with an ``LRSchedule``, and with ``decay`` the average of the weights."""
         self.optimizer = build_optimizer(self.model, settings, LRSchedule(total=total_steps, together=together))
         if decay is not None:
             self.ema = WeightEMA(self.model, self.optimizer, decay)
 
     @torch.no_grad()
     def soft_update(self, other: ModelEngine, weight: float) -> None:
-        """Sets the weights to weight * other + (1 - weight) * own, in float32; of one model, head and layout."""
+        """Sets the weights to weight * other + (1 - weight) * own, in float32; both of one model, head and layout."""
         assert self.layout == other.layout, "the ranks have other parts of the weights"
         theirs = other.model.parameters()
         for name, parameter in self.model.parameters().items():
@@ -150,7 +136,6 @@ class ModelEngine:
 
     @torch.no_grad()
     def scale_head(self, gain: float) -> None:
-        """Multiplies the weights of the head."""
         assert self.optimizer is not None, f"{self.name} is not in training"
         for shard in shards(self.model, self.optimizer):
             if shard.name.endswith(_HEAD):
@@ -158,10 +143,9 @@ class ModelEngine:
         self.optimizer.publish()
 
     def offload(self) -> int:
-        """Moves parameters, their average and optimizer state to host memory, unless they are there already.
+        """Moves parameters, average and optimizer state to host memory; returns the bytes of device memory freed.
 
-        References to the parameters are valid again after ``onload``; until then every method that computes raises
-        RuntimeError. Returns the bytes of device memory that it freed.
+        References to the parameters are valid again after ``onload``; until then, computation raises RuntimeError.
         """
         if self._offloaded is not None:
             return 0
@@ -200,7 +184,7 @@ class ModelEngine:
     def token_scores(self, schedule: RankSchedule, chunks: Chunks[TokenChunk]) -> dict[int, Ragged] | None:
         """Returns the reward model's scores before the first response token and after each, by chunk.
 
-        A row has one more than tokens; the last is that of ``scores``.
+        A row has one more value than tokens; its last is the score of ``scores``.
         """
 
         def head(batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
@@ -240,7 +224,7 @@ class ModelEngine:
 
         Args:
             chunks: tokens and the columns that the loss reads.
-            make_loss: whose losses' weights hold the global denominators of their optimizer step.
+            make_loss: the losses' weights contain the global denominators of their optimizer step.
 
         Returns:
             Per step ``loss``, the losses' metrics, ``grad_norm`` (before clipping), ``lr`` and ``skipped`` (1 where the
@@ -289,18 +273,13 @@ class ModelEngine:
         return {"grad_norm": grad_norm, "lr": lr, "skipped": float(not stepped)}
 
     def _reduced(self, results: Sequence[tuple[torch.Tensor, LossMetrics]]) -> dict[str, float]:
-        """Over micro-batches and replicas; empty where this rank has no results."""
+        """Reduces over micro-batches and replicas; empty where this rank has no results."""
         metrics = [replace(own, sums={**own.sums, "loss": loss.detach()}) for loss, own in results]
         return reduce_metrics(metrics, self.model.groups.dp) if metrics else {}
 
 
 def load_engine(spec: RoleSpec, rank: int, cache: GroupCache, model_dir: str) -> ModelEngine:
-    """Builds a role on this rank and reads its own shards of the weights.
-
-    Args:
-        rank: in the group.
-        model_dir: Hugging Face directory of the run's model.
-    """
+    """Builds a role on this rank and reads its shards of the weights; ``model_dir`` is the run's model."""
     directory = spec.checkpoint or model_dir
     model = model_spec(read_config(directory))
     engine = ModelEngine(

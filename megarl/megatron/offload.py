@@ -1,4 +1,4 @@
-"""Offloading to host memory, by releasing a tensor's storage so that every view and reference stays valid."""
+"""Offloads tensors to host memory by releasing their storages; every view and reference stays valid."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class HostCopy:
-    """The contents of storages without memory on the device; ``parts`` has each storage and its bytes on the host."""
+    """The contents of released storages; ``parts`` are pairs of a storage and its copy on the host."""
 
     parts: tuple[tuple[torch.UntypedStorage, torch.UntypedStorage], ...]
 
@@ -19,17 +19,17 @@ class HostCopy:
         return sum(host.nbytes() for _, host in self.parts)
 
     def restore(self) -> None:
-        """Allocates the storages again, with their contents."""
+        """Allocates the storages again and copies their contents back."""
         for storage, host in self.parts:
             storage.resize_(host.nbytes())
             storage.copy_(host)
 
 
 def release(tensors: Iterable[torch.Tensor]) -> HostCopy:
-    """Copies the storages of tensors to host memory, pinned for a CUDA device, and releases them one after the other.
+    """Copies the storages of tensors to host memory, pinned for a CUDA device, and releases them one by one.
 
-    Until ``restore``, torch refuses matrix products and embeddings with these tensors and their views. Elementwise
-    operations are not checked on every device: code that holds parameters holds ``ResidentWeights``.
+    Until ``restore``, torch refuses matrix products and embeddings with these tensors and their views. It does not
+    check elementwise operations on every device: code that keeps parameters keeps ``ResidentWeights``.
     """
     storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     parts = []
@@ -42,13 +42,13 @@ def release(tensors: Iterable[torch.Tensor]) -> HostCopy:
 
 
 def require_memory(*tensors: torch.Tensor) -> None:
-    """Raises RuntimeError where the storage of a tensor is released."""
+    """Raises RuntimeError if the storage of a tensor is released."""
     if any(tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0 for tensor in tensors):
         raise RuntimeError("the role is offloaded: its parameters have no memory; onload it first")
 
 
 class ResidentWeights(Mapping[str, torch.Tensor]):
-    """Parameters by name, for a sender; reading one while it is offloaded raises RuntimeError."""
+    """Parameters by name; reading one while it is offloaded raises RuntimeError."""
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self._tensors = {name: parameter.data for name, parameter in parameters.items()}

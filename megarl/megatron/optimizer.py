@@ -1,4 +1,4 @@
-"""Adam through Megatron's distributed optimizer: learning rates, each rank's shards, and the weights' EMA."""
+"""Adam by Megatron's distributed optimizer: learning rates, each rank's shards, and the weights' EMA."""
 
 from __future__ import annotations
 
@@ -22,28 +22,22 @@ from megarl.megatron.pipeline import probe_loss_factor
 
 @dataclass(frozen=True, kw_only=True)
 class LRSchedule:
-    """The length of a learning rate's schedule, in optimizer steps.
-
-    Args:
-        total: of the whole run.
-        together: of one step of the run, which have one rate where the schedule is ``anneal``; it divides ``total``.
-    """
+    """The optimizer steps of the run, and of one of its steps; with ``anneal`` the latter have one learning rate."""
 
     total: int
     together: int = 1
 
 
 def learning_rate(settings: Optimizer, step: int, schedule: LRSchedule) -> float:
-    """The learning rate of an optimizer step.
+    """Returns the learning rate of an optimizer step.
 
-    With W warm-up steps of N, step k < W has lr * (k + 1) / (W + 1); step W has lr, and from there
+    With W warm-up steps of N, step k < W has lr * (k + 1) / (W + 1); step W has lr, and later steps
 
         linear:  final_lr + (lr - final_lr) * (1 - p),      p = (k - W) / (N - W)
         cosine:  final_lr + (lr - final_lr) * (1 + cos(pi * p)) / 2
         anneal:  lr * (1 - s / S),                          in step s, from 0 on, of the S steps of the run
 
-    No step has the rate 0, which would waste it: the rise starts from 0 a step before the first, and the end is reached
-    after the last.
+    No step has the rate 0: warm-up starts from 0 a step before the first, and the decay ends after the last.
 
     Args:
         step: optimizer steps taken before this one; steps after the schedule's last have the last rate.
@@ -71,7 +65,7 @@ class ShardedOptimizer:
 
     Args:
         chunks: the model's chunks in Megatron's DDP wrapper.
-        chained: over all chunks, sharded over DP, of experts over the replicas that hold the same.
+        chained: sharded over DP, that of experts over the replicas with the same experts.
         loss_factor: see ``probe_loss_factor``.
     """
 
@@ -83,10 +77,7 @@ class ShardedOptimizer:
 
     @contextmanager
     def gradients(self) -> Iterator[None]:
-        """Allocates the gradients for some steps, so that other roles have the memory meanwhile.
-
-        Parameters and optimizer hold views of the buffers, which are valid again with their storages.
-        """
+        """Allocates the gradients in the block only; views of the buffers stay valid."""
         for buffer in self._gradient_buffers():
             buffer.untyped_storage().resize_(buffer.nbytes)
         try:
@@ -100,11 +91,11 @@ class ShardedOptimizer:
             buffer.untyped_storage().resize_(0)
 
     def _gradient_buffers(self) -> list[torch.Tensor]:
-        chunks: list[Any] = self.chunks  # their buffers are hidden behind the method of that name of a module
+        chunks: list[Any] = self.chunks  # whose ``buffers`` hide the method of torch's modules
         return [buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     def state(self) -> Iterator[torch.Tensor]:
-        """The parameters that the optimizer steps, and its state of each."""
+        """Yields the parameters that the optimizer steps, and their optimizer state."""
         for group in self.chained.param_groups:
             yield from group["params"]
         for megatron in self.chained.chained_optimizers:
@@ -113,7 +104,6 @@ class ShardedOptimizer:
                 yield from (value for value in values.values() if isinstance(value, torch.Tensor))
 
     def zero_grad(self) -> None:
-        """Clears the gradients of the last step."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.chained.zero_grad()
@@ -122,7 +112,7 @@ class ShardedOptimizer:
         """Clips and takes one optimizer step, unless the gradient is not finite; collective over the role's ranks.
 
         Args:
-            steps_before: steps that were taken before this one, without skipped ones.
+            steps_before: without skipped ones.
 
         Returns:
             The global gradient norm before clipping, and whether the step was taken: the same on all ranks.
@@ -143,7 +133,7 @@ class ShardedOptimizer:
         return norm, True
 
     def publish(self) -> None:
-        """Copies the weights that the optimizer steps into the model on all replicas, as a step does; collective."""
+        """Copies the optimizer's weights into the model on all replicas, as a step does; collective."""
         for megatron in self.chained.chained_optimizers:
             own: Any = megatron
             own._copy_main_params_to_model_params()
@@ -152,9 +142,9 @@ class ShardedOptimizer:
 
 
 def build_optimizer(model: RoleModel, settings: Optimizer, schedule: LRSchedule) -> ShardedOptimizer:
-    """Wraps a model whose weights are already set; collective over the role's ranks.
+    """Makes the optimizer of a model whose weights are set; collective over the role's ranks.
 
-    Gradients are reduced, and the optimizer's state is kept, in float32. As in Megatron, biases and norms do not decay.
+    Gradients are reduced, and optimizer state is kept, in float32. As in Megatron, biases and norms do not decay.
 
     Raises:
         ValueError: the model is in float16, whose range needs a loss scale.
@@ -193,13 +183,12 @@ def build_optimizer(model: RoleModel, settings: Optimizer, schedule: LRSchedule)
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerShard:
-    """A rank's run of a parameter.
+    """A rank's part of a local parameter.
 
     Args:
-        name: of the local parameter.
-        span: the run, in the flattened parameter.
+        span: in the flattened parameter.
         main: what Adam steps, [len(span)]: a view of the parameter, or a float32 copy of a 16-bit one.
-        optimizer: Megatron's.
+        optimizer: torch's, or a fused one.
     """
 
     name: str
@@ -209,12 +198,12 @@ class OptimizerShard:
 
     @property
     def adam(self) -> dict[str, Any]:
-        """The optimizer's state of the run; empty before the first step."""
+        """The optimizer state; empty before the first step."""
         return self.optimizer.state.get(self.main, {})
 
 
 def shards(model: RoleModel, optimizer: ShardedOptimizer) -> Iterator[OptimizerShard]:
-    """This rank's shards; a rank may have none."""
+    """Yields this rank's shards, possibly none."""
     names = {parameter: name for name, parameter in model.parameters().items()}
     for megatron in optimizer.chained.chained_optimizers:
         own: Any = megatron
@@ -231,31 +220,28 @@ def shards(model: RoleModel, optimizer: ShardedOptimizer) -> Iterator[OptimizerS
 
 
 class WeightEMA:
-    """An exponential moving average of the weights in float32, sharded as the optimizer's; it starts as a copy of them.
+    """An exponential moving average of the weights, sharded like the optimizer; it starts as a copy of the weights.
 
-    In 16 bits it would stand still: what a step adds is less than the last digit.
-
-    Args:
-        decay: what a step keeps of the average.
+    It is in float32, because in 16 bits a step's change would be rounded away.
     """
 
     def __init__(self, model: RoleModel, optimizer: ShardedOptimizer, decay: float) -> None:
         self._model, self._optimizer, self._decay = model, optimizer, decay
         self.values = {shard.name: shard.main.detach().float().clone() for shard in shards(model, optimizer)}
-        """This rank's run of each parameter, by name; see OptimizerShard."""
+        """The average of each ``OptimizerShard``, by name."""
         self.in_use = False
-        """Whether weights and average are swapped: the model has the average."""
+        """Whether weights and average are swapped."""
 
     @torch.no_grad()
     def update(self) -> None:
-        """Averages the weights in after an optimizer step."""
+        """Updates the average after an optimizer step."""
         for shard in shards(self._model, self._optimizer):
             average = self.values[shard.name]
             average.copy_(ema(average, shard.main, decay=self._decay))
 
     @torch.no_grad()
     def swap_weights(self, wanted: bool) -> None:
-        """Gives the model the average for its weights (True), or its weights again, bit for bit; collective."""
+        """Swaps the average into the model (True), or the weights back, bit for bit; collective."""
         if wanted == self.in_use:
             return
         for shard in shards(self._model, self._optimizer):

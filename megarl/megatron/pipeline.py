@@ -1,10 +1,10 @@
 """Micro-batches through the stages of a role: Megatron's schedules behind one call.
 
-Our losses are weighted sums whose weights already contain the global denominator, so the gradient of an optimizer step
-must be the plain sum over micro-batches and DP ranks. What Megatron does to a loss depends on its version, on
-the number of values that the loss function returns, on ``calculate_per_token_loss`` and on the DDP settings. Instead of
-repeating its rules, a model of two parameters is sent through the same schedule and the same gradient reductions at
-start-up, and the factor is read off: of what all replicas share, and of what only those with the same experts share.
+Losses are weighted sums whose weights contain the global denominator, so the gradient of an optimizer step must be the
+plain sum over micro-batches and DP ranks. How Megatron scales a loss depends on its version, on the number of values
+that the loss function returns, on ``calculate_per_token_loss`` and on the DDP settings. Instead of repeating its rules,
+a probe of two parameters, a shared one and an expert's, runs through the same schedule and gradient reductions at
+start-up and measures the factor.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 from torch.nn import Module
 
 from megarl.data.packing import Chunks, PackedBatch, PackShape, TokenChunk, pack, pack_shape
@@ -31,19 +32,14 @@ from megarl.megatron.attention import PackParams
 from megarl.megatron.model import RoleModel
 from megarl.types import PackRow, RankSchedule
 
-LossOutput = tuple[torch.Tensor, torch.Tensor, object]
+LossOutput = tuple[Tensor, Tensor, object]
 
 
-def as_megatron_loss(loss: torch.Tensor, collected: object, factor: float) -> LossOutput:
-    """What a loss function returns to Megatron's schedules.
+def as_megatron_loss(loss: Tensor, collected: object, factor: float) -> LossOutput:
+    """Returns the result of a loss function for Megatron's schedules.
 
-    Args:
-        loss: scalar, a weighted sum over the tokens of a micro-batch.
-        collected: what the schedule returns of the micro-batch.
-        factor: from ``probe_loss_factor``.
-
-    Returns:
-        The loss divided by the factor, zero tokens (a count would make Megatron divide by it), and ``collected``.
+    That is the loss divided by ``probe_loss_factor``, zero tokens (a count would make Megatron divide by it), and the
+    value that the schedule returns for the micro-batch.
     """
     return loss / factor, torch.zeros((), dtype=torch.int, device=loss.device), collected
 
@@ -57,23 +53,20 @@ class _Probe(MegatronModule):
         self.expert = torch.nn.Parameter(torch.zeros((), dtype=torch.float32, device=device))
         self.expert.allreduce = False  # as Megatron marks the weights of experts under expert parallelism
 
-    def set_input_tensor(self, input_tensor: list[torch.Tensor | None]) -> None:
+    def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
         assert input_tensor == [None]
 
-    def forward(self) -> torch.Tensor:
+    def forward(self) -> Tensor:
         return self.shared + self.expert
 
 
 def probe_loss_factor(
     config: TransformerConfig, ddp_config: DistributedDataParallelConfig, groups: ProcessGroupCollection
 ) -> float:
-    """The factor between a loss of 1.0 per micro-batch and the gradient that Megatron makes of it.
+    """Returns the factor by which Megatron multiplies a loss; collective over the role's ranks.
 
     Two micro-batches on each of N ranks that share a weight, each with the loss ``1.0 * weight``, should give 2 * N.
-    Collective over the ranks of the role.
-
-    Raises:
-        RuntimeError: the factor is not a finite positive number, or another one for experts.
+    Raises RuntimeError if the factor is not finite and positive, or is different for experts.
     """
     micro_batches = 2
     groups = copy.copy(groups)
@@ -81,10 +74,10 @@ def probe_loss_factor(
     probe: Any = _Probe(config)
     model = DistributedDataParallel(config=config, ddp_config=ddp_config, module=probe, pg_collection=groups)
 
-    def loss(output: torch.Tensor) -> LossOutput:
+    def loss(output: Tensor) -> LossOutput:
         return as_megatron_loss(output, None, factor=1.0)
 
-    def step(_batches: Iterator[None], module: torch.nn.Module) -> tuple[torch.Tensor, partial[LossOutput]]:
+    def step(_batches: Iterator[None], module: torch.nn.Module) -> tuple[Tensor, partial[LossOutput]]:
         return module(), partial(loss)
 
     forward_backward_no_pipelining(
@@ -106,35 +99,35 @@ def probe_loss_factor(
 
 
 def _factor(weight: Any, replicas: torch.distributed.ProcessGroup, micro_batches: int) -> float:
-    """A weight's gradient over what it should be."""
+    """Returns a weight's gradient over the right one."""
     # The distributed optimizer leaves the sum with the rank that owns the buffer, its own term with each other one.
-    gradient: torch.Tensor = weight.main_grad.detach().clone()
+    gradient: Tensor = weight.main_grad.detach().clone()
     torch.distributed.all_reduce(gradient, torch.distributed.ReduceOp.MAX, group=replicas)
     return gradient.item() / (micro_batches * replicas.size())
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """A pack as one stage needs it.
-
-    Args:
-        shape: positions and sequence bounds, which every stage needs.
-        batch: tokens and labels; None on the stages between the first and the last, which fetch nothing.
-    """
+    """A pack on one stage; stages between the first and the last fetch no tokens, so their ``batch`` is None."""
 
     rows: tuple[PackRow, ...]
     shape: PackShape
     batch: PackedBatch | None
 
+    @property
+    def tokens(self) -> PackedBatch:
+        assert self.batch is not None, "a stage in the middle has no tokens"
+        return self.batch
 
-LastStage = Callable[[MicroBatch, torch.Tensor], Any]
-"""What the last stage computes of a micro-batch and its hidden states, [S, 1, H] or a sequence-parallel part of it."""
+
+LastStage = Callable[[MicroBatch, Tensor], Any]
+"""The last stage's computation on a micro-batch and its hidden states, [S, 1, H] or a sequence-parallel part of it."""
 
 Work = tuple[MicroBatch, LastStage]
 
 
 def micro_batches(model: RoleModel, schedule: RankSchedule, chunks: Chunks[TokenChunk]) -> list[MicroBatch]:
-    """The packs of this rank; tokens are fetched on the first and the last stage only."""
+    """Returns the packs of this rank; tokens are fetched on the first and the last stage only."""
     pp = model.groups.pp
     needs_tokens = is_pp_first_stage(pp) or is_pp_last_stage(pp)
     batches: list[MicroBatch] = []
@@ -146,7 +139,7 @@ def micro_batches(model: RoleModel, schedule: RankSchedule, chunks: Chunks[Token
 
 
 def run_forward(model: RoleModel, batches: Sequence[MicroBatch], pack_tokens: int, last_stage: LastStage) -> list[Any]:
-    """Runs forward passes without gradients; returns the last stage's results, and nothing on the other stages."""
+    """Runs forward passes without gradients; returns the last stage's results, none on the other stages."""
     with torch.no_grad():
         return run_schedule(model, model.chunks, [(batch, last_stage) for batch in batches], pack_tokens)
 
@@ -162,20 +155,19 @@ def run_schedule(
 
     Args:
         modules: the model's chunks, in Megatron's DDP wrapper where there is a backward pass.
-        work: in training the last stage's functions return a loss, a weighted sum that is added to those of the other
-            micro-batches and ranks, and metrics.
-        loss_factor: of ``probe_loss_factor``; None runs forward passes alone.
+        work: in training the last stage's functions return a loss and metrics; losses are summed over micro-batches
+            and ranks.
+        loss_factor: by ``probe_loss_factor``; None runs forward passes only.
 
     Returns:
         The results of the last stage, losses detached; empty on the other stages.
     """
     model.require_memory()
     config = model.config
-    schedule = get_forward_backward_func(
-        config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
-    )
+    pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    schedule = get_forward_backward_func(pp, vpp)
 
-    def forward_step(iterator: Any, module: Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+    def forward_step(iterator: Any, module: Module) -> tuple[Tensor, Callable[..., Any]]:
         batch, last_stage = next(iterator)
         return _forward(module, batch), partial(_finish, last_stage, batch, loss_factor)
 
@@ -194,13 +186,9 @@ def run_schedule(
 
 
 def _finish(
-    last_stage: LastStage,
-    batch: MicroBatch,
-    loss_factor: float | None,
-    hidden: torch.Tensor,
-    non_loss_data: bool = False,
+    last_stage: LastStage, batch: MicroBatch, loss_factor: float | None, hidden: Tensor, non_loss_data: bool = False
 ) -> Any:
-    """Ends a micro-batch on the last stage; the schedules pass ``non_loss_data=True`` in forward-only passes."""
+    """Computes the last stage's result; the schedules pass ``non_loss_data=True`` in forward-only passes."""
     result = last_stage(batch, hidden)
     if loss_factor is None:
         return result
@@ -208,7 +196,7 @@ def _finish(
     return as_megatron_loss(loss, (loss.detach(), metrics), loss_factor)
 
 
-def _forward(module: Module, batch: MicroBatch) -> torch.Tensor:
+def _forward(module: Module, batch: MicroBatch) -> Tensor:
     device = torch.cuda.current_device()
     tokens = None if batch.batch is None else torch.from_numpy(batch.batch.tokens).to(device).unsqueeze(0)
     return module(tokens, None, None, packed_seq_params=PackParams.of(batch.shape, device))

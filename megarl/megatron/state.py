@@ -1,15 +1,17 @@
-"""The state of a role on disk: sharded tensors in canonical coordinates, through Megatron's checkpoints.
+"""A role's state on disk: sharded tensors in canonical coordinates, in Megatron's checkpoint format.
 
-Weights, their average and optimizer state are stored as the boxes of Hugging Face tensors that each rank holds: any
-layout loads what any other has saved, padding is not stored, and each element is written once, by a rank that holds it.
-Megatron's own sharded state reads its global parallel state, and gathers the optimizer's state over DP or ties it to TP
-and PP (optimizer/distrib_optimizer.py, 0.16). This reads the default process group alone, which is the group's world.
+Weights, their average and optimizer state are stored as boxes of Hugging Face tensors: any layout loads what any other
+has saved, padding is not stored, and each element is written once. Megatron's own sharded state reads its global
+parallel state, and gathers the optimizer's state over DP or ties it to TP and PP (optimizer/distrib_optimizer.py,
+0.16). This file uses the default process group, which is the group's world.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from operator import sub
 from pathlib import Path
@@ -31,11 +33,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_planned
 
 from megarl.files import FileRecord, sync, write_errors
 from megarl.megatron.model_engine import ModelEngine
-from megarl.megatron.offload import require_memory
 from megarl.megatron.optimizer import OptimizerShard, shards
 from megarl.types import RankCoords
-from megarl.weights.shard_map import Box, row_major_boxes
-from megarl.weights.shard_map import Shard as WeightShard
+from megarl.weights.shard_map import Box, Shard, row_major_boxes
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _COUNTERS = ("steps_taken", "adam_steps", "skipped_in_a_row")
@@ -49,7 +49,7 @@ def save_role(role: ModelEngine, directory: Path) -> list[FileRecord]:
         directory: to make; on a file system that all ranks share.
 
     Returns:
-        The files that this rank has written, durable and relative to the directory.
+        The files that this rank wrote and synced to disk, relative to the directory.
 
     Raises:
         RuntimeError: some rank cannot write; on all ranks.
@@ -69,23 +69,19 @@ def save_role(role: ModelEngine, directory: Path) -> list[FileRecord]:
 
 
 def restore_role(role: ModelEngine, directory: Path) -> None:
-    """Loads a role's state, saved under any layout; collective over the role's ranks.
-
-    Raises:
-        RuntimeError: the state is of another model.
-    """
+    """Loads a role's state, saved under any layout; raises RuntimeError if it belongs to another model. Collective."""
     counters = dist_checkpointing.load_common_state_dict(str(directory))["counters"]
     for name in _COUNTERS:
         setattr(role, name, counters[name])
     _set_adam_steps(role)
     with _first_error(f"{role.name} cannot be restored from {directory}"):
-        # In place: what is loaded are views of the parameters and of the optimizer's state.
+        # In place: the tensors are views of the parameters and of the optimizer's state.
         dist_checkpointing.load(_tensors(role), str(directory), validate_access_integrity=False)
 
 
 @contextmanager
 def _first_error(what: str) -> Iterator[None]:
-    """Raises the first rank's error: torch raises all of them in a BaseException, which would end a Ray actor."""
+    """Raises the lowest rank's error: torch raises all of them in a BaseException, which would end a Ray actor."""
     try:
         yield
     except CheckpointException as error:
@@ -96,7 +92,7 @@ def _first_error(what: str) -> Iterator[None]:
 
 
 class _NamingWriter(FileSystemWriter):
-    """Names the file that cannot be written, and why."""
+    """Names the file in its errors."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         tensors = [item.tensor_data for item in plan.items if item.tensor_data is not None]
@@ -110,7 +106,7 @@ class _NamingWriter(FileSystemWriter):
 
 
 class _SaveInProcess(SaveShardedStrategy):
-    """Megatron's torch_dist format, written by the calling process itself.
+    """Megatron's torch_dist format, written by the calling process itself; replicas over DP share the writing.
 
     Megatron's strategy copies everything and forks writers even for a synchronous save, and starts a queue manager that
     outlives it (dist_checkpointing/strategies/filesystem_async.py, 0.16).
@@ -125,17 +121,17 @@ class _SaveInProcess(SaveShardedStrategy):
         save_planned(
             mcore_to_pyt_state_dict(by_key, False),
             storage_writer=_NamingWriter(checkpoint_dir, thread_count=1, sync_files=True),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            planner=MCoreSavePlanner(flatten_state_dict=False),  # torch has one rank write each box, the least busy
         )
 
 
 def _writer(path: Path) -> int:
-    """The rank that writes a file: data files are ``__{rank}_{number}.distcp``, and rank 0 writes the others."""
+    """Returns the rank that wrote a file: ``__{rank}_{number}.distcp``, and rank 0 the others."""
     return int(path.name.split("_")[2]) if path.name.startswith("__") else 0
 
 
 def _set_adam_steps(role: ModelEngine) -> None:
-    """Initialises the optimizer's state as after ``role.adam_steps`` steps, with moments of zero."""
+    """Initializes the optimizer's state as after ``role.adam_steps`` steps, with moments of zero."""
     steps = role.adam_steps
     for shard in _shards(role):
         shard.optimizer.state.pop(shard.main, None)
@@ -154,13 +150,11 @@ def _shards(role: ModelEngine) -> Iterator[OptimizerShard]:
 
 
 def _tensors(role: ModelEngine) -> dict[str, ShardedTensor]:
-    """All tensors of the role that this rank holds."""
-    parameters = role.model.parameters()
-    require_memory(*parameters.values())
-    boxes = _Boxes(role)
+    """Returns all tensors of the role that this rank holds."""
+    parameters, boxes = role.model.parameters(), _Boxes(role)
     tensors: list[ShardedTensor] = []
     for name, parameter in parameters.items():
-        tensors += boxes.sharded("weight", name, parameter.detach().view(-1), range(parameter.numel()), over_dp=True)
+        tensors += boxes.sharded("weight", name, parameter.detach().view(-1), range(parameter.numel()))
     for shard in _shards(role):
         state = {name: shard.adam[name] for name in _MOMENTS if name in shard.adam}
         if shard.main.dtype != parameters[shard.name].dtype:
@@ -168,47 +162,39 @@ def _tensors(role: ModelEngine) -> dict[str, ShardedTensor]:
         if role.ema is not None:
             state["average"] = role.ema.values[shard.name]
         for kind, values in state.items():
-            tensors += boxes.sharded(kind, shard.name, values, shard.span, over_dp=False)
+            tensors += boxes.sharded(kind, shard.name, values, shard.span)
     return {str(index): tensor for index, tensor in enumerate(tensors)}
 
 
 class _Boxes:
-    """Where a rank's parameters lie in the canonical tensors, and which ranks hold the same."""
+    """Divides a rank's parameters into boxes of canonical tensors."""
 
     def __init__(self, role: ModelEngine) -> None:
-        self._role = role
+        layout, self._role = role.layout, role
         self._tensors = role.spec.canonical(role.head)
-        self._order = {name: index for index, name in enumerate(self._tensors)}
-        self._weight_shards: dict[str, list[WeightShard]] = {
-            param: [] for param in role.shard_map.params
-        }  # some are padding alone
+        self._shards: dict[str, list[Shard]] = defaultdict(list)
         for shard in role.shard_map.shards:
-            self._weight_shards[shard.param].append(shard)
-        layout = role.layout
-        self._holders: dict[tuple[str, Box], list[RankCoords]] = {}
-        for pp, dp, tp in product(range(layout.pp), range(layout.ep), range(layout.tp)):
-            coords = RankCoords(tp=tp, dp=dp, pp=pp)  # of the first replicas, which hold all experts between them
+            self._shards[shard.param].append(shard)
+        self._first_holder: dict[tuple[str, Box], RankCoords] = {}
+        """The first rank of this replica that holds a region: tied weights, norms and the like are on several."""
+        for pp, tp in product(range(layout.pp), range(layout.tp)):
+            coords = replace(role.coords, pp=pp, tp=tp)
             for shard in role.spec.megatron_map(layout, layout.rank(coords), role.head).shards:
-                self._holders.setdefault((shard.name, shard.region), []).append(coords)
+                self._first_holder.setdefault((shard.name, shard.region), coords)
 
-    def sharded(
-        self, kind: str, param: str, values: torch.Tensor, span: range, *, over_dp: bool
-    ) -> Iterator[ShardedTensor]:
-        """Divides a run of a flattened parameter, or of its optimizer state, into boxes of canonical tensors.
-
-        Args:
-            kind: prefix of the stored names.
-            values: [len(span)], on this rank.
-            over_dp: whether every DP rank holds the same, or each a part.
-        """
+    def sharded(self, kind: str, param: str, values: torch.Tensor, span: range) -> Iterator[ShardedTensor]:
+        """Divides a run of a flattened parameter, or of its optimizer state, [len(span)]."""
         for box in row_major_boxes(self._role.shard_map.params[param].shape, span.start, span.stop):
             block, values = values[: box.size].view(box.shape), values[box.size :]
-            for shard in self._weight_shards[param]:
+            for shard in self._shards[param]:
                 part = shard.within(box)
                 if part is None:
                     continue
                 inside = Box(*(tuple(map(sub, edge, box.start)) for edge in (part.box.start, part.box.stop)))
-                data = _canonical(part, block[inside.slices])
+                data = block[inside.slices]
+                data = (data.mT if part.transposed else data).view(part.region.shape)
+                # Ranks of one replica may hold other runs of the same region, so only the first of them writes it.
+                holder = self._first_holder[shard.name, shard.region]
                 yield ShardedTensor(
                     key=f"{kind}.{part.name}",
                     data=data,
@@ -217,22 +203,5 @@ class _Boxes:
                     global_shape=self._tensors[part.name].shape,
                     global_offset=part.region.start,
                     axis_fragmentations=None,
-                    replica_id=self._replica(shard, over_dp),
+                    replica_id=int(holder != self._role.coords),
                 )
-
-    def _replica(self, shard: WeightShard, over_dp: bool) -> int:
-        """0 on the rank that writes: replicas over DP take turns, so that they share the writing."""
-        coords, layout = self._role.coords, self._role.layout
-        own = RankCoords(tp=coords.tp, dp=layout.expert_rank(coords), pp=coords.pp)
-        holders = self._holders[shard.name, shard.region]
-        if not over_dp:
-            places = list(dict.fromkeys((holder.pp, holder.tp) for holder in holders))
-            return places.index((own.pp, own.tp))
-        index, replicas = holders.index(own), layout.dp // layout.ep
-        turn = index * replicas + coords.dp // layout.ep
-        return (turn + self._order[shard.name]) % (len(holders) * replicas)
-
-
-def _canonical(shard: WeightShard, values: torch.Tensor) -> torch.Tensor:
-    """A view of a shard's elements with the axes of its canonical tensor."""
-    return (values.mT if shard.transposed else values).view(shard.region.shape)

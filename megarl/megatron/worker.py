@@ -1,6 +1,6 @@
 """One process of a group, with its roles by name. A plain class, independent of Ray.
 
-The driver imports it to name its methods, so megatron-core is imported inside them alone.
+The driver imports this file to name its methods, so megatron-core is imported only inside them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarl.algos.normalization import Reduce
 from megarl.config import RunConfig
 from megarl.experience.build import build_experience
 from megarl.files import FileRecord
@@ -36,42 +35,29 @@ PerSample = dict[int, np.typing.NDArray[np.float32]]
 
 
 class Offloader:
-    """Keeps idle roles in host memory.
-
-    Args:
-        roles: of this process; more may be added.
-        offloadable: roles that may be offloaded; the others stay on the device.
-    """
+    """Keeps idle roles that may be offloaded in host memory; roles may be added later."""
 
     def __init__(self, roles: Mapping[RoleName, ModelEngine], offloadable: Collection[RoleName]) -> None:
         self._roles, self._offloadable = roles, frozenset(offloadable)
 
     def onload(self, name: RoleName, *others: RoleName) -> ModelEngine:
         """Returns the role with its memory on the device; offloads every offloadable role but it and ``others``."""
-        self._offload(self._offloadable - {name, *others})
+        self.offload_all(but=(name, *others))
         for present in (name, *others):
             self._roles[present].onload()
         return self._roles[name]
 
-    def offload_all(self) -> None:
+    def offload_all(self, but: Collection[RoleName] = ()) -> None:
         """Offloads every offloadable role, so that another process can use the device."""
-        self._offload(self._offloadable)
-
-    def _offload(self, names: frozenset[RoleName]) -> None:
-        released = sum(self._roles[name].offload() for name in sorted(names & self._roles.keys()))
-        if released:
-            torch.cuda.empty_cache()  # another process cannot use memory that the allocator keeps
+        idle = (self._offloadable & self._roles.keys()).difference(but)
+        if sum(self._roles[name].offload() for name in sorted(idle)):
+            torch.cuda.empty_cache()  # for other processes
 
 
 class MegatronWorker:
     """A rank of a group with all its roles. Every rank of the group gets every call, in the same order.
 
-    Results come back on a role's reporting ranks (TP 0 of the last stage, one per replica); others return None.
-
-    Args:
-        config: of the run.
-        group: name of the group.
-        rank: in the group.
+    A role's reporting ranks (TP 0 of the last stage, one per replica) return results; the others return None.
     """
 
     def __init__(self, config: RunConfig, group: str, rank: int) -> None:
@@ -85,28 +71,19 @@ class MegatronWorker:
 
     @remote(phase="start")
     def start(self, init_method: str) -> None:
-        """Joins the group's world.
-
-        Args:
-            init_method: of torch.distributed, ``tcp://host:port`` where rank 0 listens.
-        """
+        """Joins the group's world by torch.distributed's ``tcp://host:port``, where rank 0 listens."""
         self._platform = start_platform(self._config.cluster.device)
-        world_size = len(self._config.device_list(self._group))
         start_world(
             self._platform,
             rank=self._rank,
-            world_size=world_size,
+            world_size=len(self._config.device_list(self._group)),
             init_method=init_method,
             timeout_seconds=self._config.cluster.time_limits.patience,
         )
 
     @remote(phase="start")
     def load(self, model_dir: str) -> None:
-        """Builds the group's roles and reads their weights.
-
-        Args:
-            model_dir: HF directory of the model.
-        """
+        """Builds the group's roles and reads their weights; ``model_dir`` is the HF directory of the run's model."""
         from megarl.megatron.model_engine import load_engine
         from megarl.megatron.parallel import GroupCache
 
@@ -117,25 +94,25 @@ class MegatronWorker:
 
     @remote(phase="inference")
     def logprobs(self, role: RoleName, request: ForwardRequest[RankSchedule]) -> dict[int, Ragged] | None:
-        """Returns the log-probabilities of the responses at a sampling temperature, nats, by chunk."""
-        return self._at_work(role).logprobs(request.schedule, request.chunks, temperature=request.temperature)
+        """Returns the log-probabilities of the responses, nats, by chunk."""
+        return self._offloader.onload(role).logprobs(request.schedule, request.chunks, temperature=request.temperature)
 
     @remote(phase="inference")
     def values(self, role: RoleName, request: ForwardRequest[RankSchedule]) -> dict[int, Ragged] | None:
         """Returns the values of the states before each response token, by chunk."""
-        return self._at_work(role).values(request.schedule, request.chunks)
+        return self._offloader.onload(role).values(request.schedule, request.chunks)
 
     @remote(phase="inference")
     def scores(self, role: RoleName, request: ForwardRequest[RankSchedule]) -> PerSample | None:
         """Returns the scores of the samples, [N] float32 by chunk."""
-        return self._at_work(role).scores(request.schedule, request.chunks)
+        return self._offloader.onload(role).scores(request.schedule, request.chunks)
 
     @remote(phase="inference")
     def token_scores(
         self, role: RoleName, request: ForwardRequest[RankSchedule]
     ) -> tuple[dict[int, Ragged], PerSample] | None:
-        """Returns the scores of the responses so far, one more than tokens, and those of ``scores``, both by chunk."""
-        columns = self._at_work(role).token_scores(request.schedule, request.chunks)
+        """Returns the scores before the first response token and after each, and those of ``scores``, both by chunk."""
+        columns = self._offloader.onload(role).token_scores(request.schedule, request.chunks)
         if columns is None:
             return None
         return columns, {chunk: column.values[column.offsets[1:] - 1] for chunk, column in columns.items()}
@@ -144,31 +121,21 @@ class MegatronWorker:
     def build_experience(
         self, role: RoleName, request: ExperienceRequest[RankSchedule]
     ) -> tuple[dict[int, ExperienceChunk], ExperienceReport] | None:
-        """Returns the experience of this replica's chunks, and the report, which is equal on all replicas."""
+        """Returns the experience of this replica's chunks, and the report, which is the same on all replicas."""
         actor, loss = self._roles[role], self._loss_spec(role)
         assert isinstance(loss, PolicySpec), "experience is for a policy loss"
         if not actor.reports:
             return None
 
-        def over_ranks(operation: Any) -> Reduce:
-            def reduce(vector: torch.Tensor) -> torch.Tensor:
-                # Algorithm math is on the CPU; NCCL reduces on the device only.
-                shared = vector.to(self._device)
-                dist.all_reduce(shared, op=operation, group=actor.model.groups.dp)
-                return shared.to(vector.device)
+        def reduce(vector: torch.Tensor, operation: Any) -> torch.Tensor:
+            # The experience is built on the CPU; NCCL reduces on the device only.
+            shared = vector.to(self._device)
+            dist.all_reduce(shared, op=operation, group=actor.model.groups.dp)
+            return shared.to(vector.device)
 
-            return reduce
-
-        return build_experience(
-            request.schedule.chunks,
-            request.rollouts,
-            request.columns,
-            loss.algo,
-            loss.value_norm,
-            request.context,
-            over_ranks(dist.ReduceOp.SUM),
-            over_ranks(dist.ReduceOp.MAX),
-        )
+        add, maximum = (partial(reduce, operation=operation) for operation in (dist.ReduceOp.SUM, dist.ReduceOp.MAX))
+        chunks, columns, context = request.schedule.chunks, request.columns, request.context
+        return build_experience(chunks, request.rollouts, columns, loss.algo, loss.value_norm, context, add, maximum)
 
     @remote(phase="update")
     def update(self, role: RoleName, request: UpdateRequest[RankSchedule]) -> list[dict[str, float]] | None:
@@ -180,7 +147,7 @@ class MegatronWorker:
         if isinstance(spec, PolicySpec) and spec.algo.kl.of_distributions:
             engine, reference = self._offloader.onload(role, "reference"), self._roles["reference"]
         else:
-            engine = self._at_work(role)
+            engine = self._offloader.onload(role)
         if (texts := request.texts) is not None:
             assert isinstance(spec, PolicySpec), "only a policy is trained on texts beside its rollouts"
             make_loss = partial(TextLoss, engine, mix_share=spec.mix_share)
@@ -194,14 +161,14 @@ class MegatronWorker:
         """Returns the stage's loss and its metrics without a step, as ``eval/name``."""
         from megarl.megatron.losses import loss_maker
 
-        engine, chunks = self._at_work(role), request.chunks
+        engine, chunks = self._offloader.onload(role), request.chunks
         metrics = engine.evaluate(request.schedule, chunks, loss_maker(self._loss_spec(role), engine, chunks))
         return {f"eval/{name}": value for name, value in metrics.items()} if engine.reports else None
 
     @remote(phase="inference")
     def scale_head(self, role: RoleName, gain: float) -> None:
-        """Multiplies the head of a role in training."""
-        self._at_work(role).scale_head(gain)
+        """Multiplies the weights of a trained role's head."""
+        self._offloader.onload(role).scale_head(gain)
 
     @remote(phase="start")
     def connect(self, request: ConnectRequest) -> None:
@@ -210,18 +177,18 @@ class MegatronWorker:
         version = -1 if self._sender is None else self._sender.version
         self._disconnect()
         self._connection = connect(request.sync, rank, self._device)
-        weights = ResidentWeights(self._at_work("actor").model.parameters())
+        weights = ResidentWeights(self._offloader.onload("actor").model.parameters())
         self._sender = Sender(self._connection, weights, version=version)
 
     @remote(phase="sync")
     def send_weights(self, version: int) -> SyncStats:
         """Sends this rank's part of the actor's weights; returns when all ranks have committed the version.
 
-        The stage ``offload`` lasts until the actor has its memory on the device.
+        The seconds of ``offload`` are those of bringing the actor to the device.
         """
         assert self._sender is not None, "connect comes first"
         start = perf_counter()
-        self._at_work("actor")
+        self._offloader.onload("actor")
         offload = perf_counter() - start
         stats = self._sender.send(version)
         stats.seconds["offload"] = offload
@@ -232,28 +199,26 @@ class MegatronWorker:
         """Writes a role's part of a checkpoint; see ``state.save_role``."""
         from megarl.megatron.state import save_role
 
-        return save_role(self._at_work(role), Path(directory))
+        return save_role(self._offloader.onload(role), Path(directory))
 
     @remote(phase="checkpoint")
     def restore(self, role: RoleName, directory: str) -> None:
         """Reads a role's part of a checkpoint; see ``state.restore_role``."""
         from megarl.megatron.state import restore_role
 
-        restore_role(self._at_work(role), Path(directory))
+        restore_role(self._offloader.onload(role), Path(directory))
 
     @remote(phase="checkpoint")
     def export(self, role: RoleName, directory: str, model_dir: str) -> None:
-        """Writes a role as an HF directory; every rank writes its own part.
+        """Writes a role as an HF directory, which must not exist; every rank writes its own part.
 
-        Args:
-            directory: to make; must not exist.
-            model_dir: HF directory whose tokenizer and generation settings are copied.
+        The tokenizer and generation settings of ``model_dir`` are copied.
         """
-        exported = self._at_work(role)
-        spec, layout = exported.spec, exported.layout
-        tensors = spec.canonical(exported.head)
-        maps = [spec.megatron_map(layout, rank, exported.head) for rank in range(layout.world_size)]
-        parameters = {name: parameter.detach() for name, parameter in exported.model.parameters().items()}
+        engine = self._offloader.onload(role)
+        spec, layout = engine.spec, engine.layout
+        tensors = spec.canonical(engine.head)
+        maps = [spec.megatron_map(layout, rank, engine.head) for rank in range(layout.world_size)]
+        parameters = {name: parameter.detach() for name, parameter in engine.model.parameters().items()}
 
         def barrier() -> None:
             dist.barrier()
@@ -261,7 +226,7 @@ class MegatronWorker:
         Export(Path(directory), tensors).run(
             export_plan(maps, tensors).senders.get(self._rank),
             parameters,
-            config=spec.hf_config(exported.head),
+            config=spec.hf_config(engine.head),
             template=model_dir,
             lead=self._rank == 0,
             barrier=barrier,
@@ -269,16 +234,16 @@ class MegatronWorker:
 
     @remote(phase="inference")
     def swap_weights(self, role: RoleName, wanted: bool) -> None:
-        """Gives a role the average of its weights for its weights (True), or its weights again."""
-        ema = self._at_work(role).ema
+        """Swaps in the average of a role's weights (True), or its weights again."""
+        ema = self._offloader.onload(role).ema
         assert ema is not None, f"{role} has no average"
         ema.swap_weights(wanted)
 
     @remote(phase="inference")
     def soft_update_reference(self, role: RoleName) -> None:
-        """Moves the reference towards a role, as ``algo.kl.reference_sync`` says."""
+        """Moves the reference towards a role by the weight of ``algo.kl.reference_sync``."""
         weight = self._specs["reference"].reference_weight
-        assert weight is not None, "the reference stays as it is"
+        assert weight is not None, "the reference is fixed"
         self._offloader.onload("reference", role).soft_update(self._roles[role], weight)
 
     @remote(phase="update")
@@ -288,12 +253,12 @@ class MegatronWorker:
 
     @remote(phase="inference")
     def offload_all(self) -> None:
-        """Offloads every role that may be."""
+        """Offloads every role that may be offloaded."""
         self._offloader.offload_all()
 
     @remote(phase="start")
     def close(self) -> None:
-        """Ends the connections and the world; the object is of no use afterwards."""
+        """Ends the connections and the world; the worker cannot be used again."""
         self._disconnect()
         self._roles.clear()
         dist.destroy_process_group()
@@ -304,10 +269,6 @@ class MegatronWorker:
         self._sender = None
         if self._connection is not None:
             self._connection.close()
-
-    def _at_work(self, name: RoleName) -> ModelEngine:
-        """The role, with its memory on the device."""
-        return self._offloader.onload(name)
 
     def _loss_spec(self, name: RoleName) -> LossSpec:
         training = self._specs[name].training

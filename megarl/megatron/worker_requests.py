@@ -1,51 +1,39 @@
 """The requests of calls on Megatron workers.
 
-The driver makes a request for all ranks, with ``Schedule``s; a rank gets the ``part`` of its replica, with its
-``RankSchedule``s and references to the chunks that it reads.
+The driver makes a request with ``Schedule``s for all ranks; ``part`` returns the request of a replica's ranks, with
+``RankSchedule``s and references to the chunks that they read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Generic, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from megarl.data.packing import TokenChunk
 from megarl.experience.padded_batch import Columns, Selectable
 from megarl.types import RankSchedule, RolloutChunk, Schedule, StepContext, TextChunk
 
 S = TypeVar("S", Schedule, RankSchedule)
+C = TypeVar("C", bound=Selectable[Any])
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardRequest(Generic[S]):
-    """A forward pass over samples.
-
-    Args:
-        chunks: with the tokens.
-        temperature: of the sampling, for log-probabilities.
-    """
+    """A forward pass; ``temperature`` is that of log-probabilities."""
 
     schedule: S
     chunks: Selectable[TokenChunk]
     temperature: float = 1.0
 
     def part(self: ForwardRequest[Schedule], replica: int) -> ForwardRequest[RankSchedule]:
-        """What the ranks of a replica get."""
         own = self.schedule.ranks[replica]
-        part = replace(self, schedule=own, chunks=self.chunks.only(own.chunks))
-        return cast("ForwardRequest[RankSchedule]", part)
+        return ForwardRequest(schedule=own, chunks=self.chunks.only(own.chunks), temperature=self.temperature)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExperienceRequest(Generic[S]):
-    """The experience of a step.
-
-    Args:
-        schedule: of the actor's inference.
-        columns: what other roles and the driver say of the samples.
-        terms: of the step.
-    """
+    """The experience of a step; the schedule is that of the actor's inference."""
 
     schedule: S
     rollouts: Selectable[RolloutChunk]
@@ -53,30 +41,21 @@ class ExperienceRequest(Generic[S]):
     context: StepContext
 
     def part(self: ExperienceRequest[Schedule], replica: int) -> ExperienceRequest[RankSchedule]:
-        """What the ranks of a replica get."""
         own = self.schedule.ranks[replica]
-        part = replace(
-            self, schedule=own, rollouts=self.rollouts.only(own.chunks), columns=self.columns.only(own.chunks)
-        )
-        return cast("ExperienceRequest[RankSchedule]", part)
+        rollouts, columns = self.rollouts.only(own.chunks), self.columns.only(own.chunks)
+        return ExperienceRequest(schedule=own, rollouts=rollouts, columns=columns, context=self.context)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainBatch(Generic[S]):
-    """Texts that optimizer steps take along; their packs are as long as the steps' own.
-
-    Args:
-        schedules: one per optimizer step.
-    """
+    """Texts of optimizer steps, with a schedule for each, whose packs are as long as the step's own."""
 
     schedules: Sequence[S]
     chunks: Selectable[TextChunk]
 
     def part(self: PretrainBatch[Schedule], replica: int) -> PretrainBatch[RankSchedule]:
-        """What the ranks of a replica get."""
-        own = _own(self.schedules, replica)
-        part = replace(self, schedules=own, chunks=self.chunks.only(_chunks(own)))
-        return cast("PretrainBatch[RankSchedule]", part)
+        schedules, chunks = _part(self.schedules, self.chunks, replica)
+        return PretrainBatch(schedules=schedules, chunks=chunks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +64,7 @@ class UpdateRequest(Generic[S]):
 
     Args:
         schedules: one per optimizer step.
-        chunks: with the columns that the stage's loss reads.
+        chunks: with the columns that the loss reads.
         kl_coef: of a penalty in the loss, per nat.
         texts: as ``ptx`` of the configuration says.
     """
@@ -96,17 +75,11 @@ class UpdateRequest(Generic[S]):
     texts: PretrainBatch[S] | None = None
 
     def part(self: UpdateRequest[Schedule], replica: int) -> UpdateRequest[RankSchedule]:
-        """What the ranks of a replica get."""
-        own = _own(self.schedules, replica)
+        schedules, chunks = _part(self.schedules, self.chunks, replica)
         texts = None if self.texts is None else self.texts.part(replica)
-        part = replace(self, schedules=own, chunks=self.chunks.only(_chunks(own)), texts=texts)
-        return cast("UpdateRequest[RankSchedule]", part)
+        return UpdateRequest(schedules=schedules, chunks=chunks, kl_coef=self.kl_coef, texts=texts)
 
 
-def _own(schedules: Sequence[Schedule], replica: int) -> tuple[RankSchedule, ...]:
-    return tuple(schedule.ranks[replica] for schedule in schedules)
-
-
-def _chunks(schedules: Sequence[RankSchedule]) -> list[int]:
-    """The chunks that a rank reads in some passes, in order."""
-    return sorted({chunk for schedule in schedules for chunk in schedule.chunks})
+def _part(schedules: Sequence[Schedule], chunks: C, replica: int) -> tuple[tuple[RankSchedule, ...], C]:
+    own = tuple(schedule.ranks[replica] for schedule in schedules)
+    return own, chunks.only(sorted({chunk for schedule in own for chunk in schedule.chunks}))

@@ -1,4 +1,4 @@
-"""Layout of buckets in receive buffers and of frames on the network; copies and checksums of both."""
+"""The layout of buckets in receive buffers and of frames on the network; their copies and checksums."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import xxhash
 
 from megarl.resharding.spec import RecvBufferPlan
 from megarl.resharding.sync_barrier import SyncStats
-from megarl.weights.plan import Bucket, Copy, Message
-from megarl.weights.shard_map import ITEM_BYTES, TensorInfo
+from megarl.weights.plan import Bucket, Message
+from megarl.weights.shard_map import ITEM_BYTES, Box
 
 _ALIGNMENT = 16
 """Frames and buckets start at multiples of this."""
 
 _SLAB_BYTES = 1 << 20
-"""Copied and then hashed at a time; it fits a core's cache."""
+"""Copied and then hashed at once; fits a core's cache."""
 
 
 def aligned(nbytes: int) -> int:
@@ -24,28 +24,24 @@ def aligned(nbytes: int) -> int:
 
 
 def half_bytes(buffer: RecvBufferPlan) -> int:
-    """Size of one bucket in the receive buffer."""
+    """Returns the size of one bucket in the receive buffer."""
     return aligned(max((bucket.nbytes for bucket in buffer.buckets), default=0))
 
 
 def recv_buffer_bytes(buffer: RecvBufferPlan) -> int:
-    """Size of the receive buffer: all buckets that it holds at once."""
     return half_bytes(buffer) * buffer.depth
 
 
 def bucket_views(memory: torch.Tensor, buffer: RecvBufferPlan, index: int) -> dict[str, torch.Tensor]:
-    """Returns the parameters of a bucket (or the part of one) as views of a flat uint8 receive buffer."""
-    start = half_bytes(buffer) * (index % buffer.depth)
+    """Returns the parameters of a bucket (or a part of one) as views of a flat uint8 receive buffer, in their order.
+
+    In memory, larger dtypes come first, so that alignment wastes nothing.
+    """
     bucket = buffer.buckets[index]
-    return _views(memory[start : start + bucket.nbytes], bucket, buffer.params)
-
-
-def _views(memory: torch.Tensor, bucket: Bucket, infos: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
-    """Larger dtypes lie first, so that alignment wastes nothing; the names keep the bucket's order."""
     views: dict[str, torch.Tensor] = dict.fromkeys(bucket.params, memory)
-    offset = 0
-    for name in sorted(bucket.params, key=lambda name: -ITEM_BYTES[infos[name].dtype]):
-        info = infos[name]
+    offset = half_bytes(buffer) * (index % buffer.depth)
+    for name in sorted(bucket.params, key=lambda name: -ITEM_BYTES[buffer.params[name].dtype]):
+        info = buffer.params[name]
         shape = info.shape if bucket.box is None else bucket.box.shape
         nbytes = info.nbytes if bucket.box is None else bucket.nbytes
         views[name] = memory[offset : offset + nbytes].view(_dtype(info.dtype)).view(shape)
@@ -53,21 +49,14 @@ def _views(memory: torch.Tensor, bucket: Bucket, infos: Mapping[str, TensorInfo]
     return views
 
 
-def zero_padding(views: Mapping[str, torch.Tensor], padded: frozenset[str]) -> None:
-    """Zeroes parameters with padding, which no message writes."""
-    for name in padded.intersection(views):
-        views[name].zero_()
-
-
 def recv_views(message: Message, bucket: Bucket, views: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Returns where the elements of a message's copies lie in a bucket's memory."""
-    return [views[copy.target][_within(copy, bucket)] for copy in message.copies]
+    """Returns the target of each of a message's copies in a bucket's memory."""
+    return [views[copy.target][_within(copy.target_box, bucket)] for copy in message.copies]
 
 
-def _within(copy: Copy, bucket: Bucket) -> tuple[slice, ...]:
-    """Returns a copy's box as an index of the bucket's part of its parameter."""
-    origin = (0,) * len(copy.target_box.start) if bucket.box is None else bucket.box.start
-    box = copy.target_box
+def _within(box: Box, bucket: Bucket) -> tuple[slice, ...]:
+    """Returns a box as an index of the bucket's part of its parameter."""
+    origin = (0,) * len(box.start) if bucket.box is None else bucket.box.start
     return tuple(slice(a - o, b - o) for a, b, o in zip(box.start, box.stop, origin, strict=True))
 
 
@@ -96,7 +85,7 @@ def payload(message: Message, frame: torch.Tensor) -> list[torch.Tensor]:
 
 
 class Checksum:
-    """xxh3 of a message: its version, sender, receiver and bucket, then its elements as stored, in row-major order."""
+    """xxh3 of a message: its version, sender, receiver and bucket, then its elements in row-major order."""
 
     def __init__(self, message: Message, stats: SyncStats) -> None:
         identity = f"{stats.version} {message.sender} {message.receiver} {message.bucket}"
@@ -104,26 +93,20 @@ class Checksum:
         self._stats = stats
 
     def add(self, values: torch.Tensor) -> None:
-        with self._stats.stage("verify"):
-            self._hash.update(values.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
+        for part in _slabs(values):
+            with self._stats.stage("verify"):
+                self._hash.update(part.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
 
     @property
     def value(self) -> int:
-        """The sum so far, as a signed 64-bit number."""
+        """The checksum so far, as a signed 64-bit number."""
         return int.from_bytes(self._hash.digest(), "big", signed=True)
 
 
 def pack(
     message: Message, params: Mapping[str, torch.Tensor], targets: Sequence[torch.Tensor], checksum: Checksum | None
 ) -> int:
-    """Writes the elements of a message, cast to the target's dtype; hashes them while they are in the cache.
-
-    Args:
-        targets: by copy; in the receive buffer, or in a frame.
-
-    Returns:
-        Bytes written.
-    """
+    """Writes a message's copies to targets in their dtype, hashing while they are cached; returns the bytes written."""
     for copy, target in zip(message.copies, targets, strict=True):
         source = copy.arranged(params[copy.source].detach()[copy.source_box.slices])
         if checksum is None:
@@ -136,19 +119,12 @@ def pack(
 
 
 def unpack(message: Message, frame: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
-    """Copies a frame's elements to their targets."""
     for values, target in zip(payload(message, frame), targets, strict=True):
         target.copy_(values)
 
 
-def sum_up(targets: Iterable[torch.Tensor], checksum: Checksum) -> None:
-    for target in targets:
-        for part in _slabs(target):
-            checksum.add(part)
-
-
 def _slabs(values: torch.Tensor, item_bytes: int = 0) -> Iterator[torch.Tensor]:
-    """Cuts a tensor, in row-major order, into parts of about the cache's size."""
+    """Cuts a tensor, in row-major order, into parts of at most ``_SLAB_BYTES``."""
     nbytes = values.numel() * (item_bytes or values.element_size())
     axis = next((i for i, extent in enumerate(values.shape) if extent > 1), None)
     if nbytes <= _SLAB_BYTES or axis is None:

@@ -15,15 +15,7 @@ from megarl.weights.topology import Place
 def trainer_holders(
     spec: ModelSpec, layout: Layout, places: Sequence[Place], *, head: HeadName = "lm", first: int = 0
 ) -> list[Holder]:
-    """Returns the ranks of a Megatron role; replicas share one map.
-
-    Args:
-        places: by rank.
-        first: number of its first rank in the plan.
-
-    Raises:
-        ValueError: the layout does not fit the model; every reason is listed.
-    """
+    """Returns the ranks of a Megatron role, from ``first`` on; raises ValueError if the layout does not fit."""
     maps: dict[tuple[int, int, int], ShardMap] = {}
     holders: list[Holder] = []
     for rank, place in zip(range(layout.world_size), places, strict=True):
@@ -36,16 +28,7 @@ def trainer_holders(
 
 
 def engine_holders(spec: ModelSpec, tp: int, places: Sequence[Place], *, first: int = 0) -> list[Holder]:
-    """Returns the ranks of vLLM engines, engine by engine; replicas share one map.
-
-    Args:
-        tp: ranks of an engine.
-        places: of all ranks.
-        first: number of the first rank in the plan.
-
-    Raises:
-        ValueError: vLLM cannot hold the model at this TP; every reason is listed.
-    """
+    """Returns the ranks of vLLM engines, engine by engine, from ``first`` on; raises ValueError if TP does not fit."""
     maps = [spec.vllm_map(tp, rank) for rank in range(tp)]
     return [
         Holder(rank=first + index, map=maps[index % tp], node=place.node, device=place.device)
@@ -57,15 +40,9 @@ def engine_holders(spec: ModelSpec, tp: int, places: Sequence[Place], *, first: 
 def plan_sync(
     spec: ModelSpec, layout: Layout, trainers: Sequence[Place], tp: int, engines: Sequence[Place], bucket_bytes: int
 ) -> TransferPlan:
-    """Plans the transfer of a trainer's weights to engines; ranks are the trainer's, then the engines'.
+    """Plans the transfer of a trainer's weights to engines; ranks are the trainer's, then the engines', one by one.
 
-    Args:
-        trainers: the place of each rank of the sending role.
-        tp: ranks of an engine.
-        engines: the place of each engine rank, engine by engine.
-
-    Raises:
-        ValueError: the layout or TP does not fit the model; every reason is listed.
+    Raises ValueError if the layout or the engines' TP does not fit the model; every reason is listed.
     """
     sources = trainer_holders(spec, layout, trainers)
     return plan(sources, engine_holders(spec, tp, engines, first=layout.world_size), bucket_bytes)

@@ -1,7 +1,7 @@
 """Memory that two processes of a machine share, on the host or on a CUDA device.
 
 torch's own sharing keeps reference counts in a file of /dev/shm, which a killed process leaves behind, and its
-allocator, like vLLM's pool for sleep, hands out parts of larger blocks. This memory has neither problem.
+allocator, like vLLM's pool for sleep, returns parts of larger blocks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Runtime:
-    """Functions of the CUDA runtime that torch does not offer; torch has loaded the library."""
+    """Functions of the CUDA runtime that torch does not offer, from the library that torch has loaded."""
 
     def __init__(self) -> None:
         assert torch.version.cuda is not None, "called on CUDA only"
@@ -30,7 +30,7 @@ class _Runtime:
         self._library.cudaIpcOpenMemHandle.argtypes = (ctypes.POINTER(ctypes.c_void_p), _Handle, ctypes.c_uint)
 
     def call(self, name: str, *args: Any) -> None:
-        """Calls a function by name; raises ValueError where it fails."""
+        """Calls a function; raises ValueError if it fails."""
         code = getattr(self._library, name)(*args)
         if code:
             self._library.cudaGetLastError()  # otherwise torch's next call would report it
@@ -46,11 +46,7 @@ class _Bytes:
 
 
 class DeviceMapping:
-    """Another process's DeviceRecvBuffer on the same device.
-
-    Raises:
-        ValueError: it cannot be mapped.
-    """
+    """Another process's DeviceRecvBuffer on the same device; raises ValueError if it cannot be mapped."""
 
     def __init__(self, handle: str, device: torch.device) -> None:
         self._runtime, self._device = _Runtime(), device
@@ -75,34 +71,12 @@ def _tensor(pointer: ctypes.c_void_p, nbytes: int, device: torch.device) -> torc
     return tensor
 
 
-class RecvBuffer(Protocol):
-    """Memory of this process into which others write.
-
-    Args:
-        memory: flat, uint8.
-        handle: by which another process maps it.
-    """
-
-    memory: torch.Tensor
-    handle: str
-
-    def release(self) -> None:
-        """Frees the memory; ``prepare`` must precede the next use."""
-        ...
-
-    def prepare(self) -> None:
-        """Allocates the memory if it was freed; the handle may change."""
-        ...
-
-
 class HostRecvBuffer:
-    """Anonymous memory of the host, without a name, so that nothing is left when processes are killed.
+    """Anonymous host memory, flat uint8, of which nothing is left when processes are killed; mapped by its handle.
 
-    It is kept between syncs: the first touch of a page costs as much as a copy. ``release`` frees its pages, in
-    processes that have mapped it as well, and keeps the mappings valid.
-
-    Raises:
-        MemoryError: the machine lacks the memory.
+    It is kept between syncs, because the first touch of a page costs as much as a copy. ``release`` frees its pages, in
+    processes that have mapped it as well, and keeps the mappings valid; ``prepare`` must precede the next use, and
+    raises MemoryError if the machine lacks the memory.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -134,11 +108,7 @@ class HostRecvBuffer:
 
 
 def map_host(handle: str) -> torch.Tensor:
-    """Maps another process's HostRecvBuffer.
-
-    Raises:
-        ValueError: the process does not exist, or does not permit it.
-    """
+    """Maps another process's HostRecvBuffer; raises ValueError if the process does not exist or does not permit it."""
     pid, file, device, inode, nbytes = map(int, handle.split())
     path = f"/proc/{pid}/fd/{file}"
     try:
@@ -159,11 +129,7 @@ def _map(file: int, nbytes: int) -> mmap.mmap:
 
 
 class DeviceRecvBuffer:
-    """Memory of a CUDA device, outside every allocator's pools; allocated during a sync only.
-
-    Raises:
-        ValueError: the device lacks the memory.
-    """
+    """Memory of a CUDA device, outside every allocator's pools; ``prepare`` and ``release`` surround each sync."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._nbytes, self._device, self._runtime = max(1, nbytes), device, _Runtime()
@@ -206,21 +172,18 @@ class PeerMappings:
         self._mapped: dict[int, tuple[str, torch.Tensor | DeviceMapping]] = {}
 
     def open(self, receiver: int, handle: str) -> None:
-        """Maps the buffer offered for a receiver if it is not mapped yet; raises ValueError where that fails."""
+        """Maps a receiver's buffer unless it is mapped already; raises ValueError if that fails."""
         known, _ = self._mapped.get(receiver, ("", None))
-        if known == handle:
-            return
-        if self._device.type == "cpu":
-            self._mapped[receiver] = handle, map_host(handle)
-        else:
-            self._mapped[receiver] = handle, DeviceMapping(handle, self._device)
+        if known != handle:
+            on_host = self._device.type == "cpu"
+            self._mapped[receiver] = handle, map_host(handle) if on_host else DeviceMapping(handle, self._device)
 
     def __getitem__(self, receiver: int) -> torch.Tensor:
         mapped = self._mapped[receiver][1]
         return mapped if isinstance(mapped, torch.Tensor) else mapped.memory
 
     def end_sync(self) -> None:
-        """Unmaps CUDA memory, which must precede its release by the owner."""
+        """Unmaps CUDA memory, before its owner releases it."""
         if self._device.type != "cpu":
             self.close()
 
@@ -229,6 +192,9 @@ class PeerMappings:
             if not isinstance(mapped, torch.Tensor):
                 mapped.close()
         self._mapped.clear()
+
+
+RecvBuffer = HostRecvBuffer | DeviceRecvBuffer
 
 
 def make_recv_buffer(nbytes: int, device: torch.device) -> RecvBuffer:

@@ -16,9 +16,7 @@ from megarl.resharding.buckets import (
     recv_buffer_bytes,
     recv_views,
     split_frames,
-    sum_up,
     unpack,
-    zero_padding,
 )
 from megarl.resharding.memory import RecvBuffer, make_recv_buffer
 from megarl.resharding.spec import senders_of
@@ -31,12 +29,7 @@ from megarl.weights.shard_map import Box
 
 
 class FrameReceiver:
-    """Receives the frames for one receiver; those of a bucket arrive while an earlier one is loaded.
-
-    Args:
-        connection: of the buffer's owner: the receiver, or the trainer on its device.
-        plan: of the receiver.
-    """
+    """Receives frames for one receiver, on the buffer's owner; a bucket arrives while the previous one is loaded."""
 
     def __init__(self, connection: Connection, plan: ReceiverPlan) -> None:
         self._connection, self._plan = connection, plan
@@ -48,7 +41,7 @@ class FrameReceiver:
 
     @property
     def staging_bytes(self) -> int:
-        """Size of the frames of a bucket."""
+        """The size of the frames of a bucket."""
         return max(map(frames_bytes, self.messages), default=0)
 
     def begin(self) -> None:
@@ -58,18 +51,18 @@ class FrameReceiver:
         self._receive(0)
 
     def receive(self, bucket: int, memory: torch.Tensor, stats: SyncStats) -> list[tuple[Message, MessageReady]]:
-        """Waits for the frames of a bucket, unpacks them into free memory, and starts to receive the next ones."""
-        came: list[tuple[Message, MessageReady]] = []
+        """Waits for the frames of a bucket, unpacks them, and starts to receive the next bucket's."""
+        arrived: list[tuple[Message, MessageReady]] = []
         views = bucket_views(memory, self._recv_buffer, bucket)
         for message, frame, transfer, awaited in self._arriving:
             try:
                 transfer.wait()
             except PeerError as error:
                 raise PeerError(f"rank {message.sender} did not deliver {named(message)}: {error}") from error
-            came.append((message, awaited.wait(stats.version)))
+            arrived.append((message, awaited.wait(stats.version)))
             unpack(message, frame, recv_views(message, self._plan.buckets[bucket], views))
         self._receive(bucket + 1)
-        return came
+        return arrived
 
     def release(self) -> None:
         self._wire = torch.empty(0, dtype=torch.uint8)
@@ -85,21 +78,16 @@ class FrameReceiver:
 
 
 Load = Callable[[Mapping[str, torch.Tensor], Box | None], None]
-"""Takes a bucket in the plan's order by local name: whole parameters; or, with a box, a part of one larger than a
-bucket; parts follow in row-major order. The tensors are valid during the call only."""
+"""Loads a bucket, in the plan's order: parameters by local name, or with a box a part of one that is larger than a
+bucket, in row-major order. The tensors are valid during the call only."""
 
 
 class CorruptMessageError(RuntimeError):
-    """A message does not have its sender's checksum."""
+    """A message's checksum is not its sender's."""
 
 
 class Receiver:
-    """Receives a rank's part of a plan, in the memory of at most two buckets.
-
-    Args:
-        load: called once per bucket.
-        version: last committed version.
-    """
+    """Receives a rank's part of a plan in the memory of at most two buckets, and calls ``load`` for each bucket."""
 
     def __init__(self, connection: Connection, load: Load, *, version: int = -1) -> None:
         rank = connection.rank
@@ -112,21 +100,18 @@ class Receiver:
 
     @property
     def version(self) -> int:
-        """Last version that all ranks have committed."""
+        """The last version that all ranks have committed."""
         return self._round.version
 
     @property
     def consistent(self) -> bool:
-        """False from the first load of a sync until its commit: after an abort, parameters are of two versions."""
+        """False from the first load of a sync until its commit; after an abort, parameters are of two versions."""
         return self._consistent
 
     def receive(self, version: int) -> SyncStats:
         """Receives and loads every parameter; returns when all ranks have committed the version.
 
-        Waits for the other ranks; ends with their progress, an abort or the timeout.
-
-        Raises:
-            SyncError: the sync was aborted. If ``consistent`` is False then, the weights must not be used.
+        Raises SyncError if the sync is aborted; the weights cannot be used if ``consistent`` is then False.
         """
         with self._round.sync(version, self._offer, self._join) as stats:
             self._receive(stats)
@@ -144,7 +129,7 @@ class Receiver:
             self._frames.release()
 
     def _offer(self) -> None:
-        """Checks the plan, and offers this rank's memory; ValueError where the plan does not bring every parameter."""
+        """Checks that the plan brings every parameter, and offers this rank's memory."""
         self._check_plan()
         if self._frames is None:
             return
@@ -166,7 +151,7 @@ class Receiver:
             self._connection.settle()
 
     def _receive(self, stats: SyncStats) -> None:
-        """Loads bucket by bucket; meanwhile others fill the other half of the buffer, or the frames."""
+        """Loads bucket by bucket, while others fill the other half of the buffer, or the frames."""
         outbox = Outbox(self._connection)
         if self._frames is not None:
             self._frames.begin()
@@ -175,7 +160,14 @@ class Receiver:
             views = bucket_views(self._memory, self._buffer_plan, index)
             for message, ready in self._arrivals(index, stats):
                 if self._connection.spec.verify:
-                    self._verify(message, ready, recv_views(message, bucket, views), stats)
+                    checksum = Checksum(message, stats)
+                    for target in recv_views(message, bucket, views):
+                        checksum.add(target)
+                    if checksum.value != ready.checksum:
+                        raise CorruptMessageError(
+                            f"the message from rank {message.sender} for bucket {message.bucket} is corrupt: "
+                            f"{named(message)}"
+                        )
                 stats.nbytes += ready.nbytes
                 stats.messages += 1
             with stats.stage("load"):
@@ -188,16 +180,14 @@ class Receiver:
     def _arrivals(self, index: int, stats: SyncStats) -> list[tuple[Message, MessageReady]]:
         """Waits for all messages of a bucket."""
         with stats.stage("transfer"):
-            came = [] if self._frames is None else self._frames.receive(index, self._memory, stats)
-            known = {message.sender for message, _ in came}
-            others = [message for message in self._plan.messages[index] if message.sender not in known]
-            awaited = [
-                (message, PendingMessage(self._connection, message, self._writer(message))) for message in others
-            ]
-            return [*came, *((message, ready.wait(stats.version)) for message, ready in awaited)]
+            framed = [] if self._frames is None else self._frames.receive(index, self._memory, stats)
+            senders = {message.sender for message, _ in framed}
+            others = [message for message in self._plan.messages[index] if message.sender not in senders]
+            pending = [PendingMessage(self._connection, message, self._writer(message)) for message in others]
+            return [*framed, *((m, p.wait(stats.version)) for m, p in zip(others, pending, strict=True))]
 
     def _free(self, index: int, outbox: Outbox) -> None:
-        """Lets others write the next bucket where a loaded one was."""
+        """Lets others overwrite a loaded bucket."""
         following = index + self._buffer_plan.depth
         if following < len(self._plan.buckets):
             self._clear(following)
@@ -205,22 +195,16 @@ class Receiver:
                 if writer != self._plan.rank:
                     outbox.give_credit(writer, self._plan.rank, following)
 
-    def _verify(self, message: Message, ready: MessageReady, targets: list[torch.Tensor], stats: SyncStats) -> None:
-        checksum = Checksum(message, stats)
-        sum_up(targets, checksum)
-        if checksum.value != ready.checksum:
-            raise CorruptMessageError(
-                f"the message from rank {message.sender} for bucket {message.bucket} is corrupt: {named(message)}"
-            )
-
     def _writer(self, message: Message) -> int:
         """Returns the rank that writes a message to the receive buffer."""
         return self._buffer_plan.owner if message.sender in self._buffer_plan.via_network else message.sender
 
     def _clear(self, index: int) -> None:
-        """Zeroes the padding of a bucket's memory."""
-        if self._plan.padded.intersection(self._plan.buckets[index].params):
-            zero_padding(bucket_views(self._memory, self._buffer_plan, index), self._plan.padded)
+        """Zeroes parameters with padding, which no message writes, in a bucket's memory."""
+        if padded := self._plan.padded.intersection(self._plan.buckets[index].params):
+            views = bucket_views(self._memory, self._buffer_plan, index)
+            for name in padded:
+                views[name].zero_()
 
     @property
     def _memory(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The sending side of a sync: writes boxes of local parameters to receive buffers, or packs them into frames."""
+"""The sender of a sync: writes boxes of local parameters to receive buffers, or packs them into frames."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from megarl.weights.plan import Message
 class Sender:
     """Sends a rank's part of a plan.
 
-    Memory of a receiver that this process can map is written directly; other messages are packed into frames. On CUDA,
-    the rank also owns the receive buffer of the engine on its device, and receives the frames for it.
+    Receive buffers that this process can map are written directly; other messages are packed into frames. On CUDA, the
+    rank also owns the receive buffer of the engine on its device, and receives the frames for it.
 
     Args:
-        params: local parameters, by the plan's names. The mapping is kept and read in every sync: changes in place are
-            sent, and replaced tensors must be put into it.
+        params: local parameters, by the plan's names; every sync reads the mapping.
         version: last committed version.
     """
 
@@ -33,30 +32,23 @@ class Sender:
         self._connection, self._params = connection, params
         self._plan = spec.sender(rank)
         self._round = SyncRound(connection, version)
-        framed = [message for message in self._plan.messages if rank in spec.recv_buffers[message.receiver].via_network]
-        self._frames = FrameSender(connection, framed, self._pack)
-        reached = [
-            message for message in self._plan.messages if rank not in spec.recv_buffers[message.receiver].via_network
-        ]
-        self._reached = {b: list(group) for b, group in groupby(reached, key=lambda message: message.bucket)}
-        self._receivers = sorted({message.receiver for message in reached})
+        routes: dict[bool, list[Message]] = {True: [], False: []}  # by whether the message goes over the network
+        for message in self._plan.messages:
+            routes[rank in spec.recv_buffers[message.receiver].via_network].append(message)
+        self._frames = FrameSender(connection, routes[True], self._pack)
+        self._direct = {b: list(group) for b, group in groupby(routes[False], key=lambda message: message.bucket)}
+        self._receivers = sorted({message.receiver for message in routes[False]})
         hosted = [part for receiver, part in spec.receivers.items() if spec.recv_buffers[receiver].owner == rank]
         self._frame_receivers = {part.rank: FrameReceiver(connection, part) for part in hosted}
         self._recv_buffers: dict[int, RecvBuffer] = {}
 
     @property
     def version(self) -> int:
-        """Last version that all ranks have committed."""
+        """The last version that all ranks have committed."""
         return self._round.version
 
     def send(self, version: int) -> SyncStats:
-        """Sends the parameters as they are now; returns when all ranks have committed the version.
-
-        Waits for the other ranks; ends with their progress, an abort or the timeout.
-
-        Raises:
-            SyncError: the sync was aborted.
-        """
+        """Sends the current parameters; returns when all ranks have committed the version, or raises SyncError."""
         with self._round.sync(version, self._offer, self._join) as stats:
             self._send(stats)
             self._connection.mapped.end_sync()
@@ -65,7 +57,7 @@ class Sender:
         return stats
 
     def release(self) -> None:
-        """Frees frames and receive buffers, which are kept between syncs on a CPU otherwise."""
+        """Frees frames and receive buffers, which on a CPU are kept between syncs."""
         self._frames.release()
         for frames in self._frame_receivers.values():
             frames.release()
@@ -73,7 +65,7 @@ class Sender:
             buffer.release()
 
     def _offer(self) -> None:
-        """Checks the parameters, listing all problems, and offers the memory of the engine on this device."""
+        """Checks the parameters, listing all problems, and offers the receive buffer of the engine on this device."""
         problems: list[str] = []
         for name, info in self._plan.params.items():
             if name not in self._params:
@@ -99,8 +91,7 @@ class Sender:
     def _send(self, stats: SyncStats) -> None:
         """Sends bucket by bucket: frames first, which take time, then direct writes.
 
-        In a bucket, a rank waits only for others' work on earlier buckets and for pending frames, so some rank can
-        always proceed.
+        A rank waits only for others' work on earlier buckets and for pending frames, so there is no deadlock.
         """
         outbox, credits = Outbox(self._connection), Credits(self._connection)
         self._frames.begin()
@@ -113,7 +104,7 @@ class Sender:
         )
         for bucket in range(self._num_buckets()):
             self._frames.send(bucket, outbox, stats)
-            for message in self._reached.get(bucket, ()):
+            for message in self._direct.get(bucket, ()):
                 with stats.stage("transfer"):
                     credits.wait(message)
                 buffer = self._connection.spec.recv_buffers[message.receiver]
@@ -148,9 +139,8 @@ class Sender:
         return MessageReady(stats.version, message.bucket, nbytes, checksum.value if checksum else 0)
 
     def _memory(self, receiver: int) -> torch.Tensor:
-        return (
-            self._recv_buffers[receiver].memory if receiver in self._recv_buffers else self._connection.mapped[receiver]
-        )
+        own = self._recv_buffers.get(receiver)
+        return self._connection.mapped[receiver] if own is None else own.memory
 
     def _num_buckets(self) -> int:
         """Returns the number of buckets of the receivers to which this rank sends, or whose memory it owns."""

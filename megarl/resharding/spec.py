@@ -1,4 +1,4 @@
-"""What a rank needs to take part in a sync: its parts of the plan, and the route of each message."""
+"""A rank's specification of a sync: its parts of the plan, and the route of each message."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ class RecvBufferPlan:
     Args:
         owner: the rank that owns the memory: the receiver itself, or the trainer on its device.
         via_network: senders that cannot map the memory; they send frames to the owner, which unpacks them.
-        depth: buckets that the buffer holds; one where frames arrive, which have a buffer of their own.
-        params, buckets: of the receiver's plan.
+        depth: buckets that the buffer holds; one where frames arrive, which have memory of their own.
     """
 
     owner: int
@@ -34,7 +33,7 @@ class RecvBufferPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncSpec:
-    """What the ranks need to take part in a sync; made by ``of``.
+    """The ranks' specification of a sync; made by ``of``.
 
     Args:
         name: of this connection; unique per store.
@@ -44,7 +43,7 @@ class SyncSpec:
         senders, receivers, recv_buffers: by rank.
         wire: ranks that send or receive frames.
         verify: messages carry checksums.
-        timeout_s: of waiting for others, before the sync is aborted.
+        timeout_s: of a wait for other ranks.
     """
 
     name: str
@@ -78,9 +77,8 @@ class SyncSpec:
 
         Args:
             places: by rank, the trainers' first.
-            device: of all ranks.
-            transport: of messages within a node on CPUs: shared memory or Gloo. Between nodes they use Gloo, which
-                ``shared_memory`` refuses; ``auto`` prefers memory. CUDA allows ``auto`` only.
+            transport: of messages on CPUs. ``auto`` is shared memory within a node and Gloo between nodes, which
+                ``shared_memory`` refuses. CUDA allows ``auto`` only.
 
         Raises:
             ValueError: the transport does not reach, or the places are impossible; all problems are listed.
@@ -102,7 +100,7 @@ class SyncSpec:
         )
 
     def only(self, ranks: Collection[int]) -> SyncSpec:
-        """Returns the spec with these ranks' parts alone, for their process."""
+        """Returns the spec with only these ranks' parts, for their process."""
         senders = {rank: part for rank, part in self.senders.items() if rank in ranks}
         reached = {message.receiver for part in senders.values() for message in part.messages}
         receivers = {r: part for r, part in self.receivers.items() if r in ranks or self.recv_buffers[r].owner in ranks}
@@ -115,7 +113,7 @@ class SyncSpec:
 
     def peers(self, rank: int) -> list[int]:
         """Returns the ranks with which a rank exchanges control messages."""
-        peers = {*self.network_receivers(rank), *self.network_senders(rank)}
+        peers = set(self.wire_peers(rank))
         for message in self.sender(rank).messages:
             if rank not in self.recv_buffers[message.receiver].via_network:
                 peers.add(message.receiver)
@@ -145,14 +143,14 @@ class SyncSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectRequest:
-    """The ranks of a sync that a process connects, with their parts of it."""
+    """The ranks of a sync that a process connects, an engine's by tensor-parallel rank, with their parts of it."""
 
     sync: SyncSpec
     ranks: Sequence[int]
 
 
 def wire_ranks(recv_buffers: Mapping[int, RecvBufferPlan]) -> tuple[int, ...]:
-    """Returns the ranks between which frames go."""
+    """Returns the ranks that exchange frames."""
     framed = [buffer for buffer in recv_buffers.values() if buffer.via_network]
     return tuple(sorted({rank for buffer in framed for rank in (buffer.owner, *buffer.via_network)}))
 
@@ -169,9 +167,7 @@ def plan_recv_buffers(
     for rank, part in plan.receivers.items():
         owner = trainers.get(places[rank].device, rank) if device == "cuda" else rank
         shared = device == "cpu" and transport != "gloo"
-        framed = frozenset(
-            sender for sender in senders_of(part) if sender != owner and not (shared and _near(places, sender, rank))
-        )
+        framed = frozenset(s for s in senders_of(part) if s != owner and not (shared and _near(places, s, rank)))
         recv_buffers[rank] = RecvBufferPlan(
             owner=owner, via_network=framed, depth=1 if framed else 2, params=part.params, buckets=part.buckets
         )
@@ -182,9 +178,9 @@ def _problems(
     plan: TransferPlan, places: Sequence[Place], kind_of_device: Device, transport: TransportName
 ) -> list[str]:
     problems: list[str] = []
-    if kind_of_device == "cuda" and transport != "auto":
-        problems.append(f"transport {transport} is for CPUs; on CUDA it must be auto")
     if kind_of_device == "cuda":
+        if transport != "auto":
+            problems.append(f"transport {transport} is for CPUs; on CUDA it must be auto")
         for kind, ranks in (("trainers", set(range(len(places))) - set(plan.receivers)), ("engines", plan.receivers)):
             on_device: dict[int | None, list[int]] = {}
             for rank in sorted(ranks):

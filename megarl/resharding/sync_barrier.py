@@ -1,4 +1,4 @@
-"""Where the ranks of a sync meet, and what they report: errors and statistics."""
+"""Barriers of the ranks of a sync, with abort, and their statistics."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from megarl.errors import RunError
 
 
 class SyncError(RunError):
-    """A sync was aborted, on all ranks with the same message: who, which tensor, why."""
+    """A sync was aborted, on all ranks with the same message: rank, tensor and reason."""
 
 
 @dataclass(kw_only=True)
 class SyncStats:
-    """What one rank did in one sync.
+    """One rank's statistics of one sync.
 
     Args:
-        nbytes: payload sent or received; what a trainer passes on to the engine on its device does not count.
+        nbytes: payload sent or received, without frames that a trainer unpacks for the engine on its device.
         peak_staging_bytes: most memory of the rank's buffers at once.
         seconds: by stage. All: ``agree`` on the version, ``verify`` (checksums), ``transfer`` (waiting for others, and
             unpacking frames), ``commit``; senders ``pack`` (copies out of the parameters); receivers ``load`` (into the
@@ -56,40 +56,25 @@ class SyncStats:
 _GO = "go"
 
 _STORE_TIMEOUT = timedelta(seconds=60)
-"""To reach the store, which exists before the ranks start."""
+"""Of connecting to the store, which exists before the ranks start."""
 
 
 class SyncBarrier:
     """One rank's barriers in a store that all ranks share, with abort.
 
-    A place is a key prefix at which the ranks meet once. It gets one verdict, set by the first rank to decide: the last
-    rank to arrive lets all continue; a rank that fails or waits too long aborts. Ranks wait in the store without
-    polling.
-
-    Args:
-        store: all of its keys are the barrier's.
-        timeout_s: of waiting for the others.
+    A place is a key prefix at which the ranks meet once. The first rank to decide sets its verdict: the last rank to
+    arrive lets all continue; a rank that fails or waits too long aborts. Ranks wait in the store without polling.
 
     Attributes:
         ahead: the place of the next meeting.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._store = store
-        self._rank = rank
-        self._size = size
-        self.ahead = ""
+        self.timeout_s, self.ahead = timeout_s, ""
+        self._store, self._rank, self._size = store, rank, size
 
     def meet(self, place: str, facts: Mapping[str, str] | None = None) -> None:
-        """Waits until every rank is at this place; ends with the last arrival, an abort, or the timeout, which aborts.
-
-        Args:
-            facts: short texts by name that must be equal on all ranks.
-
-        Raises:
-            SyncError: some rank aborted.
-        """
+        """Waits until every rank is at this place, with equal facts; raises SyncError on an abort or a timeout."""
         if facts:
             self._agree(place, facts)
         self._store.set(f"{place}/{self._rank}", "here")
@@ -103,7 +88,7 @@ class SyncBarrier:
         self.look(place)
 
     def look(self, place: str) -> None:
-        """Raises SyncError where some rank has aborted at a place; does not wait."""
+        """Raises SyncError if a rank has aborted at a place; does not wait."""
         if self._store.check([_verdict(place)]):
             verdict = self._store.get(_verdict(place)).decode()
             if verdict != _GO:
@@ -155,7 +140,7 @@ def open_store(host: str, port: int, name: str) -> Store:
 
 
 def serve_store(host: str = "127.0.0.1", port: int = 0) -> TCPStore:
-    """Starts the store at which the ranks of a sync meet; it lives as long as the object.
+    """Starts the store of a sync's ranks; it lives as long as the object.
 
     Args:
         host: the only address at which it listens; the store has no other protection.

@@ -1,4 +1,4 @@
-"""The protocol of a sync, shared by senders and receivers: agree, transfer, commit; or abort everywhere."""
+"""The protocol of a sync, shared by senders and receivers: agree, transfer, commit, or abort everywhere."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from megarl.resharding.wire import Connection
 
 
 class SyncRound:
-    """One rank's part in the syncs over a connection.
-
-    Args:
-        version: last committed version. Later ones are not lower; an engine that dropped its weights gets one again.
-    """
+    """One rank's part in the syncs over a connection; versions do not decrease, but may repeat."""
 
     def __init__(self, connection: Connection, version: int) -> None:
         self.version = version
@@ -26,16 +22,13 @@ class SyncRound:
     def sync(self, version: int, offer: Callable[[], None], join: Callable[[], None]) -> Generator[SyncStats]:
         """Surrounds the transfers of one version.
 
-        Before the block, all ranks meet twice: to agree on the version, and when all have mapped what they write to.
-        Nothing is sent or written before. After it they meet once more and commit the version. An error on any rank
-        ends the sync on all; one inside the block breaks the connection.
+        Before the block, all ranks meet twice: to agree on the version, and when all have mapped the memory that they
+        write. After it they meet again and commit the version. An error on any rank ends the sync on all; one inside
+        the block breaks the connection. Every rank raises SyncError, with the reason of the rank that failed first.
 
         Args:
-            offer: checks this rank's state and posts what others need.
-            join: reads what others have posted.
-
-        Raises:
-            SyncError: on every rank, with the first failing rank's reason.
+            offer: checks this rank's state and posts its memory.
+            join: maps the memory that others have posted.
         """
         stats = SyncStats(version=version)
         self._round += 1
@@ -64,7 +57,6 @@ class SyncRound:
         self.version = version
 
     def _check(self, place: str, step: Callable[[], None]) -> None:
-        """Aborts where a step fails."""
         try:
             step()
         except Exception as error:  # of any kind: the others must not wait for this rank

@@ -6,8 +6,9 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed import (
@@ -26,60 +27,17 @@ class PeerError(RuntimeError):
     """A transfer failed; the message names the rank."""
 
 
-class Transfer(Protocol):
-    """A pending transfer."""
-
-    def wait(self) -> None:
-        """Returns when the buffer has been sent or filled; raises PeerError."""
-        ...
-
-
-class Transport(Protocol):
-    """Carries buffers between ranks; those of one pair, direction and tag arrive in order.
-
-    Args:
-        sent, received: bytes of completed transfers, by peer.
-    """
-
-    sent: Counter[int]
-    received: Counter[int]
-
-    @property
-    def connected(self) -> bool:
-        """False after ``abort`` or ``close``."""
-        ...
-
-    def send(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
-        """Starts to send a contiguous buffer, which must not change before the transfer ends."""
-        ...
-
-    def receive(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
-        """Starts to fill a contiguous buffer from the peer's transfer of this tag."""
-        ...
-
-    def abort(self) -> None:
-        """Breaks the connections: every transfer fails at once, here and at the peers."""
-        ...
-
-    def close(self) -> None:
-        """Ends the connection; no transfer may be pending."""
-        ...
-
-
 class GlooTransport:
-    """Gloo over TCP, in a process group of its own.
+    """Gloo over TCP, in a process group of its own; GLOO_SOCKET_IFNAME names the network interfaces.
 
-    Connects with its peers only, and waits for them. GLOO_SOCKET_IFNAME names the network interfaces where a host has
-    several.
+    Transfers arrive in order for each pair, direction and tag; ``sent`` and ``received`` count completed bytes by peer.
+    The constructor raises RuntimeError if the network cannot be used, or a peer is gone.
 
     Args:
-        store: of this group alone.
+        store: of this group only.
         members: the ranks of the group.
-        peers: ranks with which this one exchanges anything, and vice versa.
+        peers: ranks to connect to, which is mutual; waits for them.
         timeout_s: of a transfer.
-
-    Raises:
-        RuntimeError: the network cannot be used, or a peer is gone.
     """
 
     def __init__(self, store: Store, members: Sequence[int], rank: int, peers: Sequence[int], timeout_s: float) -> None:
@@ -103,19 +61,23 @@ class GlooTransport:
 
     @property
     def connected(self) -> bool:
+        """False after ``abort`` or ``close``."""
         return self._group is not None
 
     def send(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
+        """Starts to send a contiguous buffer, which must not change during the transfer."""
         return _GlooTransfer(lambda: self._group.send([buffer], self._index[peer], tag), peer, buffer, self.sent)
 
     def receive(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
+        """Starts to fill a contiguous buffer from the peer's transfer of this tag."""
         return _GlooTransfer(lambda: self._group.recv([buffer], self._index[peer], tag), peer, buffer, self.received)
 
     def abort(self) -> None:
+        """Breaks the connections: every transfer fails at once, here and at the peers."""
         if self._group is None:
             return
         # ProcessGroupGloo.abort does nothing (torch 2.13), and destruction waits for the last work object. A wait that
-        # times out makes Gloo close all connections of the group; peers that are gone have none.
+        # times out makes Gloo close all connections of the group; those to peers that are gone are closed already.
         for peer in self._peers:
             try:
                 nothing = [torch.empty(1, dtype=torch.uint8)]
@@ -126,6 +88,7 @@ class GlooTransport:
         self._group = None
 
     def close(self) -> None:
+        """Ends the connection; no transfer may be pending."""
         self._group = None
 
 
@@ -133,13 +96,11 @@ class _GlooTransfer:
     """A transfer; one that cannot start, because the peer is gone, fails in ``wait``."""
 
     def __init__(self, start: Callable[[], Work], peer: int, buffer: torch.Tensor, counter: Counter[int]) -> None:
+        self._peer, self._buffer, self._counter = peer, buffer, counter
         try:
             self._work: Work | RuntimeError = start()
         except RuntimeError as error:
             self._work = error
-        self._peer = peer
-        self._buffer = buffer
-        self._counter = counter
 
     def wait(self) -> None:
         try:
@@ -152,20 +113,16 @@ class _GlooTransfer:
 
 
 class NcclTransport:
-    """NCCL between GPUs, one rank each.
+    """NCCL between GPUs, one rank each; see ``GlooTransport`` for the other arguments.
 
     Each pair has a communicator per direction: transfers of one communicator queue up on a stream, so two ranks that
-    both receive before they send would deadlock. Pairs connect at once, every rank in the order of its peers, so that
-    some pair can always proceed.
+    both receive before they send would deadlock. Every rank connects to its peers at once and in order, so that there
+    is no deadlock.
 
     Args:
-        store, members, rank, timeout_s: as of GlooTransport.
         to, from_: peers to which this rank sends, and from which it receives.
-        look: called now and then while waiting; raises where the sync was aborted. Unlike TCP, NCCL does not notice
-            that a peer is gone.
-
-    Raises:
-        RuntimeError: NCCL cannot connect.
+        look: called now and then while waiting, as NCCL does not notice that a peer is gone; raises if the sync was
+            aborted.
     """
 
     def __init__(
@@ -187,7 +144,7 @@ class NcclTransport:
         self._index = {member: i for i, member in enumerate(members)}
         self._rank, self._timeout_s, self._look = rank, timeout_s, look
         options = ProcessGroupNCCL.Options()
-        # NCCL's watchdog ends the process; whoever waits here gives up before.
+        # NCCL's watchdog ends the process; waits here time out earlier.
         options._timeout = timedelta(seconds=4 * timeout_s)
         self._groups: dict[bool, Any] = {
             upwards: ProcessGroupNCCL(PrefixStore(name, store), self._index[rank], len(members), options)
@@ -209,9 +166,8 @@ class NcclTransport:
         return bool(self._groups)
 
     def send(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
-        work = self._groups[self._rank < peer].send(
-            [buffer], self._index[peer], 0
-        )  # without tags: both sides use one order
+        # Without tags, as both sides use the same order.
+        work = self._groups[self._rank < peer].send([buffer], self._index[peer], 0)
         return _NcclTransfer(work, peer, buffer, self.sent, self._timeout_s, self._look)
 
     def receive(self, peer: int, tag: int, buffer: torch.Tensor) -> Transfer:
@@ -229,35 +185,32 @@ class NcclTransport:
         self._groups.clear()
 
 
+@dataclass(frozen=True)
 class _NcclTransfer:
-    def __init__(
-        self,
-        work: Work,
-        peer: int,
-        buffer: torch.Tensor,
-        counter: Counter[int],
-        timeout_s: float,
-        look: Callable[[], None],
-    ) -> None:
-        self._work = work
-        self._peer = peer
-        self._buffer = buffer
-        self._counter = counter
-        self._timeout_s = timeout_s
-        self._look = look
+    work: Work
+    peer: int
+    buffer: torch.Tensor
+    counter: Counter[int]
+    timeout_s: float
+    look: Callable[[], None]
 
     def wait(self) -> None:
         start = looked = time.monotonic()
         try:
-            while not self._work.is_completed():
+            while not self.work.is_completed():
                 now = time.monotonic()
-                if now - start > self._timeout_s:
-                    raise PeerError(f"the transfer with rank {self._peer} took more than {self._timeout_s:g} s")
+                if now - start > self.timeout_s:
+                    raise PeerError(f"the transfer with rank {self.peer} took more than {self.timeout_s:g} s")
                 if now - looked > _LOOK_S:
-                    self._look()
+                    self.look()
                     looked = now
                 time.sleep(_POLL_S)
-            self._work.wait()  # orders the current stream after the transfer
+            self.work.wait()  # orders the current stream after the transfer
         except torch.distributed.DistError as error:
-            raise PeerError(f"the transfer with rank {self._peer} failed: {error}") from error
-        self._counter[self._peer] += self._buffer.nbytes
+            raise PeerError(f"the transfer with rank {self.peer} failed: {error}") from error
+        self.counter[self.peer] += self.buffer.nbytes
+
+
+Transport = GlooTransport | NcclTransport
+Transfer = _GlooTransfer | _NcclTransfer
+"""``wait`` returns when the buffer was sent or filled, or raises PeerError."""

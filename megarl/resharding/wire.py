@@ -23,10 +23,9 @@ class Connection:
     """One rank's end.
 
     Args:
-        spec: with this rank's parts.
         device: of parameters, frames and receive buffers.
-        control: control messages, by Gloo on every device, which notices that a rank is gone.
-        wire: frames; None where this rank has none.
+        control: of control messages, by Gloo on every device, which notices that a rank is gone.
+        wire: of frames; None where this rank has none.
         mapped: other processes' receive buffers, by receiver.
         put: payload bytes written into others' memory, by receiver.
     """
@@ -46,7 +45,7 @@ class Connection:
         return self.control.connected
 
     def settle(self) -> None:
-        """Waits for pending work on the device, before another process reads the result."""
+        """Waits for pending work on the device, before another process reads its result."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -67,14 +66,7 @@ class Connection:
 
 
 def connect(spec: SyncSpec, rank: int, device: torch.device | str = "cpu") -> Connection:
-    """Connects a rank with the others of a sync; waits for all of them.
-
-    Args:
-        spec: with this rank's parts.
-
-    Raises:
-        SyncError: some rank did not come, has another plan, or could not use the network.
-    """
+    """Connects a rank with all others; raises SyncError if one is missing, has another plan, or no network."""
     device = torch.device(device)
     store = open_store(spec.host, spec.port, spec.name)
     barrier = SyncBarrier(store, rank, spec.world_size, spec.timeout_s)
@@ -109,12 +101,7 @@ def connect(spec: SyncSpec, rank: int, device: torch.device | str = "cpu") -> Co
 
 @dataclass(frozen=True)
 class MessageReady:
-    """The control message that a message has been delivered.
-
-    Args:
-        nbytes: written.
-        checksum: 0 without verification.
-    """
+    """The control message that a message was delivered; ``checksum`` is 0 without verification."""
 
     version: int
     bucket: int
@@ -123,19 +110,15 @@ class MessageReady:
 
 
 class PendingMessage:
-    """A message whose MessageReady is pending.
-
-    Args:
-        peer: the rank that sends it: the sender, or the owner that unpacks the frame.
-    """
+    """A message whose MessageReady is pending; ``peer`` sends it: the sender, or the owner that unpacks the frame."""
 
     def __init__(self, connection: Connection, message: Message, peer: int) -> None:
-        self._message, self._peer = message, peer
+        self._message = message
         self._numbers = torch.empty(4, dtype=torch.int64)
         self._transfer = connection.control.receive(peer, message.sender, self._numbers)
 
     def wait(self, version: int) -> MessageReady:
-        """Returns the MessageReady; raises PeerError where it does not come or does not match."""
+        """Returns the MessageReady; raises PeerError if it does not come or does not match."""
         message = self._message
         try:
             self._transfer.wait()
@@ -152,29 +135,29 @@ class PendingMessage:
 
 
 class Outbox:
-    """Control messages whose arrival their sender does not await."""
+    """Control messages that are sent without waiting for their arrival."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._under_way: list[tuple[Transfer, str]] = []
 
     def notify(self, peer: int, message: Message, ready: MessageReady) -> None:
-        """Tells a rank that a message is ready, after pending work on the device."""
+        """Notifies a rank that a message is ready, after pending work on the device."""
         self._connection.settle()
         self._send(peer, message.sender, torch.tensor(astuple(ready)), named(message))
 
     def give_credit(self, writer: int, receiver: int, bucket: int) -> None:
-        """Lets a rank write a bucket, after pending work on the device."""
+        """Allows a rank to write a bucket, after pending work on the device."""
         self._connection.settle()
         self._send(writer, receiver, torch.tensor([bucket]), f"the memory of bucket {bucket}")
 
     def drain(self) -> None:
-        """Waits until all have arrived; raises PeerError where a peer is gone."""
+        """Waits until all have arrived; raises PeerError if a peer is gone."""
         for transfer, what in self._under_way:
             try:
                 transfer.wait()
             except PeerError as error:
-                raise PeerError(f"no ready was taken of {what}: {error}") from error
+                raise PeerError(f"the message about {what} was not received: {error}") from error
         self._under_way.clear()
 
     def _send(self, peer: int, tag: int, numbers: torch.Tensor, what: str) -> None:
@@ -182,14 +165,14 @@ class Outbox:
 
 
 class Credits:
-    """Buckets that this rank may write, by receiver; at first, as many as the receive buffer holds."""
+    """The buckets that this rank may write, by receiver; at first, as many as the receive buffer holds."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._granted: dict[int, int] = defaultdict(int)
 
     def wait(self, message: Message) -> None:
-        """Waits until a message's memory is free: its previous bucket is loaded. Raises PeerError."""
+        """Waits until the previous bucket in a message's memory is loaded; raises PeerError."""
         receiver, bucket = message.receiver, message.bucket
         while bucket >= max(self._connection.spec.recv_buffers[receiver].depth, self._granted[receiver] + 1):
             number = torch.empty(1, dtype=torch.int64)
@@ -205,12 +188,7 @@ Pack = Callable[[Message, Sequence[torch.Tensor], SyncStats], MessageReady]
 
 
 class FrameSender:
-    """The messages that a rank sends over the network.
-
-    Args:
-        messages: in order of their buckets.
-        pack: fills a frame.
-    """
+    """Sends messages over the network, in order of their buckets; ``pack`` fills a frame."""
 
     def __init__(self, connection: Connection, messages: Sequence[Message], pack: Pack) -> None:
         self._connection, self._pack = connection, pack
@@ -226,17 +204,16 @@ class FrameSender:
 
     @property
     def staging_bytes(self) -> int:
-        """Size of the memory: two batches."""
+        """The size of two batches."""
         return sum(self._sizes)
 
     def begin(self) -> None:
-        """Prepares for a sync."""
         self._count = 0
         if self._memory.numel() < self.staging_bytes:
             self._memory = torch.empty(self.staging_bytes, dtype=torch.uint8, device=self._connection.device)
 
     def send(self, bucket: int, outbox: Outbox, stats: SyncStats) -> None:
-        """Packs and starts to send the frames of a bucket; waits for the earlier half where both are in use."""
+        """Packs and starts to send the frames of a bucket; waits for the earlier batch if both halves are in use."""
         for batch in self._batches.get(bucket, ()):
             which = self._count % 2
             self._count += 1
@@ -251,7 +228,7 @@ class FrameSender:
                 outbox.notify(owner, message, ready)
 
     def drain(self, stats: SyncStats) -> None:
-        """Waits until all have arrived; raises PeerError where a peer is gone."""
+        """Waits until all have arrived; raises PeerError if a peer is gone."""
         for which in range(2):
             self._wait(which, stats)
 

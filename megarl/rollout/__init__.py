@@ -1,1 +1,1 @@
-"""Rollouts with vLLM: engines, sampling, and the receiving side of a weight sync. The only importer of vLLM."""
+"""Rollouts with vLLM: engines, sampling, and the receivers of weight syncs. The only importer of vLLM."""

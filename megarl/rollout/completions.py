@@ -1,4 +1,4 @@
-"""Completions as rollouts: chunks of samples, and chunks that are made of others."""
+"""Completions as rollout chunks: packed, selected and truncated."""
 
 from __future__ import annotations
 
@@ -13,14 +13,7 @@ from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleRequest, Versio
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """A generated response.
-
-    Args:
-        token_ids: R ids, including the end token.
-        logprobs: R values in nats, under the distribution that was sampled from.
-        finished: False when the response was cut off at the length limit.
-        versions: spans that cover it in order.
-    """
+    """A generated response of R tokens; see ``RolloutChunk``."""
 
     request: SampleRequest
     token_ids: Sequence[int]
@@ -31,7 +24,7 @@ class Response:
 
 @dataclass(frozen=True, kw_only=True)
 class PickRequest:
-    """New chunks of rows of other chunks, of any engine: by new chunk, its rows as (chunk, row)."""
+    """Chunks to make of rows of other chunks, of any engine: the (chunk, row) of each row, by new chunk."""
 
     chunks: Chunks[RolloutChunk]
     rows: Mapping[int, Sequence[tuple[int, int]]]
@@ -39,7 +32,7 @@ class PickRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class TruncateRequest:
-    """Chunks, of any engine, whose responses are truncated; `own` of them by this engine. See `truncate_responses`."""
+    """Chunks of any engine to truncate, `own` of them by this engine; see `truncate_responses`."""
 
     chunks: Chunks[RolloutChunk]
     own: Sequence[int]
@@ -48,7 +41,7 @@ class TruncateRequest:
 
 
 def pack_chunk(index: int, responses: Sequence[Response]) -> tuple[list[SampleInfo], RolloutChunk]:
-    """Returns the chunk with this index of responses, in their order, and a SampleInfo of each."""
+    """Returns a chunk of responses, in their order, and the SampleInfo of each."""
     infos = [
         SampleInfo(
             sample_id=response.request.sample_id,
@@ -73,11 +66,7 @@ def pack_chunk(index: int, responses: Sequence[Response]) -> tuple[list[SampleIn
 
 
 def select_rows(chunks: Chunks[RolloutChunk], rows: Sequence[tuple[int, int]]) -> RolloutChunk:
-    """Returns a chunk of rows of other chunks; fetches only these chunks.
-
-    Args:
-        rows: of the new chunk, as (chunk, row); at least one.
-    """
+    """Returns a chunk of one or more rows of others, given as (chunk, row); fetches only these chunks."""
 
     def column(name: str) -> Ragged:
         old: dict[int, Ragged] = {chunk: getattr(chunks[chunk], name) for chunk in {chunk for chunk, _ in rows}}
@@ -96,9 +85,9 @@ def select_rows(chunks: Chunks[RolloutChunk], rows: Sequence[tuple[int, int]]) -
 def truncate_responses(chunk: RolloutChunk, token: int, after: int) -> RolloutChunk:
     """Ends each response with its first `token` at an index of at least `after`; it is finished if it has one.
 
-    Source: the style and summary tasks of lm-human-preferences, whose reward model reads no further.
+    Source: the style and summary tasks of lm-human-preferences.
     """
-    import torch  # not above: the engine first sets the environment that torch reads when it is imported
+    import torch  # not above: torch reads the environment that the engine sets
 
     from megarl.algos.reward_shaping import first_end
     from megarl.experience.padded_batch import align, response_mask

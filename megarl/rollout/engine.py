@@ -36,27 +36,27 @@ if TYPE_CHECKING:
     from megarl.rollout.weight_receiver import CallOutcome
 
 Ends = tuple[list[int], list[bool]]
-"""By row of a chunk, the response's number of tokens and whether it is finished."""
+"""The number of tokens of each response of a chunk, and whether it is finished."""
 
 _MIB = 2**20
 _BLOCK_TOKENS = 32
 _START_MEMORY = 0.01
-"""The part of the device's memory that vLLM (0.32) requires to be free, even with a given cache size. Its default would
-refuse to start beside a trainer."""
+"""The part of the device's memory that vLLM (0.32) requires to be free, even with a given cache size; its default does
+not allow a trainer on the device."""
 
 
 class RolloutEngine:
-    """An engine in this process; several tensor-parallel ranks are worker processes.
+    """A vLLM engine in this process; more than one tensor-parallel rank are worker processes.
 
-    The weights' version is that of the last committed sync, or 0 when they are loaded from files. Without weights,
-    after a failed sync, and asleep, the engine refuses to generate: see `EngineState`. vLLM takes over the process
-    (default process group, random state, threads), so nothing else in it may use torch.
+    The weights' version is that of the last committed sync, or 0 if they are loaded from files. `EngineState` refuses
+    calls in the wrong state. vLLM takes over the process (default process group, random state, threads), so nothing
+    else in it may use torch.
 
     Args:
         model_dir: Hugging Face directory; config.json is enough when the weights come by sync.
         vocab_size: only ids below it are sampled; at most the config's vocab_size.
         device: `cuda` or `cpu`.
-        tokenizer: Hugging Face directory of the tokenizer for `rollout.stop`.
+        tokenizer: Hugging Face directory, for `rollout.stop`.
         weights: `sync` starts without weights, `files` with those in the directory.
     """
 
@@ -71,13 +71,8 @@ class RolloutEngine:
         tokenizer: str | None = None,
         weights: Literal["sync", "files"] = "sync",
     ) -> None:
-        self._model_dir = str(model_dir)
-        self._rollout = rollout
-        self._engine_id = engine_id
-        self._vocab_size = vocab_size
-        self._device = device
-        self._tokenizer = tokenizer
-        self._weights = weights
+        self._model_dir, self._rollout, self._engine_id = str(model_dir), rollout, engine_id
+        self._vocab_size, self._device, self._tokenizer, self._weights = vocab_size, device, tokenizer, weights
         self._state = EngineState(
             engine_id, sleeps=rollout.sleep, drops=weights == "sync", version=0 if weights == "files" else None
         )
@@ -96,15 +91,11 @@ class RolloutEngine:
 
     @property
     def version(self) -> int | None:
-        """The policy version of the weights; None without weights."""
         return self._state.version
 
     @remote(phase="start")
     def start(self) -> None:
-        """Starts vLLM and its workers, and checks their parameters against the shard maps.
-
-        With `rollout.sleep` the engine is asleep afterwards.
-        """
+        """Starts vLLM and checks its parameters against the shard maps; with `rollout.sleep` the engine then sleeps."""
         self._scratch = scratch_directory()
         set_vllm_environment(self._device, self._scratch.name)
         from vllm import EngineArgs, LLMEngine
@@ -150,11 +141,7 @@ class RolloutEngine:
 
     @remote(phase="start")
     def connect(self, request: ConnectRequest) -> None:
-        """Connects every rank to the trainer's, and waits for all ranks of the sync. Ends an earlier connection.
-
-        Args:
-            request: its ranks are this engine's in the sync, by tensor-parallel rank.
-        """
+        """Connects every rank to the trainer's, and waits for all ranks of the sync. Ends an earlier connection."""
         version = -1 if self.version is None else self.version
         init = {"sync": request.sync, "ranks": tuple(request.ranks), "version": version}
         self._transfer("init_weight_transfer_engine", init)
@@ -162,19 +149,10 @@ class RolloutEngine:
 
     @remote(phase="sync")
     def receive_weights(self, version: int) -> list[SyncStats]:
-        """Takes part in a sync, and waits for the trainer's ranks: every rank writes its shard as it arrives.
+        """Receives the weights of a version, not below the previous one; every rank writes its shard as it arrives.
 
         If it fails before anything is written, the engine keeps its weights; else it is unusable until a sync succeeds.
-
-        Args:
-            version: of the policy; not below the previous one.
-
-        Returns:
-            Statistics of each rank; `reset` are the seconds of the prefix cache's reset.
-
-        Raises:
-            SyncError: the sync was aborted, with the reason of the rank that failed first.
-            RuntimeError: the engine is in the wrong state.
+        An aborted sync raises SyncError. Returns each rank's statistics, with the stage `reset` of the prefix cache.
         """
         from megarl.resharding import SyncError
 
@@ -197,7 +175,7 @@ class RolloutEngine:
 
     @remote(phase="rollout")
     def sleep(self) -> None:
-        """Frees receive buffers, weights and KV cache; on a CPU vLLM keeps the latter two."""
+        """Frees receive buffers, weights and KV cache; on a CPU vLLM keeps weights and cache."""
         self._state.sleep()
         self._call("release")
         self._suspend()
@@ -210,7 +188,7 @@ class RolloutEngine:
 
     @remote(phase="sync")
     def wake_cache(self) -> None:
-        """Allocates the KV cache again: the engine can be used."""
+        """Allocates the KV cache again; the engine can be used."""
         self._state.wake_cache()
         self._running.wake_up(["kv_cache"])
 
@@ -218,16 +196,12 @@ class RolloutEngine:
     def generate(self, work: Iterable[WorkItem], at_once: int) -> Iterator[tuple[list[SampleInfo], RolloutChunk]]:
         """Generates one response per request; a response does not depend on the other requests.
 
-        Takes an item while it has fewer than `at_once` and vLLM can run more requests. Yields a chunk, with the
-        driver's records of its samples, as soon as all its responses are finished.
+        Takes an item while vLLM can run more requests. Yields a chunk as soon as all its responses are finished. Raises
+        ValueError if a prompt is empty, too long or has unknown ids.
 
         Args:
             work: items, which engines may share.
             at_once: largest number of items in progress; an even share, so that all engines can start.
-
-        Raises:
-            RuntimeError: the engine has no weights, or is asleep.
-            ValueError: a prompt is empty, too long or has unknown ids.
         """
         version = self._state.usable_version()
         assert self._requests is not None
@@ -253,31 +227,22 @@ class RolloutEngine:
 
     @remote(phase="rollout")
     def pick(self, request: PickRequest) -> dict[int, RolloutChunk]:
-        """Returns new chunks of rows of other chunks; works asleep."""
+        """Returns chunks of rows of other chunks; works asleep."""
         return {new: select_rows(request.chunks, rows) for new, rows in request.rows.items()}
 
     @remote(phase="rollout")
     def truncate(self, request: TruncateRequest) -> tuple[dict[int, RolloutChunk], dict[int, Ends]]:
-        """Returns chunks with their responses truncated after a token, and the new ends; works asleep."""
+        """Returns truncated chunks and their ends; works asleep."""
         own, token, after = request.own, request.token, request.after
         cut = {chunk: truncate_responses(request.chunks[chunk], token, after) for chunk in own}
         return cut, {chunk: (new.response_ids.lengths.tolist(), new.finished.tolist()) for chunk, new in cut.items()}
 
     @remote(phase="inference")
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> Ragged:
-        """Returns teacher-forced log-probabilities, without temperature, top-p, top-k and prefix cache.
+        """Returns teacher-forced log-probabilities of sequences, without temperature, top-p, top-k and prefix cache.
 
-        The distribution is over the ids below vocab_size.
-
-        Args:
-            token_ids: sequences of T ids each, at most max_model_len.
-
-        Returns:
-            A row of T - 1 float32 nats per sequence, of its second token to its last.
-
-        Raises:
-            RuntimeError: the engine has no weights, or is asleep.
-            ValueError: a sequence is empty, too long or has unknown ids.
+        The distribution is over the ids below vocab_size. A row is T - 1 float32 nats of a sequence of T ids, of its
+        second token to its last. Raises ValueError if a sequence is empty, too long or has unknown ids.
         """
         self._state.usable_version()
         assert self._requests is not None
@@ -311,7 +276,7 @@ class RolloutEngine:
         self._running.sleep(level=2 if self._weights == "sync" else 1)
 
     def _commit(self, version: int) -> None:
-        """All weights are of the version; the cache must not keep results of the previous ones."""
+        """Drops the prefix cache of the previous weights and sets the version."""
         if not self._running.reset_prefix_cache():
             self._state.mix()
             raise RuntimeError(f"engine {self._engine_id}: the prefix cache is in use and could not be reset")
@@ -353,19 +318,15 @@ class RolloutEngine:
         self._running.collective_rpc(method, args=args)
 
     def _outcomes(self) -> list[CallOutcome]:
-        """The outcomes of the last call of the transfer engines, by rank."""
+        """Returns the outcomes of the transfer engines' last calls, by rank."""
         return self._running.collective_rpc("megarl_outcome")
 
     def _call(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of the transfer engines that vLLM does not know; returns the results by rank."""
+        """Calls a method of the transfer engines that vLLM does not know; returns its results by rank."""
         return self._values(method, self._running.collective_rpc("megarl_call", args=(method, *args)))
 
     def _values(self, method: str, outcomes: Sequence[CallOutcome]) -> list[Any]:
-        """The values that the ranks returned.
-
-        Raises:
-            RuntimeError: with the tracebacks of the ranks that failed.
-        """
+        """Returns the ranks' values; raises RuntimeError with the tracebacks of those that failed."""
         failed = [f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error]
         if failed:
             raise RuntimeError(f"engine {self._engine_id}: {method} failed on\n" + "\n".join(failed))
@@ -373,5 +334,5 @@ class RolloutEngine:
 
 
 def _flat(logprobs: Any) -> list[float]:
-    """The values of vLLM's FlatLogprobs; the first token of a prompt has none."""
+    """Returns the values of vLLM's FlatLogprobs; the first token of a prompt has none."""
     return logprobs.logprobs

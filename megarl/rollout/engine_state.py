@@ -1,4 +1,4 @@
-"""The order of an engine's states: the version of its weights, and what of it is in the devices' memory."""
+"""The states of an engine: the version of its weights, and its memory on the devices."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from enum import Enum
 
 
 class EngineMemory(Enum):
-    """What of an engine is in memory."""
-
     AWAKE = "awake"
     ASLEEP = "asleep"
     WEIGHTS = "awake but for its cache"
 
 
 class WeightState(Enum):
-    """What the weights are, as the end of a message."""
+    """The state of the weights, as the end of a message."""
 
     NONE = "has no weights yet: sync it once before using it"
     DROPPED = "dropped its weights when it went to sleep: sync it before using it"
@@ -23,15 +21,15 @@ class WeightState(Enum):
 
 
 class EngineState:
-    """Tracks an engine and refuses calls that are out of order: sleep, wake_weights, sync, wake_cache.
+    """Refuses an engine's calls that are out of order: sleep, wake_weights, sync, wake_cache.
 
-    In that order trainers and engines can share devices: a sleeping engine holds neither weights nor cache, and takes
-    new weights before its cache needs the room in which they were staged.
+    In this order trainers and engines can share devices: a sleeping engine holds neither weights nor cache, and
+    receives new weights before it allocates its cache.
 
     Args:
         sleeps: the engine releases its memory between rollouts, and starts asleep.
-        drops: its weights are gone after a sleep, because a sync brings new ones.
-        version: of the weights that it starts with; None without weights.
+        drops: sleep drops the weights, because a sync brings new ones.
+        version: of the initial weights; None without weights.
     """
 
     def __init__(self, engine_id: int, *, sleeps: bool, drops: bool, version: int | None) -> None:
@@ -42,42 +40,34 @@ class EngineState:
         self._weights = WeightState.NONE if version is None else WeightState.WHOLE
 
     def usable_version(self) -> int:
-        """Returns the version of the weights that responses come from.
-
-        Raises:
-            RuntimeError: the engine has no complete weights, or is not awake.
-        """
+        """Returns the version of the weights; raises RuntimeError if they are not complete, or the engine not awake."""
         self._require("answer", EngineMemory.AWAKE)
         return self._whole()
 
     def sleep(self) -> None:
-        """Weights and cache are released."""
         self._require("sleep", EngineMemory.AWAKE, moves=True)
         self._memory = EngineMemory.ASLEEP
         if self._drops and self._weights is not WeightState.NONE:
             self._weights = WeightState.DROPPED
 
     def wake_weights(self) -> None:
-        """The weights have memory again, which is empty if they come by sync."""
         self._require("wake_weights", EngineMemory.ASLEEP, moves=True)
         self._memory = EngineMemory.WEIGHTS
 
     def wake_cache(self) -> None:
-        """The cache has memory again: the engine is awake."""
         self._require("wake_cache", EngineMemory.WEIGHTS, moves=True)
         self._whole()
         self._memory = EngineMemory.AWAKE
 
     def begin_sync(self) -> None:
-        """Weights may be written."""
+        """Allows weights to be written."""
         self._require("sync", EngineMemory.WEIGHTS if self._sleeps else EngineMemory.AWAKE)
 
     def commit(self, version: int) -> None:
-        """All weights are of this version."""
         self.version, self._weights = version, WeightState.WHOLE
 
     def mix(self) -> None:
-        """Some weights are of another version."""
+        """Records that the weights are of several versions."""
         self._weights = WeightState.MIXED
 
     def _require(self, action: str, memory: EngineMemory, *, moves: bool = False) -> None:

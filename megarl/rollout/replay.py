@@ -1,4 +1,4 @@
-"""Engines that record their responses, or replay recorded ones, so that runs can be compared on the same batch."""
+"""Engines that record or replay responses, so that runs can be compared on the same batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.rollout.engine import RolloutEngine
 from megarl.types import RolloutChunk, SampleInfo, SampleRequest, VersionSpan, WorkItem
 
 _EVALUATION = "0"
-"""The step in the sample ids of evaluations, which use the same ids every time."""
+"""The step in the sample ids of evaluations, which repeat."""
 
 
 class RecordingEngine(RolloutEngine):
@@ -39,7 +39,7 @@ class RecordingEngine(RolloutEngine):
 
 
 class ReplayingEngine(RolloutEngine):
-    """Returns the responses in `rollout.replay` in the steps that are recorded there, and generates in others."""
+    """Returns the responses in `rollout.replay` in recorded steps, and generates in others."""
 
     def __init__(self, model_dir: str, rollout: Rollout, **options: Any) -> None:
         super().__init__(model_dir, rollout, **options)
@@ -63,12 +63,11 @@ class ReplayingEngine(RolloutEngine):
 
 
 def recorded_steps(directory: Path) -> set[str]:
-    """Returns the steps of the samples in a directory."""
     return {_step(unquote(file.stem)) for file in directory.glob("*.npz")} - {_EVALUATION}
 
 
 def write_sample(directory: Path, chunk: RolloutChunk, row: int) -> None:
-    """Writes a sample to its own file, named by its id, so that it can be read with any division into chunks."""
+    """Writes a sample to a file named by its id, so that it can be read with any division into chunks."""
     np.savez(
         _file(directory, chunk.sample_ids[row]),
         prompt_ids=chunk.prompt_ids[row],
@@ -80,11 +79,7 @@ def write_sample(directory: Path, chunk: RolloutChunk, row: int) -> None:
 
 
 def read_response(directory: Path, request: SampleRequest) -> Response:
-    """Returns the recorded response to a request.
-
-    Raises:
-        ValueError: there is none, or it belongs to another prompt.
-    """
+    """Returns the recorded response to a request; raises ValueError if it is missing or of another prompt."""
     path = _file(directory, request.sample_id)
     advice = "record and replay with the same run.seed, data and steps"
     if not path.exists():

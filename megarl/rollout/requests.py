@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def stop_token_ids(model_dir: str | Path) -> tuple[int, ...]:
-    """Returns the ids that end a response, from generation_config.json or else config.json; maybe none."""
+    """Returns the ids that end a response, from generation_config.json or else config.json; possibly none."""
     path = Path(model_dir) / "generation_config.json"
     generation = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     ids = generation.get("eos_token_id")
@@ -36,13 +36,10 @@ def generation_params(rollout: RolloutConfig, request: SampleRequest, stop_token
     """Returns parameters that sample one response, with the log-probability of each of its tokens.
 
     The log-probabilities are of the distribution that was sampled from: after temperature, top-p, top-k and the mask
-    that excludes end tokens from the first `min_new_tokens`, renormalised. Trainers apply the temperature only (the
-    full softmax, as for the ratios of PPO); with one of the others, the two differ by what it cuts off. A greedy
-    response has log-probabilities at temperature 1, without top-p and top-k.
-
-    Args:
-        request: vLLM uses the lower 63 bits of its seed, as it stores seeds as signed numbers and reads -1 as no seed.
-        stop_token_ids: ids that end a response, which includes the one that ended it.
+    that excludes end tokens from the first `min_new_tokens`, renormalized. Trainers apply the temperature only (the
+    full softmax, as for the ratios of PPO), so with one of the others the two differ. A greedy response has
+    log-probabilities at temperature 1, without top-p and top-k. A response includes the stop token that ended it. vLLM
+    uses the lower 63 bits of the seed, as it stores seeds as signed numbers and reads -1 as no seed.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -68,8 +65,7 @@ def generation_params(rollout: RolloutConfig, request: SampleRequest, stop_token
 def scoring_params() -> SamplingParams:
     """Returns parameters that ask for the raw log-probabilities of a prompt's tokens; vLLM also generates one token.
 
-    With `prompt_logprobs` vLLM does not read the prefix cache; the parameter makes sure, as a stale cache would go
-    unnoticed.
+    vLLM does not read the prefix cache with `prompt_logprobs`; `skip_reading_prefix_cache` makes sure.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -86,11 +82,7 @@ def scoring_params() -> SamplingParams:
 
 
 class Requests:
-    """The requests of a vLLM engine by number; no number is used twice.
-
-    Args:
-        llm: the engine, which has no other requests.
-    """
+    """The requests of a vLLM engine, which has no others, by number; no number is used twice."""
 
     def __init__(self, llm: LLMEngine) -> None:
         self._llm = llm
@@ -102,18 +94,17 @@ class Requests:
 
     @property
     def room(self) -> int:
-        """The number of further requests that vLLM would run at once."""
+        """The number of further requests that vLLM can run at once."""
         return self._llm.vllm_config.scheduler_config.max_num_seqs - len(self)
 
     def add(self, token_ids: Sequence[int], params: SamplingParams) -> int:
-        """Submits a request and returns its number."""
         number = next(self._numbers)
         self._llm.add_request(str(number), {"type": "token", "prompt_token_ids": list(token_ids)}, params)
         self._open.add(number)
         return number
 
     def step(self) -> Iterator[tuple[int, RequestOutput]]:
-        """Computes a token of each request, or a part of its prompt; yields those that are finished."""
+        """Runs a step of the engine; yields the finished requests."""
         for output in self._llm.step():
             if output.finished:
                 number = int(output.request_id)
@@ -121,6 +112,6 @@ class Requests:
                 yield number, cast("RequestOutput", output)
 
     def abort(self) -> None:
-        """Drops the requests that are not finished."""
+        """Drops the unfinished requests."""
         self._llm.abort_request([str(number) for number in self._open])
         self._open.clear()

@@ -32,12 +32,7 @@ _CONTRADICTING = ("VLLM_CPU_KVCACHE_SPACE",)  # would override the configured KV
 
 
 def set_vllm_environment(device: str, scratch_dir: str) -> None:
-    """Prepares this process and its children; called before vLLM is imported, and torch if possible.
-
-    Args:
-        device: `cuda` or `cpu`.
-        scratch_dir: directory for files of vLLM and torch.
-    """
+    """Prepares this process and its children; called before vLLM is imported, and torch if possible."""
     os.environ.update(_ALWAYS)
     os.environ.update(dict.fromkeys(_SCRATCH, scratch_dir))
     if device == "cpu":
@@ -57,7 +52,7 @@ def scratch_directory() -> tempfile.TemporaryDirectory[str]:
 
 @contextmanager
 def temporary_files_in(directory: str) -> Iterator[None]:
-    """Has `tempfile` create files in a directory: ranks that are ended together leave their rendezvous file behind."""
+    """Has `tempfile` create files in a directory, as killed ranks leave their rendezvous file behind."""
     before, tempfile.tempdir = tempfile.tempdir, directory
     try:
         yield

@@ -1,4 +1,4 @@
-"""How the layers of a running vLLM model take new weights: overwritten, packed, or quantized."""
+"""Layers of a running vLLM model that receive new weights: overwritten, packed, or quantized."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ class Layer:
     """A module with its own parameters, and those of them that have arrived.
 
     Args:
-        module: of the running model.
-        infos: its parameters as they are loaded, before any packing.
-        in_place: those that are overwritten in place.
-        take: called with the others once all have arrived; installs them in the module.
+        infos: parameters as they are loaded, before any packing.
+        in_place: parameters that are overwritten in place.
+        install: called with the others once all have arrived.
         quantized: the module runs with quantized weights.
 
     Attributes:
         arrived: parameters that wait for the rest.
-        loaded: all parameters were taken since `begin`.
+        loaded: all parameters were installed since `begin`.
     """
 
     def __init__(
@@ -43,15 +42,12 @@ class Layer:
         module: nn.Module,
         infos: Mapping[str, TensorInfo],
         in_place: Collection[str],
-        take: Callable[[Tensors], None],
+        install: Callable[[Tensors], None],
         *,
         quantized: bool = False,
     ) -> None:
-        self.infos = infos
-        self.in_place = in_place
-        self.quantized = quantized
-        self._module = module
-        self._take = take
+        self.infos, self.in_place, self.quantized = infos, in_place, quantized
+        self._module, self._install = module, install
         self.begin()
 
     def begin(self) -> None:
@@ -62,7 +58,7 @@ class Layer:
         self._borrowed: set[str] = set()
 
     def arrive(self, name: str, tensor: torch.Tensor | None = None, *, borrowed: bool = True) -> None:
-        """Records a parameter, and installs the layer's weights when it was the last one.
+        """Records a parameter; with the last one, installs the layer's weights.
 
         Args:
             tensor: None for a parameter that was overwritten in place.
@@ -74,26 +70,26 @@ class Layer:
             if borrowed:
                 self._borrowed.add(name)
         if not self._awaited:
-            self._take(self.arrived)
+            self._install(self.arrived)
             self._copy_borrowed()
             self.begin()
             self.loaded = True
 
     def _copy_borrowed(self) -> None:
-        """Copies parameters that still use borrowed memory: for some kernels vLLM packs nothing."""
+        """Copies parameters that still use borrowed memory, where vLLM's kernel needs no packing."""
         borrowed = {self.arrived[name].untyped_storage().data_ptr() for name in self._borrowed}
         for parameter in self._module.parameters(recurse=False):
             if parameter.untyped_storage().data_ptr() in borrowed:
                 parameter.data = parameter.data.clone()
 
     def keep(self) -> None:
-        """Copies what has arrived and waits for the rest of the layer."""
+        """Copies borrowed parameters, which wait for the rest of the layer."""
         for name in self._borrowed:
             self.arrived[name] = self.arrived[name].clone()
         self._borrowed.clear()
 
     def fill(self) -> None:
-        """Uses zeros for the weights that have not arrived."""
+        """Uses zeros for the parameters that have not arrived."""
         device = next(self._module.parameters(recurse=False)).device
         for name in sorted(self._awaited):
             info = self.infos[name]
@@ -102,14 +98,11 @@ class Layer:
 
 
 def running_layer(path: str, module: nn.Module, model_config: ModelConfig, *, computes: bool) -> Layer:
-    """Returns the layer of a module of a running model.
+    """Returns the layer of a module of a running model; raises ValueError if it has a parameter that cannot be written.
 
     Args:
         path: its name in the model.
-        computes: False for an embedding that is not the output layer too: it only looks up rows.
-
-    Raises:
-        ValueError: vLLM keeps a parameter in a form that cannot be written.
+        computes: False for an embedding that only looks up rows.
     """
     method = getattr(module, "quant_method", None)
     if method is not None and not isinstance(method, _UNQUANTIZED):
@@ -126,7 +119,7 @@ def running_layer(path: str, module: nn.Module, model_config: ModelConfig, *, co
 
 
 def _overwritten(path: str, module: nn.Module, infos: Mapping[str, TensorInfo]) -> list[str]:
-    """The parameters that run as they are loaded; on a CPU, vLLM packs others and empties them."""
+    """Returns the parameters that run as they are loaded; on a CPU, vLLM packs and empties the others."""
     parameters = dict(module.named_parameters(recurse=False))
     in_place = [name for name, parameter in parameters.items() if tuple(parameter.shape) == infos[name].shape]
     for name in parameters.keys() - set(in_place):
@@ -139,10 +132,7 @@ def _overwritten(path: str, module: nn.Module, infos: Mapping[str, TensorInfo]) 
 
 
 def _as_loaded(module: nn.Module, name: str) -> TensorInfo:
-    """The shape and dtype of a parameter when vLLM loads it.
-
-    Packing empties matrices, pads experts, and may convert a half-precision bias to float32.
-    """
+    """Returns a parameter's shape and dtype before packing, which may empty, pad or convert it."""
     recorded = get_layerwise_info(module).restore_metadata[0].get(name)  # has no biases
     live: Any = getattr(module, name)
     if recorded is not None:
@@ -164,13 +154,12 @@ def _bind(module: nn.Module, tensors: Tensors) -> None:
 
 
 def _pack(module: Any, tensors: Tensors) -> None:
-    """As vLLM's model loader does after loading: on a CPU, it packs the weights into new memory."""
+    """Packs weights into new memory on a CPU, as vLLM's model loader does after loading."""
     _bind(module, tensors)
     module.quant_method.process_weights_after_loading(module)
 
 
 def _pack_experts(module: Any, tensors: Tensors) -> None:
-    """The same for fused experts."""
     _bind(module, tensors)
     if tensors:
         module.quant_method.moe_kernel = None  # with a kernel, experts count as packed (vLLM 0.28 to 0.32)

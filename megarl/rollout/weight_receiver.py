@@ -1,7 +1,7 @@
-"""The receiving end of a weight sync in vLLM's worker processes.
+"""The receiver of weight syncs in vLLM's worker processes.
 
 vLLM imports this file in every worker process, by the name of `WorkerExtension`, before it creates the weight-transfer
-engine that is registered here. Only small plain data goes through `collective_rpc`; tensors arrive by the transport.
+engine that is registered here. Only small plain data passes `collective_rpc`; tensors arrive by the transport.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
@@ -35,7 +31,7 @@ from megarl.weights.shard_map import Box, ShardMap, TensorInfo
 
 @dataclass(kw_only=True)
 class _Parameter:
-    """A parameter, which tied layers share."""
+    """A parameter, possibly of tied layers."""
 
     info: TensorInfo
     live: nn.Parameter | None
@@ -49,15 +45,9 @@ class EngineWeights:
     packs (matrices and experts on a CPU) or quantizes are made again when all parameters of the layer have arrived,
     without a copy if a layer arrives at once.
 
-    Args:
-        model: of a worker, after loading.
-
     Attributes:
         settled: `settle` has replaced weights since `begin`.
-        peak_bytes: the most that waited for the rest of a layer or a parameter since `begin`.
-
-    Raises:
-        ValueError: vLLM keeps a parameter in a form that cannot be written.
+        peak_bytes: most bytes that waited for the rest of a layer or a parameter since `begin`.
     """
 
     def __init__(self, model: nn.Module, model_config: ModelConfig) -> None:
@@ -79,11 +69,7 @@ class EngineWeights:
         self.begin()
 
     def check(self, expected: Mapping[str, TensorInfo]) -> None:
-        """Compares the parameters of a sync with those of the model.
-
-        Raises:
-            ValueError: they differ; the message lists every difference.
-        """
+        """Compares a sync's parameters with the model's; raises ValueError with every difference."""
         ours = {name: parameter.info for name, parameter in self._parameters.items()}
         problems = [f"{name}: unknown to vLLM's model" for name in expected if name not in ours]
         problems += [f"{name}: not in the shard map" for name in ours if name not in expected]
@@ -96,7 +82,7 @@ class EngineWeights:
             raise ValueError("the shard map does not describe this vLLM model:\n  " + "\n  ".join(problems))
 
     def begin(self) -> None:
-        """Starts a sync, which brings every parameter once; drops what an earlier one left unfinished."""
+        """Starts a sync, which brings every parameter once; drops parameters of an unfinished one."""
         self.settled = False
         self.peak_bytes = 0
         self._waiting: set[Layer] = set()
@@ -106,12 +92,7 @@ class EngineWeights:
 
     @torch.no_grad()
     def write(self, params: Mapping[str, torch.Tensor], box: Box | None = None) -> None:
-        """Takes tensors that have arrived; their memory may be reused afterwards.
-
-        Args:
-            params: whole parameters; with a box, that part of one.
-            box: the parts of a parameter come in row-major order.
-        """
+        """Writes tensors that have arrived, whose memory may be reused afterwards; see ``resharding.Load``."""
         for name, tensor in params.items():
             parameter = self._parameters[name]
             self._check_tensor(name, parameter.info, tensor, box)
@@ -137,8 +118,7 @@ class EngineWeights:
     def settle(self) -> None:
         """Fills the unfinished quantized layers of a failed sync with zeros.
 
-        The ranks of an engine may compute the scales of a matrix together, layer by layer: a rank that stopped would
-        block the others.
+        Ranks may compute the scales of a layer's matrix together: a rank that stopped would block the others.
         """
         for layer in self._layers:
             if layer.quantized and not layer.loaded:
@@ -165,7 +145,6 @@ class CallOutcome:
     """The outcome of a call on a worker.
 
     Args:
-        value: what it returned.
         error: the traceback; empty without an error.
         aborted: the reason of an aborted sync, the same on all its ranks; else empty.
         consistent: all weights are of one version.
@@ -182,7 +161,6 @@ class ConnectInfo(WeightTransferInitInfo):
     """A connection to the trainer.
 
     Args:
-        sync: with this engine's parts of the plan.
         ranks: the engine's ranks in the sync, by tensor-parallel rank.
         version: the last committed one; -1 before the first.
     """
@@ -194,17 +172,15 @@ class ConnectInfo(WeightTransferInitInfo):
 
 @dataclass(kw_only=True)
 class SyncInfo(WeightTransferUpdateInfo):
-    """A sync, which brings the weights of a version."""
-
     version: int
 
 
 class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
-    """The weights of a rank, and its end of the transport.
+    """A rank's weights and its connection to the trainer.
 
     vLLM's worker calls `init_transfer_engine` to connect, then for every sync `start_weight_update`, `update_weights`
     and `finish_weight_update`; `shutdown` to disconnect. None of them raises or returns anything; `outcome` has the
-    result. If a rank raised, vLLM's `mp` executor (0.32) would leave the answers of the other ranks to the next call.
+    result. If a rank raised, vLLM's `mp` executor (0.32) would return the other ranks' answers from the next call.
     """
 
     init_info_cls = ConnectInfo
@@ -222,14 +198,10 @@ class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
         self._receiver: Receiver | None = None
 
     def prepare(self, shard_maps: Sequence[ShardMap], vocab_size: int) -> None:
-        """Checks the shard map of this rank against the model, and excludes unused ids from sampling.
+        """Checks the shard map of this rank against the model, and excludes ids from `vocab_size` on from sampling.
 
-        Called once, before anything else, when all ranks have started. vLLM cuts the logits to the `vocab_size` of
-        config.json, which may be larger than the vocabulary.
-
-        Args:
-            shard_maps: by tensor-parallel rank.
-            vocab_size: ids from this one on get probability zero.
+        Called once, when all ranks have started. vLLM cuts the logits to the `vocab_size` of config.json, which may be
+        larger than the vocabulary.
         """
         with self._report():
             _unlink_shared_memory()
@@ -254,7 +226,6 @@ class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
             self._receiver = Receiver(self._connection, self._live.write, version=init_info.version)
 
     def start_weight_update(self) -> None:
-        """Starts a sync."""
         self._live.begin()
 
     def receive_weights(self, update_info: SyncInfo) -> None:
@@ -272,7 +243,6 @@ class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
             self.outcome = CallOutcome(value=stats)
 
     def finish_weight_update(self) -> None:
-        """Ends a sync, successful or not."""
         self._live.begin()
 
     def release(self) -> None:
@@ -290,7 +260,7 @@ class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
 
     @contextmanager
     def _report(self) -> Generator[None]:
-        """Sets the outcome of the block: an empty one, unless the block sets another, or its exception."""
+        """Sets the outcome of the block, which may set its own."""
         self.outcome = CallOutcome()
         try:
             yield
@@ -301,10 +271,7 @@ class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
 
 
 def _unlink_shared_memory() -> None:
-    """Removes the names of the memory through which vLLM's CPU ranks reduce, which a killed rank would leave behind.
-
-    All ranks have mapped it by now.
-    """
+    """Removes the names of vLLM's shared memory, which all CPU ranks have mapped: killed ranks would leave them."""
     if name := os.environ.get("VLLM_DIST_IDENT"):  # vLLM's CPU worker sets it
         for path in Path("/dev/shm").glob(f"{name}-*-cpushm_*"):
             path.unlink(missing_ok=True)
@@ -319,10 +286,8 @@ class WorkerExtension:
     """Calls of the weight-transfer engine that vLLM's worker does not pass on; `self` is the worker."""
 
     def megarl_call(self: Any, method: str, *args: Any) -> CallOutcome:
-        """Calls a method of the engine that vLLM does not know."""
         getattr(self.weight_transfer_engine, method)(*args)
         return self.weight_transfer_engine.outcome
 
     def megarl_outcome(self: Any) -> CallOutcome:
-        """Returns the outcome of the engine's last call."""
         return self.weight_transfer_engine.outcome

@@ -148,10 +148,11 @@ def test_any_layout_loads_what_any_other_saved(
             assert torch.equal(found[key], values), f"{key} in {elsewhere}"
 
 
-def test_every_element_is_written_once(pool: RankPool, tmp_path: Path) -> None:
-    """The ranks of a replicated role share the writing of its weights."""
+@pytest.mark.parametrize("layout", [Layout(dp=4), Layout(pp=2, dp=2)])
+def test_every_element_is_written_once(pool: RankPool, tmp_path: Path, layout: Layout) -> None:
+    """The replicas share the writing of the weights; of tied ones, the stages hold other runs of optimizer state."""
     model = save_model(tmp_path / "model", tie_word_embeddings=True)
-    saved = pool.run(_saved, model, "actor", Layout(dp=4), torch.float32, 1, tmp_path / "actor", world_size=4)
+    saved = pool.run(_saved, model, "actor", layout, torch.float32, 1, tmp_path / "actor", world_size=4)
     files = [record for _, records in saved for record in records]
     assert sorted(record.path for record in files) == sorted(path.name for path in (tmp_path / "actor").iterdir())
     for record in files:

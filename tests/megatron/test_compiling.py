@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.megatron.platform.compiling import compiled_at_first_call
+from megarl.megatron.platform.core_import import compiled_at_first_call
 
 
 @pytest.mark.process

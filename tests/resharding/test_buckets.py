@@ -16,7 +16,6 @@ from megarl.resharding.buckets import (
     payload,
     recv_buffer_bytes,
     recv_views,
-    sum_up,
     unpack,
 )
 from megarl.resharding.spec import RecvBufferPlan
@@ -96,7 +95,8 @@ def test_boxes_land_in_their_half_with_the_checksum_of_a_frame(message: Message,
     check(message, views)
     assert bool((halves[1 - index] == 7).all())
     if _disjoint(message):
-        sum_up(targets, again)
+        for target in targets:
+            again.add(target)
         frame = torch.zeros(message.nbytes, dtype=torch.uint8)
         pack(message, {"s": SOURCE}, payload(message, frame), framed)
         assert there.value == again.value == framed.value
@@ -121,7 +121,7 @@ def test_a_part_of_a_parameter_lies_alone() -> None:
 
 def checksum_of(message: Message, values: torch.Tensor, version: int = 7) -> int:
     checksum = Checksum(message, SyncStats(version=version))
-    sum_up([values], checksum)
+    checksum.add(values)
     return checksum.value
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megarl.resharding import Place, SyncSpec, serve_store
+from megarl.resharding import SyncSpec, serve_store
 from megarl.resharding.spec import wire_ranks
 from megarl.weights.plan import TransferPlan
+from megarl.weights.topology import Place
 from tests.resharding import jobs
 
 WAYS = ("shared", "gloo", "mixed", "two hops")

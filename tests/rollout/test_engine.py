@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 
 from megarl.data.prompts import greedy_requests
 from megarl.models import model_spec
-from megarl.resharding import ConnectRequest, Place, SyncSpec
+from megarl.resharding import ConnectRequest, SyncSpec
 from megarl.types import Prompt, SampleRequest, VersionSpan
 from megarl.weights.hf_files import HFDirectory, read_config
 from megarl.weights.planner import Holder, plan
+from megarl.weights.topology import Place
 from tests.rollout import in_process
 from tests.rollout.conftest import NEW_TOKENS, Answers, ask, requests, rollout_config, sequences, start
 from tests.rollout.engine_process import EngineProcess, RemoteError

@@ -1,4 +1,4 @@
-"""Gloo and NCCL behind one interface: which device tensors live on, and which backend connects the ranks."""
+"""CPU with Gloo and CUDA with NCCL behind one interface."""
 
 from __future__ import annotations
 
@@ -11,45 +11,30 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, kw_only=True)
 class Platform:
-    """Where one rank computes.
-
-    Args:
-        device: of its tensors.
-        backend: of its process groups.
-    """
+    """The device of a rank's tensors, and the backend of its process groups."""
 
     device: torch.device
     backend: str
 
 
 def start_platform(kind: str) -> Platform:
-    """Makes this process ready for megatron-core; call it before anything of Megatron's is built.
-
-    Args:
-        kind: "cuda", where the process sees one device, or "cpu", where it gets the shim of ``platform.cpu``.
-
-    Raises:
-        RuntimeError: CUDA is asked for and there is none.
-    """
+    """Prepares this process for megatron-core on "cuda", with one visible device, or "cpu", with ``platform.cpu``."""
     if kind == "cpu":
         from megarl.megatron.platform import cpu
 
         cpu.install()
-        _define_absent_kernels()
-        return Platform(device=torch.device("cpu"), backend="gloo")
-    if not torch.cuda.is_available():
+        platform = Platform(device=torch.device("cpu"), backend="gloo")
+    elif torch.cuda.is_available():
+        torch.cuda.set_device(0)
+        platform = Platform(device=torch.device("cuda", 0), backend="nccl")
+    else:
         raise RuntimeError("cluster.device is cuda, but torch sees no CUDA device; set cluster.device=cpu")
-    torch.cuda.set_device(0)
-    _define_absent_kernels()
-    return Platform(device=torch.device("cuda", 0), backend="nccl")
-
-
-def _define_absent_kernels() -> None:
-    """Without Transformer Engine, Megatron's router asks for a name that nobody defines (moe/moe_utils.py, 0.16.1)."""
     from megatron.core.transformer.moe import moe_utils
 
+    # Without Transformer Engine, the router reads a name that is not defined (moe/moe_utils.py, 0.16.1).
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    return platform
 
 
 def start_world(
@@ -65,6 +50,6 @@ def start_world(
     )
     from megatron.core import parallel_state
 
-    # Scratch memory for sequence parallelism, by dtype: the one global state of Megatron that we make.
+    # Scratch memory of sequence parallelism: the only global state of Megatron's that is set.
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()

@@ -1,23 +1,26 @@
-"""What must be so while megatron-core is imported, whoever imports it first."""
+"""Importing megatron-core without its warnings, and without torch's compiler, whoever imports it first."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import sys
 import warnings
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
-from megarl.megatron.platform.compiling import compiled_at_first_call
+import torch
 
 _CORE = "megatron.core"
 
 
 def prepare_core_import() -> None:
-    """Lets megatron-core be imported without its warnings and without the compiler; imports nothing of it itself."""
+    """Prepares the first import of megatron-core; imports nothing of it itself."""
     if _CORE not in sys.modules:
         sys.meta_path.insert(0, _CoreFinder())
 
@@ -33,20 +36,45 @@ class _CoreFinder(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            _prepare(spec.loader)
+            spec.loader.exec_module = functools.partial(_execute, spec.loader.exec_module)
         return spec
 
 
-def _prepare(loader: Loader) -> None:
-    execute = loader.exec_module
+def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    # Megatron warns at import that Transformer Engine and apex are absent, which `megarl doctor` says better; and it
+    # calls collectives by names that torch 2.13 has renamed (0.16).
+    warnings.filterwarnings("ignore", module=r"megatron\..*")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    with compiled_at_first_call():
+        execute(module)
 
-    def exec_module(module: ModuleType) -> None:
-        # Megatron warns at import that Transformer Engine and apex are absent, which `megarl doctor` says better; and
-        # it calls collectives by names that torch 2.13 has renamed (0.16).
-        warnings.filterwarnings("ignore", module=r"megatron\..*")
-        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
-        logging.getLogger("megatron").setLevel(logging.ERROR)
-        with compiled_at_first_call():
-            execute(module)
 
-    loader.exec_module = exec_module
+@contextmanager
+def compiled_at_first_call() -> Iterator[None]:
+    """Defers the compilation of functions that torch.compile wraps in the block to their first call.
+
+    torch.compile imports the compiler, which takes longer than all of megatron-core, and megatron-core wraps functions
+    at import that few runs call (``megatron/core/jit.py``, 0.16.1).
+    """
+    at_once = torch.compile
+    torch.compile = functools.partial(_deferred, at_once)
+    try:
+        yield
+    finally:
+        torch.compile = at_once
+
+
+def _deferred(compile_: Callable[..., Any], function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    if function is None:
+        return functools.partial(_deferred, compile_, **options)
+
+    @functools.cache
+    def compiled() -> Callable[..., Any]:
+        return compile_(function, **options)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled()(*args, **kwargs)
+
+    return call

@@ -1,18 +1,19 @@
-"""What megatron-core needs to believe that a CPU is its CUDA device.
-
-Experts get different numbers of tokens, so what ranks gather and scatter differs in size, which Gloo refuses. An
-all-to-all may differ in size there, and does both.
+"""Runs megatron-core on a CPU in place of its CUDA device.
 
 megatron-core 0.16 names CUDA in places that have nothing to do with CUDA kernels: ``device="cuda"`` in factory calls,
 ``torch.cuda.current_device()`` as a device, the type names ``torch.cuda.FloatTensor`` in the optimizers, streams
 around collectives, CUDA's random state in the RNG tracker. ``install`` answers all of them with the CPU. It changes
 torch for the whole process, so it runs only in a process that hosts Megatron ranks, never in one that runs vLLM.
+
+Experts get different numbers of tokens, so tensors that ranks gather and scatter differ in size, which Gloo refuses
+except in an all-to-all; that replaces the others.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,15 +21,8 @@ import torch
 import torch.distributed as dist
 
 
-def install_collectives() -> None:
-    """Replaces the collectives of torch.distributed."""
-    dist.all_to_all_single = _with_lists_of_sizes(dist.all_to_all_single)
-    dist.all_gather = _of_any_sizes(dist.all_gather)
-    dist.reduce_scatter = _reduce_scatter
-
-
 def _with_lists_of_sizes(all_to_all_single: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron leaves sizes in tensors where these are on the CPU already (moe/token_dispatcher.py, 0.16)."""
+    """Converts sizes to lists: Megatron leaves them in tensors on the CPU (moe/token_dispatcher.py, 0.16)."""
 
     @functools.wraps(all_to_all_single)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -41,7 +35,7 @@ def _with_lists_of_sizes(all_to_all_single: Callable[..., Any]) -> Callable[...,
 
 
 def _of_any_sizes(all_gather: Callable[..., Any]) -> Callable[..., Any]:
-    """An all-gather of tensors that may differ along the first axis."""
+    """All-gathers tensors that may differ along the first axis."""
 
     @functools.wraps(all_gather)
     def call(tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -56,12 +50,11 @@ def _of_any_sizes(all_gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reduce_scatter(output: torch.Tensor, input_list: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """The sum over the ranks of what each has for this rank."""
     output.copy_(torch.stack(list(_exchange(input_list, [len(output)] * len(input_list), group=group))).sum(0))
 
 
 def _exchange(sent: Sequence[torch.Tensor], sizes: Sequence[int], group: dist.ProcessGroup) -> Sequence[torch.Tensor]:
-    """Sends each rank of a group its tensor, and returns what they have sent: ``sizes`` along the first axis."""
+    """Sends each rank of a group its tensor, and returns what the ranks sent, of ``sizes`` along the first axis."""
     received = sent[0].new_empty(sum(sizes), *sent[0].shape[1:])
     dist.all_to_all_single(
         received,
@@ -84,14 +77,17 @@ def install() -> None:
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     _replace_methods()
-    install_collectives()
+    dist.all_to_all_single = _with_lists_of_sizes(dist.all_to_all_single)
+    dist.all_gather = _of_any_sizes(dist.all_gather)
+    dist.reduce_scatter = _reduce_scatter
     for name, answer in _cuda_functions().items():
         setattr(torch.cuda, name, answer)
     torch.cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
     torch.cuda.random.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     torch.cuda.nvtx.range_push = _ignore()
     torch.cuda.nvtx.range_pop = _ignore()
-    _quiet_rng_tracker()
+    # The tracker reports every change of the CPU's random state as a fault; here that state is the device's own.
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.CRITICAL)
 
 
 def _is_cuda(device: object) -> bool:
@@ -147,7 +143,7 @@ class _Stream:
 
 
 def _ignore() -> Callable[..., None]:
-    """A new function that does nothing: torch._dynamo refuses one object under two names of torch."""
+    """Returns a new function that does nothing: torch._dynamo refuses one object under two names of torch."""
     return lambda *_, **__: None
 
 
@@ -176,10 +172,3 @@ def _cuda_functions() -> dict[str, Any]:
         "set_rng_state": lambda state, *_: torch.set_rng_state(state),
         "manual_seed": lambda seed: torch.manual_seed(seed),
     }
-
-
-def _quiet_rng_tracker() -> None:
-    """The tracker reports every change of the CPU's random state as a fault; here that state is the device's own."""
-    import logging
-
-    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.CRITICAL)
