@@ -1,4 +1,4 @@
-"""Methods that the driver may call in another process; each belongs to a phase of the step, which has a time limit."""
+"""Methods of worker processes that the driver may call."""
 
 from __future__ import annotations
 
@@ -7,26 +7,29 @@ from types import MethodType
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, overload
 
 W = TypeVar("W")
+A = TypeVar("A")
 P = ParamSpec("P")
+Q = ParamSpec("Q")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
 Phase = Literal["start", "rollout", "scoring", "inference", "update", "sync", "checkpoint"]
-"""A field of the configuration's time limits."""
+"""A field of `cluster.time_limits`."""
 
 
 class RemoteMethod(Generic[W, P, R_co]):
-    """A method of a worker class W, with parameters P and result R; on an object it is an ordinary method.
+    """A method of the worker class W, with parameters P and result R; on an object it is an ordinary method.
 
     Args:
-        function: the method.
-        phase: what calls of it are part of.
+        phase: its calls have the time limit of this phase.
+        args: first arguments of every call.
     """
 
-    def __init__(self, function: Callable[Concatenate[W, P], R_co], phase: Phase) -> None:
+    def __init__(self, function: Callable[..., R_co], phase: Phase, args: tuple[object, ...] = ()) -> None:
         self.__wrapped__, self.__doc__ = function, function.__doc__
         self.name: str = function.__name__
         self.phase: Phase = phase
+        self.args = args
 
     @overload
     def __get__(self, instance: None, owner: type[Any]) -> Self: ...
@@ -35,9 +38,13 @@ class RemoteMethod(Generic[W, P, R_co]):
     def __get__(self, instance: W | None, owner: type[Any]) -> Self | Callable[P, R_co]:
         return self if instance is None else MethodType(self.__wrapped__, instance)
 
+    def bind(self: RemoteMethod[W, Concatenate[A, Q], R], first: A) -> RemoteMethod[W, Q, R]:
+        """Returns the method with its first argument fixed."""
+        return RemoteMethod(self.__wrapped__, self.phase, (first,))
+
 
 def remote(*, phase: Phase) -> Callable[[Callable[Concatenate[W, P], R]], RemoteMethod[W, P, R]]:
-    """Declares a method as one that the driver may call."""
+    """Declares a method that the driver may call."""
 
     def declare(function: Callable[Concatenate[W, P], R]) -> RemoteMethod[W, P, R]:
         return RemoteMethod(function, phase)

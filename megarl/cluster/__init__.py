@@ -1,1 +1,1 @@
-"""Ray: the processes of a run, where they stand, and the calls on them. The only package that imports ray."""
+"""Ray: a run's processes, their placement and the calls on them. The only package that imports ray."""

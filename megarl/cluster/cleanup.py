@@ -1,7 +1,7 @@
-"""Finding and ending the processes that a session started, by a mark that all of them inherit.
+"""Finds and ends the processes of a session by a mark in the environment that they inherit.
 
-A process tree is no good guide: a child of a process that was killed has another parent. The environment
-with which a process was started stays readable as long as it lives.
+The process tree does not find them: a child of a killed process gets another parent. A living process's initial
+environment stays readable.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ MARK = "MEGARL_SESSION"
 SHARED_MEMORY = Path("/dev/shm")
 _PROC = Path("/proc")
 _STUCK_S = 60.0
-"""After the grace, for processes that were killed to go."""
+"""Wait for killed processes to disappear."""
 _GRACE_S = 5.0
 _GUARD_S = 90.0  # for the guard to end: longer than it waits for processes
 _BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # Slurm and terminals signal all processes of a job
 
 
 def marked_processes(mark: str) -> list[int]:
-    """The pids of the living processes that were started with this mark in their environment."""
+    """Returns the pids of the living processes with this mark, except this one."""
     wanted = f"{MARK}={mark}".encode()
     return [pid for pid in _pids() if pid != os.getpid() and wanted in _environment(pid) and _alive(pid)]
 
 
 def shared_memory_of(pids: Collection[int]) -> set[Path]:
-    """The files of shared memory that these processes have mapped.
+    """Returns the shared memory files that processes have mapped.
 
-    They are told by inode: a semaphore is mapped under the name that it had before it was renamed.
+    Files are identified by inode, because a semaphore is mapped under the name that it had before it was renamed.
     """
     inodes: set[int] = set()
     for pid in pids:
@@ -48,31 +48,23 @@ def shared_memory_of(pids: Collection[int]) -> set[Path]:
 
 
 class ProcessCleanup:
-    """Ends the marked processes of a session, and removes what they shared.
-
-    Args:
-        mark: of the session.
-    """
+    """Ends the marked processes of a session, and removes their shared memory."""
 
     def __init__(self, mark: str) -> None:
         self._mark = mark
         self._files: set[Path] = set()
 
     def note(self) -> None:
-        """Remembers the shared memory of the living processes: once they are killed, nothing tells whose it was."""
+        """Remembers the shared memory of the living processes, which cannot be found once they are killed."""
         self._files |= shared_memory_of(marked_processes(self._mark))
 
     def terminate(self) -> None:
-        """Asks the processes to end, with SIGTERM."""
+        """Sends SIGTERM to the processes."""
         for pid in marked_processes(self._mark):
             _signal(pid, signal.SIGTERM)
 
     def remove(self, grace_s: float) -> None:
-        """Waits until no process is left, kills those that outlive the grace, and removes their shared memory.
-
-        Args:
-            grace_s: seconds for processes to end by themselves: some clean up after their parents.
-        """
+        """Waits `grace_s` seconds for the processes to end, kills those that are left, and removes shared memory."""
         deadline = time.monotonic() + grace_s
         while left := marked_processes(self._mark):
             self._files |= shared_memory_of(left)
@@ -148,13 +140,13 @@ def _environment(pid: int) -> list[bytes]:
 
 
 def _alive(pid: int) -> bool:
-    """Whether it runs; a zombie that nobody has waited for does not."""
+    """Returns whether a process runs; a zombie does not."""
     stat = _read(_PROC / str(pid) / "stat")
     return bool(stat) and stat.rpartition(b")")[2].split()[0] not in (b"Z", b"X")
 
 
 def _read(path: Path) -> bytes:
-    """What a process lets others read of itself; nothing where it has ended or is somebody else's."""
+    """Returns the content of a file in /proc; b"" where the process has ended or belongs to another user."""
     try:
         return path.read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""The driver's environment and signals for the time of a session; both as they were afterwards."""
+"""The driver's environment variables and signal handlers during a session; both are restored afterwards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Generator[None]:
-    """Sets environment variables, which processes that start meanwhile inherit."""
+    """Sets environment variables."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -37,11 +37,11 @@ def environment(variables: Mapping[str, str]) -> Generator[None]:
 
 @contextmanager
 def temporary_directory() -> Generator[str]:
-    """A directory for all temporary files, Ray's and those of processes that start meanwhile; removed at the end."""
+    """Makes a directory for all temporary files, also those of child processes; removes it at the end."""
     usual, directory = tempfile.gettempdir(), new_directory()
     try:
         with environment({"TMPDIR": directory}):
-            tempfile.tempdir = directory  # which this process has looked up already
+            tempfile.tempdir = directory  # the cached value of this process
             yield directory
     finally:
         tempfile.tempdir = usual
@@ -50,7 +50,7 @@ def temporary_directory() -> Generator[str]:
 
 @contextmanager
 def random_token() -> Generator[None]:
-    """Lets a Ray that starts meanwhile answer nobody without its token."""
+    """Protects a Ray that starts meanwhile with a random token."""
     try:
         with environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}):
             _read_authentication()
@@ -61,10 +61,10 @@ def random_token() -> Generator[None]:
 
 @contextmanager
 def interrupts_raise() -> Generator[None]:
-    """Lets SIGTERM raise SystemExit, as SIGINT raises KeyboardInterrupt, so that the main thread cleans up.
+    """Makes SIGTERM raise SystemExit, as SIGINT raises KeyboardInterrupt, so that the main thread cleans up.
 
-    While Ray starts it has handlers of its own, and while it waits it makes the status 1 of any (ray 2.60,
-    ``raise_sys_exit_with_custom_error_message``): a SystemExit of the block gets that of SIGTERM.
+    Ray turns the exit status of a SIGTERM into 1 (ray 2.60, `raise_sys_exit_with_custom_error_message`), so every
+    SystemExit of the block gets the status of SIGTERM.
     """
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     raise_on_sigterm()
@@ -79,13 +79,13 @@ def interrupts_raise() -> Generator[None]:
 
 
 def raise_on_sigterm() -> None:
-    """Lets SIGTERM raise SystemExit, once; only the main thread can say so."""
+    """Makes the next SIGTERM raise SystemExit, if this is the main thread."""
     if _in_main_thread():
         signal.signal(signal.SIGTERM, _terminate)
 
 
 def ignore_interrupts() -> None:
-    """Lets the cleaning up finish; it takes seconds."""
+    """Ignores SIGINT and SIGTERM, so that the cleanup can finish."""
     if _in_main_thread():
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
@@ -101,7 +101,7 @@ def _terminate(number: int, _frame: FrameType | None) -> None:
 
 
 def _read_authentication() -> None:
-    """Makes Ray read its authentication settings again: it does so at import, and keeps them (ray 2.60)."""
+    """Makes Ray read its authentication settings again: it caches them at import (ray 2.60)."""
     untyped: Any = _raylet
     untyped.Config.initialize("")
     untyped.AuthenticationTokenLoader.instance().reset_cache()

@@ -1,4 +1,4 @@
-"""The engines of a run: they share the samples of a step and return them by reference."""
+"""The rollout engines of a run, and the rollouts that they return by reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from megarl.cluster.workers import WorkerGroup
 from megarl.config import RunConfig, parse_devices
 from megarl.config.schema import Rollout
 from megarl.models import model_spec
-from megarl.remote import RemoteMethod
 from megarl.rollout.engine import PickRequest, RolloutEngine, TruncateRequest
 from megarl.rollout.replay import RecordingEngine, ReplayingEngine
 from megarl.types import RolloutChunk, SampleInfo, SampleRequest, WorkItem
@@ -26,63 +25,37 @@ T = TypeVar("T")
 _TIMEOUT = timedelta(seconds=60)
 
 
+@dataclass(frozen=True)
 class SharedQueue(Generic[Item]):
-    """Items to take. Each goes to one process, in their order; iterating takes the next one each time.
+    """Items that several processes take in order, each once; iterating takes the next one.
 
-    It is sent to the processes: an item is fetched by whoever takes it. Nobody waits: what a counter in the driver's
-    store says is what comes next.
-
-    Args:
-        address: host and port of the store.
-        key: of the counter.
-        items: by their place in the order.
+    Processes count with `key` in the driver's store at `host` and `port`, and never wait for each other.
     """
 
-    def __init__(self, address: tuple[str, int], key: str, items: ChunkRefs[Item]) -> None:
-        self._address = address
-        self._key = key
-        self._items = items
+    host: str
+    port: int
+    key: str
+    items: ChunkRefs[Item]
 
     def __iter__(self) -> Iterator[Item]:
-        # Here, because a process may have to set its environment up before it imports torch.
+        # Not imported above: engines set their environment up before they import torch.
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  (public by documentation)
 
-        host, port = self._address
-        store = TCPStore(host, port, is_master=False, timeout=_TIMEOUT)
-        while (index := store.add(self._key, 1) - 1) < len(self._items):
-            yield self._items[index]
-
-
-class QueueStore:
-    """The store with the counters of queues, where the processes of the session can reach it.
-
-    Args:
-        session: of the run.
-    """
-
-    def __init__(self, session: Session) -> None:
-        from megarl.resharding import serve_store
-
-        self._session = session
-        self._store = serve_store(session.host)
-        self._queues = itertools.count()
-
-    def queue(self, items: Sequence[Item]) -> SharedQueue[Item]:
-        """A queue of items; they exist as long as the queue does."""
-        key = f"queue {next(self._queues)}"
-        return SharedQueue((self._session.host, self._store.port), key, self._session.share(items))
+        store = TCPStore(self.host, self.port, is_master=False, timeout=_TIMEOUT)
+        while (index := store.add(self.key, 1) - 1) < len(self.items):
+            yield self.items[index]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollouts:
-    """The rollouts of a step: what the driver knows of the samples, and references to the chunks that hold them."""
+    """The rollouts of a step: ids and lengths of the samples, and references to the chunks that hold them."""
 
     samples: tuple[SampleInfo, ...]
     chunks: ChunkRefs[RolloutChunk]
 
     @classmethod
     def joined(cls, parts: Sequence[Rollouts]) -> Rollouts:
-        """All samples of some parts, whose chunks are numbered on from part to part."""
+        """Returns the rollouts of all parts, with consecutive numbers of their chunks."""
         before = itertools.accumulate((len(part.chunks) for part in parts), initial=0)
         return cls(
             samples=tuple(
@@ -95,17 +68,13 @@ class Rollouts:
 
 
 class RolloutGroup(WorkerGroup[RolloutEngine]):
-    """vLLM engines, each on ``rollout.tp`` devices.
+    """vLLM engines, each on `rollout.tp` devices.
 
     Args:
-        session: where they run.
-        rollout: sampling, lengths and memory.
         model_dir: Hugging Face directory of the model.
-        vocab_size: ids that may be sampled lie below it.
-        device: ``cuda`` or ``cpu``.
-        tokenizer: Hugging Face directory of the tokenizer that reads stop strings; None where there are none.
-        weights: ``sync`` starts without any, ``files`` with those of model_dir.
-        engine: class of the engines.
+        vocab_size: upper bound of the sampled token ids.
+        tokenizer: Hugging Face directory of the tokenizer; needed for stop strings only.
+        weights: `sync` starts without weights, `files` with those in `model_dir`.
     """
 
     def __init__(
@@ -120,6 +89,8 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         weights: Literal["sync", "files"] = "sync",
         engine: type[RolloutEngine] = RolloutEngine,
     ) -> None:
+        from megarl.resharding import serve_store  # imports torch
+
         devices = parse_devices(rollout.devices)
         processes = [
             session.launch(
@@ -137,106 +108,68 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
             for index in range(rollout.engines)
         ]
         super().__init__(session, "rollout", processes)
-        self._sleeps = rollout.sleep
-        self._store = QueueStore(session)
+        self._store, self._queues = serve_store(session.host), itertools.count()
 
     def generate(self, requests: Sequence[SampleRequest], chunks: int) -> Rollouts:
-        """One response per request, the same whichever engine gives it; waits until the driver knows their lengths.
+        """Generates a response per request, and waits; responses do not depend on the engine.
 
         Args:
-            requests: of the step; neighbours go to one engine, so that samples of one prompt share its prefix.
-            chunks: into which to divide them, at most; an engine that is through with one takes another.
+            requests: adjacent ones go to one engine, so that the samples of a prompt share its prefix.
+            chunks: maximum number of chunks; an engine takes the next one when it has finished one.
         """
-        items = [
-            WorkItem(chunk=chunk, requests=tuple(of_chunk)) for chunk, of_chunk in enumerate(_shares(requests, chunks))
-        ]
-        share = math.ceil(len(items) / len(self.processes))
-        call = self.stream(RolloutEngine.generate, self._store.queue(items), share)
-        parts = {infos[0].chunk: (infos, chunk) for answered in call.wait() for infos, chunk in answered}
+        parts = _split(requests, chunks)
+        items = ChunkRefs[WorkItem].put(WorkItem(chunk=i, requests=tuple(part)) for i, part in enumerate(parts))
+        queue = SharedQueue(self._session.host, self._store.port, f"queue {next(self._queues)}", items)
+        call = self.stream(RolloutEngine.generate, queue, math.ceil(len(items) / len(self.processes)))
+        done = {infos[0].chunk: (infos, chunk) for of_engine in call.wait() for infos, chunk in of_engine}
         return Rollouts(
-            samples=tuple(info for index in range(len(items)) for info in parts[index][0]),
-            chunks=ChunkRefs({index: chunk for index, (_, chunk) in sorted(parts.items())}),
+            samples=tuple(info for index in range(len(items)) for info in done[index][0]),
+            chunks=ChunkRefs({index: chunk for index, (_, chunk) in sorted(done.items())}),
         )
 
     def pick(self, rollouts: Rollouts, samples: Sequence[SampleInfo], chunks: int) -> Rollouts:
-        """Some samples in chunks of their own, which the engines put together.
-
-        Args:
-            rollouts: with the samples.
-            samples: to pick, in their order.
-            chunks: into which to divide them, at most.
-        """
-        shares = dict(enumerate(_shares(samples, chunks)))
-        rows = {new: [(sample.chunk, sample.row) for sample in share] for new, share in shares.items()}
-        dealt = _dealt(list(shares), len(self.processes))
+        """Copies some of the samples, in the given order, into at most `chunks` new chunks; the engines do it."""
+        parts = dict(enumerate(_split(samples, chunks)))
+        rows = {new: [(sample.chunk, sample.row) for sample in part] for new, part in parts.items()}
+        own_chunks = self._deal(list(parts))
         requests = [
             PickRequest(
                 chunks=rollouts.chunks.only({chunk for new in own for chunk, _ in rows[new]}),
                 rows={new: rows[new] for new in own},
             )
-            for own in dealt
+            for own in own_chunks
         ]
-        call = self.call_by_chunk(RolloutEngine.pick, requests, dealt)
-        picked = (
-            replace(sample, chunk=new, row=row) for new, share in shares.items() for row, sample in enumerate(share)
-        )
+        call = self.call_by_chunk(RolloutEngine.pick, requests, own_chunks)
+        picked = (replace(sample, chunk=new, row=row) for new, part in parts.items() for row, sample in enumerate(part))
         return Rollouts(samples=tuple(picked), chunks=call.chunks)
 
     def truncate(self, rollouts: Rollouts, token: int, after: int) -> Rollouts:
-        """The rollouts with every response ended by its first ``token`` at an index of at least ``after``.
+        """Ends every response after its first `token` at an index of at least `after`.
 
         Returns:
-            Chunks that the engines made, with the same samples in the same places; their lengths, and ``finished``,
-            which is whether a response has the token.
+            New chunks with the samples at the same chunks and rows; `finished` is whether a response has the token.
         """
-        numbers = sorted({sample.chunk for sample in rollouts.samples})
-        dealt = _dealt(numbers, len(self.processes))
+        own_chunks = self._deal(sorted({sample.chunk for sample in rollouts.samples}))
         requests = [
-            TruncateRequest(chunks=rollouts.chunks.only(own), token=token, after=after, own=own) for own in dealt
+            TruncateRequest(chunks=rollouts.chunks.only(own), token=token, after=after, own=own) for own in own_chunks
         ]
-        call = self.call_by_chunk(RolloutEngine.truncate, requests, dealt)
-        ends = gather_by_chunk(call)
-        samples = tuple(
-            replace(
-                sample,
-                response_tokens=ends[sample.chunk][0][sample.row],
-                finished=ends[sample.chunk][1][sample.row],
-            )
-            for sample in rollouts.samples
-        )
-        return Rollouts(samples=samples, chunks=call.chunks)
+        call = self.call_by_chunk(RolloutEngine.truncate, requests, own_chunks)
+        ends = gather_by_chunk(call)  # lengths, and whether responses have the token
+        samples: list[SampleInfo] = []
+        for sample in rollouts.samples:
+            lengths, finished = ends[sample.chunk]
+            samples.append(replace(sample, response_tokens=lengths[sample.row], finished=finished[sample.row]))
+        return Rollouts(samples=tuple(samples), chunks=call.chunks)
 
-    def sleep(self) -> None:
-        """Lets the engines give up their weights and caches, where ``rollout.sleep`` says so; waits for them."""
-        self._call_if_sleeping(RolloutEngine.sleep)
-
-    def wake_weights(self) -> None:
-        """Gives the weights their memory back: the next thing to do is a sync. The counterpart of ``sleep``."""
-        self._call_if_sleeping(RolloutEngine.wake_weights)
-
-    def wake_cache(self) -> None:
-        """Gives the caches their memory back, after a sync: the engines can answer again."""
-        self._call_if_sleeping(RolloutEngine.wake_cache)
-
-    def _call_if_sleeping(self, method: RemoteMethod[RolloutEngine, [], None]) -> None:
-        if self._sleeps:
-            self.call(method).wait()
+    def _deal(self, chunks: Sequence[int]) -> list[Sequence[int]]:
+        """Returns the chunks of each engine."""
+        return [chunks[engine :: len(self.processes)] for engine in range(len(self.processes))]
 
 
 def launch_engines(
-    config: RunConfig,
-    rollout: Rollout,
-    session: Session,
-    model_dir: str,
-    *,
-    weights: Literal["sync", "files"],
+    config: RunConfig, rollout: Rollout, session: Session, model_dir: str, *, weights: Literal["sync", "files"]
 ) -> RolloutGroup:
-    """Launches the processes of the engines, and returns at once.
-
-    Args:
-        model_dir: Hugging Face directory of the model.
-        weights: whether they come by sync, or from model_dir.
-    """
+    """Launches the engines, and returns at once; see `RolloutGroup`."""
     engine = RolloutEngine
     if rollout.record is not None:
         engine = RecordingEngine
@@ -254,13 +187,8 @@ def launch_engines(
     )
 
 
-def _dealt(items: Sequence[T], parts: int) -> list[list[T]]:
-    """The items dealt out to so many parts."""
-    return [list(items[part::parts]) for part in range(parts)]
-
-
-def _shares(items: Sequence[T], count: int) -> list[Sequence[T]]:
-    """Neighbours together, in at most so many parts as equal as can be."""
+def _split(items: Sequence[T], count: int) -> list[Sequence[T]]:
+    """Splits into at most `count` parts of adjacent items, with sizes that differ by at most 1."""
     count = min(count, len(items))
     bounds = itertools.pairwise(len(items) * part // count for part in range(count + 1))
     return [items[start:stop] for start, stop in bounds]

@@ -1,4 +1,4 @@
-"""Devices as places for processes: one bundle of a Ray placement group per node."""
+"""The placement of processes on devices: a Ray placement group with one bundle per node."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _WAIT_S = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """The place of one device.
+    """A device of the run.
 
     Args:
-        device: its number over all nodes.
-        node: its node, virtual or not.
-        local: its number on the node.
-        bundle: of the placement group, which has all devices of the node.
+        device: number over all nodes.
+        node: number of its node, which may be virtual.
+        local: number on its node.
+        bundle: index of its node's bundle in the placement group.
     """
 
     device: int
@@ -34,18 +34,16 @@ class Slot:
 
 
 class Placement:
-    """All devices of a run, reserved at once.
+    """All devices of a run, reserved together.
 
-    A process takes a place and no share of it, so that a trainer and an engine may stand on one device;
-    that groups do not overlap is the configuration's rule.
+    A process occupies no part of a device for Ray, so that a trainer and an engine can share one; the configuration
+    decides what may overlap.
 
     Args:
-        nodes: nodes of the run.
-        devices_per_node: devices of each; a node of the cluster may have more.
-        virtual: all nodes are on this machine; otherwise each is another node of the cluster.
+        virtual: all nodes are on this machine; otherwise each is a node of the cluster.
 
     Raises:
-        RunError: the cluster has too few nodes with so many free devices.
+        RunError: The cluster has too few nodes with so many free devices.
     """
 
     def __init__(self, nodes: int, devices_per_node: int, *, virtual: bool) -> None:
@@ -61,44 +59,44 @@ class Placement:
         hosts = ray_api.nodes_of(self._group)
         self.slots: tuple[Slot, ...] = tuple(
             Slot(device=node * devices_per_node + local, node=node, local=local, bundle=bundle)
-            for node, bundle in enumerate(in_order(hosts, _numbers()))
+            for node, bundle in enumerate(order_bundles(hosts, _node_numbers()))
             for local in range(devices_per_node)
         )
 
     def strategy(self, device: int) -> PlacementGroupSchedulingStrategy:
-        """Where Ray must start a process of this device."""
+        """Returns Ray's scheduling strategy for a process on this device."""
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self.slots[device].bundle)
 
 
-def in_order(hosts: Mapping[int, str], numbers: Mapping[str, int]) -> list[int]:
-    """The bundles in the order of the run's nodes.
+def order_bundles(hosts: Mapping[int, str], numbers: Mapping[str, int]) -> list[int]:
+    """Returns the bundles in the order of the run's nodes; those on nodes without a number come last.
 
     Args:
-        hosts: the node of each bundle.
-        numbers: of the nodes that have one; the others come after them, in the order of their bundles.
+        hosts: node id of each bundle.
+        numbers: number in the run by node id.
     """
     return sorted(hosts, key=lambda bundle: (numbers.get(hosts[bundle], math.inf), bundle))
 
 
 def _offer() -> str:
-    """The devices of the living nodes, and how many of them nobody holds."""
+    """Describes the devices of the living nodes and how many of them are free."""
     found = ((node["NodeName"], int(node["Resources"].get(DEVICE, 0))) for node in ray_api.living_nodes())
     free = int(ray_api.free_resources().get(DEVICE, 0))
     return f"{', '.join(f'{name}: {count}' for name, count in sorted(found))}, of which {free} are free"
 
 
-def _numbers() -> dict[str, int]:
-    """The number in the run of each node that was started with one."""
+def _node_numbers() -> dict[str, int]:
+    """Returns the number in the run by node id, for nodes that were started with one."""
     labels = {node["NodeID"]: node["Labels"] for node in ray_api.living_nodes()}
     return {node: int(own[NODE_LABEL]) for node, own in labels.items() if NODE_LABEL in own}
 
 
 def visible_devices(local: Sequence[int], inherited: str | None) -> str:
-    """CUDA_VISIBLE_DEVICES for a process on these devices of its node.
+    """Returns CUDA_VISIBLE_DEVICES of a process.
 
     Args:
-        local: numbers on the node.
-        inherited: the node's own setting, which they index; None counts all GPUs of the machine.
+        local: numbers of its devices on the node.
+        inherited: the node's CUDA_VISIBLE_DEVICES, which `local` indexes; None for all GPUs of the machine.
     """
     names = inherited.split(",") if inherited else None
     return ",".join(names[i] if names else str(i) for i in local)

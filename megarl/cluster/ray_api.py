@@ -1,4 +1,4 @@
-"""The functions of Ray that are used, with types: its own annotations are incomplete."""
+"""Ray's functions, with types: its own annotations are incomplete."""
 
 from __future__ import annotations
 
@@ -20,56 +20,52 @@ def init(**options: Any) -> None:
 
 
 def shutdown() -> None:
-    """Ends or leaves it."""
+    """Ends or leaves Ray."""
     _ray.shutdown()
 
 
 def remote(cls: type[Any]) -> Any:
-    """The actor class of a class."""
+    """Returns the actor class of a class."""
     return _ray.remote(cls)
 
 
 def put(value: T) -> ObjectRef[T]:
-    """Puts a value where every process can read it, as long as somebody has the reference."""
+    """Puts a value into the object store."""
     return _ray.put(value)
 
 
 def get(ref: ObjectRef[T]) -> T:
-    """The value of a reference.
-
-    Raises:
-        RayError: the call that was to make it has failed.
-    """
+    """Returns the value of a reference; raises RayError if the call that makes it failed."""
     return _ray.get(ref)
 
 
 def wait(refs: Sequence[ObjectRef[Any]], *, count: int, timeout: float) -> list[ObjectRef[Any]]:
-    """The references that have a value or a failure; waits for ``count`` of them, ``timeout`` seconds at most."""
+    """Waits until `count` references have a value or a failure, up to `timeout` seconds; returns those that do."""
     ready, _ = _ray.wait(list(refs), num_returns=count, timeout=timeout)
     return ready
 
 
 def raised(error: RayTaskError) -> object:
-    """What a method raised in its process."""
+    """Returns the exception that was raised in the process."""
     untyped: Any = error
     return untyped.cause
 
 
 def node_address() -> str:
-    """The address of this node."""
+    """Returns the address of this node."""
     return _ray.util.get_node_ip_address()
 
 
 def living_nodes() -> list[Mapping[str, Any]]:
-    """Ray's records of the nodes of the cluster."""
+    """Returns Ray's records of the living nodes."""
     return [node for node in _ray.nodes() if node["Alive"]]
 
 
 def free_resources() -> Mapping[str, float]:
-    """Of all nodes together, by name."""
+    """Returns the free resources of all nodes together, by name."""
     return _ray.available_resources()
 
 
 def nodes_of(group: PlacementGroup) -> dict[int, str]:
-    """The node of each bundle."""
+    """Returns the node id of each bundle."""
     return _ray.util.placement_group_table(group)["bundles_to_node_id"]

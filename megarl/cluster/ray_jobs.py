@@ -1,4 +1,4 @@
-"""Runs as jobs of a Ray cluster that is up already: submitted to its dashboard, followed, stopped."""
+"""Submits runs as jobs to a running Ray cluster, follows and stops them, through its dashboard."""
 
 from __future__ import annotations
 
@@ -25,38 +25,35 @@ from megarl.errors import RunError
 
 _CONNECT_S = 10.0
 _LOST_S = 60.0
-"""How long the dashboard may be away while a job is followed: a forwarded port is made anew."""
+"""Time for which the dashboard may be unreachable, such as while a forwarded port reconnects."""
 _POLL_S = 1.0
 _MOST_NODES = 1000
 _GRACE_S = 60
-"""For a driver that is stopped to end what it started; Ray's own 3 s are too few (ray 2.60, job_supervisor.py)."""
+"""Time for a stopped driver to clean up; Ray's default is 3 s (ray 2.60, job_supervisor.py)."""
 
 
 class RayJobs:
-    """The job server of a Ray cluster, which is a part of its dashboard.
+    """The job server of a Ray cluster, a part of its dashboard.
 
-    A cluster with RAY_AUTH_MODE=token answers where this process has the same mode and token.
+    With RAY_AUTH_MODE=token, the cluster and this process need the same token.
 
     Args:
-        address: of the dashboard, as ``http://10.0.0.1:8265``.
+        address: URL of the dashboard, such as `http://10.0.0.1:8265`.
 
     Raises:
-        RunError: no dashboard answers there, or it does not know this process.
+        RunError: No dashboard answers at the address, or it rejects the token.
     """
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
-        _quiet()
+        for handler in logging.getLogger("ray").handlers:
+            handler.setLevel(logging.ERROR)  # without the messages of Ray's clients about their requests
         _reach(self.address)
         with self._answers():
             self._client = JobSubmissionClient(self.address)
 
     def check(self, cluster: Cluster) -> None:
-        """Holds a run's devices against those that the living nodes offer.
-
-        Raises:
-            RunError: they are too few.
-        """
+        """Raises RunError if the living nodes have fewer devices than a run needs."""
         with self._answers():
             states: list[Any] = list_nodes(address=self.address, limit=_MOST_NODES)
         offers = [
@@ -75,12 +72,12 @@ class RayJobs:
         """Submits a job, which the cluster's head starts at once.
 
         Args:
-            name: of the job; no other job of the cluster may have had it.
-            entrypoint: line of shell.
-            package: a zip file, among whose files the job starts; None starts it where the head was started.
+            name: unique among all jobs of the cluster, past ones included.
+            entrypoint: shell command.
+            package: zip file with the job's working directory; None for the directory in which the head was started.
 
         Raises:
-            RunError: the cluster does not take it.
+            RunError: The cluster rejects the job.
         """
         env: dict[str, Any] = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(_GRACE_S)}}
         if package is not None:
@@ -91,15 +88,12 @@ class RayJobs:
             raise RunError(f"{self.address}: the cluster did not take the job: {error}") from error
 
     def follow(self, name: str, write: Callable[[str], None]) -> int:
-        """Writes what a job prints until it ends; an interrupt, or SIGTERM, stops the job, and waits for its end.
+        """Writes a job's output until it ends, and returns its exit code: 128 + n where signal n ended it.
 
-        A second one does not wait.
-
-        Returns:
-            The exit code: that of the job, 128 and the signal's number where a signal ended it.
+        SIGINT or SIGTERM stops the job and waits for its end; a second signal does not wait.
 
         Raises:
-            RunError: the job could not run, or the dashboard does not answer any more.
+            RunError: The job could not run, or the dashboard does not answer any more.
         """
         return asyncio.run(self._follow(name, _Log(write)))
 
@@ -107,7 +101,7 @@ class RayJobs:
         loop = asyncio.get_running_loop()
         stopped, again = (loop.create_future() for _ in range(2))
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, _note, (stopped, again), number)
+            loop.add_signal_handler(number, _set_first, (stopped, again), number)
         stopping = asyncio.create_task(self._stop(name, log, stopped))
         ending = asyncio.create_task(self._end(name, log))
         await asyncio.wait((ending, again), return_when=asyncio.FIRST_COMPLETED)
@@ -119,10 +113,9 @@ class RayJobs:
         return 128 + stopped.result() if stopped.done() and job.status == JobStatus.STOPPED else _exit_code(job)
 
     async def _stop(self, name: str, log: _Log, stopped: asyncio.Future[int]) -> None:
-        """Waits for a signal, and stops the job, at once or when the connection is there again."""
+        """Waits for a signal, and stops the job, as soon as there is a connection."""
         await stopped
-        grace = f"which has {_GRACE_S} seconds to end what it started"
-        log.write(f"stopping {name}, {grace}; once more, and nobody waits for it\n")
+        log.write(f"stopping {name}, which has {_GRACE_S} seconds to clean up; a second signal does not wait for it\n")
         while True:
             with suppress(Exception):  # whatever its libraries raise without a connection
                 await asyncio.to_thread(self._client.stop_job, name)
@@ -130,13 +123,13 @@ class RayJobs:
             await asyncio.sleep(_POLL_S)
 
     async def _end(self, name: str, log: _Log) -> JobDetails:
-        """Writes what the job prints, and waits for its end; a connection that is lost is made anew."""
+        """Writes the job's output until it ends; reconnects where a connection is lost."""
         lost = math.inf
         while True:
-            log.begin()
+            log.received = 0
             try:
                 async for text in self._client.tail_job_logs(name):
-                    log.take(text)
+                    log.receive(text)
                     lost = math.inf
                 job = self._client.get_job_info(name)
             except Exception as error:  # whatever its libraries raise without a connection
@@ -154,7 +147,7 @@ class RayJobs:
 
     @contextmanager
     def _answers(self) -> Generator[None]:
-        """Says what to do where the dashboard refuses; RAY_ADDRESS does not count, the address was given."""
+        """Turns errors of the dashboard's clients into RunErrors; makes the clients ignore RAY_ADDRESS."""
         try:
             with environment({"RAY_ADDRESS": self.address, "RAY_API_SERVER_ADDRESS": self.address}):
                 yield
@@ -168,27 +161,18 @@ class RayJobs:
 
 
 class _Log:
-    """What a job prints, of which every connection tells all from the beginning.
-
-    Args:
-        write: takes what is new.
-    """
+    """Writes a job's output once, although every connection sends it from the beginning and resets `received`."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self.write = write
-        self._written = self._told = 0
+        self._written = self.received = 0
 
-    def begin(self) -> None:
-        """A new connection is made."""
-        self._told = 0
-
-    def take(self, text: str) -> None:
-        """What the connection tells next."""
-        new = text[max(0, self._written - self._told) :]
-        self._told += len(text)
+    def receive(self, text: str) -> None:
+        new = text[max(0, self._written - self.received) :]
+        self.received += len(text)
         if new:
             self.write(new)
-            self._written = self._told
+            self._written = self.received
 
 
 _FIX = (
@@ -198,33 +182,25 @@ _FIX = (
 
 
 def _reach(address: str) -> None:
-    """Whether something listens at the address, within seconds.
-
-    Raises:
-        RunError: nothing does.
-    """
-    place = urlsplit(address)
-    port = place.port or (443 if place.scheme == "https" else 80)
+    """Raises RunError, within seconds, if nothing listens at the address."""
+    url = urlsplit(address)
+    port = url.port or (443 if url.scheme == "https" else 80)
     try:
-        socket.create_connection((place.hostname, port), timeout=_CONNECT_S).close()
+        socket.create_connection((url.hostname, port), timeout=_CONNECT_S).close()
     except OSError as error:
         raise RunError(f"{address}: nothing listens there ({error}); {_FIX}") from error
 
 
-def _note(signals: Sequence[asyncio.Future[int]], number: int) -> None:
-    """Keeps a signal in the first place that is free."""
-    for place in signals:
-        if not place.done():
-            place.set_result(number)
+def _set_first(futures: Sequence[asyncio.Future[int]], number: int) -> None:
+    """Sets the first future that is not done."""
+    for future in futures:
+        if not future.done():
+            future.set_result(number)
             return
 
 
 def _exit_code(job: JobDetails) -> int:
-    """The exit code of a job that has ended.
-
-    Raises:
-        RunError: it has none, as its driver was not started, or was lost with its node.
-    """
+    """Returns the exit code of an ended job; raises RunError if its driver did not start or was lost with its node."""
     if job.status == JobStatus.SUCCEEDED:
         return 0
     if job.status == JobStatus.STOPPED:
@@ -232,9 +208,3 @@ def _exit_code(job: JobDetails) -> int:
     if job.driver_exit_code is None:
         raise RunError(f"the job did not run to an end: {job.message}")
     return job.driver_exit_code if job.driver_exit_code >= 0 else 128 - job.driver_exit_code
-
-
-def _quiet() -> None:
-    """Leaves out what Ray's clients tell of their requests."""
-    for handler in logging.getLogger("ray").handlers:
-        handler.setLevel(logging.ERROR)

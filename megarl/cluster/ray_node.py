@@ -1,6 +1,6 @@
-"""A node of a run's own Ray on a cluster: the command that starts it, and the watch over all of them.
+"""The nodes of a job's own Ray: the command that starts one, and a process that watches all of them.
 
-Whoever starts nodes need not import Ray; the watch is a process of its own, ``python -m megarl.cluster.ray_node``.
+The importing process does not import Ray; the watching process is `python -m megarl.cluster.ray_node`.
 """
 
 from __future__ import annotations
@@ -14,51 +14,47 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 DEVICE = "device"
-"""Ray's resource of which a node has one for each of the run's devices."""
+"""The Ray resource that counts a node's devices."""
 NODE_LABEL = "megarl-node"
-"""Ray's label of a node that has the node's number in the run."""
+"""The Ray label with a node's number in the run."""
 
 ENVIRONMENT: Final = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the shell sets CUDA_VISIBLE_DEVICES itself
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray would kill the children of a process with it, those too that remove its shared memory.
+    # Otherwise Ray kills the children of a process with it, also the one that removes its shared memory.
     "RAY_kill_child_processes_on_worker_exit": "false",
     "RAY_process_group_cleanup_enabled": "false",
-    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # a node that is told to end has nothing to hand over
-    "SPT_NOENV": "1",  # Ray's agents rename themselves, and would write over the environment by which they are found
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # a node that ends has nothing to hand over
+    "SPT_NOENV": "1",  # Ray's agents rename themselves, which overwrites the environment with the session's mark
 }
-"""Of every Ray that is the run's own."""
+"""Environment variables of every Ray that MegaRL starts."""
 
 STARTED: Final = "Ray runtime started."
-"""What the command prints when the node is up (ray 2.60, ``scripts.py``)."""
+"""The line that the command prints when the node is up (ray 2.60, `scripts.py`)."""
 
 _SHORT_PATH = 20
 _MIB = 1 << 20
 READY: Final = "Ray is ready on all nodes"
-"""What `watch_command` prints when every node is there with its devices."""
+"""The line that `watch_command` prints when every node is up with its devices."""
 _LOOK_S, _WATCH_S = 0.1, 1.0
 _ANSWER_S = 5.0
 
 
 def new_directory() -> str:
-    """A new directory for Ray's files and sockets, whose paths are limited to 107 bytes, of which Ray adds about 80."""
+    """Makes a directory for Ray's files. Paths of sockets are limited to 107 bytes, of which Ray needs about 80."""
     usual = tempfile.gettempdir()
     return tempfile.mkdtemp(prefix="megarl-", dir=usual if len(usual) <= _SHORT_PATH else "/tmp")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RayNode:
-    """A node to start.
+    """A Ray node to start.
 
     Args:
-        index: its number in the run; the head is 0.
-        name: for messages.
-        address: of this machine.
-        head: host and port of Ray's head.
-        ports: of this node, of which the first is that of the head; nine must be free.
-        devices: of the node.
-        object_store_mib: shared memory of the node.
-        directory: for Ray's files.
+        index: number in the run; the head is 0.
+        head: `host:port` of Ray's head.
+        ports: ports of this node; the first is the head's.
+        directory: directory of Ray's files.
     """
 
     index: int
@@ -71,9 +67,9 @@ class RayNode:
     directory: str
 
     def command(self) -> list[str]:
-        """What starts it, and runs until it ends; killed, it takes Ray's own processes with it."""
+        """Returns the command that runs the node; when it is killed, Ray's processes end, too."""
         gcs, client, dashboard, manager, store, agent, agent_grpc, runtime_env, metrics, first_worker, *_ = self.ports
-        # Ray wants a port for its dashboard even where it has none.
+        # Ray needs a port for the dashboard even without one.
         head = [f"--port={gcs}", f"--ray-client-server-port={client}", f"--dashboard-port={dashboard}"]
         place = ["--head", *head, "--include-dashboard=false", "--no-monitor"]
         return [
@@ -98,55 +94,53 @@ class RayNode:
 
 
 def watch_command(head: str, devices: int, names: Sequence[str]) -> list[str]:
-    """Waits until all nodes of these names are there with their devices, and then until one is gone.
+    """Returns the command that watches the nodes.
 
-    It prints whom it waits for, then READY, and at its end the name of the node that is gone.
+    It prints the names of the nodes that it waits for, then READY, and ends with the name of the first node that is
+    lost.
 
     Args:
-        head: host and port of Ray's head.
-        devices: of each node.
-        names: of the nodes, in their order.
+        head: `host:port` of Ray's head.
+        devices: devices per node.
+        names: names of the nodes, by number.
     """
     return [sys.executable, "-m", __name__, head, str(devices), *names]
 
 
 def main(head: str, devices: str, *names: str) -> None:
-    """Watches the table of nodes."""
+    """Watches the nodes; see `watch_command`."""
     from ray import _raylet
 
     untyped: Any = _raylet
 
-    told = ""
-    while told != READY:
+    def missing_nodes() -> list[str]:
+        # A new client each time: one that cannot connect for a while ends its process.
+        nodes = untyped.GcsClient(address=head).get_all_node_info(timeout=_ANSWER_S).values()
+        up = {
+            int(node.labels[NODE_LABEL])
+            for node in nodes
+            if node.state == 0 and node.resources_total.get(DEVICE, 0) == int(devices)
+        }
+        return [name for index, name in enumerate(names) if index not in up]
+
+    printed = ""
+    while printed != READY:
         try:
-            # A client of its own each time: one that cannot connect for long ends its process.
-            there = _there(untyped.GcsClient(address=head), int(devices))
-            missing = [name for index, name in enumerate(names) if index not in there]
+            missing = missing_nodes()
         except Exception as error:  # whatever Ray raises while its head does not answer
             missing = [f"{names[0]} ({type(error).__name__}: {error})"]
-        if (now := f"waiting for Ray on {', '.join(missing)}" if missing else READY) != told:
-            print(told := now, flush=True)
+        if (now := f"waiting for Ray on {', '.join(missing)}" if missing else READY) != printed:
+            print(printed := now, flush=True)
         time.sleep(_LOOK_S)
     while True:
         time.sleep(_WATCH_S)
         try:
-            there = _there(untyped.GcsClient(address=head), int(devices))
-        except Exception:  # the head's own end is not told here
+            missing = missing_nodes()
+        except Exception:  # the end of the head is not reported here
             continue
-        for index, name in enumerate(names):
-            if index not in there:
-                print(name, flush=True)
-                return
-
-
-def _there(client: Any, devices: int) -> set[int]:
-    """The nodes that live and have all their devices."""
-    found = client.get_all_node_info(timeout=_ANSWER_S).values()
-    return {
-        int(node.labels[NODE_LABEL])
-        for node in found
-        if node.state == 0 and node.resources_total.get(DEVICE, 0) == devices
-    }
+        if missing:
+            print(missing[0], flush=True)
+            return
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The Ray actor around a plain class, which knows nothing of Ray; and references to what its methods leave in Ray."""
+"""The Ray actor around a plain class, and references to the results that stay in the object store."""
 
 from __future__ import annotations
 
@@ -24,12 +24,10 @@ T = TypeVar("T")
 
 
 class ChunkRefs(Generic[T]):
-    """The chunks of a column by reference; reading one fetches that one, and keeps it as long as this object lives.
+    """References to values in the object store, by chunk.
 
-    A call's arguments live as long as the call, so that a worker holds what it reads no longer than that.
-
-    Args:
-        refs: by chunk.
+    Reading a chunk fetches it, once. A worker releases the chunks that it has read at the end of the call, with the
+    call's arguments.
     """
 
     def __init__(self, refs: Mapping[int, ObjectRef[T]]) -> None:
@@ -45,17 +43,17 @@ class ChunkRefs(Generic[T]):
         return self._fetched[chunk]
 
     def only(self, chunks: Iterable[int]) -> ChunkRefs[T]:
-        """The references to these chunks alone: what a rank is sent that reads no others."""
+        """Returns the references to some chunks."""
         return ChunkRefs({chunk: self._refs[chunk] for chunk in chunks})
 
     @classmethod
     def put(cls, values: Iterable[T]) -> ChunkRefs[T]:
-        """Puts values of this process where every process can read them; they live as long as the references."""
+        """Puts values into the object store, where they live as long as the references."""
         return cls({index: ray_api.put(value) for index, value in enumerate(values)})
 
     @classmethod
     def joined(cls, parts: Iterable[ChunkRefs[T]]) -> ChunkRefs[T]:
-        """The chunks of all parts, numbered on from part to part."""
+        """Returns the chunks of all parts, numbered consecutively."""
         refs = [ref for part in parts for _, ref in sorted(part._refs.items())]
         return ChunkRefs(dict(enumerate(refs)))
 
@@ -65,25 +63,23 @@ class ChunkRefs(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True)
 class Timed(Generic[T]):
-    """The small result of a method, and how long it took, seconds."""
+    """A result for the driver, and the duration of the method."""
 
     result: T
     seconds: float
 
 
 class RayWorker:
-    """Makes an object at its first call, and runs its methods one at a time, in the order in which they were called.
+    """Creates an object at the first call, and runs its methods one at a time, in the order of the calls.
 
     Args:
-        target: ``package.module:Class``.
-        args, kwargs: of the class.
-        directory: where the driver works, and every process of its run with it.
-        env: environment variables to set before the class's module is imported.
-        local_devices: the process's GPUs, numbered on its node; None for a virtual device.
-        log_file: where everything goes that the process prints.
+        target: `package.module:Class`; its module is imported at the first call, with `env` set.
+        directory: working directory of the driver and all processes of the run.
+        local_devices: numbers of the process's GPUs on its node; None for a virtual device.
+        log_file: receives the output of the process.
 
     Raises:
-        RunError: this node has no such directory, or none for the log.
+        RunError: This node does not have `directory` or the directory of the log.
     """
 
     def __init__(
@@ -103,64 +99,59 @@ class RayWorker:
                 raise RunError(f"{here}: {name} must be on a file system that all nodes share")
         _print_to(log_file)
         os.chdir(directory)
-        # It removes what this process shares and does not live to remove: it must run before anything is shared.
+        # It removes the shared memory of a killed process, and must run before any is created.
         resource_tracker.ensure_running()
-        # megatron-core imports it where it is installed. It makes directories, which stay when this process is killed.
+        # megatron-core imports wandb where it is installed; wandb makes directories that outlive a killed process.
         sys.modules["wandb"] = None  # pyright: ignore[reportArgumentType]
         os.environ.update(env)
         if local_devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(local_devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        self._target = target
-        self._args = args
-        self._kwargs = kwargs
-        self._held: list[socket.socket] = []
+        self._target, self._args, self._kwargs = target, args, kwargs
+        self._reserved: list[socket.socket] = []
 
     @functools.cached_property
     def _object(self) -> Any:
         module, _, name = self._target.partition(":")
         return getattr(importlib.import_module(module), name)(*self._args, **self._kwargs)
 
-    def run(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Timed[Any]:
-        """Returns the method's result."""
+    def run(
+        self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], chunks: Sequence[int] | None = None
+    ) -> Any:
+        """Runs a method, and returns its result, `Timed`.
+
+        With `chunks`, the method returns a dict by chunk, or such a dict and a result for the driver. The latter, or
+        None, is returned first, `Timed`, and the values of `chunks` follow, each as an object of its own.
+        """
         start = time.perf_counter()
         result = getattr(self._object, method)(*args, **kwargs)
-        return Timed(result=result, seconds=time.perf_counter() - start)
-
-    def run_by_chunk(self, method: str, args: tuple[Any, ...], chunks: Sequence[int]) -> Any:
-        """Returns the method's results as separate objects: the small one, then those of the chunks in this order.
-
-        The method returns a mapping from chunk to value, or such a mapping and something small. Without
-        chunks, Ray expects the first object alone.
-        """
-        timed = self.run(method, args, {})
-        by_chunk, small = timed.result, None
-        if isinstance(by_chunk, tuple):
-            by_chunk, small = cast("tuple[Any, Any]", by_chunk)
-        first = Timed(result=small, seconds=timed.seconds)
+        seconds = time.perf_counter() - start
+        if chunks is None:
+            return Timed(result=result, seconds=seconds)
+        by_chunk, small = cast("tuple[Any, Any]", result) if isinstance(result, tuple) else (result, None)
+        first = Timed(result=small, seconds=seconds)
         return (first, *(by_chunk[chunk] for chunk in chunks)) if chunks else first
 
     def run_stream(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-        """Yields both parts of the pairs that the method yields as separate objects: what is small, then what stays."""
+        """Yields both parts of each pair that the method yields, as separate objects."""
         for small, large in getattr(self._object, method)(*args, **kwargs):
             yield small
             yield large
 
     def free_address(self, host: str | None) -> Timed[str]:
-        """Returns a host and port at which this process may listen; None is the node's own address.
+        """Returns `host:port` with a free port of this process; without a host, of the node's address.
 
-        The port is held as long as this process lives: it listens only when it has imported torch, and meanwhile the
-        system would give the port to others.
+        The port stays reserved as long as the process lives: torch listens at it much later.
         """
         host = host or ray_api.node_address()
         holder = socket.socket()
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # which lets torch's own socket bind it too
-        holder.bind(("", 0))  # as torch does: on one address, it could be another's on the others
-        self._held.append(holder)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # torch's socket can bind it, too
+        holder.bind(("", 0))  # all addresses, as torch does
+        self._reserved.append(holder)
         return Timed(result=f"{host}:{holder.getsockname()[1]}", seconds=0.0)
 
 
 def _print_to(log_file: str) -> None:
-    """Sends standard output and error, the children's too, to a file; crashes leave their stack there."""
+    """Sends the output of this process and its children to a file, and the stack of a crash."""
     sys.stdout.flush()
     sys.stderr.flush()
     descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -1,4 +1,4 @@
-"""The actor's weights into the engines: planned once, then moved shard to shard for every version."""
+"""Moves the actor's weights into the engines: one plan for a run, one transfer per version."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.cluster.session import Session
 from megarl.cluster.trainers import RemoteRole
 from megarl.config import PPOConfig, RAFTConfig, parse_devices
 from megarl.megatron.worker import MegatronWorker
-from megarl.models import ModelSpec
+from megarl.models import model_spec
 from megarl.resharding import ConnectRequest, SyncSpec, SyncStats, serve_store
 from megarl.resharding.holders import plan_sync
 from megarl.rollout.engine import RolloutEngine
@@ -23,16 +23,15 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class SyncReport:
-    """What one sync moved.
+    """The measurements of one sync.
 
     Args:
-        version: that every rank of every engine has committed.
-        nbytes: received by all engine ranks together.
-        messages: in which they came.
-        staging_bytes: the most that buffers took in one rank.
-        seconds: from the call to the committed version.
-        stages: seconds of the rank that spent the most in it, by stage: those of ``SyncStats``; ``offload``, making
-            room on shared devices; and ``reset``, of the engines' prefix caches.
+        version: version of the weights that every engine rank has committed.
+        nbytes: bytes received by all engine ranks.
+        messages: number of messages received.
+        staging_bytes: largest size of the buffers in one rank.
+        stages: seconds of the slowest rank in each stage of `SyncStats`, and in `offload`, which is the time to free
+            memory on shared devices.
     """
 
     version: int
@@ -42,12 +41,26 @@ class SyncReport:
     seconds: float
     stages: Mapping[str, float]
 
+    @classmethod
+    def of(cls, senders: Sequence[SyncStats], receivers: Sequence[SyncStats], seconds: float) -> SyncReport:
+        """Combines the measurements of all ranks."""
+        ranks = [*senders, *receivers]
+        stages = dict.fromkeys(stage for rank in ranks for stage in rank.seconds)
+        return cls(
+            version=receivers[0].version,
+            nbytes=sum(rank.nbytes for rank in receivers),
+            messages=sum(rank.messages for rank in receivers),
+            staging_bytes=max(rank.peak_staging_bytes for rank in ranks),
+            seconds=seconds,
+            stages={stage: max(rank.seconds.get(stage, 0.0) for rank in ranks) for stage in stages},
+        )
+
     def with_offload(self, seconds: float) -> SyncReport:
-        """The report of a sync before and after which others made room, too, for this long."""
+        """Returns the report with further seconds of the stage `offload`."""
         return replace(self, stages={**self.stages, "offload": self.stages.get("offload", 0.0) + seconds})
 
     def metrics(self) -> dict[str, float]:
-        """``sync/*``: what was moved, how fast, and seconds in all and by stage."""
+        """Returns the metrics `sync/*`."""
         return {
             "sync/bytes": self.nbytes,
             "sync/gb_per_second": self.nbytes / 1e9 / self.seconds,
@@ -59,30 +72,17 @@ class SyncReport:
 
 
 class Resharder:
-    """One connection between the actor's ranks and the engines' ranks, numbered in this order.
-
-    Args:
-        session: where they run.
-        config: of the run.
-        actor: whose weights are sent.
-        engines: that receive them.
-        spec: of the model.
-    """
+    """The connection between the ranks of the actor's group and those of the engines, numbered in this order."""
 
     def __init__(
-        self,
-        session: Session,
-        config: PPOConfig | RAFTConfig,
-        actor: RemoteRole,
-        engines: RolloutGroup,
-        spec: ModelSpec,
+        self, session: Session, config: PPOConfig | RAFTConfig, actor: RemoteRole, engines: RolloutGroup
     ) -> None:
         self._senders, self._receivers = actor.group.named(actor.name), engines
         self._first, self._tp = len(self._senders.processes), config.rollout.tp
         places = [Place(node=slot.node, device=slot.device) for slot in session.placement.slots]
         trainers = [places[device] for device in config.device_list(actor.group.name)]
         engine_ranks = [places[device] for device in parse_devices(config.rollout.devices)]
-        bucket_bytes = int(config.resharding.bucket_mib * _MIB)
+        spec, bucket_bytes = model_spec(config.model.hf_config()), int(config.resharding.bucket_mib * _MIB)
         transfers = plan_sync(spec, actor.layout, trainers, self._tp, engine_ranks, bucket_bytes)
         self._store = serve_store(session.host)
         self._spec = SyncSpec.of(
@@ -98,19 +98,21 @@ class Resharder:
         )
 
     def connect(self) -> Call[None]:
-        """Gives every rank its part of the plan and connects them all."""
-        engines = [self._ranks(engine) for engine in range(len(self._receivers.processes))]
-        self._senders.call_each(MegatronWorker.connect, [self._part(range(r, r + 1)) for r in range(self._first)])
-        return self._receivers.call_each(RolloutEngine.connect, [self._part(ranks) for ranks in engines])
+        """Sends every rank its part of the plan, and connects all ranks."""
+        starts = [self._first + engine * self._tp for engine in range(len(self._receivers.processes))]
+        self._senders.call_each(MegatronWorker.connect, [self._request(range(r, r + 1)) for r in range(self._first)])
+        return self._receivers.call_each(
+            RolloutEngine.connect, [self._request(range(start, start + self._tp)) for start in starts]
+        )
 
     def sync(self, version: int) -> SyncReport:
-        """Moves the actor's weights as they are now; returns when every rank has committed the version.
+        """Sends the actor's weights, and waits until every rank has committed the version.
 
         Args:
-            version: not below the last one.
+            version: not lower than the last one.
 
         Raises:
-            WorkerError: the sync was aborted, or a process has failed otherwise.
+            WorkerError: The sync was aborted, or a process failed.
         """
         start = time.perf_counter()
         sent = self._senders.call(MegatronWorker.send_weights, version)
@@ -124,25 +126,7 @@ class Resharder:
                 f"{self._first} on those of the engines, {self._tp} of each."
             ) from None
         assert {rank.version for rank in (*senders, *receivers)} == {version}, "a rank has not committed the version"
-        return report(senders, receivers, time.perf_counter() - start)
+        return SyncReport.of(senders, receivers, time.perf_counter() - start)
 
-    def _part(self, ranks: Sequence[int]) -> ConnectRequest:
+    def _request(self, ranks: Sequence[int]) -> ConnectRequest:
         return ConnectRequest(sync=self._spec.only(ranks), ranks=ranks)
-
-    def _ranks(self, engine: int) -> Sequence[int]:
-        start = self._first + engine * self._tp
-        return range(start, start + self._tp)
-
-
-def report(senders: Sequence[SyncStats], receivers: Sequence[SyncStats], seconds: float) -> SyncReport:
-    """What the ranks of a sync say, taken together."""
-    ranks = [*senders, *receivers]
-    stages = dict.fromkeys(stage for rank in ranks for stage in rank.seconds)
-    return SyncReport(
-        version=receivers[0].version,
-        nbytes=sum(rank.nbytes for rank in receivers),
-        messages=sum(rank.messages for rank in receivers),
-        staging_bytes=max(rank.peak_staging_bytes for rank in ranks),
-        seconds=seconds,
-        stages={stage: max(rank.seconds.get(stage, 0.0) for rank in ranks) for stage in stages},
-    )

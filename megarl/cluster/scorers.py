@@ -1,4 +1,4 @@
-"""The processes that run reward functions: they share the samples of a step and return small columns of scores."""
+"""The processes that run reward functions; they share the samples of a step and return scores by chunk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.data.tokenizer import has_tokenizer, load_tokenizer
 from megarl.remote import remote
 from megarl.rewards.functions import labels
 from megarl.rewards.scorer import Failures, RuleScorer, Scores, Unscored
-from megarl.types import Prompt, RolloutChunk, SampleInfo
+from megarl.types import Prompt, RolloutChunk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +27,8 @@ class ScoreRequest:
     """Chunks to score.
 
     Args:
-        functions: which of the functions score, by name.
-        rollouts: by chunk.
-        prompts: by chunk, those of its rows.
+        functions: index of each function to call, by name.
+        prompts: by chunk, the prompt of each row.
     """
 
     functions: Mapping[str, int]
@@ -39,25 +38,19 @@ class ScoreRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredChunks:
-    """The scores of some chunks.
-
-    Args:
-        columns: by chunk.
-        failures: the first of each kind.
-    """
+    """Scores by chunk, and the first failure of each kind."""
 
     columns: Mapping[int, Scores]
     failures: Failures
 
 
 class ScoringProcess:
-    """What runs in each process: it decodes responses, and lets a child of its own call the functions.
+    """Decodes responses, and calls reward functions in a child process.
 
     Args:
-        tokenizer: directory of the tokenizer that makes the texts of the answers; None leaves them empty.
-        functions: all that will be called.
-        reward: with the limits of the calls.
-        seconds: for all calls of a step.
+        tokenizer: directory of the tokenizer that decodes responses; None leaves the texts empty.
+        functions: all functions of the run.
+        seconds: time limit of all calls of a step.
     """
 
     def __init__(
@@ -78,52 +71,25 @@ class ScoringProcess:
         deadline = time.monotonic() + self._seconds
         columns: dict[int, Scores] = {}
         failures: dict[tuple[str, str], Unscored] = {}
-        for chunk, of_rows in request.prompts.items():
-            columns[chunk], failed = self._scorer.score(request.functions, request.rollouts[chunk], of_rows, deadline)
+        for chunk, prompts in request.prompts.items():
+            columns[chunk], failed = self._scorer.score(request.functions, request.rollouts[chunk], prompts, deadline)
             for kind, unscored in failed.items():
                 failures.setdefault(kind, unscored)
         return ScoredChunks(columns=columns, failures=failures)
 
     @remote(phase="start")
     def close(self) -> None:
-        """Ends the child, and what the functions have started in it."""
+        """Ends the child process and its children."""
         self._scorer.close()
 
 
-@dataclass(frozen=True, kw_only=True)
-class PendingScores:
-    """Scores in the making.
-
-    Args:
-        call: to all processes.
-        tell: is told of each process's first failures of each kind.
-    """
-
-    call: Call[ScoredChunks]
-    tell: Callable[[Failures], None]
-
-    def wait(self) -> dict[int, Scores]:
-        """The scores by chunk; NaN where a function left a sample without one.
-
-        Raises:
-            WorkerError: a process failed.
-        """
-        results = self.call.wait()
-        for result in results:
-            self.tell(result.failures)
-        return {chunk: scores for result in results for chunk, scores in result.columns.items()}
-
-
 class RuleScorers(WorkerGroup[ScoringProcess]):
-    """Processes without a device of their own, spread over the nodes of the run.
+    """Scoring processes, spread over the nodes of the run; they use no device.
 
     Args:
-        session: where they run.
-        tokenizer: directory of the tokenizer; None where the run has none.
-        functions: all that will be called.
-        reward: how many processes, and the limits of the calls.
-        limits: of the phases of a step.
-        warn: is told of the first failure of each kind of each function.
+        tokenizer: directory of the tokenizer; None without one.
+        functions: all functions of the run.
+        warn: called with the first failure of each kind of each function.
     """
 
     def __init__(
@@ -136,56 +102,47 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
         warn: Callable[[str], None],
     ) -> None:
         self._functions, self._warn = tuple(functions), warn
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
         devices, count = len(session.placement.slots), reward.processes
+        args = (tokenizer, self._functions, reward, limits.calls)
         processes = [
-            session.launch_beside(
-                f"scorer {index}",
-                index * devices // count,
-                ScoringProcess,
-                tokenizer,
-                self._functions,
-                reward,
-                limits.calls,
-            )
+            session.launch_at(f"scorer {index}", index * devices // count, (), ScoringProcess, *args)
             for index in range(count)
         ]
         super().__init__(session, "scorers", processes)
 
-    def score(
+    def submit(
         self, functions: Sequence[RewardFunction], rollouts: Rollouts, prompts: Mapping[str, Prompt]
-    ) -> PendingScores:
-        """Scores samples; returns at once.
+    ) -> Call[ScoredChunks]:
+        """Scores every sample with every function; returns at once. `prompts` are by prompt id."""
+        indices = {label: self._functions.index(own) for label, own in zip(labels(functions), functions, strict=True)}
+        by_chunk: dict[int, list[Prompt]] = {}
+        for sample in sorted(rollouts.samples, key=lambda sample: (sample.chunk, sample.row)):
+            by_chunk.setdefault(sample.chunk, []).append(prompts[sample.prompt_id])
+        count = min(len(self.processes), len(by_chunk))
+        requests: list[ScoreRequest] = []
+        for index in range(count):
+            own = {chunk: by_chunk[chunk] for chunk in sorted(by_chunk)[index::count]}
+            requests.append(ScoreRequest(functions=indices, rollouts=rollouts.chunks.only(own), prompts=own))
+        return self.call_each(ScoringProcess.score, requests)
 
-        Args:
-            functions: that score, all of them every sample.
-            rollouts: of the step.
-            prompts: by prompt id, those of the rollouts.
-        """
-        numbers = {label: self._functions.index(own) for label, own in zip(labels(functions), functions, strict=True)}
-        of_rows = _prompts_by_chunk(rollouts.samples, prompts)
-        count = min(len(self.processes), len(of_rows))
-        shares = [{chunk: of_rows[chunk] for chunk in sorted(of_rows)[index::count]} for index in range(count)]
-        requests = [
-            ScoreRequest(functions=numbers, rollouts=rollouts.chunks.only(share), prompts=share) for share in shares
-        ]
-        return PendingScores(call=self.call_each(ScoringProcess.score, requests), tell=self._tell)
-
-    def _tell(self, failures: Failures) -> None:
-        """Shows each kind of failure of a function once; the metrics count them all."""
-        for (name, kind), unscored in failures.items():
-            if (name, kind) in self._told:
+    def gather(self, call: Call[ScoredChunks]) -> dict[int, Scores]:
+        """Waits for the scores of `submit`, by chunk, and warns of failures; a sample without a score has NaN."""
+        results = call.wait()
+        for (name, kind), unscored in (item for result in results for item in result.failures.items()):
+            if (name, kind) in self._reported:
                 continue
-            self._told.add((name, kind))
+            self._reported.add((name, kind))
             self._warn(
                 f"reward function {name!r} gave prompt {unscored.prompt_id!r} no score (calls: {unscored.calls}); the "
-                "response counts as unscored. Failures alike are not shown again: rewards/unscored counts them all.\n"
+                "response counts as unscored. Similar failures are not shown again; rewards/unscored counts them all.\n"
                 f"{unscored.failure.reason}"
             )
+        return {chunk: scores for result in results for chunk, scores in result.columns.items()}
 
 
 def launch_scorers(config: PPOConfig | RAFTConfig | EvalConfig, session: Session, model_dir: str) -> RuleScorers | None:
-    """Launches the processes that run reward functions, if there are any, and returns at once."""
+    """Launches the scoring processes, and returns at once; None without reward functions."""
     evaluated = config.evaluation.functions if config.evaluation is not None else ()
     functions = [*config.reward.functions, *evaluated]
     if not functions:
@@ -194,11 +151,3 @@ def launch_scorers(config: PPOConfig | RAFTConfig | EvalConfig, session: Session
     tokenizer = directory if has_tokenizer(directory) else None
     warn = functools.partial(print, file=sys.stderr, flush=True)
     return RuleScorers(session, tokenizer, functions, config.reward, config.cluster.time_limits, warn)
-
-
-def _prompts_by_chunk(samples: Sequence[SampleInfo], prompts: Mapping[str, Prompt]) -> dict[int, list[Prompt]]:
-    """By chunk, the prompt of each row."""
-    of_rows: dict[int, list[Prompt]] = {}
-    for sample in sorted(samples, key=lambda sample: (sample.chunk, sample.row)):
-        of_rows.setdefault(sample.chunk, []).append(prompts[sample.prompt_id])
-    return of_rows

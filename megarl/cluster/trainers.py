@@ -1,4 +1,4 @@
-"""The trainers of a run: a group of Megatron processes for each group of devices, and the roles in them."""
+"""The Megatron processes of a run, a group per set of devices, and the roles in them."""
 
 from __future__ import annotations
 
@@ -21,40 +21,34 @@ from megarl.types import Layout, RankSchedule, RoleName
 
 W = TypeVar("W")
 P = ParamSpec("P")
+Q = TypeVar("Q")
+Q_co = TypeVar("Q_co", covariant=True)
 R = TypeVar("R")
 S = TypeVar("S")
 T = TypeVar("T")
 
 _CHUNKS_PER_REPLICA = 8
-"""Chunks of a step for each DP rank of the role that has most of them: small enough to share the work evenly."""
+"""Chunks of a step per DP rank of the role with the largest DP: enough to balance the ranks."""
 
 
 class Scheduled(Protocol):
-    """A rank's part of a request that has one schedule."""
+    """A replica's part of a request for one pass."""
 
     @property
     def schedule(self) -> RankSchedule: ...
 
 
-Q = TypeVar("Q")
-Q_co = TypeVar("Q_co", covariant=True)
 OnePass = TypeVar("OnePass", bound=Scheduled)
 
 
 class Divisible(Protocol[Q_co]):
-    """A request for all ranks of a role; see ``megatron.worker_requests``."""
+    """A request for all replicas of a role; see `megatron.worker_requests`."""
 
     def part(self, replica: int, /) -> Q_co: ...
 
 
 class RemoteRole:
-    """A role in its group. Calls go to every rank and return at once; the methods are those of MegatronWorker.
-
-    Args:
-        group: that it is placed in.
-        name: of the role.
-        layout: of the role.
-    """
+    """A role in its group. A call goes to every rank of the group, and returns at once."""
 
     def __init__(self, group: WorkerGroup[MegatronWorker], name: RoleName, layout: Layout) -> None:
         self.group, self.layout = group, layout
@@ -64,12 +58,12 @@ class RemoteRole:
     def call(
         self, method: RemoteMethod[MegatronWorker, Concatenate[RoleName, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Call[R]:
-        """Calls a method of the role on every rank, with the same arguments."""
-        return self._ranks.submit(method, [(self.name, *args)] * self.layout.world_size, kwargs)
+        """Calls a method with the same arguments on every rank."""
+        return self._ranks.call(method.bind(self.name), *args, **kwargs)
 
     def dispatch(self, method: RemoteMethod[MegatronWorker, [RoleName, Q], R], request: Divisible[Q]) -> Call[R]:
-        """Calls a method of the role on every rank, with its replica's part of the request."""
-        return self._ranks.submit(method, [(self.name, part) for part in self._parts(request)])
+        """Calls a method with the part of the request of each rank's replica."""
+        return self._ranks.call_each(method.bind(self.name), self._parts(request))
 
     @overload
     def dispatch_by_chunk(
@@ -86,26 +80,20 @@ class RemoteRole:
     def dispatch_by_chunk(
         self, method: RemoteMethod[MegatronWorker, [RoleName, OnePass], Any], request: Divisible[OnePass]
     ) -> ChunkCall[Any, Any]:
-        """Calls a method as ``dispatch``; the results by chunk stay with the reporting ranks, for other workers."""
+        """Like `dispatch`, but the results by chunk stay in the object store."""
         parts = self._parts(request)
         chunks = [part.schedule.chunks if self.layout.reports(rank) else [] for rank, part in enumerate(parts)]
-        return self._ranks.submit_by_chunk(method, [(self.name, part) for part in parts], chunks)
+        return self._ranks.call_by_chunk(method.bind(self.name), parts, chunks)
 
     def _parts(self, request: Divisible[Q]) -> list[Q]:
-        """The part of each rank."""
+        """Returns the part of each rank."""
         parts = [request.part(replica) for replica in range(self.layout.dp)]
         return [parts[self.layout.coords(rank).dp] for rank in range(self.layout.world_size)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trainers:
-    """The groups of a run and the roles in them.
-
-    Args:
-        session: where they run.
-        groups: by name.
-        roles: by name.
-    """
+    """The groups of a run and their roles, by name."""
 
     session: Session
     groups: Mapping[str, WorkerGroup[MegatronWorker]]
@@ -113,18 +101,11 @@ class Trainers:
 
     @property
     def chunks(self) -> int:
-        """Into how many chunks the samples of a step are divided, at most."""
+        """Returns the maximum number of chunks of a step."""
         return _CHUNKS_PER_REPLICA * max((role.layout.dp for role in self.roles.values()), default=1)
 
     def start(self, model_dir: str) -> None:
-        """Connects the ranks of every group, builds the roles and loads their weights; waits for all of them.
-
-        Args:
-            model_dir: Hugging Face directory of the model.
-
-        Raises:
-            WorkerError: a process failed to start.
-        """
+        """Connects the ranks of every group, builds the roles and loads their weights, and waits; see `start_all`."""
         loading: list[Call[None]] = []
         for group in self.groups.values():
             address = self.session.free_address(group.processes[0])
@@ -133,12 +114,8 @@ class Trainers:
         _wait(loading)
 
     def offload_all(self) -> None:
-        """Offloads every role that may be; waits for all of them."""
+        """Offloads every role that can be offloaded, and waits."""
         _wait([group.call(MegatronWorker.offload_all) for group in self.groups.values()])
-
-    def close(self) -> None:
-        """Lets every process end by itself; waits for all of them."""
-        _wait([group.call(MegatronWorker.close) for group in self.groups.values()])
 
 
 def _wait(calls: Sequence[Call[None]]) -> None:
@@ -149,22 +126,28 @@ def _wait(calls: Sequence[Call[None]]) -> None:
 def start_all(
     trainers: Trainers, engines: RolloutGroup | None, rules: RuleScorers | None, model_dir: str, *, sleep: bool
 ) -> None:
-    """Starts every process and loads every model; waits for all of them.
+    """Starts every launched process, loads every model, and waits.
 
     Args:
-        trainers, engines, rules: that were launched; None where there are none.
         model_dir: Hugging Face directory of the model.
-        sleep: engines are asleep once they have started: before the trainers, as the devices cannot hold both at once.
+        sleep: engines share devices with the trainers and end their start asleep, so the trainers start after them.
 
     Raises:
-        WorkerError: a process failed to start.
+        WorkerError: A process failed to start.
     """
-    starting = None if engines is None else engines.call(RolloutEngine.start)
-    loading = None if rules is None else rules.call(ScoringProcess.start)
-    if sleep and starting is not None:
-        starting.wait()
+    starting = [] if engines is None else [engines.call(RolloutEngine.start)]
+    loading = [] if rules is None else [rules.call(ScoringProcess.start)]
+    if sleep:
+        _wait(starting)
     trainers.start(model_dir)
-    _wait([call for call in (starting, loading) if call is not None])
+    _wait([*starting, *loading])
+
+
+def close_all(trainers: Trainers, engines: RolloutGroup | None = None, rules: RuleScorers | None = None) -> None:
+    """Lets every process end by itself, and waits."""
+    calls = [] if engines is None else [engines.call(RolloutEngine.close)]
+    calls += [] if rules is None else [rules.call(ScoringProcess.close)]
+    _wait([*calls, *(group.call(MegatronWorker.close) for group in trainers.groups.values())])
 
 
 def launch_trainers(config: RunConfig, session: Session) -> Trainers:
@@ -181,11 +164,7 @@ def launch_trainers(config: RunConfig, session: Session) -> Trainers:
 def launch_group(
     session: Session, config: RunConfig, name: str, worker: Callable[[RunConfig, str, int], W]
 ) -> WorkerGroup[W]:
-    """Launches a process per device of a group, and returns at once.
-
-    Args:
-        worker: class of their objects.
-    """
+    """Launches a process with a `worker` on each device of a group, and returns at once."""
     processes = [
         session.launch(f"{name} rank {rank}", [device], worker, config, name, rank)
         for rank, device in enumerate(config.device_list(name))
@@ -194,11 +173,7 @@ def launch_group(
 
 
 def check_gpus(config: RunConfig) -> None:
-    """Checks that this machine has the GPUs, where the run starts a Ray of its own.
-
-    Raises:
-        ConfigError: it has fewer.
-    """
+    """Raises ConfigError if the run starts a Ray of its own and this machine has too few GPUs."""
     cluster = config.cluster
     if cluster.device == "cpu" or cluster.address is not None:
         return

@@ -1,4 +1,4 @@
-"""Processes that run objects of one class, called together by the object's own methods."""
+"""Groups of processes that run objects of one class."""
 
 from __future__ import annotations
 
@@ -23,12 +23,10 @@ T = TypeVar("T")
 
 
 class WorkerGroup(Generic[W]):
-    """Processes with an object of class W each. Calls return at once and run in the order in which they are made.
+    """Processes with one object of class W each. Calls return at once; a process runs its calls in order.
 
     Args:
-        session: where they run.
-        name: for messages, in which a call is ``name.method``.
-        processes: at least one.
+        name: prefix of the calls in messages, as in `name.method`.
     """
 
     def __init__(self, session: Session, name: str, processes: Sequence[Process[W]]) -> None:
@@ -36,38 +34,16 @@ class WorkerGroup(Generic[W]):
         self._session = session
 
     def named(self, name: str) -> WorkerGroup[W]:
-        """The same processes, whose calls have another name in messages."""
+        """Returns the same processes under another name."""
         return WorkerGroup(self._session, name, self.processes)
 
     def call(self, method: RemoteMethod[W, P, R], *args: P.args, **kwargs: P.kwargs) -> Call[R]:
         """Calls a method on every process with the same arguments."""
-        return self.submit(method, [args] * len(self.processes), kwargs)
+        return self._submit(method, [args] * len(self.processes), kwargs)
 
     def call_each(self, method: RemoteMethod[W, [Q], R], requests: Sequence[Q]) -> Call[R]:
-        """Calls a method on the first processes, each with a request of its own."""
-        return self.submit(method, [(request,) for request in requests])
-
-    def submit(
-        self,
-        method: RemoteMethod[W, ..., R],
-        args: Sequence[tuple[object, ...]],
-        kwargs: Mapping[str, object] | None = None,
-    ) -> Call[R]:
-        """Calls a method with arguments that are not checked; see ``call`` and ``call_each``."""
-        processes = self.processes[: len(args)]
-        done: list[ObjectRef[Any]] = [
-            process.actor.run.remote(method.name, own, kwargs or {})
-            for process, own in zip(processes, args, strict=True)
-        ]
-        return self._session.monitor.follow(
-            Call[R](
-                label=f"{self.name}.{method.name}",
-                phase=method.phase,
-                processes=processes,
-                done=done,
-                monitor=self._session.monitor,
-            )
-        )
+        """Calls a method on the first `len(requests)` processes, with one request each."""
+        return self._submit(method, [(request,) for request in requests])
 
     @overload
     def call_by_chunk(
@@ -83,51 +59,50 @@ class WorkerGroup(Generic[W]):
     def call_by_chunk(
         self, method: RemoteMethod[W, [Q], Any], requests: Sequence[Q], chunks: Sequence[Sequence[int]]
     ) -> ChunkCall[Any, Any]:
-        """Calls a method as ``call_each``; the results by chunk stay where they are made, for other workers.
-
-        Args:
-            chunks: those of which each process has the results.
-        """
-        return self.submit_by_chunk(method, [(request,) for request in requests], chunks)
-
-    def submit_by_chunk(
-        self, method: RemoteMethod[W, ..., Any], args: Sequence[tuple[object, ...]], chunks: Sequence[Sequence[int]]
-    ) -> ChunkCall[Any, Any]:
-        """Calls a method with arguments that are not checked; see ``call_by_chunk``."""
-        done: list[ObjectRef[Any]] = []
-        by_chunk: dict[int, ObjectRef[Any]] = {}
-        for process, own_args, own in zip(self.processes, args, chunks, strict=True):
-            call = process.actor.run_by_chunk.options(num_returns=1 + len(own))
-            refs = call.remote(method.name, own_args, own)
-            first, *others = refs if own else [refs]
-            by_chunk.update(zip(own, others, strict=True))
-            done.append(first)
-        return self._session.monitor.follow(
-            ChunkCall[Any, Any](
-                label=f"{self.name}.{method.name}",
-                phase=method.phase,
-                processes=self.processes,
-                done=done,
-                monitor=self._session.monitor,
-                chunks=ChunkRefs(by_chunk),
-            )
-        )
+        """Like `call_each`, but results by chunk stay in the object store; `chunks` are those of each process."""
+        return self._submit(method, [(request,) for request in requests], chunks=chunks)
 
     def stream(
         self, method: RemoteMethod[W, P, Iterator[tuple[S, T]]], *args: P.args, **kwargs: P.kwargs
     ) -> StreamCall[S, T]:
         """Calls a method that yields pairs on every process, with the same arguments."""
         streams: list[Any] = [
-            process.actor.run_stream.options(num_returns="streaming").remote(method.name, args, kwargs)
+            process.actor.run_stream.options(num_returns="streaming").remote(method.name, (*method.args, *args), kwargs)
             for process in self.processes
         ]
-        return self._session.monitor.follow(
-            StreamCall[S, T](
-                label=f"{self.name}.{method.name}",
-                phase=method.phase,
-                processes=self.processes,
-                done=[stream.completed() for stream in streams],
-                monitor=self._session.monitor,
-                streams=streams,
-            )
+        call = StreamCall[S, T](
+            label=f"{self.name}.{method.name}",
+            phase=method.phase,
+            processes=self.processes,
+            done=[stream.completed() for stream in streams],
+            monitor=self._session.monitor,
+            streams=streams,
         )
+        return self._session.monitor.follow(call)
+
+    def _submit(
+        self,
+        method: RemoteMethod[W, ..., Any],
+        args: Sequence[tuple[object, ...]],
+        kwargs: Mapping[str, object] | None = None,
+        chunks: Sequence[Sequence[int]] | None = None,
+    ) -> ChunkCall[Any, Any]:
+        """Calls a method on the first `len(args)` processes; without `chunks`, the whole result goes to the driver."""
+        processes = self.processes[: len(args)]
+        done: list[ObjectRef[Any]] = []
+        refs: dict[int, ObjectRef[Any]] = {}
+        for process, own_args, own in zip(processes, args, chunks or [None] * len(args), strict=True):
+            run = process.actor.run.options(num_returns=1 + len(own or ()))
+            returned = run.remote(method.name, (*method.args, *own_args), kwargs or {}, own)
+            first, *others = returned if own else [returned]  # Ray gives a single reference without a list
+            done.append(first)
+            refs.update(zip(own or (), others, strict=True))
+        call = ChunkCall[Any, Any](
+            label=f"{self.name}.{method.name}",
+            phase=method.phase,
+            processes=processes,
+            done=done,
+            monitor=self._session.monitor,
+            chunks=ChunkRefs(refs),
+        )
+        return self._session.monitor.follow(call)

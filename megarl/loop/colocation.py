@@ -1,4 +1,4 @@
-"""Devices that trainers and engines share, and the version of the weights that the engines have."""
+"""Devices that trainers and engines share."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from time import perf_counter
 from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.resharder import Resharder, SyncReport
 from megarl.cluster.trainers import Trainers
+from megarl.remote import RemoteMethod
+from megarl.rollout.engine import RolloutEngine
 
 
 class Colocation:
-    """Gives the devices to the trainers or to the engines, in the only order that fits into their memory.
+    """Gives shared devices to the trainers or to the engines, and remembers the version of the engines' weights.
 
-    The trainers have them first. Engines that sleep start asleep and drop their weights and their cache whenever they
-    fall asleep. They wake up to receive weights, and get their cache after the trainers have offloaded theirs. The
-    engines refuse any other order.
+    The trainers have the devices first. Sleeping engines hold neither weights nor a cache: they wake up to receive
+    weights, and get their cache after the trainers have been offloaded. The engines refuse any other order.
 
     Args:
-        resharder: from the actor to the engines; None where the engines load their weights from files.
-        sleep: the engines sleep while the trainers have the devices.
+        resharder: None if the engines read their weights from files.
+        sleep: engines sleep while the trainers have the devices.
     """
 
     def __init__(self, trainers: Trainers, engines: RolloutGroup, resharder: Resharder | None, *, sleep: bool) -> None:
@@ -27,41 +28,38 @@ class Colocation:
         self._version = 0
 
     def to_training(self) -> None:
-        """Gives the devices to the trainers, unless they have them; waits until the engines' memory is free."""
-        if self._sleep and not self._training:
-            self._engines.sleep()
+        """Gives the devices to the trainers, unless they have them, and waits."""
+        if not self._training:
+            self._call_if_sleeping(RolloutEngine.sleep)
         self._training = True
 
     def to_rollout(self) -> None:
-        """Gives the devices to the engines, unless they have them; those that slept get their weights again."""
+        """Gives the devices to the engines, unless they have them, and waits; engines that slept get their weights."""
         if not self._training:
             return
         if self._sleep and self._resharder is not None:
             self.sync()
             return
         self._trainers.offload_all()
-        if self._sleep:
-            self._engines.wake_weights()
-            self._engines.wake_cache()
+        self._call_if_sleeping(RolloutEngine.wake_weights)
+        self._call_if_sleeping(RolloutEngine.wake_cache)
         self._training = False
 
     def sync(self, version: int | None = None) -> SyncReport:
-        """Moves the actor's weights into the engines, and gives them the devices.
-
-        Args:
-            version: of the weights, not below the last one; None: the last one.
-        """
+        """Moves the actor's weights into the engines as `version`, or the last version, and gives them the devices."""
         assert self._training, "the engines have the devices already"
         assert self._resharder is not None
         self._version = self._version if version is None else version
         start = perf_counter()
-        if self._sleep:
-            self._engines.wake_weights()
+        self._call_if_sleeping(RolloutEngine.wake_weights)
         awake = perf_counter()
         report = self._resharder.sync(self._version)
         synced = perf_counter()
         self._trainers.offload_all()
-        if self._sleep:
-            self._engines.wake_cache()
+        self._call_if_sleeping(RolloutEngine.wake_cache)
         self._training = False
         return report.with_offload(awake - start + perf_counter() - synced)
+
+    def _call_if_sleeping(self, method: RemoteMethod[RolloutEngine, [], None]) -> None:
+        if self._sleep:
+            self._engines.call(method).wait()

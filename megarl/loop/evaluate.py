@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts: within a run, and of any Hugging Face directory."""
+"""Evaluation on held-out prompts, within a training run or of a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 
 from megarl.algos.metrics import clustered_mean, pass_rate
 from megarl.cluster.engines import RolloutGroup, launch_engines
-from megarl.cluster.scorers import ScoringProcess, launch_scorers
+from megarl.cluster.scorers import launch_scorers
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import RemoteRole, check_gpus, launch_trainers, start_all
+from megarl.cluster.trainers import RemoteRole, check_gpus, close_all, launch_trainers, start_all
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig
 from megarl.config.schema import Evaluation
 from megarl.data.prompts import sample_requests
@@ -25,25 +25,23 @@ from megarl.loop.scoring import REWARD_MODEL, Scorer, ScoresByReward, Values, gr
 from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.check import check
 from megarl.preflight.datasets import PromptSets
-from megarl.rollout.engine import RolloutEngine
 from megarl.run.directory import EvaluationDirectory, attempt, model_directory
 from megarl.run.report import EvaluationReporter, Summary
 from megarl.run.results import EvaluationResult, shown_samples
 from megarl.types import SampleInfo
 
 _STANDARD_ERRORS = NormalDist().inv_cdf(0.975)
-"""Half the width of the 95% interval of a normal distribution."""
+"""Half the width of the 95% interval of a standard normal distribution."""
 _CHUNKS_PER_ENGINE = 8
-"""Small enough for engines to share the work evenly."""
+"""Enough to balance the engines."""
 
 
 class Evaluator:
-    """Answers the same prompts with the same seeds every time, so that evaluations differ by the weights alone.
+    """Generates from the same prompts with the same seeds every time, so that evaluations differ by the weights only.
 
     Args:
-        config: with an ``evaluation``.
-        chunks: into which the samples are divided, at most.
-        ema_of: role whose averaged weights are evaluated as well; None without.
+        chunks: maximum number of chunks of the samples.
+        ema_of: role whose EMA weights are evaluated, too.
     """
 
     def __init__(
@@ -68,38 +66,38 @@ class Evaluator:
         )
 
     def evaluate(self, step: int) -> EvaluationResult:
-        """The metrics of the weights after a step as ``eval/*``, and those of their EMA as ``eval_ema/*``."""
+        """Returns the metrics of the weights after a step, `eval/*`, and of their EMA, `eval_ema/*`."""
         self._colocation.to_rollout()
         result = self._evaluate(step, "eval")
         if self._ema_of is None:
             return result
         self._ema_of.call(MegatronWorker.swap_weights, True).wait()
         self._colocation.sync()
-        average = self._evaluate(step, "eval_ema")
+        ema = self._evaluate(step, "eval_ema")
         self._ema_of.call(MegatronWorker.swap_weights, False).wait()
         self._colocation.sync()
-        return dataclasses.replace(result, metrics={**result.metrics, **average.metrics})
+        return dataclasses.replace(result, metrics={**result.metrics, **ema.metrics})
 
     def _evaluate(self, step: int, prefix: str) -> EvaluationResult:
-        """Generates with the engines' weights, hands the devices over and scores."""
+        """Evaluates the engines' weights; afterwards the trainers have the devices."""
         rollouts = self._engines.generate(self._requests, self._chunks)
         self._colocation.to_training()
         scores = self._scorer.submit(rollouts, self._prompts, self._evaluation.functions).wait()
         metrics = held_out_metrics(scores, rollouts.samples, self._evaluation)
-        shown = scores.get(REWARD_MODEL, next(iter(scores.values())))
+        total = scores.get(REWARD_MODEL, next(iter(scores.values())))
         return EvaluationResult(
             step=step,
             metrics={f"{prefix}/{name}": value for name, value in metrics.items()},
-            samples=shown_samples(rollouts, shown, scores, self._tokenizer, self._shown),
+            samples=shown_samples(rollouts, total, scores, self._tokenizer, self._shown),
         )
 
 
 def held_out_metrics(scores: ScoresByReward, samples: Sequence[SampleInfo], evaluation: Evaluation) -> dict[str, float]:
-    """The metrics of an evaluation, without the prefix of their names.
+    """Returns the metrics of an evaluation, without the prefix of their names.
 
-    ``NAME`` is the mean over the samples that have a score, and ``NAME_ci95`` half the width of its 95% interval: a
-    normal interval with standard errors clustered by prompt, too narrow for few prompts (under 30, say). A mean without
-    a score and the interval of a single prompt are left out.
+    `NAME` is the mean over the samples with a score, and `NAME_ci95` half the width of its 95% interval: a normal
+    interval with standard errors clustered by prompt, too narrow for fewer than about 30 prompts. Means without a score
+    and intervals of a single prompt are left out.
     """
     groups = torch.as_tensor(group_numbers(samples))
     named = {"score" if name == REWARD_MODEL else name: values for name, values in scores.items()}
@@ -119,7 +117,7 @@ def held_out_metrics(scores: ScoresByReward, samples: Sequence[SampleInfo], eval
 
 
 def _mean(name: str, values: Values, groups: torch.Tensor) -> dict[str, float]:
-    """The mean of the values that are not NaN, and half the width of its interval."""
+    """Returns the mean of the values that are not NaN, and half the width of its interval."""
     known = torch.as_tensor(~np.isnan(values))
     mean, error = clustered_mean(torch.as_tensor(values)[known], groups[known])
     metrics = {name: mean, f"{name}_ci95": _STANDARD_ERRORS * error}
@@ -127,7 +125,7 @@ def _mean(name: str, values: Values, groups: torch.Tensor) -> dict[str, float]:
 
 
 def _pass_at_k(name: str, values: Values, groups: torch.Tensor, evaluation: Evaluation) -> dict[str, float]:
-    """pass@k over the prompts that have k scored samples."""
+    """Returns pass@k over the prompts with at least k scored samples."""
     known = torch.as_tensor(~np.isnan(values))
     solved = torch.as_tensor(values >= evaluation.success_at)
     prompts = int(groups.max()) + 1
@@ -142,11 +140,11 @@ def _pass_at_k(name: str, values: Values, groups: torch.Tensor, evaluation: Eval
 
 
 def evaluate(config: EvalConfig) -> Summary:
-    """Evaluates the model of a configuration; leaves nothing behind but run.dir.
+    """Evaluates the model of a configuration.
 
     Raises:
-        ConfigError: the model, the data or run.dir cannot be used.
-        RunError: the evaluation cannot continue, for the reason in the message.
+        ConfigError: The model, the data or run.dir cannot be used.
+        RunError: The evaluation failed.
     """
     start = time.perf_counter()
     data = check(config)
@@ -159,7 +157,7 @@ def evaluate(config: EvalConfig) -> Summary:
         print(data.left_out.message(directory.left_out), flush=True)
     with closing(directory), attempt(directory):
         with EvaluationReporter(config, directory) as reporter, session:
-            result = _evaluate(config, session, directory, data)
+            result = _evaluate_model(config, session, directory, data)
             reporter.write(result, f"{config.model.path or 'a random model'} on {config.evaluation.prompts.path}")
         seconds = time.perf_counter() - start
         summary = Summary(stage=config.stage, steps=0, seconds=seconds, evaluation=result.metrics)
@@ -168,10 +166,9 @@ def evaluate(config: EvalConfig) -> Summary:
     return summary
 
 
-def _evaluate(
+def _evaluate_model(
     config: EvalConfig, session: Session, directory: EvaluationDirectory, data: PromptSets
 ) -> EvaluationResult:
-    """Starts every process, evaluates, and lets every process end by itself."""
     model_dir = model_directory(config, directory.path)
     trainers = launch_trainers(config, session)
     engines = launch_engines(config, config.rollout, session, model_dir, weights="files")
@@ -182,10 +179,5 @@ def _evaluate(
     colocation = Colocation(trainers, engines, None, sleep=config.rollout.sleep)
     chunks = max(trainers.chunks, _CHUNKS_PER_ENGINE * config.rollout.engines)
     result = Evaluator(config, data, engines, scorer, colocation, chunks).evaluate(0)
-    ending = [engines.call(RolloutEngine.close)]
-    if rules is not None:
-        ending.append(rules.call(ScoringProcess.close))
-    trainers.close()
-    for call in ending:
-        call.wait()
+    close_all(trainers, engines, rules)
     return result

@@ -1,4 +1,4 @@
-"""Compares the log-probabilities of trainer and engines on random sequences before a run trains."""
+"""Compares the log-probabilities of the trainer and the engines on random sequences, before training starts."""
 
 from __future__ import annotations
 
@@ -26,28 +26,21 @@ from megarl.rollout.engine import RolloutEngine
 from megarl.types import Ragged, TextChunk
 
 TOLERANCES: Final[Mapping[str, float]] = {"float32": 1e-4, "bfloat16": 0.05}
-"""By the model's dtype, the largest mean absolute difference that rounding explains, nats per token."""
+"""Largest mean absolute difference that rounding explains, in nats per token, by the model's dtype."""
 
 _ADVICE = (
-    "Large from the first token on: look at what arrives where (the architecture's shard maps, resharding.verify).",
-    "Large on later tokens alone: look at attention and positions (rope_theta, rope_scaling, sliding_window).",
-    "Just above what is allowed: look at the dtypes of both sides, or raise resharding.gate.max_mean_abs_diff.",
+    "Large from the first token on: check the transfer (the architecture's shard maps, resharding.verify).",
+    "Large on later tokens only: check attention and positions (rope_theta, rope_scaling, sliding_window).",
+    "Just above the limit: check the dtypes of both sides, or raise resharding.gate.max_mean_abs_diff.",
 )
 
 
 class DisagreementError(RunError):
-    """Trainer and engines give the same tokens different probabilities: the rollouts are not the policy's."""
+    """The trainer and the engines disagree on log-probabilities, so rollouts are not samples of the policy."""
 
 
 class LogprobCheck:
-    """Random sequences and the trainer's log-probabilities of them, to compare with the engines'.
-
-    Waits for the actor's forward pass when it is made.
-
-    Args:
-        config: with a ``resharding.gate``.
-        actor: with the weights that the engines will get.
-    """
+    """Random sequences and the actor's log-probabilities of them; the constructor waits for its forward pass."""
 
     def __init__(self, config: PPOConfig | RAFTConfig, actor: RemoteRole) -> None:
         gate = config.resharding.gate
@@ -68,34 +61,31 @@ class LogprobCheck:
         self._logprobs = Ragged.from_rows((by_chunk[sample.chunk][sample.row] for sample in samples), np.float32)
 
     def compare(self, engines: RolloutGroup) -> dict[str, float]:
-        """Compares every engine with the trainer, and returns the metrics ``sync/logprob_*``.
-
-        Args:
-            engines: awake, with the actor's weights.
+        """Compares every engine, awake and with the actor's weights; returns the metrics `sync/logprob_*`.
 
         Raises:
-            DisagreementError: an engine's mean absolute difference is above the limit, or NaN.
+            DisagreementError: An engine's mean absolute difference is above the limit, or NaN.
         """
         found = engines.call(RolloutEngine.logprobs, [ids.tolist() for ids in self._sequences]).wait()
         return compare_logprobs(self._logprobs, found, self._limit)
 
 
 def random_sequences(gate: LogprobGate, *, vocab: int, longest: int, seed: int) -> list[npt.NDArray[np.int32]]:
-    """Sequences of 2 to ``longest`` token ids, the first of them as long as that."""
+    """Returns sequences of 2 to `longest` token ids; the first has `longest`."""
     generator = np.random.default_rng(seed)
     lengths = [longest, *generator.integers(2, longest, size=gate.sequences - 1, endpoint=True)]
     return [generator.integers(vocab, size=length, dtype=np.int32) for length in lengths]
 
 
 def compare_logprobs(trainer: Ragged, engines: Sequence[Ragged], limit: float) -> dict[str, float]:
-    """The mean and the largest absolute difference over all tokens and engines, as metrics.
+    """Returns the mean and the largest absolute difference over all tokens and engines, as metrics.
 
     Args:
-        trainer, engines: T - 1 raw log-probabilities for each sequence of T ids, nats: of its second token to its last.
-        limit: of an engine's mean absolute difference, nats per token.
+        trainer, engines: raw log-probabilities in nats, T - 1 for a sequence of T ids: from its second token on.
+        limit: largest mean absolute difference of an engine, in nats per token.
 
     Raises:
-        DisagreementError: see ``LogprobCheck.compare``.
+        DisagreementError: See `LogprobCheck.compare`.
     """
     diffs = [np.abs(engine.values.astype(np.float64) - trainer.values) for engine in engines]
     failing = [index for index, diff in enumerate(diffs) if not diff.mean() <= limit]
@@ -111,14 +101,14 @@ def _message(
     failing: Sequence[int],
     limit: float,
 ) -> str:
-    lines = ["Trainer and engines give the same tokens other log-probabilities, with the same weights."]
+    lines = ["The trainer and the engines disagree on log-probabilities, with the same weights."]
     for index in failing:
         diff = diffs[index]
         worst, first = int(np.argmax(diff)), np.zeros(len(diff), bool)
         first[trainer.offsets[:-1]] = True
         lines.append(
             f"Engine {index}: mean absolute difference {diff.mean():.3g} nats per token, allowed are {limit:.3g} "
-            f"(resharding.gate.max_mean_abs_diff); maximum {diff[worst]:.3g}, where the trainer says "
+            f"(resharding.gate.max_mean_abs_diff); maximum {diff[worst]:.3g}, where the trainer has "
             f"{trainer.values[worst]:.4f} and the engine {engines[index].values[worst]:.4f}. The first token of each "
             f"sequence alone: {diff[first].mean():.3g}."
         )

@@ -1,13 +1,12 @@
 """Proximal policy optimization (Schulman et al., 2017) and its relatives, synchronous.
 
-Calls of a role return at once: calls on one group run in the order of this file, calls on different groups at the same
-time.
+Calls of roles return at once. Calls on one group run in the order of this file, calls on different groups in parallel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from megarl.algos.kl import KLController
@@ -24,35 +23,23 @@ from megarl.loop.update import PretrainMix, StepPlan, Updater
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ExperienceRequest, ForwardRequest
 from megarl.preflight.datasets import PromptSets
-from megarl.run.directory import RunDirectory
 from megarl.run.results import StepResult
 from megarl.run.sinks import Metrics
 from megarl.run.timers import Timers
 from megarl.types import ExperienceChunk, Ragged, StepContext
 
-
-@dataclass(frozen=True, kw_only=True)
-class Experience:
-    """The experience of a step, by reference, with the scores that it was built of and the metrics of both."""
-
-    chunks: ChunkRefs[ExperienceChunk]
-    batch: ScoredBatch
-    metrics: Metrics
+Forwards = Mapping[str, ChunkCall[None, Ragged]]
+"""Calls of the forward passes over a step's rollouts: `logprobs`, `ref` and `values`, as far as there are any."""
 
 
 class PPOTrainer(RolloutTrainer[PPOConfig]):
-    """Steps of rollouts, scores, experience, updates, and a sync of the weights."""
+    """A step samples, scores, builds the experience, updates actor and critic, and syncs the weights."""
 
     def __init__(
-        self,
-        config: PPOConfig,
-        session: Session,
-        directory: RunDirectory,
-        data: PromptSets,
-        phase: Callable[[str], None],
+        self, config: PPOConfig, session: Session, model_dir: str, data: PromptSets, phase: Callable[[str], None]
     ) -> None:
         algo = config.algo
-        super().__init__(config, session, directory, data, phase, algo.scores.truncate_at)
+        super().__init__(config, session, model_dir, data, phase, algo.scores.truncate_at)
         dynamic = None
         if algo.filter is not None:
             dynamic = DynamicSampling(keep=sample_filter(config.reward, algo), rounds=algo.filter_rounds)
@@ -66,7 +53,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             dynamic=dynamic,
             greedy=algo.advantage.name == "remax",
         )
-        pretrain_mix = None if config.ptx is None else PretrainMix(config, data.texts, session)
+        pretrain_mix = None if config.ptx is None else PretrainMix(config, data.texts)
         self._updater = Updater(config, self.roles, pretrain_mix)
         self._kl = KLController(algo.kl.coef, target=algo.kl.target, horizon=algo.kl.horizon)
         self._value_norm: Mapping[str, float] | None = None
@@ -74,49 +61,55 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             self._value_norm = asdict(ValueMoments())
 
     def step(self, step: int) -> StepResult:
-        """Takes a step, after which the engines have version ``step`` where a sync is due."""
+        """Takes a step; afterwards the engines have version `step` where a sync is due."""
         timers = Timers(self._phase)
         with timers("step"):
             with timers("sync"):
-                self._colocation.to_rollout()  # the trainers have the devices after an evaluation or a checkpoint
+                self._colocation.to_rollout()  # after an evaluation or a checkpoint, the trainers have the devices
             with timers("rollout"):
                 sampled = self._sampler.next(step)
             plan = StepPlan(self._config, sampled.rollouts.samples, step)
             with timers("experience"):
-                experience = self._experience(sampled, plan)
-            batch = experience.batch
+                forwards = self._forward(sampled, plan)
+                batch = self._score(sampled, step)
+                experience, metrics = self._build_experience(sampled, plan, forwards, batch)
             with timers("update"):
                 updates = self._updater.update(
-                    experience.chunks, plan, kl_coef=self._kl.coef, trained_roles=batch.trained_roles
+                    experience, plan, kl_coef=self._kl.coef, trained_roles=batch.trained_roles
                 )
             with timers("sync"):
                 transfer = self._sync(step)
-        kl = {"sequence_sum": "objective/kl", "token_mean": "objective/kl_token_mean"}[self._config.algo.kl.unit]
-        if kl in experience.metrics:  # there is a reference, and a response with a score
-            self._kl.update(experience.metrics[kl], len(sampled.rollouts.samples))
-        timings = {**transfer, **timers.take()}
-        scores = batch.samples.scores
-        return self._result(step, sampled, scores, batch.scores_by_reward, updates, experience.metrics, timings)
+        self._adapt_kl_coef(metrics, len(sampled.rollouts.samples))
+        scores, timings = batch.samples.scores, {**transfer, **timers.take()}
+        return self._result(step, sampled, scores, batch.scores_by_reward, updates, metrics, timings)
 
-    def _experience(self, sampled: Sampled, plan: StepPlan) -> Experience:
-        """The roles and the rewards look at the rollouts, all at once; then the actor's ranks build the experience."""
-        config, algo, rollouts = self._config, self._config.algo, sampled.rollouts.chunks
+    def _forward(self, sampled: Sampled, plan: StepPlan) -> Forwards:
+        """Starts the forward passes of actor, reference and critic over the rollouts."""
+        chunks, temperature = sampled.rollouts.chunks, self._config.rollout.temperature
         actor, critic, reference = self.roles["actor"], self.roles.get("critic"), self.roles.get("reference")
-        temperature = config.rollout.temperature
         calls: dict[str, ChunkCall[None, Ragged]] = {}
-        if algo.correction.old_logprobs == "recompute":
-            request = ForwardRequest(schedule=plan.inference("actor"), chunks=rollouts, temperature=temperature)
+        if self._config.algo.correction.old_logprobs == "recompute":
+            request = ForwardRequest(schedule=plan.inference("actor"), chunks=chunks, temperature=temperature)
             calls["logprobs"] = actor.dispatch_by_chunk(MegatronWorker.logprobs, request)
         if reference is not None:
-            request = ForwardRequest(schedule=plan.inference("reference"), chunks=rollouts, temperature=temperature)
+            request = ForwardRequest(schedule=plan.inference("reference"), chunks=chunks, temperature=temperature)
             calls["ref"] = reference.dispatch_by_chunk(MegatronWorker.logprobs, request)
         if critic is not None:
-            request = ForwardRequest(schedule=plan.inference("critic"), chunks=rollouts)
+            request = ForwardRequest(schedule=plan.inference("critic"), chunks=chunks)
             calls["values"] = critic.dispatch_by_chunk(MegatronWorker.values, request)
-        samples = sampled.rollouts.samples
-        order = self._score_order(len(samples), plan.step)
-        batch = score_batch(samples, sampled.scoring, sampled.greedy, config.reward, algo, order=order)
-        by_role = {name: call.chunks for name, call in calls.items()}
+        return calls
+
+    def _score(self, sampled: Sampled, step: int) -> ScoredBatch:
+        """Waits for the scores, and computes group advantages."""
+        samples, config = sampled.rollouts.samples, self._config
+        order = self._score_order(len(samples), step)
+        return score_batch(samples, sampled.scoring, sampled.greedy, config.reward, config.algo, order=order)
+
+    def _build_experience(
+        self, sampled: Sampled, plan: StepPlan, forwards: Forwards, batch: ScoredBatch
+    ) -> tuple[ChunkRefs[ExperienceChunk], Metrics]:
+        """Builds the experience on the actor's ranks; returns it with the metrics of the whole phase."""
+        by_role = {name: call.chunks for name, call in forwards.items()}
         columns = Columns(
             samples=batch.samples,
             old_logprobs=by_role.get("logprobs"),
@@ -131,20 +124,23 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             value_norm=self._value_norm,
             dense=self._scorer.token_scale,
         )
-        schedule = plan.inference("actor")
-        request = ExperienceRequest(schedule=schedule, rollouts=rollouts, columns=columns, context=context)
-        building = actor.dispatch_by_chunk(MegatronWorker.build_experience, request)
-        report = rank0_result(building)
-        self._value_norm = report.value_norm
-        seconds = {"reward": sampled.scoring.seconds(), **{name: call.longest() for name, call in calls.items()}}
-        return Experience(
-            chunks=building.chunks,
-            batch=batch,
-            metrics={**report.metrics, **batch.metrics, **{f"time/{name}": spent for name, spent in seconds.items()}},
+        request = ExperienceRequest(
+            schedule=plan.inference("actor"), rollouts=sampled.rollouts.chunks, columns=columns, context=context
         )
+        call = self.roles["actor"].dispatch_by_chunk(MegatronWorker.build_experience, request)
+        report = rank0_result(call)
+        self._value_norm = report.value_norm
+        seconds = {"reward": sampled.scoring.seconds(), **{name: call.longest() for name, call in forwards.items()}}
+        timings = {f"time/{name}": spent for name, spent in seconds.items()}
+        return call.chunks, {**report.metrics, **batch.metrics, **timings}
+
+    def _adapt_kl_coef(self, metrics: Metrics, samples: int) -> None:
+        name = {"sequence_sum": "objective/kl", "token_mean": "objective/kl_token_mean"}[self._config.algo.kl.unit]
+        if name in metrics:  # missing without a reference, or without a scored response
+            self._kl.update(metrics[name], samples)
 
     def state(self) -> dict[str, Any]:
-        """The positions in prompts and texts, the coefficient of the KL penalty and the value normaliser."""
+        """Returns the driver's part of a checkpoint."""
         return {
             "prompts": self._sampler.state(),
             "texts": self._updater.state(),
@@ -153,7 +149,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restores ``state()``."""
+        """Loads `state()`."""
         self._sampler.load(state["prompts"])
         self._updater.load(state["texts"])
         self._kl.load(state["kl"])

@@ -1,4 +1,4 @@
-"""Reward-ranked fine-tuning (Dong et al., 2023): the likelihood of the best of the actor's own responses."""
+"""Reward-ranked fine-tuning (Dong et al., 2023): maximizes the likelihood of the actor's best responses."""
 
 from __future__ import annotations
 
@@ -22,34 +22,27 @@ from megarl.loop.scoring import Values, known_means, score_metrics, total_scores
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import UpdateRequest
 from megarl.preflight.datasets import PromptSets
-from megarl.run.directory import RunDirectory
 from megarl.run.results import StepResult
 from megarl.run.timers import Timers
 from megarl.types import SampleInfo
 
 
 class RAFTTrainer(RolloutTrainer[RAFTConfig]):
-    """Steps of rollouts, scores, a selection, updates on its likelihood, and a sync of the weights."""
+    """A step samples, scores, selects samples, updates the actor on their likelihood, and syncs the weights."""
 
     def __init__(
-        self,
-        config: RAFTConfig,
-        session: Session,
-        directory: RunDirectory,
-        data: PromptSets,
-        phase: Callable[[str], None],
+        self, config: RAFTConfig, session: Session, model_dir: str, data: PromptSets, phase: Callable[[str], None]
     ) -> None:
-        super().__init__(config, session, directory, data, phase, config.scores.truncate_at)
+        super().__init__(config, session, model_dir, data, phase, config.scores.truncate_at)
         chunks = self._trainers.chunks
         self._sampler = Sampler(config, data.train, self._engines, self._scorer, self._colocation, chunks)
 
     def step(self, step: int) -> StepResult:
-        """Takes a step, after which the engines have version ``step`` where a sync is due."""
-        config = self._config
-        timers = Timers(self._phase)
+        """Takes a step; afterwards the engines have version `step` where a sync is due."""
+        config, timers = self._config, Timers(self._phase)
         with timers("step"):
             with timers("sync"):
-                self._colocation.to_rollout()  # the trainers have the devices after an evaluation or a checkpoint
+                self._colocation.to_rollout()  # after an evaluation or a checkpoint, the trainers have the devices
             with timers("rollout"):
                 sampled = self._sampler.next(step)
             samples, scored = sampled.rollouts.samples, sampled.scoring.samples
@@ -71,7 +64,7 @@ class RAFTTrainer(RolloutTrainer[RAFTConfig]):
         return self._result(step, sampled, scores, by_reward, updates, metrics, {**transfer, **timers.take()})
 
     def _update(self, chosen: Sequence[SampleInfo], sampled: Sampled, step: int) -> list[dict[str, float]]:
-        """Takes the optimizer steps, at most one per sample and epoch; skips the others of the configuration."""
+        """Takes the optimizer steps, at most one per sample and epoch, and skips the remaining configured ones."""
         raft, actor = self._config.raft, self.roles["actor"]
         mini_batches = min(raft.mini_batches, len(chosen))
         updates: list[dict[str, float]] = []
@@ -93,22 +86,22 @@ class RAFTTrainer(RolloutTrainer[RAFTConfig]):
         return updates
 
     def state(self) -> dict[str, Any]:
-        """The position in the prompts."""
+        """Returns the position in the prompts."""
         return {"prompts": self._sampler.state()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restores ``state()``."""
+        """Loads `state()`."""
         self._sampler.load(state["prompts"])
 
 
 def select_samples(
     scores: Values, samples: Sequence[SampleInfo], raft: RAFTSettings, samples_per_prompt: int
 ) -> npt.NDArray[np.int64]:
-    """The indices of the samples to train on.
+    """Returns the indices of the samples to train on.
 
     Args:
-        scores: [N]; samples without a score are never selected.
-        samples: as they were scored, those of a draw next to each other.
+        scores: [N]; samples without a score are not selected.
+        samples: [N], adjacent for each draw.
     """
     discarded = ~np.isfinite(scores)
     if raft.discard_unfinished:

@@ -1,14 +1,14 @@
 """Training of a reward model on preferences, and the scale of its scores.
 
-The scale gives the scores of reference samples, which are responses of the initial model, mean 0 and variance 1 after
-the training, and optionally before it too (Ziegler et al., "Fine-tuning language models from human preferences", 2019).
-Before it, the gain goes into the head, and the bias has no effect on a comparison of two responses. After it, both are
-written beside the model, whose raw scores stay as they are.
+The scale gives the scores of reference samples, which are responses of the initial model, mean 0 and variance 1: after
+training, and optionally before (Ziegler et al., "Fine-tuning language models from human preferences", 2019). Before
+training, the gain goes into the head; the bias has no effect on comparisons. After training, both are written beside
+the model, whose raw scores do not change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -17,63 +17,51 @@ import torch
 from megarl.algos.reward_shaping import ScoreScale, score_scale
 from megarl.cluster.calls import gather_by_chunk
 from megarl.cluster.engines import RolloutGroup, Rollouts, launch_engines
+from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import start_all
+from megarl.cluster.trainers import close_all, start_all
 from megarl.config import RewardModelConfig
 from megarl.data.batches import text_batch
+from megarl.data.packing import TokenChunk
 from megarl.data.prompts import sample_requests
 from megarl.data.schedule import inference_schedule
 from megarl.data.stream import Stream
 from megarl.errors import RunError
+from megarl.experience.padded_batch import Selectable
 from megarl.loop.colocation import Colocation
-from megarl.loop.scoring import gather_rows
-from megarl.loop.supervised import SupervisedTrainer, Task
+from megarl.loop.scoring import Values, gather_rows
+from megarl.loop.supervised import SupervisedTrainer
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ForwardRequest
 from megarl.preflight.datasets import PairSets
 from megarl.rewards.model_files import PreferenceStatistics, write_scale
-from megarl.rollout.engine import RolloutEngine
-from megarl.run.directory import RunDirectory
 from megarl.run.sinks import Metrics
+from megarl.types import SampleInfo, TextChunk
 
 
 class RewardModelTrainer(SupervisedTrainer):
     """Trains the role reward."""
 
     def __init__(
-        self,
-        config: RewardModelConfig,
-        session: Session,
-        directory: RunDirectory,
-        data: PairSets,
-        phase: Callable[[str], None],
+        self, config: RewardModelConfig, session: Session, model_dir: str, data: PairSets, phase: Callable[[str], None]
     ) -> None:
+        rows, sequences = config.data.pairs_per_step, len(data.train[0].responses)
         super().__init__(
-            config,
-            session,
-            directory,
-            phase,
-            Task(
-                role="reward",
-                train=data.train,
-                held_out=data.held_out,
-                rows_per_step=config.data.pairs_per_step,
-                sequences_per_row=len(data.train[0].responses),
-            ),
+            config, session, model_dir, data, phase, role="reward", rows_per_step=rows, sequences_per_row=sequences
         )
         self._preferences, self._reference_prompts = data.held_out, data.reference
         self._normalisation = config.normalisation
         self._engines: RolloutGroup | None = None
         self._sleep = config.rollout is not None and config.rollout.sleep
         if config.rollout is not None:
-            self._engines = launch_engines(config, config.rollout, session, self._model_dir, weights="files")
+            self._engines = launch_engines(config, config.rollout, session, model_dir, weights="files")
 
     def start(self) -> None:
         """Starts the trainers, and the engines with the initial model."""
         start_all(self._trainers, self._engines, None, self._model_dir, sleep=self._sleep)
 
     def begin(self, step: int) -> Metrics:
-        """Scales the head before the first step, if the configuration asks for that."""
+        """Scales the head before the first step, if configured."""
         if step > 0 or self._normalisation is None or not self._normalisation.before:
             return {}
         scale = self._reference_scale()
@@ -81,11 +69,14 @@ class RewardModelTrainer(SupervisedTrainer):
         return {"normalisation/before_mean": scale.mean, "normalisation/before_std": scale.std}
 
     def finish(self, export: Path) -> Metrics:
-        """Writes the reward model, the scale of its scores and their statistics on the held-out preferences."""
+        """Exports the reward model, the scale of its scores and their statistics on the held-out preferences."""
         super().finish(export)
         metrics: dict[str, float] = {}
         if self._preferences is not None:
-            statistics = self._statistics()
+            self._phase("statistics")
+            samples, chunks = text_batch(self._preferences, self._layout.dp)
+            scores = self._scores(samples, ChunkRefs[TextChunk].put(chunks))
+            statistics = PreferenceStatistics.of(scores.reshape(len(self._preferences), -1))
             statistics.write(export)
             metrics |= statistics.metrics()
         if self._normalisation is not None:
@@ -94,33 +85,25 @@ class RewardModelTrainer(SupervisedTrainer):
             metrics |= {"normalisation/mean": scale.mean, "normalisation/std": scale.std}
         return metrics
 
-    def _statistics(self) -> PreferenceStatistics:
-        """Scores the held-out preferences."""
-        assert self._preferences is not None
-        self._phase("statistics")
-        samples, chunks = text_batch(self._preferences, self._layout.dp)
+    def _scores(self, samples: Sequence[SampleInfo], chunks: Selectable[TokenChunk]) -> Values:
+        """Returns the scores of samples, [N]."""
         schedule = inference_schedule(samples, self._layout, self._budget)
-        request = ForwardRequest(schedule=schedule, chunks=self._session.share(chunks))
-        scores = gather_rows(gather_by_chunk(self._role.dispatch(MegatronWorker.scores, request)))
-        return PreferenceStatistics.of(scores.reshape(len(self._preferences), -1))
+        request = ForwardRequest(schedule=schedule, chunks=chunks)
+        return gather_rows(gather_by_chunk(self._role.dispatch(MegatronWorker.scores, request)))
 
     def _reference_scale(self) -> ScoreScale:
-        """The scale that gives the scores of the reference samples the mean and deviation of the configuration."""
+        """Returns the scale that gives the scores of the reference samples the configured mean and deviation."""
         settings, rollouts = self._normalisation, self._reference_samples
         assert settings is not None
-        schedule = inference_schedule(rollouts.samples, self._layout, self._budget)
-        request = ForwardRequest(schedule=schedule, chunks=rollouts.chunks)
-        scores = gather_rows(gather_by_chunk(self._role.dispatch(MegatronWorker.scores, request)))
+        scores = torch.as_tensor(self._scores(rollouts.samples, rollouts.chunks))
         try:
-            return score_scale(
-                torch.as_tensor(scores), target_mean=settings.mean, target_std=settings.std, ddof=settings.ddof
-            )
+            return score_scale(scores, target_mean=settings.mean, target_std=settings.std, ddof=settings.ddof)
         except ValueError as error:
             raise RunError(f"normalisation: {error}") from error
 
     @cached_property
     def _reference_samples(self) -> Rollouts:
-        """Responses of the initial model; the same whenever they are generated."""
+        """Returns responses of the initial model, which do not depend on when they are generated."""
         assert self._engines is not None
         assert self._normalisation is not None
         self._phase("reference samples")
@@ -135,7 +118,4 @@ class RewardModelTrainer(SupervisedTrainer):
 
     def close(self) -> None:
         """Lets every process end by itself."""
-        engines = self._engines and self._engines.call(RolloutEngine.close)
-        super().close()
-        if engines is not None:
-            engines.wait()
+        close_all(self._trainers, self._engines)

@@ -1,4 +1,4 @@
-"""Trainers that learn from the actor's own responses: their processes, the engines, and what a step returns."""
+"""The common part of trainers that learn from the actor's own responses."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from megarl.cluster.engines import launch_engines
 from megarl.cluster.resharder import Resharder
-from megarl.cluster.scorers import ScoringProcess, launch_scorers
+from megarl.cluster.scorers import launch_scorers
 from megarl.cluster.session import Session
-from megarl.cluster.trainers import launch_trainers, start_all
+from megarl.cluster.trainers import close_all, launch_trainers, start_all
 from megarl.config import PPOConfig, RAFTConfig
 from megarl.config.schema import TruncateAt
 from megarl.loop.colocation import Colocation
@@ -22,10 +22,7 @@ from megarl.loop.logprob_check import LogprobCheck
 from megarl.loop.sampler import Sampled, sample_metrics
 from megarl.loop.scoring import Scorer, ScoresByReward, Values, shuffled_order
 from megarl.megatron.worker import MegatronWorker
-from megarl.models import model_spec
 from megarl.preflight.datasets import PromptSets
-from megarl.rollout.engine import RolloutEngine
-from megarl.run.directory import RunDirectory, model_directory
 from megarl.run.paths import ema_export
 from megarl.run.results import EvaluationResult, StepResult, shown_samples
 from megarl.run.sinks import Metrics
@@ -34,10 +31,11 @@ C = TypeVar("C", bound=PPOConfig | RAFTConfig)
 
 
 class RolloutTrainer(Generic[C]):
-    """Launches trainers and engines, and moves the actor's weights from the former to the latter.
+    """Launches trainers, engines and scorers, and moves the actor's weights into the engines.
 
     Args:
-        phase: called with each phase's name.
+        model_dir: Hugging Face directory of the model.
+        phase: called with the name of each phase that begins.
         truncate_at: where the rewards' view of a response ends.
     """
 
@@ -45,33 +43,29 @@ class RolloutTrainer(Generic[C]):
         self,
         config: C,
         session: Session,
-        directory: RunDirectory,
+        model_dir: str,
         data: PromptSets,
         phase: Callable[[str], None],
         truncate_at: TruncateAt | None,
     ) -> None:
-        self._config, self._tokenizer, self._phase = config, data.tokenizer, phase
-        self._model_dir = model_directory(config, directory.path)
+        self._config, self._model_dir, self._tokenizer, self._phase = config, model_dir, data.tokenizer, phase
         self._trainers = launch_trainers(config, session)
         self.roles = self._trainers.roles
-        self._engines = launch_engines(config, config.rollout, session, self._model_dir, weights="sync")
-        spec = model_spec(config.model.hf_config())
-        self._resharder = Resharder(session, config, self.roles["actor"], self._engines, spec)
+        self._engines = launch_engines(config, config.rollout, session, model_dir, weights="sync")
+        self._resharder = Resharder(session, config, self.roles["actor"], self._engines)
         self._colocation = Colocation(self._trainers, self._engines, self._resharder, sleep=config.rollout.sleep)
-        self._rules = launch_scorers(config, session, self._model_dir)
+        self._rules = launch_scorers(config, session, model_dir)
         self._scorer = Scorer(config, self.roles, self._rules, self._engines, truncate_at)
         self._evaluator: Evaluator | None = None
         self.evaluate_every: int | None = None
         if config.evaluation is not None:
             ema_of = self.roles["actor"] if config.evaluation.ema else None
             chunks = self._trainers.chunks
-            self._evaluator = Evaluator(
-                config, data, self._engines, self._scorer, self._colocation, chunks, ema_of=ema_of
-            )
+            self._evaluator = Evaluator(config, data, self._engines, self._scorer, self._colocation, chunks, ema_of)
             self.evaluate_every = config.evaluation.every
 
     def start(self) -> None:
-        """Starts every process, loads every model, and connects the actor with the engines, which have no weights."""
+        """Starts every process, loads every model, and connects the actor with the engines."""
         start_all(self._trainers, self._engines, self._rules, self._model_dir, sleep=self._config.rollout.sleep)
         self._resharder.connect().wait()
 
@@ -83,12 +77,12 @@ class RolloutTrainer(Generic[C]):
         return transfer if check is None else {**transfer, **check.compare(self._engines)}
 
     def _sync(self, step: int) -> Metrics:
-        """Moves the actor's weights into the engines, as version ``step``, in steps in which that is due."""
+        """Moves the actor's weights into the engines as version `step`, if a sync is due."""
         due = step % self._config.rollout.sync_every == 0 or step == self._config.run.steps
         return self._colocation.sync(step).metrics() if due else {}
 
     def _score_order(self, count: int, step: int) -> npt.NDArray[np.int64] | None:
-        """The permutation of a step's scores; None where they are not shuffled."""
+        """Returns the permutation of a step's scores; None unless they are shuffled."""
         return shuffled_order(count, self._config.run.seed, step) if self._config.reward.shuffle else None
 
     def _result(
@@ -101,14 +95,7 @@ class RolloutTrainer(Generic[C]):
         metrics: Metrics,
         timings: Metrics,
     ) -> StepResult:
-        """The result of a step.
-
-        Args:
-            scores: [N], that the update was made with.
-            updates: metrics of each optimizer step.
-            metrics: of the scores and the experience.
-            timings: of the transfer of the weights, and the seconds of all phases.
-        """
+        """Returns the result of a step; `scores` are the totals, [N], and `timings` include the sync's metrics."""
         rollouts = sampled.rollouts
         tokens = sum(sample.tokens for sample in rollouts.samples)
         all_metrics = {
@@ -135,7 +122,7 @@ class RolloutTrainer(Generic[C]):
         self._colocation.to_training()
 
     def finish(self, export: Path) -> Metrics:
-        """Writes the actor, and its EMA beside it."""
+        """Exports the actor and its EMA."""
         self._phase("export")
         self.to_training()
         actor, template = self.roles["actor"], self._config.model.tokenizer or self._model_dir
@@ -148,9 +135,4 @@ class RolloutTrainer(Generic[C]):
 
     def close(self) -> None:
         """Lets every process end by itself."""
-        ending = [self._engines.call(RolloutEngine.close)]
-        if self._rules is not None:
-            ending.append(self._rules.call(ScoringProcess.close))
-        self._trainers.close()
-        for call in ending:
-            call.wait()
+        close_all(self._trainers, self._engines, self._rules)

@@ -1,6 +1,6 @@
-"""Draws the prompts of a step, and has them answered and scored.
+"""Samples and scores the rollouts of a step.
 
-A step has ``data.prompts_per_step`` draws, each a prompt with its ``samples_per_prompt`` responses.
+A step has `data.prompts_per_step` draws: a draw is a prompt with its `samples_per_prompt` responses.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from megarl.config import PPOConfig, RAFTConfig
 from megarl.data.prompts import greedy_requests, sample_requests
 from megarl.data.stream import Stream, StreamState
 from megarl.loop.colocation import Colocation
-from megarl.loop.scoring import SampleFilter, Scorer, ScoresByReward, Scoring
+from megarl.loop.scoring import SampleFilter, Scorer, Scoring
 from megarl.types import Prompt, SampleInfo
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """The rollouts of a step.
+    """The rollouts of some draws, and their scores.
 
     Args:
         prompts: one per draw.
         rollouts: in the order of the draws.
-        scoring: of the rollouts.
-        greedy: of the likeliest response to each different prompt, which is not trained on; None where not asked for.
-        metrics: of dynamic sampling.
+        greedy: scores of greedy responses, one per different prompt, which are not trained on.
+        metrics: metrics of dynamic sampling.
     """
 
     prompts: Sequence[Prompt]
@@ -41,34 +40,22 @@ class Sampled:
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSampling:
-    """Leaves out draws that a filter does not pass, and draws further prompts until the step is full.
+    """Drops draws that a filter rejects, and draws further prompts until the step is full.
 
     Args:
-        keep: the filter.
-        rounds: of generation, at most. If the step is not full then, the first of the draws left out fill it.
+        rounds: maximum rounds of generation; if the step is not full then, the first rejected draws fill it.
     """
 
     keep: SampleFilter
     rounds: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Round:
-    """The draws of one round of generation, and their scores."""
-
-    prompts: Sequence[Prompt]
-    rollouts: Rollouts
-    scoring: Scoring
-    scores: ScoresByReward
-
-
 class Sampler:
-    """Answers and scores the prompts of one step after the other.
+    """Samples and scores the rollouts of one step after the other.
 
     Args:
-        chunks: into which the samples of a step are divided, at most.
-        dynamic: None takes the next prompts.
-        greedy: answer each prompt of a step with its likeliest response as well.
+        chunks: maximum number of chunks of a step's samples.
+        greedy: also score the greedy response to each prompt.
     """
 
     def __init__(
@@ -91,7 +78,7 @@ class Sampler:
         self._dynamic, self._greedy = dynamic, greedy
 
     def next(self, step: int) -> Sampled:
-        """Generates the rollouts of a step and starts to score them; then the trainers have the devices."""
+        """Generates the rollouts of a step and starts to score them; afterwards the trainers have the devices."""
         metrics: Mapping[str, float] = {}
         if self._dynamic is None:
             prompts, scoring = self._stream.next(self._prompts_per_step), None
@@ -112,19 +99,15 @@ class Sampler:
         )
 
     def state(self) -> dict[str, Any]:
-        """The position in the prompts, as JSON."""
+        """Returns the position in the prompts."""
         return asdict(self._stream.state())
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restores ``state()``.
-
-        Raises:
-            ValueError: the prompts are not those of the state.
-        """
+        """Loads `state()`; raises ValueError if the prompts have changed."""
         self._stream.load(StreamState(**state))
 
     def _generate(self, prompts: Sequence[Prompt], earlier: Sequence[Prompt], step: int) -> Rollouts:
-        """The samples of some prompts; their ids and seeds continue those of the step's earlier prompts."""
+        """Generates samples of some prompts, whose ids and seeds continue those of the step's earlier prompts."""
         requests = sample_requests([*earlier, *prompts], self._samples_per_prompt, seed=self._seed, step=step)
         return self._engines.generate(requests[len(earlier) * self._samples_per_prompt :], self._chunks)
 
@@ -134,7 +117,7 @@ class Sampler:
     def _filtered(
         self, dynamic: DynamicSampling, step: int
     ) -> tuple[list[Prompt], Rollouts, Scoring, Mapping[str, float]]:
-        """The draws of a step that pass the filter, the first ones where there are more than enough."""
+        """Returns prompts, rollouts, scores and metrics of the first draws that pass the filter."""
         wanted, size = self._prompts_per_step, self._samples_per_prompt
         rounds, kept = self._rounds(dynamic, step)
         prompts = [prompt for each in rounds for prompt in each.prompts]
@@ -152,9 +135,9 @@ class Sampler:
         }
         return [prompts[draw] for draw in chosen], rollouts, _select_scores(rounds, rows), metrics
 
-    def _rounds(self, dynamic: DynamicSampling, step: int) -> tuple[list[_Round], list[int]]:
-        """Rounds until enough draws are kept, and the numbers of these among the draws of all rounds."""
-        rounds: list[_Round] = []
+    def _rounds(self, dynamic: DynamicSampling, step: int) -> tuple[list[Sampled], list[int]]:
+        """Samples rounds until enough draws pass; returns the rounds, and the indices of these draws in all rounds."""
+        rounds: list[Sampled] = []
         drawn: list[Prompt] = []
         kept: list[int] = []
         while len(rounds) < dynamic.rounds and len(kept) < self._prompts_per_step:
@@ -164,23 +147,24 @@ class Sampler:
             if self._scorer.model is not None:
                 self._colocation.to_training()
             scoring = self._score(rollouts, prompts)
-            rounds.append(_Round(prompts=prompts, rollouts=rollouts, scoring=scoring, scores=scoring.wait()))
-            keeps = dynamic.keep(rounds[-1].scores, scoring.samples)[:: self._samples_per_prompt]
+            rounds.append(Sampled(prompts=prompts, rollouts=rollouts, scoring=scoring))
+            keeps = dynamic.keep(scoring.wait(), scoring.samples)[:: self._samples_per_prompt]
             kept += (len(drawn) + np.flatnonzero(keeps)).tolist()
             drawn += prompts
         return rounds, kept
 
 
-def _select_scores(rounds: Sequence[_Round], rows: Sequence[int]) -> Scoring:
-    """The scores of some rows of all rounds."""
+def _select_scores(rounds: Sequence[Sampled], rows: Sequence[int]) -> Scoring:
+    """Returns the scores of some rows of all rounds."""
     samples = [sample for each in rounds for sample in each.scoring.samples]
-    scores = {name: np.concatenate([each.scores[name] for each in rounds])[rows] for name in rounds[0].scores}
+    by_round = [each.scoring.wait() for each in rounds]
+    scores = {name: np.concatenate([of_round[name] for of_round in by_round])[rows] for name in by_round[0]}
     seconds = sum(each.scoring.seconds() for each in rounds)
     return Scoring(samples=[samples[row] for row in rows], wait=lambda: scores, seconds=lambda: seconds)
 
 
 def sample_metrics(samples: Sequence[SampleInfo], max_new_tokens: int) -> dict[str, float]:
-    """Metrics of the lengths and ends of a step's rollouts."""
+    """Returns metrics of the lengths and the ends of a step's rollouts."""
     finished = float(np.mean([sample.finished for sample in samples]))
     lengths = {
         "response_length": np.array([sample.response_tokens for sample in samples]),

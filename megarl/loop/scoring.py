@@ -1,19 +1,18 @@
-"""Scores of a step's samples: from the reward model and the reward functions to what the experience is built of.
+"""Scores of a step's samples: gathered from all rewards, totalled, and compared within prompts.
 
-A score has five forms on its way from a reward function to the loss. Shape legend: n samples of a chunk; N samples of
-a step, in the order of ``Rollouts.samples``, which is that of their chunks and rows; B samples of a rank or a
-micro-batch; R response tokens of the longest.
+Shape legend: n samples of a chunk; N samples of a step, in the order of `Rollouts.samples`, which is that of their
+chunks and rows; B samples of a rank or a micro-batch; R tokens of the longest response. A score takes five forms from
+the reward to the loss:
 
-1. [n] float32 per chunk and function: ``rewards.scorer`` calls the function on every response, and a scoring process
-   returns the columns of its chunks. The reward model's ranks return such a column too.
-2. [N] on the driver: ``gather_rows`` concatenates the chunks, ``total_scores`` adds up, clips and shapes the scores of
-   all rewards, and ``score_batch`` compares the samples of a prompt. ``SampleScores`` holds the results, and each of
-   the actor's ranks is sent the rows of its chunks.
-3. [B, R] on the actor's ranks: ``experience.build`` makes token rewards and advantages.
-4. One value per response token, flat: the columns of an ``ExperienceChunk``, whose rows a micro-batch concatenates.
-5. [B, R] again, in the loss of a micro-batch.
+1. [n] float32 by chunk and reward: from `rewards.scorer` in a scoring process, or from the reward model's ranks.
+2. [N] on the driver: `gather_rows` concatenates the chunks, `total_scores` adds, clips and shapes the scores of all
+   rewards, and `score_batch` compares the samples of a prompt. Each of the actor's ranks gets its rows of the
+   resulting `SampleScores`.
+3. [B, R] on the actor's ranks: `experience.build` computes token rewards and advantages.
+4. Flat, one value per response token: the columns of an `ExperienceChunk`.
+5. [B, R] in the loss of a micro-batch.
 
-A score that is NaN is none: the reward could not score the sample.
+A score of NaN means that the reward could not score the sample.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ import torch
 from megarl.algos.group_advantages import Samples
 from megarl.algos.metrics import group_metrics
 from megarl.algos.registry import FILTERS, GROUP_ADVANTAGES, MISSING_ENDS, bound
-from megarl.algos.reward_shaping import ScoreScale, clip_scores
+from megarl.algos.reward_shaping import clip_scores
 from megarl.cluster.calls import Call, gather_by_chunk
 from megarl.cluster.engines import RolloutGroup, Rollouts
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.cluster.scorers import PendingScores, RuleScorers
+from megarl.cluster.scorers import RuleScorers, ScoredChunks
 from megarl.cluster.trainers import RemoteRole
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig
 from megarl.config.schema import Algo, Reward, RewardFunction, Scores, TruncateAt
@@ -47,13 +46,13 @@ from megarl.types import Prompt, Ragged, RoleName, SampleInfo, SampleScores, Tok
 Values = npt.NDArray[np.float32]
 
 REWARD_MODEL = "reward_model"
-"""The reward model's name among the rewards; the others are the labels of the reward functions."""
+"""Name of the reward model among the rewards; reward functions have their labels."""
 
 ScoresByReward = Mapping[str, Values]
-"""[N] scores by the name of the reward, unweighted; the reward model's are normalised."""
+"""[N] unweighted scores by the name of the reward; those of the reward model are normalised."""
 
 SampleFilter = Callable[[ScoresByReward, Sequence[SampleInfo]], npt.NDArray[np.bool_]]
-"""[N] bool, whether the prompt of each sample is kept."""
+"""Returns for each sample whether its prompt is kept, [N] bool."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +60,11 @@ class Scoring:
     """Scores that are being computed.
 
     Args:
-        samples: with the lengths and ends that the rewards see, where responses are truncated for them.
-        wait: returns the scores; raises WorkerError where a process failed.
-        seconds: waits likewise; returns the time of the slowest reward.
-        dense: the reward model's raw scores, before the first token of each response and after each; None where it
-            scores whole responses. Its score of the sample is the last of them.
+        samples: [N], with the lengths and ends of the responses as truncated for the rewards.
+        wait: waits for the scores; raises WorkerError if a process failed.
+        seconds: waits likewise; returns the duration of the slowest reward.
+        dense: raw scores of the reward model before the first token of each response and after every token; None if it
+            scores whole responses. The last is the score of the sample.
     """
 
     samples: Sequence[SampleInfo]
@@ -75,12 +74,11 @@ class Scoring:
 
 
 class Scorer:
-    """The rewards of a run: the reward model and the processes that call reward functions.
+    """The rewards of a run: the reward model and the scoring processes.
 
     Args:
-        rules: None without reward functions.
-        engines: that truncate responses.
-        truncate_at: where the rewards' view of a response ends; None: where the response ends.
+        engines: truncate responses.
+        truncate_at: where the rewards' view of a response ends; None for whole responses.
     """
 
     def __init__(
@@ -98,7 +96,7 @@ class Scorer:
 
     @property
     def token_scale(self) -> TokenRewardScale | None:
-        """The scale of the reward model's scores of tokens; None where it scores whole responses."""
+        """Returns the scale of the reward model's scores of tokens; None if it scores whole responses."""
         reward = self._reward
         if reward.dense is None:
             return None
@@ -106,14 +104,10 @@ class Scorer:
         return TokenRewardScale(gain=gain, bias=bias, differences=reward.dense == "differences")
 
     def submit(self, rollouts: Rollouts, prompts: Mapping[str, Prompt], functions: Sequence[RewardFunction]) -> Scoring:
-        """Starts to score; returns at once, or when responses have been truncated.
-
-        Args:
-            prompts: of the rollouts, by id.
-        """
+        """Starts to score rollouts, after responses have been truncated; `prompts` are by prompt id."""
         if self._truncate_at is not None:
             rollouts = self._engines.truncate(rollouts, self._truncate_at.token, self._truncate_at.after)
-        model = dense = rules = None
+        model = dense = functions_call = None
         if self.model is not None:
             budget = self._config.role("reward").tokens_per_micro_batch
             schedule = inference_schedule(rollouts.samples, self.model.layout, budget)
@@ -124,45 +118,38 @@ class Scorer:
                 model = self.model.dispatch(MegatronWorker.scores, request)
         if functions:
             assert self._rules is not None
-            rules = self._rules.score(functions, rollouts, prompts)
+            functions_call = self._rules.submit(functions, rollouts, prompts)
+        calls = [call for call in (model, functions_call) if call is not None]
         return Scoring(
             samples=rollouts.samples,
-            wait=lambda: scores_by_reward(model, rules, self._scale),
-            seconds=lambda: max(call.longest() for call in (model, rules.call if rules else None) if call is not None),
+            wait=lambda: self._gather(model, functions_call),
+            seconds=lambda: max(call.longest() for call in calls),
             dense=None if dense is None else dense.chunks,
         )
 
-
-def scores_by_reward(
-    model: Call[dict[int, Values] | None] | None, rules: PendingScores | None, scale: ScoreScale
-) -> dict[str, Values]:
-    """Waits for the scores of the reward model, normalised by ``scale``, and of the reward functions.
-
-    Raises:
-        WorkerError: a process failed.
-    """
-    scores: dict[str, Values] = {}
-    if model is not None:
-        raw = gather_rows(gather_by_chunk(model))
-        scores[REWARD_MODEL] = scale.apply(torch.as_tensor(np.where(np.isfinite(raw), raw, np.nan))).numpy()
-    if rules is not None:
-        columns = rules.wait()
-        for name in next(iter(columns.values())):
-            scores[name] = gather_rows({chunk: of_chunk[name] for chunk, of_chunk in columns.items()})
-    return scores
+    def _gather(
+        self, model: Call[dict[int, Values] | None] | None, functions: Call[ScoredChunks] | None
+    ) -> dict[str, Values]:
+        """Waits for the scores of the reward model and the reward functions."""
+        scores: dict[str, Values] = {}
+        if model is not None:
+            raw = gather_rows(gather_by_chunk(model))
+            scores[REWARD_MODEL] = self._scale.apply(torch.as_tensor(np.where(np.isfinite(raw), raw, np.nan))).numpy()
+        if functions is not None:
+            assert self._rules is not None
+            columns = self._rules.gather(functions)
+            for name in next(iter(columns.values())):
+                scores[name] = gather_rows({chunk: of_chunk[name] for chunk, of_chunk in columns.items()})
+        return scores
 
 
 def gather_rows(columns: Mapping[int, Values]) -> Values:
-    """[N] float32: the columns of all chunks of a step, in the order of the chunks."""
+    """Concatenates the columns of all chunks, in the order of the chunks: [N] float32."""
     return np.concatenate([columns[chunk] for chunk in sorted(columns)], dtype=np.float32)
 
 
 def total_scores(scores: ScoresByReward, samples: Sequence[SampleInfo], reward: Reward, shaping: Scores) -> Values:
-    """[N]: the weighted sum of all rewards, clipped and shaped; NaN where one of them has no score.
-
-    Args:
-        samples: as they were scored.
-    """
+    """Returns the weighted sum of all rewards, clipped and shaped, [N]; NaN where a reward has no score."""
     weights = reward_weights(reward)
     total = sum((weights[name] * values for name, values in scores.items()), np.zeros(len(samples)))
     shaped = torch.as_tensor(np.asarray(total, dtype=np.float32))
@@ -176,44 +163,39 @@ def total_scores(scores: ScoresByReward, samples: Sequence[SampleInfo], reward: 
 
 
 def reward_weights(reward: Reward) -> dict[str, float]:
-    """The weight of each reward, by name; 0 of a reward model that scores tokens, as it is no part of the sum."""
+    """Returns the weight of each reward by name; 0 for a reward model that scores tokens, which is not in the sum."""
     functions = zip(labels(reward.functions), reward.functions, strict=True)
     model = 0.0 if reward.dense else reward.weight
     return {REWARD_MODEL: model, **{name: function.weight for name, function in functions}}
 
 
 def score_metrics(scores: ScoresByReward) -> dict[str, float]:
-    """``scores/NAME``, the mean of each reward, and ``rewards/unscored``."""
+    """Returns the mean of each reward, `scores/NAME`, and `rewards/unscored`."""
     return {**known_means({f"scores/{name}": values for name, values in scores.items()}), **unscored_metrics(scores)}
 
 
 def unscored_metrics(scores: ScoresByReward) -> dict[str, int]:
-    """The number of samples without a score: ``rewards/unscored``, and by reward ``rewards/unscored/NAME``."""
+    """Returns the number of samples without a score: `rewards/unscored`, and by reward `rewards/unscored/NAME`."""
     missing = {name: ~np.isfinite(values) for name, values in scores.items()}
     metrics = {f"rewards/unscored/{name}": int(of_reward.sum()) for name, of_reward in missing.items()}
     return {"rewards/unscored": int(np.any(list(missing.values()), axis=0).sum()), **metrics}
 
 
 def known_means(named: Mapping[str, Values]) -> dict[str, float]:
-    """The mean of the finite values of each entry that has one."""
+    """Returns the mean of the finite values of each entry that has any."""
     known = {name: values[np.isfinite(values)] for name, values in named.items()}
     return {name: float(values.mean()) for name, values in known.items() if len(values)}
 
 
 def shuffled_order(count: int, run_seed: int, step: int) -> npt.NDArray[np.int64]:
-    """The permutation of a step's scores in a run with ``reward.shuffle``, a control without a signal."""
+    """Returns the permutation of a step's scores for `reward.shuffle`, a control experiment."""
     seed = stable_hash(run_seed, step, "shuffle") % 2**63
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).numpy()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredBatch:
-    """The samples of a step with their scores.
-
-    Args:
-        samples: scores, advantages and masks of the N samples.
-        metrics: of the scores.
-    """
+    """The scores of a step, with metrics of the scores."""
 
     samples: SampleScores
     scores_by_reward: ScoresByReward
@@ -221,13 +203,10 @@ class ScoredBatch:
 
     @property
     def trained_roles(self) -> frozenset[RoleName]:
-        """The roles that have a sample to learn from: without one, the gradient of a role is 0."""
+        """Returns the roles with a scored sample that is not masked; the gradient of others is 0."""
         scored = np.isfinite(self.samples.scores)
-        learn: dict[RoleName, bool] = {
-            "actor": bool((scored & self.samples.actor_mask).any()),
-            "critic": bool(scored.any()),
-        }
-        return frozenset(role for role, learns in learn.items() if learns)
+        masks: dict[RoleName, npt.NDArray[np.bool_]] = {"actor": scored & self.samples.actor_mask, "critic": scored}
+        return frozenset(role for role, mask in masks.items() if mask.any())
 
 
 def score_batch(
@@ -239,13 +218,11 @@ def score_batch(
     *,
     order: npt.NDArray[np.int64] | None,
 ) -> ScoredBatch:
-    """Waits for the scores of a step, and makes advantages of them where the algorithm compares samples.
+    """Waits for the scores of a step, and computes advantages if the algorithm compares the samples of a prompt.
 
     Args:
-        samples: of the step.
-        scoring: of the samples.
-        greedy: of the likeliest response to each prompt; None where the algorithm does not compare with it.
-        order: permutation of the scores; None keeps them.
+        greedy: scores of the greedy responses, for algorithms that use them as a baseline.
+        order: permutation of the scores.
     """
     by_reward = scoring.wait()
     scores = total_scores(by_reward, scoring.samples, reward, algo.scores)
@@ -286,7 +263,7 @@ def score_batch(
 
 
 def sample_filter(reward: Reward, algo: Algo) -> SampleFilter:
-    """The algorithm's filter of prompts, applied to their scored samples; prompts without any are left out."""
+    """Returns the algorithm's filter, applied to the scored samples of each prompt; it drops prompts without any."""
     assert algo.filter is not None
     passes = bound(FILTERS, algo.filter.name, algo.filter.options)
 
@@ -300,13 +277,13 @@ def sample_filter(reward: Reward, algo: Algo) -> SampleFilter:
 
 
 def group_numbers(samples: Sequence[SampleInfo]) -> npt.NDArray[np.int64]:
-    """[N]: the number of each sample's prompt, from 0 in the order in which they come."""
+    """Returns the index of each sample's prompt, [N], in the order of first appearance."""
     numbers = {prompt_id: index for index, prompt_id in enumerate(dict.fromkeys(s.prompt_id for s in samples))}
     return np.array([numbers[sample.prompt_id] for sample in samples], dtype=np.int64)
 
 
 def _group_metrics(scores: Values, groups: npt.NDArray[np.int64]) -> dict[str, float]:
-    """``group/*``; none where every prompt has one sample, or no sample has a score."""
+    """Returns the metrics `group/*`; none if every prompt has one sample, or no sample has a score."""
     scored = np.isfinite(scores)
     _, numbers, sizes = np.unique(groups[scored], return_inverse=True, return_counts=True)
     if not scored.any() or groups.max() + 1 == len(groups):
@@ -316,7 +293,7 @@ def _group_metrics(scores: Values, groups: npt.NDArray[np.int64]) -> dict[str, f
 
 
 def _greedy_scores(greedy: Scoring, samples: Sequence[SampleInfo], reward: Reward, shaping: Scores) -> torch.Tensor:
-    """[N]: the score of the likeliest response to each sample's prompt."""
+    """Returns the score of the greedy response to each sample's prompt, [N]."""
     totals = total_scores(greedy.wait(), greedy.samples, reward, shaping)
     of_prompt = {sample.prompt_id: total for sample, total in zip(greedy.samples, totals, strict=True)}
     return torch.tensor([of_prompt[sample.prompt_id] for sample in samples])

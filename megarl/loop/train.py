@@ -1,12 +1,12 @@
-"""A training run of any stage: its directory and processes, its steps from the last checkpoint on, and its export."""
+"""A training run of any stage, from its last checkpoint to the export."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from megarl.cluster.session import Session
 from megarl.cluster.trainers import RemoteRole, check_gpus
@@ -18,7 +18,7 @@ from megarl.loop.supervised import SFTTrainer
 from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.check import check
 from megarl.run.checkpoints import Checkpoint
-from megarl.run.directory import RunDirectory, attempt
+from megarl.run.directory import RunDirectory, attempt, model_directory
 from megarl.run.report import Reporter, Summary
 from megarl.run.results import EvaluationResult, StepResult
 from megarl.run.resume import finished_message
@@ -27,49 +27,36 @@ from megarl.types import RoleName
 
 
 class Trainer(Protocol):
-    """What ``train`` runs: the trainer of a stage. Every method waits until its work is done."""
+    """The trainer of a stage. Every method waits until its work is done."""
 
-    @property
-    def roles(self) -> Mapping[RoleName, RemoteRole]:
-        """All roles; those of ``config.saved`` are in checkpoints."""
-        ...
+    roles: Mapping[RoleName, RemoteRole]
+    """All roles; those in `config.saved` are part of checkpoints."""
+    evaluate_every: int | None
+    """Steps between evaluations; None: only before the first step and after the last."""
 
     def start(self) -> None:
         """Starts every process and loads every model."""
-        ...
 
     def begin(self, step: int) -> Metrics:
-        """Prepares the first step of this process, after a checkpoint has been loaded; returns metrics of it.
-
-        Args:
-            step: the last step taken; 0 at a run's beginning.
-        """
+        """Prepares the first step of this process, after a checkpoint was loaded; `step` is the last one taken."""
         ...
 
     def step(self, step: int) -> StepResult:
         """Takes a step."""
         ...
 
-    @property
-    def evaluate_every(self) -> int | None:
-        """Steps between evaluations; None: before the first step and after the last."""
-        ...
-
     def evaluate(self, step: int) -> EvaluationResult | None:
-        """Evaluates on held-out data; None without any."""
-        ...
+        """Evaluates on held-out data; returns None without any."""
 
     def to_training(self) -> None:
         """Gives the devices to the trained roles, which are about to be saved."""
-        ...
 
     def state(self) -> dict[str, Any]:
-        """The driver's part of a checkpoint, as JSON."""
+        """Returns the driver's part of a checkpoint, as JSON."""
         ...
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restores ``state()``."""
-        ...
+        """Loads `state()`."""
 
     def finish(self, export: Path) -> Metrics:
         """Writes the trained model as a Hugging Face directory, and returns metrics of it."""
@@ -77,10 +64,9 @@ class Trainer(Protocol):
 
     def close(self) -> None:
         """Lets every process end by itself."""
-        ...
 
 
-TRAINERS: Final[Mapping[str, Any]] = {
+TRAINERS: Mapping[str, Callable[..., Trainer]] = {
     "sft": SFTTrainer,
     "reward_model": RewardModelTrainer,
     "ppo": PPOTrainer,
@@ -90,13 +76,11 @@ TRAINERS: Final[Mapping[str, Any]] = {
 
 
 def train(config: TrainingConfig) -> Summary:
-    """Runs a stage, from the last checkpoint in run.dir on; leaves nothing behind but run.dir.
-
-    A finished run is not run again.
+    """Runs a stage from the last checkpoint in run.dir on; a finished run returns its summary.
 
     Raises:
-        ConfigError: the model, the data or run.dir cannot be used.
-        RunError: the run cannot continue, for the reason in the message.
+        ConfigError: The model, the data or run.dir cannot be used.
+        RunError: The run failed.
     """
     start = time.perf_counter()
     data = check(config)
@@ -113,7 +97,8 @@ def train(config: TrainingConfig) -> Summary:
         Reporter(config, directory, taken, data.left_out) as reporter,
         session,
     ):
-        trainer: Trainer = TRAINERS[config.stage](config, session, directory, data, reporter.phase)
+        model_dir = model_directory(config, directory.path)
+        trainer = TRAINERS[config.stage](config, session, model_dir, data, reporter.phase)
         if directory.latest is not None:
             _load(trainer, directory.latest)
         trainer.start()
@@ -136,12 +121,11 @@ def train(config: TrainingConfig) -> Summary:
 
 
 def _due(step: int, every: int | None, last: int) -> bool:
-    """Every ``every`` steps, and after the last."""
     return step == last or (every is not None and step % every == 0)
 
 
 def _save(trainer: Trainer, config: TrainingConfig, directory: RunDirectory, step: int) -> None:
-    """Has every trained role write its part, and commits the checkpoint with one rename."""
+    """Writes and commits a checkpoint."""
     trainer.to_training()
     staged = directory.checkpoints.stage(step)
     calls = {role.name: role.call(MegatronWorker.save, str(staged / role.name)) for role in _saved(trainer, config)}
@@ -149,11 +133,7 @@ def _save(trainer: Trainer, config: TrainingConfig, directory: RunDirectory, ste
 
 
 def _load(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Restores the driver's part of a checkpoint.
-
-    Raises:
-        ConfigError: the data has changed.
-    """
+    """Loads the driver's part of a checkpoint; raises ConfigError if the data has changed."""
     try:
         trainer.load(checkpoint.state)
     except ValueError as error:
@@ -162,7 +142,7 @@ def _load(trainer: Trainer, checkpoint: Checkpoint) -> None:
 
 
 def _restore(trainer: Trainer, config: TrainingConfig, checkpoint: Checkpoint) -> None:
-    """Restores the trained roles."""
+    """Loads the trained roles of a checkpoint."""
     path = checkpoint.path
     for call in [role.call(MegatronWorker.restore, str(path / role.name)) for role in _saved(trainer, config)]:
         call.wait()

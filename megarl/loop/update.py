@@ -1,4 +1,4 @@
-"""The updates of a PPO step: each role's schedules, epochs that may end early, and pretraining texts."""
+"""The updates of a PPO step: schedules, optimizer steps of actor and critic, and pretraining texts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy as np
 from megarl.algos.optimization import exceeds_target
 from megarl.cluster.calls import Call, rank0_result
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.cluster.session import Session
 from megarl.cluster.trainers import RemoteRole
 from megarl.config import PPOConfig
 from megarl.data.batches import on_all_tokens, text_batch
@@ -21,24 +20,25 @@ from megarl.data.schedule import inference_schedule, step_schedule, under_one_le
 from megarl.data.stream import Stream, StreamState
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import PretrainBatch, UpdateRequest
-from megarl.types import ExperienceChunk, RoleName, SampleInfo, Schedule
+from megarl.types import ExperienceChunk, RoleName, SampleInfo, Schedule, TextChunk
 
 
 class StepPlan:
     """The schedules of one step."""
 
     def __init__(self, config: PPOConfig, samples: Sequence[SampleInfo], step: int) -> None:
-        self._config = config
-        self._samples = samples
-        self.step = step
+        self._config, self._samples, self.step = config, samples, step
 
     def inference(self, role: RoleName) -> Schedule:
-        """A forward pass over all samples."""
+        """Returns the schedule of a role's forward pass over all samples."""
         budget = self._config.role(role).tokens_per_micro_batch
         return inference_schedule(self._samples, self._config.layout(role), budget)
 
     def passes(self, role: RoleName) -> list[tuple[Schedule, ...]]:
-        """The optimizer steps, the same samples in each for every role; by epoch where the epochs may end early."""
+        """Returns the schedules of a role's optimizer steps: all together, or by epoch if training may stop early.
+
+        An optimizer step has the same samples for every role.
+        """
         algo = self._config.algo
         steps = update_schedules(
             self._samples,
@@ -54,20 +54,16 @@ class StepPlan:
 
 
 class PretrainMix:
-    """An endless stream of pretraining texts, some of which go into every optimizer step of the actor.
+    """Mixes pretraining texts into every optimizer step of the actor."""
 
-    Args:
-        config: with ``ptx``.
-    """
-
-    def __init__(self, config: PPOConfig, rows: Sequence[Demonstration], session: Session) -> None:
+    def __init__(self, config: PPOConfig, rows: Sequence[Demonstration]) -> None:
         assert config.ptx is not None
-        self._settings, self._session = config.ptx, session
+        self._settings = config.ptx
         self._layout, self._budget = config.layout("actor"), config.role("actor").tokens_per_micro_batch
         self._rows = Stream(rows, config.run.seed)
 
     def next(self, steps: Sequence[Schedule]) -> tuple[tuple[Schedule, ...], PretrainBatch[Schedule]]:
-        """Takes the next texts for some optimizer steps; returns the steps and the texts, with packs of one length."""
+        """Takes the next texts for some optimizer steps; returns both with packs of the same length in each step."""
         per_step = self._settings.sequences_per_mini_batch
         samples, chunks = text_batch(self._rows.next(per_step * len(steps)), self._layout.dp * len(steps))
         trained = on_all_tokens(samples) if self._settings.loss_on == "all" else samples
@@ -77,23 +73,19 @@ class PretrainMix:
             own = step_schedule(trained[index * per_step : (index + 1) * per_step], self._layout, self._budget)
             for schedules, schedule in zip((lengthened, texts), under_one_length(step, own), strict=True):
                 schedules.append(schedule)
-        return tuple(lengthened), PretrainBatch(schedules=texts, chunks=self._session.share(chunks))
+        return tuple(lengthened), PretrainBatch(schedules=texts, chunks=ChunkRefs[TextChunk].put(chunks))
 
     def state(self) -> dict[str, Any]:
-        """The position in the texts."""
+        """Returns the position in the texts."""
         return asdict(self._rows.state())
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restores ``state()``."""
+        """Loads `state()`."""
         self._rows.load(StreamState(**state))
 
 
 class Updater:
-    """Trains actor and critic, and syncs the reference with the actor.
-
-    Args:
-        pretrain_mix: None without ``ptx``.
-    """
+    """Trains actor and critic, and moves the reference towards the actor."""
 
     def __init__(
         self, config: PPOConfig, roles: Mapping[RoleName, RemoteRole], pretrain_mix: PretrainMix | None
@@ -109,16 +101,14 @@ class Updater:
         kl_coef: float,
         trained_roles: Container[RoleName],
     ) -> list[dict[str, float]]:
-        """Takes the optimizer steps of a step; only the critic's while it warms up.
+        """Takes the optimizer steps of a step, and returns their metrics, those of both roles together.
 
-        A role with nothing to learn from skips its steps: Adam would move its weights even without a gradient.
+        While the critic warms up, the actor takes none. A role without scored samples skips its steps, because Adam
+        changes its weights even without a gradient.
 
         Args:
-            kl_coef: of a penalty in the loss, per nat.
-            trained_roles: the roles that have something to learn from.
-
-        Returns:
-            The metrics of both roles, by optimizer step.
+            kl_coef: coefficient of a KL penalty in the loss, per nat.
+            trained_roles: roles with scored samples.
         """
         algo, trained = self._config.algo, self._trained(plan, trained_roles)
         passes = list(zip(*(plan.passes(role.name) for role in trained), strict=True))
@@ -142,16 +132,16 @@ class Updater:
         return updates
 
     def state(self) -> dict[str, Any]:
-        """The position in the pretraining texts, as JSON."""
+        """Returns the position in the pretraining texts."""
         return {} if self._pretrain_mix is None else self._pretrain_mix.state()
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restores ``state()``."""
+        """Loads `state()`."""
         if self._pretrain_mix is not None:
             self._pretrain_mix.load(state)
 
     def _trained(self, plan: StepPlan, trained_roles: Container[RoleName]) -> list[RemoteRole]:
-        """The roles that take optimizer steps; those that have steps and nothing to learn from skip them."""
+        """Returns the roles that take optimizer steps; other roles with a schedule skip theirs."""
         critic = self._config.critic
         warming_up = critic is not None and plan.step <= critic.warmup_steps
         trained: list[RemoteRole] = []
@@ -167,7 +157,6 @@ class Updater:
     def _request(
         self, role: RemoteRole, schedules: Sequence[Schedule], experience: ChunkRefs[ExperienceChunk], kl_coef: float
     ) -> UpdateRequest[Schedule]:
-        """Some optimizer steps of a role, with their pretraining texts."""
         texts = None
         if role is self._actor and self._pretrain_mix is not None:
             schedules, texts = self._pretrain_mix.next(schedules)
@@ -175,12 +164,7 @@ class Updater:
 
 
 def mean_kl(updates: Sequence[Mapping[str, float]], schedules: Sequence[Schedule]) -> float:
-    """The mean of log p(old) - log p(new) over the tokens of some optimizer steps of the actor, nats; 0 without any.
-
-    Args:
-        updates: metrics of the optimizer steps.
-        schedules: of the same steps.
-    """
+    """Returns the mean of log p(old) - log p(new) over the tokens of some optimizer steps, in nats; 0 without any."""
     name = "policy/ppo_kl"  # missing in a step in which no token has a weight
     known = [(update[name], schedule) for update, schedule in zip(updates, schedules, strict=True) if name in update]
     tokens = [schedule.ranks[0].total_response_tokens for _, schedule in known]

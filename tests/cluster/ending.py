@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster.engines import RolloutGroup
+from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.resharder import Resharder
 from megarl.cluster.session import Session
 from megarl.cluster.trainers import RemoteRole, Trainers, launch_group
@@ -26,7 +27,6 @@ from megarl.config import PPOConfig, load
 from megarl.data.prompts import random_prompts, sample_requests
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ForwardRequest, UpdateRequest
-from megarl.models import model_spec
 from megarl.types import PackRow, RankSchedule, Schedule
 from tests.cluster.ending_workers import CASE, DRIVER, SIGNALS, Engine, Trainer
 from tests.leftovers import Trace
@@ -57,19 +57,18 @@ class Run:
     def inference(self) -> None:
         """Trainers compute log-probabilities, which an update waits for."""
         actor = self._actor()
-        request = ForwardRequest(schedule=self._schedule, chunks=self._session.share([0, 1]))
+        request = ForwardRequest(schedule=self._schedule, chunks=ChunkRefs.put([0, 1]))
         old = actor.dispatch_by_chunk(MegatronWorker.logprobs, request).chunks
         actor.dispatch(MegatronWorker.update, UpdateRequest(schedules=[self._schedule], chunks=old)).wait()
 
     def update(self) -> None:
         """Trainers take an optimizer step."""
-        request = UpdateRequest(schedules=[self._schedule], chunks=self._session.share([0, 1]))
+        request = UpdateRequest(schedules=[self._schedule], chunks=ChunkRefs.put([0, 1]))
         self._actor().dispatch(MegatronWorker.update, request).wait()
 
     def sync(self) -> None:
         """Trainers send weights to an engine."""
-        spec = model_spec(self._config.model.hf_config())
-        resharder = Resharder(self._session, self._config, self._actor(), self._engines(), spec)
+        resharder = Resharder(self._session, self._config, self._actor(), self._engines())
         resharder.connect().wait()
         resharder.sync(version=1)
 

@@ -68,6 +68,12 @@ class FakeWorker:
         time.sleep(others_wait_s)
 
     @remote(phase="update")
+    def fail_for_column(self, rank: int) -> dict[int, np.ndarray]:
+        if self.rank == rank:
+            raise ArithmeticError("the loss is a teapot")
+        return {}
+
+    @remote(phase="update")
     def give_up(self) -> None:
         raise RunError("sync aborted: rank 1: lm_head.weight is missing")
 

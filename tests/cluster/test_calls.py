@@ -103,8 +103,8 @@ def test_waiting_for_one_call_raises_the_failure_of_another(make_group: MakeGrou
 
 def test_a_failed_column_is_blamed_on_the_call_that_made_it(make_group: MakeGroup) -> None:
     group, reader = make_group(), make_group()
-    column = group.named("actor").submit_by_chunk(FakeWorker.fail_on, [(0, 0.0)] * 3, [(0,), (), ()]).chunks
-    with pytest.raises(WorkerError, match=r"^train rank 0 failed in actor\.fail_on"):
+    column = group.named("actor").call_by_chunk(FakeWorker.fail_for_column, [0] * 3, [(0,), (), ()]).chunks
+    with pytest.raises(WorkerError, match=r"^train rank 0 failed in actor\.fail_for_column"):
         reader.call(FakeWorker.means, column, [0]).wait()
 
 

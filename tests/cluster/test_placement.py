@@ -12,21 +12,22 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.placement import in_order, visible_devices
+from megarl.cluster.placement import order_bundles, visible_devices
 from megarl.cluster.ray_node import ENVIRONMENT
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
 from megarl.cluster.trainers import RemoteRole
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ForwardRequest
+from megarl.remote import RemoteMethod
 from megarl.types import Layout, PackRow, RankSchedule, Schedule
 
 
 def test_nodes_with_a_number_come_in_its_order() -> None:
     hosts = {0: "b", 1: "a", 2: "c"}
-    assert in_order(hosts, {"c": 0, "a": 1, "b": 2}) == [2, 1, 0]
-    assert in_order(hosts, {"a": 0}) == [1, 0, 2]
-    assert in_order({0: "a", 1: "a"}, {}) == [0, 1], "virtual nodes"
+    assert order_bundles(hosts, {"c": 0, "a": 1, "b": 2}) == [2, 1, 0]
+    assert order_bundles(hosts, {"a": 0}) == [1, 0, 2]
+    assert order_bundles({0: "a", 1: "a"}, {}) == [0, 1], "virtual nodes"
 
 
 _TWO_NODES = """
@@ -104,8 +105,10 @@ class Ranks:
     def named(self, name: str) -> Ranks:
         return self
 
-    def submit_by_chunk(self, method: object, args: Sequence[Any], chunks: Sequence[Any]) -> None:
-        self.args, self.chunks = args, chunks
+    def call_by_chunk(
+        self, method: RemoteMethod[Any, ..., Any], requests: Sequence[Any], chunks: Sequence[Any]
+    ) -> None:
+        self.role, self.requests, self.chunks = method.args, requests, chunks
 
 
 def test_the_last_stage_reports_the_chunks_of_its_replica() -> None:
@@ -125,6 +128,6 @@ def test_the_last_stage_reports_the_chunks_of_its_replica() -> None:
     request = ForwardRequest(schedule=schedule, chunks=ChunkRefs(dict.fromkeys(range(4))))
     RemoteRole(ranks, "actor", layout).dispatch_by_chunk(MegatronWorker.values, request)
     assert [list(own) for own in ranks.chunks] == [[], [], [], [], [0, 3], [], [2], []]
-    assert {role for role, _ in ranks.args} == {"actor"}
-    assert [len(part.chunks) for _, part in ranks.args] == [2, 2, 1, 1, 2, 2, 1, 1], "those that the replica reads"
-    assert [part.schedule for _, part in ranks.args] == [schedule.ranks[dp] for dp in (0, 0, 1, 1, 0, 0, 1, 1)]
+    assert ranks.role == ("actor",)
+    assert [len(part.chunks) for part in ranks.requests] == [2, 2, 1, 1, 2, 2, 1, 1], "those that the replica reads"
+    assert [part.schedule for part in ranks.requests] == [schedule.ranks[dp] for dp in (0, 0, 1, 1, 0, 0, 1, 1)]

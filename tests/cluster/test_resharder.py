@@ -13,7 +13,6 @@ from megarl.cluster.calls import WorkerError
 from megarl.cluster.placement import Slot
 from megarl.cluster.resharder import Resharder, SyncReport
 from megarl.config import PPOConfig, load
-from megarl.models import model_spec
 from megarl.remote import RemoteMethod
 from megarl.resharding import SyncSpec, SyncStats
 from megarl.types import Layout
@@ -56,7 +55,7 @@ def resharder(calls: Calls, *overrides: str) -> Resharder:
     slots = [Slot(device=device, node=device // 2, local=device % 2, bundle=device) for device in range(4)]
     session: Any = SimpleNamespace(placement=SimpleNamespace(slots=slots), host="127.0.0.1")
     actor: Any = SimpleNamespace(name="actor", layout=ACTOR, group=calls.group("train", 4))
-    return Resharder(session, config, actor, calls.group("rollout", 2), model_spec(config.model.hf_config()))
+    return Resharder(session, config, actor, calls.group("rollout", 2))
 
 
 def specs(calls: Calls, *overrides: str) -> list[tuple[SyncSpec, Sequence[int]]]:

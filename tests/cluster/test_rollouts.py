@@ -9,10 +9,12 @@ import pytest
 import ray
 
 from megarl.cluster.calls import CallMonitor, WorkerError
-from megarl.cluster.engines import QueueStore, RolloutGroup, Rollouts
+from megarl.cluster.engines import RolloutGroup, Rollouts, SharedQueue
+from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
 from megarl.config import PPOConfig
 from megarl.config.schema import Rollout, TimeLimits
+from megarl.resharding import serve_store
 from megarl.types import Prompt, SampleRequest
 from tests.cluster.fakes import FakeEngine
 
@@ -134,8 +136,8 @@ def test_more_engines_give_the_same_samples(make: MakeEngines, two: RolloutGroup
 
 
 def test_a_queue_gives_each_item_to_one_taker(session: Session) -> None:
-    store = QueueStore(session)
-    queue = store.queue([f"item {i}" for i in range(5)])
+    store, items = serve_store(session.host), ChunkRefs.put(f"item {i}" for i in range(5))
+    queue = SharedQueue(session.host, store.port, "queue", items)
     first, second = iter(queue), iter(queue)
     assert [next(first), next(second), next(second), *first] == [f"item {i}" for i in range(5)]
     assert list(second) == []
@@ -161,9 +163,3 @@ def test_a_failure_surfaces_while_the_others_are_at_work(
     with pytest.raises(WorkerError, match=message):
         engines.generate(requests(3000, first=[0, 1, token]), 3000)
     assert time.monotonic() - start < 30, "the other engine alone takes 60 s"
-
-
-def test_engines_that_stay_awake_are_not_asked_to_sleep(two: RolloutGroup) -> None:
-    two.sleep()  # the fake engine has no such method
-    two.wake_weights()
-    two.wake_cache()

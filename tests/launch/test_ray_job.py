@@ -164,7 +164,7 @@ def test_a_second_interrupt_does_not_wait(head: RayHead, tmp_path: Path, stand_i
     printed_until(program, "up\n")
     program.send_signal(signal.SIGINT)
     assert program.stdout is not None
-    while "once more, and nobody waits for it" not in (line := program.stdout.readline()):
+    while "a second signal does not wait for it" not in (line := program.stdout.readline()):
         assert line, program.communicate()
     program.send_signal(signal.SIGINT)
     status, _, errors = ended(program)

@@ -27,7 +27,7 @@ def test_a_disagreement_names_engine_numbers_and_remedies() -> None:
         compare_logprobs(TRAINER, [agreeing, off], 0.9)
     message = str(caught.value)
     assert "Engine 1: mean absolute difference 1 nats per token, allowed are 0.9" in message
-    assert "maximum 4, where the trainer says -0.5000 and the engine -4.5000" in message
+    assert "maximum 4, where the trainer has -0.5000 and the engine -4.5000" in message
     assert "The first token of each sequence alone: 0." in message
     assert "Engine 0" not in message
     for remedy in ("shard maps", "rope_theta", "dtypes"):

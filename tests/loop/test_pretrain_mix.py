@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
+from megarl.cluster.ray_worker import ChunkRefs
 from megarl.config import PPOConfig, load
 from megarl.data.demonstrations import Demonstration
 from megarl.data.schedule import step_schedule
@@ -18,18 +20,16 @@ TEXTS = [
 ]
 
 
-class Session:
-    """Shares chunks with nobody."""
-
-    def share(self, chunks: Any) -> Any:
-        return dict(enumerate(chunks))
+@pytest.fixture(autouse=True)
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChunkRefs, "put", lambda chunks: dict(enumerate(chunks)))
 
 
 def mixture(*overrides: str) -> PretrainMix:
     fields = ["ptx.data=owner/texts", "ptx.max_tokens=8", "ptx.sequences_per_mini_batch=3", "ptx.coef=0.5"]
     config = load("configs/debug/ppo.yaml", [*fields, *overrides])
     assert isinstance(config, PPOConfig)
-    return PretrainMix(config, TEXTS, Session())  # type: ignore[arg-type]
+    return PretrainMix(config, TEXTS)
 
 
 def steps(count: int, mixed: PretrainMix) -> tuple[Schedule, ...]:

@@ -19,7 +19,6 @@ from megarl.loop.scoring import (
     gather_rows,
     sample_filter,
     score_batch,
-    scores_by_reward,
     shuffled_order,
     total_scores,
     unscored_metrics,
@@ -96,14 +95,17 @@ def answered(*results: Any) -> Any:
 
 def test_scores_are_in_the_order_of_the_samples() -> None:
     model = answered({0: np.float32([0, 1]), 2: np.float32([math.inf])}, None, {1: np.float32([2, 3])})
+    scorer = object.__new__(Scorer)
+    scorer._scale = ScoreScale(mean=1.0, std=2.0)
     rules: Any = SimpleNamespace(
-        wait=lambda: {
+        gather=lambda _: {
             1: {"f": np.float32([30, 40]), "g": np.float32([0, 1])},
             0: {"f": np.float32([10, 20]), "g": np.float32([1, 0])},
             2: {"f": np.float32([NONE]), "g": np.float32([1])},
         }
     )
-    found = scores_by_reward(model, rules, ScoreScale(mean=1.0, std=2.0))
+    scorer._rules = rules
+    found = scorer._gather(model, answered())
     assert {name: values.tolist() for name, values in found.items()} == {
         "reward_model": pytest.approx([-0.5, 0, 0.5, 1, NONE], nan_ok=True),
         "f": pytest.approx([10, 20, 30, 40, NONE], nan_ok=True),
