@@ -40,7 +40,7 @@ class RemoteMethod(Generic[W, P, R_co]):
 
     def bind(self: RemoteMethod[W, Concatenate[A, Q], R], first: A) -> RemoteMethod[W, Q, R]:
         """Returns the method with its first argument fixed."""
-        return RemoteMethod(self.__wrapped__, self.phase, (first,))
+        return RemoteMethod(self.__wrapped__, self.phase, (*self.args, first))
 
 
 def remote(*, phase: Phase) -> Callable[[Callable[Concatenate[W, P], R]], RemoteMethod[W, P, R]]:

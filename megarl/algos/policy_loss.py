@@ -6,17 +6,17 @@ weights of ``aggregation`` contain the denominator. Metrics are per token too, a
 All are functions of (new_logprobs, old_logprobs, advantages, response_mask) and options:
 
     new_logprobs: [B, R] nats, of the policy in training; carries the gradient.
-    old_logprobs: [B, R] nats, of the policy before the update.
+    old_logprobs: [B, R] nats, of the policy in the ratio's denominator; see ``algo.correction.old_logprobs``.
     advantages: [B, R].
-    response_mask: [B, R] bool, True = counts.
-    clip: lower clip range of the probability ratio, below 1.
-    clip_high: upper clip range, above 1; None is clip.
-    dual_clip: where the advantage is negative: the loss is at most this many times its size; None does not limit it.
-    log_clamp: largest size of d, nats.
+    response_mask: [B, R] bool, True on response tokens, also on those that are dropped from the loss afterwards
+        (rejected, masked or unscored).
+    clip: how far the ratio may fall below 1: its lower bound is 1 - clip.
+    clip_high: how far the ratio may rise above 1: its upper bound is 1 + clip_high (DAPO: 0.28); None takes clip.
+    dual_clip: the loss of a token with a negative advantage A is at most dual_clip * |A|; None sets no bound.
 
-With d = new - old, r = exp(d), d clamped to +-``log_clamp`` without a gradient there. Metrics of all: ``approxkl``,
-d^2 / 2 nats; ``ppo_kl``, -d nats; ``clipfrac``, 1 where a clip decides; ``clipfrac_lower``, 1 where the bound of a dual
-clip is the loss; and the spread of ``ratio``, r.
+With d = new - old, r = exp(d), d clamped to +-20 nats (not an option) without a gradient beyond. Metrics of all:
+``approxkl``, d^2 / 2 nats; ``ppo_kl``, -d nats; ``clipfrac``, 1 where a clip decides; ``clipfrac_lower``, 1 where the
+bound of a dual clip is the loss; and the spread of ``ratio``, r.
 """
 
 from __future__ import annotations
@@ -89,14 +89,14 @@ def ppo(
         delta: largest ratio of the unclipped branch; None does not limit it.
         ratio_clamp: bounds of the ratio, applied before the clip; None does not clamp.
     """
-    difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
+    difference, advantages = _masked(new_logprobs - old_logprobs, advantages, response_mask)
     ratio = difference.clamp(-log_clamp, log_clamp).exp()
     if ratio_clamp is not None:
         ratio = ratio.clamp(*ratio_clamp)
     unclipped = -advantages * (ratio if delta is None else ratio.clamp(max=delta))
     clipped = -advantages * ratio.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high))
-    values, is_bounded = _bounded(torch.maximum(unclipped, clipped), advantages, dual_clip)
-    return _terms(values, difference, clipped > unclipped, log_clamp=log_clamp, is_bounded=is_bounded)
+    values, is_bounded = _with_dual_clip(torch.maximum(unclipped, clipped), advantages, dual_clip)
+    return _with_metrics(values, difference, clipped > unclipped, log_clamp=log_clamp, is_bounded=is_bounded)
 
 
 def gspo(
@@ -119,14 +119,14 @@ def gspo(
     Metrics also: ``sequence_ratio``, s.
 
     Args:
-        clip: lower clip range of the response's ratio, below 1.
+        clip: how far the response's ratio may fall below 1: its lower bound is 1 - clip.
     """
-    difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
+    difference, advantages = _masked(new_logprobs - old_logprobs, advantages, response_mask)
     ratio = row_mean(difference, response_mask).clamp(-log_clamp, log_clamp).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high))
-    values, is_bounded = _bounded(torch.maximum(unclipped, clipped), advantages, dual_clip)
-    return _terms(
+    values, is_bounded = _with_dual_clip(torch.maximum(unclipped, clipped), advantages, dual_clip)
+    return _with_metrics(
         values, difference, clipped > unclipped, log_clamp=log_clamp, is_bounded=is_bounded, sequence_ratio=ratio
     )
 
@@ -146,7 +146,7 @@ def cispo(
     l = -w * A * new with w = clamp(exp(new - old), 1 - clip, 1 + clip_high), which has no gradient. Source: MiniMax,
     "MiniMax-M1: scaling test-time compute efficiently with lightning attention" (2025), where clip is 1 or more.
     """
-    difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
+    difference, advantages = _masked(new_logprobs - old_logprobs, advantages, response_mask)
     high = 1 + (clip if clip_high is None else clip_high)
     return _truncated_reinforce(new_logprobs, difference, advantages, low=1 - clip, high=high, log_clamp=log_clamp)
 
@@ -168,7 +168,7 @@ def cispo_upper(
     Args:
         max_ratio: the largest ratio.
     """
-    difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
+    difference, advantages = _masked(new_logprobs - old_logprobs, advantages, response_mask)
     return _truncated_reinforce(new_logprobs, difference, advantages, low=0.0, high=max_ratio, log_clamp=log_clamp)
 
 
@@ -192,11 +192,11 @@ def sapo(
         tau_pos: steepness of the gate where the advantage is positive.
         tau_neg: steepness elsewhere.
     """
-    difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
+    difference, advantages = _masked(new_logprobs - old_logprobs, advantages, response_mask)
     ratio = difference.clamp(-log_clamp, log_clamp).exp()
     tau = torch.where(advantages > 0, tau_pos, tau_neg).to(ratio.dtype)
     values = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages
-    return _terms(values, difference, None, log_clamp=log_clamp)
+    return _with_metrics(values, difference, None, log_clamp=log_clamp)
 
 
 def gmpo(
@@ -218,16 +218,16 @@ def gmpo(
     Metrics also: ``sequence_ratio``, exp(mean(e)).
 
     Args:
-        clip: lower clip range of a ratio's logarithm, below 0.
-        clip_high: upper clip range, above 0; None is clip.
+        clip: the log-ratio is clipped from below at -clip.
+        clip_high: the log-ratio is clipped from above at clip_high; None takes clip.
     """
-    difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
+    difference, advantages = _masked(new_logprobs - old_logprobs, advantages, response_mask)
     free = difference.clamp(-log_clamp, log_clamp)
     kept = free.clamp(-clip, clip if clip_high is None else clip_high)
     pessimistic = torch.where(advantages >= 0, torch.minimum(free, kept), torch.maximum(free, kept))
     ratio = row_mean(pessimistic, response_mask).exp()
     values = (-row_mean(advantages, response_mask) * ratio).expand_as(difference)
-    return _terms(values, difference, pessimistic != free, log_clamp=log_clamp, sequence_ratio=ratio)
+    return _with_metrics(values, difference, pessimistic != free, log_clamp=log_clamp, sequence_ratio=ratio)
 
 
 def reinforce(
@@ -243,8 +243,8 @@ def reinforce(
     l = -A * new. Source: Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement
     learning" (1992).
     """
-    difference, advantages = _counted(new_logprobs - old_logprobs, advantages, response_mask)
-    return _terms(-advantages * new_logprobs, difference, None, log_clamp=log_clamp)
+    difference, advantages = _masked(new_logprobs - old_logprobs, advantages, response_mask)
+    return _with_metrics(-advantages * new_logprobs, difference, None, log_clamp=log_clamp)
 
 
 def row_mean(values: Tensor, response_mask: Tensor) -> Tensor:
@@ -252,12 +252,12 @@ def row_mean(values: Tensor, response_mask: Tensor) -> Tensor:
     return on_mask(values, response_mask).sum(-1, keepdim=True) / response_mask.sum(-1, keepdim=True).clamp(min=1)
 
 
-def _counted(difference: Tensor, advantages: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+def _masked(difference: Tensor, advantages: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Both with 0 off the mask, so that even NaN there has no gradient."""
     return on_mask(difference, response_mask), on_mask(advantages, response_mask)
 
 
-def _bounded(values: Tensor, advantages: Tensor, dual_clip: float | None) -> tuple[Tensor, Tensor | None]:
+def _with_dual_clip(values: Tensor, advantages: Tensor, dual_clip: float | None) -> tuple[Tensor, Tensor | None]:
     """The values under the bound of a dual clip, and where it decides."""
     if dual_clip is None:
         return values, None
@@ -271,10 +271,10 @@ def _truncated_reinforce(
 ) -> LossTerms:
     ratio = difference.detach().clamp(-log_clamp, log_clamp).exp()
     weight = ratio.clamp(low, high)
-    return _terms(-weight * advantages * new_logprobs, difference, weight != ratio, log_clamp=log_clamp)
+    return _with_metrics(-weight * advantages * new_logprobs, difference, weight != ratio, log_clamp=log_clamp)
 
 
-def _terms(
+def _with_metrics(
     values: Tensor,
     difference: Tensor,
     is_clipped: Tensor | None,

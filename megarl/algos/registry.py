@@ -165,7 +165,7 @@ MISSING_ENDS: Final[Kind[Callable[..., Tensor]]] = Kind(
 )
 _LEVELS_AND_RULES = [(level, rule) for level in ("token", "sequence", "geometric") for rule in ("truncate", "mask")]
 ROLLOUT_WEIGHTS: Final[Kind[Callable[..., Tensor]]] = Kind(
-    title="Weights of rollouts",
+    title="Importance weights",
     field="algo.correction.weights",
     module="rollout_correction",
     functions={f"{level}_{rule}": "rollout_weights" for level, rule in _LEVELS_AND_RULES},

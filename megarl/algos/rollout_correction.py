@@ -1,5 +1,14 @@
-"""Weights and masks for rollouts of another policy than the one in training: stale weights, or the engines' numerics.
+"""Corrections for the difference between the policy that sampled a response and the one that is trained.
 
+The engines compute with other numerics and, with ``rollout.sync_every`` above 1, with older weights. The loss of a
+token is made in this order:
+
+1. l = policy_loss(new, old, A), where ``old_logprobs`` of the configuration selects old.
+2. l is multiplied by ``weights``, and by 0 where ``sequence_mask`` drops the response.
+3. The KL penalty (with ``algo.kl.in: loss``) and the entropy bonus are added; steps 1 and 2 do not affect them.
+4. Tokens dropped by ``reject`` or ``m2po`` leave the whole sum, KL and entropy included.
+
+Corrections change neither the advantages, nor the critic's loss, nor the denominators of ``algo.aggregation``.
 Throughout, d = old - rollout in nats per token, clamped to +-``log_clamp``, and
 
     old_logprobs: [B, R] nats, by the trainer before the update.
@@ -7,8 +16,7 @@ Throughout, d = old - rollout in nats per token, clamped to +-``log_clamp``, and
     response_mask: [B, R] bool.
     reduce: over the ranks that share the step; see ``normalization.Reduce``.
 
-Weights multiply the terms of the policy loss after clipping, and carry no gradient. Dropped tokens stay in the
-denominators of the loss.
+Weights multiply the policy loss after clipping, and carry no gradient.
 """
 
 from __future__ import annotations

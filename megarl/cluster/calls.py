@@ -115,7 +115,9 @@ def gather_by_chunk(call: Call[dict[int, T] | None]) -> dict[int, T]:
 
 def rank0_result(call: Call[R | None]) -> R:
     """Waits for a call, and returns the result of its first reporting rank; other ranks return the same or None."""
-    return next(result for result in call.wait() if result is not None)
+    results = [result for result in call.wait() if result is not None]
+    assert results, f"{call.label}: no rank reports"
+    return results[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +129,7 @@ class _Failure:
     index: int
     error: RayError
 
-    def rank(self) -> tuple[bool, int, int]:
+    def priority(self) -> tuple[bool, int, int]:
         """Returns the sort key: the probable cause first. A death comes first, as it breaks connections of others."""
         return not isinstance(self.error, RayActorError), self.order, self.index
 
@@ -148,6 +150,7 @@ class CallMonitor:
         self._submitted = 0
         self._timed: Call[Any] | None = None
         self._since = 0.0
+        self._error: WorkerError | None = None
 
     def follow(self, call: C) -> C:
         """Watches a submitted call, and returns it."""
@@ -158,6 +161,8 @@ class CallMonitor:
     def wait_for(self, call: Call[Any]) -> None:
         """Waits until every process has finished the call; see `Call.wait`."""
         while len(call.results) < len(call.done):
+            if self._error is not None:  # a result that this call waits for may have been taken by the failure
+                raise self._error
             ready = ray_api.wait(list(self._pending), count=1, timeout=self._time_left())
             if not ready:
                 raise WorkerError(self._overdue())
@@ -205,8 +210,9 @@ class CallMonitor:
         if self._pending:
             ready = ray_api.wait(list(self._pending), count=len(self._pending), timeout=_GRACE_S)
             failures = [*failures, *self._collect(ready)]
-        cause = min(failures, key=_Failure.rank)
-        raise WorkerError(_message(cause, failures)) from None
+        cause = min(failures, key=_Failure.priority)
+        self._error = WorkerError(_message(cause, failures))
+        raise self._error from None
 
 
 def _message(cause: _Failure, failures: Sequence[_Failure]) -> str:

@@ -111,7 +111,7 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
         ]
         super().__init__(session, "scorers", processes)
 
-    def submit(
+    def score(
         self, functions: Sequence[RewardFunction], rollouts: Rollouts, prompts: Mapping[str, Prompt]
     ) -> Call[ScoredChunks]:
         """Scores every sample with every function; returns at once. `prompts` are by prompt id."""

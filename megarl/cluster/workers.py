@@ -39,11 +39,11 @@ class WorkerGroup(Generic[W]):
 
     def call(self, method: RemoteMethod[W, P, R], *args: P.args, **kwargs: P.kwargs) -> Call[R]:
         """Calls a method on every process with the same arguments."""
-        return self._submit(method, [args] * len(self.processes), kwargs)
+        return self.submit(method, [args] * len(self.processes), kwargs)
 
     def call_each(self, method: RemoteMethod[W, [Q], R], requests: Sequence[Q]) -> Call[R]:
         """Calls a method on the first `len(requests)` processes, with one request each."""
-        return self._submit(method, [(request,) for request in requests])
+        return self.submit(method, [(request,) for request in requests])
 
     @overload
     def call_by_chunk(
@@ -60,7 +60,7 @@ class WorkerGroup(Generic[W]):
         self, method: RemoteMethod[W, [Q], Any], requests: Sequence[Q], chunks: Sequence[Sequence[int]]
     ) -> ChunkCall[Any, Any]:
         """Like `call_each`, but results by chunk stay in the object store; `chunks` are those of each process."""
-        return self._submit(method, [(request,) for request in requests], chunks=chunks)
+        return self.submit(method, [(request,) for request in requests], chunks=chunks)
 
     def stream(
         self, method: RemoteMethod[W, P, Iterator[tuple[S, T]]], *args: P.args, **kwargs: P.kwargs
@@ -80,23 +80,26 @@ class WorkerGroup(Generic[W]):
         )
         return self._session.monitor.follow(call)
 
-    def _submit(
+    def submit(
         self,
         method: RemoteMethod[W, ..., Any],
         args: Sequence[tuple[object, ...]],
         kwargs: Mapping[str, object] | None = None,
         chunks: Sequence[Sequence[int]] | None = None,
     ) -> ChunkCall[Any, Any]:
-        """Calls a method on the first `len(args)` processes; without `chunks`, the whole result goes to the driver."""
+        """Calls a method on the first `len(args)` processes, with arguments that are not checked.
+
+        Without `chunks`, the whole result goes to the driver.
+        """
         processes = self.processes[: len(args)]
         done: list[ObjectRef[Any]] = []
         refs: dict[int, ObjectRef[Any]] = {}
-        for process, own_args, own in zip(processes, args, chunks or [None] * len(args), strict=True):
-            run = process.actor.run.options(num_returns=1 + len(own or ()))
-            returned = run.remote(method.name, (*method.args, *own_args), kwargs or {}, own)
-            first, *others = returned if own else [returned]  # Ray gives a single reference without a list
+        for process, arguments, numbers in zip(processes, args, chunks or [None] * len(args), strict=True):
+            run = process.actor.run.options(num_returns=1 + len(numbers or ()))
+            returned = run.remote(method.name, (*method.args, *arguments), kwargs or {}, numbers)
+            first, *values = returned if numbers else [returned]  # Ray returns a single reference without a list
             done.append(first)
-            refs.update(zip(own or (), others, strict=True))
+            refs.update(zip(numbers or (), values, strict=True))
         call = ChunkCall[Any, Any](
             label=f"{self.name}.{method.name}",
             phase=method.phase,

@@ -42,7 +42,8 @@ class RAFTTrainer(RolloutTrainer[RAFTConfig]):
         config, timers = self._config, Timers(self._phase)
         with timers("step"):
             with timers("sync"):
-                self._colocation.to_rollout()  # after an evaluation or a checkpoint, the trainers have the devices
+                # After an evaluation, a checkpoint or a step without a sync, the trainers have the devices.
+                self._colocation.to_rollout()
             with timers("rollout"):
                 sampled = self._sampler.next(step)
             samples, scored = sampled.rollouts.samples, sampled.scoring.samples

@@ -118,7 +118,7 @@ class Scorer:
                 model = self.model.dispatch(MegatronWorker.scores, request)
         if functions:
             assert self._rules is not None
-            functions_call = self._rules.submit(functions, rollouts, prompts)
+            functions_call = self._rules.score(functions, rollouts, prompts)
         calls = [call for call in (model, functions_call) if call is not None]
         return Scoring(
             samples=rollouts.samples,

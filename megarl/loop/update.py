@@ -118,17 +118,18 @@ class Updater:
             for role, schedules in zip(trained, by_role, strict=True):
                 request = self._request(role, schedules, experience, kl_coef)
                 calls.append(role.dispatch(MegatronWorker.update, request))
-            steps = [dict(ChainMap(*of_step)) for of_step in zip(*map(rank0_result, calls), strict=True)]
+            metrics = [rank0_result(call) for call in calls]
+            steps = [dict(ChainMap(*of_step)) for of_step in zip(*metrics, strict=True)]
             updates += steps
             stop = algo.early_stop if self._actor in trained else None
             if stop is not None and exceeds_target(mean_kl(steps, by_role[0]), target=stop.kl, factor=stop.factor):
                 left = sum(len(schedules) for schedules, *_ in passes[taken:])
-                for role in trained:
-                    role.call(MegatronWorker.skip_steps, left)
+                for call in [role.call(MegatronWorker.skip_steps, left) for role in trained]:
+                    call.wait()
                 break
         sync = algo.kl.reference_sync
         if sync is not None and plan.step % sync.every == 0:
-            self._actor.call(MegatronWorker.soft_update_reference)
+            self._actor.call(MegatronWorker.soft_update_reference).wait()
         return updates
 
     def state(self) -> dict[str, Any]:
@@ -151,7 +152,7 @@ class Updater:
             if role.name in trained_roles or (role is self._actor and self._pretrain_mix is not None):
                 trained.append(role)
             else:
-                role.call(MegatronWorker.skip_steps, sum(map(len, plan.passes(role.name))))
+                role.call(MegatronWorker.skip_steps, sum(map(len, plan.passes(role.name)))).wait()
         return trained
 
     def _request(

@@ -89,7 +89,7 @@ class _Aggregation:
 
 
 class PolicyLoss:
-    """The actor's loss: share * (policy loss + kl_coef * KL - entropy_coef * entropy), each aggregated alike.
+    """The actor's loss: share * (w * policy loss + kl_coef * KL - entropy_coef * entropy), w by ``algo.correction``.
 
     Args:
         temperature: of the rollouts.
@@ -281,6 +281,7 @@ class PreferenceLoss:
                 best = torch.full((len(scores),), scores.shape[1] - 1, device=scores.device)
                 return best_of_n(scores.flip(-1), best)
             case "span":
+                # A pack without rows has no spans; the pairwise terms are as empty.
                 return self._span(batch, hidden) if batch.rows else pairwise(*scores.unbind(-1))
             case _:
                 return bound(PREFERENCE_LOSSES, settings.name, settings.options)(*scores.unbind(-1))
@@ -331,8 +332,8 @@ def loss_maker(
     """Returns the function that makes the loss of an optimizer step from its schedule; see ``PolicyLoss``."""
     match spec:
         case PolicySpec(algo=algo, temperature=temperature, share=share):
-            options = {"temperature": temperature, "kl_coef": kl_coef, "share": share, "reference": reference}
-            return partial(PolicyLoss, engine, algo, chunks, **options)
+            make_loss = partial(PolicyLoss, engine, algo, chunks, temperature=temperature, kl_coef=kl_coef)
+            return partial(make_loss, share=share, reference=reference)
         case ValueSpec(algo=algo):
             return partial(ValueLoss, engine, algo, chunks)
         case PreferenceSpec(loss=settings):

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+from megarl.types import RoleName
+
+if TYPE_CHECKING:
+    from megarl.megatron.model_engine import ModelEngine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,3 +68,23 @@ class ResidentWeights(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+
+class Offloader:
+    """Keeps idle roles that may be offloaded in host memory; roles may be added later."""
+
+    def __init__(self, roles: Mapping[RoleName, ModelEngine], offloadable: Collection[RoleName]) -> None:
+        self._roles, self._offloadable = roles, frozenset(offloadable)
+
+    def onload(self, name: RoleName, *others: RoleName) -> ModelEngine:
+        """Returns the role with its memory on the device; offloads every offloadable role but it and ``others``."""
+        self.offload_all(but=(name, *others))
+        for present in (name, *others):
+            self._roles[present].onload()
+        return self._roles[name]
+
+    def offload_all(self, but: Collection[RoleName] = ()) -> None:
+        """Offloads every offloadable role, so that another process can use the device."""
+        idle = (self._offloadable & self._roles.keys()).difference(but)
+        if sum(self._roles[name].offload() for name in sorted(idle)):
+            torch.cuda.empty_cache()  # for other processes

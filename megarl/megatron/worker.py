@@ -5,7 +5,6 @@ The driver imports this file to name its methods, so megatron-core is imported o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from megarl.config import RunConfig
 from megarl.experience.build import build_experience
 from megarl.files import FileRecord
-from megarl.megatron.offload import ResidentWeights
+from megarl.megatron.offload import Offloader, ResidentWeights
 from megarl.megatron.platform import Platform, start_platform, start_world
 from megarl.megatron.worker_requests import ExperienceRequest, ForwardRequest, UpdateRequest
 from megarl.remote import remote
@@ -32,26 +31,6 @@ if TYPE_CHECKING:
 
 PerSample = dict[int, np.typing.NDArray[np.float32]]
 """[N] float32 by chunk."""
-
-
-class Offloader:
-    """Keeps idle roles that may be offloaded in host memory; roles may be added later."""
-
-    def __init__(self, roles: Mapping[RoleName, ModelEngine], offloadable: Collection[RoleName]) -> None:
-        self._roles, self._offloadable = roles, frozenset(offloadable)
-
-    def onload(self, name: RoleName, *others: RoleName) -> ModelEngine:
-        """Returns the role with its memory on the device; offloads every offloadable role but it and ``others``."""
-        self.offload_all(but=(name, *others))
-        for present in (name, *others):
-            self._roles[present].onload()
-        return self._roles[name]
-
-    def offload_all(self, but: Collection[RoleName] = ()) -> None:
-        """Offloads every offloadable role, so that another process can use the device."""
-        idle = (self._offloadable & self._roles.keys()).difference(but)
-        if sum(self._roles[name].offload() for name in sorted(idle)):
-            torch.cuda.empty_cache()  # for other processes
 
 
 class MegatronWorker:
@@ -150,8 +129,8 @@ class MegatronWorker:
             engine = self._offloader.onload(role)
         if (texts := request.texts) is not None:
             assert isinstance(spec, PolicySpec), "only a policy is trained on texts beside its rollouts"
-            make_loss = partial(TextLoss, engine, mix_share=spec.mix_share)
-            aux = AuxBatch(schedules=texts.schedules, chunks=texts.chunks, make_loss=make_loss)
+            text_loss = partial(TextLoss, engine, mix_share=spec.mix_share)
+            aux = AuxBatch(schedules=texts.schedules, chunks=texts.chunks, make_loss=text_loss)
         make_loss = loss_maker(spec, engine, request.chunks, kl_coef=request.kl_coef, reference=reference)
         steps = engine.update(request.schedules, request.chunks, make_loss, aux)
         return [report(spec, step) for step in steps] if engine.reports else None
@@ -269,6 +248,7 @@ class MegatronWorker:
         self._sender = None
         if self._connection is not None:
             self._connection.close()
+        self._connection = None
 
     def _loss_spec(self, name: RoleName) -> LossSpec:
         training = self._specs[name].training

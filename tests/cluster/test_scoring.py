@@ -71,7 +71,7 @@ def rollouts(chunks: int) -> Rollouts:
 @pytest.mark.dist
 def test_every_chunk_is_scored_by_every_function(scorers: RuleScorers) -> None:
     given = rollouts(5)
-    scores = scorers.gather(scorers.submit([LENGTH, EXACT_MATCH, SEEN, PROCESS], given, PROMPTS))
+    scores = scorers.gather(scorers.score([LENGTH, EXACT_MATCH, SEEN, PROCESS], given, PROMPTS))
     assert {chunk: column["length"].tolist() for chunk, column in scores.items()} == {c: [3 + c, 6] for c in range(5)}
     assert {chunk: column["exact_match"].tolist() for chunk, column in scores.items()} == {
         0: [1, 1],
@@ -86,14 +86,14 @@ def test_every_chunk_is_scored_by_every_function(scorers: RuleScorers) -> None:
 
 @pytest.mark.dist
 def test_chunks_may_be_fewer_than_processes(scorers: RuleScorers) -> None:
-    scores = scorers.gather(scorers.submit([LENGTH], rollouts(1), PROMPTS))
+    scores = scorers.gather(scorers.score([LENGTH], rollouts(1), PROMPTS))
     assert {chunk: column["length"].tolist() for chunk, column in scores.items()} == {0: [3, 6]}
 
 
 @pytest.mark.dist
 def test_a_failure_is_shown_once_with_its_prompt_and_its_traceback(scorers: RuleScorers, warnings: list[str]) -> None:
     for _ in range(2):
-        scores = scorers.gather(scorers.submit([QUOTIENT, LENGTH], rollouts(4), PROMPTS))
+        scores = scorers.gather(scorers.score([QUOTIENT, LENGTH], rollouts(4), PROMPTS))
         unscored = {chunk: np.isnan(column["quotient"]).tolist() for chunk, column in scores.items()}
         assert unscored == {0: [False, True], 1: [False, True], 2: [False, True], 3: [True, True]}
         assert scores[3]["length"].tolist() == [6, 6]
@@ -106,7 +106,7 @@ def test_a_failure_is_shown_once_with_its_prompt_and_its_traceback(scorers: Rule
 @pytest.mark.dist
 def test_a_function_that_hangs_costs_its_time_and_its_sample(scorers: RuleScorers, warnings: list[str]) -> None:
     start = time.monotonic()
-    scores = scorers.gather(scorers.submit([STUBBORN], rollouts(2), PROMPTS))
+    scores = scorers.gather(scorers.score([STUBBORN], rollouts(2), PROMPTS))
     assert time.monotonic() - start < 60
     for column in scores.values():
         np.testing.assert_array_equal(column["stubborn"], np.float32([1, math.nan]))
@@ -115,7 +115,7 @@ def test_a_function_that_hangs_costs_its_time_and_its_sample(scorers: RuleScorer
 
 @pytest.mark.dist
 def test_the_children_end_when_they_are_told_to(scorers: RuleScorers) -> None:
-    scores = scorers.gather(scorers.submit([PROCESS], rollouts(2), PROMPTS))
+    scores = scorers.gather(scorers.score([PROCESS], rollouts(2), PROMPTS))
     children = {int(pid) for column in scores.values() for pid in column["process"]}
     assert len(children) == 2
     assert all(Path(f"/proc/{pid}").exists() for pid in children)

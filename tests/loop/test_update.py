@@ -42,12 +42,13 @@ class FakeRole:
         ]
         return SimpleNamespace(wait=lambda: [None, steps])
 
-    def call(self, method: Any, *args: Any) -> None:
+    def call(self, method: Any, *args: Any) -> Any:
         notes = {
             MegatronWorker.skip_steps: (f"{self.name} skips", *args),
             MegatronWorker.soft_update_reference: ("reference", "follows"),
         }
         self._log.append(notes[method])
+        return SimpleNamespace(wait=lambda: None)
 
 
 def schedule(tokens: int) -> Schedule:

@@ -31,7 +31,7 @@ _INTRODUCTION = """\
 # Algorithms
 
 What every choice of a [configuration](configuration.md) computes: its name, formula, options with their defaults, and
-source. The functions are in `megarl/algos`, one noun a file: tensors in, tensors out. The combinations that other
+source. The functions are in `megarl/algos`, one file per kind: tensors in, tensors out. The combinations that other
 systems use are [recipes](recipes.md).
 
 Shapes: B rows (samples of a rank), R response tokens of the longest of them, N samples of a whole step, P preferences.
@@ -41,23 +41,25 @@ Logarithms are natural, log-probabilities are in nats, and masks are True where 
 
 Each field of the following table also takes a function of yours as `package.module:function`, with its keyword
 arguments as `args`. The module must be importable from the directory that `megarl` is run in. `megarl plan CONFIG`
-imports it and compares the arguments with its signature, before anything starts.
+imports it and compares the names of the arguments with its signature, before anything starts; check their values in the
+function.
 
 {kinds}
 - The arguments of the table come first, by position; those with `=`, and your options, are keyword arguments. The
   section of each field below gives their shapes.
 - Tensors of tokens are [B, R], float32. Make tensors of your own on their device. Off the mask their values may be
   anything, and what you return there is not used. A rank may have no rows at all: B is then 0.
-- `reduce` takes a float64 vector and returns its sum over the ranks. It is the only way to a statistic of the whole
-  step. Every rank must call it equally often, whatever rows it has. Everything else must depend on the rows alone, or
-  the results change with the layout.
+- `reduce` is a collective: it sums a float64 vector over the ranks. All ranks must call it the same number of times,
+  also ranks without rows. Use it for every statistic of the whole step; everything else may depend only on the rank's
+  own rows, or the results change with the layout.
 - An `algo.advantage` of your own compares samples (`level: sample`, the default), or makes advantages from the rewards
   of tokens (`level: token`). There `values` is None without a critic, and the returns are then not used.
 - With `level: sample` the function gets all samples of the step at once, on the CPU. What it returns for a sample is
   the advantage of each of its tokens; a KL penalty in the reward is added afterwards.
 - Advantages of your own are normalised only where `algo.normalise.advantages` names a normaliser.
-- A loss returns the loss of each token (or pair). What it reports becomes metrics of the step: `policy/NAME`,
-  `value/NAME` or `reward_model/NAME`.
+- A loss returns the loss of each token (or pair). Its metrics are reported as `policy/NAME`, `value/NAME` or
+  `reward_model/NAME`. `policy/ppo_kl` is added if it is missing; report `clipfrac`, `approxkl` and the spread `ratio`
+  yourself if you want them. Do not use the names `loss`, `policy_loss`, `kl`, `kl_loss`, `entropy` and `ptx_loss`.
 
 These are the records, with all their fields.
 

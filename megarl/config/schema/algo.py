@@ -164,19 +164,19 @@ class M2PO(Section):
 
 
 class Correction(Section):
-    """Corrections for rollouts of another policy than the one in training."""
+    """Corrections for rollouts that were sampled with other numerics or older weights than the trainer's."""
 
     old_logprobs: Literal["recompute", "rollout", "loglinear", "linear"] = "recompute"
-    """Where the ratio's old log-probabilities are from: computed before the update, the engines', or between the
-    engines' and the actor's by the age of the weights."""
+    """Old log-probabilities of the ratio: recompute takes the trainer's, by a forward pass before the update; rollout
+    the engines'; loglinear and linear interpolate between the engines' and the actor's, by the age of the weights."""
     weights: Annotated[Choice, ROLLOUT_WEIGHTS] | None = None
-    """Factors of the token losses; null is none."""
+    """Importance weights p(old) / p(engines) that multiply the policy loss; null uses none."""
     reject: tuple[Reject, ...] = Field(default=(), strict=False)
-    """Bounds that a token or its response must all satisfy."""
+    """Tokens or responses outside any of these bounds are dropped from the whole loss."""
     sequence_mask: SequenceMask | None = None
-    """Leave responses that the actor has moved away from out of the policy loss; null does not."""
+    """Drop responses that the actor has made less likely by more than delta from the policy loss; null keeps all."""
     m2po: M2PO | None = None
-    """Leave out the tokens with the largest log-ratios; null does not."""
+    """Drop the tokens with the largest squared log-ratios from the whole loss; null drops none."""
 
     @property
     def interpolates(self) -> bool:
@@ -213,7 +213,7 @@ class Algo(Section):
     scores: Scores = Scores()
     """How the score of a response is shaped before advantages are computed."""
     correction: Correction = Correction()
-    """Corrections for rollouts of another policy than the one in training."""
+    """Corrections for rollouts that were sampled with other numerics or older weights than the trainer's."""
     filter: Annotated[Choice, FILTERS] | None = None
     """Filter of prompts: further prompts are sampled until the step is full; null keeps all."""
     filter_rounds: Count = 10
