@@ -18,7 +18,7 @@ _BLOCK = 1 << 16
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 # torch.save raises these in place of the file's error; the second if nothing could be written.
 _TORCH_SAVE_ERRORS = ("inline_container.cc", "basic_ios::clear: iostream error")
-_SAFETENSORS_ERROR = re.compile(r"Error while serializing: I/O error: .*\(os error (\d+)\)")
+_SAFETENSORS_ERROR = re.compile(r"I/O error: .*\(os error (\d+)\)|IoError\(Os \{ code: (\d+)")  # the latter before 0.6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ def _os_error(error: Exception, path: Path) -> int | None:
         return error.errno
     safetensors = _SAFETENSORS_ERROR.search(str(error))
     if safetensors:
-        return int(safetensors[1])
+        return int(safetensors[1] or safetensors[2])
     if not isinstance(error, RuntimeError) or not any(message in str(error) for message in _TORCH_SAVE_ERRORS):
         return None
     inner: BaseException | None = error

@@ -161,7 +161,8 @@ class CallMonitor:
     def wait_for(self, call: Call[Any]) -> None:
         """Waits until every process has finished the call; see `Call.wait`."""
         while len(call.results) < len(call.done):
-            if self._error is not None:  # a result that this call waits for may have been taken by the failure
+            left = (ref for index, ref in enumerate(call.done) if index not in call.results)
+            if self._error is not None and not all(ref in self._pending for ref in left):
                 raise self._error
             ready = ray_api.wait(list(self._pending), count=1, timeout=self._time_left())
             if not ready:

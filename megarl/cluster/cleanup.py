@@ -81,7 +81,7 @@ class ProcessCleanup:
 class Guard:
     """A process that cleans up after the one that starts it, even after a SIGKILL, which closes the pipe that it reads.
 
-    It must not have the mark itself. Where Slurm tracks processes by cgroup, it kills the guard with the rest of a task
+    It has no mark itself. Where Slurm tracks processes by cgroup, it kills the guard with the rest of a task
     whose agent is killed: then temporary files stay.
     """
 
@@ -89,8 +89,11 @@ class Guard:
         self._mark, self._directory, self._logs = mark, directory, logs
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)  # a child inherits which signals are blocked
         try:
-            command = [sys.executable, "-m", __name__, mark, directory, *([] if logs is None else [str(logs)])]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
+            # With -m, modules of the working directory would come before the standard library.
+            program = f"import sys; sys.path[:] = {sys.path}; from {__name__} import main; main()"
+            command = [sys.executable, "-c", program, mark, directory, *([] if logs is None else [str(logs)])]
+            unmarked = {name: value for name, value in environment.items() if name != MARK}
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=unmarked, start_new_session=True)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -160,8 +163,9 @@ def _signal(pid: int, number: signal.Signals) -> None:
         return
 
 
-if __name__ == "__main__":
-    told = sys.stdin.read()  # returns when the pipe is closed
+def main() -> None:
+    """Cleans up when the pipe is closed; see `Guard`."""
+    told = sys.stdin.read()
     mark, directory, *logs = sys.argv[1:]
     try:
         clean_up(mark, directory, Path(logs[0]) if logs and not told else None)

@@ -183,7 +183,8 @@ def model_directory(config: RunConfig, run_dir: Path) -> str:
             with write_errors(partial):
                 write_random_model(config.model.random, partial)
         except OSError as error:
-            raise RunError(f"the random model cannot be written: {error.filename}: {error.strerror}") from error
+            where = "" if error.filename is None else f"{error.filename}: "
+            raise RunError(f"the random model cannot be written: {where}{error.strerror or error}") from error
         partial.rename(directory)
     return str(directory.absolute())
 

@@ -33,7 +33,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("there", flush=True)
 time.sleep(600)
 '''
-subprocess.Popen([sys.executable, "-c", stubborn], env={{**os.environ, {MARK!r}: {MARKED!r}}})
+subprocess.Popen([sys.executable, "-P", "-c", stubborn], env={{**os.environ, {MARK!r}: {MARKED!r}}})
 print(guard._process.pid, flush=True)
 sys.stdin.readline()
 sys.exit(not guard.finish(failed=not how.endswith("good")))
@@ -63,8 +63,10 @@ def test_temporary_files_go_where_logs_cannot_be_kept(
 @pytest.mark.parametrize("how", ["good", "bad", "agent killed", "guard killed", "guard killed, good"])
 def test_nothing_is_left(how: str, ray: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    command = [sys.executable, "-c", AGENT, str(ray), str(kept), how]
-    agent = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    (tmp_path / "signal.py").write_text("raise ImportError('a module of the user')")
+    command = [sys.executable, "-P", "-c", AGENT, str(ray), str(kept), how]
+    path = {**os.environ, "PYTHONPATH": str(ROOT)}
+    agent = subprocess.Popen(command, cwd=tmp_path, env=path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert agent.stdin is not None
     assert agent.stdout is not None
     lines = sorted((agent.stdout.readline().strip(), agent.stdout.readline().strip()))

@@ -195,8 +195,10 @@ ALGORITHMS: Cases = {
             "changes in each micro-batch",
         )
     ],
+    rollout_rules.old_weights_are_kept: [
+        (["rollout={sleep: true, sync_every: 2}"], "rollout.sync_every", "1 with rollout.sleep")
+    ],
     rollout_rules.syncs_meet: [
-        (["rollout={sleep: true, sync_every: 2}"], "rollout.sync_every", "1 with rollout.sleep"),
         (["rollout.sync_every=2", "checkpoint.every=3"], "checkpoint.every", "a multiple of rollout.sync_every = 2"),
         (
             ["rollout.sync_every=2", EVALUATION, "evaluation.every=1"],

@@ -133,7 +133,7 @@ EVAL: Cases = {
         (["evaluation.pass_at=[1, 8]"], "evaluation.pass_at", "at most evaluation.samples_per_prompt = 4")
     ],
     scoring_rules.reward_settings_have_their_model: [(["reward.path=x"], "reward.path", "no effect without the role")],
-    scoring_rules.scores_have_a_source: [
+    scoring_rules.evaluations_have_no_weights: [
         (["reward.functions=[{name: regex}]"], "reward.functions", "no effect in stage eval"),
         (["reward.shuffle=true"], "reward.shuffle", "no effect in stage eval"),
     ],

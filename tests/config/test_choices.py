@@ -198,8 +198,9 @@ def test_a_meaning_of_the_module_is_that_of_options_that_have_none_of_their_own(
     def meaning(function: str, option: str) -> str:
         return signature_of("policy_loss", function, ("log_clamp",)).options[option].meaning
 
-    assert meaning("ppo", "clip_high") == meaning("cispo", "clip_high") == "Upper clip range, above 1; null is clip."
-    assert meaning("gmpo", "clip") == "Lower clip range of a ratio's logarithm, below 0."
+    assert meaning("ppo", "clip_high") == meaning("cispo", "clip_high")
+    assert meaning("ppo", "clip_high").endswith("its upper bound is 1 + clip_high (DAPO: 0.28); null takes clip.")
+    assert meaning("gmpo", "clip") == "The log-ratio is clipped from below at -clip."
 
 
 # ---- fields

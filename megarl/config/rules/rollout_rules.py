@@ -145,13 +145,17 @@ def shared_memory_stays_within_a_node(
         yield Problem("resharding.transport", "shared_memory", rule, fix)
 
 
+def old_weights_are_kept(stage: str, rollout: Rollout) -> Iterator[Problem]:
+    """Engines that sleep drop their weights and sync at every step."""
+    if stage != "eval" and rollout.sleep and rollout.sync_every > 1:
+        fix = "set it to 1, or give the engines devices of their own and set rollout.sleep to false"
+        yield Problem("rollout.sync_every", str(rollout.sync_every), "1 with rollout.sleep", fix)
+
+
 def syncs_meet(
     rollout: Rollout, evaluation: PeriodicEvaluation | None, checkpoint: CheckpointSettings
 ) -> Iterator[Problem]:
-    """Engines that sleep drop their weights and sync at every step; evaluations and checkpoints follow a sync."""
-    if rollout.sleep and rollout.sync_every > 1:
-        fix = "set it to 1, or give the engines devices of their own and set rollout.sleep to false"
-        yield Problem("rollout.sync_every", str(rollout.sync_every), "1 with rollout.sleep", fix)
+    """Evaluations and checkpoints follow a sync."""
     named = {"evaluation.every": None if evaluation is None else evaluation.every, "checkpoint.every": checkpoint.every}
     for field, every in named.items():
         if every is not None and every % rollout.sync_every:

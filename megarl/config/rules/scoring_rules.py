@@ -10,12 +10,17 @@ from megarl.config.rules.placement_rules import placed
 from megarl.config.schema import Algo, Cluster, Evaluation, Groups, HeldOut, Model, Reward, Rollout, Scores
 
 
-def scores_have_a_source(stage: str, groups: Groups, reward: Reward) -> Iterator[Problem]:
-    """In training a reward model or a function scores, with a weight that is not 0; evaluations have no weights."""
+def evaluations_have_no_weights(stage: str, reward: Reward) -> Iterator[Problem]:
+    """An evaluation reports each source of scores by itself."""
     if stage == "eval":
         names, where = ("weight", "functions", "dense", "shuffle"), "in stage eval, which reports each source by itself"
         otherwise = "or name functions in evaluation.functions"
         yield from ineffective_settings("reward", reward, names, where, otherwise)
+
+
+def scores_have_a_source(stage: str, groups: Groups, reward: Reward) -> Iterator[Problem]:
+    """In training, a reward model or a function scores, with a weight that is not 0."""
+    if stage == "eval":
         return
     weights = [function.weight for function in reward.functions]
     if placed(groups, "reward"):
