@@ -14,37 +14,45 @@ from megarl.algos.normalization import Reduce, masked_moments, on_mask, reduced_
 from megarl.algos.policy_loss import MAX_LOG_RATIO, row_mean
 
 
+def rollout_gap(old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor, *, reduce: Reduce) -> float:
+    """Mean |old - rollout| in nats per token: how far trainer and engine disagree about the same tokens.
+
+    With the same weights, and without top-p and top-k, which the engine's numbers contain, only rounding is left.
+    """
+    gaps = (old_logprobs - rollout_logprobs).abs()[response_mask].double()
+    tokens, total = reduced_sums(reduce, gaps.new_tensor(gaps.numel()), gaps.sum())
+    return total / max(tokens, 1.0)
+
+
 def mismatch_metrics(
     old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor, *, reduce: Reduce
 ) -> dict[str, float]:
     """How far the trainer's policy is from the one that sampled: means over tokens, and over sequences.
 
-    Exponents of d = old - rollout are clamped to +-20. Source: verl's and NeMo-RL's rollout metrics.
+    d = old - rollout, and a sequence's sum of d, are clamped to +-20 before they are doubled or exponentiated. Source:
+    verl's and NeMo-RL's rollout metrics.
     """
     old, rollout = old_logprobs.double(), rollout_logprobs.double()
     difference = on_mask(old - rollout, response_mask)
     near = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     of_tokens = {
-        "rollout/logprob_gap": (old_logprobs - rollout_logprobs).abs().double(),
         "rollout_corr/kl": -difference,
         "rollout_corr/k3_kl": torch.expm1(near) - near,
         "rollout_corr/chi2_token": torch.expm1(2 * near),
         "rollout_corr/mult_prob_error": near.abs().exp(),
     }
-    doubled = 2 * difference.sum(-1, keepdim=True)
+    whole = difference.sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     of_sequences = {
         "rollout_corr/training_ppl": (-row_mean(old, response_mask)).exp(),
         "rollout_corr/rollout_ppl": (-row_mean(rollout, response_mask)).exp(),
         "rollout_corr/ppl_ratio": (-row_mean(difference, response_mask)).exp(),
-        "rollout_corr/chi2_sequence": torch.expm1(doubled.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)),
+        "rollout_corr/chi2_sequence": torch.expm1(2 * whole),
     }
-    rows = response_mask.any(-1, keepdim=True)
-    totals = [values[response_mask].sum() for values in of_tokens.values()]
-    totals += [values[rows].sum() for values in of_sequences.values()]
-    tokens, sequences, *sums = reduced_sums(reduce, response_mask.sum(), rows.sum(), *totals)
-    counts = [tokens] * len(of_tokens) + [sequences] * len(of_sequences)
-    names = [*of_tokens, *of_sequences]
-    return {name: total / max(count, 1.0) for name, total, count in zip(names, sums, counts, strict=True)}
+    counts = {**dict.fromkeys(of_tokens, response_mask), **dict.fromkeys(of_sequences, response_mask.any(-1, True))}
+    sums = {name: values[counts[name]].sum() for name, values in {**of_tokens, **of_sequences}.items()}
+    numbers = [counts[name].sum().double() for name in sums]
+    totals, over = reduce(torch.stack([*sums.values(), *numbers])).view(2, -1)
+    return {name: float(mean) for name, mean in zip(sums, totals / over.clamp(min=1), strict=True)}
 
 
 def correction_metrics(

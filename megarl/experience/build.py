@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from megarl.algos.kl import k1
-from megarl.algos.metrics import correction_metrics, mismatch_metrics, objective_metrics, value_metrics
+from megarl.algos.metrics import (
+    correction_metrics,
+    mismatch_metrics,
+    objective_metrics,
+    rollout_gap,
+    value_metrics,
+)
 from megarl.algos.normalization import Reduce, masked_moments
 from megarl.algos.rollout_correction import proximal_weights
 from megarl.algos.value_loss import ValueMoments
@@ -122,6 +128,7 @@ def experience_metrics(
     if values is not None and advantages.returns is not None:
         metrics |= value_metrics(advantages.returns, values, mask, reduce=reduce)
     if algo.correction.old_logprobs == "recompute":
+        metrics["rollout/logprob_gap"] = rollout_gap(batch.old, batch.rollout, batch.mask, reduce=reduce)
         metrics |= mismatch_metrics(batch.old, batch.rollout, batch.mask, reduce=reduce)
     if corrected is not None:
         metrics |= correction_metrics(corrected, batch.old, batch.rollout, batch.mask, reduce=reduce)

@@ -7,7 +7,7 @@ import statistics
 import pytest
 import torch
 
-from megarl.algos.metrics import explained_variance, group_metrics, mismatch_metrics, objective_metrics, value_metrics
+from megarl.algos.metrics import explained_variance, group_metrics, objective_metrics, rollout_gap, value_metrics
 from megarl.algos.normalization import Reduce
 from megarl.algos.reward_shaping import kl_penalties
 from tests.algos.adapters.common import local, on_ranks
@@ -17,18 +17,15 @@ from tests.algos.inputs import numbers
 SPLITS = ([slice(0, 1), slice(1, 4)], [slice(0, 4), slice(0, 0)])
 
 
-def test_the_gap_of_log_probabilities_is_the_mean_over_tokens_of_all_ranks() -> None:
+def test_rollout_gap_is_the_mean_over_tokens_of_all_ranks() -> None:
     old = torch.tensor([[-1.0, -2.0, -9.0], [-3.0, 5.0, 5.0]])
     rollout = torch.tensor([[-1.5, -2.0, -1.0], [-2.0, 0.0, 0.0]])
     mask = torch.tensor([[True, True, False], [True, False, False]])
-
-    def gap(rows: slice, reduce: Reduce) -> float:
-        return mismatch_metrics(old[rows], rollout[rows], mask[rows], reduce=reduce)["rollout/logprob_gap"]
-
-    assert gap(slice(0, 1), local) == pytest.approx(0.25)
-    for ranks in ([slice(0, 2)], [slice(0, 1), slice(1, 2)], [slice(0, 2), slice(0, 0)]):
-        assert on_ranks(gap, [(rows,) for rows in ranks]) == pytest.approx([(0.5 + 0.0 + 1.0) / 3] * len(ranks))
-    assert gap(slice(0, 0), local) == 0.0
+    assert rollout_gap(old, rollout, mask, reduce=lambda v: v) == pytest.approx((0.5 + 0.0 + 1.0) / 3)
+    another_rank = torch.tensor([1.0, 2.5], dtype=torch.float64)
+    assert rollout_gap(old, rollout, mask, reduce=lambda v: v + another_rank) == pytest.approx((1.5 + 2.5) / 4)
+    nothing = torch.zeros(0, 0)
+    assert rollout_gap(nothing, nothing, nothing.bool(), reduce=lambda v: v) == 0.0
 
 
 def test_objective_metrics_add_up_over_ranks() -> None:

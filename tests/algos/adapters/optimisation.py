@@ -92,7 +92,7 @@ def mismatch_metrics(args: Args) -> Args:
     told = metrics.mismatch_metrics(train, rollout, mask, reduce=local)
     outputs: Args = {name.removeprefix("rollout_corr/"): value for name, value in told.items()}
     outputs["chi2_seq"] = outputs.pop("chi2_sequence")
-    return {**outputs, "abs_diff": told["rollout/logprob_gap"]}
+    return {**outputs, "abs_diff": metrics.rollout_gap(train, rollout, mask, reduce=local)}
 
 
 # ---- optimisation
