@@ -18,7 +18,7 @@ _BLOCK = 1 << 16
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 # torch.save raises these in place of the file's error; the second if nothing could be written.
 _TORCH_SAVE_ERRORS = ("inline_container.cc", "basic_ios::clear: iostream error")
-_SAFETENSORS_ERROR = re.compile(r"I/O error: .*\(os error (\d+)\)|IoError\(Os \{ code: (\d+)")  # the latter before 0.6
+_SAFETENSORS_ERROR = re.compile(r"I/O error: .*\(os error (\d+)\)|IoError\(Os \{ code: (\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)

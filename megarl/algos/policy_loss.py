@@ -96,7 +96,7 @@ def ppo(
     unclipped = -advantages * (ratio if delta is None else ratio.clamp(max=delta))
     clipped = -advantages * ratio.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high))
     values, is_bounded = _with_dual_clip(torch.maximum(unclipped, clipped), advantages, dual_clip)
-    return _with_metrics(values, difference, clipped > unclipped, log_clamp=log_clamp, is_bounded=is_bounded)
+    return _loss_terms(values, difference, clipped > unclipped, log_clamp=log_clamp, is_bounded=is_bounded)
 
 
 def gspo(
@@ -126,7 +126,7 @@ def gspo(
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high))
     values, is_bounded = _with_dual_clip(torch.maximum(unclipped, clipped), advantages, dual_clip)
-    return _with_metrics(
+    return _loss_terms(
         values, difference, clipped > unclipped, log_clamp=log_clamp, is_bounded=is_bounded, sequence_ratio=ratio
     )
 
@@ -196,7 +196,7 @@ def sapo(
     ratio = difference.clamp(-log_clamp, log_clamp).exp()
     tau = torch.where(advantages > 0, tau_pos, tau_neg).to(ratio.dtype)
     values = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages
-    return _with_metrics(values, difference, None, log_clamp=log_clamp)
+    return _loss_terms(values, difference, None, log_clamp=log_clamp)
 
 
 def gmpo(
@@ -227,7 +227,7 @@ def gmpo(
     pessimistic = torch.where(advantages >= 0, torch.minimum(free, kept), torch.maximum(free, kept))
     ratio = row_mean(pessimistic, response_mask).exp()
     values = (-row_mean(advantages, response_mask) * ratio).expand_as(difference)
-    return _with_metrics(values, difference, pessimistic != free, log_clamp=log_clamp, sequence_ratio=ratio)
+    return _loss_terms(values, difference, pessimistic != free, log_clamp=log_clamp, sequence_ratio=ratio)
 
 
 def reinforce(
@@ -244,7 +244,7 @@ def reinforce(
     learning" (1992).
     """
     difference, advantages = _masked(new_logprobs - old_logprobs, advantages, response_mask)
-    return _with_metrics(-advantages * new_logprobs, difference, None, log_clamp=log_clamp)
+    return _loss_terms(-advantages * new_logprobs, difference, None, log_clamp=log_clamp)
 
 
 def row_mean(values: Tensor, response_mask: Tensor) -> Tensor:
@@ -271,10 +271,10 @@ def _truncated_reinforce(
 ) -> LossTerms:
     ratio = difference.detach().clamp(-log_clamp, log_clamp).exp()
     weight = ratio.clamp(low, high)
-    return _with_metrics(-weight * advantages * new_logprobs, difference, weight != ratio, log_clamp=log_clamp)
+    return _loss_terms(-weight * advantages * new_logprobs, difference, weight != ratio, log_clamp=log_clamp)
 
 
-def _with_metrics(
+def _loss_terms(
     values: Tensor,
     difference: Tensor,
     is_clipped: Tensor | None,

@@ -15,7 +15,7 @@ from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
 from megarl.config import RunConfig, parse_devices
 from megarl.config.schema import Rollout
-from megarl.models import model_spec
+from megarl.models import model_spec, vocab_size
 from megarl.rollout.engine import PickRequest, RolloutEngine, TruncateRequest
 from megarl.rollout.replay import RecordingEngine, ReplayingEngine
 from megarl.types import RolloutChunk, SampleInfo, SampleRequest, WorkItem
@@ -179,9 +179,9 @@ def launch_engines(
         session,
         rollout,
         model_dir,
-        vocab_size=config.model.vocab_size or model_spec(config.model.hf_config()).dims.vocab,
+        vocab_size=vocab_size(config, model_spec(config.model.hf_config())),
         device=config.cluster.device,
-        tokenizer=(config.model.tokenizer or model_dir) if rollout.stop else None,
+        tokenizer=config.model.tokenizer_directory(model_dir) if rollout.stop else None,
         weights=weights,
         engine=engine,
     )

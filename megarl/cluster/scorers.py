@@ -147,7 +147,7 @@ def launch_scorers(config: PPOConfig | RAFTConfig | EvalConfig, session: Session
     functions = [*config.reward.functions, *evaluated]
     if not functions:
         return None
-    directory = config.model.tokenizer or model_dir
+    directory = config.model.tokenizer_directory(model_dir)
     tokenizer = directory if has_tokenizer(directory) else None
     warn = functools.partial(print, file=sys.stderr, flush=True)
     return RuleScorers(session, tokenizer, functions, config.reward, config.cluster.time_limits, warn)

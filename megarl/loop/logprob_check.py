@@ -20,8 +20,7 @@ from megarl.data.schedule import inference_schedule
 from megarl.errors import RunError
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ForwardRequest
-from megarl.models import model_spec
-from megarl.preflight.models import vocab_size
+from megarl.models import model_spec, vocab_size
 from megarl.rollout.engine import RolloutEngine
 from megarl.types import Ragged, TextChunk
 

@@ -125,7 +125,7 @@ class RolloutTrainer(Generic[C]):
         """Exports the actor and its EMA."""
         self._phase("export")
         self.to_training()
-        actor, template = self.roles["actor"], self._config.model.tokenizer or self._model_dir
+        actor, template = self.roles["actor"], self._config.model.tokenizer_directory(self._model_dir)
         actor.call(MegatronWorker.export, str(export), template).wait()
         if self._config.actor.ema is not None:
             actor.call(MegatronWorker.swap_weights, True).wait()

@@ -108,7 +108,7 @@ class SupervisedTrainer:
     def finish(self, export: Path) -> Metrics:
         """Exports the trained role."""
         self._phase("export")
-        template = self._config.model.tokenizer or self._model_dir
+        template = self._config.model.tokenizer_directory(self._model_dir)
         self._role.call(MegatronWorker.export, str(export), template).wait()
         return {}
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megarl.config import RunConfig
 from megarl.models.fused_params import MEGATRON_EXPERTS
 from megarl.models.gpt2 import GPT2
 from megarl.models.hf_config import (
@@ -345,3 +346,8 @@ def _tp_problems(tp: int, dims: Dims, sizes: Mapping[str, int]) -> list[str]:
 def _refuse(what: str, problems: list[str]) -> None:
     if problems:
         raise ValueError(f"{what}: " + "; ".join(problems))
+
+
+def vocab_size(config: RunConfig, spec: ModelSpec) -> int:
+    """Returns the number of token ids in use."""
+    return config.model.vocab_size or spec.dims.vocab

@@ -11,8 +11,9 @@ from megarl.config import ConfigError, EvalConfig, PPOConfig, Problem, RAFTConfi
 from megarl.config.problems import shown
 from megarl.config.schema import Fault, HeldOut, PairData, PromptData, TextData
 from megarl.data.tokenizer import Tokenizer, model_tokenizer
+from megarl.models import vocab_size
 from megarl.preflight.datasets import DataReader, PromptSets, Sets, StageConfig, read_sets
-from megarl.preflight.models import check_models, stated_vocab_size, vocab_size
+from megarl.preflight.models import check_models, stated_vocab_size
 from megarl.preflight.user_functions import check_fields, check_functions, check_own_functions
 from megarl.rollout.requests import stop_token_ids
 

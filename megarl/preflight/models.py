@@ -8,15 +8,10 @@ from pathlib import Path
 
 from megarl.config import EvalConfig, PPOConfig, Problem, RAFTConfig, RewardModelConfig, RunConfig, TrainingConfig
 from megarl.config.problems import shown
-from megarl.models import ModelSpec, model_spec
+from megarl.models import ModelSpec, model_spec, vocab_size
 from megarl.types import HeadName, RoleName
 from megarl.weights.hf_files import HFDirectory, read_config
 from megarl.weights.shard_map import Manifest
-
-
-def vocab_size(config: RunConfig, spec: ModelSpec) -> int:
-    """Returns the number of token ids in use."""
-    return config.model.vocab_size or spec.dims.vocab
 
 
 def stated_vocab_size(config: RunConfig) -> int | None:

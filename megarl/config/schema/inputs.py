@@ -39,6 +39,10 @@ class Model(Section):
         """Returns the model's config.json."""
         return self.random.config if self.random is not None else read_hf_config(self.path or "")
 
+    def tokenizer_directory(self, model_dir: str) -> str:
+        """Returns the directory of the tokenizer, if the run has one; `model_dir` has the model's files."""
+        return self.tokenizer or model_dir
+
 
 def read_hf_config(path: str) -> Mapping[str, Any]:
     """Reads the config.json of a Hugging Face checkpoint directory.
