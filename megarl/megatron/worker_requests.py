@@ -66,7 +66,7 @@ class UpdateRequest(Generic[S]):
         schedules: one per optimizer step.
         chunks: with the columns that the loss reads.
         kl_coef: of a penalty in the loss, per nat.
-        texts: as ``ptx`` of the configuration says.
+        texts: pretraining texts of the same optimizer steps, for the actor only.
     """
 
     schedules: Sequence[S]

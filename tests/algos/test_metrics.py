@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
 import pytest
 import torch
 
-from megarl.algos.metrics import explained_variance, group_metrics, objective_metrics, rollout_gap, value_metrics
+from megarl.algos.metrics import (
+    explained_variance,
+    group_metrics,
+    mismatch_metrics,
+    objective_metrics,
+    rollout_gap,
+    value_metrics,
+)
 from megarl.algos.normalization import Reduce
 from megarl.algos.reward_shaping import kl_penalties
 from tests.algos.adapters.common import local, on_ranks
@@ -26,6 +34,15 @@ def test_rollout_gap_is_the_mean_over_tokens_of_all_ranks() -> None:
     assert rollout_gap(old, rollout, mask, reduce=lambda v: v + another_rank) == pytest.approx((1.5 + 2.5) / 4)
     nothing = torch.zeros(0, 0)
     assert rollout_gap(nothing, nothing, nothing.bool(), reduce=lambda v: v) == 0.0
+
+
+def test_the_divergence_of_a_sequence_is_clamped_before_it_is_doubled() -> None:
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    old, rollout = torch.full((1, 3), -1.0), torch.full((1, 3), -6.0)
+    found = mismatch_metrics(old, rollout, mask, reduce=lambda v: v)["rollout_corr/chi2_sequence"]
+    assert found == pytest.approx(math.expm1(2 * 15))
+    found = mismatch_metrics(old, 2 * rollout, mask, reduce=lambda v: v)["rollout_corr/chi2_sequence"]
+    assert found == pytest.approx(math.expm1(2 * 20)), "the sum is 33"
 
 
 def test_objective_metrics_add_up_over_ranks() -> None:

@@ -85,6 +85,8 @@ def test_one_failing_rank_ends_the_wait_for_the_others(make_group: MakeGroup) ->
     text = str(failure.value)
     assert text.startswith("train rank 2 failed in actor.fail_on: ArithmeticError('the loss is a teapot')")
     assert 'raise ArithmeticError("the loss is a teapot")' in text, "the traceback of the process is missing"
+    with pytest.raises(WorkerError, match=r"train rank 2 failed in actor\.fail_on"):
+        update.wait()
 
 
 def test_ranks_that_say_all_the_same_make_one_message(group: Group) -> None:
