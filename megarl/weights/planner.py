@@ -80,7 +80,7 @@ def plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes
     source_replicas, destination_replicas = _replicas(sources), _replicas(destinations)
     index = SourceIndex([replicas[0].map for replicas in source_replicas])
     chooser = _SenderChooser(source_replicas, index.owners)
-    waiting: list[tuple[Holder, Sequence[Bucket], Sequence[Sequence[Route]]]] = []
+    waiting: list[tuple[Holder, int, list[Bucket], list[list[Route]]]] = []
     for replicas in destination_replicas:
         buckets = list(_buckets(replicas[0].map, bucket_bytes))
         routes = [sorted(group, key=lambda route: -route.nbytes) for group in index.routes(replicas[0].map, buckets)]
@@ -89,9 +89,12 @@ def plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes
             first = i * len(buckets) // len(replicas)
             while first and not buckets[first - 1].last:
                 first -= 1
-            waiting.append((holder, buckets[first:] + buckets[:first], routes[first:] + routes[:first]))
+            waiting.append((holder, first, buckets, routes))
     waiting.sort(key=lambda entry: entry[0].rank)
-    receivers = {holder.rank: chooser.receiver(holder, buckets, routes) for holder, buckets, routes in waiting}
+    receivers = {
+        holder.rank: chooser.receiver(holder, buckets[first:] + buckets[:first], routes[first:] + routes[:first])
+        for holder, first, buckets, routes in waiting
+    }
     sides = [sorted((h.rank, h.node, str(h.device), h.map.fingerprint) for h in s) for s in (sources, destinations)]
     fingerprint = hashlib.sha256(repr((sides, bucket_bytes)).encode()).hexdigest()
     return _assemble(fingerprint, {holder.rank: holder.map for holder in sources}, receivers)
