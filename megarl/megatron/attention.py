@@ -26,6 +26,9 @@ LENGTH_STEP = 16
 """Sequences whose lengths round up to the same multiple share a rectangle. A call costs many times the attention in a
 short sequence; a larger step pads more."""
 
+HEAD_STEP, LARGEST_HEAD = 8, 256
+"""torch's variable-length kernel takes head sizes that are multiples of the first, up to the second (2.13)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
@@ -124,8 +127,8 @@ class SharedHeadAttention(SelfAttention):
 class PackedAttention(torch.nn.Module):
     """Causal attention within each sequence of a pack, with grouped KV heads, built by Megatron's ``Attention``.
 
-    It uses torch's variable-length kernel in half precision on CUDA, else one ``scaled_dot_product_attention`` per
-    rectangle of an arrangement.
+    It uses torch's variable-length kernel where ``kernel_takes`` the heads, padded to a size that the kernel has; else
+    one ``scaled_dot_product_attention`` per rectangle of an arrangement.
     """
 
     def __init__(self, *, config: TransformerConfig, softmax_scale: float | None = None, **_unused: Any) -> None:
@@ -145,15 +148,17 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         """[S, H, D], twice [S, K, D] -> [S, H * D]; ``attention_mask`` is None."""
         assert attention_mask is None, "packed attention takes its mask from the sequences' ends"
-        if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        if kernel_takes(query):
             return self._variable_length(query, key, value, packed_seq_params)
         return self._by_rectangle(query, key, value, packed_seq_params.arrangement)
 
     def _variable_length(self, query: Tensor, key: Tensor, value: Tensor, pack: PackParams) -> Tensor:
         bounds = pack.cu_seqlens_q, pack.cu_seqlens_kv, pack.shape.max_seqlen, pack.shape.max_seqlen
-        gqa = query.shape[1] != key.shape[1]
+        gqa, size = query.shape[1] != key.shape[1], query.shape[2]
+        if missing := -size % HEAD_STEP:
+            query, key, value = (F.pad(x, (0, missing)) for x in (query, key, value))
         output: Any = varlen_attn(query, key, value, *bounds, scale=self.scale, window_size=(-1, 0), enable_gqa=gqa)
-        return output.flatten(1)
+        return output[..., :size].flatten(1)
 
     def _by_rectangle(self, query: Tensor, key: Tensor, value: Tensor, arrangement: Arrangement) -> Tensor:
         """Causal attention does not see padding at the ends; the outputs of padding are not read."""
@@ -167,6 +172,11 @@ class PackedAttention(torch.nn.Module):
             )
             parts.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
         return _Move.apply(torch.cat(parts), arrangement, _collect, _spread)
+
+
+def kernel_takes(query: Tensor) -> bool:
+    """Returns whether torch's variable-length kernel takes heads of this kind, if need be padded."""
+    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= LARGEST_HEAD
 
 
 def _spread(x: Tensor, arrangement: Arrangement) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from tests.pool import RankPool
 
-HEADS, KV_HEADS, DIM = 4, 2, 16
+HEADS, KV_HEADS = 4, 2
 LENGTHS = [
     [7],
     [1, 1, 1],
@@ -17,7 +17,7 @@ LENGTHS = [
 ]
 
 
-def attention_errors(rank: int, device: str, dtype: torch.dtype, lengths: list[int]) -> dict[str, float]:
+def attention_errors(rank: int, device: str, dtype: torch.dtype, lengths: list[int], dim: int = 16) -> dict[str, float]:
     """Largest difference of the output and of the gradients of its inputs, relative to the largest element or 1."""
     import numpy as np
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -26,14 +26,14 @@ def attention_errors(rank: int, device: str, dtype: torch.dtype, lengths: list[i
     from megarl.megatron.attention import PackedAttention, PackParams
 
     del rank
-    config = TransformerConfig(num_layers=1, hidden_size=HEADS * DIM, num_attention_heads=HEADS, kv_channels=DIM)
+    config = TransformerConfig(num_layers=1, hidden_size=HEADS * dim, num_attention_heads=HEADS, kv_channels=dim)
     shape = PackShape(cu_seqlens=np.cumsum([0, *lengths]).astype(np.int32), max_seqlen=max(lengths))
     generator = torch.Generator().manual_seed(0)
     exact = [
-        torch.randn(sum(lengths), heads, DIM, generator=generator, dtype=torch.float64).to(dtype).double()
+        torch.randn(sum(lengths), heads, dim, generator=generator, dtype=torch.float64).to(dtype).double()
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     ]
-    grad = torch.randn(sum(lengths), HEADS * DIM, generator=generator, dtype=torch.float64).to(dtype).double()
+    grad = torch.randn(sum(lengths), HEADS * dim, generator=generator, dtype=torch.float64).to(dtype).double()
     inputs = [tensor.to(device, dtype).requires_grad_() for tensor in exact]
     output = PackedAttention(config=config)(*inputs, None, packed_seq_params=PackParams.of(shape, torch.device(device)))
     output.backward(grad.to(device, dtype))
@@ -57,7 +57,7 @@ def _definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tens
     heads = []
     for head in range(HEADS):
         own = head // (HEADS // KV_HEADS)
-        scores = q[:, head] @ k[:, own].T / DIM**0.5
+        scores = q[:, head] @ k[:, own].T / q.shape[-1] ** 0.5
         future = torch.ones_like(scores, dtype=torch.bool).triu(1)
         heads.append(torch.softmax(scores.masked_fill(future, -torch.inf), -1) @ v[:, own])
     return torch.cat(heads, -1)
