@@ -64,8 +64,9 @@ def test_a_worker_maps_a_chunk_from_the_object_store(group: Group) -> None:
     assert not column[0].flags.writeable
 
 
-def test_a_process_on_a_virtual_device_computes_on_one_thread(group: Group) -> None:
+def test_a_process_on_a_virtual_device_computes_on_one_thread_and_sees_no_gpu(group: Group) -> None:
     assert group.call(FakeWorker.environment, "OMP_NUM_THREADS").wait() == ["1"] * 3
+    assert group.call(FakeWorker.environment, "CUDA_VISIBLE_DEVICES").wait() == [""] * 3
     assert group.call(FakeWorker.environment, "GLOO_SOCKET_IFNAME").wait() == ["lo"] * 3
 
 

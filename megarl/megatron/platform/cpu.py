@@ -2,8 +2,9 @@
 
 megatron-core 0.16 names CUDA in places that have nothing to do with CUDA kernels: ``device="cuda"`` in factory calls,
 ``torch.cuda.current_device()`` as a device, the type names ``torch.cuda.FloatTensor`` in the optimizers, streams
-around collectives, CUDA's random state in the RNG tracker. ``install`` answers all of them with the CPU. It changes
-torch for the whole process, so it runs only in a process that hosts Megatron ranks, never in one that runs vLLM.
+around collectives, CUDA's random state in the RNG tracker. ``install`` answers all of them with the CPU, and hides the
+GPUs of the machine: torch must not start CUDA by itself, whose devices would contradict these answers. It changes torch
+for the whole process, so it runs only in a process that hosts Megatron ranks, never in one that runs vLLM.
 
 Experts get different numbers of tokens, so tensors that ranks gather and scatter differ in size, which Gloo refuses
 except in an all-to-all; that replaces the others.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,9 +73,10 @@ _CPU = torch.device("cpu")
 
 
 def install() -> None:
-    """Redirects CUDA names to the CPU; a second call does nothing."""
+    """Redirects CUDA names to the CPU; a second call does nothing. Nothing may have used CUDA before."""
     if torch.cuda.current_device is _current_device:
         return
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     _replace_methods()
@@ -86,6 +89,10 @@ def install() -> None:
     torch.cuda.random.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     torch.cuda.nvtx.range_push = _ignore()
     torch.cuda.nvtx.range_pop = _ignore()
+    from megatron.core.tensor_parallel import random
+
+    # Megatron leaves changes of the random state to the start of CUDA, which never comes (random.py, 0.16).
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     # The tracker reports every change of the CPU's random state as a fault; here that state is the device's own.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.CRITICAL)
 
@@ -156,7 +163,8 @@ def _cuda_functions() -> dict[str, Any]:
     return {
         "current_device": _current_device,
         "set_device": _ignore(),
-        "device_count": lambda: 1,
+        "is_available": lambda: False,
+        "device_count": lambda: 0,
         "synchronize": _ignore(),
         "empty_cache": _ignore(),
         "Stream": _Stream,
