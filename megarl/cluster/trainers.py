@@ -13,10 +13,11 @@ from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.scorers import RuleScorers, ScoringProcess
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
-from megarl.config import ConfigError, Problem, RunConfig
+from megarl.config import ConfigError, EvalConfig, PPOConfig, Problem, RAFTConfig, RewardModelConfig, RunConfig
 from megarl.megatron.worker import MegatronWorker
 from megarl.remote import RemoteMethod
 from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.vllm_environment import vllm_device
 from megarl.types import Layout, RankSchedule, RoleName
 
 W = TypeVar("W")
@@ -27,6 +28,7 @@ R = TypeVar("R")
 S = TypeVar("S")
 T = TypeVar("T")
 
+_WITH_ENGINES = (EvalConfig, PPOConfig, RAFTConfig, RewardModelConfig)
 _CHUNKS_PER_REPLICA = 8
 """Chunks of a step per DP rank of the role with the largest DP: enough to balance the ranks."""
 
@@ -173,13 +175,18 @@ def launch_group(
 
 
 def check_gpus(config: RunConfig) -> None:
-    """Raises ConfigError if the run starts a Ray of its own and this machine has too few GPUs."""
+    """Raises ConfigError if the run starts a Ray of its own and this machine lacks GPUs, or has another vLLM."""
     cluster = config.cluster
-    if cluster.device == "cpu" or cluster.address is not None:
+    if cluster.address is not None:
         return
     found = torch.cuda.device_count()
-    if found < cluster.devices_per_node:
+    if cluster.device == "cuda" and found < cluster.devices_per_node:
         rule = f"at most the GPUs of this machine, {found}"
         fix = "lower it, join a cluster with cluster.address, or set cluster.device=cpu"
         value = str(cluster.devices_per_node)
         raise ConfigError([Problem(field="cluster.devices_per_node", value=value, rule=rule, fix=fix)])
+    built = vllm_device()
+    rollout = config.rollout if isinstance(config, _WITH_ENGINES) else None
+    if rollout is not None and built not in (None, cluster.device):
+        rule, fix = f"the installed vLLM is built for {built}", f"set it to {built}, or install the other build of vLLM"
+        raise ConfigError([Problem(field="cluster.device", value=cluster.device, rule=rule, fix=fix)])

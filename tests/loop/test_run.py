@@ -26,6 +26,15 @@ def test_a_run_on_gpus_needs_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert not directory.exists()
 
 
+def test_engines_need_a_vllm_for_their_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    config = load(DEBUG, [f"run.dir={directory}"])
+    monkeypatch.setattr("megarl.cluster.trainers.vllm_device", lambda: "cuda")
+    with pytest.raises(ConfigError, match=r"cluster.device = cpu\n    rule: the installed vLLM is built for cuda"):
+        train.train(config)
+    assert not directory.exists()
+
+
 class Part:
     """Something of a trainer that has a state."""
 

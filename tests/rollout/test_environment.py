@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from megarl.rollout.vllm_environment import scratch_directory
+from megarl.rollout.vllm_environment import scratch_directory, set_vllm_environment, vllm_device
 
 ROOM = 107 - 37
 
@@ -21,3 +23,17 @@ def test_the_names_of_vllms_sockets_find_room(length: int, monkeypatch: pytest.M
         with scratch_directory() as directory:
             assert len(directory) <= ROOM
             assert (Path(directory).parent == usual) == (len(str(usual)) <= 45)
+
+
+@pytest.mark.parametrize(("device", "precision"), [("cpu", None), ("cuda", "ieee")])
+def test_on_cuda_no_kernel_rounds_float32(device: str, precision: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    set_vllm_environment(device, "/tmp")
+    assert os.environ.get("TRITON_F32_DEFAULT") == precision
+
+
+@pytest.mark.parametrize(("version", "device"), [("0.32.0", "cuda"), ("0.32.0+cpu", "cpu")])
+def test_the_build_of_vllm(version: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert vllm_device() == "cpu"
+    monkeypatch.setattr(metadata, "version", lambda _: version)
+    assert vllm_device() == device
