@@ -85,9 +85,10 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             top = logits.max(-1).values if shard.size else torch.full_like(log_z[part], -torch.inf)
             over_shards(top, shard, dist.ReduceOp.MAX)
             exp = (logits - top.unsqueeze(-1)).exp_()
+            total = exp.sum(-1)
             local, here = _local_labels(labels[part], shard)
             target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1) * here if shard.size else torch.zeros_like(top)
-            sums = torch.stack([exp.sum(-1), (exp * logits).sum(-1), target])
+            sums = torch.stack([total, exp.mul_(logits).sum(-1), target])
             over_shards(sums, shard)
             log_z[part] = top + sums[0].log()
             logprobs[part] = sums[2] - log_z[part]
@@ -103,15 +104,15 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
         def of_logits(part: slice) -> Tensor:
             logits = shard_logits(hidden[part], weight, shard, ctx.temperature)
-            log_p = logits - log_z[part].unsqueeze(-1)
+            log_p = logits.sub_(log_z[part].unsqueeze(-1))
             p = log_p.exp()
             # d logprob / d logits = onehot - p;   d entropy / d logits = -p (log p + entropy)
-            grad = -p * grad_logprobs[part].unsqueeze(-1)
-            grad -= p * (log_p + entropy[part].unsqueeze(-1)) * grad_entropy[part].unsqueeze(-1)
+            of_entropy = log_p.add_(entropy[part].unsqueeze(-1)).mul_(p).mul_(grad_entropy[part].unsqueeze(-1))
+            grad = p.neg_().mul_(grad_logprobs[part].unsqueeze(-1)).sub_(of_entropy)
             local, here = _local_labels(labels[part], shard)
             if shard.size:
                 grad.scatter_add_(-1, local.unsqueeze(-1), (grad_logprobs[part] * here).unsqueeze(-1))
-            return grad / ctx.temperature
+            return grad.div_(ctx.temperature)
 
         return *linear_gradients(hidden, weight, shard, ctx.chunk_tokens, of_logits), None, None, None, None
 
@@ -124,7 +125,7 @@ def over_shards(tensor: Tensor, shard: VocabShard, op: Any = dist.ReduceOp.SUM) 
 
 def shard_logits(hidden: Tensor, weight: Tensor, shard: VocabShard, temperature: float) -> Tensor:
     """Returns the logits of the real rows, [T, size], in float32 or better."""
-    return (hidden @ weight[: shard.size].T).to(wide(hidden)) / temperature
+    return (hidden @ weight[: shard.size].T).to(wide(hidden)).div_(temperature)
 
 
 def linear_gradients(
