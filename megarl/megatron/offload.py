@@ -13,22 +13,26 @@ from megarl.types import RoleName
 if TYPE_CHECKING:
     from megarl.megatron.model_engine import ModelEngine
 
+_SMALL = 1 << 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class HostCopy:
-    """The contents of released storages; ``parts`` are pairs of a storage and its copy on the host."""
+    """The contents of released storages; ``parts`` are pairs of a storage and the pieces of its copy on the host."""
 
-    parts: tuple[tuple[torch.UntypedStorage, torch.UntypedStorage], ...]
+    parts: tuple[tuple[torch.UntypedStorage, tuple[torch.Tensor, ...]], ...]
 
     @property
     def nbytes(self) -> int:
-        return sum(host.nbytes() for _, host in self.parts)
+        return sum(piece.nbytes for _, pieces in self.parts for piece in pieces)
 
     def restore(self) -> None:
         """Allocates the storages again and copies their contents back."""
-        for storage, host in self.parts:
-            storage.resize_(host.nbytes())
-            storage.copy_(host)
+        for storage, pieces in self.parts:
+            sizes = [piece.nbytes for piece in pieces]
+            storage.resize_(sum(sizes))
+            for part, piece in zip(_bytes(storage).split(sizes), pieces, strict=True):
+                part.copy_(piece)
 
 
 def release(tensors: Iterable[torch.Tensor]) -> HostCopy:
@@ -40,11 +44,29 @@ def release(tensors: Iterable[torch.Tensor]) -> HostCopy:
     storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     parts = []
     for storage in storages.values():
-        host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.is_cuda, device="cpu")
-        host.untyped_storage().copy_(storage)
+        sizes = host_sizes(storage.nbytes(), pinned=storage.is_cuda)
+        pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=storage.is_cuda, device="cpu") for size in sizes]
+        for part, piece in zip(_bytes(storage).split(sizes), pieces, strict=True):
+            piece.copy_(part)
         storage.resize_(0)
-        parts.append((storage, host.untyped_storage()))
+        parts.append((storage, tuple(pieces)))
     return HostCopy(parts=tuple(parts))
+
+
+def host_sizes(nbytes: int, *, pinned: bool) -> list[int]:
+    """Returns the sizes of the pieces in which the host keeps a storage.
+
+    torch rounds pinned memory up to powers of two, so these are such powers, but for what is left of a MiB.
+    """
+    sizes: list[int] = []
+    while pinned and nbytes > _SMALL:
+        sizes.append(1 << (nbytes.bit_length() - 1))
+        nbytes -= sizes[-1]
+    return [*sizes, nbytes]
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def require_memory(*tensors: torch.Tensor) -> None:
@@ -85,6 +107,5 @@ class Offloader:
 
     def offload_all(self, but: Collection[RoleName] = ()) -> None:
         """Offloads every offloadable role, so that another process can use the device."""
-        idle = (self._offloadable & self._roles.keys()).difference(but)
-        if sum(self._roles[name].offload() for name in sorted(idle)):
-            torch.cuda.empty_cache()  # for other processes
+        for name in sorted((self._offloadable & self._roles.keys()).difference(but)):
+            self._roles[name].offload()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarl.config import RunConfig
+from megarl.config import PPOConfig, RAFTConfig, RunConfig
 from megarl.experience.build import build_experience
 from megarl.files import FileRecord
 from megarl.megatron.offload import Offloader, ResidentWeights
@@ -45,6 +45,7 @@ class MegatronWorker:
         self._specs = role_specs(config, group)
         self._roles: dict[RoleName, ModelEngine] = {}
         self._offloader = Offloader(self._roles, [name for name, spec in self._specs.items() if spec.offload])
+        self._engine_shares_device = isinstance(config, PPOConfig | RAFTConfig) and config.rollout.sleep
         self._connection: Connection | None = None
         self._sender: Sender | None = None
 
@@ -133,6 +134,8 @@ class MegatronWorker:
             aux = AuxBatch(schedules=texts.schedules, chunks=texts.chunks, make_loss=text_loss)
         make_loss = loss_maker(spec, engine, request.chunks, kl_coef=request.kl_coef, reference=reference)
         steps = engine.update(request.schedules, request.chunks, make_loss, aux)
+        if self._engine_shares_device:
+            torch.cuda.empty_cache()  # for its weights, which come before roles are offloaded
         return [report(spec, step) for step in steps] if engine.reports else None
 
     @remote(phase="inference")
@@ -232,8 +235,9 @@ class MegatronWorker:
 
     @remote(phase="inference")
     def offload_all(self) -> None:
-        """Offloads every role that may be offloaded."""
+        """Frees the device for engines: offloads every role that may be, and empties the allocator's cache."""
         self._offloader.offload_all()
+        torch.cuda.empty_cache()
 
     @remote(phase="start")
     def close(self) -> None:

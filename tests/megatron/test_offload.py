@@ -158,3 +158,25 @@ def test_memory_goes_back_to_the_system(pool: RankPool, tmp_path: Path) -> None:
     assert found["freed after the update"] > 0.9 * found["gradients"]
     assert found["released"] > 2.9 * found["gradients"]
     assert abs(found["grown by offloading"]) < 0.1 * found["released"]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1 << 20, (1 << 20) + 1, 3 << 20, (1 << 24) - 1, 4096 * 11008 * 4])
+def test_pinned_memory_is_split_into_what_torch_would_round_up_to(nbytes: int) -> None:
+    from megarl.megatron.offload import host_sizes
+
+    assert host_sizes(nbytes, pinned=False) == [nbytes]
+    sizes = host_sizes(nbytes, pinned=True)
+    assert sum(sizes) == nbytes
+    assert sum(1 << (size - 1).bit_length() for size in sizes if size) - nbytes < 1 << 20
+
+
+def test_a_storage_comes_back_from_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megarl.megatron import offload
+
+    monkeypatch.setattr(offload, "host_sizes", lambda nbytes, pinned: [16, 16, nbytes - 32])
+    tensor = torch.arange(30.0)
+    copy = offload.release([tensor[3:5], tensor])
+    assert copy.nbytes == 120
+    assert tensor.untyped_storage().nbytes() == 0
+    copy.restore()
+    assert tensor.tolist() == list(range(30))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -189,3 +190,41 @@ def test_stages_in_the_middle_fetch_nothing(pool: RankPool, tmp_path: Path) -> N
         _iteration, [ALL_IDS, *LAYOUTS["pp4"]], free_port(), model, tmp_path / "out", world_size=4, connected=False
     )
     assert [result["asked"] for result in results] == [{0, 1, 2, 3}, set(), set(), {0, 1, 2, 3}]
+
+
+class _Role:
+    """A role in training that notes what it does."""
+
+    reports = False
+
+    def __init__(self, done: list[str]) -> None:
+        self._done = done
+
+    def onload(self) -> None:
+        self._done.append("onload")
+
+    def update(self, *_: Any) -> list[Any]:
+        self._done.append("update")
+        return []
+
+
+def _given_to_engines(rank: int, overrides: list[str]) -> list[str]:
+    from megarl.config import load
+    from megarl.megatron.worker import MegatronWorker
+    from megarl.megatron.worker_requests import UpdateRequest
+
+    done: list[str] = []
+    worker: Any = MegatronWorker(load("configs/debug/grpo.yaml", overrides), "train", rank)
+    worker._roles["actor"] = _Role(done)
+    with patch.object(torch.cuda, "empty_cache", lambda: done.append("empty")):
+        worker.update("actor", UpdateRequest(schedules=[], chunks={}, kl_coef=0.0))
+        worker.offload_all()
+    return done
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("sleep", "after"), [("true", ["empty"]), ("false", [])])
+def test_an_engine_on_the_device_finds_no_memory_in_a_cache(pool: RankPool, sleep: str, after: list[str]) -> None:
+    overrides = [f"rollout.sleep={sleep}", "groups.train.roles.actor.offload=false"]
+    (done,) = pool.run(_given_to_engines, overrides, world_size=1, connected=False)
+    assert done == ["onload", "update", *after, "empty"]
