@@ -18,6 +18,9 @@ _ALIGNMENT = 16
 _SLAB_BYTES = 1 << 20
 """Copied and then hashed at once; fits a core's cache."""
 
+_DEVICE_SLAB_BYTES = 1 << 26
+"""The same on CUDA, where every slab is copied to the host and waited for."""
+
 
 def aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -124,18 +127,22 @@ def unpack(message: Message, frame: torch.Tensor, targets: Sequence[torch.Tensor
 
 
 def _slabs(values: torch.Tensor, item_bytes: int = 0) -> Iterator[torch.Tensor]:
-    """Cuts a tensor, in row-major order, into parts of at most ``_SLAB_BYTES``."""
-    nbytes = values.numel() * (item_bytes or values.element_size())
+    """Cuts a tensor, in row-major order, into parts of at most a slab."""
+    nbytes, limit = values.numel() * (item_bytes or values.element_size()), _slab_bytes(values.device)
     axis = next((i for i, extent in enumerate(values.shape) if extent > 1), None)
-    if nbytes <= _SLAB_BYTES or axis is None:
+    if nbytes <= limit or axis is None:
         yield values
         return
-    rows = _SLAB_BYTES * values.shape[axis] // nbytes
+    rows = limit * values.shape[axis] // nbytes
     for part in values.split(max(1, rows), dim=axis):
         if rows:
             yield part
         else:
             yield from _slabs(part, item_bytes)
+
+
+def _slab_bytes(device: torch.device) -> int:
+    return _SLAB_BYTES if device.type == "cpu" else _DEVICE_SLAB_BYTES
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 _LAZY_PEER_ACCESS = 1
+_DRIVER_BLOCK = 2 << 20
+"""CUDA allocates smaller memory in blocks of this size, and a handle shares the whole block with all that is in it."""
 
 
 class _Handle(ctypes.Structure):
@@ -140,10 +142,11 @@ class DeviceRecvBuffer:
         if self._pointer is not None:
             return
         pointer, handle = ctypes.c_void_p(), _Handle()
+        whole = -(-self._nbytes // _DRIVER_BLOCK) * _DRIVER_BLOCK
         torch.cuda.empty_cache()  # blocks that torch's allocator keeps are not available here
         with torch.cuda.device(self._device):
             try:
-                self._runtime.call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(self._nbytes))
+                self._runtime.call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(whole))
             except ValueError as error:
                 raise ValueError(f"no {self._nbytes} bytes for the receive buffer: {error}") from error
             try:

@@ -10,9 +10,11 @@ import torch
 
 from megarl.resharding.buckets import Checksum, bucket_views, pack, payload, recv_buffer_bytes, recv_views, unpack
 from megarl.resharding.memory import DeviceRecvBuffer, PeerMappings
+from megarl.resharding.spec import plan_recv_buffers
 from megarl.resharding.sync_barrier import SyncStats
+from megarl.weights.topology import Place
 from tests.resharding import jobs
-from tests.resharding.ways import Connections
+from tests.resharding.ways import check_colocated
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_copies_and_checksums_are_those_of_the_cpu(cuda: str, dtype: str) -> None:
     plan = jobs.transfer_plan(dtype=dtype)
-    recv_buffers = Connections()(plan).recv_buffers
+    recv_buffers = plan_recv_buffers(plan, [Place(node=0)] * jobs.RANKS, device="cpu", transport="auto")
     messages = 0
     for rank, sender in plan.senders.items():
         on_cpu = jobs.weights(jobs.trainer_map(rank))
@@ -48,41 +50,38 @@ def test_copies_and_checksums_are_those_of_the_cpu(cuda: str, dtype: str) -> Non
     assert messages > 0
 
 
-def _double(handle: str, pipe: Connection) -> None:
+def _double(handles: list[str], pipe: Connection) -> None:
     """Another process on the device, as a trainer is to an engine."""
     mappings = PeerMappings(torch.device("cuda"))
-    mappings.open(0, handle)
-    mappings[0].mul_(2)
+    for receiver, handle in enumerate(handles):
+        mappings.open(receiver, handle)
+        mappings[receiver].mul_(2)
     torch.cuda.synchronize()
     mappings.end_sync()
     pipe.send("done")
 
 
-def test_another_process_writes_to_a_receive_buffer(cuda: str) -> None:
-    buffer = DeviceRecvBuffer(1 << 20, torch.device(cuda, 0))
-    buffer.memory.fill_(21)
+def test_another_process_writes_to_receive_buffers(cuda: str) -> None:
+    """The driver allocates small memory in blocks; a process that maps two buffers needs two blocks."""
+    sizes = (1 << 10, 1 << 10, 3 << 20)
+    buffers = [DeviceRecvBuffer(nbytes, torch.device(cuda, 0)) for nbytes in sizes]
+    for value, buffer in enumerate(buffers, 21):
+        buffer.memory.fill_(value)
     torch.cuda.synchronize()
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_double, args=(buffer.handle, theirs))
+    process = context.Process(target=_double, args=([buffer.handle for buffer in buffers], theirs))
     process.start()
     assert ours.poll(60), "the other process has not answered"
     process.join()
-    assert bool((buffer.memory == 42).all())
-    buffer.release()
-    assert buffer.memory.numel() == 0
-    buffer.prepare()
-    assert buffer.memory.numel() == 1 << 20
-    buffer.release()
+    for value, (buffer, nbytes) in enumerate(zip(buffers, sizes, strict=True), 21):
+        assert bool((buffer.memory == 2 * value).all())
+        buffer.release()
+        assert buffer.memory.numel() == 0
+        buffer.prepare()
+        assert buffer.memory.numel() == nbytes
+        buffer.release()
 
 
 def test_a_sync_of_one_trainer_and_one_engine_on_one_gpu(cuda: str) -> None:
-    """The trainer's process owns the receive buffer, and the engine maps it."""
-    plan = jobs.single_plan()
-    spec = Connections().colocated(plan)
-    with multiprocessing.get_context("spawn").Pool(2) as processes:
-        results = processes.starmap(jobs.colocated, [(rank, spec, cuda) for rank in range(2)], chunksize=1)
-    (sent, _), (received, loaded) = results
-    assert sent.nbytes == received.nbytes == plan.receivers[1].nbytes
-    for name, tensor in jobs.weights(jobs.single_map()).items():
-        assert torch.equal(loaded[name], tensor), name
+    check_colocated(cuda)

@@ -10,7 +10,7 @@ import torch
 
 from tests.pool import RankPool
 from tests.resharding import jobs
-from tests.resharding.ways import WAYS, Connections
+from tests.resharding.ways import WAYS, Connections, check_colocated
 
 pytestmark = pytest.mark.dist
 
@@ -145,3 +145,7 @@ def test_parameters_that_are_not_as_planned_are_listed(pool: RankPool, connect: 
     assert "0:decoder.layers.1.mlp.linear_fc2.weight has shape (3, 40), planned was (24, 40)" in message
     assert "0:decoder.final_layernorm.weight is missing" in message
     assert {state for _, state in results} == {(-1, True, 0)}
+
+
+def test_an_engine_reads_what_the_trainer_on_its_device_has_in_memory() -> None:
+    check_colocated("cpu")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from dataclasses import replace
+
+import torch
 
 from megarl.resharding import SyncSpec, serve_store
 from megarl.resharding.spec import wire_ranks
@@ -55,6 +58,18 @@ class Connections:
         )
         assert spec.recv_buffers[1].owner == 0
         return spec
+
+
+def check_colocated(device: str) -> None:
+    """A sync of a trainer and an engine on one device, in a process each; the trainer's has the receive buffer."""
+    plan, connections = jobs.single_plan(), Connections()
+    spec = connections.colocated(plan)
+    with multiprocessing.get_context("spawn").Pool(2) as processes:
+        results = processes.starmap(jobs.colocated, [(rank, spec, device) for rank in range(2)], chunksize=1)
+    (sent, _), (received, loaded) = results
+    assert sent.nbytes == received.nbytes == plan.receivers[1].nbytes
+    for name, tensor in jobs.weights(jobs.single_map()).items():
+        assert torch.equal(loaded[name], tensor), name
 
 
 def in_two_hops(spec: SyncSpec) -> SyncSpec:
