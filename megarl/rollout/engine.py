@@ -116,7 +116,7 @@ class RolloutEngine:
             distributed_executor_backend="uni" if tp == 1 else "mp",
             worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-            enforce_eager=cpu,
+            enforce_eager=cpu or self._rollout.enforce_eager,
             enable_sleep_mode=self._rollout.sleep and not cpu,  # on a CPU vLLM sleeps without it, and frees nothing
             max_model_len=self._rollout.max_model_len + 1,  # vLLM generates a token when it scores a sequence
             block_size=_BLOCK_TOKENS,  # the CPU kernels' smallest; short prompts share prefixes

@@ -78,6 +78,18 @@ LAYOUTS: Cases = {
         (["rollout.stop=[a, '']", "model.tokenizer=somewhere"], "rollout.stop", "empty text"),
         (["rollout.stop_token_ids=[3, 96]"], "rollout.stop_token_ids", "below 96"),
     ],
+    rollout_rules.graphs_are_for_gpus: [(["rollout.enforce_eager=true"], "rollout.enforce_eager", "no effect")],
+    rollout_rules.late_stops_are_few: [
+        (
+            [
+                "cluster.device=cuda",
+                "model={vocab_size: null, random: {config: {vocab_size: 200, eos_token_id: 128}}}",
+                "rollout={min_new_tokens: 1, stop_token_ids: [" + ", ".join(map(str, range(128))) + "]}",
+            ],
+            "rollout.stop_token_ids",
+            "at most 128 end tokens",
+        )
+    ],
     rollout_rules.quantized_models: [
         (["rollout.quantization=fp8_per_channel"], "rollout.quantization", "bfloat16 or float16; it is of float32"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 from megarl.config.problems import Problem, correct_path, ineffective_settings, shown
 from megarl.config.rules.model_rules import ids_in_use, readable_config
@@ -20,6 +21,9 @@ from megarl.config.schema import (
     Tracking,
 )
 from megarl.config.schema.base import parse_devices
+
+_LATE_STOPS = 128
+"""End tokens that vLLM's model runner on CUDA holds back (0.32)."""
 
 
 def engines_fill_devices(cluster: Cluster, rollout: Rollout | None) -> Iterator[Problem]:
@@ -72,6 +76,26 @@ def stops_can_be_met(model: Model, rollout: Rollout | None) -> Iterator[Problem]
     if beyond:
         rule = f"below {used}, the number of ids in use: others are never sampled"
         yield Problem("rollout.stop_token_ids", shown(beyond), rule, "remove them")
+
+
+def graphs_are_for_gpus(cluster: Cluster, rollout: Rollout | None) -> Iterator[Problem]:
+    """On a CPU, engines are neither compiled nor captured in graphs."""
+    if rollout is not None and rollout.enforce_eager and cluster.device == "cpu":
+        rule = "has no effect where cluster.device is cpu"
+        yield Problem("rollout.enforce_eager", "True", rule, "set it to false")
+
+
+def late_stops_are_few(cluster: Cluster, model: Model, rollout: Rollout | None) -> Iterator[Problem]:
+    """On CUDA, vLLM holds few end tokens back until a response is long enough (v1/worker/gpu/sample/logit_bias.py)."""
+    if rollout is None or rollout.min_new_tokens == 0 or cluster.device == "cpu":
+        return
+    own = (readable_config(model) or {}).get("eos_token_id")
+    ends = cast("list[int]", own if isinstance(own, list) else [] if own is None else [own])
+    ids = {*rollout.stop_token_ids, *ends}
+    if len(ids) > _LATE_STOPS:
+        rule = f"at most {_LATE_STOPS} end tokens with rollout.min_new_tokens above 0; there are {len(ids)}"
+        fix = "list fewer, or set rollout.min_new_tokens to 0"
+        yield Problem("rollout.stop_token_ids", f"{len(rollout.stop_token_ids)} ids", rule, fix)
 
 
 def quantized_models(cluster: Cluster, model: Model, rollout: Rollout | None) -> Iterator[Problem]:

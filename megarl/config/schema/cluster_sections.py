@@ -124,6 +124,8 @@ class Rollout(Section):
     """Memory of the key-value cache of each engine rank, MiB."""
     sleep: bool = False
     """Free the engines' weights and caches while the trainers work: needed where they share devices."""
+    enforce_eager: bool = False
+    """Run the engines without compiling them and without CUDA graphs: a quicker start, less memory, slower rollouts."""
     sync_every: Count = 1
     """Steps between transfers of the weights into the engines, whose weights are up to sync_every - 1 steps old."""
     record: str | None = None
