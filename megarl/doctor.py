@@ -146,21 +146,20 @@ def _devices() -> Iterator[Finding]:
 def accelerations(*, cuda: bool) -> Iterator[Finding]:
     """Yields the optional CUDA kernels, which are active if they are installed and there is a CUDA device.
 
-    Megatron takes its fused Adam and its multi-tensor kernels from Transformer Engine or apex; packed attention takes
-    flash-attn's kernel for half precision.
+    Megatron takes its fused Adam and its multi-tensor kernels from Transformer Engine or apex. Packed attention takes
+    torch's own kernel.
     """
     apex_fix = "build NVIDIA/apex from source (apex on the package index is another project)"
-    for name, use, version, fix in (
-        ("transformer engine", "Adam", _version("transformer-engine"), "pip install 'megarl[gpu]'"),
-        ("flash-attn", "attention", _version("flash-attn"), "pip install flash-attn"),
-        ("apex", "Adam", _apex_version(), apex_fix),
+    for name, version, fix in (
+        ("transformer engine", _version("transformer-engine"), "pip install 'megarl[gpu]'"),
+        ("apex", _apex_version(), apex_fix),
     ):
         if version is None:
             yield Finding(name=name, status="missing", found="not installed", fix=f"on CUDA: {fix}")
         elif not cuda:
             yield Finding(name=name, status="missing", found=f"{version}, inactive without a CUDA device")
         else:
-            yield Finding(name=name, status="ok", found=f"{version}, active in {use}")
+            yield Finding(name=name, status="ok", found=f"{version}, active in Adam")
 
 
 def _apex_version() -> str | None:
