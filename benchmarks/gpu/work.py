@@ -1,0 +1,145 @@
+"""The work that is measured: runs of random Qwen2 shapes on one device, and what their metrics say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
+"""Dense bfloat16 FLOP/s by a part of the device's name."""
+
+
+_KINDS = ("time/", "sync/", "rollout/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A Qwen2 shape and the requests to it."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    vocab: int = 151936
+    dtype: str = "bfloat16"
+    prompts: int = 32
+    samples: int = 8
+    new_tokens: int = 1024
+    prompt_tokens: int = 256
+    micro_batch: int = 16384
+    cache_mib: int = 20000
+
+    @property
+    def parameters(self) -> int:
+        """Those of the matrices, with tied embeddings counted once."""
+        head = self.hidden // self.heads
+        attention = 2 * self.hidden * head * (self.heads + self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.ffn) + self.vocab * self.hidden
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """So many that a random model ends a response after half of the new tokens, in the mean."""
+        return list(range(1, 1 + max(1, 2 * self.vocab // self.new_tokens)))
+
+    @property
+    def hf_config(self) -> dict[str, Any]:
+        return {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "dtype": self.dtype,
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "hidden_act": "silu",
+            "initializer_range": 0.02,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": 0,
+            "pad_token_id": None,
+        }
+
+
+SIZES = {
+    "0.5b": Size(layers=24, hidden=896, ffn=4864, heads=14, kv_heads=2),
+    "1.5b": Size(layers=28, hidden=1536, ffn=8960, heads=12, kv_heads=2),
+    "3b": Size(layers=36, hidden=2048, ffn=11008, heads=16, kv_heads=2),
+    "tiny": Size(
+        layers=2,
+        hidden=128,
+        ffn=256,
+        heads=4,
+        kv_heads=2,
+        vocab=200,
+        dtype="float32",
+        prompts=4,
+        samples=4,
+        new_tokens=16,
+        prompt_tokens=16,
+        micro_batch=128,
+        cache_mib=64,
+    ),
+}
+
+
+def config(directory: Path, size: Size, device: str, *, steps: int, critic: bool = False, **rollout: Any) -> Any:
+    """The configuration of a run: GRPO with a reference, or PPO with a critic too.
+
+    Args:
+        rollout: settings of the engine.
+    """
+    role = {"tokens_per_micro_batch": size.micro_batch, "offload": rollout.get("sleep", False)}
+    roles = ["actor", "reference", *(["critic"] if critic else [])]
+    length = size.prompt_tokens + size.new_tokens
+    penalty = {"max_tokens": size.new_tokens, "buffer_tokens": size.new_tokens // 2}
+    grpo = {"advantage": "grpo", "kl": {"in": "loss", "estimator": "k3", "coef": 0.001}, "mini_batches": 1}
+    return {
+        "stage": "ppo",
+        "run": {"dir": str(directory), "steps": steps, "seed": 1},
+        "model": {"random": {"seed": 0, "config": size.hf_config}},
+        "cluster": {"device": device, "devices_per_node": 1, "object_store_mib": 4096 if device == "cuda" else 128},
+        "groups": {"train": {"devices": "0", "roles": dict.fromkeys(roles, role)}},
+        "rollout": {
+            "devices": "0",
+            "max_new_tokens": size.new_tokens,
+            "max_model_len": length,
+            "kv_cache_mib": size.cache_mib,
+            "stop_token_ids": size.stop_token_ids,
+            **rollout,
+        },
+        "data": {
+            "random": {"count": 4096, "min_tokens": 8, "max_tokens": size.prompt_tokens, "seed": 0},
+            "prompts_per_step": size.prompts,
+            "samples_per_prompt": size.samples,
+        },
+        "algo": {"mini_batches": 1, "kl": {"coef": 0.05}} if critic else grpo,
+        "actor": {"optimizer": {"lr": 1e-6}},
+        **({"critic": {"optimizer": {"lr": 1e-5}}} if critic else {}),
+        "reward": {"functions": [{"name": "soft_overlong", "args": penalty}]},
+    }
+
+
+def figures(directory: Path, size: Size, device_name: str) -> dict[str, float]:
+    """Means over the steps of a run but the first, which compiles."""
+    steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    later = steps[1:]
+    found = {name: mean(step[name] for step in later) for name in later[0] if name.startswith(_KINDS)}
+    found.pop("time/written", None)
+    tokens = mean(step["perf/tokens_per_second"] * step["time/step"] for step in later)
+    responses = mean(step["response_length/mean"] for step in later) * size.prompts * size.samples
+    found["tokens_per_second"] = tokens / found["time/step"]
+    found["rollout_tokens_per_second"] = responses / found["time/rollout"]
+    peak = next((flops for part, flops in PEAK_FLOPS.items() if part in device_name), None)
+    if peak is not None:  # of the matrices alone, without attention
+        found["update_mfu"] = 6 * size.parameters * tokens / found["time/update"] / peak
+        found["logprobs_mfu"] = 2 * size.parameters * tokens / found["time/logprobs"] / peak
+    return found

@@ -1,0 +1,86 @@
+"""The one command for a machine with a GPU: its configurations, its parts, and that nothing stops it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu.__main__ import Part, parts, work_off
+from benchmarks.gpu.work import SIZES, figures
+from megarl.config import load
+from tests.leftovers import Trace, comes_true
+
+_FAILS = "import sys; print('why'); sys.exit(3)"
+_HANGS = "import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(600)"
+_COUNTS = "import sys; open(sys.argv[1], 'a').write('x')"
+
+
+@pytest.mark.parametrize(("device", "name"), [("cuda", "NVIDIA H100 80GB HBM3"), ("cpu", "CPU")])
+def test_every_configuration_is_valid(device: str, name: str, tmp_path: Path) -> None:
+    found = parts(tmp_path, device, name)
+    files = {file.stem: load(file) for file in tmp_path.glob("*.yaml")}
+    assert len(files) >= 3
+    assert files.keys() <= found.keys()
+    assert {config.cluster.device for config in files.values()} == {device}
+
+
+@pytest.mark.parametrize(("name", "published"), [("0.5b", 0.494e9), ("1.5b", 1.544e9), ("3b", 3.086e9)])
+def test_the_sizes_are_those_of_qwen(name: str, published: float) -> None:
+    assert SIZES[name].parameters == pytest.approx(published, rel=1e-3)
+
+
+def test_figures_by_hand(tmp_path: Path) -> None:
+    """The first step does not count; 16 responses of 10 tokens in 2 s, 1000 tokens in a step of 4 s."""
+    step = {"time/step": 4.0, "time/rollout": 2.0, "time/update": 1.0, "time/logprobs": 0.5, "time/written": 1.0}
+    later = {**step, "perf/tokens_per_second": 250.0, "response_length/mean": 10.0, "sync/seconds": 0.1}
+    lines = [dict.fromkeys(later, 99.0), later, {**later, "sync/seconds": 0.3}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found = figures(tmp_path, SIZES["tiny"], "NVIDIA H100")
+    assert found["tokens_per_second"] == 250
+    assert found["rollout_tokens_per_second"] == 80
+    assert found["sync/seconds"] == pytest.approx(0.2)
+    assert found["update_mfu"] == pytest.approx(6 * SIZES["tiny"].parameters * 1000 / 989e12)
+    assert found["logprobs_mfu"] == pytest.approx(2 * SIZES["tiny"].parameters * 2000 / 989e12)
+    assert "update_mfu" not in figures(tmp_path, SIZES["tiny"], "another")
+
+
+@pytest.mark.process
+def test_a_failed_part_stops_nothing_and_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = Trace()
+    for name, value in trace.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(command, "_GRACE_S", 1.0)
+    counter = tmp_path / "count"
+    found = {
+        "fails": Part(command=[sys.executable, "-c", _FAILS], limit_s=60),
+        "hangs": Part(command=[sys.executable, "-c", _HANGS], limit_s=3),
+        "unreadable": Part(command=["true"], limit_s=60, figures=lambda: {"a": 1 // 0}),
+        "works": Part(
+            command=[sys.executable, "-c", _COUNTS, str(counter)],
+            limit_s=60,
+            figures=lambda: {"times": len(counter.read_text())},
+        ),
+    }
+    for _ in range(2):
+        results = work_off(tmp_path, found, {"name": "CPU"}, minutes=2)
+        assert json.loads((tmp_path / "results.json").read_text()) == {"machine": {"name": "CPU"}, "parts": results}
+        assert (results["fails"]["status"], results["fails"]["log"]) == (3, ["why"])
+        assert results["hangs"]["status"] == "ended after 3 s"
+        assert results["unreadable"]["figures_error"].startswith("ZeroDivisionError")
+        assert results["works"]["figures"] == {"times": 1}
+    assert comes_true(lambda: not trace.processes())
+    assert work_off(tmp_path / "late", found, {}, minutes=0) == {}
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(900)
+def test_runs_and_raw_vllm_are_measured(tmp_path: Path) -> None:
+    found = parts(tmp_path, "cpu", "CPU")
+    results = work_off(tmp_path, {name: found[name] for name in ("grpo-tiny", "vllm-tiny")}, {}, minutes=10)
+    assert [result["status"] for result in results.values()] == [0, 0], results
+    assert {"time/step", "sync/gb_per_second", "rollout/logprob_gap"} <= results["grpo-tiny"]["figures"].keys()
+    assert all(result["figures"]["rollout_tokens_per_second"] > 0 for result in results.values())
