@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup slurm nemo-run ray mermaid demo demo-control learning unit test matrix lint bench docs clean lock
+.PHONY: help setup setup-gpu slurm nemo-run ray mermaid demo demo-control learning unit test matrix lint bench docs clean lock
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Where pip finds the CPU build of torch, when its configured indexes have none; other packages never come from there.
@@ -13,6 +13,9 @@ SEED ?= 0
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements/cpu.txt
+# Of a machine with GPUs.
+GPU := .venv-gpu
+GPU_LOCK := requirements/cuda.txt
 INSTALLED := $(VENV)/installed
 PIP_OPTIONS := -qq --disable-pip-version-check --no-deps
 PIP_INSTALL := $(BIN)/python -m pip install $(PIP_OPTIONS)
@@ -35,6 +38,7 @@ endef
 
 help:
 	@echo 'setup  install the locked environment into $(VENV)'
+	@echo 'setup-gpu  install the locked environment for CUDA into $(GPU)'
 	@echo 'slurm  install what the tests with a real Slurm start (Debian packages, as root); without it they are skipped'
 	@echo 'nemo-run  install the newest NeMo-Run into $(NEMO_RUN), which launches runs but has no torch'
 	@echo 'ray    install Ray with its dashboard into $(RAY), on top of $(VENV): the tests submit jobs to it'
@@ -48,8 +52,8 @@ help:
 	@echo 'lint   lint, format check and types'
 	@echo 'bench  run the benchmarks'
 	@echo 'docs   write the pages of configuration fields and algorithms'
-	@echo 'clean  remove outputs and caches, but not $(VENV), $(NEMO_RUN) and $(RAY)'
-	@echo 'lock   resolve $(LOCK), $(NEMO_RUN_LOCK) and $(RAY_LOCK) again; UPGRADE=1 takes the newest versions'
+	@echo 'clean  remove outputs and caches, but not $(VENV), $(GPU), $(NEMO_RUN) and $(RAY)'
+	@echo 'lock   resolve $(LOCK), $(GPU_LOCK), $(NEMO_RUN_LOCK) and $(RAY_LOCK) again; UPGRADE=1 takes the newest versions'
 
 setup: $(INSTALLED)
 
@@ -63,6 +67,9 @@ $(INSTALLED): $(LOCK) pyproject.toml
 	@$(PIP_INSTALL) --require-hashes -r $(LOCK)
 	@$(PIP_INSTALL) --no-build-isolation --editable .
 	@touch $@
+
+setup-gpu:
+	@$(MAKE) --no-print-directory setup VENV=$(GPU) LOCK=$(GPU_LOCK)
 
 slurm:
 	@'$(PYTHON)' tests/slurm/packages.py
@@ -137,5 +144,7 @@ RESOLVE = $(BIN)/uv pip compile --quiet --python-version 3.11 --python-platform 
 lock: setup
 	$(RESOLVE) pyproject.toml requirements/cpu.in --extra dev --extra launch --override requirements/cpu.override \
 		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match) --output-file $(LOCK)
+	$(RESOLVE) pyproject.toml requirements/cuda.in --extra dev --extra launch --override requirements/cuda.override \
+		--output-file $(GPU_LOCK)
 	$(RESOLVE) requirements/nemo-run.in --output-file $(NEMO_RUN_LOCK)
 	$(RESOLVE) requirements/ray.in --output-file $(RAY_LOCK)
