@@ -179,8 +179,7 @@ def check_gpus(config: RunConfig) -> None:
     cluster = config.cluster
     if cluster.address is not None:
         return
-    found = torch.cuda.device_count()
-    if cluster.device == "cuda" and found < cluster.devices_per_node:
+    if cluster.device == "cuda" and (found := torch.cuda.device_count()) < cluster.devices_per_node:
         rule = f"at most the GPUs of this machine, {found}"
         fix = "lower it, join a cluster with cluster.address, or set cluster.device=cpu"
         value = str(cluster.devices_per_node)

@@ -107,5 +107,6 @@ class Offloader:
 
     def offload_all(self, but: Collection[RoleName] = ()) -> None:
         """Offloads every offloadable role, so that another process can use the device."""
-        for name in sorted((self._offloadable & self._roles.keys()).difference(but)):
-            self._roles[name].offload()
+        idle = (self._offloadable & self._roles.keys()).difference(but)
+        if sum(self._roles[name].offload() for name in sorted(idle)):
+            torch.cuda.empty_cache()  # for other processes

@@ -237,7 +237,7 @@ class MegatronWorker:
     def offload_all(self) -> None:
         """Frees the device for engines: offloads every role that may be, and empties the allocator's cache."""
         self._offloader.offload_all()
-        torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # of activations, too
 
     @remote(phase="start")
     def close(self) -> None:
