@@ -5,7 +5,10 @@ On a CPU the variable-length kernel is replaced by its definition, with the cond
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -170,3 +173,21 @@ def test_equals_hugging_face(pool: RankPool, tmp_path: Path, size: int) -> None:
         (got,) = pool.run(computed, directory, torch.float32, way, world_size=1)
         # Sums of some hundreds of float32 products; log-probabilities of about 10 nats.
         assert {name: error for name, error in errors(got, want).items() if not error <= 1e-4} == {}
+
+
+def _taken() -> dict[tuple[str, torch.dtype, int], bool]:
+    """What goes to the kernel, by tensors that have a device and no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from megarl.megatron.attention import kernel_takes
+
+    kinds = itertools.product(("cpu", "cuda"), (torch.float32, torch.bfloat16, torch.float16), (*SIZES, 272))
+    with FakeTensorMode():
+        return {kind: kernel_takes(torch.empty(1, 4, kind[2], dtype=kind[1], device=kind[0])) for kind in kinds}
+
+
+@pytest.mark.process
+def test_the_kernel_takes_half_precision_and_heads_up_to_256() -> None:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        taken = {kind for kind, yes in process.submit(_taken).result(timeout=200).items() if yes}
+    assert taken == set(itertools.product(("cuda",), (torch.bfloat16, torch.float16), SIZES))
