@@ -2,13 +2,15 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu slurm nemo-run ray mermaid demo demo-control learning unit test matrix lint bench docs clean lock
+.PHONY: help setup setup-gpu slurm nemo-run ray mermaid demo demo-control learning unit test matrix chaos lint bench docs clean lock
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Where pip finds the CPU build of torch, when its configured indexes have none; other packages never come from there.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Of the demo.
 SEED ?= 0
+# Of the chaos.
+TRIALS ?= 100
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -45,10 +47,11 @@ help:
 	@echo 'mermaid  install the parser of diagrams into $(MERMAID)/node_modules, for the tests'
 	@echo 'demo   train a small model in three stages on virtual CPU devices, about 12 minutes; SEED=1 is another one'
 	@echo 'demo-control  the PPO stage of the last demo again, with shuffled rewards'
-	@echo 'learning  every algorithm on the task of the demo, three seeds each, some two hours; goes on where it was'
+	@echo 'learning  every algorithm on the task of the demo, three seeds each, some four hours; goes on where it was'
 	@echo 'unit   the tests that start no process, about a minute'
 	@echo 'test   lint, types and all tests that need no GPU'
 	@echo 'matrix every layout of the debug run on one recorded batch, every recipe, and every family in live engines, about 20 minutes'
+	@echo 'chaos  100 runs in which a process is killed, stopped or delayed at a random time; TRIALS=10 is fewer'
 	@echo 'lint   lint, format check and types'
 	@echo 'bench  run the benchmarks'
 	@echo 'docs   write the pages of configuration fields and algorithms'
@@ -125,6 +128,9 @@ test: lint nemo-run ray mermaid
 
 matrix: setup
 	$(BIN)/python -m pytest tests/e2e/test_layouts.py tests/e2e/test_recipes.py tests/rollout/test_families.py
+
+chaos: setup
+	CHAOS_TRIALS=$(TRIALS) $(BIN)/python -m pytest tests/chaos
 
 bench: setup
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done

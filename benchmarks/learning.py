@@ -1,14 +1,16 @@
-"""What every algorithm makes of the demo's task: nine algorithms, three seeds, one fine-tuned model, one reward model.
+"""What every algorithm makes of the demo's task: three seeds, one fine-tuned model, one reward model.
 
     python -m benchmarks.learning                              what is done and what is missing
     python -m benchmarks.learning --algorithm grpo --seed 0    one cell
+    python -m benchmarks.learning --algorithm decoupled_ppo --staleness 2 --seed 0
     python -m benchmarks.learning --next                       the first that is missing
     python -m benchmarks.learning --all                        all that are missing, one after the other
     python -m benchmarks.learning --report                     docs/learning.md and its picture, from the cells
 
-A cell is `megarl train` of a file in configs/learning with a seed; from where the repository is. A cell that was
-interrupted goes on from its last checkpoint. The first one makes the models that all start from, in runs/learning;
-results are small files in benchmarks/results/learning. A result of a file that has changed since is missing again.
+A cell is `megarl train` of a file in configs/learning with a seed and, for some, an age of the samples; from where the
+repository is. A cell that was interrupted goes on from its last checkpoint. The first one makes the models that all
+start from, in runs/learning; results are small files in benchmarks/results/learning. A result of a file that has
+changed since is missing again.
 """
 
 from __future__ import annotations
@@ -44,10 +46,20 @@ ALGORITHMS: Final = {
     "remax": "ReMax",
     "dapo": "DAPO",
     "gspo": "GSPO",
-    "decoupled_ppo": "decoupled PPO",
     "raft": "RAFT",
 }
 """By the names of their files."""
+STALE: Final = {"decoupled_ppo": "decoupled PPO", "coupled_ppo": "coupled PPO"}
+"""Those on samples of older weights, likewise."""
+STALENESS: Final = (0, 1, 2, 4, 8)
+"""How many versions old these samples are."""
+Row = tuple[str, int | None]
+"""An algorithm, and the age of its samples."""
+ROWS: Final[Mapping[Row, str]] = {
+    **{(name, None): title for name, title in ALGORITHMS.items()},
+    **{(name, age): f"{title}, {age} old" for name, title in STALE.items() for age in STALENESS},
+}
+"""Titles of the rows of the tables."""
 SEEDS: Final = (0, 1, 2)
 SHARED_SEED: Final = 0
 """Of the data and of the models that all cells start from."""
@@ -55,10 +67,20 @@ SHARED_SEED: Final = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One algorithm with one seed."""
+    """One algorithm with one seed.
+
+    Args:
+        staleness: how many versions old all samples are.
+    """
 
     algorithm: str
     seed: int
+    staleness: int | None = None
+
+    @property
+    def name(self) -> str:
+        age = "" if self.staleness is None else f"-s{self.staleness}"
+        return f"{self.algorithm}{age}-{self.seed}"
 
     @property
     def config(self) -> Path:
@@ -66,15 +88,19 @@ class Cell:
 
     @property
     def run_dir(self) -> Path:
-        return DIRECTORY / "cells" / f"{self.algorithm}-{self.seed}"
+        return DIRECTORY / "cells" / self.name
 
     @property
     def result(self) -> Path:
-        return RESULTS / f"{self.algorithm}-{self.seed}.json"
+        return RESULTS / f"{self.name}.json"
+
+    @property
+    def overrides(self) -> list[str]:
+        return [] if self.staleness is None else [f"rollout.max_staleness={self.staleness}"]
 
     def settings(self) -> str:
-        """What stands in its file and in those that the file inherits, as a short hash."""
-        raw, _ = merged(self.config, [])
+        """What stands in its file and in those that the file inherits, and its overrides, as a short hash."""
+        raw, _ = merged(self.config, self.overrides)
         return hashlib.sha256(json.dumps(raw, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     def read(self) -> dict[str, Any] | None:
@@ -85,7 +111,7 @@ class Cell:
         return result if result["settings"] == self.settings() else None
 
 
-CELLS: Final = tuple(Cell(algorithm=algorithm, seed=seed) for seed in SEEDS for algorithm in ALGORITHMS)
+CELLS: Final = tuple(Cell(algorithm=name, seed=seed, staleness=age) for seed in SEEDS for name, age in ROWS)
 """All, in the order in which they are done."""
 
 
@@ -100,20 +126,24 @@ def main(arguments: Sequence[str]) -> None:
         if not missing:
             print("every cell is done: --report writes the page")
     elif options.algorithm is not None:
-        work(Cell(algorithm=options.algorithm, seed=options.seed))
+        work(Cell(algorithm=options.algorithm, seed=options.seed, staleness=options.staleness))
     else:
         for cell in CELLS:
-            print(f"{cell.algorithm:14} seed {cell.seed}  {'missing' if cell.read() is None else 'done'}")
+            print(f"{cell.name:20} {'missing' if cell.read() is None else 'done'}")
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithm", choices=ALGORITHMS)
+    parser.add_argument("--algorithm", choices=[*ALGORITHMS, *STALE])
+    parser.add_argument("--staleness", type=int, choices=STALENESS, help="of decoupled_ppo and coupled_ppo")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--next", action="store_true", help="the first cell that is missing")
     parser.add_argument("--all", action="store_true", help="all that are missing, one after the other")
     parser.add_argument("--report", action="store_true", help="write the page and its picture")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if (options.algorithm in STALE) == (options.staleness is None):
+        parser.error(f"--staleness belongs to {' and '.join(STALE)}, which need it")
+    return options
 
 
 # ---- running
@@ -128,10 +158,11 @@ def work(cell: Cell) -> None:
     (cell.run_dir).mkdir(parents=True, exist_ok=True)
     marker.write_text(cell.settings(), encoding="utf-8")
     start = time.perf_counter()
-    train(cell.config, f"run.dir={cell.run_dir / 'run'}", f"run.seed={cell.seed}")
+    train(cell.config, f"run.dir={cell.run_dir / 'run'}", f"run.seed={cell.seed}", *cell.overrides)
     result = {
         "algorithm": cell.algorithm,
         "seed": cell.seed,
+        **({} if cell.staleness is None else {"staleness": cell.staleness}),
         "settings": cell.settings(),
         "last_invocation_seconds": round(time.perf_counter() - start),
         **measured(cell.run_dir / "run"),
@@ -279,48 +310,63 @@ learning if every seed gains, and if the mean gain exceeds both the spread of th
 that interval. KL is the divergence from the fine-tuned model at the last step, in nats per response.
 
 """
+STALE_SAMPLES: Final = """
+## On samples of older weights
+
+In [asynchronous training](async.md) samples are older than the actor. Here all are older by the same number of
+versions: mode `exact`, with `rollout.max_staleness` 0, 1, 2, 4 and 8. Decoupled PPO is that of the recipe `areal`:
+clipped around the policy before the update, and weighted by its ratio to the policy that sampled, up to 5. Coupled PPO
+is clipped around the policy that sampled, without weights.
+
+"""
 
 
 def report() -> None:
     """Writes the page and its picture from the results that are there."""
-    results = {
-        name: [result for cell in CELLS if cell.algorithm == name and (result := cell.read()) is not None]
-        for name in ALGORITHMS
-    }
-    done = {name: own for name, own in results.items() if own}
-    summaries = [summed_up(ALGORITHMS[name], own) for name, own in done.items()]
+    results = {(name, age): _results(name, age) for name, age in ROWS}
+    done = {row: own for row, own in results.items() if own}
+    summaries = {row: summed_up(ROWS[row], own) for row, own in done.items()}
     draw(done)
     missing = [
         f"{title} (seeds {', '.join(map(str, seeds))})"
-        for name, title in ALGORITHMS.items()
-        if (seeds := [cell.seed for cell in CELLS if cell.algorithm == name and cell.read() is None])
+        for row, title in ROWS.items()
+        if (seeds := sorted(set(SEEDS) - {result["seed"] for result in results[row]}))
     ]
     still = f"\nNot run yet: {', '.join(missing)}.\n" if missing else ""
-    failed = [s.name for s in summaries if s.seeds == len(SEEDS) and not s.learns]
+    failed = [s.name for s in summaries.values() if s.seeds == len(SEEDS) and not s.learns]
     verdict = f"\nNot beyond the margin: {', '.join(failed)}.\n" if failed else ""
-    PAGE.write_text(INTRODUCTION + table(summaries) + verdict + still, encoding="utf-8")
+    tables = [table([s for (name, _), s in summaries.items() if name in kind]) for kind in (ALGORITHMS, STALE)]
+    PAGE.write_text(INTRODUCTION + tables[0] + STALE_SAMPLES + tables[1] + verdict + still, encoding="utf-8")
     print(f"{PAGE} and {PICTURE} have {sum(map(len, done.values()))} of {len(CELLS)} cells")
 
 
-def draw(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """One panel per algorithm: a line per seed, and where it started."""
+def _results(algorithm: str, staleness: int | None) -> list[dict[str, Any]]:
+    cells = (Cell(algorithm=algorithm, seed=seed, staleness=staleness) for seed in SEEDS)
+    return [result for cell in cells if (result := cell.read()) is not None]
+
+
+def draw(results: Mapping[Row, Sequence[Mapping[str, Any]]]) -> None:
+    """One panel per algorithm: a line per seed, or per age of the samples the mean of the seeds."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    panels = figure.subplots(3, 3, sharex=True, sharey=True)
-    for axes, (name, title) in zip(panels.flat, ALGORITHMS.items(), strict=True):
-        for result in results.get(name, ()):
-            steps = [evaluation["step"] for evaluation in result["evaluations"]]
-            scores = [evaluation["true_score"] for evaluation in result["evaluations"]]
-            axes.plot(steps, scores, marker=".", linewidth=1, label=f"seed {result['seed']}")
-            axes.axhline(scores[0], color="0.8", linewidth=0.8, zorder=0)
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    panels = figure.subplots(2, 5, sharex=True, sharey=True)
+    for axes, (name, title) in zip(panels.flat, [*ALGORITHMS.items(), *STALE.items()], strict=True):
+        for (algorithm, age), own in results.items():
+            if algorithm == name:
+                lines = {f"{age} old": own} if name in STALE else {f"seed {result['seed']}": [result] for result in own}
+                for label, averaged in lines.items():
+                    evaluations = list(zip(*(result["evaluations"] for result in averaged), strict=True))
+                    scores = [statistics.fmean(seed["true_score"] for seed in seeds) for seeds in evaluations]
+                    axes.plot([seeds[0]["step"] for seeds in evaluations], scores, marker=".", linewidth=1, label=label)
+                    axes.axhline(scores[0], color="0.8", linewidth=0.8, zorder=0)
         axes.set(title=title, ylim=(0, 1))
         axes.grid(alpha=0.2)
+        if axes.lines and name in ("ppo", *STALE):
+            axes.legend(fontsize="small")
     for axes in panels[-1]:
         axes.set_xlabel("step")
-    if "ppo" in results:
-        panels[0][0].legend(fontsize="small")
     with rc_context({"svg.hashsalt": "learning"}):
         figure.savefig(PICTURE, metadata={"Date": None})
 

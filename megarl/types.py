@@ -263,6 +263,7 @@ class StepContext:
     Args:
         kl_coef: of the KL penalty, per nat.
         version: of the actor's weights before the update.
+        max_staleness: how much older the weights may be that sampled a token.
         groups: number of prompts.
         value_norm: moments of the value normaliser; None without one.
         dense: of a reward model that scores every token; None where responses have one score.
@@ -271,6 +272,7 @@ class StepContext:
     kl_coef: float
     version: int
     groups: int
+    max_staleness: int = 0
     value_norm: Mapping[str, float] | None = None
     dense: TokenRewardScale | None = None
 

@@ -31,7 +31,7 @@ def parsed(texts: list[str]) -> list[dict[str, str]]:
     not (PARSER / "node_modules").is_dir() and not os.environ.get("CI"), reason="make mermaid installs the parser"
 )
 def test_mermaid_parses_every_diagram() -> None:
-    assert [found.get("error") for found in parsed(diagrams())] == [None] * 3
+    assert [found.get("error") for found in parsed(diagrams())] == [None] * 4
     assert "error" in parsed(["flowchart TD\n a[x --> b("])[0]
 
 

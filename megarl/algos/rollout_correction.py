@@ -1,7 +1,7 @@
 """Corrections for the difference between the policy that sampled a response and the one that is trained.
 
-The engines compute with other numerics and, with ``rollout.sync_every`` above 1, with older weights. The loss of a
-token is made in this order:
+The engines compute with other numerics and, with ``rollout.max_staleness`` above 0 or ``rollout.sync_every`` above 1,
+with older weights. The loss of a token is made in this order:
 
 1. l = policy_loss(new, old, A), where ``old_logprobs`` of the configuration selects old.
 2. l is multiplied by ``weights``, and by 0 where ``sequence_mask`` drops the response.

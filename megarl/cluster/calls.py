@@ -1,16 +1,16 @@
 """Calls on processes. They are watched together, because one process that fails or hangs blocks the others.
 
 While the driver waits for one call, it watches every call in progress: it raises the first failure of any of them,
-whose peers may wait in a collective forever, and an error where the oldest exceeds the time limit of its phase.
+whose peers may wait in a collective forever, and an error where one exceeds the time limit of its phase.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from ray import ObjectRef
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -37,11 +37,70 @@ class WorkerError(RunError):
 
 @dataclass(frozen=True, kw_only=True)
 class Process(Generic[W_co]):
-    """A process with an object of class W; `actor` is the handle of its `RayWorker`."""
+    """A process with an object of class W; `actor` is the handle of its `RayWorker`.
+
+    Args:
+        concurrent: a call does not wait for the end of earlier ones.
+    """
 
     name: str
     actor: Any
     log_file: Path
+    concurrent: bool = False
+
+
+class Awaited(Protocol):
+    """Something that calls in progress finish."""
+
+    @property
+    def finished(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Awaits that something holds."""
+
+    holds: Callable[[], bool]
+
+    @property
+    def finished(self) -> bool:
+        return self.holds()
+
+
+Routine = Generator[Awaited, None, T]
+"""Work that takes several calls, one after the other: it yields what it waits for, and returns its result."""
+
+
+class Task(Generic[T]):
+    """A routine in progress."""
+
+    def __init__(self, routine: Routine[T]) -> None:
+        self._routine = routine
+        self._awaited: Awaited | None = None
+        self._results: list[T] = []
+        self._error: BaseException | None = None
+
+    @property
+    def finished(self) -> bool:
+        return bool(self._results)
+
+    @property
+    def result(self) -> T:
+        return self._results[0]
+
+    def advance(self) -> Awaited:
+        """Goes on as far as results have arrived, and returns what the task waits for then; raises its error."""
+        if self._error is not None:
+            raise self._error
+        while not self.finished and (self._awaited is None or self._awaited.finished):
+            try:
+                self._awaited = next(self._routine)
+            except StopIteration as end:
+                self._results.append(end.value)
+            except BaseException as error:
+                self._error = error
+                raise
+        return self if self.finished or self._awaited is None else self._awaited
 
 
 @dataclass(eq=False, kw_only=True)
@@ -53,6 +112,9 @@ class Call(Generic[R]):
         done: a reference per process to its result for the driver.
         results: results that have arrived, by index of the process.
         seconds: durations of the method, by index of the process.
+        then: called when the last result has arrived, while the driver waits for this call or another.
+        lost: called with the cause when a process has died or exceeded the time limit, in place of an error.
+        after: calls whose results the processes wait for; the time limit begins when they are finished.
     """
 
     label: str
@@ -62,6 +124,14 @@ class Call(Generic[R]):
     monitor: CallMonitor
     results: dict[int, R] = field(default_factory=dict[int, R])
     seconds: dict[int, float] = field(default_factory=dict[int, float])
+    then: Callable[[], None] | None = None
+    lost: Callable[[str], None] | None = None
+    after: Sequence[Call[Any]] = ()
+
+    @property
+    def finished(self) -> bool:
+        """Returns whether all results have arrived."""
+        return len(self.results) == len(self.done)
 
     def wait(self) -> list[R]:
         """Waits for the call, and returns the result of each process.
@@ -93,19 +163,6 @@ class ChunkCall(Call[S], Generic[S, T]):
     """A call whose results by chunk, of type T, stay in the object store; other results go to the driver."""
 
     chunks: ChunkRefs[T]
-
-
-@dataclass(eq=False, kw_only=True)
-class StreamCall(Call[list[tuple[S, ObjectRef[T]]]], Generic[S, T]):
-    """A call of a method that yields pairs: the first item goes to the driver, the second stays in the object store."""
-
-    streams: Sequence[Any]
-
-    def read(self, index: int) -> None:
-        ray_api.get(self.done[index])
-        refs: list[ObjectRef[Any]] = list(self.streams[index])
-        first: list[S] = [ray_api.get(ref) for ref in refs[::2]]  # a failure takes the place of a first item
-        self.results[index] = list(zip(first, refs[1::2], strict=True))
 
 
 def gather_by_chunk(call: Call[dict[int, T] | None]) -> dict[int, T]:
@@ -140,17 +197,18 @@ C = TypeVar("C", bound=Call[Any])
 class CallMonitor:
     """Watches the calls of a session.
 
-    The time limit applies to the oldest call in progress, while the driver waits: a call may have to wait for earlier
-    ones, and has its whole limit after them.
+    A call has its whole time limit from the moment when all its processes have finished the earlier ones, as those that
+    are ready may wait for the others, and the calls that it waits for are finished.
     """
 
     def __init__(self, limits: TimeLimits) -> None:
         self._limits = limits
         self._pending: dict[ObjectRef[Any], tuple[int, Call[Any], int]] = {}
+        self._ends: dict[ObjectRef[Any], float] = {}
         self._submitted = 0
-        self._timed: Call[Any] | None = None
-        self._since = 0.0
         self._error: WorkerError | None = None
+        self.listener: Callable[[], None] | None = None
+        """Called again and again while the driver waits for something."""
 
     def follow(self, call: C) -> C:
         """Watches a submitted call, and returns it."""
@@ -160,57 +218,110 @@ class CallMonitor:
 
     def wait_for(self, call: Call[Any]) -> None:
         """Waits until every process has finished the call; see `Call.wait`."""
-        while len(call.results) < len(call.done):
+        while not call.finished:
             left = (ref for index, ref in enumerate(call.done) if index not in call.results)
             if self._error is not None and not all(ref in self._pending for ref in left):
                 raise self._error
-            ready = ray_api.wait(list(self._pending), count=1, timeout=self._time_left())
-            if not ready:
-                raise WorkerError(self._overdue())
+            self._wait_for_any()
+
+    def wait_until(self, awaited: Awaited) -> None:
+        """Waits until `awaited` is finished; raises WorkerError as `wait_for` does."""
+        while not awaited.finished:
+            if not self._pending:
+                raise self._error or RuntimeError(f"no call is in progress that could finish {awaited}")
+            self._wait_for_any()
+
+    def _wait_for_any(self) -> None:
+        """Waits until a process has finished a call, and takes the results of all that have."""
+        ends = self._time_limits()
+        ready = ray_api.wait(list(self._pending), count=1, timeout=max(0.0, min(ends.values()) - time.monotonic()))
+        if ready:
             # Takes all that have finished, because each `wait` is linear in the calls in progress.
             ready = ray_api.wait(list(self._pending), count=len(self._pending), timeout=0)
-            failures = self._collect(ready)
-            if failures:
-                self._fail(failures)
+        failures = self._collect(ready)
+        if failures:
+            self._fail(failures)
+        if self.listener is not None:
+            self.listener()
+        now = time.monotonic()
+        overdue = [ref for ref, end in ends.items() if end <= now and ref in self._pending]
+        if overdue:  # what came while the results were handled is not late
+            overdue = [ref for ref in overdue if ref not in ray_api.wait(overdue, count=len(overdue), timeout=0)]
+        for ref in sorted(overdue, key=lambda ref: ends[ref]):
+            _, late, _ = self._pending[ref]
+            message = self._overdue(late)
+            if late.lost is None:
+                raise WorkerError(message)
+            del self._pending[ref]
+            self._lose(late, message)
 
-    def _time_left(self) -> float:
-        """Returns the seconds that the oldest call may still take."""
-        _, oldest, _ = next(iter(self._pending.values()))
-        if oldest is not self._timed:
-            self._timed, self._since = oldest, time.monotonic()
-        return max(0.0, self._since + getattr(self._limits, oldest.phase) - time.monotonic())
+    def _time_limits(self) -> Mapping[ObjectRef[Any], float]:
+        """Returns when the time limits end of the calls that wait for no earlier one; there is at least one."""
+        now, busy, queued = time.monotonic(), set[int](), set[int]()
+        for order, call, index in self._pending.values():
+            process = call.processes[index]
+            waits = id(process) in busy and not process.concurrent
+            if waits or not all(earlier.finished for earlier in call.after):
+                queued.add(order)
+            busy.add(id(process))
+        ends: dict[ObjectRef[Any], float] = {}
+        for ref, (order, call, _) in self._pending.items():
+            if order not in queued:
+                limit: float = getattr(self._limits, call.phase)
+                ends[ref] = self._ends.get(ref, now + limit)
+        self._ends = ends
+        return ends
 
-    def _overdue(self) -> str:
-        """Returns the message for a call that exceeds its time; a later call may be the cause."""
-        assert self._timed is not None
-        calls = list(dict.fromkeys(call for _, call, _ in self._pending.values()))
-        limit = getattr(self._limits, self._timed.phase)
+    def _overdue(self, late: Call[Any]) -> str:
+        """Returns the message for a call that exceeds its time; another call may be the cause."""
+        calls = list(dict.fromkeys([late, *(call for _, call, _ in self._pending.values())]))
+        limit = getattr(self._limits, late.phase)
         first, *rest = (f"{', '.join(p.name for p in call.unanswered)} in {call.label}" for call in calls)
         return "\n".join(
             [
                 f"No answer within {limit:g} s from {first}.",
-                f"Raise cluster.time_limits.{self._timed.phase} if it may take longer.",
+                f"Raise cluster.time_limits.{late.phase} if it may take longer.",
                 *(f"Also in progress: {other}." for other in rest),
-                *(line for process in self._timed.unanswered for line in ("", *_log_tail(process))),
+                *(line for process in late.unanswered for line in ("", *_log_tail(process))),
             ]
         )
 
-    def _collect(self, ready: Sequence[ObjectRef[Any]]) -> list[_Failure]:
-        """Reads the results of finished processes, and returns the failures."""
+    def _collect(self, ready: Sequence[ObjectRef[Any]], *, ends: bool = False) -> list[_Failure]:
+        """Reads the results of finished processes, and returns the failures; with `ends`, nothing goes on."""
         failures: list[_Failure] = []
         for ref in ready:
             order, call, index = self._pending.pop(ref)
             try:
                 call.read(index)
             except RayError as error:
-                failures.append(_Failure(order=order, call=call, index=index, error=error))
+                failure = _Failure(order=order, call=call, index=index, error=error)
+                if isinstance(error, RayActorError) and call.lost is not None and not ends:
+                    self._lose(call, _message(failure, []))
+                else:
+                    failures.append(failure)
+            else:
+                then, done = call.then, call.finished and not ends
+                if done:
+                    call.then = call.lost = None  # they refer to the call, and would keep its results
+                if done and then is not None:
+                    then()
         return failures
+
+    def _lose(self, call: Call[Any], cause: str) -> None:
+        """Lets a call deal with the loss of its process; raises WorkerError if it cannot."""
+        assert call.lost is not None
+        lost, call.then, call.lost = call.lost, None, None
+        try:
+            lost(cause)
+        except WorkerError as error:
+            self._error = error
+            raise
 
     def _fail(self, failures: list[_Failure]) -> None:
         """Raises the probable cause, after a moment in which the failures that follow from it arrive."""
         if self._pending:
             ready = ray_api.wait(list(self._pending), count=len(self._pending), timeout=_GRACE_S)
-            failures = [*failures, *self._collect(ready)]
+            failures = [*failures, *self._collect(ready, ends=True)]
         cause = min(failures, key=_Failure.priority)
         self._error = WorkerError(_message(cause, failures))
         raise self._error from None

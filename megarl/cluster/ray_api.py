@@ -29,9 +29,19 @@ def remote(cls: type[Any]) -> Any:
     return _ray.remote(cls)
 
 
+def kill(actor: Any) -> None:
+    """Ends the process of an actor."""
+    _ray.kill(actor, no_restart=True)
+
+
 def put(value: T) -> ObjectRef[T]:
     """Puts a value into the object store."""
     return _ray.put(value)
+
+
+def allow_blocking_get() -> None:
+    """Lets threads of an asynchronous actor wait in `get` without a warning."""
+    _ray._private.worker.blocking_get_inside_async_warned = True
 
 
 def get(ref: ObjectRef[T]) -> T:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import functools
 import importlib
 import os
+import queue
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from typing import Any, Generic, TypeVar, cast
@@ -52,6 +57,12 @@ class ChunkRefs(Generic[T]):
         return cls({index: ray_api.put(value) for index, value in enumerate(values)})
 
     @classmethod
+    def of(cls, parts: Iterable[ChunkRefs[T]]) -> ChunkRefs[T]:
+        """Returns the chunks of all parts under their own numbers, in the order of these."""
+        refs = {chunk: ref for part in parts for chunk, ref in part._refs.items()}
+        return ChunkRefs({chunk: refs[chunk] for chunk in sorted(refs)})
+
+    @classmethod
     def joined(cls, parts: Iterable[ChunkRefs[T]]) -> ChunkRefs[T]:
         """Returns the chunks of all parts, numbered consecutively."""
         refs = [ref for part in parts for _, ref in sorted(part._refs.items())]
@@ -69,8 +80,8 @@ class Timed(Generic[T]):
     seconds: float
 
 
-class RayWorker:
-    """Creates an object at the first call, and runs its methods one at a time, in the order of the calls.
+class RayProcess:
+    """A process with an object, which is created at the first call.
 
     Args:
         target: `package.module:Class`; its module is imported at the first call, with `env` set.
@@ -114,29 +125,6 @@ class RayWorker:
         module, _, name = self._target.partition(":")
         return getattr(importlib.import_module(module), name)(*self._args, **self._kwargs)
 
-    def run(
-        self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], chunks: Sequence[int] | None = None
-    ) -> Any:
-        """Runs a method, and returns its result, `Timed`.
-
-        With `chunks`, the method returns a dict by chunk, or such a dict and a result for the driver. The latter, or
-        None, is returned first, `Timed`, and the values of `chunks` follow, each as an object of its own.
-        """
-        start = time.perf_counter()
-        result = getattr(self._object, method)(*args, **kwargs)
-        seconds = time.perf_counter() - start
-        if chunks is None:
-            return Timed(result=result, seconds=seconds)
-        by_chunk, small = cast("tuple[Any, Any]", result) if isinstance(result, tuple) else (result, None)
-        first = Timed(result=small, seconds=seconds)
-        return (first, *(by_chunk[chunk] for chunk in chunks)) if chunks else first
-
-    def run_stream(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-        """Yields both parts of each pair that the method yields, as separate objects."""
-        for small, large in getattr(self._object, method)(*args, **kwargs):
-            yield small
-            yield large
-
     def free_address(self, host: str | None) -> Timed[str]:
         """Returns `host:port` with a free port of this process; without a host, of the node's address.
 
@@ -148,6 +136,82 @@ class RayWorker:
         holder.bind(("", 0))  # all addresses, as torch does
         self._reserved.append(holder)
         return Timed(result=f"{host}:{holder.getsockname()[1]}", seconds=0.0)
+
+
+class RayWorker(RayProcess):
+    """Runs the methods of its object one at a time, in the order of the calls."""
+
+    def run(
+        self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], chunks: Sequence[int] | None = None
+    ) -> Any:
+        """Runs a method; returns see `_returned`."""
+        start = time.perf_counter()
+        result = getattr(self._object, method)(*args, **kwargs)
+        return _returned(result, time.perf_counter() - start, chunks)
+
+
+class SteppingRayWorker(RayProcess):
+    """Runs the methods of its object in the order of the calls, and between them the object's `step()`.
+
+    `step()` takes a step of the object's own work, and returns whether there is more of it. A method may return a
+    future of such work: its call ends when the future does, and later calls run meanwhile. All of it runs in one
+    thread.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        ray_api.allow_blocking_get()  # calls fetch chunks in the thread below, not in the event loop
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._loop, daemon=True).start()
+
+    async def run(
+        self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], chunks: Sequence[int] | None = None
+    ) -> Any:
+        """Runs a method, and waits for the future that it may return; returns see `_returned`."""
+        start = time.perf_counter()
+        done: Future[Any] = Future()
+        self._calls.put((lambda: getattr(self._object, method)(*args, **kwargs), done))
+        result = await asyncio.wrap_future(done)
+        if isinstance(result, Future):
+            result = await asyncio.wrap_future(cast("Future[Any]", result))
+        return _returned(result, time.perf_counter() - start, chunks)
+
+    def _loop(self) -> None:
+        """Runs calls as they come, and takes steps while there are none; an error in a step ends the process."""
+        more = False
+        try:
+            while True:
+                try:
+                    call, done = self._calls.get(block=not more)
+                except queue.Empty:
+                    more = self._object.step()
+                else:
+                    more = self._answer(call, done)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+
+    def _answer(self, call: Callable[[], Any], done: Future[Any]) -> bool:
+        """Runs a call; returns whether the object can take steps."""
+        try:
+            done.set_result(call())
+        except Exception as error:
+            done.set_exception(error)
+        return "_object" in self.__dict__
+
+
+def _returned(result: Any, seconds: float, chunks: Sequence[int] | None) -> Any:
+    """Returns the values that Ray stores for a result.
+
+    Without `chunks`, it is the result, `Timed`. With `chunks`, the result is a dict by chunk, or such a dict and a
+    result for the driver. The latter, or None, comes first, `Timed`, and the values of `chunks` follow, each as an
+    object of its own.
+    """
+    if chunks is None:
+        return Timed(result=result, seconds=seconds)
+    by_chunk, small = cast("tuple[Any, Any]", result) if isinstance(result, tuple) else (result, None)
+    first = Timed(result=small, seconds=seconds)
+    return (first, *(by_chunk[chunk] for chunk in chunks)) if chunks else first
 
 
 def _print_to(log_file: str) -> None:

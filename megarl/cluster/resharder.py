@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megarl.cluster.calls import Call, WorkerError
+from megarl.cluster.calls import Call, Process, WorkerError
 from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.session import Session
 from megarl.cluster.trainers import RemoteRole
@@ -78,6 +79,8 @@ class Resharder:
         self, session: Session, config: PPOConfig | RAFTConfig, actor: RemoteRole, engines: RolloutGroup
     ) -> None:
         self._senders, self._receivers = actor.group.named(actor.name), engines
+        self._connected: list[Process[RolloutEngine]] = []
+        self._connections = itertools.count(1)
         self._first, self._tp = len(self._senders.processes), config.rollout.tp
         places = [Place(node=slot.node, device=slot.device) for slot in session.placement.slots]
         trainers = [places[device] for device in config.device_list(actor.group.name)]
@@ -87,7 +90,7 @@ class Resharder:
         self._store = serve_store(session.host)
         self._spec = SyncSpec.of(
             transfers,
-            name="actor-to-engines",
+            name="actor-to-engines",  # with a number for each connection
             host=session.host,
             port=self._store.port,
             places=[*trainers, *engine_ranks],
@@ -98,7 +101,9 @@ class Resharder:
         )
 
     def connect(self) -> Call[None]:
-        """Sends every rank its part of the plan, and connects all ranks."""
+        """Sends every rank its part of the plan, and connects all ranks; ends an earlier connection."""
+        self._connected = list(self._receivers.processes)
+        self._spec = replace(self._spec, name=f"actor-to-engines-{next(self._connections)}")
         starts = [self._first + engine * self._tp for engine in range(len(self._receivers.processes))]
         self._senders.call_each(MegatronWorker.connect, [self._request(range(r, r + 1)) for r in range(self._first)])
         return self._receivers.call_each(
@@ -115,6 +120,9 @@ class Resharder:
             WorkerError: The sync was aborted, or a process failed.
         """
         start = time.perf_counter()
+        if self._connected != self._receivers.processes:
+            self._receivers.wait_for_replacements()
+            self.connect().wait()
         sent = self._senders.call(MegatronWorker.send_weights, version)
         received = self._receivers.call(RolloutEngine.receive_weights, version)
         try:
@@ -126,6 +134,7 @@ class Resharder:
                 f"{self._first} on those of the engines, {self._tp} of each."
             ) from None
         assert {rank.version for rank in (*senders, *receivers)} == {version}, "a rank has not committed the version"
+        self._receivers.readmit()
         return SyncReport.of(senders, receivers, time.perf_counter() - start)
 
     def _request(self, ranks: Sequence[int]) -> ConnectRequest:

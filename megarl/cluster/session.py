@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
@@ -23,7 +23,7 @@ from megarl.cluster.driver_environment import (
 )
 from megarl.cluster.placement import Placement
 from megarl.cluster.ray_node import DEVICE, ENVIRONMENT
-from megarl.cluster.ray_worker import RayWorker
+from megarl.cluster.ray_worker import RayProcess, RayWorker, SteppingRayWorker
 from megarl.config.schema import Cluster
 from megarl.errors import RunError
 
@@ -35,6 +35,11 @@ _LOCAL_ENV = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"}
 _CPU_ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 _END_GRACE_S = 5.0
 _MIB = 1 << 20
+_CONCURRENT: Mapping[type[RayProcess], Mapping[str, int]] = {
+    RayWorker: {},
+    SteppingRayWorker: {"max_concurrency": 1 << 16},  # calls in progress, far above what engines generate at once
+}
+"""Ray's options of the processes that take a call before the last one has ended."""
 
 
 class Session:
@@ -84,7 +89,13 @@ class Session:
         self, name: str, devices: Sequence[int], worker: Callable[P, W], *args: P.args, **kwargs: P.kwargs
     ) -> Process[W]:
         """Starts a process on the node of the first of its devices; see `launch_at`."""
-        return self.launch_at(name, devices[0], devices, worker, *args, **kwargs)
+        return self._launch(name, devices[0], devices, RayWorker, worker, args, kwargs)
+
+    def launch_stepping(
+        self, name: str, devices: Sequence[int], worker: Callable[P, W], *args: P.args, **kwargs: P.kwargs
+    ) -> Process[W]:
+        """Like `launch`; the process takes steps of its object between calls, see `SteppingRayWorker`."""
+        return self._launch(name, devices[0], devices, SteppingRayWorker, worker, args, kwargs)
 
     def launch_at(
         self, name: str, place: int, devices: Sequence[int], worker: Callable[P, W], *args: P.args, **kwargs: P.kwargs
@@ -96,13 +107,25 @@ class Session:
             place: a device of the node on which the process runs.
             devices: devices that the process uses.
         """
+        return self._launch(name, place, devices, RayWorker, worker, args, kwargs)
+
+    def _launch(
+        self,
+        name: str,
+        place: int,
+        devices: Sequence[int],
+        kind: type[RayWorker | SteppingRayWorker],
+        worker: Callable[..., W],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Process[W]:
         log_file = self._log_dir.absolute() / f"{name.replace(' ', '-')}.log"
         gpus = tuple(self.placement.slots[device].local for device in devices)
         on_cpu = self._cluster.device == "cpu"
         strategy = self.placement.strategy(place)
         actor = (
-            ray_api.remote(RayWorker)
-            .options(num_cpus=0, scheduling_strategy=strategy)
+            ray_api.remote(kind)
+            .options(num_cpus=0, scheduling_strategy=strategy, **_CONCURRENT[kind])
             .remote(
                 f"{worker.__module__}:{worker.__qualname__}",  # imported by the process, in its environment
                 args,
@@ -113,9 +136,15 @@ class Session:
                 log_file=str(log_file),
             )
         )
-        process = Process[W](name=name, actor=actor, log_file=log_file)
+        process = Process[W](name=name, actor=actor, log_file=log_file, concurrent=bool(_CONCURRENT[kind]))
         self._processes.append(process)
         return process
+
+    def end(self, process: Process[Any]) -> None:
+        """Ends a process, also one that is stopped or dead, and waits until it is gone, for a while."""
+        self._processes.remove(process)
+        ray_api.kill(process.actor)
+        ray_api.wait([process.actor.free_address.remote(_LOOPBACK)], count=1, timeout=_END_GRACE_S)
 
     @property
     def host(self) -> str:

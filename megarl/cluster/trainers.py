@@ -120,7 +120,7 @@ class Trainers:
         _wait([group.call(MegatronWorker.offload_all) for group in self.groups.values()])
 
 
-def _wait(calls: Sequence[Call[None]]) -> None:
+def _wait(calls: Sequence[Call[Any]]) -> None:
     for call in calls:
         call.wait()
 
@@ -137,7 +137,7 @@ def start_all(
     Raises:
         WorkerError: A process failed to start.
     """
-    starting = [] if engines is None else [engines.call(RolloutEngine.start)]
+    starting = [] if engines is None else [engines.start()]
     loading = [] if rules is None else [rules.call(ScoringProcess.start)]
     if sleep:
         _wait(starting)

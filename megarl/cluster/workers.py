@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 from ray import ObjectRef
 
-from megarl.cluster.calls import Call, ChunkCall, Process, StreamCall
+from megarl.cluster.calls import Call, ChunkCall, Process
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.remote import RemoteMethod
 
@@ -30,7 +31,7 @@ class WorkerGroup(Generic[W]):
     """
 
     def __init__(self, session: Session, name: str, processes: Sequence[Process[W]]) -> None:
-        self.name, self.processes = name, processes
+        self.name, self.processes = name, list(processes)
         self._session = session
 
     def named(self, name: str) -> WorkerGroup[W]:
@@ -62,23 +63,15 @@ class WorkerGroup(Generic[W]):
         """Like `call_each`, but results by chunk stay in the object store; `chunks` are those of each process."""
         return self.submit(method, [(request,) for request in requests], chunks=chunks)
 
-    def stream(
-        self, method: RemoteMethod[W, P, Iterator[tuple[S, T]]], *args: P.args, **kwargs: P.kwargs
-    ) -> StreamCall[S, T]:
-        """Calls a method that yields pairs on every process, with the same arguments."""
-        streams: list[Any] = [
-            process.actor.run_stream.options(num_returns="streaming").remote(method.name, (*method.args, *args), kwargs)
-            for process in self.processes
-        ]
-        call = StreamCall[S, T](
-            label=f"{self.name}.{method.name}",
-            phase=method.phase,
-            processes=self.processes,
-            done=[stream.completed() for stream in streams],
-            monitor=self._session.monitor,
-            streams=streams,
-        )
-        return self._session.monitor.follow(call)
+    def call_one(
+        self,
+        process: int,
+        method: RemoteMethod[W, [Q], Future[tuple[dict[int, T], S]]],
+        request: Q,
+        chunks: Sequence[int],
+    ) -> ChunkCall[S, T]:
+        """Calls a method on one process, whose later calls do not wait for the end of this one."""
+        return self.submit(method, [(request,)], chunks=[chunks], processes=[self.processes[process]])
 
     def submit(
         self,
@@ -86,12 +79,16 @@ class WorkerGroup(Generic[W]):
         args: Sequence[tuple[object, ...]],
         kwargs: Mapping[str, object] | None = None,
         chunks: Sequence[Sequence[int]] | None = None,
+        processes: Sequence[Process[W]] | None = None,
     ) -> ChunkCall[Any, Any]:
         """Calls a method on the first `len(args)` processes, with arguments that are not checked.
 
         Without `chunks`, the whole result goes to the driver.
+
+        Args:
+            processes: other processes than the first ones of the group.
         """
-        processes = self.processes[: len(args)]
+        processes = self.processes[: len(args)] if processes is None else processes
         done: list[ObjectRef[Any]] = []
         refs: dict[int, ObjectRef[Any]] = {}
         for process, arguments, numbers in zip(processes, args, chunks or [None] * len(args), strict=True):

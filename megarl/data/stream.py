@@ -68,6 +68,9 @@ class Stream(Generic[T]):
             self._position += len(keys)
         return taken
 
+    def __getitem__(self, key: str) -> T:
+        return self._items[key]
+
     @property
     def epochs(self) -> float:
         """Number of epochs taken, with fractions."""

@@ -135,7 +135,30 @@ def experience_metrics(
     metrics |= spread("rewards", advantages.rewards.sum(-1), scored, reduce, largest)
     metrics |= spread("advantages", advantages.unnormalized, mask, reduce, largest)
     staleness = spread("staleness", context.version - batch.versions, batch.mask, reduce, largest)
-    return {**metrics, **{name: value for name, value in staleness.items() if not name.endswith("/min")}}
+    metrics |= {name: value for name, value in staleness.items() if not name.endswith("/min")}
+    return metrics | age_metrics(batch, context, reduce) if context.max_staleness else metrics
+
+
+def age_metrics(batch: PaddedBatch, context: StepContext, reduce: Reduce) -> dict[str, float]:
+    """Returns the fraction of tokens of each age, their gap between actor and engines, and the versions per response.
+
+    The age of a token is the number of versions between the weights that sampled it and the actor's. The gap is the
+    mean of |old - rollout|, nats, which is 0 where the old log-probabilities are the engines'.
+    """
+    ages, gaps = context.version - batch.versions, (batch.old - batch.rollout).abs()
+    own = [(ages == age) & batch.mask for age in range(context.max_staleness + 1)]
+    changes = (batch.versions[:, 1:] != batch.versions[:, :-1]) & batch.mask[:, 1:] & batch.mask[:, :-1]
+    rows = batch.mask.any(-1).sum()
+    counts = [mask.sum() for mask in own]
+    sums = [torch.where(mask, gaps, 0).sum() for mask in own]
+    totals = reduce(torch.stack([value.double() for value in (rows, rows + changes.sum(), *counts, *sums)])).tolist()
+    responses, spans, tokens, gap = totals[0], totals[1], totals[2 : 2 + len(own)], totals[2 + len(own) :]
+    metrics = {"rollout/version_spans": spans / max(responses, 1)}
+    for age, count in enumerate(tokens):
+        metrics[f"staleness/age_{age}"] = count / max(sum(tokens), 1)
+        if count:
+            metrics[f"rollout/logprob_gap/age_{age}"] = gap[age] / count
+    return metrics
 
 
 def spread(name: str, values: Tensor, mask: Tensor, reduce: Reduce, largest: Reduce) -> dict[str, float]:

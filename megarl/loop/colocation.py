@@ -15,27 +15,37 @@ class Colocation:
     """Gives shared devices to the trainers or to the engines, and remembers the version of the engines' weights.
 
     The trainers have the devices first. Sleeping engines hold neither weights nor a cache: they wake up to receive
-    weights, and get their cache after the trainers have been offloaded. The engines refuse any other order.
+    weights, and get their cache after the trainers have been offloaded. The engines refuse any other order. Where the
+    engines have devices of their own, both sides keep theirs.
 
     Args:
         resharder: None if the engines read their weights from files.
         sleep: engines sleep while the trainers have the devices.
+        shared: trainers and engines share devices.
     """
 
-    def __init__(self, trainers: Trainers, engines: RolloutGroup, resharder: Resharder | None, *, sleep: bool) -> None:
+    def __init__(
+        self,
+        trainers: Trainers,
+        engines: RolloutGroup,
+        resharder: Resharder | None,
+        *,
+        sleep: bool,
+        shared: bool = True,
+    ) -> None:
         self._trainers, self._engines, self._resharder = trainers, engines, resharder
-        self._sleep, self._training = sleep, True
+        self._sleep, self.shared, self._training = sleep, shared, True
         self._version = 0
 
     def to_training(self) -> None:
         """Gives the devices to the trainers, unless they have them, and waits."""
-        if not self._training:
+        if not self._training and self.shared:
             self._call_if_sleeping(RolloutEngine.sleep)
         self._training = True
 
     def to_rollout(self) -> None:
         """Gives the devices to the engines, unless they have them, and waits; engines that slept get their weights."""
-        if not self._training:
+        if not self._training or not self.shared:
             return
         if self._sleep and self._resharder is not None:
             self.sync()
@@ -47,7 +57,7 @@ class Colocation:
 
     def sync(self, version: int | None = None) -> SyncReport:
         """Moves the actor's weights into the engines as `version`, or the last version, and gives them the devices."""
-        assert self._training, "the engines have the devices already"
+        assert self._training or not self.shared, "the engines have the devices already"
         assert self._resharder is not None
         self._version = self._version if version is None else version
         start = perf_counter()
@@ -55,7 +65,8 @@ class Colocation:
         awake = perf_counter()
         report = self._resharder.sync(self._version)
         synced = perf_counter()
-        self._trainers.offload_all()
+        if self.shared:
+            self._trainers.offload_all()
         self._call_if_sleeping(RolloutEngine.wake_cache)
         self._training = False
         return report.with_offload(awake - start + perf_counter() - synced)

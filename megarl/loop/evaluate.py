@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from megarl.algos.metrics import clustered_mean, pass_rate
+from megarl.cluster.calls import Routine
 from megarl.cluster.engines import RolloutGroup, launch_engines
 from megarl.cluster.scorers import launch_scorers
 from megarl.cluster.session import Session
@@ -65,24 +66,33 @@ class Evaluator:
             data.held_out, evaluation.samples_per_prompt, seed=config.run.seed, step=0, temperature=temperature
         )
 
+    @property
+    def replaces_weights(self) -> bool:
+        """Returns whether an evaluation puts other weights into the engines for a while."""
+        return self._ema_of is not None
+
     def evaluate(self, step: int) -> EvaluationResult:
         """Returns the metrics of the weights after a step, `eval/*`, and of their EMA, `eval_ema/*`."""
         self._colocation.to_rollout()
-        result = self._evaluate(step, "eval")
+        result = self._engines.run(self.routine(step))
         if self._ema_of is None:
             return result
         self._ema_of.call(MegatronWorker.swap_weights, True).wait()
         self._colocation.sync()
-        ema = self._evaluate(step, "eval_ema")
+        ema = self._engines.run(self.routine(step, "eval_ema"))
         self._ema_of.call(MegatronWorker.swap_weights, False).wait()
         self._colocation.sync()
         return dataclasses.replace(result, metrics={**result.metrics, **ema.metrics})
 
-    def _evaluate(self, step: int, prefix: str) -> EvaluationResult:
+    def routine(self, step: int, prefix: str = "eval") -> Routine[EvaluationResult]:
         """Evaluates the engines' weights; afterwards the trainers have the devices."""
-        rollouts = self._engines.generate(self._requests, self._chunks)
+        pending = self._engines.generate(self._requests, self._chunks)
+        yield pending
+        rollouts = pending.result()
         self._colocation.to_training()
-        scores = self._scorer.submit(rollouts, self._prompts, self._evaluation.functions).wait()
+        scoring = yield from self._scorer.score(rollouts, self._prompts, self._evaluation.functions)
+        yield scoring
+        scores = scoring.wait()
         metrics = held_out_metrics(scores, rollouts.samples, self._evaluation)
         total = scores.get(REWARD_MODEL, next(iter(scores.values())))
         return EvaluationResult(

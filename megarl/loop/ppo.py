@@ -1,4 +1,4 @@
-"""Proximal policy optimization (Schulman et al., 2017) and its relatives, synchronous.
+"""Proximal policy optimization (Schulman et al., 2017) and its relatives.
 
 Calls of roles return at once. Calls on one group run in the order of this file, calls on different groups in parallel.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from megarl.algos.kl import KLController
@@ -43,7 +44,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         dynamic = None
         if algo.filter is not None:
             dynamic = DynamicSampling(keep=sample_filter(config.reward, algo), rounds=algo.filter_rounds)
-        self._sampler = Sampler(
+        sampler = Sampler(
             config,
             data.train,
             self._engines,
@@ -53,6 +54,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             dynamic=dynamic,
             greedy=algo.advantage.name == "remax",
         )
+        self._buffer = self._make_buffer(sampler)
         pretrain_mix = None if config.ptx is None else PretrainMix(config, data.texts)
         self._updater = Updater(config, self.roles, pretrain_mix)
         self._kl = KLController(algo.kl.coef, target=algo.kl.target, horizon=algo.kl.horizon)
@@ -64,11 +66,8 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         """Takes a step; afterwards the engines have version `step` where a sync is due."""
         timers = Timers(self._phase)
         with timers("step"):
-            with timers("sync"):
-                # After an evaluation, a checkpoint or a step without a sync, the trainers have the devices.
-                self._colocation.to_rollout()
             with timers("rollout"):
-                sampled = self._sampler.next(step)
+                sampled = self._buffer.take(step)
             plan = StepPlan(self._config, sampled.rollouts.samples, step)
             with timers("experience"):
                 forwards = self._forward(sampled, plan)
@@ -121,6 +120,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         context = StepContext(
             kl_coef=self._kl.coef,
             version=plan.step - 1,
+            max_staleness=self._config.rollout.max_staleness,
             groups=int(batch.samples.groups.max()) + 1,
             value_norm=self._value_norm,
             dense=self._scorer.token_scale,
@@ -129,6 +129,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             schedule=plan.inference("actor"), rollouts=sampled.rollouts.chunks, columns=columns, context=context
         )
         call = self.roles["actor"].dispatch_by_chunk(MegatronWorker.build_experience, request)
+        call.after = tuple(forwards.values())
         report = rank0_result(call)
         self._value_norm = report.value_norm
         seconds = {"reward": sampled.scoring.seconds(), **{name: call.longest() for name, call in forwards.items()}}
@@ -140,18 +141,18 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         if name in metrics:  # missing without a reference, or without a scored response
             self._kl.update(metrics[name], samples)
 
-    def state(self) -> dict[str, Any]:
-        """Returns the driver's part of a checkpoint."""
+    def state(self, directory: Path) -> dict[str, Any]:
+        """Returns the driver's part of a checkpoint; writes the rollouts that wait for the training."""
         return {
-            "prompts": self._sampler.state(),
+            **super().state(directory),
             "texts": self._updater.state(),
             "kl": self._kl.state(),
             "value_norm": self._value_norm,
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, Any], directory: Path) -> None:
         """Loads `state()`."""
-        self._sampler.load(state["prompts"])
+        super().load(state, directory)
         self._updater.load(state["texts"])
         self._kl.load(state["kl"])
         self._value_norm = state["value_norm"]

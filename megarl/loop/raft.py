@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -35,17 +34,15 @@ class RAFTTrainer(RolloutTrainer[RAFTConfig]):
     ) -> None:
         super().__init__(config, session, model_dir, data, phase, config.scores.truncate_at)
         chunks = self._trainers.chunks
-        self._sampler = Sampler(config, data.train, self._engines, self._scorer, self._colocation, chunks)
+        sampler = Sampler(config, data.train, self._engines, self._scorer, self._colocation, chunks)
+        self._buffer = self._make_buffer(sampler)
 
     def step(self, step: int) -> StepResult:
         """Takes a step; afterwards the engines have version `step` where a sync is due."""
         config, timers = self._config, Timers(self._phase)
         with timers("step"):
-            with timers("sync"):
-                # After an evaluation, a checkpoint or a step without a sync, the trainers have the devices.
-                self._colocation.to_rollout()
             with timers("rollout"):
-                sampled = self._sampler.next(step)
+                sampled = self._buffer.take(step)
             samples, scored = sampled.rollouts.samples, sampled.scoring.samples
             with timers("reward"):
                 by_reward = sampled.scoring.wait()
@@ -85,14 +82,6 @@ class RAFTTrainer(RolloutTrainer[RAFTConfig]):
         if skipped:
             actor.call(MegatronWorker.skip_steps, skipped).wait()
         return updates
-
-    def state(self) -> dict[str, Any]:
-        """Returns the position in the prompts."""
-        return {"prompts": self._sampler.state()}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Loads `state()`."""
-        self._sampler.load(state["prompts"])
 
 
 def select_samples(

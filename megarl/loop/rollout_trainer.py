@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from megarl.cluster.calls import Routine
 from megarl.cluster.engines import launch_engines
 from megarl.cluster.resharder import Resharder
 from megarl.cluster.scorers import launch_scorers
 from megarl.cluster.session import Session
 from megarl.cluster.trainers import close_all, launch_trainers, start_all
-from megarl.config import PPOConfig, RAFTConfig
+from megarl.config import PPOConfig, RAFTConfig, parse_devices
 from megarl.config.schema import TruncateAt
 from megarl.loop.colocation import Colocation
 from megarl.loop.evaluate import Evaluator
 from megarl.loop.logprob_check import LogprobCheck
-from megarl.loop.sampler import Sampled, sample_metrics
+from megarl.loop.rollout_buffer import RolloutBuffer
+from megarl.loop.sampler import Sampled, Sampler, sample_metrics
 from megarl.loop.scoring import Scorer, ScoresByReward, Values, shuffled_order
 from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.datasets import PromptSets
@@ -53,9 +57,15 @@ class RolloutTrainer(Generic[C]):
         self.roles = self._trainers.roles
         self._engines = launch_engines(config, config.rollout, session, model_dir, weights="sync")
         self._resharder = Resharder(session, config, self.roles["actor"], self._engines)
-        self._colocation = Colocation(self._trainers, self._engines, self._resharder, sleep=config.rollout.sleep)
+        rollout, groups = config.rollout, config.groups
+        trained_on = {device for group in groups.values() for device in parse_devices(group.devices)}
+        shared = not trained_on.isdisjoint(parse_devices(rollout.devices))
+        self._colocation = Colocation(
+            self._trainers, self._engines, self._resharder, sleep=rollout.sleep, shared=shared
+        )
         self._rules = launch_scorers(config, session, model_dir)
         self._scorer = Scorer(config, self.roles, self._rules, self._engines, truncate_at)
+        self._buffer: RolloutBuffer
         self._evaluator: Evaluator | None = None
         self.evaluate_every: int | None = None
         if config.evaluation is not None:
@@ -63,6 +73,9 @@ class RolloutTrainer(Generic[C]):
             chunks = self._trainers.chunks
             self._evaluator = Evaluator(config, data, self._engines, self._scorer, self._colocation, chunks, ema_of)
             self.evaluate_every = config.evaluation.every
+
+    def _make_buffer(self, sampler: Sampler) -> RolloutBuffer:
+        return RolloutBuffer(self._config, sampler, self._engines, self._colocation)
 
     def start(self) -> None:
         """Starts every process, loads every model, and connects the actor with the engines."""
@@ -73,13 +86,22 @@ class RolloutTrainer(Generic[C]):
         """Moves the actor's weights into the engines, and compares the log-probabilities of both."""
         gate = self._config.resharding.gate
         check = None if gate is None else LogprobCheck(self._config, self.roles["actor"])
-        transfer = self._colocation.sync(step).metrics()
-        return transfer if check is None else {**transfer, **check.compare(self._engines)}
+        metrics = self._colocation.sync(step).metrics()
+        if check is not None:
+            metrics = {**metrics, **check.compare(self._engines)}
+        self._buffer.begin(step)
+        return metrics
 
     def _sync(self, step: int) -> Metrics:
         """Moves the actor's weights into the engines as version `step`, if a sync is due."""
-        due = step % self._config.rollout.sync_every == 0 or step == self._config.run.steps
-        return self._colocation.sync(step).metrics() if due else {}
+        steps, every = self._config.run.steps, self.evaluate_every
+        evaluates = step == steps or (every is not None and step % every == 0)
+        if not evaluates and (step % self._config.rollout.sync_every or self._buffer.skips_sync(step)):
+            return {}
+        self._buffer.prepare_sync()
+        metrics = self._colocation.sync(step).metrics()
+        self._buffer.synced(step)
+        return metrics
 
     def _score_order(self, count: int, step: int) -> npt.NDArray[np.int64] | None:
         """Returns the permutation of a step's scores; None unless they are shuffled."""
@@ -100,6 +122,7 @@ class RolloutTrainer(Generic[C]):
         tokens = sum(sample.tokens for sample in rollouts.samples)
         all_metrics = {
             "version": step,
+            **self._asynchronous_metrics(),
             **metrics,
             **sample_metrics(rollouts.samples, self._config.rollout.max_new_tokens),
             **sampled.metrics,
@@ -110,12 +133,38 @@ class RolloutTrainer(Generic[C]):
         shown = shown_samples(rollouts, scores, scores_by_reward, self._tokenizer, self._config.tracking.samples)
         return StepResult(step=step, metrics=all_metrics, updates=updates, samples=shown)
 
+    def _asynchronous_metrics(self) -> Metrics:
+        metrics: dict[str, float] = {}
+        if self._config.rollout.max_staleness:
+            metrics["rollout/queue_depth"] = self._buffer.depth
+            metrics["rollout/engine_idle"] = self._engines.idle_fraction()
+        if self._config.rollout.max_replacements:
+            metrics["rollout/engines_replaced"] = len(self._engines.replaced)
+        return metrics
+
     def evaluate(self, step: int) -> EvaluationResult | None:
-        """Evaluates the weights of the last sync."""
-        if self._evaluator is None:
+        """Evaluates the weights of the last sync; without `evaluation.blocking`, `evaluations` returns the result."""
+        evaluation = self._config.evaluation
+        if self._evaluator is None or evaluation is None:
+            return None
+        if not evaluation.blocking:
+            self._buffer.run_beside(self._noting_versions(self._evaluator.routine(step)))
             return None
         self._phase("evaluation")
-        return self._evaluator.evaluate(step)
+        # The weights of the moving average replace the engines' for a while.
+        with self._buffer.paused() if self._evaluator.replaces_weights else nullcontext():
+            return self._evaluator.evaluate(step)
+
+    def evaluations(self, *, wait: bool) -> Sequence[EvaluationResult]:
+        """Returns the results of finished evaluations that ran during the training; with `wait`, of all of them."""
+        return self._buffer.take_results(wait=wait)
+
+    def _noting_versions(self, evaluation: Routine[EvaluationResult]) -> Routine[EvaluationResult]:
+        """Adds the engines' versions at the beginning and the end of an evaluation to its metrics."""
+        first = self._buffer.version
+        result = yield from evaluation
+        versions = {"eval/version": first, "eval/version_end": self._buffer.version}
+        return replace(result, metrics={**result.metrics, **versions})
 
     def to_training(self) -> None:
         """Gives shared devices to the trainers."""
@@ -132,6 +181,14 @@ class RolloutTrainer(Generic[C]):
             actor.call(MegatronWorker.export, str(ema_export(export)), template).wait()
             actor.call(MegatronWorker.swap_weights, False).wait()
         return {}
+
+    def state(self, directory: Path) -> dict[str, Any]:
+        """Returns the driver's part of a checkpoint; writes the rollouts that wait for the training."""
+        return {"prompts": self._buffer.state(directory)}
+
+    def load(self, state: Mapping[str, Any], directory: Path) -> None:
+        """Loads `state()`."""
+        self._buffer.load(state["prompts"], directory)
 
     def close(self) -> None:
         """Lets every process end by itself."""

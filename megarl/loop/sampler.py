@@ -5,12 +5,14 @@ A step has `data.prompts_per_step` draws: a draw is a prompt with its `samples_p
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
+from megarl.cluster.calls import Routine
 from megarl.cluster.engines import RolloutGroup, Rollouts
 from megarl.config import PPOConfig, RAFTConfig
 from megarl.data.prompts import greedy_requests, sample_requests
@@ -27,13 +29,15 @@ class Sampled:
     Args:
         prompts: one per draw.
         rollouts: in the order of the draws.
-        greedy: scores of greedy responses, one per different prompt, which are not trained on.
+        greedy_rollouts: greedy responses, one per different prompt, which are not trained on.
+        greedy: scores of these.
         metrics: metrics of dynamic sampling.
     """
 
     prompts: Sequence[Prompt]
     rollouts: Rollouts
     scoring: Scoring
+    greedy_rollouts: Rollouts | None = None
     greedy: Scoring | None = None
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
@@ -51,7 +55,7 @@ class DynamicSampling:
 
 
 class Sampler:
-    """Samples and scores the rollouts of one step after the other.
+    """Samples and scores the rollouts of a step.
 
     Args:
         chunks: maximum number of chunks of a step's samples.
@@ -76,50 +80,94 @@ class Sampler:
         self._prompts_per_step, self._samples_per_prompt = config.data.prompts_per_step, config.data.samples_per_prompt
         self._seed, self._chunks = config.run.seed, chunks
         self._dynamic, self._greedy = dynamic, greedy
+        self._drawn: dict[int, list[str]] = {}  # the prompts of steps that have not been trained on
+        self._asked: Counter[int] = Counter()  # how many of them were asked in this process
 
-    def next(self, step: int) -> Sampled:
+    def sample(self, step: int) -> Routine[Sampled]:
         """Generates the rollouts of a step and starts to score them; afterwards the trainers have the devices."""
         metrics: Mapping[str, float] = {}
+        scoring = greedy = None
         if self._dynamic is None:
-            prompts, scoring = self._stream.next(self._prompts_per_step), None
-            rollouts = self._generate(prompts, (), step)
+            self._colocation.to_rollout()
+            prompts = self._draw(step)
+            rollouts = yield from self._generate(prompts, (), step)
         else:
-            prompts, rollouts, scoring, metrics = self._filtered(self._dynamic, step)
-        greedy = None
+            prompts, rollouts, scoring, metrics = yield from self._filtered(self._dynamic, step)
         if self._greedy:
             self._colocation.to_rollout()
-            greedy = self._engines.generate(greedy_requests(prompts, step=step), self._chunks)
+            pending = self._engines.generate(greedy_requests(prompts, step=step), self._chunks)
+            yield pending
+            greedy = pending.result()
+        return (yield from self.score(prompts, rollouts, greedy, metrics, scoring))
+
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        rollouts: Rollouts,
+        greedy_rollouts: Rollouts | None,
+        metrics: Mapping[str, float],
+        scoring: Scoring | None = None,
+        greedy: Scoring | None = None,
+    ) -> Routine[Sampled]:
+        """Starts to score rollouts, on the trainers' devices; `scoring` and `greedy` are scores that are known."""
         self._colocation.to_training()
+        if scoring is None:
+            scoring = yield from self._score(rollouts, prompts)
+        if greedy is None and greedy_rollouts is not None:
+            greedy = yield from self._score(greedy_rollouts, prompts)
         return Sampled(
             prompts=prompts,
             rollouts=rollouts,
-            scoring=self._score(rollouts, prompts) if scoring is None else scoring,
-            greedy=None if greedy is None else self._score(greedy, prompts),
+            scoring=scoring,
+            greedy_rollouts=greedy_rollouts,
+            greedy=greedy,
             metrics=metrics,
         )
 
+    def prompt(self, prompt_id: str) -> Prompt:
+        return self._stream[prompt_id]
+
+    def forget(self, step: int) -> None:
+        """Ends the record of a step's prompts, when it was trained on."""
+        self._drawn.pop(step, None)
+        del self._asked[step]
+
     def state(self) -> dict[str, Any]:
-        """Returns the position in the prompts."""
-        return asdict(self._stream.state())
+        """Returns the position in the prompts, and those of steps that have not been trained on."""
+        drawn = {str(step): prompts for step, prompts in sorted(self._drawn.items())}
+        return {**asdict(self._stream.state()), **({"drawn": drawn} if drawn else {})}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Loads `state()`; raises ValueError if the prompts have changed."""
-        self._stream.load(StreamState(**state))
+        """Loads `state()`; raises ValueError if the prompts have changed. Steps get the same prompts again."""
+        position = {name: value for name, value in state.items() if name != "drawn"}
+        self._stream.load(StreamState(**position))
+        self._drawn = {int(step): list(prompts) for step, prompts in state.get("drawn", {}).items()}
 
-    def _generate(self, prompts: Sequence[Prompt], earlier: Sequence[Prompt], step: int) -> Rollouts:
+    def _draw(self, step: int) -> list[Prompt]:
+        """Returns the next prompts of a step; those that an earlier process drew come first."""
+        drawn, first = self._drawn.setdefault(step, []), self._asked[step]
+        self._asked[step] += self._prompts_per_step
+        missing = max(self._asked[step] - len(drawn), 0)
+        drawn += [prompt.prompt_id for prompt in self._stream.next(missing)]
+        return [self._stream[prompt_id] for prompt_id in drawn[first : self._asked[step]]]
+
+    def _generate(self, prompts: Sequence[Prompt], earlier: Sequence[Prompt], step: int) -> Routine[Rollouts]:
         """Generates samples of some prompts, whose ids and seeds continue those of the step's earlier prompts."""
         requests = sample_requests([*earlier, *prompts], self._samples_per_prompt, seed=self._seed, step=step)
-        return self._engines.generate(requests[len(earlier) * self._samples_per_prompt :], self._chunks)
+        pending = self._engines.generate(requests[len(earlier) * self._samples_per_prompt :], self._chunks)
+        yield pending
+        return pending.result()
 
-    def _score(self, rollouts: Rollouts, prompts: Sequence[Prompt]) -> Scoring:
-        return self._scorer.submit(rollouts, {prompt.prompt_id: prompt for prompt in prompts}, self._functions)
+    def _score(self, rollouts: Rollouts, prompts: Sequence[Prompt]) -> Routine[Scoring]:
+        by_id = {prompt.prompt_id: prompt for prompt in prompts}
+        return self._scorer.score(rollouts, by_id, self._functions)
 
     def _filtered(
         self, dynamic: DynamicSampling, step: int
-    ) -> tuple[list[Prompt], Rollouts, Scoring, Mapping[str, float]]:
+    ) -> Routine[tuple[list[Prompt], Rollouts, Scoring, Mapping[str, float]]]:
         """Returns prompts, rollouts, scores and metrics of the first draws that pass the filter."""
         wanted, size = self._prompts_per_step, self._samples_per_prompt
-        rounds, kept = self._rounds(dynamic, step)
+        rounds, kept = yield from self._rounds(dynamic, step)
         prompts = [prompt for each in rounds for prompt in each.prompts]
         others = sorted(set(range(len(prompts))) - set(kept))
         chosen = sorted([*kept, *others][:wanted])
@@ -135,18 +183,19 @@ class Sampler:
         }
         return [prompts[draw] for draw in chosen], rollouts, _select_scores(rounds, rows), metrics
 
-    def _rounds(self, dynamic: DynamicSampling, step: int) -> tuple[list[Sampled], list[int]]:
+    def _rounds(self, dynamic: DynamicSampling, step: int) -> Routine[tuple[list[Sampled], list[int]]]:
         """Samples rounds until enough draws pass; returns the rounds, and the indices of these draws in all rounds."""
         rounds: list[Sampled] = []
         drawn: list[Prompt] = []
         kept: list[int] = []
         while len(rounds) < dynamic.rounds and len(kept) < self._prompts_per_step:
             self._colocation.to_rollout()
-            prompts = self._stream.next(self._prompts_per_step)
-            rollouts = self._generate(prompts, drawn, step)
+            prompts = self._draw(step)
+            rollouts = yield from self._generate(prompts, drawn, step)
             if self._scorer.model is not None:
                 self._colocation.to_training()
-            scoring = self._score(rollouts, prompts)
+            scoring = yield from self._score(rollouts, prompts)
+            yield scoring
             rounds.append(Sampled(prompts=prompts, rollouts=rollouts, scoring=scoring))
             keeps = dynamic.keep(scoring.wait(), scoring.samples)[:: self._samples_per_prompt]
             kept += (len(drawn) + np.flatnonzero(keeps)).tolist()

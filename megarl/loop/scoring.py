@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,7 @@ from megarl.algos.group_advantages import Samples
 from megarl.algos.metrics import group_metrics
 from megarl.algos.registry import FILTERS, GROUP_ADVANTAGES, MISSING_ENDS, bound
 from megarl.algos.reward_shaping import clip_scores
-from megarl.cluster.calls import Call, gather_by_chunk
+from megarl.cluster.calls import Call, Routine, gather_by_chunk
 from megarl.cluster.engines import RolloutGroup, Rollouts
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.scorers import RuleScorers, ScoredChunks
@@ -61,6 +62,7 @@ class Scoring:
 
     Args:
         samples: [N], with the lengths and ends of the responses as truncated for the rewards.
+        calls: that compute the scores.
         wait: waits for the scores; raises WorkerError if a process failed.
         seconds: waits likewise; returns the duration of the slowest reward.
         dense: raw scores of the reward model before the first token of each response and after every token; None if it
@@ -70,7 +72,13 @@ class Scoring:
     samples: Sequence[SampleInfo]
     wait: Callable[[], ScoresByReward]
     seconds: Callable[[], float] = float
+    calls: Sequence[Call[Any]] = ()
     dense: ChunkRefs[Ragged] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Returns whether `wait` returns at once."""
+        return all(call.finished for call in self.calls)
 
 
 class Scorer:
@@ -103,10 +111,14 @@ class Scorer:
         gain, bias = reward.weight * self._scale.gain, reward.weight * self._scale.bias
         return TokenRewardScale(gain=gain, bias=bias, differences=reward.dense == "differences")
 
-    def submit(self, rollouts: Rollouts, prompts: Mapping[str, Prompt], functions: Sequence[RewardFunction]) -> Scoring:
+    def score(
+        self, rollouts: Rollouts, prompts: Mapping[str, Prompt], functions: Sequence[RewardFunction]
+    ) -> Routine[Scoring]:
         """Starts to score rollouts, after responses have been truncated; `prompts` are by prompt id."""
         if self._truncate_at is not None:
-            rollouts = self._engines.truncate(rollouts, self._truncate_at.token, self._truncate_at.after)
+            truncation = self._engines.truncate(rollouts, self._truncate_at.token, self._truncate_at.after)
+            yield truncation
+            rollouts = truncation.result()
         model = dense = functions_call = None
         if self.model is not None:
             budget = self._config.role("reward").tokens_per_micro_batch
@@ -124,6 +136,7 @@ class Scorer:
             samples=rollouts.samples,
             wait=lambda: self._gather(model, functions_call),
             seconds=lambda: max(call.longest() for call in calls),
+            calls=calls,
             dense=None if dense is None else dense.chunks,
         )
 

@@ -94,14 +94,18 @@ class SupervisedTrainer:
         schedule = step_schedule(trained, self._layout, self._budget, rows_per_unit=self._sequences_per_row)
         return samples, ChunkRefs[TextChunk].put(chunks), schedule
 
+    def evaluations(self, *, wait: bool) -> Sequence[EvaluationResult]:
+        """Returns nothing: no evaluation runs during the training."""
+        return ()
+
     def to_training(self) -> None:
         """Does nothing: the trained role always has the devices."""
 
-    def state(self) -> dict[str, Any]:
-        """Returns the position in the rows."""
+    def state(self, directory: Path) -> dict[str, Any]:
+        """Returns the position in the rows; needs no files."""
         return {"rows": asdict(self._rows.state())}
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, Any], directory: Path) -> None:
         """Loads `state()`."""
         self._rows.load(StreamState(**state["rows"]))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from megarl.loop.reward_model import RewardModelTrainer
 from megarl.loop.supervised import SFTTrainer
 from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.check import check
-from megarl.run.checkpoints import Checkpoint
+from megarl.run.checkpoints import ROLLOUTS, Checkpoint, writing
 from megarl.run.directory import RunDirectory, attempt, model_directory
 from megarl.run.report import Reporter, Summary
 from megarl.run.results import EvaluationResult, StepResult
@@ -46,16 +46,20 @@ class Trainer(Protocol):
         ...
 
     def evaluate(self, step: int) -> EvaluationResult | None:
-        """Evaluates on held-out data; returns None without any."""
+        """Evaluates on held-out data; returns None without any, or if `evaluations` will return the result."""
+
+    def evaluations(self, *, wait: bool) -> Sequence[EvaluationResult]:
+        """Returns the results of finished evaluations that ran during the training; with `wait`, of all of them."""
+        ...
 
     def to_training(self) -> None:
         """Gives the devices to the trained roles, which are about to be saved."""
 
-    def state(self) -> dict[str, Any]:
-        """Returns the driver's part of a checkpoint, as JSON."""
+    def state(self, directory: Path) -> dict[str, Any]:
+        """Returns the driver's part of a checkpoint, as JSON; may write files into a directory of the checkpoint."""
         ...
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, Any], directory: Path) -> None:
         """Loads `state()`."""
 
     def finish(self, export: Path) -> Metrics:
@@ -112,7 +116,10 @@ def train(config: TrainingConfig) -> Summary:
             reporter.write(trainer.step(step))
             if _due(step, trainer.evaluate_every, config.run.steps):
                 reporter.evaluated(trainer.evaluate(step))
-            if _due(step, config.checkpoint.every, config.run.steps):
+            saves = _due(step, config.checkpoint.every, config.run.steps)
+            for result in trainer.evaluations(wait=saves):
+                reporter.evaluated(result)
+            if saves:
                 reporter.phase("checkpoint")
                 _save(trainer, config, directory, step)
         export = trainer.finish(directory.export)
@@ -129,13 +136,15 @@ def _save(trainer: Trainer, config: TrainingConfig, directory: RunDirectory, ste
     trainer.to_training()
     staged = directory.checkpoints.stage(step)
     calls = {role.name: role.call(MegatronWorker.save, str(staged / role.name)) for role in _saved(trainer, config)}
-    directory.commit(step, {name: call.wait() for name, call in calls.items()}, trainer.state())
+    with writing(step):
+        state = trainer.state(staged / ROLLOUTS)
+    directory.commit(step, {name: call.wait() for name, call in calls.items()}, state)
 
 
 def _load(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Loads the driver's part of a checkpoint; raises ConfigError if the data has changed."""
     try:
-        trainer.load(checkpoint.state)
+        trainer.load(checkpoint.state, checkpoint.path / ROLLOUTS)
     except ValueError as error:
         fix = "restore the files that the run began with, or choose another run.dir"
         raise ConfigError([Problem(field="data", value="changed", rule=str(error), fix=fix)]) from error

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from megarl.data.packing import Chunks
-from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleRequest, VersionSpan
+from megarl.files import sync, write_errors
+from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleRequest, VersionSpan, WorkItem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +25,22 @@ class Response:
     logprobs: Sequence[float]
     finished: bool
     versions: tuple[VersionSpan, ...]
+
+
+class PendingChunk:
+    """The responses to a work item that have arrived; `chunk` gets the whole chunk, by its index, with its samples."""
+
+    def __init__(self, item: WorkItem) -> None:
+        self.item = item
+        self.chunk: Future[tuple[dict[int, RolloutChunk], list[SampleInfo]]] = Future()
+        self._rows: dict[int, Response] = {}
+
+    def add(self, row: int, response: Response) -> None:
+        """Adds the response to a request of the item."""
+        self._rows[row] = response
+        if len(self._rows) == len(self.item.requests):
+            infos, chunk = pack_chunk(self.item.chunk, [self._rows[row] for row in range(len(self._rows))])
+            self.chunk.set_result(({self.item.chunk: chunk}, infos))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,18 +63,6 @@ class TruncateRequest:
 
 def pack_chunk(index: int, responses: Sequence[Response]) -> tuple[list[SampleInfo], RolloutChunk]:
     """Returns a chunk of responses, in their order, and the SampleInfo of each."""
-    infos = [
-        SampleInfo(
-            sample_id=response.request.sample_id,
-            prompt_id=response.request.prompt.prompt_id,
-            chunk=index,
-            row=row,
-            prompt_tokens=len(response.request.prompt.token_ids),
-            response_tokens=len(response.token_ids),
-            finished=response.finished,
-        )
-        for row, response in enumerate(responses)
-    ]
     chunk = RolloutChunk(
         sample_ids=tuple(response.request.sample_id for response in responses),
         prompt_ids=Ragged.from_rows((response.request.prompt.token_ids for response in responses), np.int32),
@@ -62,7 +71,64 @@ def pack_chunk(index: int, responses: Sequence[Response]) -> tuple[list[SampleIn
         finished=np.array([response.finished for response in responses], dtype=np.bool_),
         versions=tuple(response.versions for response in responses),
     )
-    return infos, chunk
+    return sample_infos(index, chunk, [response.request.prompt.prompt_id for response in responses]), chunk
+
+
+def sample_infos(index: int, chunk: RolloutChunk, prompt_ids: Sequence[str]) -> list[SampleInfo]:
+    """Returns the SampleInfo of each row of a chunk; `prompt_ids` are the names of the rows' prompts."""
+    return [
+        SampleInfo(
+            sample_id=sample_id,
+            prompt_id=prompt_ids[row],
+            chunk=index,
+            row=row,
+            prompt_tokens=len(chunk.prompt_ids[row]),
+            response_tokens=len(chunk.response_ids[row]),
+            finished=bool(chunk.finished[row]),
+        )
+        for row, sample_id in enumerate(chunk.sample_ids)
+    ]
+
+
+_RAGGED = ("prompt_ids", "response_ids", "rollout_logprobs")
+
+
+def save_chunks(path: Path, chunks: Sequence[RolloutChunk]) -> None:
+    """Writes chunks to an npz file."""
+    columns: dict[str, npt.NDArray[Any]] = {}
+    for index, chunk in enumerate(chunks):
+        for name in _RAGGED:
+            ragged: Ragged = getattr(chunk, name)
+            columns[f"{index}/{name}"], columns[f"{index}/{name}/offsets"] = ragged.values, ragged.offsets
+        spans = [(row, s.start, s.stop, s.version, s.engine_id) for row, of in enumerate(chunk.versions) for s in of]
+        columns[f"{index}/versions"] = np.array(spans, dtype=np.int64).reshape(-1, 5)
+        columns[f"{index}/sample_ids"], columns[f"{index}/finished"] = np.array(chunk.sample_ids), chunk.finished
+    with write_errors(path):
+        np.savez(path, **columns)  # pyright: ignore[reportArgumentType]
+    sync(path)
+    sync(path.parent)
+
+
+def load_chunks(path: Path) -> list[RolloutChunk]:
+    """Reads the chunks that `save_chunks` wrote."""
+    with np.load(path) as stored:
+        columns = dict(stored)
+    chunks: list[RolloutChunk] = []
+    while f"{len(chunks)}/finished" in columns:
+        own = {name.partition("/")[2]: column for name, column in columns.items() if name.startswith(f"{len(chunks)}/")}
+        versions: list[list[VersionSpan]] = [[] for _ in own["finished"]]
+        for row, start, stop, version, engine_id in own["versions"].tolist():
+            versions[row].append(VersionSpan(start=start, stop=stop, version=version, engine_id=engine_id))
+        ragged = {name: Ragged(values=own[name], offsets=own[f"{name}/offsets"]) for name in _RAGGED}
+        chunks.append(
+            RolloutChunk(
+                sample_ids=tuple(own["sample_ids"].tolist()),
+                finished=own["finished"],
+                versions=tuple(map(tuple, versions)),
+                **ragged,
+            )
+        )
+    return chunks
 
 
 def select_rows(chunks: Chunks[RolloutChunk], rows: Sequence[tuple[int, int]]) -> RolloutChunk:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -14,10 +16,10 @@ import numpy as np
 from megarl.models import model_spec
 from megarl.remote import remote
 from megarl.rollout.completions import (
+    PendingChunk,
     PickRequest,
     Response,
     TruncateRequest,
-    pack_chunk,
     select_rows,
     truncate_responses,
 )
@@ -48,7 +50,8 @@ not allow a trainer on the device."""
 class RolloutEngine:
     """A vLLM engine in this process; more than one tensor-parallel rank are worker processes.
 
-    The weights' version is that of the last committed sync, or 0 if they are loaded from files. `EngineState` refuses
+    Who owns the engine calls `step` as long as responses are in progress, and other methods between two steps. The
+    weights' version is that of the last committed sync, or 0 if they are loaded from files. `EngineState` refuses
     calls in the wrong state. vLLM takes over the process (default process group, random state, threads), so nothing
     else in it may use torch.
 
@@ -73,14 +76,20 @@ class RolloutEngine:
     ) -> None:
         self._model_dir, self._rollout, self._engine_id = str(model_dir), rollout, engine_id
         self._vocab_size, self._device, self._tokenizer, self._weights = vocab_size, device, tokenizer, weights
+        self._inflight = rollout.mode == "inflight"
         self._state = EngineState(
-            engine_id, sleeps=rollout.sleep, drops=weights == "sync", version=0 if weights == "files" else None
+            engine_id,
+            sleeps=rollout.sleep,
+            drops=weights == "sync",
+            version=0 if weights == "files" else None,
+            overlaps=self._inflight,
         )
         self._spec = model_spec(read_config(model_dir))
         self._stop_token_ids = tuple({*stop_token_ids(model_dir), *rollout.stop_token_ids})
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._llm: LLMEngine | None = None
         self._requests: Requests | None = None
+        self._pending: set[PendingChunk] = set()
         vocab = self._spec.dims.vocab
         if vocab_size > vocab:
             raise ValueError(f"vocab_size is {vocab_size}; the model has {vocab} ids: lower it")
@@ -94,8 +103,11 @@ class RolloutEngine:
         return self._state.version
 
     @remote(phase="start")
-    def start(self) -> None:
-        """Starts vLLM and checks its parameters against the shard maps; with `rollout.sleep` the engine then sleeps."""
+    def start(self) -> int:
+        """Starts vLLM and checks its parameters against the shard maps; with `rollout.sleep` the engine then sleeps.
+
+        Returns the number of responses that vLLM generates at once.
+        """
         self._scratch = scratch_directory()
         set_vllm_environment(self._device, self._scratch.name)
         from vllm import EngineArgs, LLMEngine
@@ -117,6 +129,8 @@ class RolloutEngine:
             worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
             enforce_eager=cpu or self._rollout.enforce_eager,
+            async_scheduling=False if self._inflight else None,  # no batch is under way when the weights change
+            enable_chunked_prefill=False if cpu else None,  # vLLM (0.32) cannot step a CPU's seeded generator back
             enable_sleep_mode=self._rollout.sleep and not cpu,  # on a CPU vLLM sleeps without it, and frees nothing
             max_model_len=self._rollout.max_model_len + 1,  # vLLM generates a token when it scores a sequence
             block_size=_BLOCK_TOKENS,  # the CPU kernels' smallest; short prompts share prefixes
@@ -132,8 +146,11 @@ class RolloutEngine:
             self._llm = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)  # allows the largest batches
         self._requests = Requests(self._llm)
         self._call("prepare", self.shard_maps(), self._vocab_size)
+        if self._inflight:
+            self._llm.set_weight_version(str(self.version))
         if self._rollout.sleep:
             self._suspend()
+        return self._llm.vllm_config.scheduler_config.max_num_seqs
 
     def shard_maps(self) -> list[ShardMap]:
         """Returns the shard map of each tensor-parallel rank, in vLLM's names."""
@@ -153,16 +170,20 @@ class RolloutEngine:
 
         If it fails before anything is written, the engine keeps its weights; else it is unusable until a sync succeeds.
         An aborted sync raises SyncError. Returns each rank's statistics, with the stage `reset` of the prefix cache.
+
+        In mode `inflight` responses in progress go on with the new weights: their tokens so far are prefilled again, or
+        with `rollout.inflight_cache` `keep` their cache stays as it is. docs/async.md says what that changes.
         """
         from megarl.resharding import SyncError
 
-        self._state.begin_sync()
+        self._state.begin_sync(len(self._running_requests))
         self._transfer("start_weight_update")
         self._transfer("update_weights", {"version": version})
         self._transfer("finish_weight_update")
         outcomes = self._outcomes()
         if not all(outcome.consistent for outcome in outcomes):
             self._state.mix()
+            self._abort(RuntimeError(f"engine {self._engine_id}: a weight sync failed half-way"))
         if aborted := next((outcome.aborted for outcome in outcomes if outcome.aborted), ""):
             raise SyncError(aborted)
         received: list[SyncStats] = self._values("receive", outcomes)
@@ -176,7 +197,7 @@ class RolloutEngine:
     @remote(phase="rollout")
     def sleep(self) -> None:
         """Frees receive buffers, weights and KV cache; on a CPU vLLM keeps weights and cache."""
-        self._state.sleep()
+        self._state.sleep(len(self._running_requests))
         self._call("release")
         self._suspend()
 
@@ -193,37 +214,45 @@ class RolloutEngine:
         self._running.wake_up(["kv_cache"])
 
     @remote(phase="rollout")
-    def generate(self, work: Iterable[WorkItem], at_once: int) -> Iterator[tuple[list[SampleInfo], RolloutChunk]]:
-        """Generates one response per request; a response does not depend on the other requests.
+    def generate(self, item: WorkItem) -> Future[tuple[dict[int, RolloutChunk], list[SampleInfo]]]:
+        """Starts one response per request; the chunk comes when all its responses are finished.
 
-        Takes an item while vLLM can run more requests. Yields a chunk as soon as all its responses are finished. Raises
-        ValueError if a prompt is empty, too long or has unknown ids.
-
-        Args:
-            work: items, which engines may share.
-            at_once: largest number of items in progress; an even share, so that all engines can start.
+        A response does not depend on the other requests. Raises ValueError if a prompt is empty, too long or has
+        unknown ids.
         """
+        return self._generate(item).chunk
+
+    def _generate(self, item: WorkItem) -> PendingChunk:
         version = self._state.usable_version()
-        assert self._requests is not None
-        queue, requests = iter(work), self._requests
-        asked: dict[int, tuple[WorkItem, int]] = {}
-        answers: dict[int, dict[int, Response]] = {}
-        try:
-            while True:
-                while len(answers) < at_once and requests.room > 0 and (item := next(queue, None)):
-                    answers[item.chunk] = {}
-                    asked.update({self._ask(requests, request): (item, i) for i, request in enumerate(item.requests)})
-                if not answers:
-                    return
-                for number, output in requests.step():
-                    item, row = asked.pop(number)
-                    rows = answers[item.chunk]
-                    rows[row] = self._response(item.requests[row], output, version)
-                    if len(rows) == len(item.requests):
-                        del answers[item.chunk]
-                        yield pack_chunk(item.chunk, [rows[row] for row in range(len(rows))])
-        finally:
-            requests.abort()
+        for request in item.requests:
+            prompt = request.prompt
+            self._check_tokens(f"prompt {prompt.prompt_id!r}", prompt.token_ids, self._rollout.max_new_tokens)
+        pending = PendingChunk(item)
+        self._pending.add(pending)
+        pending.chunk.add_done_callback(lambda _: self._pending.discard(pending))
+        for row, request in enumerate(item.requests):
+            params = generation_params(self._rollout, request, self._stop_token_ids)
+            done = partial(self._finish, pending, row, version)
+            self._running_requests.add(request.prompt.token_ids, params, str(version), done)
+        return pending
+
+    def _finish(self, pending: PendingChunk, row: int, version: int, output: RequestOutput) -> None:
+        pending.add(row, self._response(pending.item.requests[row], output, version))
+
+    def step(self) -> bool:
+        """Runs a step of vLLM; returns whether responses are in progress. A failure fails all of them."""
+        if self._requests:
+            try:
+                self._requests.step()
+            except Exception as error:
+                self._abort(error)
+        return bool(self._requests)
+
+    def _abort(self, error: Exception) -> None:
+        """Drops all responses in progress."""
+        self._running_requests.abort()
+        for pending in list(self._pending):
+            pending.chunk.set_exception(error)
 
     @remote(phase="rollout")
     def pick(self, request: PickRequest) -> dict[int, RolloutChunk]:
@@ -244,15 +273,19 @@ class RolloutEngine:
         The distribution is over the ids below vocab_size. A row is T - 1 float32 nats of a sequence of T ids, of its
         second token to its last. Raises ValueError if a sequence is empty, too long or has unknown ids.
         """
-        self._state.usable_version()
-        assert self._requests is not None
+        version, requests = self._state.usable_version(), self._running_requests
         for index, ids in enumerate(token_ids):
             self._check_tokens(f"sequence {index}", ids, 0)
-        numbers = [self._requests.add(ids, scoring_params()) for ids in token_ids]
         scored: dict[int, list[float]] = {}
-        while self._requests:
-            scored.update({number: _flat(output.prompt_logprobs) for number, output in self._requests.step()})
-        return Ragged.from_rows((scored[number] for number in numbers), np.float32)
+
+        def finish(index: int, output: RequestOutput) -> None:
+            scored[index] = _flat(output.prompt_logprobs)
+
+        for index, ids in enumerate(token_ids):
+            requests.add(ids, scoring_params(), str(version), partial(finish, index))
+        while len(scored) < len(token_ids):
+            requests.step()
+        return Ragged.from_rows((scored[index] for index in range(len(token_ids))), np.float32)
 
     @remote(phase="start")
     def close(self) -> None:
@@ -271,23 +304,31 @@ class RolloutEngine:
             raise RuntimeError(f"engine {self._engine_id} is not running: start it first")
         return self._llm
 
+    @property
+    def _running_requests(self) -> Requests:
+        if self._requests is None:
+            raise RuntimeError(f"engine {self._engine_id} is not running: start it first")
+        return self._requests
+
     def _suspend(self) -> None:
         """Lets vLLM sleep: weights from syncs are dropped, those from files move to host memory."""
         self._running.sleep(level=2 if self._weights == "sync" else 1)
 
     def _commit(self, version: int) -> None:
-        """Drops the prefix cache of the previous weights and sets the version."""
-        if not self._running.reset_prefix_cache():
-            self._state.mix()
-            raise RuntimeError(f"engine {self._engine_id}: the prefix cache is in use and could not be reset")
-        self._state.commit(version)
+        """Sets the version, and drops the prefix cache of the previous weights unless responses still use it.
 
-    def _ask(self, requests: Requests, request: SampleRequest) -> int:
-        """Submits a request for a sample and returns its number."""
-        prompt = request.prompt
-        self._check_tokens(f"prompt {prompt.prompt_id!r}", prompt.token_ids, self._rollout.max_new_tokens)
-        params = generation_params(self._rollout, request, self._stop_token_ids)
-        return requests.add(prompt.token_ids, params)
+        New requests do not find old entries that stay: their salt is the version, also if vLLM has not begun them.
+        """
+        self._state.mix()
+        in_progress = len(self._running_requests) > 0
+        keeps = in_progress and self._rollout.inflight_cache == "keep"
+        if not keeps and not self._running.reset_prefix_cache(reset_running_requests=in_progress):
+            raise RuntimeError(f"engine {self._engine_id}: the prefix cache is in use and could not be reset")
+        if keeps:
+            self._running_requests.restart_without_token(str(version))
+        if self._inflight:
+            self._running.set_weight_version(str(version))
+        self._state.commit(version)
 
     def _check_tokens(self, what: str, ids: Sequence[int], new_tokens: int) -> None:
         limit = self._rollout.max_model_len
@@ -303,14 +344,21 @@ class RolloutEngine:
             raise ValueError(f"{what} has ids from {min(ids)} to {max(ids)}; the model has {self._spec.dims.vocab}")
 
     def _response(self, request: SampleRequest, output: RequestOutput, version: int) -> Response:
+        """Returns a finished response, which began under the weights of `version`."""
         completion = output.outputs[0]
-        length = len(completion.token_ids)
+        spans = [(0, len(completion.token_ids), version)]
+        if self._inflight:
+            assert completion.weight_versions is not None
+            spans = [(span.start, span.end, int(span.version)) for span in completion.weight_versions]
         return Response(
             request=request,
             token_ids=completion.token_ids,
             logprobs=_flat(completion.logprobs),
             finished=completion.finish_reason == "stop",
-            versions=(VersionSpan(start=0, stop=length, version=version, engine_id=self._engine_id),),
+            versions=tuple(
+                VersionSpan(start=start, stop=stop, version=of_span, engine_id=self._engine_id)
+                for start, stop, of_span in spans
+            ),
         )
 
     def _transfer(self, method: str, *args: Any) -> None:

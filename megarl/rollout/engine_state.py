@@ -29,13 +29,16 @@ class EngineState:
     Args:
         sleeps: the engine releases its memory between rollouts, and starts asleep.
         drops: sleep drops the weights, because a sync brings new ones.
+        overlaps: weights may change while responses are in progress.
         version: of the initial weights; None without weights.
     """
 
-    def __init__(self, engine_id: int, *, sleeps: bool, drops: bool, version: int | None) -> None:
+    def __init__(
+        self, engine_id: int, *, sleeps: bool, drops: bool, version: int | None, overlaps: bool = False
+    ) -> None:
         self.version = version
         self._name = f"engine {engine_id}"
-        self._sleeps, self._drops = sleeps, drops
+        self._sleeps, self._drops, self._overlaps = sleeps, drops, overlaps
         self._memory = EngineMemory.ASLEEP if sleeps else EngineMemory.AWAKE
         self._weights = WeightState.NONE if version is None else WeightState.WHOLE
 
@@ -44,8 +47,10 @@ class EngineState:
         self._require("answer", EngineMemory.AWAKE)
         return self._whole()
 
-    def sleep(self) -> None:
+    def sleep(self, in_progress: int = 0) -> None:
+        """Goes to sleep; raises RuntimeError if responses are in progress."""
         self._require("sleep", EngineMemory.AWAKE, moves=True)
+        self._require_idle("sleep", in_progress)
         self._memory = EngineMemory.ASLEEP
         if self._drops and self._weights is not WeightState.NONE:
             self._weights = WeightState.DROPPED
@@ -59,9 +64,11 @@ class EngineState:
         self._whole()
         self._memory = EngineMemory.AWAKE
 
-    def begin_sync(self) -> None:
-        """Allows weights to be written."""
+    def begin_sync(self, in_progress: int = 0) -> None:
+        """Allows weights to be written; raises RuntimeError if responses are in progress that must not see it."""
         self._require("sync", EngineMemory.WEIGHTS if self._sleeps else EngineMemory.AWAKE)
+        if not self._overlaps:
+            self._require_idle("sync", in_progress)
 
     def commit(self, version: int) -> None:
         self.version, self._weights = version, WeightState.WHOLE
@@ -77,6 +84,13 @@ class EngineState:
             raise RuntimeError(
                 f"{self._name} cannot {action} while it is {self._memory.value}, only while it is {memory.value}: "
                 "the order is sleep, wake_weights, sync, wake_cache"
+            )
+
+    def _require_idle(self, action: str, in_progress: int) -> None:
+        if in_progress:
+            raise RuntimeError(
+                f"{self._name} cannot {action} with {in_progress} responses in progress: wait for them first; only "
+                "rollout.mode inflight syncs in between"
             )
 
     def _whole(self) -> int:

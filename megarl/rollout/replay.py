@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 import numpy as np
 
 from megarl.config.schema import Rollout
-from megarl.remote import remote
-from megarl.rollout.completions import Response, pack_chunk
+from megarl.rollout.completions import PendingChunk, Response, pack_chunk
 from megarl.rollout.engine import RolloutEngine
-from megarl.types import RolloutChunk, SampleInfo, SampleRequest, VersionSpan, WorkItem
+from megarl.types import RolloutChunk, SampleRequest, VersionSpan, WorkItem
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
 
 _EVALUATION = "0"
 """The step in the sample ids of evaluations, which repeat."""
@@ -28,14 +28,12 @@ class RecordingEngine(RolloutEngine):
         assert rollout.record is not None
         self._directory = Path(rollout.record)
 
-    @remote(phase="rollout")
-    def generate(self, work: Iterable[WorkItem], at_once: int) -> Iterator[tuple[list[SampleInfo], RolloutChunk]]:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        for infos, chunk in super().generate(work, at_once):
-            for info in infos:
-                if _step(info.sample_id) != _EVALUATION:
-                    write_sample(self._directory, chunk, info.row)
-            yield infos, chunk
+    def _response(self, request: SampleRequest, output: RequestOutput, version: int) -> Response:
+        response = super()._response(request, output, version)
+        if _step(request.sample_id) != _EVALUATION:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            write_sample(self._directory, pack_chunk(0, [response])[1], 0)
+        return response
 
 
 class ReplayingEngine(RolloutEngine):
@@ -47,19 +45,14 @@ class ReplayingEngine(RolloutEngine):
         self._directory = Path(rollout.replay)
         self._steps = recorded_steps(self._directory)
 
-    @remote(phase="rollout")
-    def generate(self, work: Iterable[WorkItem], at_once: int) -> Iterator[tuple[list[SampleInfo], RolloutChunk]]:
-        queue = iter(work)
-        first = next(queue, None)
-        if first is None:
-            return
-        items = itertools.chain([first], queue)
-        if _step(first.requests[0].sample_id) not in self._steps:
-            yield from super().generate(items, at_once)
-            return
+    def _generate(self, item: WorkItem) -> PendingChunk:
+        if _step(item.requests[0].sample_id) not in self._steps:
+            return super()._generate(item)
         self._state.usable_version()
-        for item in items:
-            yield pack_chunk(item.chunk, [read_response(self._directory, request) for request in item.requests])
+        pending = PendingChunk(item)
+        for row, request in enumerate(item.requests):
+            pending.add(row, read_response(self._directory, request))
+        return pending
 
 
 def recorded_steps(directory: Path) -> set[str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from megarl.weights.hf_files import read_config
 
@@ -87,29 +87,39 @@ class Requests:
     def __init__(self, llm: LLMEngine) -> None:
         self._llm = llm
         self._numbers = itertools.count()
-        self._open: set[int] = set()
+        self._open: dict[int, tuple[Sequence[int], SamplingParams, Callable[[RequestOutput], None]]] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
-    @property
-    def room(self) -> int:
-        """The number of further requests that vLLM can run at once."""
-        return self._llm.vllm_config.scheduler_config.max_num_seqs - len(self)
+    def add(
+        self, token_ids: Sequence[int], params: SamplingParams, salt: str, done: Callable[[RequestOutput], None]
+    ) -> None:
+        """Submits a request.
 
-    def add(self, token_ids: Sequence[int], params: SamplingParams) -> int:
+        Args:
+            salt: requests with another one do not share the prefix cache.
+            done: called with the output when the request is finished.
+        """
         number = next(self._numbers)
-        self._llm.add_request(str(number), {"type": "token", "prompt_token_ids": list(token_ids)}, params)
-        self._open.add(number)
-        return number
+        prompt = {"type": "token", "prompt_token_ids": list(token_ids), "cache_salt": salt}
+        self._llm.add_request(str(number), cast(Any, prompt), params)
+        self._open[number] = (token_ids, params, done)
 
-    def step(self) -> Iterator[tuple[int, RequestOutput]]:
-        """Runs a step of the engine; yields the finished requests."""
+    def step(self) -> None:
+        """Runs a step of the engine."""
         for output in self._llm.step():
             if output.finished:
-                number = int(output.request_id)
-                self._open.discard(number)
-                yield number, cast("RequestOutput", output)
+                _, _, done = self._open.pop(int(output.request_id))
+                done(cast("RequestOutput", output))
+
+    def restart_without_token(self, salt: str) -> None:
+        """Submits the requests that have no token yet again, with another salt."""
+        for state in list(self._llm.output_processor.request_states.values()):
+            if state.is_prefilling:
+                token_ids, params, done = self._open.pop(int(state.external_req_id))
+                self._llm.abort_request([state.external_req_id])
+                self.add(token_ids, params, salt, done)
 
     def abort(self) -> None:
         """Drops the unfinished requests."""

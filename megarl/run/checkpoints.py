@@ -11,12 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from megarl.errors import RunError
 from megarl.files import FileRecord, sync, write_durably
 
 MANIFEST, STATE = "manifest.json", "state.json"
+ROLLOUTS: Final = "rollouts"
+"""Directory of the rollouts that wait for the training, if there are any."""
 FORMAT = 1
 """Of the whole checkpoint; other numbers are refused."""
 _READERS = 8
@@ -38,15 +40,18 @@ class CheckpointManifest:
         step: the last before it.
         roles: by role and rank, the files that the rank wrote, relative to the role's directory.
         state: the file of the driver's state.
+        rollouts: the files of rollouts that wait for the training.
     """
 
     step: int
     roles: Mapping[str, Sequence[Sequence[FileRecord]]]
     state: FileRecord
+    rollouts: Sequence[FileRecord] = ()
 
     def files(self) -> Iterator[tuple[str, FileRecord]]:
         """Yields every file, relative to the checkpoint, with its writer."""
-        yield "the driver", self.state
+        for record in (self.state, *self.rollouts):
+            yield "the driver", record
         for role, ranks in self.roles.items():
             for rank, records in enumerate(ranks):
                 for record in records:
@@ -70,7 +75,10 @@ class CheckpointManifest:
             raise BrokenCheckpointError(directory, problems)
 
     def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n"
+        fields = dataclasses.asdict(self)
+        if not self.rollouts:
+            del fields["rollouts"]
+        return json.dumps({"format": FORMAT, **fields}, indent=1) + "\n"
 
     @classmethod
     def read(cls, directory: Path) -> CheckpointManifest:
@@ -83,7 +91,8 @@ class CheckpointManifest:
                 role: [[FileRecord(**record) for record in records] for records in ranks]
                 for role, ranks in fields["roles"].items()
             }
-            return cls(step=fields["step"], roles=roles, state=FileRecord(**fields["state"]))
+            rollouts = tuple(FileRecord(**record) for record in fields.get("rollouts", ()))
+            return cls(step=fields["step"], roles=roles, state=FileRecord(**fields["state"]), rollouts=rollouts)
         except (OSError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
             raise BrokenCheckpointError(directory, [f"{MANIFEST} cannot be read: {error}"]) from None
 
@@ -138,7 +147,7 @@ class Checkpoints:
         staged = self._staged(step)
         assert not self._path(step).exists(), f"{self._path(step)} is committed"
         shutil.rmtree(staged, ignore_errors=True)
-        with _writing(step):
+        with writing(step):
             staged.mkdir(parents=True)
             sync(self.directory.parent)
         return staged
@@ -157,9 +166,12 @@ class Checkpoints:
             RunError: the directory cannot be written.
         """
         staged = self._staged(step)
-        with _writing(step):
+        with writing(step):
             write_durably(staged / STATE, json.dumps(state, indent=1, allow_nan=False) + "\n")
-            manifest = CheckpointManifest(step=step, roles=roles, state=FileRecord.of(staged / STATE, staged))
+            rollouts = [FileRecord.of(path, staged) for path in sorted((staged / ROLLOUTS).glob("*"))]
+            manifest = CheckpointManifest(
+                step=step, roles=roles, state=FileRecord.of(staged / STATE, staged), rollouts=rollouts
+            )
             manifest.verify(staged)
             write_durably(staged / MANIFEST, manifest.to_json())
             staged.rename(self._path(step))
@@ -213,7 +225,8 @@ class Checkpoints:
 
 
 @contextmanager
-def _writing(step: int) -> Iterator[None]:
+def writing(step: int) -> Iterator[None]:
+    """Raises RunError, with the checkpoint's step, for a file that cannot be written."""
     try:
         yield
     except OSError as error:

@@ -52,7 +52,9 @@ class Run:
     def rollout(self) -> None:
         """An engine generates."""
         prompts = random_prompts(count=2, min_tokens=2, max_tokens=4, vocab_size=90, seed=0)
-        self._engines().generate(sample_requests(prompts, 1, seed=0, step=1), 2)
+        engines = self._engines()
+        engines.start().wait()
+        engines.generate(sample_requests(prompts, 1, seed=0, step=1), 2).wait()
 
     def inference(self) -> None:
         """Trainers compute log-probabilities, which an update waits for."""

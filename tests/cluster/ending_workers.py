@@ -6,7 +6,6 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
 from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
@@ -79,15 +78,17 @@ class Engine:
     def __init__(self, model_dir: str, rollout: object, **options: object) -> None:
         pass
 
-    def start(self) -> None:
-        pass
+    def start(self) -> int:
+        return 1
+
+    def step(self) -> bool:
+        return False
 
     def connect(self, request: object) -> None:
         pass
 
-    def generate(self, work: Iterable[object], at_once: int) -> Iterator[tuple[Any, Any]]:
+    def generate(self, item: object) -> None:
         act("rollout", culprit=True)
-        yield from ()
 
     def receive_weights(self, version: int) -> list[Any]:
         from megarl.resharding import SyncStats

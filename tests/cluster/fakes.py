@@ -8,7 +8,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from multiprocessing import shared_memory
 
 import numpy as np
@@ -110,17 +111,33 @@ class FakeEngine:
 
     def __init__(self, model_dir: str, rollout: object, *, engine_id: int, **options: object) -> None:
         self.engine_id = engine_id
+        self.asked: list[tuple[WorkItem, Future[tuple[dict[int, RolloutChunk], list[SampleInfo]]]]] = []
+
+    @remote(phase="start")
+    def start(self) -> int:
+        return 2
 
     @remote(phase="rollout")
-    def generate(self, work: Iterable[WorkItem], at_once: int) -> Iterator[tuple[list[SampleInfo], RolloutChunk]]:
-        for item in work:
+    def generate(self, item: WorkItem) -> Future[tuple[dict[int, RolloutChunk], list[SampleInfo]]]:
+        self.asked.append((item, Future()))
+        return self.asked[-1][1]
+
+    def step(self) -> bool:
+        """Answers an item."""
+        if self.asked:
+            item, answer = self.asked.pop(0)
             time.sleep(6.0 if item.requests[0].prompt.token_ids[0] == 97 else 0.02)
-            for request in item.requests:
-                if request.prompt.token_ids[0] == 99:
+            if any(request.prompt.token_ids[0] == 98 for request in item.requests):
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                if any(request.prompt.token_ids[0] == 99 for request in item.requests):
                     raise ArithmeticError("the prompt is a teapot")
-                if request.prompt.token_ids[0] == 98:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            yield self._answer(item)
+                infos, chunk = self._answer(item)
+            except ArithmeticError as error:
+                answer.set_exception(error)
+            else:
+                answer.set_result(({item.chunk: chunk}, infos))
+        return bool(self.asked)
 
     def _answer(self, item: WorkItem) -> tuple[list[SampleInfo], RolloutChunk]:
         responses = [
@@ -136,3 +153,56 @@ class FakeEngine:
             for request in item.requests
         ]
         return pack_chunk(item.chunk, responses)
+
+
+class FakeStepper:
+    """Works on what it was asked for, a unit of each per step, and notes what it runs."""
+
+    def __init__(self, step_s: float = 0.0) -> None:
+        self.step_s, self.steps = step_s, 0
+        self.left: list[tuple[Future[int], int]] = []
+        self.calls: list[str] = []
+
+    @remote(phase="rollout")
+    def work(self, units: int) -> Future[int]:
+        """Ends after so many steps; its result is their number since the beginning."""
+        self.left.append((Future(), units))
+        return self.left[-1][0]
+
+    @remote(phase="update")
+    def note(self, name: str) -> int:
+        """Returns how many steps came before."""
+        self.calls.append(name)
+        return self.steps
+
+    @remote(phase="update")
+    def noted(self) -> list[str]:
+        return self.calls
+
+    @remote(phase="update")
+    def fail(self) -> None:
+        raise ArithmeticError("the work is a teapot")
+
+    @remote(phase="rollout")
+    def fail_later(self) -> Future[int]:
+        return self.work(-1)
+
+    @remote(phase="update")
+    def break_steps(self) -> None:
+        self.step_s = -1.0
+
+    def step(self) -> bool:
+        self.steps += 1
+        time.sleep(self.step_s)  # raises ValueError where it is negative
+        now, self.left = self.left, []
+        for future, units in now:
+            if units < 0:
+                try:
+                    self.fail()
+                except ArithmeticError as error:
+                    future.set_exception(error)
+            elif units <= 1:
+                future.set_result(self.steps)
+            else:
+                self.left.append((future, units - 1))
+        return bool(self.left)

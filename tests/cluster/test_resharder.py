@@ -37,7 +37,8 @@ class Calls:
 
     def group(self, name: str, processes: int) -> Any:
         """Some of the processes."""
-        own = SimpleNamespace(name=name, processes=range(processes), call=self.call, call_each=self.call_each)
+        own = SimpleNamespace(name=name, processes=[*range(processes)], call=self.call, call_each=self.call_each)
+        own.readmit = lambda: None
         own.named = lambda _name: own
         return own
 
@@ -56,6 +57,13 @@ def resharder(calls: Calls, *overrides: str) -> Resharder:
     session: Any = SimpleNamespace(placement=SimpleNamespace(slots=slots), host="127.0.0.1")
     actor: Any = SimpleNamespace(name="actor", layout=ACTOR, group=calls.group("train", 4))
     return Resharder(session, config, actor, calls.group("rollout", 2))
+
+
+def connected(answers: Sequence[Any]) -> Resharder:
+    """The same, connected; the calls of a sync get these answers."""
+    made = resharder(Calls(iter(answers)))
+    made.connect()
+    return made
 
 
 def specs(calls: Calls, *overrides: str) -> list[tuple[SyncSpec, Sequence[int]]]:
@@ -91,7 +99,7 @@ def stats(nbytes: int, **seconds: float) -> SyncStats:
 def test_a_report_adds_up_what_arrived_and_has_the_slowest_rank_of_each_stage() -> None:
     sent = [stats(6, pack=1.0, commit=0.5), stats(2, pack=3.0)]
     received = [[stats(4, load=2.0)], [stats(4, load=1.0, commit=0.7)]]
-    report = resharder(Calls(iter([sent, received]))).sync(3)
+    report = connected([sent, received]).sync(3)
     assert isinstance(report, SyncReport)
     assert (report.version, report.nbytes, report.messages, report.staging_bytes) == (3, 8, 4, 6)
     assert report.stages == {"pack": 3.0, "commit": 0.7, "load": 2.0}
@@ -103,7 +111,7 @@ def test_a_report_adds_up_what_arrived_and_has_the_slowest_rank_of_each_stage() 
 def test_an_aborted_sync_says_whose_the_ranks_are() -> None:
     aborted = WorkerError("train rank 0 failed in actor.send_weights: sync aborted: rank 7: no room")
     with pytest.raises(WorkerError) as failure:
-        resharder(Calls(iter([aborted]))).sync(3)
+        connected([aborted]).sync(3)
     first, second = str(failure.value).splitlines()
     assert first == str(aborted)
     assert "the actor's group, 0 to 3, and from 4 on those of the engines, 2 of each" in second

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import pytest
 import ray
 
 from megarl.cluster.calls import CallMonitor, WorkerError
-from megarl.cluster.engines import RolloutGroup, Rollouts, SharedQueue
-from megarl.cluster.ray_worker import ChunkRefs
+from megarl.cluster.engines import RolloutGroup, Rollouts
 from megarl.cluster.session import Session
 from megarl.config import PPOConfig
 from megarl.config.schema import Rollout, TimeLimits
-from megarl.resharding import serve_store
 from megarl.types import Prompt, SampleRequest
 from tests.cluster.fakes import FakeEngine
 
@@ -31,6 +30,7 @@ def make(session: Session, config: PPOConfig) -> Iterator[MakeEngines]:
     def engines(devices: str) -> RolloutGroup:
         rollout = Rollout.model_validate({**config.rollout.model_dump(), "devices": devices})
         made.append(RolloutGroup(session, rollout, "nowhere", vocab_size=100, device="cpu", engine=FakeEngine))
+        made[-1].start().wait()
         return made[-1]
 
     yield engines
@@ -42,7 +42,7 @@ def make(session: Session, config: PPOConfig) -> Iterator[MakeEngines]:
 def two(make: MakeEngines) -> RolloutGroup:
     """Engines that have answered before, so that none is still starting when it is to share in the work."""
     engines = make("2-3")
-    engines.generate(requests(2), 2)
+    engines.generate(requests(2), 2).wait()
     return engines
 
 
@@ -51,6 +51,17 @@ def forgetful(session: Session) -> Iterator[None]:
     """Forgets the calls that a test breaks, as a run's end would."""
     yield
     session.monitor = CallMonitor(TimeLimits())
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Engines without responses in progress."""
+
+    engines: RolloutGroup
+
+    @property
+    def finished(self) -> bool:
+        return self.engines.idle
 
 
 def requests(count: int, first: Sequence[int] = ()) -> list[SampleRequest]:
@@ -65,7 +76,7 @@ def requests(count: int, first: Sequence[int] = ()) -> list[SampleRequest]:
 def writers(engines: RolloutGroup, count: int, chunks: int) -> list[set[int]]:
     """Who answered, by chunk; after a look at whether every sample is where its info says."""
     asked = requests(count)
-    rollouts = engines.generate(asked, chunks)
+    rollouts = engines.generate(asked, chunks).wait()
     assert [info.sample_id for info in rollouts.samples] == [request.sample_id for request in asked]
     for info, request in zip(rollouts.samples, asked, strict=True):
         chunk = rollouts.chunks[info.chunk]
@@ -83,7 +94,7 @@ def test_every_sample_is_where_its_info_says(two: RolloutGroup, samples: int, ch
 
 
 def test_samples_of_two_rounds_are_picked_without_their_tokens_coming_to_the_driver(two: RolloutGroup) -> None:
-    rounds = [two.generate(requests(count), chunks) for count, chunks in ((7, 4), (5, 2))]
+    rounds = [two.generate(requests(count), chunks).wait() for count, chunks in ((7, 4), (5, 2))]
     joined = Rollouts.joined(rounds)
     assert [(info.sample_id, info.prompt_tokens) for info in joined.samples] == [
         (info.sample_id, info.prompt_tokens) for part in rounds for info in part.samples
@@ -99,8 +110,8 @@ def test_samples_of_two_rounds_are_picked_without_their_tokens_coming_to_the_dri
 
 def test_a_scorer_sees_responses_up_to_a_token(two: RolloutGroup) -> None:
     """The fake engines answer 7 0 1 and the like: with their prompt."""
-    rollouts = two.generate(requests(6), 3)
-    seen = two.truncate(rollouts, 0, 1)
+    rollouts = two.generate(requests(6), 3).wait()
+    seen = two.truncate(rollouts, 0, 1).result()
     for info, old in zip(seen.samples, rollouts.samples, strict=True):
         ids = rollouts.chunks[old.chunk].response_ids[old.row].tolist()
         found = 0 in ids[1:]
@@ -117,17 +128,17 @@ def test_a_chunk_has_one_writer_and_all_engines_write(two: RolloutGroup) -> None
 
 
 def test_engines_take_what_is_left(two: RolloutGroup) -> None:
-    """An engine that is held up by one item leaves the rest to the other."""
+    """An engine that is held up by an item has as many as it has room for, and leaves the rest to the other."""
     hold_up = requests(17, first=[97])
-    rollouts = two.generate(hold_up, 17)
+    rollouts = two.generate(hold_up, 17).wait()
     answered = [rollouts.chunks[chunk].versions[0][0].engine_id for chunk in range(17)]
-    assert answered.count(answered[0]) == 1
+    assert answered.count(answered[0]) == 2
     assert len(set(answered)) == 2
 
 
 def test_more_engines_give_the_same_samples(make: MakeEngines, two: RolloutGroup) -> None:
     one = make("2")
-    alone, together = (engines.generate(requests(20), 6) for engines in (one, two))
+    alone, together = (engines.generate(requests(20), 6).wait() for engines in (one, two))
     assert alone.samples == together.samples
     for chunk in range(6):
         for column in ("sample_ids", "response_ids"):
@@ -135,12 +146,26 @@ def test_more_engines_give_the_same_samples(make: MakeEngines, two: RolloutGroup
             assert [list(row) for row in first] == [list(row) for row in second]
 
 
-def test_a_queue_gives_each_item_to_one_taker(session: Session) -> None:
-    store, items = serve_store(session.host), ChunkRefs.put(f"item {i}" for i in range(5))
-    queue = SharedQueue(session.host, store.port, "queue", items)
-    first, second = iter(queue), iter(queue)
-    assert [next(first), next(second), next(second), *first] == [f"item {i}" for i in range(5)]
-    assert list(second) == []
+def test_items_wait_for_engines_that_are_starting(session: Session, config: PPOConfig) -> None:
+    engines = RolloutGroup(session, config.rollout, "nowhere", vocab_size=100, device="cpu", engine=FakeEngine)
+    pending = engines.generate(requests(5), 3)
+    engines.start()
+    assert [info.sample_id for info in pending.wait().samples] == [f"s{i}" for i in range(5)]
+    for process in engines.processes:
+        ray.kill(process.actor)
+
+
+def test_the_driver_goes_on_while_engines_generate(two: RolloutGroup) -> None:
+    """Rollouts of several requests come at once, and a paused group finishes what its engines have and no more."""
+    first, second = two.generate(requests(30), 15), two.generate(requests(4), 2)
+    assert not first.finished
+    two.pause()
+    two.monitor.wait_until(Idle(two))
+    assert not first.finished
+    assert not second.finished
+    assert 0 < len(first.answers) < 15
+    two.resume()
+    assert [len(pending.wait().samples) for pending in (first, second)] == [30, 4]
 
 
 @pytest.mark.parametrize(
@@ -158,8 +183,8 @@ def test_a_failure_surfaces_while_the_others_are_at_work(
     make: MakeEngines, forgetful: None, token: int, message: str
 ) -> None:
     engines = make("2-3")
-    engines.generate(requests(4), 4)
+    engines.generate(requests(4), 4).wait()
     start = time.monotonic()
     with pytest.raises(WorkerError, match=message):
-        engines.generate(requests(3000, first=[0, 1, token]), 3000)
+        engines.generate(requests(3000, first=[0, 1, token]), 3000).wait()
     assert time.monotonic() - start < 30, "the other engine alone takes 60 s"

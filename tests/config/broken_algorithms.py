@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.config.rules import algorithm_rules, data_rules, rollout_rules, scoring_rules, training_rules
-from tests.config.debug import ACTOR, FUNCTIONS, GRPO, PTX, Cases, without
+from tests.config.debug import ACTOR, FUNCTIONS, GRPO, OWN_DEVICE, PTX, Cases, without
 
 REFERENCE = "groups.train.roles.reference"
 IN_LOSS = ["algo.kl.in=loss", "algo.kl.estimator=k3"]
@@ -197,6 +197,41 @@ ALGORITHMS: Cases = {
     ],
     rollout_rules.old_weights_are_kept: [
         (["rollout={sleep: true, sync_every: 2}"], "rollout.sync_every", "1 with rollout.sleep")
+    ],
+    rollout_rules.staleness_settings_have_an_effect: [
+        (["rollout.mode=bounded"], "rollout.mode", "no effect with rollout.max_staleness = 0"),
+        (["rollout={max_staleness: 2, sync_every: 2}"], "rollout.sync_every", "1 with rollout.max_staleness = 2"),
+        (["rollout.inflight_cache=keep"], "rollout.inflight_cache", "no effect with rollout.mode = exact"),
+        (
+            [*OWN_DEVICE, "rollout={max_staleness: 1, mode: bounded, inflight_cache: keep}"],
+            "rollout.inflight_cache",
+            "no effect with rollout.mode = bounded",
+        ),
+    ],
+    rollout_rules.engines_that_need_devices_of_their_own: [
+        (["rollout={max_staleness: 1, mode: bounded}"], "rollout.devices", "a group has 0 too"),
+        (
+            [*OWN_DEVICE, "rollout={max_staleness: 1, mode: inflight, devices: 2-4}"],
+            "rollout.devices",
+            "a group has 2, 3 too",
+        ),
+        (["rollout.max_replacements=1"], "rollout.max_replacements", "0 where a group has devices of the engines"),
+    ],
+    rollout_rules.evaluations_in_the_background: [
+        ([EVALUATION, "evaluation.blocking=false"], "evaluation.blocking", "true with rollout.max_staleness = 0"),
+        (
+            [EVALUATION, "evaluation.blocking=false", "rollout.max_staleness=1"],
+            "evaluation.blocking",
+            "true where a group has devices of the engines",
+        ),
+        (
+            [*OWN_DEVICE, EVALUATION, "evaluation={blocking: false, ema: true}", "rollout.max_staleness=1"],
+            "evaluation.blocking",
+            "true with evaluation.ema",
+        ),
+    ],
+    algorithm_rules.stale_samples_are_clipped: [
+        (["rollout.max_staleness=1", "algo.policy_loss=reinforce"], "algo.policy_loss", "a loss with a clip"),
     ],
     rollout_rules.syncs_meet: [
         (["rollout.sync_every=2", "checkpoint.every=3"], "checkpoint.every", "a multiple of rollout.sync_every = 2"),

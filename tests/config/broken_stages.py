@@ -42,6 +42,7 @@ REWARD_MODEL: Cases = {
     rollout_rules.record_or_replay: [
         (["rollout.record=x"], "rollout.record", "does not train on rollouts"),
         (["rollout.sync_every=2"], "rollout.sync_every", "does not train on rollouts"),
+        (["rollout.max_staleness=1"], "rollout.max_staleness", "does not train on rollouts"),
     ],
     rollout_rules.nothing_to_show: [
         (["tracking.samples=0"], "tracking.samples", "no effect in a stage without rollouts")
@@ -97,6 +98,12 @@ RAFT: Cases = {
         (["evaluation={prompts: a/b, ema: true, functions: [{name: length}]}"], "evaluation.ema", "needs actor.ema")
     ],
     rollout_rules.syncs_meet: [(["rollout.sync_every=2", "checkpoint.every=3"], "checkpoint.every", "a multiple of")],
+    rollout_rules.staleness_settings_have_an_effect: [
+        (["rollout.mode=inflight"], "rollout.mode", "no effect with rollout.max_staleness = 0")
+    ],
+    rollout_rules.engines_that_need_devices_of_their_own: [
+        (["rollout={max_staleness: 1, mode: inflight}"], "rollout.devices", "a group has 0 too")
+    ],
     training_rules.actor_rate_falls: [
         (
             ["actor.optimizer={schedule: anneal, warmup: 0.1}"],
@@ -117,7 +124,11 @@ EVAL: Cases = {
             "roles in training alone (none)",
         )
     ],
-    rollout_rules.record_or_replay: [(["rollout.replay=x"], "rollout.replay", "does not train on rollouts")],
+    rollout_rules.record_or_replay: [
+        (["rollout.replay=x"], "rollout.replay", "does not train on rollouts"),
+        (["rollout={max_staleness: 1, mode: inflight}"], "rollout.mode", "does not train on rollouts"),
+        (["rollout.max_replacements=1"], "rollout.max_replacements", "does not train on rollouts"),
+    ],
     data_rules.files_exist: [(["evaluation.prompts=/nowhere.jsonl"], "evaluation.prompts", "a file that exists")],
     scoring_rules.reward_heads_have_a_source: [
         (

@@ -46,6 +46,7 @@ def without(group: str, roles: Sequence[str]) -> list[str]:
 
 ACTOR = "groups.train.roles.actor"
 SPARE = ["groups.spare.devices=3-4", "cluster.devices_per_node=8"]
+OWN_DEVICE = ["rollout.devices=4", "cluster.devices_per_node=5"]
 GRPO = [
     *without("train", ["critic", "reference"]),
     "critic=null",

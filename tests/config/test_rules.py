@@ -16,7 +16,7 @@ from megarl.config.rules import model_rules, rules_of
 from tests.config.broken_algorithms import ALGORITHMS, EVALUATION
 from tests.config.broken_layouts import LAYOUTS
 from tests.config.broken_stages import EVAL, RAFT, REWARD_MODEL, SFT
-from tests.config.debug import ACTOR, DEBUG, FUNCTIONS, GRPO, MIXTURE, PTX, Cases, debug, refused, without
+from tests.config.debug import ACTOR, DEBUG, FUNCTIONS, GRPO, MIXTURE, OWN_DEVICE, PTX, Cases, debug, refused, without
 
 ALL: list[tuple[str, Cases]] = [
     ("ppo", LAYOUTS),
@@ -58,6 +58,12 @@ def test_a_broken_rule_is_reported(stage: str, overrides: list[str], field: str,
         ["algo.policy_loss={delta: 3.0, ratio_clamp: [0, 10]}"],
         ["algo.advantage={name: a.b:c, level: token}"],
         ["algo.correction={old_logprobs: loglinear, weights: token_mask}", "rollout.sync_every=3"],
+        ["algo.correction={old_logprobs: loglinear, weights: token_mask}", "rollout.max_staleness=1"],
+        ["rollout.max_staleness=1"],
+        [*OWN_DEVICE, "rollout.max_staleness=1", EVALUATION, "evaluation={every: 1, blocking: false}"],
+        [*OWN_DEVICE, "rollout.max_replacements=2"],
+        [*OWN_DEVICE, "rollout={max_staleness: 4, mode: inflight, inflight_cache: keep}"],
+        ["algo={policy_loss: reinforce, correction: {weights: token_truncate}}", "rollout.max_staleness=1"],
         ["algo.kl.reference_sync.every=2", "groups.train.roles.reference={tp: 2, pp: 2}"],
         ["algo.kl={in: loss, estimator: full}", "groups.train.roles.reference={tp: 2, pp: 2}"],
         ["algo={filter: nonzero_std, filter_rounds: 3, early_stop: {kl: 0.1}}"],

@@ -310,8 +310,24 @@ CASES: dict[str, Case] = {
         mini_batches=1,
         settings=Settings(actor=DECAYING, compare=comparisons.opo, policy=policy.reinforce),
     ),
-    "areal_decoupled_ppo": Case(
-        changes={"rollout": {"sync_every": 2}},
+    "one_step_off": Case(
+        changes={
+            "reward": {
+                "functions": [
+                    {"name": "tests.e2e.rules:remainder", "args": {"divisor": 7}},
+                    {"name": "soft_overlong", "args": {"max_tokens": 12, "buffer_tokens": 3}},
+                ]
+            }
+        },
+        settings=Settings(
+            actor=HEAVY,
+            shapes=[partial(scores.overlong, most=12, buffer=3)],
+            compare=GRPO,
+            bypass=True,
+            policy=partial(policy.ppo, clip=0.2, clip_high=0.28, dual_clip=10.0),
+        ),
+    ),
+    "areal": Case(
         settings=Settings(
             actor=DECAYING,
             compare=partial(comparisons.grpo, eps=1e-5, ddof=1),

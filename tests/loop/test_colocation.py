@@ -81,6 +81,17 @@ def test_engines_that_read_files_get_no_weights_from_the_trainers(sleep: bool, c
     assert log.since() == calls
 
 
+def test_engines_on_devices_of_their_own_get_weights_at_any_time() -> None:
+    log: Any = Log()
+    devices = Colocation(log, log, log, sleep=False, shared=False)
+    devices.sync(0)
+    devices.to_training()
+    devices.sync(1)
+    devices.sync(2)
+    devices.to_rollout()
+    assert log.since() == ["sync 0", "sync 1", "sync 2"]
+
+
 def test_engines_that_have_the_devices_get_no_weights() -> None:
     devices = colocation(Log(), sleep=True)
     devices.sync(0)
@@ -102,6 +113,8 @@ def test_weights_go_to_the_engines_when_they_are_due_and_after_the_last_step(eve
     trainer: Any = object.__new__(RolloutTrainer)
     trainer._config = SimpleNamespace(rollout=SimpleNamespace(sync_every=every), run=SimpleNamespace(steps=5))
     trainer._colocation = SimpleNamespace(sync=log.sync)
+    trainer._buffer = SimpleNamespace(skips_sync=lambda _: False, prepare_sync=log.prepare, synced=log.synced)
+    trainer.evaluate_every = None
     metrics = [trainer._sync(step) for step in range(1, 6)]
-    assert log.since() == [f"sync {step}" for step in synced]
+    assert log.since() == [call for step in synced for call in ("prepare", f"sync {step}", f"synced {step}")]
     assert [step for step, of_step in enumerate(metrics, 1) if of_step] == synced

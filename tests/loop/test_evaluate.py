@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections.abc import Generator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megarl.cluster.calls import Task
 from megarl.config.schema import Evaluation, SourceFields
 from megarl.loop.evaluate import Evaluator, held_out_metrics
 from megarl.loop.scoring import Scoring
@@ -108,16 +110,23 @@ def evaluator(*, average: bool) -> tuple[Evaluator, list[str]]:
     calls: list[str] = []
     actor, answered = Actor(), samples("ab")
 
-    def scored(*_: Any) -> Scoring:
+    def scored(*_: Any) -> Generator[Any, None, Scoring]:
+        yield from ()
         return Scoring(samples=answered, wait=lambda: {"f": np.float32([len(calls)] * 2)})
 
+    def run(routine: Any) -> Any:
+        task = Task(routine)
+        task.advance()
+        return task.result
+
+    pending = SimpleNamespace(finished=True, result=lambda: SimpleNamespace(samples=answered))
     parts: dict[str, Any] = {
         "config": SimpleNamespace(
             evaluation=evaluation(), run=SimpleNamespace(seed=0), tracking=SimpleNamespace(samples=0)
         ),
         "data": SimpleNamespace(tokenizer=None, held_out=[Prompt(prompt_id=id, token_ids=(1,)) for id in "ab"]),
-        "engines": SimpleNamespace(generate=lambda *_: SimpleNamespace(samples=answered)),
-        "scorer": SimpleNamespace(submit=scored),
+        "engines": SimpleNamespace(generate=lambda *_: pending, run=run),
+        "scorer": SimpleNamespace(score=scored),
         "colocation": SimpleNamespace(
             to_rollout=lambda: calls.append("to rollout"),
             sync=lambda: calls.append(f"sync {actor.weights}"),

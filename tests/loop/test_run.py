@@ -41,24 +41,24 @@ class Part:
     def __init__(self, given: Any) -> None:
         self.given = given
 
-    def state(self) -> Any:
+    def state(self, *_: Path) -> Any:
         return self.given
 
-    def load(self, state: Any) -> None:
+    def load(self, state: Any, *_: Path) -> None:
         self.given = state
 
 
 def ppo(coef: float, values: Any, prompts: Any, texts: Any) -> Any:
     trainer: Any = object.__new__(PPOTrainer)
     trainer._kl = KLController(coef, target=1.0, horizon=10.0)
-    trainer._sampler, trainer._updater, trainer._value_norm = Part(prompts), Part(texts), values
+    trainer._buffer, trainer._updater, trainer._value_norm = Part(prompts), Part(texts), values
     return trainer
 
 
 def test_ppo_goes_on_with_all_that_it_has_saved() -> None:
-    state = json.loads(json.dumps(ppo(0.1 + 0.2, {"mean": 1.5}, {"position": 3}, {"epoch": 2}).state()))
+    state = json.loads(json.dumps(ppo(0.1 + 0.2, {"mean": 1.5}, {"position": 3}, {"epoch": 2}).state(Path())))
     resumed = ppo(0.7, {"mean": 0.0}, {"position": 0}, {"epoch": 0})
-    resumed.load(state)
+    resumed.load(state, Path())
     assert (resumed._kl.coef, resumed._value_norm) == (0.1 + 0.2, {"mean": 1.5})
-    assert (resumed._sampler.given, resumed._updater.given) == ({"position": 3}, {"epoch": 2})
-    assert resumed.state() == state
+    assert (resumed._buffer.given, resumed._updater.given) == ({"position": 3}, {"epoch": 2})
+    assert resumed.state(Path()) == state

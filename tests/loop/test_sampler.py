@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,25 +33,28 @@ class World:
         self.moves: list[str] = []
         self.picked: list[str] = []
 
-    def generate(self, requests: Sequence[SampleRequest], chunks: int) -> Rollouts:
+    def generate(self, requests: Sequence[SampleRequest], chunks: int) -> Answered:
         self.asked.append(list(requests))
         samples = tuple(info(request, row) for row, request in enumerate(requests))
-        return Rollouts(samples=samples, chunks=OneChunk())
+        return Answered(Rollouts(samples=samples, chunks=OneChunk()))
 
     def pick(self, rollouts: Rollouts, samples: Sequence[SampleInfo], chunks: int) -> Rollouts:
         self.picked = [sample.sample_id for sample in samples]
         moved = tuple(replace(sample, chunk=0, row=row) for row, sample in enumerate(samples))
         return Rollouts(samples=moved, chunks=OneChunk())
 
-    def submit(self, rollouts: Rollouts, prompts: Mapping[str, Prompt], functions: object) -> Scoring:
+    def score(
+        self, rollouts: Rollouts, prompts: Mapping[str, Prompt], functions: object
+    ) -> Generator[Any, None, Scoring]:
+        yield from ()
         assert {sample.prompt_id for sample in rollouts.samples} <= prompts.keys()
 
         def wait() -> ScoresByReward:
-            return {"rule": np.float32([self.score(sample) for sample in rollouts.samples])}
+            return {"rule": np.float32([self.worth_of(sample) for sample in rollouts.samples])}
 
         return Scoring(samples=rollouts.samples, wait=wait)
 
-    def score(self, sample: SampleInfo) -> float:
+    def worth_of(self, sample: SampleInfo) -> float:
         index = sample.sample_id.rpartition("/")[2]
         return 100.0 if index == "greedy" else self.worth[sample.prompt_id][int(index)]
 
@@ -60,6 +63,17 @@ class World:
 
     def to_rollout(self) -> None:
         self.moves.append("rollout")
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Rollouts that are there at once."""
+
+    rollouts: Rollouts
+    finished: bool = True
+
+    def result(self) -> Rollouts:
+        return self.rollouts
 
 
 class OneChunk:
@@ -101,6 +115,17 @@ def sampler(world: World, *, rounds: int = 0, greedy: bool = False) -> Sampler:
     return Sampler(config, PROMPTS, parts, parts, parts, 4, dynamic=dynamic, greedy=greedy)
 
 
+def take(sampler: Sampler, step: int) -> Sampled:
+    """Samples a step that is then trained on."""
+    routine = sampler.sample(step)
+    while True:
+        try:
+            assert next(routine).finished
+        except StopIteration as end:
+            sampler.forget(step)
+            return end.value
+
+
 def ids(sampled: Sampled) -> list[str]:
     return [sample.sample_id for sample in sampled.rollouts.samples]
 
@@ -115,8 +140,8 @@ NOTHING = {f"p{index}": [1.0] * 8 for index in range(5)}
 
 def test_a_step_takes_the_next_prompts() -> None:
     world = World(SAYS)
-    first = sampler(world).next(1)
-    assert world.moves == ["training"]
+    first = take(sampler(world), 1)
+    assert world.moves == ["rollout", "training"]
     assert [prompt.prompt_id for prompt in first.prompts for _ in range(SAMPLES)] == [
         sample.prompt_id for sample in first.rollouts.samples
     ]
@@ -127,12 +152,12 @@ def test_a_step_takes_the_next_prompts() -> None:
 
 def test_further_prompts_are_answered_until_the_step_is_full() -> None:
     """Of the order of the prompts, those at 1, 2 and 4 say something: two rounds fill the step, with one to spare."""
-    order = [prompt.prompt_id for prompt in sampler(World(SAYS)).next(1).prompts]
+    order = [prompt.prompt_id for prompt in take(sampler(World(SAYS)), 1).prompts]
     stream = sampler(World(SAYS))
-    order = [prompt.prompt_id for step in (1, 2) for prompt in stream.next(step).prompts]
+    order = [prompt.prompt_id for step in (1, 2) for prompt in take(stream, step).prompts]
     worth = {**NOTHING, order[1]: SAYS["p0"], order[2]: SAYS["p0"], order[3]: SAYS["p0"]}
     world = World(worth)
-    found = sampler(world, rounds=5).next(7)
+    found = take(sampler(world, rounds=5), 7)
     assert [prompt.prompt_id for prompt in found.prompts] == order[1:3]
     assert ids(found) == world.picked == [f"7/{prompt}/{index}" for prompt in order[1:3] for index in range(SAMPLES)]
     assert scores(found) == [0, 1, 0, 1]
@@ -148,7 +173,7 @@ def test_further_prompts_are_answered_until_the_step_is_full() -> None:
 def test_a_prompt_that_comes_again_in_a_step_gets_samples_of_its_own() -> None:
     """Three rounds of two prompts each, of five."""
     world = World(NOTHING)
-    found = sampler(world, rounds=3).next(1)
+    found = take(sampler(world, rounds=3), 1)
     asked = [request for requests in world.asked for request in requests]
     assert len(asked) == 12
     assert len({request.sample_id for request in asked}) == len({request.seed for request in asked}) == 12
@@ -159,21 +184,21 @@ def test_a_prompt_that_comes_again_in_a_step_gets_samples_of_its_own() -> None:
 
 def test_without_a_reward_model_the_engines_keep_the_devices() -> None:
     world = World(NOTHING, model=False)
-    sampler(world, rounds=2).next(1)
+    take(sampler(world, rounds=2), 1)
     assert world.moves == ["rollout", "rollout", "training"]
 
 
 def test_a_full_first_round_is_taken_as_it_is() -> None:
     world = World(SAYS)
-    found = sampler(world, rounds=3).next(1)
+    found = take(sampler(world, rounds=3), 1)
     assert world.picked == []
-    assert found.rollouts.samples == world.generate(world.asked[0], 4).samples
+    assert found.rollouts.samples == world.generate(world.asked[0], 4).result().samples
 
 
 def test_the_likeliest_responses_are_those_of_the_prompts_that_are_kept() -> None:
-    order = [prompt.prompt_id for prompt in sampler(World(SAYS)).next(1).prompts]
+    order = [prompt.prompt_id for prompt in take(sampler(World(SAYS)), 1).prompts]
     world = World({**SAYS, order[0]: [1.0] * 8})
-    found = sampler(world, rounds=3, greedy=True).next(1)
+    found = take(sampler(world, rounds=3, greedy=True), 1)
     kept = [prompt.prompt_id for prompt in found.prompts]
     assert order[0] not in kept
     assert [(request.sample_id, request.temperature) for request in world.asked[-1]] == [
@@ -190,10 +215,10 @@ def test_a_sampler_goes_on_where_another_stopped(rounds: int) -> None:
     """However many prompts the rounds of a step took."""
     worth = {**SAYS, "p1": [1.0] * 8, "p3": [1.0] * 8}
     straight = sampler(World(worth), rounds=rounds)
-    expected = [ids(straight.next(step)) for step in range(1, 7)]
+    expected = [ids(take(straight, step)) for step in range(1, 7)]
     first = sampler(World(worth), rounds=rounds)
     for step in range(1, 4):
-        first.next(step)
+        take(first, step)
     resumed = sampler(World(worth), rounds=rounds)
     resumed.load(first.state())
-    assert [ids(resumed.next(step)) for step in range(4, 7)] == expected[3:]
+    assert [ids(take(resumed, step)) for step in range(4, 7)] == expected[3:]

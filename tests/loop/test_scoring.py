@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megarl.algos.reward_shaping import ScoreScale
+from megarl.cluster.calls import Task
 from megarl.config.schema import Algo, Reward, RewardFunction, Scores
 from megarl.loop.sampler import sample_metrics
 from megarl.loop.scoring import (
@@ -131,14 +132,16 @@ def test_rewards_see_responses_up_to_a_token_and_the_model_may_score_them_all(de
 
     def truncate(rollouts: Any, token: int, after: int) -> Any:
         assert (rollouts, token, after) == (whole, 13, 2)
-        return cut
+        return SimpleNamespace(finished=True, result=lambda: cut)
 
     config: Any = debug(*(["reward.dense=scores"] if dense else []))
     model: Any = SimpleNamespace(layout=config.layout("reward"), dispatch=dispatch, dispatch_by_chunk=dispatch)
     engines: Any = SimpleNamespace(truncate=truncate)
     truncate_at: Any = None if dense else SimpleNamespace(token=13, after=2)
     scorer = Scorer(config, {"reward": model}, None, engines, truncate_at)
-    scoring = scorer.submit(whole, {}, ())
+    task = Task(scorer.score(whole, {}, ()))
+    task.advance()
+    scoring = task.result
     if dense:
         assert (asked, scoring.dense) == ([(MegatronWorker.token_scores, 5, "whole")], "columns of whole")
         assert scorer.token_scale == TokenRewardScale(gain=1.0, bias=0.0, differences=False)

@@ -48,10 +48,12 @@ UNLEARNT = frozenset({(2, 1)})
 Built = dict[int, ExperienceChunk]
 
 
-def build(correction: dict[str, Any], *, recomputed: bool = True) -> tuple[Built, dict[str, float]]:
+def build(
+    correction: dict[str, Any], *, recomputed: bool = True, max_staleness: int = 0
+) -> tuple[Built, dict[str, float]]:
     algo = Algo.model_validate({"advantage": "reinforce", "correction": correction})
     columns = columns_of(SCORES, old=OLD if recomputed else None, unlearnt=UNLEARNT)
-    terms = StepContext(kl_coef=0.0, version=VERSION, groups=4)
+    terms = StepContext(kl_coef=0.0, version=VERSION, max_staleness=max_staleness, groups=4)
     built, report = build_experience(
         list(range(4)), CHUNKS, columns, algo, None, terms, lambda vector: vector, lambda vector: vector
     )
@@ -181,3 +183,23 @@ def test_staleness_is_that_of_tokens() -> None:
     assert metrics["staleness/mean"] == pytest.approx(np.mean(ages))
     assert metrics["staleness/max"] == 3
     assert "staleness/min" not in metrics
+
+
+def test_tokens_of_each_age_are_counted_and_compared() -> None:
+    _, metrics = build({}, max_staleness=3)
+    by_age: dict[int, list[float]] = {age: [] for age in range(4)}
+    spans = 0
+    for index, chunk in enumerate(CHUNKS):
+        for row, of_row in enumerate(chunk.versions):
+            spans += len({span.version for span in of_row})
+            for span in of_row:
+                gaps = np.abs(OLD[index][row] - ROLLOUT[index][row])[span.start : span.stop]
+                by_age[VERSION - span.version] += gaps.tolist()
+    tokens = sum(map(len, by_age.values()))
+    for age, gaps in by_age.items():
+        assert metrics[f"staleness/age_{age}"] == pytest.approx(len(gaps) / tokens)
+        if gaps:
+            assert metrics[f"rollout/logprob_gap/age_{age}"] == pytest.approx(np.mean(gaps), rel=1e-5)
+        else:
+            assert f"rollout/logprob_gap/age_{age}" not in metrics
+    assert metrics["rollout/version_spans"] == pytest.approx(spans / len(ROWS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,38 +17,51 @@ from tests.leftovers import open_shared_memory
 def generate(
     engine: RolloutEngine, requests: Sequence[SampleRequest], sizes: Sequence[int], at_once: int = 100
 ) -> tuple[list[SampleInfo], list[RolloutChunk]]:
-    """The answers to work items of these sizes, in their order."""
-    answered = {infos[0].chunk: (infos, chunk) for infos, chunk in engine.generate(items(requests, sizes), at_once)}
-    infos = [info for index in range(len(sizes)) for info in answered[index][0]]
-    return infos, [answered[index][1] for index in range(len(sizes))]
+    """Generates the responses to work items of these sizes, with up to `at_once` in progress; in their order."""
+    waiting = items(requests, sizes)
+    answers = [engine.generate(item) for item in itertools.islice(waiting, at_once)]
+    while not all(answer.done() for answer in answers):
+        engine.step()
+        room = at_once - sum(not answer.done() for answer in answers)
+        answers += [engine.generate(item) for item in itertools.islice(waiting, room)]
+    infos = [info for answer in answers for info in answer.result()[1]]
+    return infos, [answer.result()[0][index] for index, answer in enumerate(answers)]
 
 
-def generate_in_turns(
-    engine: RolloutEngine, requests: Sequence[SampleRequest], sizes: Sequence[int], at_once: int
-) -> tuple[list[RolloutChunk], list[tuple[int, int]]]:
-    """The chunks in the order in which they came; and after each, how many items were taken and how many had come."""
-    taken = 0
-
-    def queue() -> Iterator[WorkItem]:
-        nonlocal taken
-        for item in items(requests, sizes):
-            taken += 1
-            yield item
-
-    chunks: list[RolloutChunk] = []
-    progress: list[tuple[int, int]] = []
-    for _, chunk in engine.generate(queue(), at_once):
-        chunks.append(chunk)
-        progress.append((taken, len(chunks)))
-    return chunks, progress
+def begin(engine: RolloutEngine, requests: Sequence[SampleRequest]) -> None:
+    """Begins a response to each request; `end` returns them."""
+    asked = vars(engine).setdefault("asked", [])
+    asked += [engine.generate(item) for item in items(requests, [1] * len(requests))]
 
 
-def give_up(engine: RolloutEngine, requests: Sequence[SampleRequest], sizes: Sequence[int]) -> int:
-    """Stops listening after the first answer; how many requests vLLM still has."""
-    answers = engine.generate(items(requests, sizes), 100)
-    next(answers)
-    answers.close()
-    return engine._llm.get_num_unfinished_requests()
+def take_steps(engine: RolloutEngine, count: int) -> None:
+    for _ in range(count):
+        engine.step()
+
+
+def end(engine: RolloutEngine) -> list[RolloutChunk]:
+    """Ends the responses that were begun; a chunk for each."""
+    while engine.step():
+        pass
+    return [chunk for answer in vars(engine).pop("asked") for chunk in answer.result(0)[0].values()]
+
+
+def failures(engine: RolloutEngine) -> tuple[int, list[str]]:
+    """How many requests vLLM still has, and what the responses that were begun have failed with."""
+    errors = [type(answer.exception(0)).__name__ for answer in vars(engine).pop("asked")]
+    return engine._llm.get_num_unfinished_requests(), errors
+
+
+def give_up(engine: RolloutEngine, requests: Sequence[SampleRequest], sizes: Sequence[int]) -> tuple[int, list[str]]:
+    """Lets the second step fail; returns how many requests vLLM still has, and what unfinished items failed with."""
+    answers = [engine.generate(item) for item in items(requests, sizes)]
+    engine.step()
+    answers = [answer for answer in answers if not answer.done()]
+    step = engine._llm.step
+    engine._llm.step = lambda: 1 / 0
+    assert not engine.step()
+    engine._llm.step = step
+    return engine._llm.get_num_unfinished_requests(), [repr(answer.exception()) for answer in answers]
 
 
 def items(requests: Sequence[SampleRequest], sizes: Sequence[int]) -> Iterator[WorkItem]:
@@ -58,6 +72,16 @@ def items(requests: Sequence[SampleRequest], sizes: Sequence[int]) -> Iterator[W
 
 def version(engine: RolloutEngine) -> int | None:
     return engine.version
+
+
+def use_one_salt(engine: RolloutEngine) -> None:
+    """Lets requests find blocks of any version in the prefix cache."""
+    add = engine._requests.add
+    engine._requests.add = lambda ids, params, _salt, done: add(ids, params, "any", done)
+
+
+def use_salts(engine: RolloutEngine) -> None:
+    del engine._requests.add
 
 
 def free_bytes(_engine: RolloutEngine) -> int:
@@ -84,7 +108,7 @@ def workers_modules(engine: RolloutEngine, package: str) -> list[list[str]]:
 
 
 def disable_cache_reset(engine: RolloutEngine) -> None:
-    engine._llm.reset_prefix_cache = lambda: True
+    engine._llm.reset_prefix_cache = lambda reset_running_requests: True
 
 
 def enable_cache_reset(engine: RolloutEngine) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
-from megarl.types import Ragged
-from tests.rollout.conftest import Answers
+from megarl.types import Ragged, RolloutChunk, SampleRequest
+from tests.rollout.conftest import Answers, rollout_config
 from tests.rollout.models import USED_VOCAB, VOCAB
 
 
@@ -27,11 +29,26 @@ def assert_close(got: Ragged, expected: Ragged, atol: float, what: str) -> None:
     np.testing.assert_allclose(got.values, expected.values, rtol=0, atol=atol, err_msg=what)
 
 
+@lru_cache(maxsize=4)
+def _load(model_dir: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+
+
 def hf_logits(model_dir: Path, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """[T, VOCAB] logits of each sequence, by transformers."""
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    model = _load(model_dir)
     with torch.no_grad():
         return [model(torch.tensor([list(ids)])).logits[0] for ids in sequences]
+
+
+def hf_logits_in_parts(parts: Sequence[tuple[Path, int]], ids: Sequence[int]) -> torch.Tensor:
+    """[T, VOCAB] logits of a sequence: each model reads on up to its end, with the keys and values of those before."""
+    cache, logits, start = DynamicCache(), [], 0
+    for model_dir, end in parts:
+        with torch.no_grad():
+            logits.append(_load(model_dir)(torch.tensor([list(ids[start:end])]), past_key_values=cache).logits[0])
+        start = end
+    return torch.cat(logits)
 
 
 def hf_raw_logprobs(model_dir: Path, sequences: Sequence[Sequence[int]]) -> Ragged:
@@ -45,10 +62,9 @@ def hf_raw_logprobs(model_dir: Path, sequences: Sequence[Sequence[int]]) -> Ragg
 
 def hf_greedy(model_dir: Path, prompt: Sequence[int], new_tokens: int) -> list[int]:
     """The likeliest response, token by token, its end token included, by transformers' ``generate``."""
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     unused = list(range(USED_VOCAB, VOCAB))
     ids = torch.tensor([list(prompt)])
-    whole = model.generate(
+    whole = _load(model_dir).generate(
         ids,
         attention_mask=torch.ones_like(ids),
         do_sample=False,
@@ -79,3 +95,36 @@ def truncated_logprobs(logits: torch.Tensor, temperature: float, top_k: int, top
     for i in kept:
         result[i] = scaled[i] - total
     return result
+
+
+def version_logprobs(
+    model_dirs: Sequence[Path], asked: Sequence[SampleRequest], chunks: Sequence[RolloutChunk], *, keep: bool
+) -> list[np.ndarray]:
+    """Log-probabilities of responses, a chunk each, by transformers with the weights of each token's version.
+
+    A token's logits are those of the position before it.
+
+    Args:
+        model_dirs: by version.
+        keep: a version has read what came since its update, and uses the keys and values of those before; else it has
+            read the whole sequence.
+    """
+    wholes = [[*request.prompt.token_ids, *chunk.response_ids[0]] for request, chunk in zip(asked, chunks, strict=True)]
+    by_version = [] if keep else [hf_logits(model_dir, wholes) for model_dir in model_dirs]
+    rows: list[np.ndarray] = []
+    for row, (request, chunk) in enumerate(zip(asked, chunks, strict=True)):
+        before, spans = len(request.prompt.token_ids) - 1, chunk.versions[0]
+        if keep:
+            parts = [(model_dirs[span.version], before + span.stop) for span in spans]
+            logits = hf_logits_in_parts(parts, wholes[row])[before:]
+        else:
+            parts = [by_version[span.version][row][before + span.start : before + span.stop] for span in spans]
+            logits = torch.cat(parts)
+        config = rollout_config()
+        sampling = (
+            (1.0, USED_VOCAB, 1.0) if request.temperature == 0 else (config.temperature, config.top_k, config.top_p)
+        )
+        tokens = chunk.response_ids[0].tolist()
+        values = [truncated_logprobs(each, *sampling)[token] for each, token in zip(logits, tokens, strict=True)]
+        rows.append(torch.stack(values).numpy())
+    return rows

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 
-from megarl.rollout.completions import Response, pack_chunk, select_rows, truncate_responses
+from megarl.rollout.completions import (
+    Response,
+    load_chunks,
+    pack_chunk,
+    sample_infos,
+    save_chunks,
+    select_rows,
+    truncate_responses,
+)
 from megarl.types import Prompt, SampleInfo, SampleRequest, VersionSpan
 
 
@@ -69,3 +80,33 @@ def test_a_response_ends_with_its_first_token_of_a_kind_that_is_not_too_early() 
         [(0, 1)],
     ]
     assert chunk.prompt_ids is whole.prompt_ids
+
+
+def test_chunks_come_back_from_a_file_bit_for_bit(tmp_path: Path) -> None:
+    """More than ten of them, of one to three rows; spans of several versions and engines; any text as an id."""
+    chunks = []
+    for index in range(12):
+        rows = [
+            response(f"{index}/ä b\n/{row}", (*range(row, index + 2),), [7] * row, finished=row == 1)
+            for row in (1, 2, 3)
+        ]
+        spans = tuple(VersionSpan(start=i, stop=i + 1, version=index + i, engine_id=2**40 * i) for i in range(3))
+        rows[2] = replace(rows[2], logprobs=[-0.0, -1e-45, -np.pi], versions=spans)
+        chunks.append(pack_chunk(index, rows[index % 3 :]))
+    save_chunks(tmp_path / "step-3.npz", [chunk for _, chunk in chunks])
+    loaded = load_chunks(tmp_path / "step-3.npz")
+    assert len(loaded) == 12
+    for index, (got, (infos, chunk)) in enumerate(zip(loaded, chunks, strict=True)):
+        assert (got.sample_ids, got.versions) == (chunk.sample_ids, chunk.versions)
+        assert sample_infos(index, got, [info.prompt_id for info in infos]) == infos
+        for name in ("prompt_ids", "response_ids", "rollout_logprobs"):
+            ours, theirs = getattr(got, name), getattr(chunk, name)
+            assert (ours.values.dtype, ours.offsets.dtype) == (theirs.values.dtype, theirs.offsets.dtype)
+            assert ours.values.tobytes() == theirs.values.tobytes()
+            assert ours.offsets.tolist() == theirs.offsets.tolist()
+        assert (got.finished.dtype, got.finished.tolist()) == (np.bool_, chunk.finished.tolist())
+
+
+def test_no_chunks_are_no_chunks(tmp_path: Path) -> None:
+    save_chunks(tmp_path / "none.npz", [])
+    assert load_chunks(tmp_path / "none.npz") == []

@@ -62,13 +62,15 @@ def test_a_second_sync_replaces_every_weight(
 def test_a_sync_without_the_cache_reset_would_be_noticed(
     engine: EngineProcess, models: Mapping[str, Path], fresh: Mapping[str, Answers]
 ) -> None:
-    """Shows that the comparison above sees a stale prefix cache."""
+    """Shows that the comparison above sees a stale prefix cache, if versions share blocks."""
+    engine.apply(in_process.use_one_salt)
     resync(engine, models["qwen2"])
     ask(engine)
     engine.apply(in_process.disable_cache_reset)
     resync(engine, models["qwen2_later"])
     stale = ask(engine)
     engine.apply(in_process.enable_cache_reset)
+    engine.apply(in_process.use_salts)
     assert not np.array_equal(stale.chunk.rollout_logprobs.values, fresh["qwen2_later"].chunk.rollout_logprobs.values)
     assert_close(stale.raw, fresh["qwen2_later"].raw, 0.0, "scoring reads no cache")
 
@@ -180,19 +182,12 @@ def test_samples_do_not_depend_on_who_answers_what(engine: EngineProcess, models
             np.testing.assert_array_equal(logprobs[i], answers[row][1])
 
 
-def test_an_engine_takes_work_as_it_gets_through_it(engine: EngineProcess, models: Mapping[str, Path]) -> None:
-    resync(engine, models["qwen2"])
-    chunks, progress = engine.apply(in_process.generate_in_turns, requests(40), [5] * 8, 3)
-    assert sorted(chunk.sample_ids[0] for chunk in chunks) == sorted(f"s{i}" for i in range(0, 40, 5))
-    assert progress[0][0] == 3
-    assert all(taken - came < 3 for taken, came in progress)
-    assert progress[-1] == (8, 8)
-
-
-def test_answers_that_nobody_waits_for_are_given_up(engine: EngineProcess, models: Mapping[str, Path]) -> None:
+def test_a_failed_step_fails_every_response_in_progress(engine: EngineProcess, models: Mapping[str, Path]) -> None:
     resync(engine, models["qwen2"])
     before = ask(engine)
-    assert engine.apply(in_process.give_up, requests(12, first_seed=99), [1] * 12) == 0
+    left, errors = engine.apply(in_process.give_up, requests(12, first_seed=99), [1] * 12)
+    assert left == 0
+    assert set(errors) == {"ZeroDivisionError('division by zero')"}
     assert_same(ask(engine), before)
 
 

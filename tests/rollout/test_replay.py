@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megarl.rollout.completions import Response
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.replay import RecordingEngine, read_response, recorded_steps, write_sample
-from megarl.types import Prompt, Ragged, RolloutChunk, SampleInfo, SampleRequest, VersionSpan
+from megarl.types import Prompt, Ragged, RolloutChunk, SampleRequest, VersionSpan
 
 CHUNK = RolloutChunk(
     sample_ids=("1/a b/0", "1/../x/1"),
@@ -61,22 +61,14 @@ def test_evaluations_are_no_step(tmp_path: Path) -> None:
 
 
 def test_an_engine_records_what_steps_generate_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answered = [replace(CHUNK, sample_ids=(f"{step}/a/0", f"{step}/b/0")) for step in (0, 1)]
-
-    def generate(*_: object) -> Iterator[tuple[list[SampleInfo], RolloutChunk]]:
-        for chunk in answered:
-            infos = [
-                SampleInfo(
-                    sample_id=name, prompt_id="p", chunk=0, row=row, prompt_tokens=1, response_tokens=1, finished=True
-                )
-                for row, name in enumerate(chunk.sample_ids)
-            ]
-            yield infos, chunk
-
-    monkeypatch.setattr(RolloutEngine, "generate", generate)
+    monkeypatch.setattr(RolloutEngine, "_response", lambda _engine, _request, output, _version: output)
     engine = object.__new__(RecordingEngine)
     engine._directory = tmp_path
-    assert [chunk for _, chunk in engine.generate([], 1)] == answered
+    prompt = Prompt(prompt_id="p", token_ids=(1,))
+    for name in ("0/a/0", "1/a/0", "0/b/0", "1/b/0"):
+        asked = SampleRequest(sample_id=name, prompt=prompt, seed=0)
+        response = Response(request=asked, token_ids=[2], logprobs=[-0.5], finished=True, versions=CHUNK.versions[0])
+        assert engine._response(asked, response, 0) is response
     assert {path.name for path in tmp_path.iterdir()} == {"1%2Fa%2F0.npz", "1%2Fb%2F0.npz"}
 
 

@@ -89,6 +89,26 @@ def test_half_a_sync_needs_a_whole_one() -> None:
     assert state.usable_version() == 3
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_nobody_sleeps_over_responses_in_progress(overlaps: bool) -> None:
+    state = after(*ORDER[:3], overlaps=overlaps)
+    with pytest.raises(RuntimeError, match="engine 3 cannot sleep with 2 responses in progress: wait for them first"):
+        state.sleep(in_progress=2)
+    assert state.usable_version() == 3
+    state.sleep(in_progress=0)
+
+
+def test_only_an_engine_in_flight_syncs_over_responses_in_progress() -> None:
+    drains, overlaps = (after("sync", sleeps=False, overlaps=overlaps) for overlaps in (False, True))
+    with pytest.raises(RuntimeError, match=r"engine 3 cannot sync with 1 responses in progress: .* inflight syncs"):
+        drains.begin_sync(in_progress=1)
+    assert drains.usable_version() == 3
+    for state, in_progress in ((drains, 0), (overlaps, 1)):
+        state.begin_sync(in_progress)
+        state.commit(4)
+        assert state.usable_version() == 4
+
+
 def test_every_sync_has_its_version() -> None:
     state = after("sync", sleeps=False)
     for version in (4, 4, 9):

@@ -7,13 +7,14 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.leftovers import comes_true
 from tests.rollout import in_process
-from tests.rollout.conftest import Answers, ask, start
+from tests.rollout.conftest import Answers, ask, requests, start
 from tests.rollout.engine_process import EngineProcess
-from tests.rollout.oracles import assert_same
+from tests.rollout.oracles import assert_same, version_logprobs
 from tests.rollout.syncing import sync
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -42,6 +43,19 @@ def test_synced_ranks_equal_an_engine_that_loaded_the_files(
     start(pair, models["llama"], tp=2)
     sync(pair, models["llama"], 1)
     assert_same(ask(pair), fresh["llama"], atol=1e-5)
+
+
+def test_ranks_take_weights_between_two_steps(pair: EngineProcess, models: Mapping[str, Path]) -> None:
+    start(pair, models["qwen2"], tp=2, weights="files", mode="inflight")
+    pair.apply(in_process.begin, requests())
+    pair.apply(in_process.take_steps, 5)
+    sync(pair, models["qwen2_later"], 1)
+    chunks = pair.apply(in_process.end)
+    dirs = [models["qwen2"], models["qwen2_later"]]
+    assert any(len(chunk.versions[0]) == 2 for chunk in chunks)
+    for chunk, expected in zip(chunks, version_logprobs(dirs, requests(), chunks, keep=False), strict=True):
+        np.testing.assert_allclose(chunk.rollout_logprobs[0], expected, rtol=0, atol=1e-4)
+        assert [span.start for span in chunk.versions[0]] == [0, 5][: len(chunk.versions[0])]
 
 
 def test_the_workers_are_free_of_megatron(pair: EngineProcess) -> None:

@@ -38,11 +38,12 @@ def test_ppo_on_two_nodes(launcher: Launcher, tmp_path: Path) -> None:
     run.until(lambda: run.steps, "a step was taken")
     secret = (run.logs / "token").read_text().encode()
     assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if secret in held(path)]
-    ranks = {node: len(launcher.processes(node, "ray::RayWorker")) for node in ("n1", "n2")}
+    kinds = ("ray::RayWorker", "ray::SteppingRayWorker")
+    ranks = {node: [len(launcher.processes(node, kind)) for kind in kinds] for node in ("n1", "n2")}
     assert "running" in launcher.megarl("status", str(run.directory)).stdout
 
     assert run.wait("COMPLETED") == "0:0"
-    assert ranks == {"n1": 3, "n2": 2}  # the engine is on the first device
+    assert ranks == {"n1": [2, 1], "n2": [2, 0]}  # the engine is on the first device
     assert "NODE=N2" in shown
     assert "RAY ANSWERS" in shown
     assert [step["step"] for step in run.steps] == list(range(1, 9))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import learning
-from benchmarks.learning import ALGORITHMS, CELLS, Cell, report, summed_up, table
+from benchmarks.learning import CELLS, ROWS, Cell, report, summed_up, table
 from megarl.config import ConfigError, load
 from megarl.config.problems import Problem
 
@@ -23,22 +23,30 @@ def result(start: float, end: float, kl: list[float] | None = None) -> dict[str,
     return {"evaluations": evaluations, "steps": 30, "samples": 3840, "kl": kl or [], "seed": 0}
 
 
-def problems(config: Path) -> Sequence[Problem]:
+def problems(cell: Cell) -> Sequence[Problem]:
     try:
-        load(config)
+        load(cell.config, cell.overrides)
     except ConfigError as error:
         return error.problems
     return ()
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_configuration_lacks_nothing_but_the_models_and_data_that_are_made(algorithm: str) -> None:
-    assert all("runs/learning/" in problem.value for problem in problems(Cell(algorithm=algorithm, seed=0).config))
+@pytest.mark.parametrize(("algorithm", "staleness"), ROWS)
+def test_a_configuration_lacks_nothing_but_the_models_and_data_that_are_made(
+    algorithm: str, staleness: int | None
+) -> None:
+    cell = Cell(algorithm=algorithm, seed=0, staleness=staleness)
+    assert all("runs/learning/" in problem.value for problem in problems(cell))
 
 
-def test_three_seeds_of_nine_algorithms() -> None:
-    assert len(CELLS) == len(set(CELLS)) == 27
-    assert [cell.seed for cell in CELLS[:9]] == [0] * 9
+def test_three_seeds_of_eight_algorithms_and_of_two_losses_at_five_ages() -> None:
+    assert len(CELLS) == len({cell.result for cell in CELLS}) == 3 * (8 + 2 * 5)
+    assert [cell.seed for cell in CELLS[:18]] == [0] * 18
+
+
+def test_the_age_of_the_samples_is_a_setting_of_its_own() -> None:
+    cells = [Cell(algorithm="decoupled_ppo", seed=0, staleness=age) for age in (1, 2)]
+    assert cells[0].settings() != cells[1].settings()
 
 
 def test_a_summary_by_hand() -> None:
@@ -67,9 +75,9 @@ def test_the_page_says_what_is_missing_and_what_does_not_learn(tmp_path: Path, m
     for name in ("RESULTS", "PAGE", "PICTURE"):
         monkeypatch.setattr(learning, name, tmp_path / name.lower())
     (tmp_path / "results").mkdir()
-    for algorithm, end in (("ppo", 0.8), ("raft", 0.31)):
+    for algorithm, staleness, end in (("ppo", None, 0.8), ("raft", None, 0.31), ("decoupled_ppo", 4, 0.7)):
         for seed in (0, 1, 2):
-            cell = Cell(algorithm=algorithm, seed=seed)
+            cell = Cell(algorithm=algorithm, seed=seed, staleness=staleness)
             stored = {**result(0.3, end), "seed": seed, "settings": cell.settings()}
             cell.result.write_text(json.dumps(stored))
     stale = Cell(algorithm="grpo", seed=0)
@@ -78,5 +86,8 @@ def test_the_page_says_what_is_missing_and_what_does_not_learn(tmp_path: Path, m
     report()
     page = (tmp_path / "page").read_text()
     assert "Not beyond the margin: RAFT." in page
-    assert "| PPO | 3 |" in page
+    tables = page.split("## On samples of older weights")
+    assert "| PPO | 3 |" in tables[0]
+    assert "| decoupled PPO, 4 old | 3 |" in tables[1]
+    assert "coupled PPO, 8 old (seeds 0, 1, 2)" in page
     assert "GRPO (seeds 0, 1, 2)" in page

@@ -264,9 +264,9 @@ def bounds_are_in_order(algo: Algo) -> Iterator[Problem]:
 def interpolation_has_an_age(algo: Algo, rollout: Rollout) -> Iterator[Problem]:
     """Interpolated old log-probabilities need rollouts of older weights."""
     chosen = algo.correction.old_logprobs
-    if chosen in ("loglinear", "linear") and rollout.sync_every == 1:
-        rule = "recompute or rollout with rollout.sync_every = 1, where no rollout is older than the actor"
-        fix = "set it to recompute, or raise rollout.sync_every"
+    if chosen in ("loglinear", "linear") and rollout.sync_every == 1 and rollout.max_staleness == 0:
+        rule = "recompute or rollout where no rollout is older than the actor"
+        fix = "set it to recompute, or raise rollout.max_staleness or rollout.sync_every"
         yield Problem("algo.correction.old_logprobs", chosen, rule, fix)
 
 
@@ -283,3 +283,11 @@ def _named_weights(algo: Algo) -> Mapping[str, Any]:
     """The options of the rollout weights; empty for a custom function."""
     weights = algo.correction.weights
     return {} if weights is None or isinstance(weights, CustomFunction) else weights.options
+
+
+def stale_samples_are_clipped(algo: Algo, rollout: Rollout) -> Iterator[Problem]:
+    """A loss without a clip is not for samples of older weights, unless corrections bound their weights."""
+    if rollout.max_staleness and algo.policy_loss.name == "reinforce" and algo.correction.weights is None:
+        rule = f"a loss with a clip where rollout.max_staleness is {rollout.max_staleness}; reinforce has none"
+        fix = "choose ppo or another with a clip, or bound the ratio with algo.correction.weights"
+        yield Problem("algo.policy_loss", "reinforce", rule, fix)

@@ -48,8 +48,7 @@ def sleeping_frees_devices(groups: Groups, rollout: Rollout | None) -> Iterator[
     """Engines sleep only where a group uses their devices."""
     if rollout is None or not rollout.sleep:
         return
-    trainers = {device for group in groups.values() for device in parse_devices(group.devices)}
-    if not trainers & set(parse_devices(rollout.devices)):
+    if not _shared_devices(groups, rollout):
         rule = "has an effect where a group has devices of the engines"
         yield Problem("rollout.sleep", "True", rule, "set it to false")
 
@@ -118,7 +117,8 @@ def record_or_replay(stage: str, rollout: Rollout | None) -> Iterator[Problem]:
     if rollout is None:
         return
     if stage not in ("ppo", "raft"):
-        names, where = ("record", "replay", "sync_every"), "in a stage that does not train on rollouts"
+        names = ("record", "replay", "sync_every", "max_staleness", "mode", "inflight_cache", "max_replacements")
+        where = "in a stage that does not train on rollouts"
         yield from ineffective_settings("rollout", rollout, names, where, "or use stage ppo")
     elif rollout.replay is not None:
         if rollout.record is not None:
@@ -176,6 +176,53 @@ def old_weights_are_kept(stage: str, rollout: Rollout) -> Iterator[Problem]:
         yield Problem("rollout.sync_every", str(rollout.sync_every), "1 with rollout.sleep", fix)
 
 
+def staleness_settings_have_an_effect(stage: str, rollout: Rollout) -> Iterator[Problem]:
+    """Modes differ with max_staleness above 0; the cache of responses in progress is that of mode inflight."""
+    if stage not in ("ppo", "raft"):
+        return
+    if rollout.max_staleness == 0:
+        where, fix = "with rollout.max_staleness = 0", "or raise rollout.max_staleness"
+        yield from ineffective_settings("rollout", rollout, ("mode",), where, fix)
+    elif rollout.sync_every > 1:
+        rule = f"1 with rollout.max_staleness = {rollout.max_staleness}, which bounds the age of the weights"
+        yield Problem("rollout.sync_every", str(rollout.sync_every), rule, "set it to 1")
+    if rollout.mode != "inflight":
+        where, fix = f"with rollout.mode = {rollout.mode}", "or set rollout.mode to inflight"
+        yield from ineffective_settings("rollout", rollout, ("inflight_cache",), where, fix)
+
+
+def engines_that_need_devices_of_their_own(stage: str, groups: Groups, rollout: Rollout) -> Iterator[Problem]:
+    """Engines that generate while the trainers work, or are replaced meanwhile, share no devices with them."""
+    shared = _shared_devices(groups, rollout)
+    if stage not in ("ppo", "raft") or not shared:
+        return
+    others = f"devices of no group; a group has {', '.join(map(str, shared))} too"
+    if rollout.mode != "exact":
+        fix = "give the engines devices of their own, or set rollout.mode to exact, which takes turns"
+        yield Problem("rollout.devices", rollout.devices, f"{others}, with rollout.mode = {rollout.mode}", fix)
+    if rollout.max_replacements:
+        rule = "0 where a group has devices of the engines"
+        fix = "set it to 0, or give the engines devices of their own"
+        yield Problem("rollout.max_replacements", str(rollout.max_replacements), rule, fix)
+
+
+def evaluations_in_the_background(
+    groups: Groups, rollout: Rollout, evaluation: PeriodicEvaluation | None
+) -> Iterator[Problem]:
+    """An evaluation during the training needs engines that work meanwhile, and replaces no weights."""
+    if evaluation is None or evaluation.blocking:
+        return
+    if _shared_devices(groups, rollout):
+        rule, fix = "true where a group has devices of the engines", "set it to true, or give the engines their own"
+        yield Problem("evaluation.blocking", "False", rule, fix)
+    if rollout.max_staleness == 0:
+        fix = "set it to true, or raise rollout.max_staleness"
+        yield Problem("evaluation.blocking", "False", "true with rollout.max_staleness = 0", fix)
+    if evaluation.ema:
+        rule = "true with evaluation.ema, whose weights replace those of the rollouts for a while"
+        yield Problem("evaluation.blocking", "False", rule, "set it to true, or evaluation.ema to false")
+
+
 def syncs_meet(
     rollout: Rollout, evaluation: PeriodicEvaluation | None, checkpoint: CheckpointSettings
 ) -> Iterator[Problem]:
@@ -185,3 +232,9 @@ def syncs_meet(
         if every is not None and every % rollout.sync_every:
             rule = f"a multiple of rollout.sync_every = {rollout.sync_every}: the engines have older weights otherwise"
             yield Problem(field, str(every), rule, f"choose a multiple of {rollout.sync_every}")
+
+
+def _shared_devices(groups: Groups, rollout: Rollout) -> list[int]:
+    """Returns the devices of the engines that groups have too."""
+    trained_on = {device for group in groups.values() for device in parse_devices(group.devices)}
+    return sorted(trained_on & set(parse_devices(rollout.devices)))

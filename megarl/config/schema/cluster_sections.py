@@ -18,7 +18,7 @@ class TimeLimits(Section):
     start: Positive = 1800.0
     """Starting the processes, loading the models, connecting the ranks, ending the processes."""
     rollout: Positive = 3600.0
-    """Generating the responses of a step or of an evaluation."""
+    """Generating a part of the responses of a step or of an evaluation."""
     scoring: Positive = 1800.0
     """Running the reward functions on the responses of a step."""
     inference: Positive = 1800.0
@@ -128,6 +128,19 @@ class Rollout(Section):
     """Run the engines without compiling them and without CUDA graphs: a quicker start, less memory, slower rollouts."""
     sync_every: Count = 1
     """Steps between transfers of the weights into the engines, whose weights are up to sync_every - 1 steps old."""
+    max_staleness: Natural = 0
+    """How many versions older than the actor the weights may be that sample a step; 0 samples and trains in turn. Above
+    0, engines on devices of their own sample the next steps while the trainers work."""
+    mode: Literal["exact", "bounded", "inflight"] = "exact"
+    """What happens to responses in progress when new weights are due: exact and bounded finish them first, and inflight
+    goes on with the new weights. With exact a run can be repeated: step t is sampled by version t - 1 - max_staleness.
+    With bounded the steps overlap, and versions are skipped while long responses run."""
+    inflight_cache: Literal["recompute", "keep"] = "recompute"
+    """With mode inflight, the cache of responses in progress: recompute prefills them again with the new weights, keep
+    leaves the keys and values of the old ones."""
+    max_replacements: Natural = 0
+    """Engines that the run may replace because they died or exceeded their time limit while they generated; others
+    answer in their place until the next sync. At 0 the run ends. Needs engines on devices of their own."""
     record: str | None = None
     """Directory for each step's rollouts."""
     replay: str | None = None

@@ -75,6 +75,8 @@ class PeriodicEvaluation(Evaluation):
     """Steps between evaluations; null: before the first step and after the last."""
     ema: bool = False
     """Evaluate the actor's moving average, too."""
+    blocking: bool = True
+    """Evaluate between two steps; false does it while the training goes on, which needs rollout.max_staleness."""
 
 
 class HeldOut(Evaluation):

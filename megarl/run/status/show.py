@@ -55,6 +55,7 @@ def rows(status: RunStatus) -> Iterator[Row]:
     yield from _progress(status)
     for trouble in status.troubles:
         yield "look at", trouble, "yellow"
+    yield from _engines(status)
     yield from _saved(status)
     if status.evaluation:
         after = f"after step {status.evaluation['step']}: " if status.progress.steps else ""
@@ -101,6 +102,20 @@ def _progress(status: RunStatus) -> Iterator[Row]:
     shown = [f"{heading} {short(status.metrics[name])}" for name, heading in columns.items() if name in status.metrics]
     if shown:
         yield "metrics", ", ".join(shown), ""
+
+
+def _engines(status: RunStatus) -> Iterator[Row]:
+    """Yields how far the engines are ahead of the training, who waits for whom, and how many were replaced."""
+    metrics = status.metrics
+    if "rollout/queue_depth" in metrics:
+        age = metrics.get("staleness/mean")
+        sampled = f"{metrics['rollout/queue_depth']} sampled steps wait for the training"
+        idle = f"engines idle {100 * metrics['rollout/engine_idle']:.0f}%"
+        waited = f"trainers waited {step_duration(metrics['time/rollout'])} for samples"
+        aged = [] if age is None else [f"samples {short(age)} versions old"]
+        yield "engines", ", ".join([*aged, sampled, idle, waited]), ""
+    if replaced := metrics.get("rollout/engines_replaced"):
+        yield "look at", f"{replaced} engines were replaced in this attempt, because they died or hung", "yellow"
 
 
 def _saved(status: RunStatus) -> Iterator[Row]:

@@ -144,6 +144,18 @@ def test_a_job_that_was_refused_has_lines_of_its_own(run: MadeRun) -> None:
     ]
 
 
+def test_engines_that_sample_ahead_say_who_waits_for_whom(run: MadeRun) -> None:
+    assert not [line for line in lines(run) if line.startswith("engines")]
+    ahead = {"rollout__queue_depth": 1, "rollout__engine_idle": 0.25, "rollout__engines_replaced": 2}
+    run.step(48, 60, time__rollout=3.0, staleness__mean=1.5, **ahead)
+    (row,) = [line for line in lines(run) if line.startswith("engines")]
+    assert row.split(maxsplit=1)[1] == (
+        "samples 1.5 versions old, 1 sampled steps wait for the training, engines idle 25%, "
+        "trainers waited 3 s for samples"
+    )
+    assert any(line.startswith("look at") and "2 engines were replaced" in line for line in lines(run))
+
+
 def test_an_evaluation_by_itself_has_no_steps(tmp_path: Path) -> None:
     run = MadeRun(tmp_path / "run", stage="eval")
     (run.path / "config.yaml").write_text("stage: eval\nrun: {dir: run}\n")

@@ -1,0 +1,252 @@
+"""Samples steps ahead of the training, as far as `rollout.max_staleness` allows, and returns them in order.
+
+Step t may be sampled once the engines have version t - 1 - S or a later one, S being the staleness, so that no token is
+more than S versions old when it is trained on (AReaL's bound, at admission). A step is trained on exactly its own
+samples, in their order. The modes differ in what happens to responses in progress when new weights are due:
+
+- exact: they are finished first. Steps are sampled one after the other, step t wholly by version max(0, t - 1 - S), so
+  that a run can be repeated. S = 0 is the synchronous loop.
+- bounded: they are finished first, and steps overlap. The engines skip a version where the next step is ready and
+  responses are in progress.
+- inflight: they go on with the new weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.cluster.calls import Awaited, Condition, Routine, Task
+from megarl.cluster.engines import RolloutGroup, Rollouts
+from megarl.cluster.ray_worker import ChunkRefs
+from megarl.config import PPOConfig, RAFTConfig
+from megarl.errors import RunError
+from megarl.loop.colocation import Colocation
+from megarl.loop.sampler import Sampled, Sampler
+from megarl.loop.scoring import Scoring
+from megarl.rollout.completions import load_chunks, sample_infos, save_chunks
+from megarl.types import RolloutChunk
+
+
+class RolloutBuffer:
+    """The steps that are sampled or being sampled and have not been trained on.
+
+    Where trainers and engines have devices of their own, sampling goes on while the driver waits for any call; else
+    steps are sampled before one is trained on.
+
+    """
+
+    def __init__(
+        self, config: PPOConfig | RAFTConfig, sampler: Sampler, engines: RolloutGroup, colocation: Colocation
+    ) -> None:
+        self._staleness, self._mode, self._last = config.rollout.max_staleness, config.rollout.mode, config.run.steps
+        self._sampler, self._engines, self._colocation = sampler, engines, colocation
+        self._overlaps = self._staleness > 0 and not colocation.shared
+        self._sizes = config.data.prompts_per_step, config.data.samples_per_prompt
+        self.version = self._taken = 0  # of the engines, and of the actor
+        self._steps: dict[int, Task[Sampled]] = {}
+        self._background: list[Task[Any]] = []
+        self._paused = self._advancing = False
+
+    def begin(self, step: int) -> None:
+        """Starts after a step, whose weights the engines have."""
+        self._taken = step
+        if self._overlaps:
+            self._engines.monitor.listener = self._advance
+        self.synced(step)
+
+    def take(self, step: int) -> Sampled:
+        """Waits for the samples of a step, and returns them; their scores may be in progress."""
+        self._advance()
+        if not self._overlaps:
+            for due in range(step, min(step + self._staleness, self._last) + 1):
+                sampling = self._steps.setdefault(due, Task(self._sampler.sample(due)))
+                while not sampling.finished:
+                    self._wait_for(sampling.advance())
+        self._wait_for(Condition(lambda: step in self._steps and self._steps[step].finished))
+        self._colocation.to_training()
+        sampled = self._steps.pop(step).result
+        self._taken = step
+        self._sampler.forget(step)
+        return sampled
+
+    def prepare_sync(self) -> None:
+        """Waits until the engines may have other weights."""
+        if not self._overlaps:
+            return
+        if self._mode == "exact":
+            self._wait_for(Condition(lambda: not (self._in_progress or self._admitted or self._unfinished)))
+        elif self._mode == "bounded":
+            self._engines.pause()
+            self._engines.monitor.wait_until(Condition(lambda: self._engines.idle))
+
+    def synced(self, version: int) -> None:
+        """Goes on with new weights in the engines."""
+        self.version = version
+        self._engines.resume()
+        self._advance()
+
+    def skips_sync(self, step: int) -> bool:
+        """Returns whether the engines rather finish their responses, as the next step does not need them."""
+        following = self._steps.get(step + 1)
+        ready = following is not None and following.finished
+        return self._overlaps and self._mode == "bounded" and ready and not self._engines.idle
+
+    def run_beside(self, routine: Routine[Any]) -> None:
+        """Starts other work of the engines, which goes on as sampling does."""
+        self._background.append(Task(routine))
+        self._advance()
+
+    def take_results(self, *, wait: bool) -> list[Any]:
+        """Returns the results of the finished work that was added, in its order; with `wait`, of all of it."""
+        if wait:
+            self._wait_for(Condition(lambda: not self._unfinished))
+        done: list[Any] = []
+        while self._background and self._background[0].finished:
+            done.append(self._background.pop(0).result)
+        return done
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """First waits for the steps that are being sampled; in the block no others are started."""
+        self._paused = True
+        if self._overlaps:
+            self._wait_for(Condition(lambda: not self._in_progress))
+        yield
+        self._paused = False
+        self._advance()
+
+    def _wait_for(self, awaited: Awaited) -> None:
+        """Waits; gives the engines the actor's weights if all were lost. Raises RunError if these are other ones."""
+        while True:
+            self._engines.wait_until(awaited)
+            if awaited.finished:
+                return
+            if self._mode == "exact" and self.version != self._taken:
+                raise RunError(
+                    f"{self._engines.replaced[-1]}\nNo engine is left with version {self.version} of the weights, and "
+                    f"the actor has version {self._taken} by now: resume the run, which samples these steps again"
+                )
+            self._colocation.sync(self._taken)
+            self.synced(self._taken)
+
+    @property
+    def depth(self) -> int:
+        """Number of sampled steps that wait for the training."""
+        return sum(sampling.finished for sampling in self._steps.values())
+
+    @property
+    def _in_progress(self) -> list[Task[Sampled]]:
+        return [sampling for sampling in self._steps.values() if not sampling.finished]
+
+    @property
+    def _unfinished(self) -> list[Task[Any]]:
+        """Other work that is in progress."""
+        return [task for task in self._background if not task.finished]
+
+    @property
+    def _admitted(self) -> list[int]:
+        """Steps that may be sampled now, and are not."""
+        last = min(self.version + 1 + self._staleness, self._last)
+        return [step for step in range(self._taken + 1, last + 1) if step not in self._steps]
+
+    def _advance(self) -> None:
+        """Goes on with the steps that are being sampled, and starts others as far as the versions allow."""
+        if self._advancing or not self._overlaps:
+            return
+        self._advancing = True
+        try:
+            for task in (*self._in_progress, *self._background):
+                task.advance()
+            while not self._paused and self._admitted and not (self._mode == "exact" and self._in_progress):
+                step = self._admitted[0]
+                self._steps[step] = Task(self._sampler.sample(step))
+                self._steps[step].advance()
+        finally:
+            self._advancing = False
+
+    def state(self, directory: Path) -> dict[str, Any]:
+        """Returns the position in the prompts, and what is sampled; writes the rollouts of the latter to files."""
+        sampled = {str(step): task.result for step, task in sorted(self._steps.items()) if task.finished}
+        steps = {step: _save(each, directory / f"step-{step}") for step, each in sampled.items()}
+        return {**self._sampler.state(), **({"sampled": steps} if steps else {})}
+
+    def load(self, state: Mapping[str, Any], directory: Path) -> None:
+        """Loads `state()`; raises ValueError if the prompts have changed.
+
+        Samples that have become too old for the configuration, or too few, are generated again.
+        """
+        self._sampler.load({name: value for name, value in state.items() if name != "sampled"})
+        for step, saved in state.get("sampled", {}).items():
+            prompts = [self._sampler.prompt(prompt_id) for prompt_id in saved["prompts"]]
+            rollouts, scoring = _load(saved["samples"], directory / f"step-{step}.npz")
+            greedy = greedy_scoring = None
+            if saved["greedy"] is not None:
+                greedy, greedy_scoring = _load(saved["greedy"], directory / f"step-{step}-greedy.npz")
+            if _oldest(rollouts) < int(step) - 1 - self._staleness:
+                continue
+            if (len(prompts), len(rollouts.samples) // len(prompts)) != self._sizes:
+                continue
+            routine = self._sampler.score(prompts, rollouts, greedy, saved["metrics"], scoring, greedy_scoring)
+            self._steps[int(step)] = Task(routine)
+
+
+def _save(sampled: Sampled, path: Path) -> dict[str, Any]:
+    """Writes the rollouts of a step to `path` with its suffixes, and returns what else belongs to it, as JSON."""
+    path.parent.mkdir(exist_ok=True)
+    greedy = None
+    if sampled.greedy_rollouts is not None:
+        greedy = _save_rollouts(sampled.greedy_rollouts, sampled.greedy, path.with_name(f"{path.name}-greedy.npz"))
+    return {
+        "prompts": [prompt.prompt_id for prompt in sampled.prompts],
+        "samples": _save_rollouts(sampled.rollouts, sampled.scoring, path.with_name(f"{path.name}.npz")),
+        "greedy": greedy,
+        "metrics": dict(sampled.metrics),
+    }
+
+
+def _save_rollouts(rollouts: Rollouts, scoring: Scoring | None, path: Path) -> dict[str, Any]:
+    """Writes rollouts; returns their prompts by chunk and row, and their scores as far as they are known."""
+    numbers = range(len(rollouts.chunks))
+    prompt_ids: list[list[str]] = [[] for _ in numbers]
+    for sample in rollouts.samples:
+        prompt_ids[sample.chunk].append(sample.prompt_id)
+    fetched = rollouts.chunks.only(numbers)
+    save_chunks(path, [fetched[chunk] for chunk in numbers])
+    scored = None
+    if scoring is not None and scoring.finished and scoring.dense is None:  # scores of tokens are computed again
+        columns = {name: values.astype(float).tolist() for name, values in scoring.wait().items()}
+        scored = {
+            "ends": [(sample.response_tokens, sample.finished) for sample in scoring.samples],
+            "scores": {name: [None if math.isnan(x) else x for x in column] for name, column in columns.items()},
+        }
+    return {"prompt_ids": prompt_ids, "scored": scored}
+
+
+def _load(saved: Mapping[str, Any], path: Path) -> tuple[Rollouts, Scoring | None]:
+    """Reads rollouts, and their scores if they were known."""
+    chunks = load_chunks(path)
+    infos = [info for i, chunk in enumerate(chunks) for info in sample_infos(i, chunk, saved["prompt_ids"][i])]
+    rollouts = Rollouts(samples=tuple(infos), chunks=ChunkRefs[RolloutChunk].put(chunks))
+    if saved["scored"] is None:
+        return rollouts, None
+    seen = [
+        replace(info, response_tokens=tokens, finished=finished)
+        for info, (tokens, finished) in zip(infos, saved["scored"]["ends"], strict=True)
+    ]
+    columns: dict[str, list[float | None]] = saved["scored"]["scores"]
+    scores = {name: np.array(column, dtype=np.float32) for name, column in columns.items()}  # None becomes NaN
+    return rollouts, Scoring(samples=seen, wait=lambda: scores)
+
+
+def _oldest(rollouts: Rollouts) -> int:
+    """Returns the oldest version that wrote a token."""
+    numbers = range(len(rollouts.chunks))
+    chunks = rollouts.chunks.only(numbers)
+    return min(span.version for chunk in numbers for spans in chunks[chunk].versions for span in spans)

@@ -1,0 +1,95 @@
+"""Runs whose engines sample ahead: the same bytes however many engines there are, and after whatever ends one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.e2e.runs import Finished, finish, lines, started
+from tests.e2e.test_endings import process_that_prints_to, wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+STEPS = 4
+GRPO = "configs/debug/grpo.yaml"
+SETTINGS = [
+    "groups.train.devices=0",
+    "groups.train.roles.actor={tp: 1, tokens_per_micro_batch: 512, offload: false}",
+    "groups.train.roles.reference=null",
+    "algo.kl={in: reward, estimator: k1, coef: 0}",
+    "cluster.devices_per_node=3",
+    "rollout.sleep=false",
+    "rollout.min_new_tokens=100",
+    "rollout.max_new_tokens=160",
+    "rollout.max_model_len=256",
+    "model.random.config.max_position_embeddings=512",
+    "rollout.max_staleness=1",
+    "evaluation=null",
+    f"run.steps={STEPS}",
+    "checkpoint.every=1",
+]
+LONG = [
+    "data.prompts_per_step=2",
+    "data.samples_per_prompt=2",
+    "rollout.min_new_tokens=300",
+    "rollout.max_new_tokens=400",
+    "rollout.max_model_len=448",
+]
+"""Few and long responses, whose generation takes longer than their update."""
+TIMES = ("time/", "sync/", "perf/", "rollout/engine", "rollout/queue_depth")
+
+
+def run(directory: Path, *settings: str) -> Finished:
+    with started(["train", GRPO, f"run.dir={directory}", *SETTINGS, *settings]) as program:
+        return finish(*program)
+
+
+def numbers(directory: Path) -> list[dict[str, Any]]:
+    """The metrics of every step, but for those of times and places."""
+    return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in lines(directory / "metrics.jsonl")]
+
+
+def test_an_exact_run_is_the_same_with_another_engine_a_killed_engine_and_a_killed_driver(tmp_path: Path) -> None:
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    one = run(straight, "rollout.devices=1")
+    assert one.status == 0, one.errors
+    one.assert_clean()
+    assert [line["staleness/max"] for line in numbers(straight)] == [0, 1, 1, 1]
+
+    settings = ["rollout.devices=1-2", "rollout.max_replacements=1"]
+    with started(["train", GRPO, f"run.dir={broken}", *SETTINGS, *settings]) as program:
+        wait_for(broken / "attempts.jsonl")
+        while "started in" not in (written := os.read(program[0].stdout.fileno(), 1 << 16).decode()):
+            assert written, "it ended"
+        os.kill(process_that_prints_to(broken / "logs" / "rollout-engine-1.log"), signal.SIGKILL)
+        wait_for(broken / "checkpoints" / "step-2" / "manifest.json")
+        program[0].kill()
+        finish(*program)
+    assert lines(broken / "metrics.jsonl")[0]["rollout/engines_replaced"] == 1
+
+    resumed = run(broken, *settings)
+    assert resumed.status == 0, resumed.errors
+    resumed.assert_clean()
+    assert numbers(broken) == numbers(straight)
+    assert (broken / "export/model.safetensors").read_bytes() == (straight / "export/model.safetensors").read_bytes()
+
+
+def test_responses_in_flight_go_on_with_new_weights(tmp_path: Path) -> None:
+    directory, recorded = tmp_path / "run", tmp_path / "recorded"
+    settings = ["rollout.devices=1", "rollout.mode=inflight", "rollout.max_staleness=2", *LONG]
+    finished = run(directory, *settings, f"rollout.record={recorded}", "run.steps=8")
+    assert finished.status == 0, finished.errors
+    finished.assert_clean()
+    assert max(line["staleness/max"] for line in numbers(directory)) <= 2
+    spans = [np.load(file)["versions"] for file in recorded.iterdir()]
+    assert len(spans) == 8 * 4
+    assert any(len(of_response) > 1 for of_response in spans), "no response saw two versions"
+    for of_response in spans:
+        assert of_response[0, 0] == 0
+        assert (of_response[1:, 0] == of_response[:-1, 1]).all()
+        assert (np.diff(of_response[:, 2]) > 0).all()

@@ -1,0 +1,186 @@
+"""Thousands of runs in simulated time: what is trained on depends on no time, is never too old, and always comes."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster import ray_api
+from megarl.errors import RunError
+from megarl.loop.sampler import Sampled
+from tests.loop.simulation import Setup, Simulation, content
+
+STEPS, SCHEDULES = 6, 60
+
+
+@pytest.fixture(autouse=True)
+def references_are_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no object store."""
+    monkeypatch.setattr(ray_api, "get", lambda ref: ref)
+    monkeypatch.setattr(ray_api, "put", lambda value: value)
+
+
+def run(setup: Setup, seed: int) -> Simulation:
+    simulation = Simulation(setup, random.Random(seed))
+    simulation.begin()
+    for step in range(1, setup.steps + 1):
+        simulation.step(step)
+    return simulation
+
+
+def trained(simulation: Simulation) -> list[list[tuple[str, list[int], list[int]]]]:
+    return [content(simulation.trained[step]) for step in sorted(simulation.trained)]
+
+
+def ages(step: int, sampled: Sampled) -> list[int]:
+    """How many versions older than the actor each token is when it is trained on."""
+    return [step - 1 - version for _, _, versions in content(sampled) for version in versions]
+
+
+@pytest.mark.parametrize("filtered", [False, True], ids=["whole", "filtered"])
+@pytest.mark.parametrize("staleness", [0, 1, 2, 4])
+def test_an_exact_run_does_not_depend_on_time_or_on_the_engines(staleness: int, *, filtered: bool) -> None:
+    expected = None
+    for seed in range(SCHEDULES):
+        setup = Setup(staleness=staleness, mode="exact", engines=1 + seed % 3, steps=STEPS, filtered=filtered)
+        found = trained(run(setup, seed))
+        expected = expected or found
+        assert found == expected, f"schedule {seed} differs"
+    assert expected is not None
+    for step, samples in enumerate(expected, start=1):
+        assert {version for _, _, versions in samples for version in versions} == {max(0, step - 1 - staleness)}
+
+
+@pytest.mark.parametrize("filtered", [False, True], ids=["whole", "filtered"])
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+@pytest.mark.parametrize("mode", ["bounded", "inflight"])
+def test_no_token_is_older_than_the_bound(mode: str, staleness: int, *, filtered: bool) -> None:
+    oldest, spanning = 0, 0
+    for seed in range(SCHEDULES):
+        setup = Setup(staleness=staleness, mode=mode, engines=1 + seed % 3, steps=STEPS, filtered=filtered)
+        simulation = run(setup, seed)
+        for step, sampled in simulation.trained.items():
+            oldest = max(oldest, *ages(step, sampled))
+            spanning += sum(len(set(versions)) > 1 for _, _, versions in content(sampled))
+        ids = [sample_id for samples in trained(simulation) for sample_id, _, _ in samples]
+        assert len(ids) == len(set(ids)) == STEPS * len(simulation.trained[1].rollouts.samples)
+        assert simulation.buffer.depth == 0
+        assert not simulation.engines.running, "every response is trained on"
+    assert oldest == staleness, "no schedule comes up to the bound"
+    assert (spanning > 0) == (mode == "inflight")
+
+
+@pytest.mark.parametrize("filtered", [False, True], ids=["whole", "filtered"])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_an_exact_run_goes_on_from_every_checkpoint_as_if_nothing_had_happened(
+    tmp_path: Path, staleness: int, *, filtered: bool
+) -> None:
+    setup = Setup(staleness=staleness, mode="exact", engines=2, steps=STEPS, filtered=filtered)
+    straight = trained(run(setup, 0))
+    for seed in range(SCHEDULES // 3):
+        saved = 1 + seed % (STEPS - 1)
+        first = Simulation(setup, random.Random(seed))
+        first.begin()
+        for step in range(1, saved + 1):
+            first.step(step)
+        first.clock.work(first.chance.random())
+        directory = tmp_path / str(seed)
+        state = first.buffer.state(directory)
+        assert bool(state.get("sampled")) == directory.exists()
+        resumed = Simulation(setup, random.Random(seed + 1000))
+        resumed.buffer.load(state, directory)
+        resumed.begin(saved)
+        for step in range(saved + 1, STEPS + 1):
+            resumed.step(step)
+        assert trained(resumed) == straight[saved:], f"schedule {seed} differs after step {saved}"
+
+
+@pytest.mark.parametrize("mode", ["bounded", "inflight"])
+def test_a_resumed_run_keeps_the_bound(tmp_path: Path, mode: str) -> None:
+    for seed in range(SCHEDULES):
+        setup = Setup(staleness=2, mode=mode, engines=2, steps=STEPS, filtered=seed % 2 == 0)
+        saved = 1 + seed % (STEPS - 1)
+        first = Simulation(setup, random.Random(seed))
+        first.begin()
+        for step in range(1, saved + 1):
+            first.step(step)
+        state = first.buffer.state(tmp_path / str(seed))
+        resumed = Simulation(setup, random.Random(seed + 1000))
+        resumed.buffer.load(state, tmp_path / str(seed))
+        resumed.begin(saved)
+        for step in range(saved + 1, STEPS + 1):
+            resumed.step(step)
+            assert max(ages(step, resumed.trained[step])) <= 2
+        ids = [sample_id for each in (first, resumed) for samples in trained(each) for sample_id, _, _ in samples]
+        assert len(ids) == len(set(ids)) == STEPS * 6
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_shared_devices_are_the_trainers_when_they_work(tmp_path: Path, staleness: int) -> None:
+    setups = [
+        Setup(staleness=staleness, mode="exact", engines=1, steps=STEPS, filtered=True, shared=shared)
+        for shared in (True, False)
+    ]
+    shared, own = (run(setup, 3) for setup in setups)
+    assert trained(shared) == trained(own)
+    first = Simulation(setups[0], random.Random(1))
+    first.begin()
+    for step in (1, 2, 3):
+        first.step(step)
+    resumed = Simulation(setups[0], random.Random(2))
+    resumed.buffer.load(first.buffer.state(tmp_path / "saved"), tmp_path / "saved")
+    resumed.begin(3)
+    for step in range(4, STEPS + 1):
+        resumed.step(step)
+    assert trained(resumed) == trained(own)[3:]
+
+
+@pytest.mark.parametrize("mode", ["exact", "bounded", "inflight"])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_engines_that_die_are_replaced(mode: str, staleness: int) -> None:
+    """An exact run stays the same, unless nobody is left with its version: then it ends with a message."""
+    if mode != "exact" and staleness == 0:
+        return
+    expected, replaced, messages = None, 0, list[str]()
+    for seed in range(2 * SCHEDULES):
+        engines, deaths = 1 + seed % 3, 2 if seed else 0
+        setup = Setup(staleness=staleness, mode=mode, engines=engines, steps=STEPS, filtered=False, deaths=deaths)
+        simulation = Simulation(setup, random.Random(seed))
+        simulation.begin()
+        try:
+            for step in range(1, STEPS + 1):
+                simulation.step(step)
+        except RunError as error:
+            messages.append(str(error))
+        else:
+            assert all(max(ages(step, each)) <= staleness for step, each in simulation.trained.items())
+            expected = expected or trained(simulation)
+            assert mode != "exact" or trained(simulation) == expected
+        replaced += len(simulation.engines.replaced)
+    assert replaced > SCHEDULES
+    assert all("No engine is left with version" in message for message in messages)
+    assert bool(messages) == (mode == "exact" and staleness > 0)
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 1), (4, 0), (1, 4)])
+def test_another_staleness_holds_from_a_resume_on(tmp_path: Path, before: int, after: int) -> None:
+    for seed in range(SCHEDULES // 3):
+        first = Simulation(
+            Setup(staleness=before, mode="inflight" if seed % 2 else "exact", engines=2, steps=STEPS, filtered=True),
+            random.Random(seed),
+        )
+        first.begin()
+        first.step(1)
+        state = first.buffer.state(tmp_path / str(seed))
+        resumed = Simulation(
+            Setup(staleness=after, mode="exact", engines=2, steps=STEPS, filtered=True), random.Random(seed)
+        )
+        resumed.buffer.load(state, tmp_path / str(seed))
+        again = resumed.buffer.state(tmp_path / f"again {seed}")
+        assert again["drawn"] == state["drawn"], "prompts that were drawn are not lost with a second checkpoint"
+        resumed.begin(1)
+        for step in range(2, STEPS + 1):
+            resumed.step(step)
+            assert max(ages(step, resumed.trained[step])) <= after
