@@ -246,7 +246,8 @@ class CallMonitor:
         now = time.monotonic()
         overdue = [ref for ref, end in ends.items() if end <= now and ref in self._pending]
         if overdue:  # what came while the results were handled is not late
-            overdue = [ref for ref in overdue if ref not in ray_api.wait(overdue, count=len(overdue), timeout=0)]
+            came = ray_api.wait(overdue, count=len(overdue), timeout=0)
+            overdue = [ref for ref in overdue if ref not in came]
         for ref in sorted(overdue, key=lambda ref: ends[ref]):
             _, late, _ = self._pending[ref]
             message = self._overdue(late)

@@ -39,7 +39,6 @@ class RolloutBuffer:
 
     Where trainers and engines have devices of their own, sampling goes on while the driver waits for any call; else
     steps are sampled before one is trained on.
-
     """
 
     def __init__(

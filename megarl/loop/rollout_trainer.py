@@ -17,8 +17,9 @@ from megarl.cluster.resharder import Resharder
 from megarl.cluster.scorers import launch_scorers
 from megarl.cluster.session import Session
 from megarl.cluster.trainers import close_all, launch_trainers, start_all
-from megarl.config import PPOConfig, RAFTConfig, parse_devices
+from megarl.config import PPOConfig, RAFTConfig
 from megarl.config.schema import TruncateAt
+from megarl.config.schema.cluster_sections import shared_devices
 from megarl.loop.colocation import Colocation
 from megarl.loop.evaluate import Evaluator
 from megarl.loop.logprob_check import LogprobCheck
@@ -57,11 +58,9 @@ class RolloutTrainer(Generic[C]):
         self.roles = self._trainers.roles
         self._engines = launch_engines(config, config.rollout, session, model_dir, weights="sync")
         self._resharder = Resharder(session, config, self.roles["actor"], self._engines)
-        rollout, groups = config.rollout, config.groups
-        trained_on = {device for group in groups.values() for device in parse_devices(group.devices)}
-        shared = not trained_on.isdisjoint(parse_devices(rollout.devices))
+        shared = bool(shared_devices(config.groups, config.rollout))
         self._colocation = Colocation(
-            self._trainers, self._engines, self._resharder, sleep=rollout.sleep, shared=shared
+            self._trainers, self._engines, self._resharder, sleep=config.rollout.sleep, shared=shared
         )
         self._rules = launch_scorers(config, session, model_dir)
         self._scorer = Scorer(config, self.roles, self._rules, self._engines, truncate_at)

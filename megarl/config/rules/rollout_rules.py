@@ -21,6 +21,7 @@ from megarl.config.schema import (
     Tracking,
 )
 from megarl.config.schema.base import parse_devices
+from megarl.config.schema.cluster_sections import shared_devices
 
 _LATE_STOPS = 128
 """End tokens that vLLM's model runner on CUDA holds back (0.32)."""
@@ -48,7 +49,7 @@ def sleeping_frees_devices(groups: Groups, rollout: Rollout | None) -> Iterator[
     """Engines sleep only where a group uses their devices."""
     if rollout is None or not rollout.sleep:
         return
-    if not _shared_devices(groups, rollout):
+    if not shared_devices(groups, rollout):
         rule = "has an effect where a group has devices of the engines"
         yield Problem("rollout.sleep", "True", rule, "set it to false")
 
@@ -193,7 +194,7 @@ def staleness_settings_have_an_effect(stage: str, rollout: Rollout) -> Iterator[
 
 def engines_that_need_devices_of_their_own(stage: str, groups: Groups, rollout: Rollout) -> Iterator[Problem]:
     """Engines that generate while the trainers work, or are replaced meanwhile, share no devices with them."""
-    shared = _shared_devices(groups, rollout)
+    shared = shared_devices(groups, rollout)
     if stage not in ("ppo", "raft") or not shared:
         return
     others = f"devices of no group; a group has {', '.join(map(str, shared))} too"
@@ -212,7 +213,7 @@ def evaluations_in_the_background(
     """An evaluation during the training needs engines that work meanwhile, and replaces no weights."""
     if evaluation is None or evaluation.blocking:
         return
-    if _shared_devices(groups, rollout):
+    if shared_devices(groups, rollout):
         rule, fix = "true where a group has devices of the engines", "set it to true, or give the engines their own"
         yield Problem("evaluation.blocking", "False", rule, fix)
     if rollout.max_staleness == 0:
@@ -232,9 +233,3 @@ def syncs_meet(
         if every is not None and every % rollout.sync_every:
             rule = f"a multiple of rollout.sync_every = {rollout.sync_every}: the engines have older weights otherwise"
             yield Problem(field, str(every), rule, f"choose a multiple of {rollout.sync_every}")
-
-
-def _shared_devices(groups: Groups, rollout: Rollout) -> list[int]:
-    """Returns the devices of the engines that groups have too."""
-    trained_on = {device for group in groups.values() for device in parse_devices(group.devices)}
-    return sorted(trained_on & set(parse_devices(rollout.devices)))

@@ -175,3 +175,9 @@ class Resharding(Section):
     """Transport of messages; auto takes the fastest between each two processes, the others are for device cpu."""
     gate: LogprobGate | None = LogprobGate()
     """The check of log-probabilities before training; null does not check."""
+
+
+def shared_devices(groups: Groups, rollout: Rollout) -> list[int]:
+    """Returns the devices of the engines that groups have too."""
+    trained_on = {device for group in groups.values() for device in parse_devices(group.devices)}
+    return sorted(trained_on & set(parse_devices(rollout.devices)))
