@@ -18,6 +18,8 @@ from ray import _raylet
 from megarl.cluster.ray_node import new_directory
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_received: list[int] = []
+"""SIGTERMs of the session: Python drops what a handler raises inside a destructor or a callback."""
 
 
 @contextmanager
@@ -73,15 +75,18 @@ def interrupts_raise() -> Generator[None]:
     except SystemExit:
         raise SystemExit(128 + signal.SIGTERM) from None
     finally:
+        _received.clear()
         if _in_main_thread():
             for number, handler in before.items():
                 signal.signal(number, handler)
 
 
 def raise_on_sigterm() -> None:
-    """Makes the next SIGTERM raise SystemExit, if this is the main thread."""
+    """In the main thread, makes the next SIGTERM raise SystemExit, and raises for one whose exception was dropped."""
     if _in_main_thread():
         signal.signal(signal.SIGTERM, _terminate)
+        if _received:
+            _terminate(signal.SIGTERM, None)
 
 
 def ignore_interrupts() -> None:
@@ -97,6 +102,7 @@ def _in_main_thread() -> bool:
 
 def _terminate(number: int, _frame: FrameType | None) -> None:
     ignore_interrupts()
+    _received.append(number)
     raise SystemExit(128 + number)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.cluster.driver_environment import interrupts_raise, raise_on_sigterm
 from megarl.cluster.ray_worker import RayWorker
 from megarl.errors import RunError
 from tests.leftovers import Trace, comes_true
@@ -153,3 +155,22 @@ def test_a_ray_that_does_not_start_says_why_and_leaves_nothing(short_directory: 
     assert failed.stdout.startswith("Ray did not start on this machine: ")
     assert "object_store_memory" in failed.stdout
     assert [path.name for path in short_directory.iterdir()] == ["logs"]
+
+
+class _Terminating:
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_termination_that_python_drops_is_raised_later() -> None:
+    def start() -> None:
+        _Terminating()
+        gc.collect()  # the destructor has run, and with it the handler
+        raise_on_sigterm()
+
+    with pytest.raises(SystemExit) as ended, interrupts_raise():
+        start()
+    assert ended.value.code == 128 + signal.SIGTERM
+    with interrupts_raise():
+        raise_on_sigterm()
