@@ -1,4 +1,4 @@
-"""The command line: `megarl train | eval | launch | status | plan | convert | doctor`."""
+"""The command line: `megarl init | train | eval | launch | status | plan | convert | doctor`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,32 @@ app.add_typer(launchers)
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Settings to override.")]
+
+
+@app.command("init")
+def new_run(
+    name: Annotated[str, typer.Argument(help="Name of the run and of its files.")] = "mine",
+    model: Annotated[str, typer.Option(prompt="Model (a Hugging Face directory)", help="Directory of the model.")] = "",
+    prompts: Annotated[str, typer.Option(prompt="Prompts (a JSONL file)", help="JSONL file of the prompts.")] = "",
+    recipe: Annotated[
+        str, typer.Option("--from", help="Recipe, such as grpo, rloo or dapo: docs/recipes.md.")
+    ] = "grpo",
+    steps: Annotated[int, typer.Option(help="Steps of the run.")] = 100,
+) -> None:
+    """Write a new run: NAME.yaml with comments, and a reward function with a test. Asks for what is not given."""
+    from megarl.config import ConfigError
+    from megarl.new_run import NewRun
+
+    run = NewRun(name=name, recipe=recipe, model=model, prompts=prompts, steps=steps)
+    try:
+        run.write()
+    except ConfigError as error:
+        _stop(error, code=2)
+    config, reward, test = run.files
+    typer.echo(
+        f"{config}    the configuration\n{reward}    the reward of a response: make it yours\n{test}    its test\n"
+        f"Next:\n  python -m pytest {test}\n  megarl plan {config}\n  megarl train {config}"
+    )
 
 
 @app.command()

@@ -35,13 +35,15 @@ def test_the_overrides_of_the_readme_load(overrides: str) -> None:
 
 
 def test_the_configuration_of_the_readme_is_whole(tmp_path: Path) -> None:
-    (block,) = re.findall(r"^    stage: ppo\n(?:    .*\n)+", README, flags=re.MULTILINE)
-    path = tmp_path / "mine.yaml"
-    path.write_text(textwrap.dedent(block), encoding="utf-8")
+    block, devices = re.findall(r"^    (?:defaults|cluster): .*\n(?:    .*\n)+", README, flags=re.MULTILINE)
     model = {**debug().model.hf_config(), "max_position_embeddings": 4096}
     (tmp_path / "config.json").write_text(json.dumps(model), encoding="utf-8")
     (tmp_path / "prompts.jsonl").touch()
-    load(path, [f"model.path={tmp_path}", f"data.prompts={tmp_path}/prompts.jsonl"])
+    paths = [f"model.path={tmp_path}", f"data.prompts={tmp_path}/prompts.jsonl"]
+    (tmp_path / "mine.yaml").write_text(textwrap.dedent(block), encoding="utf-8")
+    assert load(tmp_path / "mine.yaml", paths).cluster.devices_per_node == 1
+    (tmp_path / "eight.yaml").write_text(f"defaults: [mine.yaml]\n{textwrap.dedent(devices)}", encoding="utf-8")
+    assert load(tmp_path / "eight.yaml", paths).cluster.devices_per_node == 8
 
 
 def test_the_readme_names_everything_that_a_run_directory_has(tmp_path: Path) -> None:
@@ -66,7 +68,7 @@ def test_the_example_of_the_recipes_can_be_run(tmp_path: Path) -> None:
     text = (REPOSITORY / "docs" / "recipes.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^    defaults: .*\n(?:    .*\n)+", text, flags=re.MULTILINE)
     path = tmp_path / "mine.yaml"
-    path.write_text(textwrap.dedent(block).replace("[configs", f"[{REPOSITORY}/configs"), encoding="utf-8")
+    path.write_text(textwrap.dedent(block), encoding="utf-8")
     model = {**debug().model.hf_config(), "max_position_embeddings": 4096}
     (tmp_path / "config.json").write_text(json.dumps(model), encoding="utf-8")
     config = load(path, [f"model.path={tmp_path}"])

@@ -17,6 +17,7 @@ from megarl.config.problems import ConfigError, Problem, correct_path, shown
 from megarl.config.schema.choices import SHORTHAND
 
 INHERIT_KEY = "defaults"
+RECIPES = Path(__file__).parents[1] / "recipes"
 
 _MAPPING = "the file must hold keys and values"
 FREE = frozenset({"args", "columns", "config"})
@@ -28,7 +29,7 @@ def merged(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[P
     """Merges the files that a YAML file inherits, the file and the overrides into a plain dict; later ones win.
 
     Args:
-        path: its ``defaults`` lists files to inherit, relative to it.
+        path: its ``defaults`` lists what it inherits: files, relative to it, and recipes by name.
         overrides: ``key.path=value``, with the value in YAML.
 
     Returns:
@@ -72,7 +73,8 @@ def _read(path: Path, inheritors: tuple[Path, ...], problems: list[Problem]) -> 
 
     def wrong(rule: str, fix: str) -> DictConfig:
         field = f"{INHERIT_KEY} of {inheritors[-1]}" if inheritors else "config file"
-        problems.append(Problem(field, str(path), rule, fix))
+        value = path.stem if path.parent == RECIPES else str(path)
+        problems.append(Problem(field, value, rule, fix))
         return OmegaConf.create({})
 
     if here in inheritors:
@@ -83,6 +85,8 @@ def _read(path: Path, inheritors: tuple[Path, ...], problems: list[Problem]) -> 
     except OSError as error:
         if error.strerror is None:  # from OmegaConf, for a file with a single value
             return wrong(_MAPPING, "write key: value lines")
+        if path.parent == RECIPES:
+            return wrong("a file, or the name of a recipe", _other_recipe(path.stem))
         return wrong(f"the file must be readable ({error.strerror})", _other_file(path, inheritors))
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         return wrong(f"the file must be YAML: {' '.join(str(error).split())}", "correct the file")
@@ -94,10 +98,27 @@ def _read(path: Path, inheritors: tuple[Path, ...], problems: list[Problem]) -> 
     tree = OmegaConf.create({})
     try:
         for name in inherited or ():
-            tree = _merge(tree, _read(path.parent / str(name), (*inheritors, here), problems))
+            tree = _merge(tree, _read(_inherited(path, str(name)), (*inheritors, here), problems))
         return _merge(tree, own)
     except TypeError as error:
         return wrong(f"a key must be a list, or hold keys, in all files alike ({error})", "correct the file")
+
+
+def _inherited(path: Path, name: str) -> Path:
+    """Returns the file of a name in a file's ``defaults``."""
+    is_recipe = "/" not in name and not name.endswith((".yaml", ".yml"))
+    return RECIPES / f"{name}.yaml" if is_recipe else path.parent / name
+
+
+def recipes() -> list[str]:
+    """Returns the names of all recipes."""
+    return sorted(file.stem for file in RECIPES.glob("*.yaml"))
+
+
+def _other_recipe(name: str) -> str:
+    """Returns the fix for a recipe that does not exist."""
+    near = difflib.get_close_matches(name, recipes(), n=1)
+    return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(recipes())}; a file ends with .yaml"
 
 
 def _other_file(path: Path, inheritors: tuple[Path, ...]) -> str:

@@ -11,6 +11,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from megarl.config.inheritance import merged
+from megarl.config.one_device import on_one_device
 from megarl.config.pending_paths import without_pending
 from megarl.config.problems import ConfigError, Problem, shown
 from megarl.config.rules import broken_rules
@@ -30,7 +31,8 @@ def load(
     """Reads, merges and checks a configuration.
 
     Args:
-        path: a YAML file; ``defaults`` lists the files that it inherits, relative to it.
+        path: a YAML file; ``defaults`` lists what it inherits: files, relative to it, and recipes by name. Without any
+            devices, the run gets one of this machine.
         overrides: ``key.path=value``, as on the command line.
         further: checks models, data and functions, and raises ConfigError. It is called if there are problems and every
             field is valid by itself, so that one report has all of them.
@@ -40,6 +42,7 @@ def load(
         ConfigError: with every problem.
     """
     raw, unread = merged(Path(path), overrides)
+    raw = on_one_device(raw)
     config, problems = _checked(raw)
     problems, unchecked = without_pending([*unread, *problems], raw, pending_paths), ""
     if config is None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RewardModelConfig, RunConfig, SFTConfig, TrainingConfig
-from megarl.config.schema import Algo, Choice, Optimizer, Rollout, Scores
+from megarl.config.schema import Algo, Choice, Cluster, Optimizer, Rollout, Scores
 
 if TYPE_CHECKING:
     from megarl.preflight.datasets import Sets
@@ -47,6 +47,7 @@ def _placement_rows(config: RunConfig) -> Iterator[tuple[str, ...]]:
 def plan_lines(config: RunConfig, sets: Sets) -> Iterator[tuple[str, str]]:
     """Yields the work of a run as (key, text)."""
     rows = _row_texts(sets)
+    yield "devices", _devices(config.cluster)
     yield "model", config.model.path or f"random, seed {config.model.random and config.model.random.seed}"
     if isinstance(config, PPOConfig | RAFTConfig):
         yield from _rollouts(config, rows, len(sets.rows["data.prompts"]))
@@ -63,6 +64,12 @@ def plan_lines(config: RunConfig, sets: Sets) -> Iterator[tuple[str, str]]:
     every, keep = config.checkpoint.every, config.checkpoint.keep
     yield "checkpoints", "after the last step" if every is None else f"{_every(every)}, {keep} kept"
     yield "run", f"{_counted(config.run.steps, 'step')}, seed {config.run.seed}, into {config.run.dir}"
+
+
+def _devices(cluster: Cluster) -> str:
+    kind = "GPU" if cluster.device == "cuda" else "virtual device"
+    nodes = f" on each of {_counted(cluster.nodes, 'node')}" if cluster.nodes > 1 else ""
+    return f"{_counted(cluster.devices_per_node, kind)}{' of the CPU' * (cluster.device == 'cpu')}{nodes}"
 
 
 def _row_texts(sets: Sets) -> Mapping[str, str]:

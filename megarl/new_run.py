@@ -1,0 +1,165 @@
+"""`megarl init`: the files of a new run, a configuration with comments and a reward function with a test."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from megarl.config import ConfigError, Problem
+from megarl.config.inheritance import recipes
+from megarl.config.problems import correct_path
+from megarl.config.schema import read_hf_config
+
+PROMPT_COLUMNS: Final = ("prompt", "messages", "prompt_ids", "token_ids")
+_OTHER_PROMPT_COLUMNS: Final = ("question", "problem", "instruction", "query", "input", "text")
+ANSWER_COLUMNS: Final = ("answer", "solution", "ground_truth", "target", "label", "output")
+"""Names of the column with the right answer, the most frequent first."""
+_NEW_TOKENS, _TOKENS = 256, 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewRun:
+    """What a new run starts from.
+
+    Args:
+        name: of the files, an identifier.
+        recipe: a name of `recipes()`.
+        model: a Hugging Face directory.
+        prompts: a JSONL file.
+    """
+
+    name: str
+    recipe: str
+    model: str
+    prompts: str
+    steps: int
+
+    @property
+    def files(self) -> tuple[Path, Path, Path]:
+        """The configuration, the reward function and its test."""
+        module = f"{self.name}_reward.py"
+        return Path(f"{self.name}.yaml"), Path(module), Path(f"test_{module}")
+
+    def write(self) -> None:
+        """Writes the files; raises ConfigError if something that they name cannot be used, or one of them exists."""
+        problems = list(self._problems())
+        if problems:
+            raise ConfigError(problems, "megarl init")
+        row = _first_row(self.prompts)
+        answer = next((name for name in ANSWER_COLUMNS if isinstance(row.get(name), str)), None)
+        for file, text in zip(self.files, (self._config(row), _reward(answer), self._test(row)), strict=True):
+            file.write_text(text, encoding="utf-8")
+
+    def _problems(self) -> Iterator[Problem]:
+        if not self.name.isidentifier():
+            fix = f"write {re.sub(r'[^A-Za-z0-9_]', '_', Path(self.name).stem) or 'mine'}"
+            yield Problem("name", self.name, "a Python identifier, as the reward function is in a module of it", fix)
+        for file in self.files:
+            if file.exists():
+                yield Problem("name", self.name, f"{file} exists, and is not overwritten", "choose another name")
+        if self.recipe not in recipes():
+            yield Problem("--from", self.recipe, "a recipe", f"choose one of {', '.join(recipes())}")
+        try:
+            read_hf_config(self.model)
+        except (OSError, ValueError) as error:
+            rule = f"a directory with a readable config.json ({getattr(error, 'strerror', None) or error})"
+            yield Problem("--model", self.model, rule, correct_path(self.model))
+        try:
+            _first_row(self.prompts)
+        except (OSError, ValueError) as error:
+            yield Problem("--prompts", self.prompts, f"a JSONL file of prompts ({error})", correct_path(self.prompts))
+
+    def _config(self, row: Mapping[str, Any]) -> str:
+        positions = read_hf_config(self.model).get("max_position_embeddings", _TOKENS)
+        tokens = min(positions, _TOKENS)
+        source = json.dumps(self.prompts)
+        columns = [name for name in _OTHER_PROMPT_COLUMNS if isinstance(row.get(name), str)]
+        if columns and not any(name in row for name in PROMPT_COLUMNS):
+            source = f"{{path: {source}, columns: {{prompt: {columns[0]}}}}}"
+        chat_template = str(_has_chat_template(Path(self.model))).lower()
+        return f"""\
+# megarl plan {self.name}.yaml     checks this file, and prints what would run
+# megarl train {self.name}.yaml    trains; the same command resumes an interrupted run
+# All fields: docs/configuration.md. A field on the command line: run.steps=5
+defaults: [{self.recipe}]    # the algorithm and its settings; docs/recipes.md lists the others
+run: {{dir: runs/{self.name}, steps: {self.steps}}}
+model: {{path: {json.dumps(self.model)}}}
+data:
+  prompts: {source}
+  chat_template: {chat_template}    # put a text into the model's chat template, as a user's message
+  prompts_per_step: 8
+  samples_per_prompt: 8
+rollout:
+  max_new_tokens: {min(_NEW_TOKENS, tokens // 2)}
+  max_model_len: {tokens}    # of prompt and response together
+  # devices: 6-7
+reward:
+  functions: [{{name: "{self.name}_reward:reward"}}]    # in {self.name}_reward.py
+checkpoint: {{every: 20}}
+# Without these fields and rollout.devices, the run uses one device: a GPU or, without one, the CPU. Eight GPUs:
+# cluster: {{devices_per_node: 8}}
+# groups: {{train: {{devices: 0-5, roles: {{actor: {{tp: 2}}}}}}}}    # and the other roles of the recipe
+"""
+
+    def _test(self, row: Mapping[str, Any]) -> str:
+        names = (*PROMPT_COLUMNS, *_OTHER_PROMPT_COLUMNS)
+        prompt = next((row[name] for name in names if isinstance(row.get(name), str)), "")
+        fields = {name: value for name, value in row.items() if name not in names}
+        right = next((row[name] for name in ANSWER_COLUMNS if isinstance(row.get(name), str)), "Some text.")
+        return f"""\
+from megarl.rewards.functions import Completion
+
+from {self.name}_reward import reward
+
+
+def answered(response: str) -> Completion:
+    return Completion(
+        prompt_id="0",
+        prompt={prompt!r},
+        response=response,
+        prompt_ids=(),
+        response_ids=(),
+        finished=True,
+        fields={fields!r},
+    )
+
+
+def test_a_right_answer_scores_above_an_empty_one() -> None:
+    assert reward(answered({right!r})) > reward(answered(""))
+"""
+
+
+def _has_chat_template(model: Path) -> bool:
+    if (model / "chat_template.jinja").exists():
+        return True
+    settings = model / "tokenizer_config.json"
+    return settings.exists() and "chat_template" in json.loads(settings.read_text(encoding="utf-8"))
+
+
+def _reward(answer: str | None) -> str:
+    """Returns the module of the reward function; `answer` is the column with the right answer."""
+    doc, value = "Returns 1 for a response that is not empty, else 0.", "float(bool(completion.response.strip()))"
+    if answer is not None:
+        doc = f"Returns 1 if the response ends with the row's `{answer}`, else 0."
+        value = f'float(completion.response.strip().endswith(completion.field("{answer}").strip()))'
+    return f"""\
+from megarl.rewards.functions import Completion
+
+
+def reward(completion: Completion) -> float:
+    \"\"\"{doc}\"\"\"
+    return {value}
+"""
+
+
+def _first_row(path: str) -> Mapping[str, Any]:
+    """Returns the first row; raises OSError or ValueError if there is none that can be read."""
+    with open(path, encoding="utf-8") as lines:
+        row: Any = json.loads(next(lines, "") or "null")
+    if not isinstance(row, Mapping):
+        raise ValueError("its first line is no JSON object")
+    return row

@@ -1,0 +1,68 @@
+"""`megarl init` writes a run that is accepted as it stands."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from examples.sort_letters.checkpoint import write_checkpoint
+from megarl.cli import app
+from megarl.config import PPOConfig, load
+from megarl.config.inheritance import recipes
+from megarl.preflight.check import check
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the demo's model."""
+    write_checkpoint(tmp_path / "model", seed=0)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mine_reward", raising=False)
+    return tmp_path
+
+
+def init(*arguments: str, row: dict[str, Any], answers: str = "") -> int:
+    Path("prompts.jsonl").write_text(json.dumps(row) + "\n")
+    return CliRunner().invoke(app, ["init", *arguments], input=answers).exit_code
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"prompt": "up kdxbq:", "answer": "bdkqx"}, {}),
+        ({"question": "up kdxbq:", "solution": "bdkqx"}, {"prompt": "question"}),
+        ({"prompt": "up kdxbq:"}, {}),
+    ],
+)
+def test_its_files_are_accepted_and_its_test_passes(row: dict[str, Any], columns: dict[str, str]) -> None:
+    assert init("mine", "--model", "model", "--prompts", "prompts.jsonl", row=row) == 0
+    config = load("mine.yaml", ["data.prompts_per_step=1"], check)
+    assert isinstance(config, PPOConfig)
+    assert config.data.prompts is not None
+    assert config.data.prompts.columns == columns
+    tests = [value for name, value in runpy.run_path("test_mine_reward.py").items() if name.startswith("test_")]
+    assert len(tests) == 1
+    tests[0]()
+
+
+def test_it_asks_for_what_is_not_given() -> None:
+    assert init("mine", row={"prompt": "up kdxbq:"}, answers="model\nprompts.jsonl\n") == 0
+    assert Path("mine.yaml").exists()
+
+
+def test_it_overwrites_nothing() -> None:
+    Path("mine_reward.py").write_text("mine")
+    assert init("mine", "--model", "model", "--prompts", "prompts.jsonl", row={"prompt": "a"}) == 2
+    assert Path("mine_reward.py").read_text() == "mine"
+    assert not Path("mine.yaml").exists()
+
+
+def test_every_recipe_is_in_the_package() -> None:
+    assert {"grpo", "dapo", "areal"} <= set(recipes())
