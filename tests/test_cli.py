@@ -254,6 +254,14 @@ def test_the_doctor_flags_a_companion_of_another_torch(site: Path) -> None:
     assert doctor.examine_companion("torchaudio") is None
 
 
+@pytest.mark.process
+def test_an_import_that_takes_long_is_slow_and_not_broken(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(site, "slowpkg", "import time; time.sleep(60)", "1.0")
+    monkeypatch.setattr(doctor, "_IMPORT_SECONDS", 0.5)
+    finding = doctor.examine_package(package("slowpkg"))
+    assert (finding.status, finding.broken) == ("slow", False)
+
+
 def test_the_doctor_knows_nvidias_apex_from_the_other_one(site: Path) -> None:
     (site / "apex").mkdir()
     (site / "apex" / "__init__.py").touch()
