@@ -1,4 +1,4 @@
-"""The command line: `megarl init | train | eval | launch | status | plan | convert | doctor`."""
+"""The command line: `megarl init | train | eval | launch | status | compare | plan | convert | doctor`."""
 
 from __future__ import annotations
 
@@ -71,6 +71,20 @@ def evaluate(config_path: ConfigPath, overrides: Overrides = None) -> None:
 
 
 app.command()(status)
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN [STEP STEP] | RUN RUN", help="Runs, or steps of a run.")],
+) -> None:
+    """Compare two evaluations prompt by prompt: a run's first and last, those after two steps, or two runs' last."""
+    from megarl.run.compare import CompareError
+    from megarl.run.compare import compare as compare_runs
+
+    try:
+        compare_runs(runs)
+    except CompareError as error:
+        _stop(error, code=2)
 
 
 @launchers.command()

@@ -90,9 +90,9 @@ class Tokenizer:
             raise ValueError("a response must not continue after its end token")
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Decodes ids without special tokens."""
-        text = self._hf.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Decodes ids, with or without special tokens."""
+        text = self._hf.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 

@@ -28,7 +28,7 @@ from megarl.preflight.check import check
 from megarl.preflight.datasets import PromptSets
 from megarl.run.directory import EvaluationDirectory, attempt, model_directory
 from megarl.run.report import EvaluationReporter, Summary
-from megarl.run.results import EvaluationResult, shown_samples
+from megarl.run.results import EvaluationResult, prompt_scores, shown_samples
 from megarl.types import SampleInfo
 
 _STANDARD_ERRORS = NormalDist().inv_cdf(0.975)
@@ -98,7 +98,8 @@ class Evaluator:
         return EvaluationResult(
             step=step,
             metrics={f"{prefix}/{name}": value for name, value in metrics.items()},
-            samples=shown_samples(rollouts, total, scores, self._tokenizer, self._shown),
+            samples=shown_samples(rollouts, self._prompts, total, scores, self._tokenizer, self._shown),
+            prompts=prompt_scores(rollouts.samples, scores),
         )
 
 

@@ -80,8 +80,9 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             with timers("sync"):
                 transfer = self._sync(step)
         self._adapt_kl_coef(metrics, len(sampled.rollouts.samples))
-        scores, timings = batch.samples.scores, {**transfer, **timers.take()}
-        return self._result(step, sampled, scores, batch.scores_by_reward, updates, metrics, timings)
+        scores, advantages, timings = batch.samples.scores, batch.samples.sequence_advantages, timers.take()
+        timings = {**transfer, **timings}
+        return self._result(step, sampled, scores, batch.scores_by_reward, updates, metrics, timings, advantages)
 
     def _forward(self, sampled: Sampled, plan: StepPlan) -> Forwards:
         """Starts the forward passes of actor, reference and critic over the rollouts."""

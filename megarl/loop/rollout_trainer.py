@@ -115,8 +115,14 @@ class RolloutTrainer(Generic[C]):
         updates: Sequence[Metrics],
         metrics: Metrics,
         timings: Metrics,
+        advantages: Values | None = None,
     ) -> StepResult:
-        """Returns the result of a step; `scores` are the totals, [N], and `timings` include the sync's metrics."""
+        """Returns the result of a step; `timings` include the sync's metrics.
+
+        Args:
+            scores: the totals, [N].
+            advantages: of whole responses, [N].
+        """
         rollouts = sampled.rollouts
         tokens = sum(sample.tokens for sample in rollouts.samples)
         all_metrics = {
@@ -129,7 +135,8 @@ class RolloutTrainer(Generic[C]):
             **timings,
             "perf/tokens_per_second": tokens / timings["time/step"],
         }
-        shown = shown_samples(rollouts, scores, scores_by_reward, self._tokenizer, self._config.tracking.samples)
+        prompts, count = {prompt.prompt_id: prompt for prompt in sampled.prompts}, self._config.tracking.samples
+        shown = shown_samples(rollouts, prompts, scores, scores_by_reward, self._tokenizer, count, advantages)
         return StepResult(step=step, metrics=all_metrics, updates=updates, samples=shown)
 
     def _asynchronous_metrics(self) -> Metrics:

@@ -23,6 +23,7 @@ class RunPaths:
         self.updates = path / "updates.jsonl"  # each optimizer step,
         self.evaluations = path / "evaluations.jsonl"  # each evaluation,
         self.samples = path / "samples.jsonl"  # each sample that is kept for reading,
+        self.prompt_scores = path / "prompt_scores.jsonl"  # each prompt of each evaluation,
         self.attempts = path / "attempts.jsonl"  # each start and each end of its processes
         self.tensorboard = path / "tensorboard"
         self.left_out = path / "left_out.jsonl"  # rows of the data that are not used
@@ -39,7 +40,7 @@ class RunPaths:
     @property
     def line_files(self) -> tuple[Path, ...]:
         """The files with lines of steps."""
-        return self.metrics, self.updates, self.evaluations, self.samples
+        return self.metrics, self.updates, self.evaluations, self.samples, self.prompt_scores
 
 
 def ema_export(export: Path) -> Path:

@@ -36,7 +36,8 @@ class EvaluationReporter:
 
     def __init__(self, config: RunConfig, paths: RunPaths, *, taken: int = 0) -> None:
         self._config, self._paths, self._taken = config, paths, taken
-        self._samples: JsonlSink | None = None  # in stages that generate
+        self._samples: JsonlSink | None = None  # in stages that generate, as is
+        self._prompts: JsonlSink | None = None
         self.trackers: list[Sink] = []
 
     def __enter__(self) -> Self:
@@ -45,6 +46,7 @@ class EvaluationReporter:
             self._lines = opened.enter_context(closing(JsonlSink(paths.evaluations)))
             if isinstance(config, PPOConfig | RAFTConfig | EvalConfig):
                 self._samples = opened.enter_context(closing(JsonlSink(paths.samples, clock=None)))
+                self._prompts = opened.enter_context(closing(JsonlSink(paths.prompt_scores, clock=None)))
             if tracking.tensorboard:
                 first = self._taken + 1 if self._taken else 0
                 self.trackers.append(TensorBoardSink(paths.tensorboard, first_step=first))
@@ -63,6 +65,9 @@ class EvaluationReporter:
         """Writes an evaluation, and prints it below a title."""
         self._lines.write(result.step, result.metrics)
         self.write_samples(result.step, "evaluation", result.samples)
+        for prompt in result.prompts:
+            if self._prompts is not None:
+                self._prompts.write(result.step, asdict(prompt))
         for sink in self.trackers:
             sink.write(result.step, result.metrics)
         console = Console(highlight=False)

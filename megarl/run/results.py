@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megarl.cluster.engines import Rollouts
+from megarl.data.stream import stable_hash
 from megarl.data.tokenizer import Tokenizer
 from megarl.run.sinks import Metrics
+from megarl.types import Prompt, SampleInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,32 +24,48 @@ class ShownSample:
     """A prompt, a response to it, and its scores.
 
     Args:
-        prompt, response: text, or token ids if the run has no tokenizer.
+        prompt, response: text without special tokens, or token ids if the run has no tokenizer.
+        text: both as one text with special tokens; None without a tokenizer.
+        fields: the other columns of the prompt's row.
+        prompt_tokens, response_tokens: their numbers.
+        versions: of the weights that generated the response, in their order.
         finished: False if the response was cut off at the length limit.
         score: the training score; in an evaluation the reward model's, or else that of the first function.
         scores: unweighted, by reward.
+        advantage: of the response; None where advantages are of tokens, and in an evaluation.
     """
 
     sample_id: str
     prompt_id: str
     prompt: str | tuple[int, ...]
     response: str | tuple[int, ...]
+    text: str | None
+    fields: Mapping[str, Any]
+    prompt_tokens: int
+    response_tokens: int
+    versions: tuple[int, ...]
     finished: bool
     score: float
     scores: Mapping[str, float]
+    advantage: float | None
 
 
 def shown_samples(
     rollouts: Rollouts,
+    prompts: Mapping[str, Prompt],
     scores: npt.NDArray[np.float32],
     by_reward: Mapping[str, npt.NDArray[np.float32]],
     tokenizer: Tokenizer | None,
     count: int,
+    advantages: npt.NDArray[np.float32] | None = None,
 ) -> list[ShownSample]:
-    """Returns the first `count` samples at most, fetching only their chunks.
+    """Returns about `count` samples, all those of some prompts, fetching only their chunks.
+
+    Half of the prompts are the same whenever a step has them, the others are spread over the step.
 
     Args:
-        scores: [N].
+        prompts: by prompt id.
+        scores, advantages: [N].
         by_reward: [N] each.
     """
 
@@ -51,20 +73,61 @@ def shown_samples(
         return tuple(ids.tolist()) if tokenizer is None else tokenizer.decode(ids.tolist())
 
     shown: list[ShownSample] = []
-    for index, sample in enumerate(rollouts.samples[:count]):
+    for index in _of_some_prompts([sample.prompt_id for sample in rollouts.samples], count):
+        sample = rollouts.samples[index]
         chunk = rollouts.chunks[sample.chunk]
+        prompt_ids, response_ids = chunk.prompt_ids[sample.row], chunk.response_ids[sample.row]
+        ids = [*prompt_ids.tolist(), *response_ids.tolist()]
         shown.append(
             ShownSample(
                 sample_id=sample.sample_id,
                 prompt_id=sample.prompt_id,
-                prompt=text(chunk.prompt_ids[sample.row]),
-                response=text(chunk.response_ids[sample.row]),
+                prompt=text(prompt_ids),
+                response=text(response_ids),
+                text=None if tokenizer is None else tokenizer.decode(ids, special=True),
+                fields=json.loads(json.dumps(dict(prompts[sample.prompt_id].fields), default=str)),
+                prompt_tokens=sample.prompt_tokens,
+                response_tokens=sample.response_tokens,
+                versions=tuple(span.version for span in chunk.versions[sample.row]),
                 finished=sample.finished,
                 score=float(scores[index]),
                 scores={name: float(values[index]) for name, values in by_reward.items()},
+                advantage=None if advantages is None else float(advantages[index]),
             )
         )
     return shown
+
+
+def _of_some_prompts(prompt_ids: Sequence[str], count: int) -> Iterator[int]:
+    """Yields the indices of the samples of so many prompts that there are at least `count`, or all of them."""
+    groups = [[index for index, _ in group] for _, group in itertools.groupby(enumerate(prompt_ids), lambda it: it[1])]
+    shown = min(len(groups), math.ceil(count * len(groups) / len(prompt_ids)))
+    by_hash = sorted(range(len(groups)), key=lambda group: stable_hash(prompt_ids[groups[group][0]]))
+    same, others = by_hash[: (shown + 1) // 2], sorted(by_hash[(shown + 1) // 2 :])
+    spread = [others[i * len(others) // (shown // 2)] for i in range(shown // 2)]
+    for group in sorted([*same, *spread]):
+        yield from groups[group]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptScores:
+    """The scores of the responses to a held-out prompt, unweighted, by reward; NaN without a score."""
+
+    prompt_id: str
+    scores: Mapping[str, Sequence[float]]
+
+
+def prompt_scores(
+    samples: Sequence[SampleInfo], by_reward: Mapping[str, npt.NDArray[np.float32]]
+) -> list[PromptScores]:
+    """Returns the scores of each prompt, in the order of the samples; `by_reward` are [N] each."""
+    rows: dict[str, list[int]] = {}
+    for index, sample in enumerate(samples):
+        rows.setdefault(sample.prompt_id, []).append(index)
+    return [
+        PromptScores(prompt_id=prompt, scores={name: values[own].tolist() for name, values in by_reward.items()})
+        for prompt, own in rows.items()
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +160,7 @@ def _over_updates(name: str, values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult:
-    """The metrics of an evaluation and some of its samples.
+    """The metrics of an evaluation, the scores of its prompts, and some of its samples.
 
     Args:
         step: after which it was made; 0 before the first.
@@ -107,3 +170,4 @@ class EvaluationResult:
     step: int
     metrics: Metrics
     samples: Sequence[ShownSample] = ()
+    prompts: Sequence[PromptScores] = ()

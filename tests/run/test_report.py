@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,23 @@ import pytest
 from megarl.config import load
 from megarl.run.directory import RunDirectory
 from megarl.run.report import Reporter
-from megarl.run.results import EvaluationResult, ShownSample, StepResult
+from megarl.run.results import EvaluationResult, PromptScores, ShownSample, StepResult
 from tests.loop.test_model_directory import DEBUG
 
 SAMPLE = ShownSample(
-    sample_id="1/p/0", prompt_id="p", prompt="2+2", response="4", finished=True, score=1.0, scores={"exact": 1.0}
+    sample_id="1/p/0",
+    prompt_id="p",
+    prompt="2+2",
+    response="4",
+    text="2+24<eos>",
+    fields={},
+    prompt_tokens=3,
+    response_tokens=2,
+    versions=(0,),
+    finished=True,
+    score=1.0,
+    scores={"exact": 1.0},
+    advantage=0.5,
 )
 RESULT = StepResult(
     step=1,
@@ -23,7 +36,9 @@ RESULT = StepResult(
     updates=[{"policy/loss": 1.0, "value/loss": -1.0}, {"policy/loss": 2.0, "value/loss": 3.0}],
     samples=[SAMPLE],
 )
-EVALUATION = EvaluationResult(step=1, metrics={"eval/exact": 0.25, "eval/exact_ci95": 0.1}, samples=[SAMPLE])
+SCORES = [PromptScores(prompt_id="p", scores={"exact": [0.0, math.nan]})]
+METRICS = {"eval/exact": 0.25, "eval/exact_ci95": 0.1}
+EVALUATION = EvaluationResult(step=1, metrics=METRICS, samples=[SAMPLE], prompts=SCORES)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -70,6 +85,7 @@ def test_every_file_has_its_lines(tmp_path: Path, capsys: pytest.CaptureFixture[
         ("train", "4"),
         ("evaluation", "4"),
     ]
+    assert lines(directory.prompt_scores) == [{"step": 1, "prompt_id": "p", "scores": {"exact": [0.0, None]}}]
     assert json.loads(directory.summary.read_text()) == {
         "stage": "ppo",
         "steps": 1,

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pytest
+
+from megarl.cluster.engines import Rollouts
 from megarl.config import load
 from megarl.run.paths import RunPaths
 from megarl.run.report import EvaluationReporter
-from megarl.run.results import ShownSample
+from megarl.run.results import ShownSample, prompt_scores, shown_samples
+from megarl.types import Prompt, Ragged, RolloutChunk, SampleInfo, VersionSpan
 from tests.loop.test_model_directory import DEBUG
 
 SAMPLE = ShownSample(
@@ -17,9 +24,15 @@ SAMPLE = ShownSample(
     prompt_id="p1",
     prompt="up ba:",
     response="ab",
+    text="up ba:ab<eos>",
+    fields={"answer": "ab"},
+    prompt_tokens=6,
+    response_tokens=3,
+    versions=(0,),
     finished=True,
     score=0.5,
     scores={"reward_model": 0.25, "exact_match": 1.0},
+    advantage=None,
 )
 
 
@@ -43,8 +56,76 @@ def test_every_sample_is_a_line_and_a_second_writer_appends(tmp_path: Path) -> N
         "prompt_id": "p1",
         "prompt": "up ba:",
         "response": "ab",
+        "text": "up ba:ab<eos>",
+        "fields": {"answer": "ab"},
+        "prompt_tokens": 6,
+        "response_tokens": 3,
+        "versions": [0],
         "finished": True,
         "score": 0.5,
         "scores": {"reward_model": 0.25, "exact_match": 1.0},
+        "advantage": None,
     }
     assert lines[1]["prompt"] == [5, 6]
+
+
+def rollouts(prompt_ids: list[str]) -> Rollouts:
+    """A chunk with a response of one token to each prompt; token i is of sample i."""
+    count = len(prompt_ids)
+    chunk = RolloutChunk(
+        sample_ids=tuple(f"{prompt}/{i}" for i, prompt in enumerate(prompt_ids)),
+        prompt_ids=Ragged.from_rows([[7, 8]] * count, np.int32),
+        response_ids=Ragged.from_rows([[i] for i in range(count)], np.int32),
+        rollout_logprobs=Ragged.from_rows([[0.0]] * count, np.float32),
+        finished=np.ones(count, dtype=np.bool_),
+        versions=tuple((VersionSpan(start=0, stop=1, version=4, engine_id=0),) for _ in range(count)),
+    )
+    samples = [
+        SampleInfo(
+            sample_id=chunk.sample_ids[i],
+            prompt_id=prompt,
+            chunk=0,
+            row=i,
+            prompt_tokens=2,
+            response_tokens=1,
+            finished=True,
+        )
+        for i, prompt in enumerate(prompt_ids)
+    ]
+    chunks: Any = [chunk]
+    return Rollouts(samples=tuple(samples), chunks=chunks)
+
+
+def shown(prompt_ids: list[str], count: int) -> list[ShownSample]:
+    scores = np.arange(len(prompt_ids), dtype=np.float32)
+    fields = {"when": datetime.date(2026, 1, 2)}  # of a Parquet file
+    prompts = {name: Prompt(prompt_id=name, token_ids=(7, 8), fields=fields) for name in prompt_ids}
+    return shown_samples(rollouts(prompt_ids), prompts, scores, {"own": scores}, None, count, scores / 2)
+
+
+@pytest.mark.parametrize(("count", "prompts"), [(0, 0), (1, 1), (4, 1), (5, 2), (12, 3), (99, 5)])
+def test_whole_groups_are_shown(count: int, prompts: int) -> None:
+    ids = [f"p{i}" for i in range(5) for _ in range(4)]
+    found = shown(ids, count)
+    assert len(found) == 4 * prompts
+    assert len({sample.prompt_id for sample in found}) == prompts
+    for sample in found:
+        index = int(sample.score)
+        assert (sample.sample_id, sample.response, sample.advantage) == (f"{ids[index]}/{index}", (index,), index / 2)
+        assert (sample.versions, sample.text, sample.fields) == ((4,), None, {"when": "2026-01-02"})
+
+
+def test_some_prompts_are_shown_in_every_step_that_has_them() -> None:
+    steps = [{s.prompt_id for s in shown([f"p{i}" for i in range(first, first + 20)], 4)} for first in range(10)]
+    common = set.intersection(*steps[:3])
+    assert common
+    assert all(len(step) == 4 for step in steps)
+    assert len(set.union(*steps)) > 8
+
+
+def test_the_scores_of_a_prompt_are_those_of_its_responses() -> None:
+    values = {"own": np.array([1, 0, np.nan], dtype=np.float32)}
+    first, second = prompt_scores(rollouts(["a", "a", "b"]).samples, values)
+    assert (first.prompt_id, first.scores) == ("a", {"own": [1.0, 0.0]})
+    assert second.prompt_id == "b"
+    assert np.isnan(second.scores["own"]).all()

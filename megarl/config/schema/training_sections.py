@@ -96,7 +96,8 @@ class Tracking(Section):
     wandb_project: str | None = None
     """Project of Weights & Biases to log to; null does not. Needs the package wandb."""
     samples: Natural = 4
-    """Samples of each step with rollouts, and of each evaluation, in samples.jsonl, with texts and scores."""
+    """Samples of each step with rollouts, and of each evaluation, in samples.jsonl, with texts and scores: all those of
+    some prompts, so there may be more."""
 
 
 class ValueNorm(Section):

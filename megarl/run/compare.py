@@ -1,0 +1,148 @@
+"""`megarl compare`: two evaluations of a run, or the last ones of two runs, prompt by prompt."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megarl.files import read_lines
+from megarl.run.paths import RunPaths, read_config
+
+_SHOWN = 10
+"""Prompts in each of the two lists."""
+_TEXT = 60
+"""Characters of a prompt's text."""
+
+
+class CompareError(ValueError):
+    """There is nothing to compare; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedEvaluation:
+    """An evaluation of a run.
+
+    Args:
+        metrics: `eval/*` without the prefix.
+        prompts: mean score by reward and prompt; prompts without a score are left out.
+    """
+
+    run: RunPaths
+    step: int
+    metrics: Mapping[str, float]
+    prompts: Mapping[str, Mapping[str, float]]
+
+    @property
+    def name(self) -> str:
+        return f"{self.run.path}, step {self.step}"
+
+
+def compare(arguments: Sequence[str], console: Console | None = None) -> None:
+    """Prints what differs; `arguments` are a run and two steps of it, two runs, or one run: its first and last steps.
+
+    Raises:
+        CompareError: a run has no such evaluation, or the arguments are others.
+    """
+    console = console or Console(highlight=False)
+    match list(arguments):
+        case [run]:
+            first, second = _read(run, "first"), _read(run, "last")
+        case [run, step, other] if step.isdigit() and other.isdigit():
+            first, second = _read(run, int(step)), _read(run, int(other))
+        case [run, other] if not other.isdigit():
+            first, second = _read(run, "last"), _read(other, "last")
+        case _:
+            raise CompareError("name a run, a run and two steps of it, or two runs")
+    if first.run.path != second.run.path:
+        _print_settings(first, second, console)
+    _print_metrics(first, second, console)
+    for reward in [reward for reward in first.prompts if reward in second.prompts]:
+        _print_prompts(reward, first, second, console)
+
+
+def _read(directory: str, step: int | str) -> ComparedEvaluation:
+    """Returns an evaluation; `step` is a number, first or last."""
+    run = RunPaths(directory)
+    lines = read_lines(run.evaluations)
+    if not lines:
+        raise CompareError(f"{directory}: no evaluation is there; give the run evaluation.prompts")
+    places = {"first": 0, "last": -1}
+    chosen = [lines[places[step]]] if isinstance(step, str) else [line for line in lines if line["step"] == step]
+    if not chosen:
+        steps = ", ".join(str(line["step"]) for line in lines)
+        raise CompareError(f"{directory}: no evaluation after step {step}; there are those after {steps}")
+    line, prompts = chosen[0], dict[str, dict[str, float]]()
+    for row in read_lines(run.prompt_scores):
+        for reward, scores in row["scores"].items() if row["step"] == line["step"] else ():
+            known = [score for score in scores if score is not None]
+            if known:
+                prompts.setdefault(reward, {})[row["prompt_id"]] = statistics.fmean(known)
+    metrics = {name.removeprefix("eval/"): value for name, value in line.items() if name.startswith("eval/")}
+    return ComparedEvaluation(run=run, step=line["step"], metrics=metrics, prompts=prompts)
+
+
+def _print_settings(first: ComparedEvaluation, second: ComparedEvaluation, console: Console) -> None:
+    """Prints the fields of the configurations that differ."""
+    one, other = (dict(_flat(read_config(evaluation.run.config))) for evaluation in (first, second))
+    table = Table("setting", str(first.run.path), str(second.run.path), box=None)
+    for field in sorted({*one, *other}):
+        if one.get(field) != other.get(field) and field != "run.dir":
+            table.add_row(field, *(Text(str(fields.get(field, "-"))) for fields in (one, other)))
+    if table.rows:
+        console.print(table)
+        console.print()
+
+
+def _flat(fields: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(fields, Mapping) and fields:
+        for name, value in fields.items():
+            yield from _flat(value, f"{path}.{name}" if path else str(name))
+    else:
+        yield path, fields
+
+
+def _print_metrics(first: ComparedEvaluation, second: ComparedEvaluation, console: Console) -> None:
+    """Prints the metrics that both evaluations have, with half the widths of their intervals."""
+    table = Table("metric", first.name, second.name, box=None)
+    for name in [name for name in first.metrics if name in second.metrics and not name.endswith("_ci95")]:
+        table.add_row(name, *(_with_interval(evaluation.metrics, name) for evaluation in (first, second)))
+    console.print(table)
+
+
+def _with_interval(metrics: Mapping[str, Any], name: str) -> str:
+    values = [f"{value:.4g}" for value in (metrics[name], metrics.get(f"{name}_ci95")) if value is not None]
+    return " ± ".join(values) or "-"
+
+
+def _print_prompts(reward: str, first: ComparedEvaluation, second: ComparedEvaluation, console: Console) -> None:
+    """Prints how many prompts score better and worse, and those whose scores change most."""
+    before, after = first.prompts[reward], second.prompts[reward]
+    change = {prompt: after[prompt] - before[prompt] for prompt in before if prompt in after}
+    if not change:
+        return
+    better, worse = sum(value > 0 for value in change.values()), sum(value < 0 for value in change.values())
+    same = len(change) - better - worse
+    console.print(
+        f"\n{reward}, of {len(change)} prompts: {better} better, {worse} worse, {same} the same", markup=False
+    )
+    order, texts = sorted(change, key=lambda prompt: change[prompt]), _texts(first.run)
+    for title, prompts in (("better", order[::-1][:_SHOWN]), ("worse", order[:_SHOWN])):
+        table = Table(title, "before", "after", "prompt", box=None)
+        for prompt in prompts:
+            if (change[prompt] > 0) == (title == "better") and change[prompt]:
+                table.add_row(
+                    Text(prompt), f"{before[prompt]:.4g}", f"{after[prompt]:.4g}", Text(texts.get(prompt, ""))
+                )
+        if table.rows:
+            console.print(table)
+
+
+def _texts(run: RunPaths) -> dict[str, str]:
+    """Returns the beginning of the prompts that the run's samples show."""
+    return {line["prompt_id"]: str(line["prompt"])[:_TEXT] for line in read_lines(run.samples)}
