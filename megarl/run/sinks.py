@@ -111,9 +111,11 @@ class WandbSink:
             config=dict(config),
             settings=wandb.Settings(console="off", silent=True),
         )
+        # wandb's own steps must not go back, as those of evaluations beside the training do, and of a resumed run.
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, metrics: Metrics) -> None:
-        self._run.log(dict(metrics), step=step)
+        self._run.log({**metrics, "step": step})
 
     def close(self) -> None:
         """Uploads what is pending, and ends wandb's process."""

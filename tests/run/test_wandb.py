@@ -26,6 +26,8 @@ def test_a_run_offline_stays_in_its_directory_and_leaves_nothing_running(
         assert trace.processes(), "wandb has no process: the test looks at nothing"
         ids.add(sink._run.id)
         sink.write(step, {"objective/kl": 0.5})
+        sink.write(step - 1, {"eval/exact": 0.25})  # of an evaluation that ended late
+        assert (sink._run.summary["objective/kl"], sink._run.summary["eval/exact"]) == (0.5, 0.25)
         sink.close()
     assert len(ids) == 1, "the second run is another one"
     assert list(directory.glob("wandb/offline-run-*/run-*.wandb"))
