@@ -15,16 +15,21 @@ from typing import Any
 Function = Callable[..., Any]
 
 
-def resolve(name: str) -> Function:
-    """Imports and returns a function, also from the working directory; raises ValueError with the broken rule."""
+def resolve(name: str, *, coroutines: bool = False) -> Function:
+    """Imports and returns a function, also from the working directory; raises ValueError with the broken rule.
+
+    Args:
+        coroutines: whether the function may be ``async``.
+    """
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute:
         raise ValueError("a function, written as package.module:function")
     function = getattr(_import_module(module_name), attribute, None)
     if function is None:
         raise ValueError(f"a function of the module; {module_name} has no {attribute!r}")
-    if not callable(function) or inspect.isclass(function) or inspect.iscoroutinefunction(function):
-        raise ValueError(f"a plain function, not {_kind(function)}")
+    refused = inspect.isclass(function) or (inspect.iscoroutinefunction(function) and not coroutines)
+    if not callable(function) or refused:
+        raise ValueError(f"a {'' if coroutines else 'plain '}function, not {_kind(function)}")
     return function
 
 

@@ -115,11 +115,13 @@ class Prompt:
     Args:
         prompt_id: unique in its data set, the same in every run.
         fields: the other columns of its row (the reference answer, say), for reward functions.
+        messages: of a chat, for reward functions; None of other prompts.
     """
 
     prompt_id: str
     token_ids: tuple[int, ...]
     fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    messages: Sequence[Mapping[str, Any]] | None = None
 
     @property
     def key(self) -> str:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from megarl.cluster.calls import Call
 from megarl.cluster.engines import Rollouts
 from megarl.cluster.session import Session
@@ -18,29 +20,34 @@ from megarl.data.packing import Chunks
 from megarl.data.tokenizer import has_tokenizer, load_tokenizer
 from megarl.remote import remote
 from megarl.rewards.functions import labels
-from megarl.rewards.scorer import Failures, RuleScorer, Scores, Unscored
-from megarl.types import Prompt, RolloutChunk
+from megarl.rewards.scorer import Failures, RuleScorer, Scores
+from megarl.types import Prompt, RolloutChunk, SampleInfo
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreRequest:
-    """Chunks to score.
+    """Rows of chunks to score.
 
     Args:
         functions: index of each function to call, by name.
-        prompts: by chunk, the prompt of each row.
+        prompts: by chunk and row.
     """
 
     functions: Mapping[str, int]
     rollouts: Chunks[RolloutChunk]
-    prompts: Mapping[int, Sequence[Prompt]]
+    prompts: Mapping[int, Mapping[int, Prompt]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoredChunks:
-    """Scores by chunk, and the first failure of each kind."""
+class ScoredRows:
+    """Scores of some rows of chunks, and the first failure of each kind.
 
-    columns: Mapping[int, Scores]
+    Args:
+        places: chunk and row of each score.
+    """
+
+    places: Sequence[tuple[int, int]]
+    scores: Scores
     failures: Failures
 
 
@@ -57,7 +64,7 @@ class ScoringProcess:
         self, tokenizer: str | None, functions: Sequence[RewardFunction], reward: Reward, seconds: float
     ) -> None:
         decode = None if tokenizer is None else load_tokenizer(tokenizer).decode
-        self._scorer = RuleScorer(functions, decode, time_limit=reward.time_limit, retries=reward.retries)
+        self._scorer = RuleScorer(functions, decode, reward)
         self._seconds = seconds
 
     @remote(phase="start")
@@ -66,16 +73,17 @@ class ScoringProcess:
         self._scorer.start()
 
     @remote(phase="scoring")
-    def score(self, request: ScoreRequest) -> ScoredChunks:
-        """Scores some chunks."""
+    def score(self, request: ScoreRequest) -> ScoredRows:
+        """Scores some rows of chunks."""
         deadline = time.monotonic() + self._seconds
-        columns: dict[int, Scores] = {}
-        failures: dict[tuple[str, str], Unscored] = {}
-        for chunk, prompts in request.prompts.items():
-            columns[chunk], failed = self._scorer.score(request.functions, request.rollouts[chunk], prompts, deadline)
-            for kind, unscored in failed.items():
-                failures.setdefault(kind, unscored)
-        return ScoredChunks(columns=columns, failures=failures)
+        completions = [
+            completion
+            for chunk, prompts in request.prompts.items()
+            for completion in self._scorer.completions(request.rollouts[chunk], prompts)
+        ]
+        places = [(chunk, row) for chunk, prompts in request.prompts.items() for row in prompts]
+        scores, failures = self._scorer.score(request.functions, completions, deadline)
+        return ScoredRows(places=places, scores=scores, failures=failures)
 
     @remote(phase="start")
     def close(self) -> None:
@@ -113,20 +121,26 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
 
     def score(
         self, functions: Sequence[RewardFunction], rollouts: Rollouts, prompts: Mapping[str, Prompt]
-    ) -> Call[ScoredChunks]:
-        """Scores every sample with every function; returns at once. `prompts` are by prompt id."""
+    ) -> Call[ScoredRows]:
+        """Scores every sample with every function; returns at once. `prompts` are by prompt id.
+
+        Processes share the chunks, or the prompts if a function scores all responses to one together.
+        """
         indices = {label: self._functions.index(own) for label, own in zip(labels(functions), functions, strict=True)}
-        by_chunk: dict[int, list[Prompt]] = {}
+        by_prompt = any(function.unit == "group" for function in functions)
+        shares: dict[object, list[SampleInfo]] = {}
         for sample in sorted(rollouts.samples, key=lambda sample: (sample.chunk, sample.row)):
-            by_chunk.setdefault(sample.chunk, []).append(prompts[sample.prompt_id])
-        count = min(len(self.processes), len(by_chunk))
+            shares.setdefault(sample.prompt_id if by_prompt else sample.chunk, []).append(sample)
+        count = min(len(self.processes), len(shares))
         requests: list[ScoreRequest] = []
         for index in range(count):
-            own = {chunk: by_chunk[chunk] for chunk in sorted(by_chunk)[index::count]}
+            own: dict[int, dict[int, Prompt]] = {}
+            for sample in (sample for share in list(shares.values())[index::count] for sample in share):
+                own.setdefault(sample.chunk, {})[sample.row] = prompts[sample.prompt_id]
             requests.append(ScoreRequest(functions=indices, rollouts=rollouts.chunks.only(own), prompts=own))
         return self.call_each(ScoringProcess.score, requests)
 
-    def gather(self, call: Call[ScoredChunks]) -> dict[int, Scores]:
+    def gather(self, call: Call[ScoredRows]) -> dict[int, Scores]:
         """Waits for the scores of `submit`, by chunk, and warns of failures; a sample without a score has NaN."""
         results = call.wait()
         for (name, kind), unscored in (item for result in results for item in result.failures.items()):
@@ -138,7 +152,13 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
                 "response counts as unscored. Similar failures are not shown again; rewards/unscored counts them all.\n"
                 f"{unscored.failure.reason}"
             )
-        return {chunk: scores for result in results for chunk, scores in result.columns.items()}
+        chunks, rows = np.array([place for result in results for place in result.places]).T
+        order = np.lexsort((rows, chunks))
+        columns = {name: np.concatenate([result.scores[name] for result in results]) for name in results[0].scores}
+        return {
+            int(chunk): {name: column[order][chunks[order] == chunk] for name, column in columns.items()}
+            for chunk in np.unique(chunks)
+        }
 
 
 def launch_scorers(config: PPOConfig | RAFTConfig | EvalConfig, session: Session, model_dir: str) -> RuleScorers | None:

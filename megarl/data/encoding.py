@@ -45,11 +45,16 @@ class Encoder:
         value = columns[name]
         if name.endswith("_ids"):
             return self.ids(name, value)
+        chat = self.chat_of(name, value)
+        return _as_array("prompt", self._require_tokenizer().encode(value)) if chat is None else self.chat(chat)
+
+    def chat_of(self, name: str, value: Any) -> list[Message] | None:
+        """Returns the messages of a prompt in a column; None of text and ids."""
+        if name.endswith("_ids"):
+            return None
         if not isinstance(value, str) or name == "messages":
-            return self.chat(messages(name, value))
-        if self._chat_template:
-            return self.chat([{"role": "user", "content": value}])
-        return _as_array("prompt", self._require_tokenizer().encode(value))
+            return messages(name, value)
+        return [{"role": "user", "content": value}] if self._chat_template else None
 
     def chat(self, chat: Sequence[Message]) -> Ids:
         """Encodes a prompt that is a chat."""

@@ -30,8 +30,9 @@ def load_prompts(source: SourceFields, encoder: Encoder, *, drop: Collection[Fau
         names = (*PROMPTS, "messages")
         ids = encoder.prompt(columns, *names)
         encoder.check_length(ids)
-        del columns[first_of(columns, *names)]
-        return Prompt(prompt_id=prompt_id, token_ids=tuple(ids.tolist()), fields=columns)
+        name = first_of(columns, *names)
+        chat = encoder.chat_of(name, columns.pop(name))
+        return Prompt(prompt_id=prompt_id, token_ids=tuple(ids.tolist()), fields=columns, messages=chat)
 
     return parse_rows(source, parse, drop)
 

@@ -32,7 +32,7 @@ from megarl.algos.reward_shaping import clip_scores
 from megarl.cluster.calls import Call, Routine, gather_by_chunk
 from megarl.cluster.engines import RolloutGroup, Rollouts
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.cluster.scorers import RuleScorers, ScoredChunks
+from megarl.cluster.scorers import RuleScorers, ScoredRows
 from megarl.cluster.trainers import RemoteRole
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig
 from megarl.config.schema import Algo, Reward, RewardFunction, Scores, TruncateAt
@@ -141,7 +141,7 @@ class Scorer:
         )
 
     def _gather(
-        self, model: Call[dict[int, Values] | None] | None, functions: Call[ScoredChunks] | None
+        self, model: Call[dict[int, Values] | None] | None, functions: Call[ScoredRows] | None
     ) -> dict[str, Values]:
         """Waits for the scores of the reward model and the reward functions."""
         scores: dict[str, Values] = {}

@@ -15,6 +15,7 @@ from megarl.config import PPOConfig, RunConfig
 from megarl.config.problems import Problem, shown
 from megarl.config.schema import CustomFunction, RewardFunction, Section
 from megarl.plugins import Function, check_options, resolve, suggestion
+from megarl.rewards.adapters import check_signature, columns_of
 from megarl.rewards.functions import RULES, TOKEN_RULES, labels
 from megarl.rewards.functions import resolve as resolve_reward
 from megarl.types import Prompt
@@ -60,19 +61,27 @@ def check_functions(
 def check_fields(
     functions: Sequence[RewardFunction], prompts: Sequence[Prompt], *, where: str = "reward.functions"
 ) -> list[Problem]:
-    """Checks that every prompt has the fields that the built-in functions read."""
+    """Checks that every prompt has the fields that the built-in functions and those with an adapter read."""
     problems: list[Problem] = []
     for index, function in enumerate(functions):
-        field = _field_argument(function)
-        lacking = [prompt for prompt in prompts if field is not None and field not in prompt.fields]
-        if field is None or not lacking:
-            continue
-        count, first = f"{len(lacking)} of {len(prompts)}", lacking[0]
-        rule = f"a field of every prompt; {count} lack it, the first is {first.prompt_id!r}"
-        known = ", ".join(first.fields)
-        fix = f"name one that it has ({known})" if known else "add the column to the rows of the prompts"
-        problems.append(Problem(field=f"{where}.{index}.args.field", value=field, rule=rule, fix=fix))
+        own = _field_argument(function)
+        place, fields = ("args.field", (own,)) if own is not None else ("adapter", _columns(function))
+        for field in fields:
+            lacking = [prompt for prompt in prompts if field not in prompt.fields]
+            if not lacking:
+                continue
+            count, first = f"{len(lacking)} of {len(prompts)}", lacking[0]
+            rule = f"a field of every prompt; {count} lack it, the first is {first.prompt_id!r}"
+            known = ", ".join(first.fields)
+            fix = f"name one that it has ({known})" if known else "add the column to the rows of the prompts"
+            if own is None:
+                fix = f"add the column, or rename one with columns: {{{field}: ...}}" + (f" ({known})" if known else "")
+            problems.append(Problem(field=f"{where}.{index}.{place}", value=field, rule=rule, fix=fix))
     return problems
+
+
+def _columns(function: RewardFunction) -> tuple[str, ...]:
+    return columns_of(function, resolve_reward(function.name)) if function.adapter is not None else ()
 
 
 def _problems(function: RewardFunction, where: str, *, tokenizer: bool, longest: int | None) -> Iterator[Problem]:
@@ -88,10 +97,13 @@ def _problems(function: RewardFunction, where: str, *, tokenizer: bool, longest:
         rule = f"none of {', '.join(_TAKEN)}, which are names of other metrics"
         yield Problem(field=f"{where}.name", value=function.name, rule=rule, fix="give your function another name")
     try:
-        check_options(target, function.args, name=function.name, positional=1)
+        check_signature(function, target)
     except ValueError as error:
         yield Problem(field=f"{where}.args", value=shown(dict(function.args)), rule=str(error), fix=_FIX)
         return
+    if function.name == "math_verify" and find_spec("math_verify") is None:
+        fix = "install it with pip install 'megarl[math]'"
+        yield Problem(field=f"{where}.name", value=function.name, rule="needs the package math-verify", fix=fix)
     if function.name in RULES:
         wrong = list(_values(target, function.args, f"{where}.args"))
         yield from wrong or _overlong(function, f"{where}.args", longest)

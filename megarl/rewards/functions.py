@@ -6,9 +6,8 @@ names a column of the prompts' rows.
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated, Any, Final
@@ -17,6 +16,7 @@ from pydantic import AfterValidator, Field
 
 from megarl import plugins
 from megarl.config.schema import RewardFunction
+from megarl.data.tokenizer import Message
 from megarl.plugins import Function
 
 
@@ -28,6 +28,7 @@ class Completion:
         prompt, response: text without special tokens; empty if the run has no tokenizer.
         response_ids: including the end token.
         finished: False if the response was cut off at the length limit.
+        messages: of a prompt that is a chat, as in its row; None of others.
         fields: the other columns of the prompt's row, such as a reference answer.
     """
 
@@ -38,6 +39,7 @@ class Completion:
     response_ids: tuple[int, ...]
     finished: bool
     fields: Mapping[str, Any]
+    messages: Sequence[Message] | None = None
 
     def field(self, name: str) -> Any:
         """Returns a column of the prompt's row; a ValueError lists the columns if there is no such one."""
@@ -48,6 +50,9 @@ class Completion:
 
 
 _NUMBER = re.compile(r"(?<![0-9])-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+
+_LATEX = re.compile(r"\\boxed|\\\(|\\\[|\$")
+"""What begins a formula in a text."""
 
 
 def _compiles(pattern: str) -> str:
@@ -107,6 +112,23 @@ def last_number(
     return float(given is not None and abs(given - wanted) <= Decimal(str(tolerance)))
 
 
+def math_verify(completion: Completion, *, field: str = "answer") -> float:
+    """1 if the response's answer, in LaTeX or as plain numbers, is mathematically equal to the field's; else 0.
+
+    A field without LaTeX delimiters is one LaTeX expression. Source: Math-Verify (Hugging Face).
+
+    Raises:
+        ValueError: the field has no answer that can be read.
+    """
+    from math_verify import parse, verify
+
+    text = str(completion.field(field))
+    wanted = parse(text if _LATEX.search(text) else f"\\boxed{{{text}}}")
+    if not wanted:
+        raise ValueError(f"the field {field!r} has no mathematical expression: {text!r}")
+    return float(verify(wanted, parse(completion.response)))
+
+
 def soft_overlong(
     completion: Completion,
     *,
@@ -142,6 +164,7 @@ RULES: Final[Mapping[str, Function]] = {
     "exact_match": exact_match,
     "extracted_match": extracted_match,
     "last_number": last_number,
+    "math_verify": math_verify,
     "regex": regex,
     "soft_overlong": soft_overlong,
 }
@@ -161,12 +184,7 @@ def resolve(name: str) -> Function:
         return RULES[name]
     if ":" not in name:
         raise ValueError(f"one of {', '.join(RULES)}, or package.module:function")
-    return plugins.resolve(name)
-
-
-def bind(function: RewardFunction) -> Callable[[Completion], float]:
-    """Returns the function with its arguments; raises as `resolve` does."""
-    return functools.partial(resolve(function.name), **function.args)
+    return plugins.resolve(name, coroutines=True)
 
 
 def labels(functions: Sequence[RewardFunction]) -> tuple[str, ...]:

@@ -1,23 +1,29 @@
-"""Scores chunks of rollouts with reward functions; a failed call leaves its sample without a score."""
+"""Scores responses with reward functions; a failed call leaves its responses without a score."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from megarl.config.schema import RewardFunction
+from megarl.config.schema import Reward, RewardFunction
+from megarl.rewards.adapters import Failure
+from megarl.rewards.call_queue import CallQueue, FunctionCall
 from megarl.rewards.functions import Completion
-from megarl.rewards.reward_worker import Failure, FunctionProcess, Reply
+from megarl.rewards.reward_worker import FunctionProcess
 from megarl.types import Prompt, RolloutChunk
 
 Decode = Callable[[Sequence[int]], str]
 Scores = dict[str, npt.NDArray[np.float32]]
-"""By function name, [N] float32 of the samples of a chunk; NaN is no score."""
+"""By function name, [n] float32; NaN is no score."""
+
+_CACHED = 200_000
+"""Scores that a process remembers; further ones replace the oldest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,70 +39,111 @@ Failures = Mapping[tuple[str, str], Unscored]
 """The first failure of each kind, by function name and kind."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Unit:
+    """A call, by a function's name, with the keys in the cache and the rows of the scores of its replies."""
+
+    name: str
+    call: FunctionCall
+    keys: Sequence[bytes]
+    rows: Sequence[Sequence[int]]
+
+
 class RuleScorer:
-    """Scores samples with several reward functions, unweighted, in a child process; always ends in time.
+    """Scores completions with several reward functions, unweighted, in a child process; always ends in time.
 
     Args:
+        reward: has the time limit of a call, and the retries of one that failed.
         decode: None leaves the texts of completions empty.
-        time_limit: seconds of a call.
-        retries: further calls after one that failed.
     """
 
-    def __init__(
-        self, functions: Sequence[RewardFunction], decode: Decode | None, *, time_limit: float, retries: int
-    ) -> None:
-        self._process = FunctionProcess(functions)
+    def __init__(self, functions: Sequence[RewardFunction], decode: Decode | None, reward: Reward) -> None:
+        self._functions, self._process = tuple(functions), FunctionProcess(functions)
         self._decode: Decode = decode or (lambda _: "")
-        self._time_limit, self._retries = time_limit, retries
+        self._reward = reward
+        self._cache: dict[tuple[int, bytes], float] = {}
 
     def start(self) -> None:
         """Starts the child process and loads the functions; a RunError if that fails."""
         self._process.start()
 
     def score(
-        self, functions: Mapping[str, int], chunk: RolloutChunk, prompts: Sequence[Prompt], deadline: float
+        self, functions: Mapping[str, int], completions: Sequence[Completion], deadline: float
     ) -> tuple[Scores, Failures]:
-        """Returns every function's score of every sample, and the first failure of each kind.
+        """Returns every function's score of every completion, and the first failure of each kind.
 
         Args:
             functions: index of each function to call, by name.
-            prompts: of each sample.
-            deadline: on `time.monotonic`; samples that are not scored by then have no score.
+            deadline: on `time.monotonic`; completions that are not scored by then have no score.
         """
-        assert len(prompts) == len(chunk.sample_ids), f"{len(prompts)} prompts for {len(chunk.sample_ids)} samples"
-        scores = {name: np.full(len(prompts), math.nan, np.float32) for name in functions}
+        scores = {name: np.full(len(completions), math.nan, np.float32) for name in functions}
+        units = [
+            unit for name, index in functions.items() for unit in self._units(name, index, completions, scores[name])
+        ]
+        units.sort(key=lambda unit: unit.rows[0][0])  # stable: each completion by the functions in their order
+        limits = {"time_limit": self._reward.time_limit, "retries": self._reward.retries}
+        answers = CallQueue(self._process, [unit.call for unit in units], deadline=deadline, **limits).run()
         unscored: dict[tuple[str, str], Unscored] = {}
-        for row, prompt in enumerate(prompts):
-            completion = self._completion(chunk, row, prompt)
-            for name, function in functions.items():
-                reply, calls = self._call(function, completion, deadline)
+        for unit, answer in zip(units, answers, strict=True):
+            for entry, reply in enumerate(answer.replies):
                 if isinstance(reply, Failure):
-                    failed = Unscored(prompt_id=prompt.prompt_id, failure=reply, calls=calls)
-                    unscored.setdefault((name, reply.kind), failed)
+                    prompt_id = unit.call.completions[entry].prompt_id
+                    failed = Unscored(prompt_id=prompt_id, failure=reply, calls=answer.tries)
+                    unscored.setdefault((unit.name, reply.kind), failed)
                 else:
-                    scores[name][row] = reply
+                    scores[unit.name][unit.rows[entry]] = reply
+                    self._remember(unit.call.function, unit.keys[entry], reply)
         return scores, unscored
+
+    def completions(self, chunk: RolloutChunk, prompts: Mapping[int, Prompt]) -> list[Completion]:
+        """Returns the completions in some rows of a chunk; `prompts` are by row."""
+        made: list[Completion] = []
+        for row, prompt in prompts.items():
+            response_ids = tuple(chunk.response_ids[row].tolist())
+            made.append(
+                Completion(
+                    prompt_id=prompt.prompt_id,
+                    prompt=self._decode(prompt.token_ids),
+                    response=self._decode(response_ids),
+                    prompt_ids=prompt.token_ids,
+                    response_ids=response_ids,
+                    finished=bool(chunk.finished[row]),
+                    fields=prompt.fields,
+                    messages=prompt.messages,
+                )
+            )
+        return made
 
     def close(self) -> None:
         self._process.close()
 
-    def _call(self, function: int, completion: Completion, deadline: float) -> tuple[Reply, int]:
-        """Calls a function until it returns a score or its retries or the time are used up; counts the calls."""
-        reply: Reply = Failure(kind="deadline", reason="no time was left of cluster.time_limits.scoring")
-        calls = 0
-        while isinstance(reply, Failure) and calls <= self._retries and time.monotonic() < deadline:
-            calls += 1
-            reply = self._process.call(function, completion, self._time_limit, deadline)
-        return reply, calls
+    def _units(
+        self, name: str, index: int, completions: Sequence[Completion], scores: npt.NDArray[np.float32]
+    ) -> Iterable[_Unit]:
+        """Returns the calls of a function; fills in the scores that it has in its cache."""
+        spec = self._functions[index]
+        rows: dict[bytes, list[int]] = {}  # by what is scored once
+        for row, completion in enumerate(completions):
+            key = _digest(completion) if spec.cache else row.to_bytes(8)
+            if (index, key) in self._cache:
+                scores[row] = self._cache[index, key]
+            else:
+                rows.setdefault(key, []).append(row)
+        calls: dict[object, dict[bytes, list[int]]] = {}
+        for key, own in rows.items():
+            together = {"response": key, "batch": None, "group": completions[own[0]].prompt_id}[spec.unit]
+            calls.setdefault(together, {})[key] = own
+        for parts in calls.values():
+            call = FunctionCall(function=index, completions=[completions[own[0]] for own in parts.values()])
+            yield _Unit(name=name, call=call, keys=list(parts), rows=list(parts.values()))
 
-    def _completion(self, chunk: RolloutChunk, row: int, prompt: Prompt) -> Completion:
-        response_ids = tuple(chunk.response_ids[row].tolist())
-        return Completion(
-            prompt_id=prompt.prompt_id,
-            prompt=self._decode(prompt.token_ids),
-            response=self._decode(response_ids),
-            prompt_ids=prompt.token_ids,
-            response_ids=response_ids,
-            finished=bool(chunk.finished[row]),
-            fields=prompt.fields,
-        )
+    def _remember(self, index: int, key: bytes, score: float) -> None:
+        if self._functions[index].cache:
+            self._cache[index, key] = score
+            if len(self._cache) > _CACHED:
+                del self._cache[next(iter(self._cache))]
+
+
+def _digest(completion: Completion) -> bytes:
+    """Returns a hash of all that a function sees."""
+    return hashlib.blake2b(pickle.dumps(completion), digest_size=16).digest()

@@ -34,8 +34,9 @@ FUNCTIONS = (
     own("process"),
     own("quotient", size=6),
     own("stubborn"),
+    RewardFunction(name="tests.rewards.overlapping_functions:ranks", per="group"),
 )
-LENGTH, EXACT_MATCH, SEEN, PROCESS, QUOTIENT, STUBBORN = FUNCTIONS
+LENGTH, EXACT_MATCH, SEEN, PROCESS, QUOTIENT, STUBBORN, RANKS = FUNCTIONS
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +83,17 @@ def test_every_chunk_is_scored_by_every_function(scorers: RuleScorers) -> None:
     assert (processes == processes[[0, 1, 0, 1, 0]]).all()
     assert len(set(processes.flat)) == 2, "one process did it all"
     assert not given.chunks._fetched, "the driver has fetched a chunk"
+
+
+@pytest.mark.dist
+def test_all_responses_to_a_prompt_are_scored_together(scorers: RuleScorers) -> None:
+    """Those to a are longer in each chunk; those to b are equal."""
+    scores = scorers.gather(scorers.score([RANKS, LENGTH, PROCESS], rollouts(5), PROMPTS))
+    assert {chunk: column["ranks"].tolist() for chunk, column in scores.items()} == {c: [c, 0] for c in range(5)}
+    assert {chunk: column["length"].tolist() for chunk, column in scores.items()} == {c: [3 + c, 6] for c in range(5)}
+    processes = np.array([scores[chunk]["process"] for chunk in range(5)])
+    assert [len(set(column)) for column in processes.T] == [1, 1]
+    assert len(set(processes.flat)) == 2
 
 
 @pytest.mark.dist

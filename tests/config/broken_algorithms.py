@@ -298,6 +298,20 @@ ALGORITHMS: Cases = {
             "reports each function by itself",
         )
     ],
+    scoring_rules.functions_have_their_calls: [
+        (
+            ["reward.functions=[{name: regex, args: {pattern: x}, per: batch}]"],
+            "reward.functions.0.per",
+            "no effect with a built-in function",
+        ),
+        (["reward.functions=[{name: 'a:b', per: group, cache: true}]"], "reward.functions.0.cache", "per: group"),
+        (["reward.functions=[{name: 'a:b', adapter: trl, per: response}]"], "reward.functions.0.per", "batch or group"),
+        (
+            ["evaluation={prompts: a/b, functions: [{name: 'a:b', adapter: verl, per: group}]}"],
+            "evaluation.functions.0.per",
+            "response or batch",
+        ),
+    ],
     scoring_rules.evaluations_sample: [
         (
             [EVALUATION, "evaluation={greedy: true, temperature: 0.5}"],

@@ -42,7 +42,6 @@ def test_nothing_is_wrong_with_complete_functions() -> None:
         (named("tests.rewards.broken:f"), "name", 'RATE = {}["no such rate"]'),
         (own("NUMBER"), "name", "of the type int"),
         (own("Length"), "name", "not a class"),
-        (own("later"), "name", "not a coroutine"),
         (own("score"), "name", "none of prompts, response_length,"),
         (own("length", scal=2.0), "args", "functions:length(scale=1.0): got an unexpected keyword argument 'scal'"),
         (own("length", completion=2.0), "args", "multiple values for argument 'completion'"),

@@ -16,7 +16,8 @@ from megarl.config.schema import Reward
 from megarl.preflight.check import check
 from megarl.preflight.datasets import PromptSets
 from megarl.preflight.user_functions import check_functions
-from megarl.rewards.functions import RULES, bind
+from megarl.rewards.adapters import BoundFunction
+from megarl.rewards.functions import RULES
 from tests.rewards.completions import completion
 
 REPOSITORY = Path(__file__).parents[2]
@@ -40,7 +41,8 @@ def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     _write_module(tmp_path, monkeypatch)
     functions = Reward(**yaml.safe_load(configuration)["reward"]).functions
     assert not check_functions(functions)
-    assert [bind(function)(completion("Thanks, 7.", answer="#### 7")) for function in functions] == [1.0, 0.5]
+    given = [completion("Thanks, 7.", answer="#### 7")]
+    assert [BoundFunction(function).replies(given) for function in functions[:2]] == [[1.0], [0.5]]
 
 
 def test_the_run_without_a_model_can_be_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

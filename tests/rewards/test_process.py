@@ -18,9 +18,11 @@ import pytest
 
 from megarl.config.schema import RewardFunction
 from megarl.errors import RunError
-from megarl.rewards.reward_worker import Failure, FunctionProcess, Reply, reply
+from megarl.rewards.adapters import BoundFunction, Failure, Reply
+from megarl.rewards.call_queue import CallQueue, FunctionCall
+from megarl.rewards.functions import Completion
+from megarl.rewards.reward_worker import FunctionProcess
 from tests.leftovers import comes_true
-from tests.rewards import functions
 from tests.rewards.completions import completion, own
 
 pytestmark = pytest.mark.process
@@ -38,8 +40,17 @@ def process() -> Iterator[FunctionProcess]:
     running.close()
 
 
+def answer(
+    process: FunctionProcess, function: int, given: Completion, limit: float, deadline: float = math.inf
+) -> Reply:
+    """The reply to a single call that is not repeated."""
+    calls = [FunctionCall(function=function, completions=[given])]
+    ((one,), _) = vars(CallQueue(process, calls, time_limit=limit, retries=0, deadline=deadline).run()[0]).values()
+    return one
+
+
 def call(process: FunctionProcess, name: str, limit: float = 60.0) -> float:
-    score = process.call(NAMES.index(name), completion(tokens=4), limit)
+    score = answer(process, NAMES.index(name), completion(tokens=4), limit)
     assert isinstance(score, float), score
     return score
 
@@ -72,7 +83,7 @@ def test_one_process_makes_all_calls(process: FunctionProcess) -> None:
 def test_a_call_that_hangs_ends_with_its_process_and_the_next_gets_another(process: FunctionProcess, name: str) -> None:
     before = call(process, "process")
     start = time.monotonic()
-    reply = process.call(NAMES.index(name), completion(tokens=4), LIMIT_S)
+    reply = answer(process, NAMES.index(name), completion(tokens=4), LIMIT_S)
     assert fails(reply, r"it took longer than 0\.3 s, and was ended"), reply
     assert LIMIT_S <= time.monotonic() - start < 60
     assert ends(int(before))
@@ -81,7 +92,7 @@ def test_a_call_that_hangs_ends_with_its_process_and_the_next_gets_another(proce
 
 @pytest.mark.parametrize(("name", "end"), ENDING.items())
 def test_a_function_that_ends_its_process_is_told(process: FunctionProcess, name: str, end: str) -> None:
-    reply = process.call(NAMES.index(name), completion(tokens=4), 60.0)
+    reply = answer(process, NAMES.index(name), completion(tokens=4), 60.0)
     assert fails(reply, f"its process ended by {end}$"), reply
     assert call(process, "length") == 4
 
@@ -97,17 +108,17 @@ def test_the_programs_of_a_call_that_hangs_end_with_it(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     process = FunctionProcess([own("runs_a_program", pid_file=str(pid_file))])
     process.start()
-    assert fails(process.call(0, completion(), 8.0), "it took longer")
+    assert fails(answer(process, 0, completion(), 8.0), "it took longer")
     assert ends(int(pid_file.read_text()))
 
 
 def test_the_child_ends_with_a_parent_that_is_killed() -> None:
     program = (
         "import os, time; from tests.rewards.completions import completion, own;"
-        "from megarl.rewards.reward_worker import FunctionProcess;"
+        "from megarl.rewards.reward_worker import FunctionProcess; from tests.rewards.test_process import answer;"
         "process = FunctionProcess([own('process'), own('holds_the_interpreter')]);"
-        "print(int(process.call(0, completion(), 60)), flush=True);"
-        "process.call(1, completion(), 600)"
+        "print(int(answer(process, 0, completion(), 60)), flush=True);"
+        "answer(process, 1, completion(), 600)"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
@@ -157,14 +168,14 @@ def test_functions_that_cannot_be_loaded_again_fail_in_their_calls(
     process = FunctionProcess([RewardFunction(name="loads_once:ends")])
     process.start()
     for reason, seconds in (("its process ended by exit status 3", 60), (told, patience)):
-        reply = process.call(0, completion(), 60.0, time.monotonic() + seconds)
+        reply = answer(process, 0, completion(), 60.0, time.monotonic() + seconds)
         assert fails(reply, reason), reply
     process.close()
 
 
 @pytest.mark.parametrize("value", [True, 2, np.float32(0.5), np.bool_(True), Fraction(1, 2), -3.0e38])
 def test_any_finite_number_is_a_score(value: Any) -> None:
-    assert reply(functions.anything, completion(returns=value)) == float(value)
+    assert BoundFunction(own("anything")).replies([completion(returns=value)]) == [float(value)]
 
 
 @pytest.mark.parametrize(
@@ -183,15 +194,16 @@ def test_any_finite_number_is_a_score(value: Any) -> None:
 )
 def test_anything_else_is_refused_and_shown(value: Any, shown: str) -> None:
     reason = f"it returned {shown}: it must return one finite number"
-    assert reply(functions.anything, completion(returns=value)) == Failure(kind=type(value).__name__, reason=reason)
+    expected = [Failure(kind=type(value).__name__, reason=reason)]
+    assert BoundFunction(own("anything")).replies([completion(returns=value)]) == expected
 
 
 def test_the_traceback_of_a_function_is_its_own() -> None:
-    failure = reply(lambda given: functions.quotient(given, size=1), completion(tokens=1))
+    (failure,) = BoundFunction(own("quotient", size=1)).replies([completion(tokens=1)])
     assert isinstance(failure, Failure)
     assert failure.kind == "ZeroDivisionError"
     told = failure.reason
     assert told.startswith("Traceback (most recent call last):\n")
     assert "return 1.0 / (len(completion.response_ids) - size)" in told
     assert told.endswith("ZeroDivisionError: float division by zero")
-    assert "reward_worker.py" not in told
+    assert "megarl/rewards" not in told

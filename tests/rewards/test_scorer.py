@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megarl.config.schema import RewardFunction
-from megarl.rewards.reward_worker import Failure
+from megarl.config.schema import Reward, RewardFunction
+from megarl.rewards.adapters import Failure
 from megarl.rewards.scorer import Failures, RuleScorer, Scores, Unscored
+from megarl.types import Prompt, RolloutChunk
 from tests.rewards.completions import decode, own, prompt, rollout
 
 pytestmark = pytest.mark.process
@@ -32,14 +33,21 @@ NUMBERS = {function.name.rpartition(":")[2]: number for number, function in enum
 
 @pytest.fixture(scope="module")
 def scorer() -> Iterator[RuleScorer]:
-    made = RuleScorer(FUNCTIONS, decode, time_limit=1.5, retries=1)
+    made = RuleScorer(FUNCTIONS, decode, Reward(time_limit=1.5, retries=1))
     made.start()
     yield made
     made.close()
 
 
-def score(scorer: RuleScorer, functions: Mapping[str, int], seconds: float = 60) -> tuple[Scores, Failures]:
-    return scorer.score(functions, CHUNK, PROMPTS, time.monotonic() + seconds)
+def score(
+    scorer: RuleScorer,
+    functions: Mapping[str, int],
+    seconds: float = 60,
+    chunk: RolloutChunk = CHUNK,
+    prompts: Sequence[Prompt] = PROMPTS,
+) -> tuple[Scores, Failures]:
+    completions = scorer.completions(chunk, dict(enumerate(prompts)))
+    return scorer.score(functions, completions, time.monotonic() + seconds)
 
 
 def test_every_function_scores_every_sample_and_weights_are_left_to_others(scorer: RuleScorer) -> None:
@@ -71,7 +79,9 @@ def test_a_function_that_fails_for_a_while_is_asked_again(tmp_path: Path) -> Non
     notes = str(tmp_path / "notes")
     for retries, expected in ((2, [3, 3, 4]), (1, [math.nan, math.nan, 3])):
         Path(notes).unlink(missing_ok=True)
-        flaky = RuleScorer([own("fails_at_first", notes=notes, failures=2)], None, time_limit=60, retries=retries)
+        flaky = RuleScorer(
+            [own("fails_at_first", notes=notes, failures=2)], None, Reward(time_limit=60, retries=retries)
+        )
         scores, unscored = score(flaky, {"flaky": 0})
         flaky.close()
         np.testing.assert_array_equal(scores["flaky"], np.float32(expected))
@@ -79,7 +89,7 @@ def test_a_function_that_fails_for_a_while_is_asked_again(tmp_path: Path) -> Non
 
 
 def test_a_step_of_functions_that_hang_ends_in_its_time() -> None:
-    slow = RuleScorer([own("sleeps")], None, time_limit=60, retries=3)
+    slow = RuleScorer([own("sleeps")], None, Reward(time_limit=60, retries=3))
     slow.start()
     start = time.monotonic()
     scores, unscored = score(slow, {"sleeps": 0}, seconds=0.5)
@@ -91,7 +101,7 @@ def test_a_step_of_functions_that_hang_ends_in_its_time() -> None:
 
 
 def test_without_a_tokenizer_there_are_ids_and_no_text() -> None:
-    blind = RuleScorer([RewardFunction(name="contains"), own("length")], None, time_limit=60, retries=0)
+    blind = RuleScorer([RewardFunction(name="contains"), own("length")], None, Reward(time_limit=60, retries=0))
     scores, _ = score(blind, {"contains": 0, "length": 1})
     blind.close()
     assert scores["contains"].tolist() == [0, 0, 0]
@@ -101,9 +111,9 @@ def test_without_a_tokenizer_there_are_ids_and_no_text() -> None:
 def test_the_first_failure_of_each_kind_is_told() -> None:
     returned = [math.nan, 1.0, "one", math.inf, "two"]
     prompts = [prompt(f"p{index}", f"{index}", returns=value) for index, value in enumerate(returned)]
-    odd = RuleScorer([own("anything")], None, time_limit=60, retries=0)
+    odd = RuleScorer([own("anything")], None, Reward(time_limit=60, retries=0))
     chunk = rollout(prompts, ["."] * len(prompts), [True] * len(prompts))
-    scores, failures = odd.score({"anything": 0}, chunk, prompts, time.monotonic() + 60)
+    scores, failures = score(odd, {"anything": 0}, chunk=chunk, prompts=prompts)
     odd.close()
     np.testing.assert_array_equal(scores["anything"], np.float32([math.nan, 1, math.nan, math.nan, math.nan]))
     assert {kind: own.prompt_id for kind, own in failures.items()} == {

@@ -148,6 +148,25 @@ def evaluations_weigh_nothing(evaluation: Evaluation | None) -> Iterator[Problem
         yield from ineffective_settings(field, function, ("weight",), where, "or name it in reward")
 
 
+def functions_have_their_calls(reward: Reward, evaluation: Evaluation | None) -> Iterator[Problem]:
+    """Built-in functions score one response with MegaRL's signature; a cache and an adapter fit what a call scores."""
+    evaluated = () if evaluation is None else evaluation.functions
+    for section, functions in (("reward", reward.functions), ("evaluation", evaluated)):
+        for index, function in enumerate(functions):
+            field = f"{section}.functions.{index}"
+            if ":" not in function.name:
+                names, where = ("adapter", "per", "concurrency"), "with a built-in function"
+                yield from ineffective_settings(field, function, names, where, "or name a function of your own")
+                continue
+            if function.cache and function.unit == "group":
+                rule = "false with per: group, where a score depends on the other responses"
+                yield Problem(f"{field}.cache", "True", rule, "set it to false, or per to batch")
+            takes = {"trl": ("batch", "group"), "verl": ("response", "batch")}.get(function.adapter or "")
+            if takes is not None and function.unit not in takes:
+                rule = f"{' or '.join(takes)} with adapter {function.adapter}"
+                yield Problem(f"{field}.per", function.unit, rule, "choose one of them, or set adapter to null")
+
+
 def evaluations_sample(evaluation: Evaluation | None) -> Iterator[Problem]:
     """Greedy answers have no temperature and are one a prompt; pass@k needs k answers."""
     if evaluation is None:

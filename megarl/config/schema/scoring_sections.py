@@ -21,6 +21,22 @@ class RewardFunction(Section):
     """Factor of its score in the sum; evaluations report each function by itself, without it."""
     args: Mapping[str, Any] = {}
     """Keyword arguments for the function."""
+    adapter: Literal["trl", "verl"] | None = None
+    """Whose signature the function has: TRL's or verl's; null: MegaRL's own."""
+    per: Literal["response", "batch", "group"] | None = None
+    """What a call scores: a response, all responses of a step that its process has, or all responses to a prompt. null:
+    a response, and with adapter trl a batch."""
+    concurrency: Count | None = None
+    """Calls in progress at once in each process; null: 32 of an async function, 1 of others, which above 1 run in
+    threads."""
+    cache: bool = False
+    """Call the function once per prompt and response: further ones get the same score. Each process has its own
+    cache."""
+
+    @property
+    def unit(self) -> Literal["response", "batch", "group"]:
+        """What a call scores, with null looked up."""
+        return self.per or ("batch" if self.adapter == "trl" else "response")
 
 
 class Reward(Section):
@@ -42,9 +58,9 @@ class Reward(Section):
     processes: Count = 1
     """Processes of the functions, which share the responses of a step."""
     time_limit: Positive = 60.0
-    """How long a function may take for a response, seconds; after that the response has no score."""
+    """How long a call of a function may take, seconds; after that its responses have no score."""
     retries: Natural = 1
-    """How often a function that failed on a response is called again."""
+    """How often a call that failed is repeated."""
     shuffle: bool = False
     """Give each sample of a step the score of another one: a control run, in which there is nothing to learn."""
 

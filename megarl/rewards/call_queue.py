@@ -1,0 +1,172 @@
+"""Calls of reward functions in a child process, several at a time where a function allows it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from megarl.errors import RunError
+from megarl.rewards.adapters import CallMode, Failure, Reply
+from megarl.rewards.functions import Completion
+from megarl.rewards.reward_worker import FunctionProcess
+
+_CANCEL_S = 5.0
+"""For a coroutine that is past its limit to be cancelled; then the process is killed, as it blocks the loop."""
+_ONE_BY_ONE = CallMode(concurrency=1, is_async=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionCall:
+    """A call of the function with this index on some completions."""
+
+    function: int
+    completions: Sequence[Completion]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A reply for each completion of a call, after so many tries; of a failed call, the last failure."""
+
+    replies: Sequence[Reply]
+    tries: int
+
+
+@dataclass
+class _Lane:
+    """Numbers of calls that share a limit of calls in progress."""
+
+    mode: CallMode
+    waiting: deque[int] = field(default_factory=deque[int])
+    busy: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sent:
+    """A call in progress: its lane, and when it must have ended, on `time.monotonic`."""
+
+    lane: _Lane
+    seconds: float
+    until: float
+
+
+class CallQueue:
+    """Makes calls until each has scores, or its tries or the time are used up; the answers are in the calls' order.
+
+    Sequential functions are called first, one call at a time, in order. The others' calls overlap. If the process ends
+    or must be ended with several calls in progress, those that were past their limit, or all if it ended by itself,
+    have failed and are repeated one at a time; the others are made again, and the try does not count.
+
+    Args:
+        time_limit: seconds of a call.
+        retries: further tries of a call that failed.
+        deadline: on `time.monotonic`, of all calls.
+    """
+
+    def __init__(
+        self,
+        process: FunctionProcess,
+        calls: Sequence[FunctionCall],
+        *,
+        time_limit: float,
+        retries: int,
+        deadline: float,
+    ) -> None:
+        self._process, self._calls = process, calls
+        self._time_limit, self._retries, self._deadline = time_limit, retries, deadline
+        late = Failure(kind="deadline", reason="no time was left of cluster.time_limits.scoring")
+        self._answers = [Answer(replies=[late] * len(call.completions), tries=0) for call in calls]
+        self._sent: dict[int, _Sent] = {}
+        self._alone: deque[tuple[int, _Lane]] = deque()
+
+    def run(self) -> list[Answer]:
+        """Makes all calls; waits for them."""
+        if not self._process.modes:
+            with suppress(RunError):  # every call fails by it
+                self._process.start(self._deadline)
+        first, others = _Lane(_ONE_BY_ONE), dict[int, _Lane]()
+        for number, call in enumerate(self._calls):
+            mode = self._process.modes[call.function] if self._process.modes else _ONE_BY_ONE
+            lane = first if mode.sequential else others.setdefault(call.function, _Lane(mode))
+            lane.waiting.append(number)
+        self._run([first])
+        self._run(list(others.values()))
+        return self._answers
+
+    def _run(self, lanes: Sequence[_Lane]) -> None:
+        while time.monotonic() < self._deadline or self._sent:
+            for lane in lanes:
+                while lane.waiting and lane.busy < lane.mode.concurrency and time.monotonic() < self._deadline:
+                    self._send(lane.waiting.popleft(), lane)
+            if not self._sent and self._alone:
+                self._send(*self._alone.popleft())
+            if self._sent:
+                self._receive()
+            elif not self._alone and not any(lane.waiting for lane in lanes):
+                return
+        self._alone.clear()
+
+    def _send(self, number: int, lane: _Lane) -> None:
+        """Sends a call to the process, which is started if it does not run."""
+        call = self._calls[number]
+        self._answers[number] = replace(self._answers[number], tries=self._answers[number].tries + 1)
+        lane.busy += 1
+        try:
+            connection = self._process.connection if self._sent else self._process.start(self._deadline)
+        except RunError as error:
+            self._sent[number] = _Sent(lane=lane, seconds=0.0, until=0.0)
+            self._settle(number, Failure(kind="no process", reason=str(error)))
+            return
+        seconds = min(self._time_limit, max(self._deadline - time.monotonic(), 0.0))
+        patience = seconds + (_CANCEL_S if lane.mode.is_async else 0.0)
+        self._sent[number] = _Sent(lane=lane, seconds=seconds, until=time.monotonic() + patience)
+        with suppress(OSError):  # the process has ended, which is noticed when its answers are received
+            connection.send((number, call.function, call.completions, seconds))
+
+    def _receive(self) -> None:
+        """Waits for an answer; ends the process if a call is past its limit."""
+        until = min(sent.until for sent in self._sent.values())
+        try:
+            if self._process.connection.poll(max(until - time.monotonic(), 0.0)):
+                self._settle(*self._process.connection.recv())
+                return
+        except (EOFError, OSError):
+            reason = f"its process ended by {self._process.close()}"
+            self._stopped({number: Failure(kind="end", reason=reason) for number in self._sent})
+            return
+        now = time.monotonic()
+        self._process.close()
+        self._stopped(
+            {
+                number: Failure(kind="time", reason=f"it took longer than {sent.seconds:g} s, and was ended")
+                for number, sent in self._sent.items()
+                if sent.until <= now
+            }
+        )
+
+    def _stopped(self, failures: Mapping[int, Failure]) -> None:
+        """Settles the calls in progress when the process has ended; those that did not fail wait again."""
+        several = len(self._sent) > 1
+        for number in reversed(list(self._sent)):
+            if number in failures:
+                self._settle(number, failures[number], alone=several)
+            else:
+                lane = self._sent.pop(number).lane
+                lane.busy -= 1
+                lane.waiting.appendleft(number)
+                self._answers[number] = replace(self._answers[number], tries=self._answers[number].tries - 1)
+
+    def _settle(self, number: int, replies: Sequence[Reply] | Failure, *, alone: bool = False) -> None:
+        """Keeps the replies to a call; a failed one waits for its next try, the first or `alone`."""
+        lane = self._sent.pop(number).lane
+        lane.busy -= 1
+        if isinstance(replies, Failure):
+            replies = [replies] * len(self._calls[number].completions)
+        answer = self._answers[number] = replace(self._answers[number], replies=replies)
+        if answer.tries <= self._retries and all(isinstance(reply, Failure) for reply in replies):
+            if alone:
+                self._alone.appendleft((number, lane))
+            else:
+                lane.waiting.appendleft(number)

@@ -1,0 +1,93 @@
+"""The child process that calls reward functions: plain ones in turn, others several at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any
+
+from megarl.config.schema import RewardFunction
+from megarl.rewards.adapters import BoundFunction, Failure, Reply, failed
+from megarl.rewards.functions import Completion
+
+_PR_SET_PDEATHSIG = 1
+
+
+def serve(descriptor: int, parent: int) -> None:
+    """Runs in the child: receives the functions, sends their modes when they are loaded, and answers calls.
+
+    A problem of loading is sent as text. A call is (number, index of the function, completions, seconds), its answer
+    (number, replies); answers come in the order in which they are ready.
+
+    Args:
+        descriptor: of the connection.
+        parent: id of the parent process, with which the child is killed.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    os.set_inheritable(descriptor, False)  # programs that a function starts must not keep it open
+    with Connection(descriptor) as connection:
+        specs: Sequence[RewardFunction] = connection.recv()
+        try:
+            functions = [BoundFunction(spec) for spec in specs]
+        except ValueError as error:
+            connection.send(str(error))
+            return
+        connection.send(tuple(function.mode for function in functions))
+        callers = [_Caller(function, connection) for function in functions]
+        while True:
+            try:
+                number, function, completions, seconds = connection.recv()
+            except EOFError:
+                return
+            callers[function].answer(number, completions, seconds)
+
+
+class _Caller:
+    """Calls one function in its mode, and sends the replies."""
+
+    _sending = threading.Lock()
+    _loop: asyncio.AbstractEventLoop | None = None
+
+    def __init__(self, function: BoundFunction, connection: Connection[Any, Any]) -> None:
+        self._function, self._connection = function, connection
+        self._threads = ThreadPoolExecutor(function.mode.concurrency)
+
+    def answer(self, number: int, completions: Sequence[Completion], seconds: float) -> None:
+        """Makes a call; returns at once unless the function runs by itself."""
+        if self._function.mode.is_async:
+            asyncio.run_coroutine_threadsafe(self._await(number, completions, seconds), self._running_loop())
+        elif self._function.mode.sequential:
+            self._send(number, self._function.replies(completions))
+        else:
+            self._threads.submit(lambda: self._send(number, self._function.replies(completions)))
+
+    async def _await(self, number: int, completions: Sequence[Completion], seconds: float) -> None:
+        limit = asyncio.timeout(seconds)
+        try:
+            async with limit:
+                value = await self._function.call(completions)
+            replies = self._function.read(value, len(completions))
+        except Exception as error:  # the user's own code
+            late = Failure(kind="time", reason=f"it took longer than {seconds:g} s, and was cancelled")
+            replies = [late] * len(completions) if limit.expired() else failed(error, len(completions))
+        self._send(number, replies)
+
+    def _send(self, number: int, replies: Sequence[Reply]) -> None:
+        with self._sending:
+            self._connection.send((number, replies))
+
+    @classmethod
+    def _running_loop(cls) -> asyncio.AbstractEventLoop:
+        """Returns the loop of all async functions, in a thread of its own: clients with connections outlive calls."""
+        if cls._loop is None:
+            cls._loop = asyncio.new_event_loop()
+            threading.Thread(target=cls._loop.run_forever, daemon=True).start()
+        return cls._loop

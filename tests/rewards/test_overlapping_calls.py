@@ -1,0 +1,110 @@
+"""Calls that are in progress together: how many, in which order their scores come, and what a failure costs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.config.schema import Reward, RewardFunction
+from megarl.rewards.functions import Completion
+from megarl.rewards.scorer import Failures, RuleScorer
+from tests.rewards.completions import completion
+
+pytestmark = pytest.mark.process
+
+NAN = math.nan
+
+
+def overlapping(name: str, **fields: Any) -> RewardFunction:
+    return RewardFunction(name=f"tests.rewards.overlapping_functions:{name}", **fields)
+
+
+def numbered(count: int) -> list[Completion]:
+    return [replace(completion("x" * index), prompt_id=f"{index}") for index in range(count)]
+
+
+def score(
+    function: RewardFunction,
+    completions: Sequence[Completion],
+    limit: float = 60,
+    retries: int = 0,
+    seconds: float = 120,
+) -> tuple[list[float], Failures]:
+    scorer = RuleScorer([function], None, Reward(time_limit=limit, retries=retries))
+    scores, failures = scorer.score({"own": 0}, completions, time.monotonic() + seconds)
+    scorer.close()
+    return scores["own"].tolist(), failures
+
+
+@pytest.mark.parametrize("name", ["meets", "meets_in_threads"])
+def test_calls_are_in_progress_together_up_to_the_limit(name: str) -> None:
+    """A call only returns once three others are in progress."""
+    function = overlapping(name, concurrency=4, args={"parties": 4})
+    assert score(function, numbered(8)) == (list(range(8)), {})
+
+
+def test_no_more_calls_are_in_progress_than_allowed() -> None:
+    seen, _ = score(overlapping("crowd", concurrency=3), numbered(12))
+    assert max(seen) == 3
+    seen, _ = score(overlapping("crowd"), numbered(40))
+    assert max(seen) == 32
+
+
+def test_scores_keep_the_order_of_the_responses() -> None:
+    assert score(overlapping("last_first"), numbered(8)) == (list(range(8)), {})
+
+
+def test_a_coroutine_past_its_limit_is_cancelled_and_the_process_goes_on() -> None:
+    scores, failures = score(overlapping("waits_on_two"), numbered(4), limit=1.0, retries=1)
+    np.testing.assert_array_equal(np.isnan(scores), [False, False, True, False])
+    assert len({scores[0], scores[1], scores[3]}) == 1, "one process"
+    (unscored,) = failures.values()
+    assert (unscored.prompt_id, unscored.failure.kind, unscored.calls) == ("2", "time", 2)
+
+
+def test_a_coroutine_that_raises_costs_its_own_score() -> None:
+    scores, failures = score(overlapping("raises_on_two"), numbered(4))
+    np.testing.assert_array_equal(scores, [1, 1, NAN, 1])
+    assert failures["own", "ConnectionError"].failure.reason.endswith("the judge is asleep")
+
+
+@pytest.mark.parametrize(("name", "kind", "limit"), [("dies_on_two", "end", 60.0), ("sleeps_on_two", "time", 2.0)])
+def test_calls_beside_one_that_ends_the_process_are_made_again(name: str, kind: str, limit: float) -> None:
+    function = overlapping(name, concurrency=8)
+    scores, failures = score(function, numbered(5), limit=limit, retries=1)
+    np.testing.assert_array_equal(scores, [0, 1, NAN, 3, 4])
+    (unscored,) = failures.values()
+    assert (unscored.prompt_id, unscored.failure.kind, unscored.calls) == ("2", kind, 2)
+
+
+def test_overlapping_calls_end_with_the_time_of_the_step() -> None:
+    scores, failures = score(overlapping("sleeps_on_two", concurrency=2), numbered(5), seconds=4.0)
+    assert math.isnan(scores[2])
+    assert scores[:2] == [0, 1]
+    assert {failure.failure.kind for failure in failures.values()} <= {"time", "deadline"}
+
+
+def test_an_answer_that_was_scored_before_is_not_scored_again(tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    scorer = RuleScorer([overlapping("counts_calls", cache=True, args={"notes": str(notes)})], None, Reward())
+    first = [completion("a"), completion("bb"), completion("a"), completion("bb", answer="other row")]
+    for given, expected in ((first, [1, 2, 1, 2]), ([*first[1:], completion("ccc")], [2, 1, 2, 3])):
+        scores, _ = scorer.score({"own": 0}, given, time.monotonic() + 60)
+        assert scores["own"].tolist() == expected
+    scorer.close()
+    assert notes.read_text().splitlines() == ["p0 a", "p0 bb", "p0 bb", "p0 ccc"]
+
+
+def test_a_batch_with_a_cache_holds_what_is_new() -> None:
+    scorer = RuleScorer([overlapping("sizes", per="batch", cache=True)], None, Reward())
+    for given, expected in ((numbered(3), [3, 3, 3]), (numbered(5), [3, 3, 3, 2, 2])):
+        scores, _ = scorer.score({"own": 0}, given, time.monotonic() + 60)
+        assert scores["own"].tolist() == expected
+    scorer.close()
