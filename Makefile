@@ -54,7 +54,7 @@ help:
 	@echo 'chaos  100 runs in which a process is killed, stopped or delayed at a random time; TRIALS=10 is fewer'
 	@echo 'lint   lint, format check and types'
 	@echo 'bench  run the benchmarks'
-	@echo 'docs   write the pages of configuration fields and algorithms'
+	@echo 'docs   write the pages of configuration fields, algorithms and the keys of other systems'
 	@echo 'clean  remove outputs and caches, but not $(VENV), $(GPU), $(NEMO_RUN) and $(RAY)'
 	@echo 'lock   resolve $(LOCK), $(GPU_LOCK), $(NEMO_RUN_LOCK) and $(RAY_LOCK) again; UPGRADE=1 takes the newest versions'
 
@@ -138,6 +138,7 @@ bench: setup
 docs: setup
 	$(BIN)/python -m tools.docs.configuration_page > docs/configuration.md
 	$(BIN)/python -m tools.docs.algorithms_page > docs/algorithms.md
+	$(BIN)/python -m tools.docs.foreign_keys_page > docs/from-trl-verl.md
 
 clean:
 	rm -rf runs build dist megarl.egg-info .pytest_cache .ruff_cache .hypothesis

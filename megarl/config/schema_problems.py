@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from megarl.config.foreign_keys import foreign_fix
 from megarl.config.problems import KEY, Problem, shown
 from megarl.config.schema.choices import SHORTHAND, Choice, CustomFunction
 from megarl.config.schema.schema_walk import choices, fields, keys, section, sections, type_of
@@ -110,14 +111,15 @@ def _unknown(schema: type[BaseModel], loc: Sequence[int | str], field: str, valu
         rule = f"should be keys with values, and is both keys and the text {value}"
         return Problem(field.removesuffix("."), shown(value), rule, "remove one of them")
     known = list(fields(owner)) if section(owner) is not None else []
+    foreign = foreign_fix(schema, field, value, sure=False)
     if not issubclass(owner, Choice):
         elsewhere = [f"{field.removesuffix(key)}{path}" for path in _deeper(owner, key, value)][:3]
-        fix = f"did you mean {' or '.join(elsewhere)}?" if elsewhere else _suggestion(key, known)
-        return Problem(field, shown(value), "unknown key", fix)
+        fix = f"did you mean {' or '.join(elsewhere)}?" if elsewhere else foreign or _suggestion(key, known)
+        return Problem(field, shown(value), "unknown key", foreign_fix(schema, field, value, sure=True) or fix)
     known.remove("name")
     others = [name for name, choice in choices(above).items() if key in fields(choice)]
     having = "which has it" if len(others) == 1 else "which have it"
-    fix = f"remove it, or choose {' or '.join(others)}, {having}" if others else _suggestion(key, known)
+    fix = f"remove it, or choose {' or '.join(others)}, {having}" if others else foreign or _suggestion(key, known)
     options = f"its options are {', '.join(known)}" if known else "it has none"
     return Problem(field, shown(value), f"unknown option of {loc[-2]}; {options}", fix)
 

@@ -1,0 +1,117 @@
+"""Keys of other systems: what an unknown key is here."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, cast
+
+import yaml
+from pydantic import BaseModel
+
+from megarl.config.schema.schema_walk import choices, fields, type_of, within
+
+SYSTEMS: Final = {
+    "trl": "TRL",
+    "verl": "verl",
+    "nemo_rl": "NeMo-RL",
+    "prime_rl": "prime-rl",
+    "openrlhf": "OpenRLHF",
+}
+_PAGE = "docs/from-trl-verl.md"
+_ALTERNATIVES = 3
+"""Rows that a key may stand for; the end of a key that more have says nothing."""
+_SHOWN = 6
+"""Keys of a section of another system that a problem names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignKey:
+    """Keys of other systems with one meaning; see foreign_keys.yaml.
+
+    Args:
+        keys: by system, and with the key `others`.
+    """
+
+    ours: tuple[str, ...]
+    remark: str
+    keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+
+    def fix(self, schema: type[BaseModel]) -> str:
+        """Returns what to do with such a key in a configuration of this schema."""
+        here = [path for path in self.ours if has_path(schema, path)] or list(self.ours)
+        if not here:
+            return f"remove it: {self.remark or 'there is nothing like it yet'}"
+        return f"it is {' or '.join(here)}" + (f" ({self.remark})" if self.remark else "")
+
+
+@functools.cache
+def foreign_keys() -> Mapping[str, tuple[ForeignKey, ...]]:
+    """Returns the table, by the titles of its parts."""
+    parts = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    return {title: tuple(map(_row, rows)) for title, rows in parts.items()}
+
+
+def foreign_fix(schema: type[BaseModel], path: str, value: object, *, sure: bool) -> str | None:
+    """Returns the fix for an unknown key that is another system's, or a section of such keys; None if it is neither.
+
+    Args:
+        sure: take the key only if it is a whole key of another system, or ends like one in two parts or more.
+    """
+    found = _find(path, sure=sure)
+    if found:
+        return "; or ".join(dict.fromkeys(row.fix(schema) for row in found))
+    inner = {key: rows for key in _leaves(path, value) if (rows := _find(key, sure=True))}
+    if not inner:
+        return None
+    named = [f"{key}: {rows[0].fix(schema)}" for key, rows in list(inner.items())[:_SHOWN]]
+    return "; ".join([*named, f"see {_PAGE}"])
+
+
+def _find(path: str, *, sure: bool) -> list[ForeignKey]:
+    """Returns the rows with a key that ends like a path, by the longest common end, whole keys first."""
+    parts, found = path.split("."), dict[tuple[int, bool], list[ForeignKey]]()
+    for row in (row for rows in foreign_keys().values() for row in rows):
+        keys = [key.split(".") for keys in row.keys.values() for key in keys]
+        best = max((end, end == len(key)) for key in keys for end in [_common_end(parts, key)])
+        found.setdefault(best, []).append(row)
+    end, whole = best = max(found)
+    many = len(found[best]) > _ALTERNATIVES
+    return [] if end == 0 or many or (sure and end == 1 and not whole) else found[best]
+
+
+def _common_end(path: list[str], key: list[str]) -> int:
+    """Returns how many of the last parts are equal."""
+    pairs = zip(reversed(path), reversed(key), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _leaves(path: str, value: object) -> Iterator[str]:
+    """Yields the paths of the values in a section."""
+    if not isinstance(value, Mapping):
+        return
+    for key, entry in cast(Mapping[str, object], value).items():
+        if isinstance(entry, Mapping):
+            yield from _leaves(f"{path}.{key}", cast(object, entry))
+        else:
+            yield f"{path}.{key}"
+
+
+def has_path(schema: Any, path: str) -> bool:
+    """Whether a schema has a field; ``<name>`` stands for an entry of a mapping or a list."""
+    here: Any = schema
+    for part in path.split("."):
+        table = choices(here)
+        options = [fields(choice)[part] for choice in table.values() if part in fields(choice)]
+        here = (type_of(options[0]) if options else None) if table else within(here, part)
+        if here is None:
+            return False
+    return True
+
+
+def _row(row: Mapping[str, str]) -> ForeignKey:
+    keys = {system: tuple(row[system].split()) for system in (*SYSTEMS, "others") if system in row}
+    return ForeignKey(ours=tuple(row["ours"].split()), remark=row.get("remark", ""), keys=keys)

@@ -1,0 +1,78 @@
+"""Keys of other systems: every answer names a field that there is, and the page is that of the table."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from megarl.config import ConfigError, load
+from megarl.config.foreign_keys import SYSTEMS, foreign_keys, has_path
+from megarl.config.schema import STAGES
+from tests.config.debug import REPOSITORY
+from tools.docs import foreign_keys_page
+
+ROWS = [row for rows in foreign_keys().values() for row in rows]
+
+
+def fix(override: str, config: str = "grpo") -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(REPOSITORY / "configs" / "debug" / f"{config}.yaml", [override])
+    return next(problem.fix for problem in caught.value.problems if override.startswith(problem.field))
+
+
+def test_the_page_is_up_to_date() -> None:
+    page = (REPOSITORY / "docs" / "from-trl-verl.md").read_text(encoding="utf-8")
+    assert page == foreign_keys_page.markdown(), "run make docs"
+
+
+def test_every_answer_is_a_field_of_a_stage() -> None:
+    named = {path for row in ROWS for path in row.ours}
+    assert not [path for path in named if not any(has_path(schema, path) for schema in STAGES.values())]
+    assert not has_path(STAGES["ppo"], "algo.policy_loss.epsilon")
+    assert not has_path(STAGES["sft"], "data.samples_per_prompt")
+
+
+def test_every_system_has_many_keys_and_none_twice() -> None:
+    for system in (*SYSTEMS, "others"):
+        keys = Counter(key for row in ROWS for key in row.keys.get(system, ()))
+        assert not [key for key, count in keys.items() if count > 1], system
+        assert system == "others" or len(keys) >= 30, (system, len(keys))
+    assert len(ROWS) >= 120
+
+
+@pytest.mark.parametrize(
+    ("override", "path"),
+    [
+        ("num_generations=8", "data.samples_per_prompt"),
+        ("rollout.n=4", "data.samples_per_prompt"),
+        ("data.train_batch_size=8", "data.prompts_per_step"),
+        ("actor.ppo_mini_batch_size=4", "algo.mini_batches (a size there, a count here"),
+        ("rollout.gpu_memory_utilization=0.5", "rollout.kv_cache_mib"),
+        ("algo.clip_range=0.2", "algo.policy_loss.clip"),
+        ("algo.policy_loss.epsilon_high=0.28", "algo.policy_loss.clip_high"),
+        ("algo.beta=0.1", "algo.kl.coef"),
+        ("algo.kl_coef=0.1", "algo.kl.coef"),
+        ("algo.adv_estimator=grpo", "algo.advantage"),
+        ("num_train_epochs=1", "run.steps"),
+        ("actor.learning_rate=1e-6", "actor.optimizer.lr"),
+        ("groups.train.roles.actor.context_parallel_size=2", "nothing like it yet"),
+        ("lora={r: 8}", "lora.r: remove it"),
+        ("max_turns=3", "nothing like it yet"),
+        ("gradient_checkpointing=true", "recompute"),
+        ("actor_rollout_ref={rollout: {n: 4}, actor: {clip_ratio: 0.2}}", "rollout.n: it is data.samples_per_prompt"),
+        # the configuration's own keys in other places, and slips, are answered as they are without the table
+        ("temperature=1.0", "did you mean rollout.temperature or evaluation.temperature?"),
+        ("actor.lr=1e-6", "did you mean actor.optimizer.lr?"),
+        ("run.stepz=3", "did you mean steps?"),
+        ("run.name=x", "known here: dir, seed, steps"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_ours(override: str, path: str) -> None:
+    assert path in fix(override)
+
+
+def test_the_answer_is_that_of_the_stage() -> None:
+    assert "data.sequences_per_step" in fix("per_device_train_batch_size=8", "sft")
+    assert "data.prompts_per_step" in fix("per_device_train_batch_size=8")
+    assert "data.evaluate_every" in fix("eval_steps=8", "sft")

@@ -1,0 +1,47 @@
+"""The page of the keys of other systems, from their table; this module as a script prints it."""
+
+from __future__ import annotations
+
+from megarl.config.foreign_keys import SYSTEMS, ForeignKey, foreign_keys
+
+_INTRODUCTION = """\
+# From TRL, verl and others
+
+What the keys of other systems are here. `megarl plan` and `megarl train` say the same of a key that they do not
+know, with or without the section in which it stands there: `num_generations`, `rollout.n` and
+`actor_rollout_ref.rollout.n` are all answered with `data.samples_per_prompt`.
+
+The keys are those of TRL 1.16 (`GRPOConfig`, `RLOOConfig`, `SFTConfig` with transformers 5; `PPOConfig` as of July
+2026), verl 0.9.1, NeMo-RL 0.6, prime-rl 0.4 and OpenRLHF 0.11. In the last column, *there* is the other system and
+*here* is MegaRL. Rows without a field here say why; *not there yet* is something that MegaRL does not have.
+
+Reward functions need no change: `adapter: trl` or `adapter: verl` calls them as they are ([rewards](rewards.md)).
+Columns of rows have the same names ([data](data.md)). [recipes](recipes.md) has configurations with these systems'
+own settings. [configuration](configuration.md) describes every field. `make docs` writes this page from
+`megarl/config/foreign_keys.yaml`.
+"""
+
+
+def markdown() -> str:
+    """Returns the whole page."""
+    tables = [f"## {title}\n\n{_table(rows)}" for title, rows in foreign_keys().items()]
+    return "\n".join([_INTRODUCTION, *tables])
+
+
+def _table(rows: tuple[ForeignKey, ...]) -> str:
+    heading = ["here", *SYSTEMS.values(), "remark"]
+    lines = [heading, ["---"] * len(heading), *map(_cells, rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cells(row: ForeignKey) -> list[str]:
+    remark = row.remark or ("" if row.ours else "not there yet")
+    return [_code(row.ours), *(_code(row.keys.get(system, ())) for system in SYSTEMS), remark]
+
+
+def _code(keys: tuple[str, ...]) -> str:
+    return ", ".join(f"`{key}`" for key in keys)
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
