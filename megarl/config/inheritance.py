@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.problems import ConfigError, Problem, correct_path, shown
 from megarl.config.schema.choices import SHORTHAND
+from megarl.config.short_stages import SHORT_STAGES
 
 INHERIT_KEY = "defaults"
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -45,11 +46,26 @@ def merged(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[P
     for override in overrides:
         tree = _overridden(tree, override, problems)
     try:
-        return cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True)), problems
+        return cast(dict[str, Any], OmegaConf.to_container(_expanded(tree), resolve=True)), problems
     except OmegaConfBaseException as error:
         field = str(getattr(error, "full_key", None) or "interpolation")
         problems.append(Problem(field, "${...}", _first_line(error), "correct the ${...} reference"))
         raise ConfigError(problems, str(path)) from error
+
+
+def expanded(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a plain configuration with its short stage, if it has one, written out."""
+    return cast(dict[str, Any], OmegaConf.to_container(_expanded(OmegaConf.create(dict(raw)))))
+
+
+def _expanded(tree: DictConfig) -> DictConfig:
+    """Returns the tree on top of the settings of its short stage, if it has one."""
+    algo = SHORT_STAGES.get(str(tree.get("stage")))
+    if algo is None:
+        return tree
+    above = copy.deepcopy(tree)
+    above["stage"] = "ppo"
+    return _merge(OmegaConf.create({"algo": dict(algo)}), above)
 
 
 def _overridden(tree: DictConfig, override: str, problems: list[Problem]) -> DictConfig:
@@ -155,7 +171,8 @@ def _make_room(below: DictConfig, above: DictConfig) -> None:
         if isinstance(under, str):
             below[key] = {} if "name" in over else {SHORTHAND: under}
         elif isinstance(under, DictConfig):
-            if "name" in over and under.get("name", under.get(SHORTHAND)) not in (None, over.get("name")):
+            name = over.get("name", over.get(SHORTHAND))
+            if name is not None and under.get("name", under.get(SHORTHAND)) not in (None, name):
                 below[key] = {}
             else:
                 _make_room(under, over)

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from megarl.config.inheritance import merged
+from megarl.config.inheritance import expanded, merged
 from megarl.config.one_device import on_one_device
 from megarl.config.pending_paths import without_pending
 from megarl.config.problems import ConfigError, Problem, shown
@@ -18,6 +18,7 @@ from megarl.config.rules import broken_rules
 from megarl.config.schema import STAGES, RunConfig
 from megarl.config.schema.schema_walk import keys
 from megarl.config.schema_problems import schema_problems
+from megarl.config.short_stages import SHORT_STAGES
 from megarl.files import write_durably
 
 
@@ -61,7 +62,7 @@ def load(
 
 def build(raw: Mapping[str, Any]) -> RunConfig:
     """Checks a configuration that is a plain dict; raises ConfigError with every problem."""
-    config, problems = _checked(raw)
+    config, problems = _checked(expanded(raw) if raw.get("stage") in SHORT_STAGES else raw)
     if config is None or problems:
         raise ConfigError(problems)
     return config
@@ -84,7 +85,8 @@ def _checked(raw: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
     """
     stage = raw.get("stage")
     if not isinstance(stage, str) or stage not in STAGES:
-        rule, fix = f"one of {', '.join(STAGES)}", "add the stage of the run, such as stage: ppo"
+        short = f"or {', '.join(SHORT_STAGES)}, short for ppo with their settings"
+        rule, fix = f"one of {', '.join(STAGES)}", f"add the stage of the run, such as stage: ppo, {short}"
         value = shown(stage) if "stage" in raw else "(missing)"
         return None, [Problem("stage", value, rule, fix)]
     schema = STAGES[stage]

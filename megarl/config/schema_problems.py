@@ -115,7 +115,8 @@ def _unknown(schema: type[BaseModel], loc: Sequence[int | str], field: str, valu
     if not issubclass(owner, Choice):
         elsewhere = [f"{field.removesuffix(key)}{path}" for path in _deeper(owner, key, value)][:3]
         fix = f"did you mean {' or '.join(elsewhere)}?" if elsewhere else foreign or _suggestion(key, known)
-        return Problem(field, shown(value), "unknown key", foreign_fix(schema, field, value, sure=True) or fix)
+        first = foreign_fix(schema, field, value, sure=True) if owner is schema or not elsewhere else None
+        return Problem(field, shown(value), "unknown key", first or fix)
     known.remove("name")
     others = [name for name, choice in choices(above).items() if key in fields(choice)]
     having = "which has it" if len(others) == 1 else "which have it"

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from megarl.config.schema import STAGES, RunConfig, TrainingConfig
 from megarl.config.schema.choices import names_of
 from megarl.config.schema.schema_walk import choices, entries, fields, plain, section, sections
+from megarl.config.short_stages import SHORT_STAGES
 
 _INTRODUCTION = """\
 # Configuration
@@ -40,6 +41,11 @@ Options without a name are for the choice of an inherited file, or else for the 
 `algo.policy_loss.clip=0.1` on the command line changes one option. Another name drops the options of the former one.
 [algorithms.md](algorithms.md) describes every choice, and how to write your own function.
 
+`stage: {short}`
+are short for `stage: ppo` with what makes the algorithm: `algo.advantage`, `normalise`, `policy_loss`, `aggregation`
+and `filter` of the recipe of that name ([recipes](recipes.md)), below the configuration's own settings. A penalty, the
+number of samples and all else are the configuration's.
+
 The stages come first, with their sections; then every section, once. `make docs` writes this page from the schema.
 """
 _HEADER = "| field | type | default | meaning |\n| --- | --- | --- | --- |\n"
@@ -49,7 +55,7 @@ _CHOICES_HEADER = "| name | option | type | default | meaning |\n| --- | --- | -
 def markdown() -> str:
     """Returns the whole page."""
     parts = [
-        _INTRODUCTION,
+        _INTRODUCTION.replace("{short}", "`, `".join(SHORT_STAGES)),
         _contents(),
         _table("All stages", RunConfig, fields(RunConfig)),
         _table("Stages that train", TrainingConfig, _own(TrainingConfig, RunConfig)),
