@@ -121,7 +121,8 @@ class CallQueue:
             return
         seconds = min(self._time_limit, max(self._deadline - time.monotonic(), 0.0))
         patience = seconds + (_CANCEL_S if lane.mode.is_async else 0.0)
-        self._sent[number] = _Sent(lane=lane, seconds=seconds, until=time.monotonic() + patience)
+        until = min(time.monotonic() + patience, self._deadline)
+        self._sent[number] = _Sent(lane=lane, seconds=seconds, until=until)
         with suppress(OSError):  # the process has ended, which is noticed when its answers are received
             connection.send((number, call.function, call.completions, seconds))
 
