@@ -9,6 +9,7 @@ from typing import Any
 from megarl.config import load
 from megarl.plan.run_plan import plan_lines
 from megarl.preflight.check import check
+from tests.data.rows import tools_tokenizer
 
 DEBUG = Path(__file__).parents[1] / "configs" / "debug"
 
@@ -43,3 +44,20 @@ def test_prompts_are_told_with_their_epochs(tmp_path: Path) -> None:
     assert filtered["prompts"].endswith("; at least 0.4 epochs in 1 step of 4")
     assert said("ppo")["prompts"] == "32 random ones; 0.75 epochs in 3 steps of 8"
     assert "1 epoch x 1 mini-batch of 16 samples = 1 optimizer step" in said("grpo", "algo.mini_batches=1")["update"]
+
+
+def test_the_first_prompt_is_shown_as_the_model_sees_it(tmp_path: Path) -> None:
+    tokenizer = tools_tokenizer(tmp_path / "tokenizer")
+    prompts = written(tmp_path / "prompts.jsonl", [{"prompt": "hi"}, *[{"prompt": "ho"}] * 3])
+    given = [
+        f"data.prompts={prompts}",
+        f"model.tokenizer={tokenizer}",
+        "data.chat_template=true",
+        "model.vocab_size=null",
+    ]
+    lines = said(
+        "grpo", *given, "data.chat_template_kwargs.enable_thinking=false", "evaluation=null", "rollout.max_model_len=80"
+    )
+    shown = "<|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n<think></think>"
+    assert lines["first prompt"] == f'36 tokens: "{shown}"'
+    assert "first prompt" not in said("ppo")

@@ -21,7 +21,7 @@ INHERIT_KEY = "defaults"
 RECIPES = Path(__file__).parents[1] / "recipes"
 
 _MAPPING = "the file must hold keys and values"
-FREE = frozenset({"args", "columns", "config"})
+FREE = frozenset({"args", "chat_template_kwargs", "columns", "config"})
 """Keys of mappings with the user's own keys: ``name`` is no choice there."""
 _KEY_PATH = re.compile(r"[\w-]+(\.[\w-]+)*")
 

@@ -39,7 +39,7 @@ def load_demonstrations(source: SourceFields, encoder: Encoder, *, drop: Collect
             chat = messages("messages", columns["messages"])
             if len(chat) < 2 or chat[-1]["role"] != "assistant":
                 raise ValueError("messages must be a prompt and, as its last message, the assistant's response")
-            prompt, response = encoder.chat(chat[:-1]), encoder.answer(chat[-1]["content"])
+            prompt, response = encoder.chat(chat[:-1], columns.get("tools")), encoder.answer_of(chat[-1])
         else:
             prompt, response = encoder.prompt(columns, *PROMPTS), encoder.response(columns, *_RESPONSES)
         encoder.check_length(prompt, response)

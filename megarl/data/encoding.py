@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -26,18 +27,28 @@ class Encoder:
         tokenizer: None where all rows have ids.
         chat_template: a text prompt becomes a chat of one user message.
         max_tokens: of a row.
+        template_arguments: of the chat template.
 
     Raises:
         ValueError: the tokenizer does not fit, or a needed one is missing.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, *, vocab_size: int, chat_template: bool, max_tokens: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        chat_template: bool,
+        max_tokens: int,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
         if tokenizer is not None:
             tokenizer.check(vocab_size=vocab_size, chat_template=chat_template)
         elif chat_template:
             raise ValueError("chat_template needs a tokenizer, and there is none")
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._chat_template, self._max_tokens = chat_template, max_tokens
+        self._template_arguments = template_arguments
 
     def prompt(self, columns: Columns, *names: str) -> Ids:
         """Encodes a prompt from the first of these columns that the row has; those named `*_ids` hold ids."""
@@ -46,7 +57,11 @@ class Encoder:
         if name.endswith("_ids"):
             return self.ids(name, value)
         chat = self.chat_of(name, value)
-        return _as_array("prompt", self._require_tokenizer().encode(value)) if chat is None else self.chat(chat)
+        if chat is not None:
+            return self.chat(chat, columns.get("tools"))
+        if "tools" in columns:
+            raise ValueError("tools are for a prompt that is a chat: give messages, or set chat_template to true")
+        return _as_array("prompt", self._require_tokenizer().encode(value))
 
     def chat_of(self, name: str, value: Any) -> list[Message] | None:
         """Returns the messages of a prompt in a column; None of text and ids."""
@@ -56,11 +71,12 @@ class Encoder:
             return messages(name, value)
         return [{"role": "user", "content": value}] if self._chat_template else None
 
-    def chat(self, chat: Sequence[Message]) -> Ids:
-        """Encodes a prompt that is a chat."""
+    def chat(self, chat: Sequence[Message], tools: object = None) -> Ids:
+        """Encodes a prompt that is a chat; `tools` is the row's column of that name."""
         if chat[-1]["role"] == "assistant":
             raise ValueError("the last message of a prompt is the assistant's: nothing is left to answer")
-        return _as_array("prompt", self._require_tokenizer().chat(chat))
+        tokenizer, offered = self._require_tokenizer(), _tools(tools)
+        return _as_array("prompt", tokenizer.chat(chat, tools=offered, arguments=self._template_arguments))
 
     def response(self, columns: Columns, *names: str) -> Ids:
         """Encodes a response, found as `prompt` finds a prompt."""
@@ -73,7 +89,13 @@ class Encoder:
         chat = messages(name, value)
         if len(chat) != 1 or chat[0]["role"] != "assistant":
             raise ValueError(f"{name} must be text, or a list of one message of the assistant's")
-        return self.answer(chat[0]["content"])
+        return self.answer_of(chat[0])
+
+    def answer_of(self, message: Message) -> Ids:
+        """Encodes a response that is the assistant's message; one with tool calls is refused."""
+        if "tool_calls" in message:
+            raise ValueError("a response has tool_calls, which are not trained on: write the call into its content")
+        return self.answer(message["content"])
 
     def answer(self, text: str) -> Ids:
         """Encodes a response that is text; raises UnusableRowError if it is empty or white space."""
@@ -120,10 +142,22 @@ def messages(name: str, value: object) -> list[Message]:
         if not isinstance(message, Mapping):
             raise ValueError(f"{name} holds {message!r}: a message has a role and a content")
         fields = {key: entry for key, entry in cast(Mapping[str, Any], message).items() if entry is not None}
+        if fields.get("tool_calls"):
+            fields.setdefault("content", "")
         if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
             raise ValueError(f"{name} holds a message whose role and content are not both text: {message!r}")
         chat.append(fields)
     return chat
+
+
+def _tools(column: object) -> list[Mapping[str, Any]] | None:
+    """Returns the tools of a row, from a list of descriptions or its text in JSON; None without any."""
+    tools: object = json.loads(column) if isinstance(column, str) else column
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in cast(list[Any], tools)):
+        raise ValueError("tools must be a list of descriptions of tools, as JSON schemas")
+    return cast(list[Mapping[str, Any]], tools)
 
 
 def _as_array(name: str, ids: list[int]) -> Ids:

@@ -117,4 +117,4 @@ def _whole_chats(encoder: Encoder, columns: dict[str, Any]) -> tuple[Ids, Ids, I
         same = prompt is None or messages("prompt", prompt) == chat
     if not same:
         raise ValueError("chosen and rejected are chats, and the prompt is not what they begin with")
-    return encoder.chat(chat), encoder.answer(chosen[-1]["content"]), encoder.answer(rejected[-1]["content"])
+    return encoder.chat(chat, columns.get("tools")), encoder.answer_of(chosen[-1]), encoder.answer_of(rejected[-1])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,29 +59,63 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._hf.chat_template is not None
 
-    def check(self, *, vocab_size: int, chat_template: bool = False) -> None:
-        """Raises ValueError if its ids exceed the model's, or if it lacks a chat template that is needed."""
+    def check(self, *, vocab_size: int, chat_template: bool = False, template_arguments: Collection[str] = ()) -> None:
+        """Raises ValueError if its ids exceed the model's, or if it lacks a chat template that reads the arguments."""
         if len(self) > vocab_size:
             rule = f"the tokenizer has ids up to {len(self) - 1}, the model's in use end at {vocab_size - 1}"
             raise ValueError(f"{self._name}: {rule}")
-        if chat_template and not self.has_chat_template:
+        if (chat_template or template_arguments) and not self.has_chat_template:
             raise ValueError(f"{self._name}: the tokenizer has no chat template")
+        for name in template_arguments:
+            if re.search(rf"\b{re.escape(name)}\b", str(self._hf.chat_template)) is None:
+                raise ValueError(f"{self._name}: the chat template does not read {name!r}, of chat_template_kwargs")
 
     def encode(self, text: str) -> list[int]:
         """Encodes a prompt."""
         begun = self._hf.bos_token is not None and text.startswith(str(self._hf.bos_token))
         return self._encode(text, special=not begun)
 
-    def chat(self, messages: Sequence[Message]) -> list[int]:
-        """Encodes a chat and the template's start of the answer; raises ValueError if the template refuses it."""
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Encodes a chat and the template's start of the answer.
+
+        Args:
+            tools: descriptions of tools, for the template.
+            arguments: further ones of the template.
+
+        Raises:
+            ValueError: the template refuses the chat, or ignores the tools, their calls or their answers.
+        """
         if not self.has_chat_template:
             raise ValueError(f"a chat needs a chat template, and the tokenizer of {self._name} has none")
         chat = [dict(message) for message in messages]
         try:
-            text = self._hf.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            text = self._written(chat, tools, arguments or {})
         except (TemplateError, TypeError) as error:
             raise ValueError(f"the chat template refuses the chat: {error}") from error
-        return self._encode(str(text), special=False)
+        without = {
+            "the column tools": (chat, None),
+            "tool_calls": ([{key: m[key] for key in m if key != "tool_calls"} for m in chat], tools),
+            "messages of the role tool": ([m for m in chat if m["role"] != "tool"], tools),
+        }
+        for what, (other, offered) in without.items():
+            if (other, offered) != (chat, tools):
+                with suppress(TemplateError, TypeError):  # it needs them
+                    if self._written(other, offered, arguments or {}) == text:
+                        raise ValueError(f"the chat template ignores {what}: remove them, or choose another tokenizer")
+        return self._encode(text, special=False)
+
+    def _written(
+        self, chat: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None, arguments: Mapping[str, Any]
+    ) -> str:
+        given: Any = tools and [dict(tool) for tool in tools]
+        text = self._hf.apply_chat_template(chat, tools=given, tokenize=False, add_generation_prompt=True, **arguments)
+        return str(text)
 
     def respond(self, text: str) -> list[int]:
         """Encodes a response and the end token; raises ValueError if that occurs within the text."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from megarl.preflight.datasets import Sets
 
 _KEY_WIDTH = 14
+_SHOWN = 300
+"""Characters of the first prompt's start and end; a shorter one is shown whole."""
 _FAULTS = {"too_long": "too long", "empty": "empty", "equal": "with equal responses"}
 
 
@@ -55,6 +58,8 @@ def plan_lines(config: RunConfig, sets: Sets) -> Iterator[tuple[str, str]]:
         yield from _supervised(config, rows, len(sets.rows["data.train"]))
     elif isinstance(config, EvalConfig):
         yield from _evaluation(config, rows)
+    if (first := _first_prompt(sets)) is not None:
+        yield "first prompt", first
     if not isinstance(config, TrainingConfig):
         yield "run", f"seed {config.run.seed}, into {config.run.dir}"
         return
@@ -70,6 +75,19 @@ def _devices(cluster: Cluster) -> str:
     kind = "GPU" if cluster.device == "cuda" else "virtual device"
     nodes = f" on each of {_counted(cluster.nodes, 'node')}" if cluster.nodes > 1 else ""
     return f"{_counted(cluster.devices_per_node, kind)}{' of the CPU' * (cluster.device == 'cpu')}{nodes}"
+
+
+def _first_prompt(sets: Sets) -> str | None:
+    """Returns the first prompt as the model sees it, in quotes, with its special tokens; None without a tokenizer."""
+    rows = next((rows for rows in sets.rows.values() if rows), None)
+    if sets.tokenizer is None or not rows:
+        return None
+    row: Any = rows[0]
+    ids = row.token_ids if hasattr(row, "token_ids") else row.prompt_ids.tolist()
+    text = sets.tokenizer.decode(ids, special=True)
+    middle = f" ... {len(text) - 2 * _SHOWN} characters ... "
+    cut = text if len(text) <= 3 * _SHOWN else f"{text[:_SHOWN]}{middle}{text[-_SHOWN:]}"
+    return f"{_counted(len(ids), 'token')}: {json.dumps(cut, ensure_ascii=False)}"
 
 
 def _row_texts(sets: Sets) -> Mapping[str, str]:

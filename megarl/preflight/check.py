@@ -57,7 +57,14 @@ def _read_data(config: RunConfig, vocab: int) -> tuple[Sets | None, list[Problem
         field, value = "model.tokenizer", shown(config.model.tokenizer or config.model.path)
         return None, [Problem(field=field, value=value, rule=str(error), fix=fix)]
     rules = [f"{section}.{fault}" for fault in get_args(Fault) if fault in type(rows).model_fields]
-    reader = DataReader(tokenizer, vocab, chat_template=rows.chat_template, drop=rows.drop, rules=rules)
+    reader = DataReader(
+        tokenizer,
+        vocab,
+        chat_template=rows.chat_template,
+        template_arguments=rows.chat_template_kwargs,
+        drop=rows.drop,
+        rules=rules,
+    )
     reader.problems += _end_token(config, tokenizer)
     return read_sets(config, reader), reader.problems
 
@@ -68,10 +75,13 @@ def _tokenizer(
     """Returns the run's tokenizer, if any; raises ValueError if it does not fit the model, or is needed and missing."""
     tokenizer = model_tokenizer(config.model)
     if tokenizer is not None:
-        tokenizer.check(vocab_size=vocab, chat_template=rows.chat_template)
+        tokenizer.check(
+            vocab_size=vocab, chat_template=rows.chat_template, template_arguments=rows.chat_template_kwargs
+        )
         return tokenizer
     stop = () if isinstance(config, SFTConfig) or config.rollout is None else config.rollout.stop
-    for name, needed in (("rollout.stop", bool(stop)), (f"{section}.chat_template", rows.chat_template)):
+    kwargs = (f"{section}.chat_template_kwargs", bool(rows.chat_template_kwargs))
+    for name, needed in (("rollout.stop", bool(stop)), (f"{section}.chat_template", rows.chat_template), kwargs):
         if needed:
             raise ValueError(f"{name} needs a tokenizer, and the model's directory has none")
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megarl.config import EvalConfig, PPOConfig, Problem, RAFTConfig, RewardModelConfig, SFTConfig
 from megarl.config.schema import Fault, PairData, SourceFields, TextData
@@ -81,6 +81,7 @@ class DataReader:
 
     Args:
         chat_template: a text prompt becomes a chat of one user message.
+        template_arguments: of the chat template.
         drop: faults of rows that are left out; rows with other faults are errors.
         rules: the fields that choose these.
     """
@@ -91,12 +92,14 @@ class DataReader:
         vocab_size: int,
         *,
         chat_template: bool,
+        template_arguments: Mapping[str, Any],
         drop: Collection[Fault],
         rules: Sequence[str],
     ) -> None:
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self.problems: list[Problem] = []
         self._chat_template, self._rules = chat_template, ", ".join(rules)
+        self._template_arguments = template_arguments
         self._drop, self._left_out = frozenset(drop), list[tuple[str, LeftOut]]()
 
     @property
@@ -123,7 +126,13 @@ class DataReader:
         """
         chats = self._chat_template if chat_template is None else chat_template
         try:
-            encoder = Encoder(self.tokenizer, vocab_size=self.vocab_size, chat_template=chats, max_tokens=max_tokens)
+            encoder = Encoder(
+                self.tokenizer,
+                vocab_size=self.vocab_size,
+                chat_template=chats,
+                max_tokens=max_tokens,
+                template_arguments=self._template_arguments,
+            )
             rows = load(source, encoder, drop=self._drop)
         except (OSError, ValueError) as error:
             fix = f"correct the path or the rows (docs/data.md); {self._rules} choose what happens to unusable ones"

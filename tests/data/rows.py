@@ -34,12 +34,28 @@ LLAMA = (
 )
 """With one, as Llama's; it refuses some chats."""
 
+TOOLS = (
+    "{% if tools %}{{ '<|im_start|>tools\n' }}{% for tool in tools %}{{ tool['function']['name'] }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}{{ 'call:' + call['function']['name'] }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think></think>' }}{% endif %}"
+)
+"""Writes tools, their calls and their answers, and reads an argument, as Qwen3's does."""
+
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 \n.,:;!?+-=*/()[]|<>_'\""
 
 
 def chatml_tokenizer(directory: Path) -> Path:
     """Characters as tokens, no token for the beginning, and a chat template."""
     return _save(directory, specials=["<|im_start|>", "<|im_end|>"], template=CHATML, eos_token="<|im_end|>")
+
+
+def tools_tokenizer(directory: Path) -> Path:
+    """Like `chatml_tokenizer`, with a template for tools."""
+    return _save(directory, specials=["<|im_start|>", "<|im_end|>"], template=TOOLS, eos_token="<|im_end|>")
 
 
 def llama_tokenizer(directory: Path, *, template: str | None = LLAMA, ends: bool = False) -> Path:
@@ -76,8 +92,15 @@ def encoder(
     vocab_size: int = 1000,
     chat_template: bool = False,
     max_tokens: int = 100,
+    template_arguments: Mapping[str, Any] | None = None,
 ) -> Encoder:
-    return Encoder(tokenizer, vocab_size=vocab_size, chat_template=chat_template, max_tokens=max_tokens)
+    return Encoder(
+        tokenizer,
+        vocab_size=vocab_size,
+        chat_template=chat_template,
+        max_tokens=max_tokens,
+        template_arguments=template_arguments,
+    )
 
 
 def jsonl(directory: Path, rows: Sequence[Mapping[str, Any] | str], name: str = "rows.jsonl") -> SourceFields:

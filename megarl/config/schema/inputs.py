@@ -113,6 +113,8 @@ class PromptData(Section):
     """Random prompts; exactly one of prompts and random is given."""
     chat_template: bool = False
     """Put text prompts into the tokenizer's chat template, as a user's message; chats always are."""
+    chat_template_kwargs: Mapping[str, Any] = {}
+    """Arguments of the chat template, such as enable_thinking; for held-out prompts, too."""
     too_long: Literal["refuse", "drop"] = "refuse"
     """Rows that leave no room for the response, and longer rows of ptx.data: refuse is an error, drop leaves them out
     and counts them."""
@@ -135,6 +137,8 @@ class FixedRows(Section):
     """Steps between evaluations; null: before the first step and after the last."""
     chat_template: bool = False
     """Put text prompts into the tokenizer's chat template, as a user's message; chats always are."""
+    chat_template_kwargs: Mapping[str, Any] = {}
+    """Arguments of the chat template, such as enable_thinking; for held-out prompts, too."""
     too_long: Literal["refuse", "drop"] = "refuse"
     """Longer rows: refuse is an error, drop leaves them out and counts them."""
     empty: Literal["refuse", "drop"] = "drop"

@@ -100,6 +100,8 @@ class HeldOut(Evaluation):
 
     chat_template: bool = False
     """Put text prompts into the tokenizer's chat template, as a user's message; chats always are."""
+    chat_template_kwargs: Mapping[str, Any] = {}
+    """Arguments of the chat template, such as enable_thinking."""
     too_long: Literal["refuse", "drop"] = "refuse"
     """Rows that leave no room for the response: refuse is an error, drop leaves them out and counts them."""
 
