@@ -15,10 +15,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.problems import ConfigError, Problem, correct_path, shown
 from megarl.config.schema.choices import SHORTHAND
-from megarl.config.short_stages import SHORT_STAGES
+from megarl.config.short_stages import RECIPES, SHORT_STAGES, short_stage
 
 INHERIT_KEY = "defaults"
-RECIPES = Path(__file__).parents[1] / "recipes"
 
 _MAPPING = "the file must hold keys and values"
 FREE = frozenset({"args", "chat_template_kwargs", "columns", "config"})
@@ -60,12 +59,11 @@ def expanded(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _expanded(tree: DictConfig) -> DictConfig:
     """Returns the tree on top of the settings of its short stage, if it has one."""
-    algo = SHORT_STAGES.get(str(tree.get("stage")))
-    if algo is None:
+    if tree.get("stage") not in SHORT_STAGES:
         return tree
     above = copy.deepcopy(tree)
     above["stage"] = "ppo"
-    return _merge(OmegaConf.create({"algo": dict(algo)}), above)
+    return _merge(OmegaConf.create({"algo": short_stage(str(tree.get("stage")))}), above)
 
 
 def _overridden(tree: DictConfig, override: str, problems: list[Problem]) -> DictConfig:
