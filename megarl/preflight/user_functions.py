@@ -102,7 +102,7 @@ def _problems(function: RewardFunction, where: str, *, tokenizer: bool, longest:
         yield Problem(field=f"{where}.args", value=shown(dict(function.args)), rule=str(error), fix=_FIX)
         return
     if function.name == "math_verify" and find_spec("math_verify") is None:
-        fix = "install it with pip install 'megarl[math]'"
+        fix = "install it with pip install 'megarl-trainer[math]'"
         yield Problem(field=f"{where}.name", value=function.name, rule="needs the package math-verify", fix=fix)
     if function.name in RULES:
         wrong = list(_values(target, function.args, f"{where}.args"))
