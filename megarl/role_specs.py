@@ -33,6 +33,7 @@ class PolicySpec:
     Args:
         temperature: of the rollouts.
         share, mix_share: factors of the policy loss and of the pretraining texts' loss.
+        max_staleness: how much older than the actor's the weights may be that sampled a token.
         value_norm: of the critic, for the experience that the actor's ranks build; None without.
     """
 
@@ -40,6 +41,7 @@ class PolicySpec:
     temperature: float
     share: float
     mix_share: float
+    max_staleness: int
     value_norm: ValueNorm | None
 
 
@@ -170,5 +172,6 @@ def _loss(config: TrainingConfig, name: RoleName) -> LossSpec:
         temperature=config.rollout.temperature,
         share=share,
         mix_share=mix_share,
+        max_staleness=config.rollout.max_staleness,
         value_norm=None if config.critic is None else config.critic.value_norm,
     )

@@ -293,7 +293,8 @@ class ExperienceChunk:
 
     Args:
         prompt_ids, response_ids: N rows of int32 token ids.
-        old_logprobs: nats, by the actor before the update, or by the engines in their place.
+        old_logprobs: nats, by the actor before the update, or by the engines in their place; None where they are those
+            of the update itself.
         ref_logprobs: nats, by the reference; None where the loss has no KL penalty.
         rollout_logprobs: nats, by the engines; None where the loss does not read them.
         proximal_weights: position of the old policy between the engines' (0) and the one in training (1); None where
@@ -301,13 +302,15 @@ class ExperienceChunk:
         old_values: by the critic before the update; None without one.
         returns: in the units of the critic's values; None without one.
         weights: factors of the policy loss's terms; None where there are none.
-        actor_mask, critic_mask: 1 where actor and critic learn, else 0; None where they learn from all tokens.
+        actor_mask: 1 where the actor learns, else 0; None where it learns from all tokens.
+        scored_mask: 1 on the tokens of scored responses, of which the critic learns, else 0; None where all are.
+        ages: versions between the weights that sampled a token and the actor's; None where the loss does not read them.
     """
 
     sample_ids: tuple[str, ...]
     prompt_ids: Ragged
     response_ids: Ragged
-    old_logprobs: Ragged
+    old_logprobs: Ragged | None
     ref_logprobs: Ragged | None = None
     rollout_logprobs: Ragged | None = None
     proximal_weights: Ragged | None = None
@@ -316,7 +319,8 @@ class ExperienceChunk:
     returns: Ragged | None = None
     weights: Ragged | None = None
     actor_mask: Ragged | None = None
-    critic_mask: Ragged | None = None
+    scored_mask: Ragged | None = None
+    ages: Ragged | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,3 +61,22 @@ def test_the_first_prompt_is_shown_as_the_model_sees_it(tmp_path: Path) -> None:
     shown = "<|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n<think></think>"
     assert lines["first prompt"] == f'36 tokens: "{shown}"'
     assert "first prompt" not in said("ppo")
+
+
+def test_a_pass_before_the_update_is_told_with_what_needs_it() -> None:
+    by_pass = "by a forward pass before the update, for "
+    assert said("grpo")["old logprobs"] == f"{by_pass}algo.mini_batches (later mini-batches compare with them)"
+    assert said("ppo")["old logprobs"].count("algo.") == 3
+    one = ["algo.mini_batches=1", "algo.ppo_epochs=1"]
+    penalty = ["algo.kl={in: loss, estimator: k3, cumulative: true}", "critic.warmup_steps=1"]
+    assert said("ppo", *one)["old logprobs"] == f"{by_pass}algo.kl (the penalty is in the reward)"
+    assert said("grpo", *one)["old logprobs"].startswith("those of the update")
+    assert said("ppo", *one, *penalty)["old logprobs"].endswith("; in the critic's 1 step alone by a pass")
+    assert "old logprobs" not in said("grpo", "algo.correction.old_logprobs=rollout")
+    for setting, options in (
+        ("weights", "token_truncate"),
+        ("m2po", "{}"),
+        ("reject", "[{statistic: token_k2, upper: 9}]"),
+    ):
+        told = said("grpo", *one, f"algo.correction.{setting}={options}")["old logprobs"]
+        assert told.startswith(f"{by_pass}algo.correction.{setting} (")

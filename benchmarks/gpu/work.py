@@ -141,5 +141,6 @@ def figures(directory: Path, size: Size, device_name: str) -> dict[str, float]:
     peak = next((flops for part, flops in PEAK_FLOPS.items() if part in device_name), None)
     if peak is not None:  # of the matrices alone, without attention
         found["update_mfu"] = 6 * size.parameters * tokens / found["time/update"] / peak
-        found["logprobs_mfu"] = 2 * size.parameters * tokens / found["time/logprobs"] / peak
+        if "time/logprobs" in found:  # in a step of one optimizer step without a critic there is no such pass
+            found["logprobs_mfu"] = 2 * size.parameters * tokens / found["time/logprobs"] / peak
     return found

@@ -6,6 +6,7 @@ Every rank calls ``reduce`` equally often, whether it has rows or not.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -13,29 +14,30 @@ from torch import Tensor
 from megarl.algos.normalization import Reduce, masked_moments, on_mask, reduced_sums
 from megarl.algos.policy_loss import MAX_LOG_RATIO, row_mean
 
-
-def rollout_gap(old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor, *, reduce: Reduce) -> float:
-    """Mean |old - rollout| in nats per token: how far trainer and engine disagree about the same tokens.
-
-    With the same weights, and without top-p and top-k, which the engine's numbers contain, only rounding is left.
-    """
-    gaps = (old_logprobs - rollout_logprobs).abs()[response_mask].double()
-    tokens, total = reduced_sums(reduce, gaps.new_tensor(gaps.numel()), gaps.sum())
-    return total / max(tokens, 1.0)
+Means = Mapping[str, tuple[Tensor, Tensor]]
+"""Metrics as sum and count, scalars that add up over micro-batches and ranks; a metric without a count is absent."""
 
 
-def mismatch_metrics(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor, *, reduce: Reduce
-) -> dict[str, float]:
-    """How far the trainer's policy is from the one that sampled: means over tokens, and over sequences.
+def averaged(means: Means, reduce: Reduce) -> dict[str, float]:
+    """The means over all ranks, in one reduction."""
+    sums, counts = ([parts[column] for parts in means.values()] for column in (0, 1))
+    totals = reduced_sums(reduce, *sums, *counts)
+    pairs = zip(means, totals[: len(sums)], totals[len(sums) :], strict=True)
+    return {name: total / count for name, total, count in pairs if count}
 
-    d = old - rollout, and a sequence's sum of d, are clamped to +-20 before they are doubled or exponentiated. Source:
-    verl's and NeMo-RL's rollout metrics.
+
+def mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor) -> Means:
+    """How far the trainer's policy is from the one that sampled: over tokens, and over sequences.
+
+    d = old - rollout, and a sequence's sum of d, are clamped to +-20 before they are doubled or exponentiated. The gap,
+    mean |d|, is rounding alone with the same weights, and without top-p and top-k, which the engine's numbers contain.
+    Source of the others: verl's and NeMo-RL's rollout metrics.
     """
     old, rollout = old_logprobs.double(), rollout_logprobs.double()
     difference = on_mask(old - rollout, response_mask)
     near = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     of_tokens = {
+        "rollout/logprob_gap": (old_logprobs - rollout_logprobs).abs().double(),
         "rollout_corr/kl": -difference,
         "rollout_corr/k3_kl": torch.expm1(near) - near,
         "rollout_corr/chi2_token": torch.expm1(2 * near),
@@ -48,11 +50,22 @@ def mismatch_metrics(
         "rollout_corr/ppl_ratio": (-row_mean(difference, response_mask)).exp(),
         "rollout_corr/chi2_sequence": torch.expm1(2 * whole),
     }
-    counts = {**dict.fromkeys(of_tokens, response_mask), **dict.fromkeys(of_sequences, response_mask.any(-1, True))}
-    sums = {name: values[counts[name]].sum() for name, values in {**of_tokens, **of_sequences}.items()}
-    numbers = [counts[name].sum().double() for name in sums]
-    totals, over = reduce(torch.stack([*sums.values(), *numbers])).view(2, -1)
-    return {name: float(mean) for name, mean in zip(sums, totals / over.clamp(min=1), strict=True)}
+    counted = {**dict.fromkeys(of_tokens, response_mask), **dict.fromkeys(of_sequences, response_mask.any(-1, True))}
+    values = {**of_tokens, **of_sequences}
+    return {name: (values[name][mask].sum(), mask.sum()) for name, mask in counted.items()}
+
+
+def gaps_by_age(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor, ages: Tensor, *, oldest: int
+) -> Means:
+    """Mean |old - rollout| of the tokens of each age, nats.
+
+    Args:
+        ages: [B, R] int, versions between the weights that sampled a token and the trainer's.
+    """
+    gaps = (old_logprobs - rollout_logprobs).abs()
+    masks = {age: (ages == age) & response_mask for age in range(oldest + 1)}
+    return {f"rollout/logprob_gap/age_{age}": (on_mask(gaps, mask).sum(), mask.sum()) for age, mask in masks.items()}
 
 
 def correction_metrics(
@@ -88,36 +101,41 @@ def correction_metrics(
     return metrics
 
 
-def objective_metrics(
-    scores: Tensor, old_logprobs: Tensor, kl: Tensor | None, penalties: Tensor, response_mask: Tensor, *, reduce: Reduce
-) -> dict[str, float]:
-    """Means over sequences, in the definitions of lm-human-preferences; empty where no rank has rows.
+def policy_drift(old_logprobs: Tensor, kl: Tensor | None, response_mask: Tensor) -> Means:
+    """Divergence and entropy of whole responses, in the definitions of lm-human-preferences.
 
     Args:
         kl: [B, R] nats, from the reference; None on all ranks without one.
+    """
+    tokens = response_mask.sum()
+    sequences = torch.full_like(tokens, len(response_mask))
+    means = {"objective/entropy": (on_mask(-old_logprobs, response_mask).double().sum(), sequences)}
+    if kl is None:
+        return means
+    total = on_mask(kl, response_mask).double().sum()
+    of_kl = {
+        "objective/kl": (total, sequences),
+        "objective/kl_per_token": (total, tokens),
+        "objective/kl_token_mean": (row_mean(kl.double(), response_mask).sum(), sequences),
+    }
+    return {**of_kl, **means}
+
+
+def objective_metrics(scores: Tensor, penalties: Tensor, response_mask: Tensor, *, reduce: Reduce) -> dict[str, float]:
+    """Means over sequences, in the definitions of lm-human-preferences; empty where no rank has rows.
+
+    Args:
         penalties: [B, R], the rewards without the score.
     """
-    drift = torch.zeros_like(old_logprobs) if kl is None else kl
-    sequences, tokens, kl_sum, kl_means, entropy, non_score, score = reduced_sums(
+    sequences, non_score, score = reduced_sums(
         reduce,
         torch.tensor(len(scores), device=scores.device),
-        response_mask.sum(),
-        on_mask(drift, response_mask).double().sum(),
-        row_mean(drift.double(), response_mask).sum(),
-        on_mask(-old_logprobs, response_mask).double().sum(),
         on_mask(penalties, response_mask).double().sum(),
         scores.double().sum(),
     )
     if not sequences:
         return {}
-    metrics = {
-        "objective/kl": kl_sum / sequences,
-        "objective/kl_per_token": kl_sum / max(tokens, 1.0),
-        "objective/kl_token_mean": kl_means / sequences,
-    }
     return {
-        **({} if kl is None else metrics),
-        "objective/entropy": entropy / sequences,
         "objective/score": score / sequences,
         "objective/non_score_reward": non_score / sequences,
         "objective/rlhf_reward": (score + non_score) / sequences,

@@ -17,13 +17,15 @@ from torch import Tensor
 
 from megarl.algos.kl import k1
 from megarl.algos.metrics import (
+    averaged,
     correction_metrics,
-    mismatch_metrics,
+    gaps_by_age,
+    mismatch,
     objective_metrics,
-    rollout_gap,
+    policy_drift,
     value_metrics,
 )
-from megarl.algos.normalization import Reduce, masked_moments
+from megarl.algos.normalization import Reduce, masked_moments, reduced_sums
 from megarl.algos.rollout_correction import proximal_weights
 from megarl.algos.value_loss import ValueMoments
 from megarl.config.schema import Algo, ValueNorm
@@ -34,7 +36,7 @@ from megarl.experience.token_advantages import (
     actor_mask,
     compute_advantages,
     correction_weights,
-    critic_mask,
+    scored_mask,
     trust_region_mask,
 )
 from megarl.types import ExperienceChunk, ExperienceReport, Ragged, RolloutChunk, StepContext
@@ -67,7 +69,10 @@ def build_experience(
     corrected = weights
     if trust_region is not None:
         corrected = trust_region.float() if weights is None else weights * trust_region
-    metrics = experience_metrics(batch, advantages, values, corrected, algo, context, reduce, largest)
+    from_update = columns.old_logprobs is None and algo.old_logprobs_from_update
+    metrics = experience_metrics(batch, advantages, values, corrected, context, reduce, largest)
+    if not from_update:
+        metrics |= old_logprob_metrics(batch, context, reduce, recomputed=columns.old_logprobs is not None)
     returns = advantages.returns
     if value_norm is not None and moments is not None and returns is not None:
         moments = moments.update(returns, batch.scored_mask, reduce, beta=value_norm.beta)
@@ -77,8 +82,10 @@ def build_experience(
         "returns": returns,
         "weights": weights,
         "actor_mask": actor_mask(batch, trust_region, reduce),
-        "critic_mask": None if returns is None else critic_mask(batch, reduce),
+        "scored_mask": scored_mask(batch, reduce) if returns is not None or from_update else None,
     }
+    if from_update and context.max_staleness:
+        tensors["ages"] = context.version - batch.versions
     if algo.correction.interpolates:
         tensors["proximal_weights"] = proximal_weights(batch.versions, context.version + 1)
     split = {name: by_chunk(tensor, batch.mask, chunks) for name, tensor in tensors.items() if tensor is not None}
@@ -90,13 +97,16 @@ def _experience_chunk(
     index: int, chunk: RolloutChunk, columns: Columns, algo: Algo, split: Mapping[str, Mapping[int, Ragged]]
 ) -> ExperienceChunk:
     """The experience of one chunk; columns that do not change are not copied."""
-    needs_rollout = algo.correction.sequence_mask is not None or algo.correction.interpolates
+    correction = algo.correction
+    from_update = columns.old_logprobs is None and algo.old_logprobs_from_update
+    old = chunk.rollout_logprobs if columns.old_logprobs is None else columns.old_logprobs[index]
+    needs_rollout = from_update or correction.sequence_mask is not None or correction.interpolates
     ref = columns.ref_logprobs if algo.kl.placement == "loss" else None
     return ExperienceChunk(
         sample_ids=chunk.sample_ids,
         prompt_ids=chunk.prompt_ids,
         response_ids=chunk.response_ids,
-        old_logprobs=chunk.rollout_logprobs if columns.old_logprobs is None else columns.old_logprobs[index],
+        old_logprobs=None if from_update else old,
         ref_logprobs=None if ref is None else ref[index],
         rollout_logprobs=chunk.rollout_logprobs if needs_rollout else None,
         old_values=None if columns.values is None else columns.values[index],
@@ -109,12 +119,11 @@ def experience_metrics(
     advantages: Advantages,
     values: Tensor | None,
     corrected: Tensor | None,
-    algo: Algo,
     context: StepContext,
     reduce: Reduce,
     largest: Reduce,
 ) -> dict[str, float]:
-    """The metrics of all ranks' samples, equal on all ranks.
+    """The metrics of all ranks' samples, equal on all ranks, but those of ``old_logprob_metrics``.
 
     Args:
         values: [B, R], by the critic, in units of reward.
@@ -122,14 +131,10 @@ def experience_metrics(
     """
     scored, mask = batch.scored, batch.scored_mask
     scores = batch.scores if batch.dense is None else (advantages.rewards - advantages.penalties).sum(-1)
-    kl = None if batch.ref is None else k1(batch.old, batch.ref)[scored]
-    columns = (scores[scored], batch.old[scored], kl, advantages.penalties[scored], batch.mask[scored])
+    columns = (scores[scored], advantages.penalties[scored], batch.mask[scored])
     metrics = {**objective_metrics(*columns, reduce=reduce), "objective/kl_coef": context.kl_coef}
     if values is not None and advantages.returns is not None:
         metrics |= value_metrics(advantages.returns, values, mask, reduce=reduce)
-    if algo.correction.old_logprobs == "recompute":
-        metrics["rollout/logprob_gap"] = rollout_gap(batch.old, batch.rollout, batch.mask, reduce=reduce)
-        metrics |= mismatch_metrics(batch.old, batch.rollout, batch.mask, reduce=reduce)
     if corrected is not None:
         metrics |= correction_metrics(corrected, batch.old, batch.rollout, batch.mask, reduce=reduce)
     metrics |= spread("rewards", advantages.rewards.sum(-1), scored, reduce, largest)
@@ -140,25 +145,32 @@ def experience_metrics(
 
 
 def age_metrics(batch: PaddedBatch, context: StepContext, reduce: Reduce) -> dict[str, float]:
-    """Returns the fraction of tokens of each age, their gap between actor and engines, and the versions per response.
+    """Returns the fraction of tokens of each age, and the versions per response.
 
-    The age of a token is the number of versions between the weights that sampled it and the actor's. The gap is the
-    mean of |old - rollout|, nats, which is 0 where the old log-probabilities are the engines'.
+    The age of a token is the number of versions between the weights that sampled it and the actor's.
     """
-    ages, gaps = context.version - batch.versions, (batch.old - batch.rollout).abs()
+    ages = context.version - batch.versions
     own = [(ages == age) & batch.mask for age in range(context.max_staleness + 1)]
     changes = (batch.versions[:, 1:] != batch.versions[:, :-1]) & batch.mask[:, 1:] & batch.mask[:, :-1]
     rows = batch.mask.any(-1).sum()
     counts = [mask.sum() for mask in own]
-    sums = [torch.where(mask, gaps, 0).sum() for mask in own]
-    totals = reduce(torch.stack([value.double() for value in (rows, rows + changes.sum(), *counts, *sums)])).tolist()
-    responses, spans, tokens, gap = totals[0], totals[1], totals[2 : 2 + len(own)], totals[2 + len(own) :]
-    metrics = {"rollout/version_spans": spans / max(responses, 1)}
-    for age, count in enumerate(tokens):
-        metrics[f"staleness/age_{age}"] = count / max(sum(tokens), 1)
-        if count:
-            metrics[f"rollout/logprob_gap/age_{age}"] = gap[age] / count
-    return metrics
+    responses, spans, *tokens = reduced_sums(reduce, rows, rows + changes.sum(), *counts)
+    fractions = {f"staleness/age_{age}": count / max(sum(tokens), 1) for age, count in enumerate(tokens)}
+    return {"rollout/version_spans": spans / max(responses, 1), **fractions}
+
+
+def old_logprob_metrics(
+    batch: PaddedBatch, context: StepContext, reduce: Reduce, *, recomputed: bool
+) -> dict[str, float]:
+    """The metrics of the old log-probabilities, of the actor (``recomputed``) or of the engines in their place."""
+    scored, old = batch.scored, (batch.old, batch.rollout, batch.mask)
+    kl = None if batch.ref is None else k1(batch.old, batch.ref)[scored]
+    means = dict(policy_drift(batch.old[scored], kl, batch.mask[scored]))
+    if recomputed:
+        means |= mismatch(*old)
+    if context.max_staleness:
+        means |= gaps_by_age(*old, context.version - batch.versions, oldest=context.max_staleness)
+    return averaged(means, reduce)
 
 
 def spread(name: str, values: Tensor, mask: Tensor, reduce: Reduce, largest: Reduce) -> dict[str, float]:

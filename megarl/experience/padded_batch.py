@@ -48,7 +48,8 @@ class Columns:
     """Columns by chunk; each has a float32 row per sample, with a value per response token.
 
     Args:
-        old_logprobs: nats, by the actor before the update; None where the engines' take their place.
+        old_logprobs: nats, by the actor before the update; None where the engines' take their place, or the update has
+            them.
         ref_logprobs: nats.
         values: by the critic before the update.
         dense: raw scores by the reward model, before the first response token and after each; None where a response has
@@ -80,7 +81,7 @@ class PaddedBatch:
         scores: [B] float32, 0 without a score.
         sequence_advantages: [B] float32; None where advantages are estimated per token.
         rollout: [B, R] nats, by the engines.
-        old: [B, R] nats, by the actor before the update, or the engines' in its place.
+        old: [B, R] nats, by the actor before the update, or the engines' in its place, also until the update.
         ref: [B, R] nats.
         values: [B, R], the critic's raw output.
         dense: [B, R + 1], see ``Columns``.

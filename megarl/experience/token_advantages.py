@@ -48,7 +48,7 @@ def actor_mask(batch: PaddedBatch, trust_region: Tensor | None, reduce: Reduce) 
     return mask if trust_region is None else mask & trust_region
 
 
-def critic_mask(batch: PaddedBatch, reduce: Reduce) -> Tensor | None:
+def scored_mask(batch: PaddedBatch, reduce: Reduce) -> Tensor | None:
     """[B, R] bool: the tokens of scored responses; None for all tokens of all ranks."""
     return batch.scored_mask if _any(~batch.scored, reduce) else None
 

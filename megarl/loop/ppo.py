@@ -5,7 +5,7 @@ Calls of roles return at once. Calls on one group run in the order of this file,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
 
     def step(self, step: int) -> StepResult:
         """Takes a step; afterwards the engines have version `step` where a sync is due."""
-        timers = Timers(self._phase)
+        timers, algo = Timers(self._phase), self._config.algo
         with timers("step"):
             with timers("rollout"):
                 sampled = self._buffer.take(step)
@@ -72,6 +72,8 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             with timers("experience"):
                 forwards = self._forward(sampled, plan)
                 batch = self._score(sampled, step)
+                if algo.old_logprobs_from_update and not self._updater.trains_actor(step, batch.trained_roles):
+                    forwards = {**forwards, "logprobs": self._actor_logprobs(sampled, plan)}  # for the metrics alone
                 experience, metrics = self._build_experience(sampled, plan, forwards, batch)
             with timers("update"):
                 updates = self._updater.update(
@@ -79,19 +81,18 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
                 )
             with timers("sync"):
                 transfer = self._sync(step)
-        self._adapt_kl_coef(metrics, len(sampled.rollouts.samples))
+        self._adapt_kl_coef([metrics, *updates], len(sampled.rollouts.samples))
         scores, advantages, timings = batch.samples.scores, batch.samples.sequence_advantages, timers.take()
         timings = {**transfer, **timings}
         return self._result(step, sampled, scores, batch.scores_by_reward, updates, metrics, timings, advantages)
 
     def _forward(self, sampled: Sampled, plan: StepPlan) -> Forwards:
-        """Starts the forward passes of actor, reference and critic over the rollouts."""
+        """Starts the forward passes of actor, reference and critic over the rollouts, as far as they are needed."""
         chunks, temperature = sampled.rollouts.chunks, self._config.rollout.temperature
-        actor, critic, reference = self.roles["actor"], self.roles.get("critic"), self.roles.get("reference")
+        critic, reference, algo = self.roles.get("critic"), self.roles.get("reference"), self._config.algo
         calls: dict[str, ChunkCall[None, Ragged]] = {}
-        if self._config.algo.correction.old_logprobs == "recompute":
-            request = ForwardRequest(schedule=plan.inference("actor"), chunks=chunks, temperature=temperature)
-            calls["logprobs"] = actor.dispatch_by_chunk(MegatronWorker.logprobs, request)
+        if algo.correction.old_logprobs == "recompute" and not algo.old_logprobs_from_update:
+            calls["logprobs"] = self._actor_logprobs(sampled, plan)
         if reference is not None:
             request = ForwardRequest(schedule=plan.inference("reference"), chunks=chunks, temperature=temperature)
             calls["ref"] = reference.dispatch_by_chunk(MegatronWorker.logprobs, request)
@@ -99,6 +100,11 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             request = ForwardRequest(schedule=plan.inference("critic"), chunks=chunks)
             calls["values"] = critic.dispatch_by_chunk(MegatronWorker.values, request)
         return calls
+
+    def _actor_logprobs(self, sampled: Sampled, plan: StepPlan) -> ChunkCall[None, Ragged]:
+        chunks, temperature = sampled.rollouts.chunks, self._config.rollout.temperature
+        request = ForwardRequest(schedule=plan.inference("actor"), chunks=chunks, temperature=temperature)
+        return self.roles["actor"].dispatch_by_chunk(MegatronWorker.logprobs, request)
 
     def _score(self, sampled: Sampled, step: int) -> ScoredBatch:
         """Waits for the scores, and computes group advantages."""
@@ -137,10 +143,11 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         timings = {f"time/{name}": spent for name, spent in seconds.items()}
         return call.chunks, {**report.metrics, **batch.metrics, **timings}
 
-    def _adapt_kl_coef(self, metrics: Metrics, samples: int) -> None:
+    def _adapt_kl_coef(self, metrics: Sequence[Metrics], samples: int) -> None:
         name = {"sequence_sum": "objective/kl", "token_mean": "objective/kl_token_mean"}[self._config.algo.kl.unit]
-        if name in metrics:  # missing without a reference, or without a scored response
-            self._kl.update(metrics[name], samples)
+        for known in metrics:
+            if name in known:  # in none without a reference, or without a scored response
+                self._kl.update(known[name], samples)
 
     def state(self, directory: Path) -> dict[str, Any]:
         """Returns the driver's part of a checkpoint; writes the rollouts that wait for the training."""

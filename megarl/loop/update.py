@@ -141,15 +141,20 @@ class Updater:
         if self._pretrain_mix is not None:
             self._pretrain_mix.load(state)
 
+    def trains_actor(self, step: int, trained_roles: Container[RoleName]) -> bool:
+        """Returns whether the actor takes optimizer steps in a step; see `update`."""
+        return not self._warms_up(step) and ("actor" in trained_roles or self._pretrain_mix is not None)
+
+    def _warms_up(self, step: int) -> bool:
+        return self._config.critic is not None and step <= self._config.critic.warmup_steps
+
     def _trained(self, plan: StepPlan, trained_roles: Container[RoleName]) -> list[RemoteRole]:
         """Returns the roles that take optimizer steps; other roles with a schedule skip theirs."""
-        critic = self._config.critic
-        warming_up = critic is not None and plan.step <= critic.warmup_steps
         trained: list[RemoteRole] = []
         for role in (self._actor, self._critic):
-            if role is None or (warming_up and role is self._actor):
+            if role is None or (role is self._actor and self._warms_up(plan.step)):
                 continue
-            if role.name in trained_roles or (role is self._actor and self._pretrain_mix is not None):
+            if role.name in trained_roles or (role is self._actor and self.trains_actor(plan.step, trained_roles)):
                 trained.append(role)
             else:
                 role.call(MegatronWorker.skip_steps, sum(map(len, plan.passes(role.name)))).wait()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algos.aggregation import weighted_sum
+from megarl.algos.metrics import Means
 from megarl.algos.normalization import on_mask
 from megarl.algos.policy_loss import LossTerms
 
@@ -29,6 +30,7 @@ class LossMetrics:
         squares: likewise, of squares; ``name`` and the mean ``name_mean`` give the step's variance.
         weight: sum of the weights; None without means.
         maxima, minima: infinite where the mask is empty.
+        quotients: sums and counts, each added up over the step; a metric without a count is left out.
     """
 
     sums: Named = field(default_factory=dict[str, Tensor])
@@ -37,6 +39,7 @@ class LossMetrics:
     weight: Tensor | None = None
     maxima: Named = field(default_factory=dict[str, Tensor])
     minima: Named = field(default_factory=dict[str, Tensor])
+    quotients: Means = field(default_factory=dict[str, tuple[Tensor, Tensor]])
 
 
 def collect(terms: LossTerms, mask: Tensor, weights: Tensor) -> LossMetrics:
@@ -82,6 +85,12 @@ def reduce_metrics(parts: Sequence[LossMetrics], group: dist.ProcessGroup) -> di
         squares = _over_all([part.squares for part in with_means], dist.ReduceOp.SUM, group)
         for name, total in squares.items():
             reduced[f"{name}_var"] = max(total / total_weight - reduced[f"{name}_mean"] ** 2, 0.0)
+    quotients = [part.quotients for part in parts]
+    sums, counts = (
+        _over_all([{name: pair[of] for name, pair in own.items()} for own in quotients], dist.ReduceOp.SUM, group)
+        for of in (0, 1)
+    )
+    reduced |= {name: total / counts[name] for name, total in sums.items() if counts[name]}
     maxima = _over_all([part.maxima for part in parts], dist.ReduceOp.MAX, group)
     minima = _over_all([part.minima for part in parts], dist.ReduceOp.MIN, group)
     reduced |= {f"{name}_max": value for name, value in maxima.items() if math.isfinite(value)}

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from megarl.algos.aggregation import token_mean, weighted_sum
-from megarl.algos.metrics import explained_variance
+from megarl.algos.kl import k1
+from megarl.algos.metrics import Means, explained_variance, gaps_by_age, mismatch, policy_drift
 from megarl.algos.normalization import on_mask
 from megarl.algos.policy_loss import MAX_LOG_RATIO, LossTerms, weighted, with_term
 from megarl.algos.preference_loss import best_of_n, pairwise, span, spans_of
@@ -94,6 +95,7 @@ class PolicyLoss:
     Args:
         temperature: of the rollouts.
         kl_coef: of a penalty in the loss, per nat.
+        oldest: age of the oldest weights that may have sampled a token.
         reference: of the engine's layout; required where the penalty compares whole distributions.
     """
 
@@ -106,11 +108,12 @@ class PolicyLoss:
         *,
         temperature: float,
         kl_coef: float,
+        oldest: int = 0,
         share: float = 1.0,
         reference: ModelEngine | None = None,
     ) -> None:
         self._engine, self._algo, self._experience = engine, algo, experience
-        self._temperature, self._kl_coef, self._share = temperature, kl_coef, share
+        self._temperature, self._kl_coef, self._oldest, self._share = temperature, kl_coef, oldest, share
         self._per_token = bound(POLICY_LOSSES, algo.policy_loss.name, algo.policy_loss.options)
         self._aggregate = _Aggregation(algo, schedule)
         self._divergence: ReferenceDivergence | None = None
@@ -137,14 +140,28 @@ class PolicyLoss:
             terms = with_term(terms, "kl", parts["kl"], coef=self._kl_coef)
         terms = with_term(terms, "entropy", align(entropy, mask), coef=-self._algo.entropy_coef)
         loss, metrics = self._aggregate(terms, parts, mask, learned=columns.mask_of("actor_mask"), reported=mask)
+        if self._algo.old_logprobs_from_update:
+            metrics = replace(metrics, quotients=self._old_logprob_metrics(old, columns))
         return self._share * loss, metrics
 
     def _old_logprobs(self, new: Tensor, columns: ExperienceColumns) -> Tensor:
         """Returns the log-probabilities in the ratio's denominator."""
+        if self._algo.old_logprobs_from_update:
+            return new.detach()
         old, method = columns("old_logprobs"), self._algo.correction.old_logprobs
         if method in ("loglinear", "linear"):
             return proximal_logprobs(old, new, columns("proximal_weights"), method=method)
         return old
+
+    def _old_logprob_metrics(self, old: Tensor, columns: ExperienceColumns) -> Means:
+        """Returns what ``experience.build`` reports where the old log-probabilities are known before the update."""
+        mask, rollout = columns.mask, columns("rollout_logprobs")
+        scored = (columns.mask_of("scored_mask") | ~mask).all(-1)
+        kl = k1(old, columns("ref_logprobs"))[scored] if self._algo.kl.coef > 0 else None
+        means = {**policy_drift(old[scored], kl, mask[scored]), **mismatch(old, rollout, mask)}
+        if self._oldest:
+            means |= gaps_by_age(old, rollout, mask, columns("ages"), oldest=self._oldest)
+        return means
 
     def _weights(self, new: Tensor, old: Tensor, columns: ExperienceColumns) -> Tensor:
         """Returns the factors of the policy loss: the experience's, and those that depend on the policy in training."""
@@ -216,7 +233,7 @@ class ValueLoss:
         terms = self._per_token(values, columns("old_values"), returns)
         terms = _with_metrics(terms, error=(values - returns).square())
         terms = replace(terms, spreads={**terms.spreads, "returns": returns})
-        selected = columns.mask_of("critic_mask")
+        selected = columns.mask_of("scored_mask")
         return self._aggregate(terms, {}, columns.mask, learned=selected, reported=selected)
 
 
@@ -333,7 +350,7 @@ def loss_maker(
     match spec:
         case PolicySpec(algo=algo, temperature=temperature, share=share):
             make_loss = partial(PolicyLoss, engine, algo, chunks, temperature=temperature, kl_coef=kl_coef)
-            return partial(make_loss, share=share, reference=reference)
+            return partial(make_loss, share=share, oldest=spec.max_staleness, reference=reference)
         case ValueSpec(algo=algo):
             return partial(ValueLoss, engine, algo, chunks)
         case PreferenceSpec(loss=settings):
@@ -345,11 +362,16 @@ def loss_maker(
 _POLICY_NAMES = {"loss": "loss/total", "policy_loss": "policy/loss", "kl_loss": "loss/kl", "ptx_loss": "loss/ptx"}
 
 
+def _policy_name(name: str) -> str:
+    public = name.startswith(("objective/", "rollout/", "rollout_corr/"))  # those of old log-probabilities
+    return name if public else _POLICY_NAMES.get(name, f"policy/{name}")
+
+
 def report(spec: LossSpec, step: Mapping[str, float]) -> dict[str, float]:
     """Returns the metrics of an optimizer step under their public names."""
     match spec:
         case PolicySpec():
-            return {_POLICY_NAMES.get(name, f"policy/{name}"): value for name, value in step.items()}
+            return {_policy_name(name): value for name, value in step.items()}
         case ValueSpec():
             values = {f"value/{name}": value for name, value in step.items()}
             if "error" in step:  # absent if no response of the mini-batch has a score

@@ -165,6 +165,8 @@ def _algorithm(config: PPOConfig, rows: Mapping[str, str]) -> Iterator[tuple[str
     if corrections:
         yield "corrections", corrections
     mini_batches, of = _counted(algo.mini_batches, "mini-batch"), _counted(samples // algo.mini_batches, "sample")
+    if algo.correction.old_logprobs == "recompute":
+        yield "old logprobs", _old_logprobs(config)
     steps = _counted(algo.ppo_epochs * algo.mini_batches, "optimizer step")
     yield "update", f"{_counted(algo.ppo_epochs, 'epoch')} x {mini_batches} of {of} = {steps}"
     if algo.early_stop is not None:
@@ -198,6 +200,26 @@ def _corrections(algo: Algo) -> Iterator[str]:
         yield f"sequence mask (delta {correction.sequence_mask.delta:g})"
     if correction.m2po is not None:
         yield f"m2po (threshold {correction.m2po.threshold:g})"
+
+
+_READERS = {
+    "algo.ppo_epochs": "later epochs compare with them",
+    "algo.mini_batches": "later mini-batches compare with them",
+    "algo.kl": "the penalty is in the reward",
+    "algo.correction.weights": "the weights of the step",
+    "algo.correction.reject": "the tokens that are dropped",
+    "algo.correction.m2po": "the tokens that are dropped",
+}
+"""What reads the trainer's log-probabilities before the update, by setting."""
+
+
+def _old_logprobs(config: PPOConfig) -> str:
+    readers = [f"{setting} ({_READERS[setting]})" for setting in config.algo.reads_old_logprobs]
+    if readers:
+        return f"by a forward pass before the update, for {', '.join(readers)}"
+    steps = 0 if config.critic is None else config.critic.warmup_steps
+    alone = f"; in the critic's {_counted(steps, 'step')} alone by a pass" if steps else ""
+    return f"those of the update, as a step is one optimizer step; no pass before it{alone}"
 
 
 def _selection(config: RAFTConfig) -> Iterator[tuple[str, str]]:

@@ -170,7 +170,7 @@ def test_metrics_add_up_over_ranks(measure: str) -> None:
 
     def of(part: slice, reduce: Reduce) -> dict[str, float]:
         if measure == "mismatch":
-            return metrics.mismatch_metrics(old[part], rollout[part], MASK[part], reduce=reduce)
+            return metrics.averaged(metrics.mismatch(old[part], rollout[part], MASK[part]), reduce)
         return metrics.correction_metrics(weights[part], old[part], rollout[part], MASK[part], reduce=reduce)
 
     whole = of(slice(0, 4), local)
@@ -181,7 +181,7 @@ def test_metrics_add_up_over_ranks(measure: str) -> None:
 
 def test_the_same_policy_needs_no_correction() -> None:
     old = torch.where(MASK, numbers(*MASK.shape, seed=0), float("nan"))
-    told = metrics.mismatch_metrics(old, old, MASK, reduce=local)
+    told = metrics.averaged(metrics.mismatch(old, old, MASK), local)
     assert told.pop("rollout_corr/training_ppl") == told.pop("rollout_corr/rollout_ppl")
     ones = ("rollout_corr/ppl_ratio", "rollout_corr/mult_prob_error")
     assert told == {name: 1.0 if name in ones else 0.0 for name in told}

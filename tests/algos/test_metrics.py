@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from megarl.algos.metrics import (
+    averaged,
     explained_variance,
     group_metrics,
-    mismatch_metrics,
+    mismatch,
     objective_metrics,
-    rollout_gap,
+    policy_drift,
     value_metrics,
 )
 from megarl.algos.normalization import Reduce
@@ -29,19 +30,21 @@ def test_rollout_gap_is_the_mean_over_tokens_of_all_ranks() -> None:
     old = torch.tensor([[-1.0, -2.0, -9.0], [-3.0, 5.0, 5.0]])
     rollout = torch.tensor([[-1.5, -2.0, -1.0], [-2.0, 0.0, 0.0]])
     mask = torch.tensor([[True, True, False], [True, False, False]])
-    assert rollout_gap(old, rollout, mask, reduce=lambda v: v) == pytest.approx((0.5 + 0.0 + 1.0) / 3)
-    another_rank = torch.tensor([1.0, 2.5], dtype=torch.float64)
-    assert rollout_gap(old, rollout, mask, reduce=lambda v: v + another_rank) == pytest.approx((1.5 + 2.5) / 4)
+    total, tokens = mismatch(old, rollout, mask)["rollout/logprob_gap"]
+    assert averaged({"gap": (total, tokens)}, local) == {"gap": pytest.approx((0.5 + 0.0 + 1.0) / 3)}
+    another_rank = torch.tensor([2.5, 1.0], dtype=torch.float64)
+    found = averaged({"gap": (total, tokens)}, lambda v: v + another_rank)
+    assert found == {"gap": pytest.approx((1.5 + 2.5) / 4)}
     nothing = torch.zeros(0, 0)
-    assert rollout_gap(nothing, nothing, nothing.bool(), reduce=lambda v: v) == 0.0
+    assert averaged(mismatch(nothing, nothing, nothing.bool()), local) == {}
 
 
 def test_the_divergence_of_a_sequence_is_clamped_before_it_is_doubled() -> None:
     mask = torch.ones(1, 3, dtype=torch.bool)
     old, rollout = torch.full((1, 3), -1.0), torch.full((1, 3), -6.0)
-    found = mismatch_metrics(old, rollout, mask, reduce=lambda v: v)["rollout_corr/chi2_sequence"]
+    found = averaged(mismatch(old, rollout, mask), local)["rollout_corr/chi2_sequence"]
     assert found == pytest.approx(math.expm1(2 * 15))
-    found = mismatch_metrics(old, 2 * rollout, mask, reduce=lambda v: v)["rollout_corr/chi2_sequence"]
+    found = averaged(mismatch(old, 2 * rollout, mask), local)["rollout_corr/chi2_sequence"]
     assert found == pytest.approx(math.expm1(2 * 20)), "the sum is 33"
 
 
@@ -50,7 +53,8 @@ def test_objective_metrics_add_up_over_ranks() -> None:
 
     def measure(rows: slice, reduce: Reduce) -> dict[str, float]:
         penalties = kl_penalties(kl[rows], MASK[rows], kl_coef=0.1)
-        return objective_metrics(scores[rows], old[rows], kl[rows], penalties, MASK[rows], reduce=reduce)
+        drift = averaged(policy_drift(old[rows], kl[rows], MASK[rows]), reduce)
+        return {**drift, **objective_metrics(scores[rows], penalties, MASK[rows], reduce=reduce)}
 
     whole = measure(slice(0, 4), local)
     for ranks in SPLITS:

@@ -13,7 +13,7 @@ import torch
 from megarl.algos import policy_loss, registry, rollout_correction, value_loss
 from megarl.algos.aggregation import sequence_mean, token_mean, weighted_sum
 from megarl.algos.kl import KLController
-from megarl.algos.metrics import objective_metrics
+from megarl.algos.metrics import averaged, objective_metrics, policy_drift
 from megarl.algos.normalization import Reduce
 from megarl.algos.optimization import ema
 from megarl.algos.policy_loss import LossTerms, weighted
@@ -47,11 +47,10 @@ def test_p04_a_mean_of_means_of_micro_batches() -> None:
 
 def test_p05_a_kl_coefficient_that_drifts_apart_over_ranks() -> None:
     """The controllers of all ranks see the divergence of all samples, whatever their own say."""
-    kl, old, scores = torch.ones(MASK.shape), numbers(*MASK.shape, seed=1), numbers(4, seed=2)
+    kl, old = torch.ones(MASK.shape), numbers(*MASK.shape, seed=1)
 
     def coefficient(rows: slice, reduce: Reduce) -> float:
-        own = kl[rows], torch.zeros_like(kl[rows]), MASK[rows]
-        told = objective_metrics(scores[rows], old[rows], *own, reduce=reduce)
+        told = averaged(policy_drift(old[rows], kl[rows], MASK[rows]), reduce)
         controller = KLController(0.1, target=3.0, horizon=100.0)
         controller.update(told["objective/kl"], 4)
         return controller.coef
@@ -62,12 +61,11 @@ def test_p05_a_kl_coefficient_that_drifts_apart_over_ranks() -> None:
 
 
 def test_p06_a_controller_that_is_fed_with_penalties() -> None:
-    kl, nothing = numbers(*MASK.shape, seed=0), torch.zeros(*MASK.shape)
-    told = [
-        objective_metrics(torch.zeros(4), nothing, kl, kl_penalties(kl, MASK, kl_coef=coef), MASK, reduce=local)
-        for coef in (0.1, 0.9)
-    ]
-    assert told[0]["objective/kl"] == told[1]["objective/kl"] == pytest.approx(kl[MASK].sum().item() / 4)
+    kl, coef = numbers(*MASK.shape, seed=0), 0.1
+    drift = averaged(policy_drift(torch.zeros(*MASK.shape), kl, MASK), local)["objective/kl"]
+    told = objective_metrics(torch.zeros(4), kl_penalties(kl, MASK, kl_coef=coef), MASK, reduce=local)
+    assert drift == pytest.approx(kl[MASK].sum().item() / 4)
+    assert told["objective/non_score_reward"] == pytest.approx(-coef * drift)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -84,12 +82,11 @@ def test_p09_a_mask_of_truncated_responses_that_is_made_and_then_not_used(name: 
 
 
 def test_p10_an_entropy_of_what_stands_in_the_padding() -> None:
-    old, scores = numbers(*MASK.shape, seed=0), torch.zeros(4)
-    kl, penalties = torch.zeros_like(old), torch.zeros_like(old)
+    old = numbers(*MASK.shape, seed=0)
     told = []
     for filler in (1.0, -7.0, float("nan")):
         filled = torch.where(MASK, old, filler)
-        told.append(objective_metrics(scores, filled, kl, penalties, MASK, reduce=local)["objective/entropy"])
+        told.append(averaged(policy_drift(filled, None, MASK), local)["objective/entropy"])
     assert told == pytest.approx([-old[MASK].sum().item() / 4] * 3)
 
 

@@ -113,6 +113,17 @@ def test_a_quiet_policy_takes_all_epochs() -> None:
     assert not [name for name, _ in log if name.endswith("skips")]
 
 
+@pytest.mark.parametrize(
+    ("step", "roles", "texts", "expected"),
+    [(2, BOTH, None, False), (3, BOTH, None, True), (3, {"critic"}, None, False), (3, set(), object(), True)],
+    ids=["in the warm-up", "after it", "without scores", "with texts"],
+)
+def test_whether_the_actor_is_trained_is_known_before(step: int, roles: Any, texts: Any, expected: bool) -> None:
+    config: Any = SimpleNamespace(critic=SimpleNamespace(warmup_steps=2))
+    updater = Updater(config, {"actor": FakeRole("actor", [], [])}, texts)  # pyright: ignore
+    assert updater.trains_actor(step, roles) == expected
+
+
 @pytest.mark.parametrize(("step", "names"), [(2, {"critic"}), (3, {"actor", "critic"})])
 def test_a_critic_warms_up_alone(step: int, names: set[str]) -> None:
     told, log = updated([0.0] * 6, step=step, warmup=2, stop=EarlyStop(kl=0.01))

@@ -175,7 +175,7 @@ def experience(logprobs: Mapping[int, Ragged]) -> dict[int, ExperienceChunk]:
             returns=near(zero, 1.0),
             weights=weights(own),
             actor_mask=kept(index, own),
-            critic_mask=kept(index, own),
+            scored_mask=kept(index, own),
         )
     return made
 
@@ -240,7 +240,7 @@ def two_steps(role: Any, case: Case, columns: Any, budget: int, reference: Any =
     from megarl.megatron.losses import PolicyLoss, TextLoss, ValueLoss
     from megarl.megatron.model_engine import AuxBatch
 
-    algo, everything = Algo.model_validate(case.algo), samples()
+    algo, everything = Algo.model_validate({"mini_batches": len(STEPS), **case.algo}), samples()
     plans = [step_schedule([everything[i] for i in members], role.layout, budget) for members in STEPS]
     aux = None
     if case.texts is not None:

@@ -232,8 +232,8 @@ def test_a_sample_without_a_score_is_in_no_statistic_and_not_learnt() -> None:
     for built, expected in ((unscored, raw), (white, normalised)):
         close(of(built, "advantages"), lambda chunk, row, own=expected: own.get((chunk, row), 0.0))
         close(of(built, "actor_mask"), lambda chunk, row: float((chunk, row) != (1, 2)))
-        close(of(built, "critic_mask"), lambda chunk, row: float((chunk, row) != (1, 2)))
-    assert all(chunk.weights is chunk.actor_mask is chunk.critic_mask is None for chunk in whole[0].values())
+        close(of(built, "scored_mask"), lambda chunk, row: float((chunk, row) != (1, 2)))
+    assert all(chunk.weights is chunk.actor_mask is chunk.scored_mask is None for chunk in whole[0].values())
     metrics = unscored[1].metrics
     assert metrics["objective/score"] == pytest.approx(sum(SCORES[c][r] for c, r in others) / 11)
     assert metrics["objective/kl"] == pytest.approx(sum(gap(*where).sum() for where in others) / 11, rel=1e-5)
@@ -255,7 +255,7 @@ def test_samples_may_be_compared_with_but_not_learnt() -> None:
     masked = frozenset({(0, 1), (3, 0)})
     built = build(IN_REWARD, columns_of(SCORES, old=OLD, ref=REF, values=VALUES, unlearnt=masked))
     close(of(built, "actor_mask"), lambda chunk, row: float((chunk, row) not in masked))
-    assert all(chunk.critic_mask is None for chunk in built[0].values()), "the critic learns from all"
+    assert all(chunk.scored_mask is None for chunk in built[0].values()), "the critic learns from all"
     for i in range(4):
         assert np.array_equal(built[0][i].advantages.values, build(IN_REWARD)[0][i].advantages.values)
 

@@ -153,6 +153,22 @@ def test_the_engines_log_probabilities_may_stand_for_the_old_ones() -> None:
     assert metrics["objective/entropy"] == pytest.approx(total / 12, rel=1e-5)
 
 
+def test_the_old_log_probabilities_may_be_those_of_the_update() -> None:
+    """The experience is the same but for them; what reads them is told by the update."""
+    built, metrics = build({}, recomputed=False, max_staleness=3)
+    expected, told = build({}, max_staleness=3)
+    missing = {name for name in told if name.startswith(("rollout_corr/", "rollout/logprob_gap", "objective/entropy"))}
+    assert metrics == {name: value for name, value in told.items() if name not in missing}
+    for chunk, row in ROWS:
+        assert built[chunk].old_logprobs is None
+        assert built[chunk].rollout_logprobs is ROLLOUT[chunk]
+        np.testing.assert_array_equal(built[chunk].advantages[row], expected[chunk].advantages[row])
+        ages = [VERSION - span.version for span in CHUNKS[chunk].versions[row] for _ in range(span.start, span.stop)]
+        assert built[chunk].ages is not None
+        assert built[chunk].ages[row].tolist() == ages
+    assert all(chunk.ages is None for chunk in expected.values())
+
+
 @pytest.mark.parametrize("method", ["loglinear", "linear"])
 def test_the_loss_gets_what_it_interpolates_with(method: str) -> None:
     """Of the way from the weights that sampled to those that the update makes, the proximal ones are a step back."""

@@ -25,7 +25,9 @@ def _told(rank: int) -> dict[str, float]:
         ratio = torch.tensor(values).view(-1, 2)
         terms = LossTerms(values=ratio, metrics={"double": 2 * ratio}, spreads={"ratio": ratio})
         parts.append(collect(terms, mask, mask.float() / 4))
-    parts.append(LossMetrics(sums={"text": torch.tensor(0.5)}))  # a micro-batch of another kind
+    pair = torch.tensor(3.0 + rank), torch.tensor(2 - rank)
+    never = torch.tensor(0.0), torch.tensor(0)
+    parts.append(LossMetrics(sums={"text": torch.tensor(0.5)}, quotients={"pair": pair, "never": never}))
     assert dist.group.WORLD is not None
     return reduce_metrics(parts, dist.group.WORLD)
 
@@ -42,6 +44,7 @@ def test_a_step_tells_of_all_that_counts_on_all_ranks(pool: RankPool) -> None:
         "ratio_max": 6.0,
         "ratio_min": 1.0,
         "text": 1.0,
+        "pair": 7 / 3,
     }
 
 

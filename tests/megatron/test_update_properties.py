@@ -81,7 +81,7 @@ def _updates(rank: int, directory: Path) -> Told:
         role = critic if name.startswith("critic") else actor
         if first:
             restart(role, start[role.name])
-        algo, everything = Algo.model_validate(fields), samples()
+        algo, everything = Algo.model_validate({"mini_batches": 2, **fields}), samples()
         ranked = step_schedule([everything[i] for i in members], LAYOUT, 20).ranks[role.coords.dp]
         loss = (
             partial(ValueLoss, role, algo, own)
@@ -97,7 +97,7 @@ def _updates(rank: int, directory: Path) -> Told:
     step("critic of these alone", VALUES, columns, [i for i in STEPS[0] if i not in LEFT_OUT])
     nothing = {i: _filled(c, 0.0) for i, c in now.items()}
     step("critic of some, the actor of nothing", VALUES, _with(columns, actor_mask=nothing))
-    step("critic of nothing", VALUES, _with(columns, critic_mask=nothing))
+    step("critic of nothing", VALUES, _with(columns, scored_mask=nothing))
     whole = {i: _filled(c, 1.0) for i, c in now.items()}
     step("all tokens", PLAIN, _with(columns, actor_mask=whole))
     step("odd tokens", PLAIN, _with(columns, actor_mask=_alternating(now, first=True)))

@@ -167,8 +167,9 @@ class Correction(Section):
     """Corrections for rollouts that were sampled with other numerics or older weights than the trainer's."""
 
     old_logprobs: Literal["recompute", "rollout", "loglinear", "linear"] = "recompute"
-    """Old log-probabilities of the ratio: recompute takes the trainer's, by a forward pass before the update; rollout
-    the engines'; loglinear and linear interpolate between the engines' and the actor's, by the age of the weights."""
+    """Old log-probabilities of the ratio: recompute takes the trainer's before the update, by a forward pass of its own
+    unless a step is one optimizer step, whose own they are then; rollout the engines'; loglinear and linear interpolate
+    between the engines' and the actor's, by the age of the weights."""
     weights: Annotated[Choice, ROLLOUT_WEIGHTS] | None = None
     """Importance weights p(old) / p(engines) that multiply the policy loss; null uses none."""
     reject: tuple[Reject, ...] = Field(default=(), strict=False)
@@ -236,6 +237,25 @@ class Algo(Section):
     def needs_critic(self) -> bool:
         """Whether the advantages read the values of a critic."""
         return self.advantage.name in ("gae", "vapo")
+
+    @property
+    def reads_old_logprobs(self) -> tuple[str, ...]:
+        """The settings that read the trainer's log-probabilities before the update, or in a later optimizer step."""
+        correction = self.correction
+        reads = {
+            "algo.ppo_epochs": self.ppo_epochs > 1,
+            "algo.mini_batches": self.mini_batches > 1,
+            "algo.kl": self.kl.coef > 0 and self.kl.placement == "reward",
+            "algo.correction.weights": correction.weights is not None,
+            "algo.correction.reject": bool(correction.reject),
+            "algo.correction.m2po": correction.m2po is not None,
+        }
+        return tuple(name for name, read in reads.items() if read)
+
+    @property
+    def old_logprobs_from_update(self) -> bool:
+        """Whether the old log-probabilities are those of a step's only optimizer step, so that the ratio is 1."""
+        return self.correction.old_logprobs == "recompute" and not self.reads_old_logprobs
 
     @property
     def normaliser(self) -> Choice | None:

@@ -89,10 +89,9 @@ def proximal_logprobs(args: Args) -> Args:
 
 def mismatch_metrics(args: Args) -> Args:
     (train, rollout), mask = floats(args, "train", "rollout"), take_mask(args)
-    told = metrics.mismatch_metrics(train, rollout, mask, reduce=local)
-    outputs: Args = {name.removeprefix("rollout_corr/"): value for name, value in told.items()}
-    outputs["chi2_seq"] = outputs.pop("chi2_sequence")
-    return {**outputs, "abs_diff": metrics.rollout_gap(train, rollout, mask, reduce=local)}
+    told = metrics.averaged(metrics.mismatch(train, rollout, mask), local)
+    outputs: Args = {name.partition("/")[2]: value for name, value in told.items()}
+    return {**outputs, "chi2_seq": outputs.pop("chi2_sequence"), "abs_diff": outputs.pop("logprob_gap")}
 
 
 # ---- optimisation
@@ -198,7 +197,8 @@ def run_objective_metrics(args: Args) -> Args:
     scores, old, ref = floats(args, "scores", "logp", "ref")
     kl, mask = k1(old, ref), take_mask(args)
     penalties = kl_penalties(kl, mask, kl_coef=args["kl_coef"])
-    told = metrics.objective_metrics(scores, old, kl, penalties, mask, reduce=local)
+    drift = metrics.averaged(metrics.policy_drift(old, kl, mask), local)
+    told = {**drift, **metrics.objective_metrics(scores, penalties, mask, reduce=local)}
     return {
         **told,
         "objective/score_total": told["objective/rlhf_reward"],
