@@ -46,6 +46,9 @@ def test_figures_by_hand(tmp_path: Path) -> None:
     assert found["update_mfu"] == pytest.approx(6 * SIZES["tiny"].parameters * 1000 / 989e12)
     assert found["logprobs_mfu"] == pytest.approx(2 * SIZES["tiny"].parameters * 2000 / 989e12)
     assert "update_mfu" not in figures(tmp_path, SIZES["tiny"], "another")
+    del later["time/logprobs"]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, [later, later])))
+    assert "logprobs_mfu" not in figures(tmp_path, SIZES["tiny"], "NVIDIA H100"), "the update computes them"
 
 
 @pytest.mark.process
