@@ -29,6 +29,8 @@ from megarl.launch.request import JOB_RAY, names_other_ray, unwritable
 
 _TOKEN, _TOKEN_LENGTH = "RAY_AUTH_TOKEN", 16
 _RAY_STARTS = 3  # attempts: Ray gives its processes 30 seconds to start, and a cold file system may be slower
+_REFUSED = "InvalidAuthToken"
+"""In what Ray prints if it has another secret than the head's, which no attempt changes."""
 _WORKER_RAY = {"RAY_gcs_rpc_server_reconnect_timeout_s": "25"}
 """A node's Ray ends when the head has not answered for this long; Ray's default is a minute."""
 _POLL_S, DIRECTORY_POLL_S = 0.1, 1.0
@@ -212,7 +214,7 @@ class Agent:
         else:
             told = f"its Ray did not start: {ray.last_message}"
             log.warning(told)
-            if self._ray_starts < _RAY_STARTS:
+            if self._ray_starts < _RAY_STARTS and _REFUSED not in ray.output:
                 return self._start_ray_process()
         self._pause(SIGNAL_S)
         if node.index > 0 and not is_reachable(node.head):
