@@ -218,7 +218,8 @@ def test_what_is_sent_runs_in_its_copy_and_the_cluster_looks_for_the_rest(head: 
 
 @pytest.mark.e2e
 def test_a_run_on_the_clusters_devices(head: RayHead, tmp_path: Path) -> None:
-    status, output, errors = ended(head.launch(SFT, f"run.dir={tmp_path}", "run.steps=2"))
+    two = ("groups.train.devices=0-1", "groups.train.roles.actor.pp=1")
+    status, output, errors = ended(head.launch(SFT, f"run.dir={tmp_path}", "run.steps=2", *two))
     assert (status, errors) == (0, ""), output
     steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2]

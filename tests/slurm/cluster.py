@@ -110,6 +110,10 @@ class Slurm:
         """Kills the slurmd of a node; what runs there goes on."""
         self._daemons[f"slurmd-{node}"].kill()
 
+    def declare_down(self, node: str) -> None:
+        """Lets the controller do at once what it does when a node has not answered for SlurmdTimeout."""
+        self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=tested")
+
     def kill_node(self, node: str) -> None:
         """Kills all of Slurm on a node and all tasks there at once, as when a machine fails."""
         self.kill_daemon(node)

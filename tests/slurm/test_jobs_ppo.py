@@ -12,7 +12,7 @@ from tests.slurm.jobs import Launcher
 pytestmark = [pytest.mark.process, pytest.mark.e2e, pytest.mark.timeout(600)]
 
 # Steps for as long as the test looks at the job while it runs.
-PPO = ("configs/debug/ppo.yaml", "run.steps=8", "--nodes=2", "cluster.devices_per_node=2")
+PPO = ("configs/debug/ppo.yaml", "run.steps=5", "--nodes=2", "cluster.devices_per_node=2")
 STAGES = [
     "agent started",
     "configuration checked",
@@ -46,7 +46,7 @@ def test_ppo_on_two_nodes(launcher: Launcher, tmp_path: Path) -> None:
     assert ranks == {"n1": [2, 1], "n2": [2, 0]}  # the engine is on the first device
     assert "NODE=N2" in shown
     assert "RAY ANSWERS" in shown
-    assert [step["step"] for step in run.steps] == list(range(1, 9))
+    assert [step["step"] for step in run.steps] == list(range(1, 6))
     assert (run.directory / "summary.json").exists()
     assert (run.directory / "export" / "config.json").exists()
     assert "finished" in launcher.megarl("status", str(run.directory)).stdout
