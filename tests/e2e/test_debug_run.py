@@ -109,14 +109,6 @@ def test_its_status_is_what_it_did(debug_run: DebugRun) -> None:
     assert not found.troubles
 
 
-def test_a_finished_run_says_so_and_stays_as_it_is(debug_run: DebugRun) -> None:
-    told = {path: path.read_bytes() for path in debug_run.directory.glob("*.json*")}
-    again = train(debug_run.directory, f"rollout.record={debug_run.recorded}", *PARTS)
-    assert again.status == 0, again.errors
-    assert "is finished: it has taken its 3 steps" in again.output
-    assert told == {path: path.read_bytes() for path in debug_run.directory.glob("*.json*")}
-
-
 def test_a_run_is_not_gone_on_with_as_another(debug_run: DebugRun) -> None:
     refused = train(debug_run.directory, "run.seed=2", *PARTS)
     assert refused.status == 2

@@ -25,12 +25,13 @@ LAYOUTS = {
         "cluster.devices_per_node=6",
     ],
     "every role in its own group": [
-        f"{ROLES}={{critic: null, reference: null, reward: null}}",
-        "groups.critic={devices: 4-5, roles: {critic: {pp: 2, tokens_per_micro_batch: 128}}}",
-        "groups.reference={devices: 6-7, roles: {reference: {tp: 2, tokens_per_micro_batch: 128}}}",
-        "groups.reward={devices: 8, roles: {reward: {tp: 1, tokens_per_micro_batch: 128}}}",
-        "rollout.devices=9",
-        "cluster.devices_per_node=10",
+        f"{ROLES}={{actor: {{tp: 2, pp: 1}}, critic: null, reference: null, reward: null}}",
+        "groups.train.devices=0-1",
+        "groups.critic={devices: 2-3, roles: {critic: {pp: 2, tokens_per_micro_batch: 128}}}",
+        "groups.reference={devices: 4, roles: {reference: {tp: 1, tokens_per_micro_batch: 128}}}",
+        "groups.reward={devices: 5, roles: {reward: {tp: 1, tokens_per_micro_batch: 128}}}",
+        "rollout.devices=6",
+        "cluster.devices_per_node=7",
     ],
 }
 ALWAYS = ("every role in its own group",)
