@@ -25,19 +25,28 @@ _FILES = {
     ),
 }
 """Those of tests/e2e."""
-_LAST = (
+_LONG = (
     _RANKS,
     "slurm",
+    _DEBUG_RUN,
     "rollout",
     "cluster",
-    "launch",
-    "launchers",
-    "test_recipes.py",
-    _DEBUG_RUN,
-    "sort_letters",
-    "e2e",
+    "tests/launch/test_node_endings.py",
+    "tests/e2e/test_recipes.py",
+    "tests/e2e/test_asynchronous.py",
+    "tests/launch/test_ray_job.py",
+    "tests/sort_letters/test_whole.py",
+    "tests/launchers/test_local.py",
+    "tests/e2e/test_endings.py",
+    "tests/e2e/test_stages.py",
+    "tests/launch/test_node_start.py",
+    "tests/e2e/test_grpo.py",
+    "tests/test_gpu_benchmark.py",
+    "tests/launchers/test_training.py",
+    "tests/e2e/test_experts.py",
+    "tests/launch/test_node_train.py",
 )
-"""Groups, folders and files that take long, in their order; what is quick comes before them."""
+"""Groups that take half a minute or more, the longest first; the others, which are quick, fill the gap at the end."""
 
 
 def group(file: PurePath) -> str:
@@ -48,8 +57,8 @@ def group(file: PurePath) -> str:
 
 def place(file: PurePath) -> int:
     """The place of a file's group in the suite."""
-    names = (group(file), file.name, file.parts[1])
-    return next((1 + _LAST.index(name) for name in names if name in _LAST), 0)
+    own = group(file)
+    return _LONG.index(own) if own in _LONG else len(_LONG)
 
 
 class GroupScheduling(LoadScopeScheduling):
