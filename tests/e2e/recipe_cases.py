@@ -5,6 +5,8 @@ Learning rates and sizes are those of the runs; see ``recipes``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +14,7 @@ from tests.e2e.recipes import Case
 from tests.oracle import advantages, aggregation, comparisons, corrections, kl, normalisation, policy, scores, selection
 from tests.oracle import values as critic
 from tests.oracle.adam import AdamSettings
+from tests.oracle.models import Sample
 from tests.oracle.ppo import Settings
 
 
@@ -41,10 +44,28 @@ WITHIN_5 = partial(scores.clipped, low=-5.0, high=5.0)
 WITHIN_10 = partial(scores.clipped, low=-10.0, high=10.0)
 
 
+def best_fifth(samples: Sequence[Sample]) -> list[Sample]:
+    """The best fifth of all samples, as texts of which all tokens count but the first, which nothing predicts."""
+    texts = [[*sample.prompt_ids, *sample.response_ids] for sample in samples]
+    whole = [
+        replace(sample, prompt_ids=text[:1], response_ids=text[1:]) for sample, text in zip(samples, texts, strict=True)
+    ]
+    return selection.best_of_all(whole, 0.2)
+
+
+def best_finished(samples: Sequence[Sample]) -> list[Sample]:
+    """Of each prompt the best response that has ended."""
+    return selection.best_of_each([sample if sample.finished else replace(sample, score=None) for sample in samples])
+
+
 IN_MATRIX = frozenset(
-    ("deepspeed_chat", "trl_ppo", "verl_ppo", "reinforce_pp", "rloo", "grpo", "dr_grpo", "cispo", "sapo", "gmpo", "opo")
+    (
+        *("deepspeed_chat", "trl_ppo", "verl_ppo", "reinforce_pp", "rloo", "grpo", "trl_grpo", "dr_grpo"),
+        *("gspo", "cispo", "sapo", "gmpo", "opo", "areal"),
+    )
 )
-"""What differs from the others in formulas alone: their short runs are for ``make matrix``."""
+"""Recipes that differ from the others in formulas alone: `make matrix` has their short runs, and
+tests/megatron/test_oracle.py one iteration of each in every `make test`."""
 
 CASES: dict[str, Case] = {
     "lm_human_preferences": Case(
@@ -348,5 +369,20 @@ CASES: dict[str, Case] = {
             policy=policy.reinforce,
         ),
     ),
-    "raft": Case(best=0.2, prompts=16, samples=1, mini_batches=1, settings=Settings(actor=TORCH)),
+    "raft": Case(select=best_fifth, prompts=16, samples=1, mini_batches=1, settings=Settings(actor=TORCH)),
 }
+RUNS: dict[str, Case] = {
+    **CASES,
+    "raft_local": Case(
+        recipe="raft",
+        select=best_finished,
+        prompts=6,
+        epochs=2,
+        changes={
+            "raft": {"strategy": "local", "loss_on": "response", "discard_unfinished": True},
+            "actor": {"optimizer": {"schedule": "linear"}},
+        },
+        settings=Settings(actor=replace(TORCH, schedule=lambda update: 1 - update / 8)),  # over the whole run
+    ),
+}
+"""The recipes, and one with other options."""

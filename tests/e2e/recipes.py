@@ -26,7 +26,7 @@ from megarl.data.schedule import mini_batch_members
 from megarl.data.stream import Stream
 from megarl.types import SampleInfo
 from tests.e2e.runs import ROOT
-from tests.oracle import models, ppo, scores, selection, supervised
+from tests.oracle import models, ppo, scores, supervised
 from tests.oracle.models import Sample
 
 SEED = 1
@@ -77,7 +77,8 @@ class Case:
         mixes: whether ``TEXTS`` are mixed in.
         average: whether the average of the actor is exported.
         truncation: the token that ends what is scored, and the index from which on it does.
-        best: the part of the samples that is learned as demonstrations, None for a policy gradient.
+        select: the samples that are learned as demonstrations, None for a policy gradient.
+        recipe: name of its file, where that is not the case's.
     """
 
     settings: ppo.Settings
@@ -96,17 +97,18 @@ class Case:
     mixes: bool = False
     average: bool = False
     truncation: tuple[int, int] | None = None
-    best: float | None = None
+    select: Callable[[Sequence[Sample]], list[Sample]] | None = None
+    recipe: str | None = None
 
 
 def prepare(name: str, case: Case, directory: Path) -> None:
-    """Writes what the run of a recipe needs into a directory. Not in a thread: transformers patches torch meanwhile."""
+    """Writes what the run of a case needs into a directory. Not in a thread: transformers patches torch meanwhile."""
     if case.critic == "loaded":
         reward_model(directory / "judge")
     if case.mixes:
         rows = [json.dumps({"prompt_ids": ids[:1], "response_ids": ids[1:]}) for ids in TEXTS]
         (directory / "texts.jsonl").write_text("\n".join(rows) + "\n")
-    overlay = _merged(_sizes(name, case, directory), case.changes)
+    overlay = _merged(_sizes(case.recipe or name, case, directory), case.changes)
     (directory / "run.yaml").write_text(yaml.safe_dump(overlay))
 
 
@@ -178,7 +180,7 @@ def _sizes(name: str, case: Case, directory: Path) -> dict[str, Any]:
         },
         "tracking": {"tensorboard": False},
     }
-    if case.best:
+    if case.select is not None:
         overlay["raft"] = {"epochs": case.epochs, "mini_batches": case.mini_batches}
     else:
         overlay["algo"] = {"ppo_epochs": case.epochs, "mini_batches": case.mini_batches}
@@ -224,6 +226,8 @@ class Expected:
         start: its weights before the first.
         average: of its weights.
         left_out: prompts that were answered in vain.
+        answered: the samples of every step.
+        selected: those of them that are learned as demonstrations.
     """
 
     actor_steps: Sequence[ppo.Step]
@@ -232,6 +236,8 @@ class Expected:
     start: Mapping[str, Tensor]
     average: Mapping[str, Tensor]
     left_out: int
+    answered: Sequence[Sequence[Sample]]
+    selected: Sequence[Sequence[Sample]]
 
 
 def naive(case: Case, directory: Path) -> Expected:
@@ -243,10 +249,24 @@ def naive(case: Case, directory: Path) -> Expected:
     actor = models.causal_lm(config, state)
     answered = [recorded(directory / "recorded", step, case) for step in range(1, STEPS + 1)]
     samples = [learned(own, case) for own in answered]
-    if case.best is not None:
-        batches = [[whole(sample) for sample in selection.best_of_all(own, case.best)] for own in samples]
+    if case.select is not None:
+        selected = [case.select(own) for own in samples]
+        batches = [
+            [sample for sample in own if sample.sample_id in ids]
+            for step, own in enumerate(selected, 1)
+            for ids in mini_batches(own, case, step)
+        ]
         steps, tuned = supervised.fine_tune(actor, batches, settings.actor)
-        return Expected(actor_steps=steps, critic_steps=[], actor=tuned, start=state, average={}, left_out=0)
+        return Expected(
+            actor_steps=steps,
+            critic_steps=[],
+            actor=tuned,
+            start=state,
+            average={},
+            left_out=0,
+            answered=answered,
+            selected=selected,
+        )
     texts = [Sample(sample_id="", prompt_ids=ids[:1], response_ids=ids[1:]) for ids in TEXTS]
     iterations = [
         ppo.Iteration(
@@ -265,13 +285,9 @@ def naive(case: Case, directory: Path) -> Expected:
         start=state,
         average=outcome.average,
         left_out=(sum(map(len, answered)) - sum(map(len, samples))) // case.samples,
+        answered=answered,
+        selected=[],
     )
-
-
-def whole(sample: Sample) -> Sample:
-    """The same text, all of whose tokens count but the first, which nothing predicts."""
-    text = [*sample.prompt_ids, *sample.response_ids]
-    return replace(sample, prompt_ids=text[:1], response_ids=text[1:])
 
 
 def critic_of(case: Case, config: Mapping[str, Any], state: Mapping[str, Tensor], directory: Path) -> nn.Module | None:

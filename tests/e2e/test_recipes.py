@@ -5,10 +5,11 @@ The runs are real: Ray, Megatron, a vLLM engine, a rule that scores. Two go on a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.e2e.recipe_cases import CASES, IN_MATRIX
-from tests.e2e.recipes import Expected, naive, prepare, running
+from tests.e2e.recipe_cases import CASES, IN_MATRIX, RUNS
+from tests.e2e.recipes import Case, Expected, naive, prepare, running
 from tests.e2e.runs import ROOT, lines
+from tests.oracle import selection
+from tests.oracle.models import Sample
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -30,7 +33,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     chosen = [item.callspec.params["name"] for item in here if "runs" in item.fixturenames]
     directories = {name: tmp_path_factory.mktemp(name) for name in chosen}
     for name, directory in directories.items():
-        prepare(name, CASES[name], directory)
+        prepare(name, RUNS[name], directory)
     halves = chosen[::2], chosen[1::2]
     with ExitStack() as stack:
         started = [stack.enter_context(running([directories[name] for name in half])) for half in halves]
@@ -43,22 +46,40 @@ def test_every_recipe_is_tested() -> None:
     assert set(CASES) == {file.stem for file in (ROOT / "configs/recipes").glob("*.yaml")}
 
 
+FILTERS = {
+    selection.deviating: "nonzero_std",
+    selection.between: {"name": "open_range", "low": 0.0, "high": 1.0},
+}
+"""By their functions in the oracle."""
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_adams_epsilon_is_that_of_the_source(name: str) -> None:
-    recipe = yaml.safe_load((ROOT / f"configs/recipes/{name}.yaml").read_text())
-    assert recipe["actor"]["optimizer"].get("eps", 1e-8) == CASES[name].settings.actor.eps
-    if CASES[name].settings.critic is not None:
-        assert recipe["critic"]["optimizer"].get("eps", 1e-8) == CASES[name].settings.critic.eps
+def test_options_that_short_runs_replace_are_those_of_the_source(name: str) -> None:
+    """Adam's epsilon, which every short run replaces, and options that tests/megatron/test_oracle.py does not use."""
+    recipe, case = yaml.safe_load((ROOT / f"configs/recipes/{name}.yaml").read_text()), CASES[name]
+    assert recipe["actor"]["optimizer"].get("eps", 1e-8) == case.settings.actor.eps
+    assert recipe["actor"].get("ema") == ({"decay": case.settings.average_decay} if case.average else None)
+    assert ("critic" in recipe) == (case.critic is not None)
+    if case.settings.critic is not None:
+        assert recipe["critic"]["optimizer"].get("eps", 1e-8) == case.settings.critic.eps
+        assert recipe["critic"].get("head", "new") == case.critic
+    assert ("ptx" in recipe) == case.mixes
+    if case.mixes:
+        mixed = {name: recipe["ptx"][name] for name in ("mode", "coef", "loss_on")}
+        assert mixed == {"mode": case.settings.mixing, "coef": case.settings.mixing_coef, "loss_on": "all"}
+    if case.select is None:
+        assert recipe["rollout"]["temperature"] == case.settings.temperature
+        assert recipe["algo"].get("filter") == FILTERS.get(case.keeps)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.matrix if name in IN_MATRIX else ()) for name in CASES]
+    "name", [pytest.param(name, marks=pytest.mark.matrix if name in IN_MATRIX else ()) for name in RUNS]
 )
-def test_a_recipe_is_what_its_source_says(name: str, runs: dict[str, Future[Path]]) -> None:
-    directory, case = runs[name].result() / "run", CASES[name]
+def test_a_short_run_of_a_recipe_equals_the_naive_program(name: str, runs: dict[str, Future[Path]]) -> None:
+    directory, case = runs[name].result() / "run", RUNS[name]
     expected = naive(case, directory.parent)
     updates = lines(directory / "updates.jsonl")
-    of_actor = ("raft/loss", "raft/grad_norm") if case.best else ("loss/total", "policy/grad_norm")
+    of_actor = ("raft/loss", "raft/grad_norm") if case.select else ("loss/total", "policy/grad_norm")
     for steps, loss, norm in (
         (expected.actor_steps, *of_actor),
         (expected.critic_steps, "value/loss", "value/grad_norm"),
@@ -75,8 +96,28 @@ def test_a_recipe_is_what_its_source_says(name: str, runs: dict[str, Future[Path
     if case.average:
         # It has moved by a hundredth of the way, which float32 beside the weights knows to three digits.
         check_weights(load_file(directory / "export-ema/model.safetensors"), expected.average, expected, part=5e-3)
-    if CASES[name].divisor == 2:
+    if case.select is not None:
+        check_selection(directory, case, expected)
+    if case.divisor == 2:
         assert expected.left_out > 0, "the filter had nothing to do"
+
+
+def check_selection(directory: Path, case: Case, expected: Expected) -> None:
+    """What a run tells of its demonstrations, which are some of the responses."""
+    assert any(not sample.finished for own in expected.answered for sample in own), "none was to be discarded"
+    metrics = lines(directory / "metrics.jsonl")
+    for line, answered, selected in zip(metrics, expected.answered, expected.selected, strict=True):
+        assert line["raft/selected"] == len(selected)
+        assert line["raft/selected_score"] == pytest.approx(mean(selected))
+        assert line["objective/score"] == pytest.approx(mean(answered)), "of all responses, not of the best"
+    adam = case.settings.actor
+    for line, step in zip(lines(directory / "updates.jsonl"), expected.actor_steps, strict=True):
+        assert line["raft/entropy"] == pytest.approx(step.metrics["entropy"], rel=1e-4)
+        assert line["raft/lr"] == pytest.approx(adam.lr * adam.schedule(line["update"] - 1))
+
+
+def mean(samples: Sequence[Sample]) -> float:
+    return fmean(sample.score for sample in samples if sample.score is not None)
 
 
 def check_weights(

@@ -17,7 +17,7 @@ import yaml
 from megarl.config.schema import Algo, Optimizer, Reward
 from megarl.experience.padded_batch import Columns
 from megarl.megatron.loss_metrics import LossMetrics
-from megarl.types import Layout, SampleInfo, SampleScores, StepContext
+from megarl.types import Layout, Ragged, RolloutChunk, SampleInfo, SampleScores, StepContext
 from tests.e2e.recipe_cases import CASES as RECIPES
 from tests.e2e.recipe_cases import IN_MATRIX
 from tests.e2e.runs import ROOT
@@ -101,6 +101,7 @@ def _iteration(
     algo: Algo,
     facts: SampleScores,
     optimizers: tuple[Optimizer, Optimizer] = (ACTOR, CRITIC),
+    rollouts: list[RolloutChunk] | None = None,
 ) -> list[dict[str, Any]]:
     """Actor, critic (where there is one) and reference in one world, each in its own layout."""
     import torch.distributed as dist
@@ -110,7 +111,8 @@ def _iteration(
     from megarl.megatron.losses import PolicyLoss, ValueLoss
     from megarl.megatron.parallel import GroupCache
 
-    rollouts, infos = random_chunks()
+    random, infos = random_chunks()
+    rollouts = rollouts or random
     cache = GroupCache()
     roles = {
         name: load_role(
@@ -177,13 +179,16 @@ def _columns(rollouts: list[Any], roles: dict[str, Any], passes: Any, facts: Sam
     )
 
 
-def _oracle(directory: Path, reference: Path, settings: ppo.Settings) -> Any:
+def _oracle(
+    directory: Path, reference: Path, settings: ppo.Settings, rollouts: list[RolloutChunk] | None = None
+) -> Any:
     from megarl.data.schedule import mini_batch_members
 
     config = json.loads((directory / "config.json").read_text())
     state = state_of(directory)
     body = {name: tensor for name, tensor in state.items() if name != "lm_head.weight"}
-    rollouts, infos = random_chunks()
+    random, infos = random_chunks()
+    rollouts = rollouts or random
     batches = [
         [info.sample_id for info in members]
         for epoch in range(2)
@@ -195,7 +200,13 @@ def _oracle(directory: Path, reference: Path, settings: ppo.Settings) -> Any:
         models.causal_lm(config, state),
         models.causal_lm(config, state_of(reference)),
         None if settings.critic is None else critic,
-        samples_of(rollouts, infos, group=_prompt, score=lambda info: float(_scores()[info.chunk][info.row])),
+        samples_of(
+            rollouts,
+            infos,
+            group=_prompt,
+            score=lambda info: float(_scores()[info.chunk][info.row]),
+            rollout_logprobs=lambda info: rollouts[info.chunk].rollout_logprobs[info.row].tolist(),
+        ),
         batches,
         settings,
     )
@@ -303,9 +314,25 @@ def test_without_a_critic_equals_the_naive_iteration(
     check([own for (own,) in results], oracle.actor_steps, oracle.actor, state_of(directory))
 
 
+@pytest.fixture(scope="module")
+def sampled(compared: tuple[Path, Path, Any]) -> list[RolloutChunk]:
+    """The chunks with log-probabilities of a sampler that is off by up to two nats per token."""
+    directory, _, _ = compared
+    chunks, infos = random_chunks()
+    actor = models.causal_lm(json.loads((directory / "config.json").read_text()), state_of(directory))
+    random = np.random.default_rng(5)
+    found: dict[int, list[np.ndarray]] = {}
+    for sample, info in zip(samples_of(chunks, infos), infos, strict=True):
+        logprobs = models.token_statistics(actor, sample, TEMPERATURE)[0].detach().numpy()
+        found.setdefault(info.chunk, []).append(logprobs + random.uniform(-2, 2, len(logprobs)))
+    return [replace(chunk, rollout_logprobs=Ragged.from_rows(found[i], np.float32)) for i, chunk in enumerate(chunks)]
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("name", sorted(IN_MATRIX))
-def test_a_recipe_equals_the_naive_iteration(pool: RankPool, compared: tuple[Path, Path, Any], name: str) -> None:
+def test_a_recipe_equals_the_naive_iteration(
+    pool: RankPool, compared: tuple[Path, Path, Any], sampled: list[RolloutChunk], name: str
+) -> None:
     """Its algorithm and its optimizers; texts, filters and averages have tests of their own."""
     directory, other, _ = compared
     recipe = yaml.safe_load((ROOT / f"configs/recipes/{name}.yaml").read_text())
@@ -326,9 +353,12 @@ def test_a_recipe_equals_the_naive_iteration(pool: RankPool, compared: tuple[Pat
         mixing="add",
         mixing_coef=0.0,
     )
-    oracle = _oracle(directory, other, settings)
+    oracle = _oracle(directory, other, settings, sampled)
+    if own.weigh:
+        weights = {weight for experience in oracle.experience.values() for weight in experience.weights}
+        assert min(weights) == 0 < max(weights), "the bounds had nothing to do"
     layouts = dict.fromkeys(["actor", *["critic"] * (own.critic is not None), "reference"], ONE)
-    args = (directory, other, layouts, 1000, algo, _facts(algo), (actor, critic))
+    args = (directory, other, layouts, 1000, algo, _facts(algo), (actor, critic), sampled)
     trained_actor, *trained_critic = pool.run(_iteration, *args, world_size=1)[0]
     check([trained_actor], oracle.actor_steps, oracle.actor, state_of(directory))
     if trained_critic:
