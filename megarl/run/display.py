@@ -152,11 +152,13 @@ class ProgressSink:
         return Group(self._bar.get_renderable(), Columns(shown, padding=(0, 3)))
 
 
-def short(value: float | None) -> str:
-    """Returns a metric with four digits; a dash for None."""
+def short(value: float | None, digits: int = 4) -> str:
+    """Returns a metric with some digits, or all before the point; a dash for None."""
     if value is None:
         return "-"
-    return str(value) if isinstance(value, int) else f"{value:.4g}"
+    if isinstance(value, int) or not math.isfinite(value):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
 
 
 _INTERVAL = "_ci95"
@@ -187,3 +189,8 @@ def metrics_table(metrics: Metrics) -> Table:
 
 def _cell(value: float | None) -> str:
     return "-" if value is None or math.isnan(value) else short(value)
+
+
+def counted(count: int, noun: str) -> str:
+    """Returns a count with its noun, such as `1 step` and `2 steps`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,10 +16,12 @@ from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RunConfig, Training
 from megarl.data.sources import LeftOutRows
 from megarl.files import read_lines, write_durably
 from megarl.run.directory import RunDirectory
-from megarl.run.display import COLUMNS, metrics_table, open_display
+from megarl.run.display import COLUMNS, counted, metrics_table, open_display
+from megarl.run.health import HealthFinding, HealthMonitor, watch
 from megarl.run.paths import RunPaths
 from megarl.run.results import EvaluationResult, ShownSample, StepResult
 from megarl.run.sinks import JsonlSink, Metrics, Sink, TensorBoardSink, WandbSink, as_json
+from megarl.run.verdict import judge
 
 _SAMPLED: Final = "rollout/samples"
 _UNSCORED: Final = "rewards/unscored"
@@ -92,6 +94,8 @@ class Summary:
         responses: of all attempts, how many were `sampled`, and how many of them are `unscored`.
         evaluation: of the last evaluation.
         export: of the exported model.
+        findings: of the health checks: `metric`, `first` and `last` step (null if it lasted to the end) and `text`.
+        verdict: whether the run learned.
     """
 
     stage: str
@@ -102,9 +106,11 @@ class Summary:
     responses: Mapping[str, int] = field(default_factory=dict)
     evaluation: Metrics = field(default_factory=dict)
     export: Metrics = field(default_factory=dict)
+    findings: Sequence[Mapping[str, str | int | None]] = ()
+    verdict: str = ""
 
     def write(self, path: Path) -> None:
-        entries = {name: value for name, value in asdict(self).items() if value != {}}
+        entries = {name: value for name, value in asdict(self).items() if value not in ({}, (), [], "")}
         write_durably(path, json.dumps(as_json(entries), indent=2) + "\n")
 
     @classmethod
@@ -127,6 +133,7 @@ class Reporter:
         self._start: Metrics = {}
         self._last_step: Metrics = {}
         self._evaluation: Metrics = {}
+        self._health: HealthMonitor = watch(read_lines(directory.metrics))
 
     def __enter__(self) -> Self:
         config, directory = self._config, self._directory
@@ -169,11 +176,8 @@ class Reporter:
         self._evaluations.write_samples(result.step, "train", result.samples)
         for sink in (self._metrics, *self._evaluations.trackers, self._display):
             sink.write(result.step, metrics)
-        if unscored := metrics.get(_UNSCORED):
-            counts = {name: count for name, count in metrics.items() if name.startswith(f"{_UNSCORED}/") and count}
-            by_reward = ", ".join(f"{name.removeprefix(f'{_UNSCORED}/')}: {count}" for name, count in counts.items())
-            part = f"{unscored} of {metrics[_SAMPLED]} responses"
-            print(f"step {result.step}: {part} have no score ({by_reward})", flush=True)
+        for message in self._health.add(as_json({"step": result.step, **metrics})):
+            print(message, flush=True)
         self._last_step = metrics
 
     def evaluated(self, result: EvaluationResult | None) -> None:
@@ -193,12 +197,18 @@ class Reporter:
             responses=_count_responses(self._directory.metrics),
             evaluation=self._evaluation,
             export=export,
+            findings=[_entry(finding) for finding in self._health.findings],
+            verdict=judge(
+                read_lines(self._directory.metrics), read_lines(self._directory.evaluations), self._health.findings
+            ),
         )
         summary.write(self._directory.summary)
         unscored = summary.responses.get("unscored", 0)
         without = f"{unscored} of {summary.responses['sampled']} responses had no score; " if unscored else ""
-        took = f"{summary.steps} steps in {seconds:.0f} s"
+        took = f"{counted(summary.steps, 'step')} in {seconds:.0f} s"
         print(f"{took}; {without}the model is in {self._directory.export}", flush=True)
+        if summary.verdict:
+            print(summary.verdict, flush=True)
         return summary
 
 
@@ -209,7 +219,11 @@ def _starting(config: TrainingConfig) -> str:
     cluster = config.cluster
     if cluster.address is None:
         return f"starting Ray and {processes} processes"
-    return f"starting {processes} processes on {cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"
+    return f"starting {processes} processes on {counted(cluster.nodes, 'node')}"
+
+
+def _entry(finding: HealthFinding) -> dict[str, str | int | None]:
+    return {"metric": finding.check.metric, "first": finding.first, "last": finding.last, "text": finding.text}
 
 
 def _count_responses(metrics: Path) -> dict[str, int]:

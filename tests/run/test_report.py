@@ -74,7 +74,7 @@ def test_every_file_has_its_lines(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "no score" not in printed
     assert "evaluation after step 1" in printed
     assert ["exact", "0.25", "0.1"] in [line.split() for line in printed.splitlines()]
-    assert "1 steps in 12 s" in printed
+    assert "1 step in 12 s" in printed
     assert lines(directory.metrics) == [{"step": 1, "objective/score": 0.5, "policy/loss": 1.5, "value/loss": 1.0}]
     assert lines(directory.updates) == [
         {"step": 1, "update": 1, "policy/loss": 1.0, "value/loss": -1.0},
@@ -117,13 +117,15 @@ def test_responses_without_a_score_are_told_in_their_steps_and_at_the_end(
         reporter.write(unscored(3, mixed=2, length=0))
         reporter.finished({}, 12.3)
     printed = capsys.readouterr().out.splitlines()
-    assert [line for line in printed if "no score" in line] == [
-        "step 1: 16 of 16 responses have no score (mixed: 16, length: 3)",
-        "step 3: 2 of 16 responses have no score (mixed: 2)",
+    assert [line.partition(":")[0] if "have no score" in line else line for line in printed if "no score" in line] == [
+        "step 1",
         f"3 steps in 12 s; 18 of 48 responses had no score; the model is in {directory.export}",
     ]
     summary = json.loads(directory.summary.read_text())
     assert summary["responses"] == {"sampled": 48, "unscored": 18}
+    (finding,) = summary["findings"]
+    assert (finding["metric"], finding["first"], finding["last"]) == ("rewards/unscored", 1, None)
+    assert finding["text"].startswith("16 of 16 responses have no score (mixed: 16, length: 3): ")
     assert not summary.keys() & {"start", "evaluation", "export"}, "there is nothing in them"
 
 

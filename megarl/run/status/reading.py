@@ -16,6 +16,7 @@ from megarl.files import read_lines
 from megarl.run.attempts import Attempt, read_attempts
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.display import COLUMNS
+from megarl.run.health import WINDOW
 from megarl.run.paths import RunPaths, is_locked, read_config
 from megarl.run.status.jobs import JobStatus, Submission, find_jobs, prepared_configs
 from megarl.run.status.run_state import Evidence, RunState, determine_state
@@ -89,9 +90,6 @@ def checkpoint_state(checkpoints: Checkpoints, progress: RunProgress) -> Checkpo
     return CheckpointState(step=last, writing=checkpoints.staged_step(), again=again, seconds=seconds)
 
 
-_LAST_STEPS = 50
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
     """The status of a run. Times are seconds since 1970.
@@ -104,7 +102,8 @@ class RunStatus:
         overdue: seconds since the last step of a running run if they are far too many; else None.
         metrics: of the last step.
         evaluation: the last one.
-        troubles: warnings, a sentence each.
+        troubles: warnings about the last steps, a sentence each.
+        verdict: whether a finished run learned; empty if it is not known.
         saved: of a training run.
         submitted: the last submission to a cluster, if nothing has started since.
         job: the Slurm job that the state refers to, if any.
@@ -123,6 +122,7 @@ class RunStatus:
     metrics: Mapping[str, Any]
     evaluation: Mapping[str, Any]
     troubles: Sequence[str]
+    verdict: str
     saved: CheckpointState | None
     attempts: Sequence[Attempt]
     submitted: Submission | None
@@ -173,6 +173,7 @@ def read_status(run_dir: Path, now: float | None = None, host: str | None = None
         metrics=lines[-1] if lines else {},
         evaluation=evaluations[-1] if evaluations else {},
         troubles=list(find_warnings(lines, run.logs)),
+        verdict=str(read_config(run.summary).get("verdict", "")),
         saved=checkpoint_state(Checkpoints(run.checkpoint_dir, keep=1), progress) if stage in COLUMNS else None,
         attempts=attempts,
         submitted=submitted,
@@ -191,7 +192,7 @@ def _config(run: RunPaths) -> Mapping[str, Any]:
 
 
 def _last_steps(path: Path) -> list[dict[str, Any]]:
-    return [line for line in read_lines(path, _LAST_STEPS) if isinstance(line.get("step"), int)]
+    return [line for line in read_lines(path, WINDOW) if isinstance(line.get("step"), int)]
 
 
 def _write_times(run: RunPaths) -> Iterator[float]:

@@ -53,6 +53,8 @@ def rows(status: RunStatus) -> Iterator[Row]:
     yield "run", f"{status.directory}{f', {status.stage}' if status.stage else ''}", "bold"
     yield from _state(status)
     yield from _progress(status)
+    if status.verdict:
+        yield "verdict", status.verdict, "" if status.verdict.startswith("learned") else "yellow"
     for trouble in status.troubles:
         yield "look at", trouble, "yellow"
     yield from _engines(status)

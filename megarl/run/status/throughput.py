@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from megarl.run.health import Lines, shortened, watch
 from megarl.run.sinks import WRITTEN
-
-Lines = Sequence[Mapping[str, Any]]
-"""The last lines of metrics.jsonl."""
 
 _STEP_SECONDS = "time/step"
 _HOUR = 3600.0
@@ -87,26 +85,19 @@ def measure_progress(lines: Lines, steps: Any, starts: Sequence[float], written:
     )
 
 
-_SKIPPED = "/skipped"
-_UNSCORED, _SAMPLED = "rewards/unscored", "rollout/samples"
-_SHOWN = 4
-
-
 def find_warnings(lines: Lines, logs: Path) -> Iterator[str]:
-    """Yields a sentence per warning; logs of processes are empty unless something is wrong."""
-    if not_finite := [name for name, value in lines[-1].items() if value is None] if lines else []:
-        yield f"step {lines[-1]['step']}: not a finite number: {_shortened(not_finite)}"
-    for name in dict.fromkeys(name for line in lines for name in line if name.endswith(_SKIPPED)):
-        if steps := [line["step"] for line in lines if line.get(name)]:
-            part = f"{len(steps)} of the last {len(lines)} steps, last in step {steps[-1]}"
-            yield f"{name.removesuffix(_SKIPPED)}: updates were skipped, as gradients were not finite, in {part}"
-    if unscored := sum(line.get(_UNSCORED) or 0 for line in lines):
-        sampled = sum(line.get(_SAMPLED) or 0 for line in lines)
-        yield f"{unscored} of {sampled} responses of the last {len(lines)} steps have no score"
+    """Yields a sentence per finding of the lines' health, and one for the logs that are not empty, as in healthy runs.
+
+    A finding that begins with one of the first lines may be older.
+    """
+    for finding in watch(lines).findings:
+        old = finding.check.steps > 1 and finding.first < lines[0]["step"] + finding.check.steps
+        since = f"since step {finding.first}{' or before' if old and lines[0]['step'] > 1 else ''}"
+        during = (
+            f"in steps {finding.first} to {finding.last}"
+            if finding.last != finding.first
+            else f"in step {finding.first}"
+        )
+        yield f"{since if finding.last is None else during}: {finding.text}"
     if files := sorted(path.name for path in logs.glob("*.log") if path.stat().st_size):
-        yield f"printed into {logs}: {_shortened(files)}"
-
-
-def _shortened(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+        yield f"printed into {logs}: {shortened(files)}"

@@ -1,0 +1,363 @@
+"""Health checks of a training run, from the lines of metrics.jsonl alone; the limits are those of docs/metrics.md.
+
+A check says of each step whether it is unhealthy. Its finding begins after some unhealthy steps in a row, or at once
+after one far beyond the limit, and ends after as many steps that are healthy.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any, Final
+
+from megarl.run.display import counted, short
+
+Line = Mapping[str, Any]
+Lines = Sequence[Line]
+"""The last lines of metrics.jsonl, at most WINDOW."""
+
+WINDOW: Final = 50
+_SAMPLED, _UNSCORED, _SKIPPED = "rollout/samples", "rewards/unscored", "/skipped"
+_SHOWN = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """A rule for the last steps of a run.
+
+    Args:
+        metric: that the rule is about, or a name of the rule.
+        unhealthy: whether the last of some lines is unhealthy; None if it lacks the metric.
+        rule: of an unhealthy step, in words, after the metric's value.
+        advice: what it means, and what to do.
+        steps: unhealthy steps in a row that begin a finding, and healthy ones that end it.
+        at_once: whether the last line begins a finding by itself.
+        limit: of healthy values, as short as in the header of a table.
+        harmful: the policy may be destroyed, not only badly taught.
+        describe: says what is wrong with a line, instead of value and rule.
+    """
+
+    metric: str
+    unhealthy: Callable[[Lines], bool | None]
+    rule: str = ""
+    advice: str
+    steps: int = 1
+    at_once: Callable[[Lines], bool | None] = lambda _: False
+    limit: str = ""
+    harmful: bool = False
+    describe: Callable[[Line], str] | None = None
+
+    def problem(self, line: Line) -> str:
+        """Says what is wrong with an unhealthy line."""
+        if self.describe is not None:
+            return self.describe(line)
+        return f"{self.metric} is {short(line.get(self.metric))}, {self.rule}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthFinding:
+    """A time in which a run was unhealthy.
+
+    Args:
+        first, last: its steps; `last` is None while it lasts.
+        problem: as in its first step.
+    """
+
+    check: Check
+    first: int
+    last: int | None = None
+    problem: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.problem}: {self.check.advice}"
+
+
+def _values(lines: Lines, metric: str) -> list[float]:
+    """Returns the finite values of a metric."""
+    return [line[metric] for line in lines if line.get(metric) is not None]
+
+
+def _beyond(metric: str, limit: float, *, above: bool = True) -> Callable[[Lines], bool | None]:
+    def condition(lines: Lines) -> bool | None:
+        value = lines[-1].get(metric)
+        return None if value is None else (value > limit if above else value < limit)
+
+    return condition
+
+
+def _above(
+    metric: str,
+    limit: float,
+    advice: str,
+    *,
+    steps: int = 3,
+    at_once: float = float("inf"),
+    harmful: bool = False,
+    unless: Callable[[Line], bool] = lambda _: False,
+) -> Check:
+    """Returns a check for values above a limit; `unless` says of a line that the limit is not meant for it."""
+    over, far_over = _beyond(metric, limit), _beyond(metric, at_once)
+    return Check(
+        metric=metric,
+        unhealthy=lambda lines: None if unless(lines[-1]) else over(lines),
+        rule=f"above {limit:g}",
+        advice=advice,
+        steps=steps,
+        at_once=far_over,
+        limit=f"< {limit:g}",
+        harmful=harmful,
+    )
+
+
+def _below(metric: str, limit: float, advice: str, *, steps: int = 3, harmful: bool = False) -> Check:
+    under = _beyond(metric, limit, above=False)
+    rule, healthy = f"below {limit:g}", f"> {limit:g}"
+    return Check(metric=metric, unhealthy=under, rule=rule, advice=advice, steps=steps, limit=healthy, harmful=harmful)
+
+
+_EARLIER, _JUMP = 20, 10.0
+
+
+def _jump(metric: str, advice: str, *, least: float = 0.0, harmful: bool = False) -> Check:
+    """Returns a check for values ten times the median of the last 20 before, of which there are 5 at least.
+
+    Args:
+        least: smaller values are healthy.
+    """
+
+    def condition(lines: Lines) -> bool | None:
+        value, fresh = lines[-1].get(metric), not lines[-1].get("staleness/max")
+        if value is None or not fresh:  # older samples have a gap of their own
+            return None
+        earlier = _values([line for line in lines[:-1] if not line.get("staleness/max")], metric)[-_EARLIER:]
+        return len(earlier) >= 5 and value > max(least, _JUMP * median(earlier))
+
+    rule = f"more than {_JUMP:g} times that of the steps before"
+    return Check(metric=metric, unhealthy=condition, rule=rule, advice=advice, harmful=harmful)
+
+
+_AVERAGED = 5  # steps
+
+
+def _averages(values: Sequence[float]) -> list[float]:
+    """Returns the means of adjacent values."""
+    return [fmean(values[end - _AVERAGED : end]) for end in range(_AVERAGED, len(values) + 1)]
+
+
+def _noise(values: Sequence[float]) -> float:
+    """Returns the standard deviation of a step's value around the trend: the mean absolute change by that of noise."""
+    return fmean(abs(b - a) for a, b in pairwise(values)) / 1.128
+
+
+def _score_fell(lines: Lines) -> bool | None:
+    scores = _values(lines, "objective/score")
+    if lines[-1].get("objective/score") is None or len(scores) < 2 * _AVERAGED:
+        return None
+    averages = _averages(scores)
+    return max(averages) - averages[-1] > 4 * _noise(scores)
+
+
+_GROWTH_OVER, _GROWTH = 20, 1.25
+
+
+def _longer_for_nothing(lines: Lines) -> bool | None:
+    """Whether responses grew by a quarter in 20 steps, and the score by less than its noise."""
+    last = [line for line in lines if None not in (line.get("response_length/mean"), line.get("objective/score"))]
+    last = last[-_GROWTH_OVER:]
+    if len(last) < _GROWTH_OVER:
+        return None
+    lengths, scores = (_averages(_values(last, name)) for name in ("response_length/mean", "objective/score"))
+    rose = scores[-1] - scores[0] > _noise(_values(last, "objective/score"))
+    return lengths[-1] > _GROWTH * lengths[0] and not rose
+
+
+def _without_score(line: Line) -> str:
+    counts = {name.removeprefix(f"{_UNSCORED}/"): count for name, count in line.items() if f"{_UNSCORED}/" in name}
+    by_reward = ", ".join(f"{name}: {count}" for name, count in counts.items() if count)
+    return f"{line[_UNSCORED]} of {counted(line.get(_SAMPLED, 0), 'response')} have no score ({by_reward})"
+
+
+def _not_finite(line: Line) -> list[str]:
+    return [name for name, value in line.items() if value is None]
+
+
+def shortened(names: Sequence[str]) -> str:
+    """Returns the first names and the number of the others."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _skipped(line: Line) -> list[str]:
+    return [name.removesuffix(_SKIPPED) for name, value in line.items() if name.endswith(_SKIPPED) and value]
+
+
+def _against_engines(line: Line) -> bool:
+    """Whether ratios compare the policy with older engines: the trainer has not computed log-probabilities anew."""
+    return bool(line.get("staleness/max")) and "rollout/logprob_gap" not in line
+
+
+def _clips_by_design(line: Line) -> bool:
+    """Whether ratios are of sequences: their clip range is so narrow that many tokens are clipped."""
+    return "policy/sequence_ratio" in line or _against_engines(line)
+
+
+_LEARNING_RATE = "lower actor.optimizer.lr"
+
+CHECKS: Final[Sequence[Check]] = (
+    Check(
+        metric=_UNSCORED,
+        unhealthy=_beyond(_UNSCORED, 0),
+        describe=_without_score,
+        advice="they train nothing; the first failure of each kind of each function is printed above",
+    ),
+    Check(
+        metric="not finite",
+        unhealthy=lambda lines: bool(_not_finite(lines[-1])),
+        describe=lambda line: f"not a finite number: {shortened(_not_finite(line))}",
+        advice=f"{_LEARNING_RATE}, or look for a reward or a model that overflows",
+        harmful=True,
+    ),
+    Check(
+        metric="skipped",
+        unhealthy=lambda lines: bool(_skipped(lines[-1])),
+        describe=lambda line: f"updates were skipped ({', '.join(_skipped(line))})",
+        advice="their gradients were not finite; several in a row end the run. Lower the learning rate",
+        harmful=True,
+    ),
+    _above(
+        "policy/approxkl",
+        0.05,
+        f"the updates of a step move the policy too far; {_LEARNING_RATE} or algo.ppo_epochs",
+        at_once=0.25,
+        harmful=True,
+        unless=_against_engines,
+    ),
+    _above(
+        "policy/clipfrac",
+        0.3,
+        f"the updates are too large for the clip range; {_LEARNING_RATE}, or the optimizer steps of a step",
+        harmful=True,
+        unless=_clips_by_design,
+    ),
+    _above(
+        "objective/kl_per_token",
+        1.0,
+        f"the policy is far from the reference; {_LEARNING_RATE} or raise algo.kl.coef, and read samples.jsonl",
+        harmful=True,
+    ),
+    *(
+        _below(
+            f"{stage}/entropy",
+            limit,
+            "all responses to a prompt are alike; lower the learning rate, or raise algo.entropy_coef",
+            harmful=True,
+        )
+        for stage, limit in (("policy", 0.02), ("raft", 0.01))
+    ),
+    _above(
+        "truncated_fraction",
+        0.2,
+        "rollout.max_new_tokens is too short, or the model does not end its responses; read samples.jsonl",
+    ),
+    _above(
+        "group/zero_std_fraction",
+        0.8,
+        "most prompts teach nothing: all their responses have the same score; choose prompts that are neither too easy "
+        "nor too hard, or set algo.filter",
+        steps=5,
+    ),
+    *(
+        _jump(f"{role}/grad_norm", "look for instability in the next steps; lower the learning rate or clip_grad")
+        for role in ("policy", "value", "sft", "reward_model", "raft")
+    ),
+    _jump(
+        "rollout/logprob_gap",
+        "trainers and engines have different weights; end the run, and report it",
+        least=1e-3,
+        harmful=True,
+    ),
+    _below(
+        "value/explained_variance",
+        0.0,
+        "the critic predicts worse than a constant; raise critic.optimizer.lr, or train the critic first",
+        steps=10,
+    ),
+    Check(
+        metric="objective/score",
+        unhealthy=_score_fell,
+        rule=f"far below its best {_AVERAGED} steps",
+        advice=f"the policy gets worse; {_LEARNING_RATE}, and read samples.jsonl",
+        steps=2,
+        harmful=True,
+    ),
+    Check(
+        metric="response_length/mean",
+        unhealthy=_longer_for_nothing,
+        rule=f"a quarter longer than {_GROWTH_OVER} steps ago, and the score has not risen",
+        advice="a reward or a loss may favour length; read samples.jsonl, and see algo.aggregation",
+        steps=2,
+    ),
+)
+"""All checks. Rows of one metric are next to the lines of its table in docs/metrics.md."""
+
+LIMITS: Final[Mapping[str, str]] = {check.metric: check.limit for check in CHECKS if check.limit}
+"""The limits of healthy values by metric."""
+
+
+@dataclass(kw_only=True)
+class _Watch:
+    """A check in the course of a run: the steps in a row that were unhealthy, or healthy, and the current finding."""
+
+    check: Check
+    bad: int = 0
+    good: int = 0
+    finding: HealthFinding | None = None
+
+
+@dataclass(kw_only=True)
+class HealthMonitor:
+    """Applies the checks to a run's lines, in order; `findings` are those that began, the last ones may last."""
+
+    findings: list[HealthFinding] = field(default_factory=list)
+    _lines: deque[Line] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _watches: Sequence[_Watch] = field(default_factory=lambda: [_Watch(check=check) for check in CHECKS])
+
+    def add(self, line: Line) -> list[str]:
+        """Takes the line of the next step; returns a sentence for each finding that begins or ends with it."""
+        self._lines.append(line)
+        lines = tuple(self._lines)
+        found = (self._apply(watch, lines) for watch in self._watches)
+        return [f"step {line['step']}: {text}" for text in found if text is not None]
+
+    def _apply(self, watch: _Watch, lines: Lines) -> str | None:
+        check, line = watch.check, lines[-1]
+        unhealthy = check.unhealthy(lines)
+        if unhealthy is None:
+            return None
+        watch.bad, watch.good = (watch.bad + 1, 0) if unhealthy else (0, watch.good + 1)
+        if watch.finding is None and (watch.bad >= check.steps or check.at_once(lines)):
+            watch.finding = HealthFinding(check=check, first=line["step"], problem=check.problem(line))
+            self.findings.append(watch.finding)
+            return watch.finding.text
+        if watch.finding is not None and watch.good >= max(check.steps, _QUIET):
+            last = line["step"] - watch.good
+            self.findings[self.findings.index(watch.finding)] = replace(watch.finding, last=last)
+            watch.finding = None
+            return f"healthy again: {check.metric}, since step {last + 1}"
+        return None
+
+
+_QUIET = 5
+"""Healthy steps that end a finding at least, so that one which comes and goes is said once."""
+
+
+def watch(lines: Lines) -> HealthMonitor:
+    """Returns the monitor after some lines."""
+    monitor = HealthMonitor()
+    for line in lines:
+        monitor.add(line)
+    return monitor

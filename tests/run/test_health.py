@@ -1,0 +1,209 @@
+"""What the health checks find in runs that were broken on purpose, real or constructed, and in healthy ones."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.run.health import CHECKS, HealthMonitor, watch
+from megarl.run.verdict import judge
+
+HISTORIES = Path(__file__).parent / "histories"
+METRICS_PAGE = Path("docs/metrics.md").read_text(encoding="utf-8")
+
+Lines = list[dict[str, Any]]
+
+
+def recorded(name: str, part: str = "metrics") -> Lines:
+    """The lines of a real run."""
+    columns: Mapping[str, Sequence[Any]] = json.loads((HISTORIES / f"{name}.json").read_text())[part]
+    lines = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+    return [{metric: value for metric, value in line.items() if value != "absent"} for line in lines]
+
+
+def healthy(steps: int = 40) -> Lines:
+    """A run of a language model that learns: its score rises, its responses grow, its entropy falls slowly."""
+    noise = random.Random(0)
+    return [
+        {
+            "step": step,
+            "objective/score": min(0.3 + 0.01 * step, 0.8) + noise.gauss(0, 0.03),
+            "objective/kl_per_token": 0.0005 * step,
+            "policy/approxkl": 0.002 * noise.uniform(0.5, 2.0),
+            "policy/clipfrac": 0.02 * noise.uniform(0.5, 2.0),
+            "policy/entropy": max(0.6 - 0.005 * step, 0.2),
+            "policy/grad_norm": 0.15 * noise.uniform(0.5, 3.0),
+            "policy/skipped": 0.0,
+            "truncated_fraction": 0.08 * noise.uniform(0.5, 2.0),
+            "group/zero_std_fraction": 0.3 * noise.uniform(0.5, 2.0),
+            "rollout/logprob_gap": 0.01 * noise.uniform(0.9, 1.1),
+            "response_length/mean": min(600.0 + 10 * step, 1500.0),
+            "rewards/unscored": 0,
+            "rewards/unscored/exact": 0,
+            "rollout/samples": 1024,
+            "value/explained_variance": -0.2 if step < 6 else 0.4,
+        }
+        for step in range(1, steps + 1)
+    ]
+
+
+def changed(since: int, **metrics: Callable[[int, float], Any]) -> Lines:
+    """The healthy run, with other values since a step; `metrics` gives each from the step and the healthy value."""
+    lines = healthy()
+    for line in lines[since - 1 :]:
+        for name, change in metrics.items():
+            metric = name.replace("__", "/")
+            line[metric] = change(line["step"], line[metric])
+    return lines
+
+
+def begun(lines: Lines) -> list[tuple[str, int]]:
+    return [(finding.check.metric, finding.first) for finding in watch(lines).findings]
+
+
+BROKEN: Mapping[str, tuple[Lines, list[tuple[str, int]]]] = {
+    "a learning rate 20 times too high": (
+        recorded("grpo_high_lr"),
+        [("policy/approxkl", 1), ("objective/kl_per_token", 4), ("group/zero_std_fraction", 9)],
+    ),
+    "the same with a critic": (
+        recorded("ppo_high_lr"),
+        [("policy/approxkl", 1), ("policy/clipfrac", 3), ("objective/kl_per_token", 4)],
+    ),
+    "a function that always raises": (recorded("function_fails"), [("rewards/unscored", 1)]),
+    "a function that raises for some prompts": (recorded("function_fails_sometimes"), [("rewards/unscored", 1)]),
+    "responses that are cut off": (recorded("short_limit"), [("truncated_fraction", 3)]),
+    "a task that no response solves": (recorded("impossible_task"), [("group/zero_std_fraction", 6)]),
+    "entropy that collapses": (
+        changed(11, policy__entropy=lambda step, value: 0.5 * 0.6 ** (step - 11)),
+        [("policy/entropy", 20)],  # below 0.02 from step 18 on
+    ),
+    "a gradient that jumps": (
+        changed(30, policy__grad_norm=lambda step, value: 40.0 if step == 30 else value),
+        [("policy/grad_norm", 30)],
+    ),
+    "engines that miss a sync": (
+        changed(20, rollout__logprob_gap=lambda step, value: 0.3),
+        [("rollout/logprob_gap", 20)],
+    ),
+    "clipping": (changed(8, policy__clipfrac=lambda step, value: 0.45), [("policy/clipfrac", 10)]),
+    "length without score": (
+        changed(
+            11,
+            objective__score=lambda step, value: 0.4 + 0.02 * (-1) ** step,
+            response_length__mean=lambda step, value: 700 + 30.0 * (step - 11),
+        ),
+        [("response_length/mean", 24)],
+    ),
+    "a score that falls": (
+        changed(25, objective__score=lambda step, value: 0.05),
+        [("objective/score", 27)],
+    ),
+    "gradients that are not finite": (
+        changed(12, policy__skipped=lambda step, value: 0.25, policy__grad_norm=lambda step, value: None),
+        [("not finite", 12), ("skipped", 12)],
+    ),
+    "a critic that learns nothing": (
+        changed(1, value__explained_variance=lambda step, value: -0.3),
+        [("value/explained_variance", 10)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_run_is_found_at_its_step(name: str) -> None:
+    lines, expected = BROKEN[name]
+    assert begun(lines) == expected
+
+
+@pytest.mark.parametrize("name", ["grpo", "raft", "decoupled_ppo", "coupled_ppo_stale", "shuffled_scores"])
+def test_a_real_run_that_is_not_broken_has_no_finding(name: str) -> None:
+    assert begun(recorded(name)) == []
+
+
+def test_a_constructed_healthy_run_has_no_finding() -> None:
+    assert begun(healthy(500)) == []
+
+
+def test_a_finding_is_said_when_it_begins_and_when_it_ends() -> None:
+    """Above the limit in steps 11 to 14, 16 and 17: it lasts over the healthy step 15."""
+    lines = changed(11, policy__approxkl=lambda step, value: 0.08 if step < 18 and step != 15 else value)
+    monitor = HealthMonitor()
+    said = {line["step"]: messages for line in lines if (messages := monitor.add(line))}
+    assert {step: [message.split(" is ")[0] for message in messages] for step, messages in said.items()} == {
+        13: ["step 13: policy/approxkl"],
+        22: ["step 22: healthy again: policy/approxkl, since step 18"],
+    }
+    (finding,) = monitor.findings
+    assert (finding.first, finding.last) == (13, 17)
+
+
+def test_a_step_far_beyond_the_limit_is_said_at_once() -> None:
+    assert begun(changed(40, policy__approxkl=lambda step, value: 0.2)) == []
+    assert begun(changed(40, policy__approxkl=lambda step, value: 0.3)) == [("policy/approxkl", 40)]
+
+
+def test_limits_that_do_not_hold_for_an_algorithm_are_not_applied() -> None:
+    """GSPO clips many sequences; with older samples, the ratio to the engines is no measure of an update."""
+    lines = changed(8, policy__clipfrac=lambda step, value: 0.45)
+    assert begun([{**line, "policy/sequence_ratio": 1.0} for line in lines]) == []
+    stale = changed(2, policy__approxkl=lambda step, value: 0.1)
+    for line in stale:
+        line["staleness/max"] = 4.0
+        del line["rollout/logprob_gap"]
+    assert begun(stale) == []
+
+
+def test_every_metric_with_a_limit_has_it_in_the_document() -> None:
+    rows = [line for line in METRICS_PAGE.splitlines() if line.startswith("|")]
+    for check in CHECKS:
+        if check.limit:
+            described = [row for row in rows if f"`{check.metric}`" in row.split("|")[1]]
+            assert len(described) == 2, check.metric
+            assert all(check.limit[2:] in row for row in described), f"{check.metric}: {check.limit}"
+
+
+def verdict(name: str, *, evaluated: bool = True) -> str:
+    lines = recorded(name)
+    return judge(lines, recorded(name, "evaluations") if evaluated else [], watch(lines).findings)
+
+
+def test_verdicts_on_held_out_prompts() -> None:
+    assert verdict("grpo") == "learned: held-out exact_match 0.364 ± 0.029 -> 0.706 ± 0.028"
+    assert verdict("grpo_high_lr").startswith(
+        "collapsed at step 1: held-out exact_match 0.364 ± 0.029 -> 0; policy/approxkl is 5.606, above 0.05: "
+    )
+    assert verdict("impossible_task").startswith(
+        "did not learn: held-out exact_match 0.364 ± 0.029 -> 0.36 ± 0.029; group/zero_std_fraction is 0.9375, "
+    )
+    assert verdict("shuffled_scores") == (
+        "did not learn: held-out exact_match 0.364 ± 0.029 -> 0.314 ± 0.028, worse than after step 0"
+    )
+
+
+def test_without_evaluations_the_training_score_is_judged() -> None:
+    assert verdict("grpo", evaluated=False) == "learned: objective/score in training 0.441 ± 0.055 -> 0.587 ± 0.053"
+    assert judge(healthy(5), [], []) == ""
+
+
+def test_a_loss_is_the_better_the_lower() -> None:
+    evaluations = [{"step": 0, "eval/loss": 4.6}, {"step": 600, "eval/loss": 0.4}]
+    assert judge([], evaluations, []) == "learned: held-out loss 4.6 -> 0.4"
+    evaluations = [{"step": 0, "eval/loss": 0.4}, {"step": 600, "eval/loss": 4.6}]
+    assert judge([], evaluations, []) == "did not learn: held-out loss 0.4 -> 4.6, worse than after step 0"
+
+
+def test_a_run_that_lost_what_it_had_gained_has_collapsed() -> None:
+    values = {0: 0.1, 10: 0.5, 20: 0.52, 30: 0.08}
+    evaluations = [{"step": step, "eval/right": value, "eval/right_ci95": 0.04} for step, value in values.items()]
+    told = "held-out right 0.1 ± 0.04 -> 0.08 ± 0.04, best 0.52 ± 0.04 at step 20"
+    assert judge([], evaluations, []) == f"collapsed at step 30: {told}"
+    lines = changed(24, policy__grad_norm=lambda step, value: 40.0 if step == 24 else value)
+    assert judge(lines, evaluations, watch(lines).findings) == f"collapsed at step 30: {told}"
+    lines = changed(24, policy__approxkl=lambda step, value: 0.4)
+    assert judge(lines, evaluations, watch(lines).findings).startswith(f"collapsed at step 24: {told}; policy/approxkl")
