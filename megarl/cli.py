@@ -123,6 +123,7 @@ def doctor() -> None:
 
 
 def _train(path: Path, config: RunConfig) -> None:
+    _show_imports()
     from megarl.config import ConfigError, Problem, TrainingConfig
     from megarl.loop import train
 
@@ -134,6 +135,7 @@ def _train(path: Path, config: RunConfig) -> None:
 
 
 def _evaluate(path: Path, config: RunConfig) -> None:
+    _show_imports()
     from megarl.config import ConfigError, EvalConfig, Problem
     from megarl.loop import evaluate as evaluation
 
@@ -142,6 +144,14 @@ def _evaluate(path: Path, config: RunConfig) -> None:
             problem = Problem(field="stage", value=config.stage, rule="the stage eval", fix="use megarl train")
             raise ConfigError([problem])
         evaluation.evaluate(config)
+
+
+def _show_imports() -> None:
+    """Says what a busy machine may do for minutes."""
+    from megarl.run.display import phase_line
+    from megarl.run.timers import process_age
+
+    typer.echo(phase_line("imports", process_age()))
 
 
 def _load(path: Path, overrides: list[str] | None) -> RunConfig:

@@ -18,7 +18,7 @@ from examples.sort_letters.curves import draw_curves
 from examples.sort_letters.data import write_data
 from examples.sort_letters.memory import MemoryWatch
 from examples.sort_letters.report import print_costs, print_results, print_samples
-from examples.sort_letters.results import evaluations, samples, summary
+from examples.sort_letters.results import evaluations, run_seconds, samples, summary
 from examples.sort_letters.stages import CONFIGS, StageError, raise_on_sigterm, train
 
 DIRECTORY = Path("runs/demo")
@@ -63,7 +63,8 @@ def run_demo(seed: int, settings: Sequence[str], console: Console) -> None:
     with MemoryWatch() as memory:
         seconds = {"data": make_inputs(seed, console)}
         for stage in STAGES:
-            seconds[stage] = train(stage, settings, memory.environment, console)
+            train(stage, settings, memory.environment, console)
+            seconds[stage] = run_seconds(DIRECTORY / stage)
     peak_memory_gb = memory.peak_bytes / 1e9
     results = {"seed": seed, **summary(DIRECTORY), "seconds": seconds, "peak_memory_gb": peak_memory_gb}
     (DIRECTORY / "summary.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")

@@ -78,6 +78,11 @@ def samples(run_dir: Path, step: int) -> list[Sample]:
     ]
 
 
+def run_seconds(run_dir: Path) -> float:
+    """What a run took, as it has said itself."""
+    return json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["seconds"]
+
+
 def summary(directory: Path) -> dict[str, float]:
     """The demo's results by name.
 

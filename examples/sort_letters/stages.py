@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -29,7 +28,7 @@ class StageError(RuntimeError):
         self.status = status
 
 
-def train(stage: str, overrides: Sequence[str], environment: Mapping[str, str], console: Console) -> float:
+def train(stage: str, overrides: Sequence[str], environment: Mapping[str, str], console: Console) -> None:
     """Runs one stage to its end; its progress is what it prints itself.
 
     Args:
@@ -38,15 +37,11 @@ def train(stage: str, overrides: Sequence[str], environment: Mapping[str, str], 
         environment: of its process.
         console: where the command is told.
 
-    Returns:
-        Seconds that it took.
-
     Raises:
         StageError: it failed.
     """
     arguments = ["train", str(CONFIGS / f"{stage}.yaml"), *overrides]
     console.print(f"\nmegarl {' '.join(arguments)}", style="bold", markup=False, soft_wrap=True)
-    start = time.perf_counter()
     process = subprocess.Popen([sys.executable, "-m", "megarl", *arguments], env=dict(environment))
     try:
         status = process.wait()
@@ -56,7 +51,6 @@ def train(stage: str, overrides: Sequence[str], environment: Mapping[str, str], 
         raise
     if status:
         raise StageError(stage, status)
-    return time.perf_counter() - start
 
 
 def raise_on_sigterm() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Sequence
 from contextlib import closing
 from statistics import NormalDist
@@ -27,8 +26,10 @@ from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.check import check
 from megarl.preflight.datasets import PromptSets
 from megarl.run.directory import EvaluationDirectory, attempt, model_directory
+from megarl.run.display import counted, phase_line
 from megarl.run.report import EvaluationReporter, Summary
 from megarl.run.results import EvaluationResult, prompt_scores, shown_samples
+from megarl.run.timers import process_age
 from megarl.types import SampleInfo
 
 _STANDARD_ERRORS = NormalDist().inv_cdf(0.975)
@@ -157,7 +158,7 @@ def evaluate(config: EvalConfig) -> Summary:
         ConfigError: The model, the data or run.dir cannot be used.
         RunError: The evaluation failed.
     """
-    start = time.perf_counter()
+    print(phase_line("checking models, data and functions", process_age()), flush=True)
     data = check(config)
     assert isinstance(data, PromptSets)
     check_gpus(config)
@@ -170,10 +171,10 @@ def evaluate(config: EvalConfig) -> Summary:
         with EvaluationReporter(config, directory) as reporter, session:
             result = _evaluate_model(config, session, directory, data)
             reporter.write(result, f"{config.model.path or 'a random model'} on {config.evaluation.prompts.path}")
-        seconds = time.perf_counter() - start
+        seconds = process_age()
         summary = Summary(stage=config.stage, steps=0, seconds=seconds, evaluation=result.metrics)
         summary.write(directory.summary)
-    print(f"{len(data.held_out)} prompts in {seconds:.0f} s; samples are in {directory.samples}", flush=True)
+    print(f"{counted(len(data.held_out), 'prompt')} in {seconds:.0f} s; samples are in {directory.samples}", flush=True)
     return summary
 
 

@@ -79,14 +79,17 @@ class RolloutTrainer(Generic[C]):
     def start(self) -> None:
         """Starts every process, loads every model, and connects the actor with the engines."""
         start_all(self._trainers, self._engines, self._rules, self._model_dir, sleep=self._config.rollout.sleep)
+        self._phase("connections")
         self._resharder.connect().wait()
 
     def begin(self, step: int) -> Metrics:
         """Moves the actor's weights into the engines, and compares the log-probabilities of both."""
         gate = self._config.resharding.gate
         check = None if gate is None else LogprobCheck(self._config, self.roles["actor"])
+        self._phase("weights into the engines")
         metrics = self._colocation.sync(step).metrics()
         if check is not None:
+            self._phase("log-probabilities compared")
             metrics = {**metrics, **check.compare(self._engines)}
         self._buffer.begin(step)
         return metrics

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,10 +18,12 @@ from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.check import check
 from megarl.run.checkpoints import ROLLOUTS, Checkpoint, writing
 from megarl.run.directory import RunDirectory, attempt, model_directory
-from megarl.run.report import Reporter, Summary
+from megarl.run.display import phase_line
+from megarl.run.report import Reporter, Summary, processes
 from megarl.run.results import EvaluationResult, StepResult
 from megarl.run.resume import finished_message
 from megarl.run.sinks import Metrics
+from megarl.run.timers import process_age
 from megarl.types import RoleName
 
 
@@ -86,7 +87,7 @@ def train(config: TrainingConfig) -> Summary:
         ConfigError: The model, the data or run.dir cannot be used.
         RunError: The run failed.
     """
-    start = time.perf_counter()
+    print(phase_line("checking models, data and functions", process_age()), flush=True)
     data = check(config)
     check_gpus(config)
     directory = RunDirectory(config)
@@ -99,17 +100,21 @@ def train(config: TrainingConfig) -> Summary:
         closing(directory),
         attempt(directory, taken),
         Reporter(config, directory, taken, data.left_out) as reporter,
-        session,
+        ExitStack() as opened,
     ):
+        reporter.phase("Ray")
+        opened.enter_context(session)
+        reporter.phase(f"{processes(config)} with their models")
         model_dir = model_directory(config, directory.path)
         trainer = TRAINERS[config.stage](config, session, model_dir, data, reporter.phase)
         if directory.latest is not None:
             _load(trainer, directory.latest)
         trainer.start()
         if directory.latest is not None:
+            reporter.phase("the checkpoint")
             _restore(trainer, config, directory.latest)
         ready = trainer.begin(taken)
-        reporter.started(time.perf_counter() - start, ready)
+        reporter.started(ready)
         if taken == 0:
             reporter.evaluated(trainer.evaluate(0))
         for step in range(taken + 1, config.run.steps + 1):
@@ -124,7 +129,7 @@ def train(config: TrainingConfig) -> Summary:
                 _save(trainer, config, directory, step)
         export = trainer.finish(directory.export)
         trainer.close()
-        return reporter.finished(export, time.perf_counter() - start)
+        return reporter.finished(export)
 
 
 def _due(step: int, every: int | None, last: int) -> bool:

@@ -46,7 +46,7 @@ class Attempt:
 
     Args:
         number: from 1.
-        time: of its start, seconds since 1970.
+        time: of its process's start, seconds since 1970.
         step: that it resumed after; 0 at the beginning.
         job: number of the Slurm job, if any.
         restart: times that Slurm had restarted that job.
@@ -69,13 +69,13 @@ class AttemptLog:
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._path, self._clock, self._number = path, clock, 1
 
-    def start(self, step: int) -> None:
-        """Records the start of an attempt that resumes after `step`."""
+    def start(self, step: int, age: float = 0.0) -> None:
+        """Records the start of an attempt that resumes after `step`; its process is so many seconds old."""
         with _report_errors(self._path):
             self._number = 1 + max((attempt.number for attempt in read_attempts(self._path)), default=0)
         attempt = Attempt(
             number=self._number,
-            time=self._clock(),
+            time=self._clock() - age,
             step=step,
             host=socket.gethostname(),
             pid=os.getpid(),

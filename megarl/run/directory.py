@@ -27,6 +27,7 @@ from megarl.run.resume import (
     refuse_other_runs,
     run_dir_error,
 )
+from megarl.run.timers import process_age
 
 
 class RunDirectory(RunPaths):
@@ -133,7 +134,7 @@ def attempt(paths: RunPaths, taken: int = 0) -> Iterator[None]:
     """
     log = AttemptLog(paths.attempts)
     with interrupts_raise():
-        log.start(taken)
+        log.start(taken, process_age())
         try:
             yield
         except BaseException as error:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal, Self
 
@@ -16,11 +16,12 @@ from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RunConfig, Training
 from megarl.data.sources import LeftOutRows
 from megarl.files import read_lines, write_durably
 from megarl.run.directory import RunDirectory
-from megarl.run.display import COLUMNS, counted, metrics_table, open_display
-from megarl.run.health import HealthFinding, HealthMonitor, watch
+from megarl.run.display import COLUMNS, Column, counted, metrics_table, open_display, phase_line
+from megarl.run.health import LIMITS, HealthFinding, HealthMonitor, watch
 from megarl.run.paths import RunPaths
 from megarl.run.results import EvaluationResult, ShownSample, StepResult
 from megarl.run.sinks import JsonlSink, Metrics, Sink, TensorBoardSink, WandbSink, as_json
+from megarl.run.timers import process_age
 from megarl.run.verdict import judge
 
 _SAMPLED: Final = "rollout/samples"
@@ -89,7 +90,7 @@ class Summary:
 
     Args:
         steps: of all attempts.
-        seconds: of the last attempt.
+        seconds: of the last attempt, from the start of its process.
         start: such as those of the first sync.
         responses: of all attempts, how many were `sampled`, and how many of them are `unscored`.
         evaluation: of the last evaluation.
@@ -123,12 +124,19 @@ class Reporter:
 
     Args:
         taken: steps that earlier attempts have taken.
+        clock: seconds of the run.
     """
 
     def __init__(
-        self, config: TrainingConfig, directory: RunDirectory, taken: int, left_out: LeftOutRows | None = None
+        self,
+        config: TrainingConfig,
+        directory: RunDirectory,
+        taken: int,
+        left_out: LeftOutRows | None = None,
+        clock: Callable[[], float] = process_age,
     ) -> None:
-        self._config, self._directory, self._taken = config, directory, taken
+        self._config, self._directory, self._taken, self._clock = config, directory, taken, clock
+        self._phases, self._started = [("imports and checks", 0.0)], False
         self._left_out = left_out or LeftOutRows()
         self._start: Metrics = {}
         self._last_step: Metrics = {}
@@ -141,8 +149,9 @@ class Reporter:
             self._metrics = opened.enter_context(closing(JsonlSink(directory.metrics)))
             self._updates = opened.enter_context(closing(JsonlSink(directory.updates)))
             self._evaluations = opened.enter_context(EvaluationReporter(config, directory, taken=self._taken))
-            print(_starting(config), flush=True)
-            display = open_display(config.stage, COLUMNS[config.stage], steps=config.run.steps, done=self._taken)
+            display = open_display(
+                config.stage, run_columns(config), steps=config.run.steps, done=self._taken, clock=self._clock
+            )
             self._display = opened.enter_context(closing(display))
             self._opened = opened.pop_all()
         return self
@@ -155,16 +164,24 @@ class Reporter:
             print(f"interrupted; nothing of the run is left running. The same command {again}", file=sys.stderr)
 
     def phase(self, name: str) -> None:
-        """Shows what the run is doing."""
+        """Shows what the run does from now on; during the start, also in a line with the clock."""
         self._display.phase(name)
+        if not self._started:
+            self._phases.append((name, self._clock()))
+            print(phase_line(*self._phases[-1]), flush=True)
 
-    def started(self, seconds: float, metrics: Metrics) -> None:
-        """Reports that all processes run, and keeps the metrics of the start."""
+    def started(self, metrics: Metrics) -> None:
+        """Reports that all processes run, with the seconds of each phase, and keeps the metrics of the start."""
         if self._left_out.rows:
             self._left_out.write(self._directory.left_out)
             print(self._left_out.message(self._directory.left_out), flush=True)
+        now = self._clock()
+        ends = [*(begun for _, begun in self._phases[1:]), now]
+        took = (f"{name} {end - begun:.0f} s" for (name, begun), end in zip(self._phases, ends, strict=True))
         resumed = f", resuming after step {self._taken}" if self._taken else ""
-        print(f"started in {seconds:.0f} s{resumed}; the processes print into {self._directory.logs}", flush=True)
+        print(f"started in {now:.0f} s ({', '.join(took)}){resumed}", flush=True)
+        print(f"the processes print into {self._directory.logs}", flush=True)
+        self._started = True
         self._start = dict(metrics)
 
     def write(self, result: StepResult) -> None:
@@ -186,8 +203,9 @@ class Reporter:
             self._evaluations.write(result, f"evaluation after step {result.step}")
             self._evaluation = result.metrics
 
-    def finished(self, export: Metrics, seconds: float) -> Summary:
-        """Writes and returns the summary from the export's metrics and the seconds of this attempt, and prints it."""
+    def finished(self, export: Metrics) -> Summary:
+        """Writes and returns the summary with the export's metrics, and prints it."""
+        seconds = self._clock()
         summary = Summary(
             stage=self._config.stage,
             steps=self._config.run.steps,
@@ -212,14 +230,31 @@ class Reporter:
         return summary
 
 
-def _starting(config: TrainingConfig) -> str:
-    processes = sum(len(config.device_list(group)) for group in config.groups)
+def run_columns(config: TrainingConfig) -> dict[str, Column]:
+    """Returns the columns of the metrics that a run has, with the limits of healthy values in place of units."""
+    absent: set[str] = set()
+    if isinstance(config, PPOConfig):
+        has = {
+            "objective/kl": any("reference" in group.roles for group in config.groups.values()),
+            "group/zero_std_fraction": config.data.samples_per_prompt > 1,
+            "value/explained_variance": config.critic is not None,
+            "rollout/logprob_gap": config.algo.correction.old_logprobs == "recompute",
+        }
+        absent = {metric for metric, present in has.items() if not present}
+    return {
+        metric: replace(column, unit=LIMITS.get(metric, column.unit))
+        for metric, column in COLUMNS[config.stage].items()
+        if metric not in absent
+    }
+
+
+def processes(config: TrainingConfig) -> str:
+    """Returns the number of the run's trainers and engines, and of the nodes, in words."""
+    count = sum(len(config.device_list(group)) for group in config.groups)
     if isinstance(config, PPOConfig | RAFTConfig):
-        processes += config.rollout.engines
-    cluster = config.cluster
-    if cluster.address is None:
-        return f"starting Ray and {processes} processes"
-    return f"starting {processes} processes on {counted(cluster.nodes, 'node')}"
+        count += config.rollout.engines
+    nodes = f" on {counted(config.cluster.nodes, 'node')}" if config.cluster.address is not None else ""
+    return f"{count} processes{nodes}" if count != 1 else f"1 process{nodes}"
 
 
 def _entry(finding: HealthFinding) -> dict[str, str | int | None]:

@@ -7,9 +7,13 @@ import threading
 
 from rich.console import Console
 
-from megarl.run.display import ConsoleSink, ProgressSink, open_display
+from megarl.run.display import Column, ConsoleSink, ProgressSink, counted, open_display, short
 
-COLUMNS = {"objective/score": "score", "objective/kl": "KL"}
+COLUMNS = {
+    "objective/score": Column(heading="score"),
+    "objective/kl": Column(heading="KL", unit="nats"),
+    "policy/approxkl": Column(heading="approx KL", unit="< 0.05"),
+}
 
 
 def terminal(width: int = 100) -> tuple[Console, io.StringIO]:
@@ -50,17 +54,45 @@ def test_a_run_that_goes_on_starts_where_it_was() -> None:
 
 def test_many_metrics_wrap_instead_of_being_cut() -> None:
     console, out = terminal(width=40)
-    display = open_display("x", {f"m{i}": f"metric {i}" for i in range(12)}, steps=2, console=console)
+    display = open_display("x", {f"m{i}": Column(heading=f"metric {i}") for i in range(12)}, steps=2, console=console)
     display.write(1, {f"m{i}": i + 0.5 for i in range(12)})
     display.close()
     assert all(f"metric {i} {i}.5" in out.getvalue() for i in range(12))
 
 
+def test_a_terminal_shows_the_clock_of_the_run() -> None:
+    console, out = terminal()
+    open_display("SFT", COLUMNS, steps=20, clock=lambda: 3725.0, console=console).close()
+    assert "1:02:05" in out.getvalue()
+
+
 def test_a_file_gets_plain_rows() -> None:
     out = io.StringIO()
-    display = open_display("PPO", COLUMNS, steps=2, console=Console(file=out, width=80))
+    display = open_display("PPO", COLUMNS, steps=12, console=Console(file=out, width=80))
     assert isinstance(display, ConsoleSink)
+    display.write(1, {"objective/score": 0.5, "policy/approxkl": 0.00123456})
     display.phase("rollout")
-    display.write(1, {"objective/score": 0.5})
+    display.write(2, {"objective/score": -1234.56, "objective/kl": 3.4e-7, "policy/approxkl": 0.0})
     display.close()
-    assert out.getvalue().splitlines() == ["      step      score         KL", "       1/2        0.5          -"]
+    assert out.getvalue().splitlines() == [
+        "   step    score       KL approx KL",
+        "                     nats    < 0.05",
+        "   1/12      0.5        -   0.00123",
+        "   2/12    -1235  3.4e-07         0",
+    ]
+
+
+def test_a_long_run_repeats_its_heading() -> None:
+    out = io.StringIO()
+    display = open_display("PPO", COLUMNS, steps=100, console=Console(file=out, width=80))
+    for step in range(1, 101):
+        display.write(step, {"objective/score": 0.5})
+    lines = out.getvalue().splitlines()
+    assert [index for index, line in enumerate(lines) if "score" in line] == [0, 42, 84]
+
+
+def test_numbers_are_short() -> None:
+    assert [short(value) for value in (None, 7, 0.123456, 12345.6, 123456.7, 4.178e-7)] == [
+        "-", "7", "0.1235", "12346", "123457", "4.178e-07"
+    ]  # fmt: skip
+    assert [counted(count, "step") for count in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]

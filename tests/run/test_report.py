@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from megarl.config import load
+from megarl.config import PPOConfig, TrainingConfig, load
+from megarl.config.schema import Correction
 from megarl.run.directory import RunDirectory
-from megarl.run.report import Reporter
+from megarl.run.report import Reporter, run_columns
 from megarl.run.results import EvaluationResult, PromptScores, ShownSample, StepResult
 from tests.loop.test_model_directory import DEBUG
 
@@ -60,16 +61,24 @@ def test_extremes_of_updates_are_the_largest_and_the_smallest() -> None:
 def test_every_file_has_its_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = load(DEBUG, [f"run.dir={tmp_path}", "run.steps=1"])
     directory = RunDirectory(config)
-    with Reporter(config, directory, taken=0) as reporter:
-        reporter.started(3.0, {"sync/logprob_mean_abs_diff": 1e-6})
+    now = [1.0]
+    with Reporter(config, directory, taken=0, clock=lambda: now[0]) as reporter:
+        reporter.phase("Ray")
+        now[0] = 5.0
+        reporter.phase("5 processes")
+        now[0] = 9.0
+        reporter.started({"sync/logprob_mean_abs_diff": 1e-6})
         reporter.write(RESULT)
         reporter.evaluated(EVALUATION)
         reporter.evaluated(None)
-        reporter.finished({"normalisation/mean": 0.5}, 12.3)
+        now[0] = 12.3
+        reporter.finished({"normalisation/mean": 0.5})
     printed = capsys.readouterr().out
-    assert printed.splitlines()[:2] == [
-        "starting Ray and 5 processes",
-        f"started in 3 s; the processes print into {directory.logs}",
+    assert printed.splitlines()[:4] == [
+        "     1 s  Ray",
+        "     5 s  5 processes",
+        "started in 9 s (imports and checks 1 s, Ray 4 s, 5 processes 4 s)",
+        f"the processes print into {directory.logs}",
     ]
     assert "no score" not in printed
     assert "evaluation after step 1" in printed
@@ -112,10 +121,10 @@ def test_responses_without_a_score_are_told_in_their_steps_and_at_the_end(
     directory = RunDirectory(config)
     with Reporter(config, directory, taken=0) as reporter:
         reporter.write(unscored(1, mixed=16, length=3))
-    with Reporter(config, directory, taken=1) as reporter:
+    with Reporter(config, directory, taken=1, clock=lambda: 12.3) as reporter:
         reporter.write(unscored(2, mixed=0, length=0))
         reporter.write(unscored(3, mixed=2, length=0))
-        reporter.finished({}, 12.3)
+        reporter.finished({})
     printed = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] if "have no score" in line else line for line in printed if "no score" in line] == [
         "step 1",
@@ -152,3 +161,24 @@ def test_updates_are_counted_over_the_whole_run(tmp_path: Path) -> None:
     with Reporter(config, directory, taken=2) as reporter:
         reporter.write(StepResult(step=3, metrics={}, updates=[{"policy/loss": 0.0}] * 4))
     assert [line["update"] for line in lines(directory.updates)] == [9, 10, 11, 12]
+
+
+def units(config: TrainingConfig) -> dict[str, str]:
+    """By heading."""
+    return {column.heading: column.unit for column in run_columns(config).values()}
+
+
+def test_the_columns_are_those_of_the_algorithm() -> None:
+    ppo, config = units(load(DEBUG)), load(DEBUG.with_stem("grpo"))
+    grpo = units(config)
+    assert {"KL", "explained", "gap"} <= set(ppo)
+    assert set(ppo) - set(grpo) == {"explained"}
+    assert set(ppo) - set(units(load(DEBUG, ["data.samples_per_prompt=1", "algo.mini_batches=1"]))) == {"zero std"}
+    assert isinstance(config, PPOConfig)
+    group = config.groups["train"]
+    alone = group.model_copy(update={"roles": {"actor": group.roles["actor"]}})
+    algo = config.algo.model_copy(update={"correction": Correction(old_logprobs="rollout")})
+    without = units(config.model_copy(update={"groups": {"train": alone}, "algo": algo}))
+    assert set(grpo) - set(without) == {"KL", "gap"}
+    assert (ppo["approx KL"], ppo["truncated"], ppo["length"]) == ("< 0.05", "< 0.2", "tokens")
+    assert list(units(load(DEBUG.with_stem("sft")))) == ["loss", "lr", "grad norm", "tokens/s", "step s"]

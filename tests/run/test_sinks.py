@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from megarl.run.display import ConsoleSink
+from megarl.run.display import Column, ConsoleSink
 from megarl.run.sinks import JsonlSink, Metrics
 
 
@@ -66,11 +66,13 @@ def test_objects_may_be_nested_and_text_stays_readable(tmp_path: Path) -> None:
 
 def test_the_console_has_one_aligned_row_per_step() -> None:
     out = io.StringIO()
-    sink = ConsoleSink({"actor/loss": "loss", "tokens": "tokens"}, steps=12, console=Console(file=out, width=40))
+    columns = {"actor/loss": Column(heading="loss", unit="nats"), "tokens": Column(heading="tokens")}
+    sink = ConsoleSink(columns, steps=12, console=Console(file=out, width=40))
     sink.write(1, {"actor/loss": -0.123456, "tokens": 512, "hidden": 1.0})
     sink.write(12, {"actor/loss": math.nan})
     assert out.getvalue().splitlines() == [
-        "      step       loss     tokens",
-        "      1/12    -0.1235        512",
-        "     12/12        nan          -",
+        "   step     loss   tokens",
+        "            nats         ",
+        "   1/12   -0.123      512",
+        "  12/12      nan        -",
     ]

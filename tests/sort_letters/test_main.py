@@ -41,12 +41,13 @@ def sample(step: int, kind: str, response: str, score: float) -> Line:
     return {"step": step, "kind": kind, "prompt": "up dbca:", "response": response, "scores": scores}
 
 
-def stage(name: str, overrides: Sequence[str], environment: Mapping[str, str], console: Console) -> float:
+def stage(name: str, overrides: Sequence[str], environment: Mapping[str, str], console: Console) -> None:
     """Writes the files of a stage."""
     run_dir = Path(next((o.removeprefix("run.dir=") for o in overrides if "run.dir=" in o), f"runs/demo/{name}"))
     metrics = {"sft": "sft/loss", "reward_model": "reward_model/accuracy", "ppo": "objective/score"}[name]
     shared = {metrics: 0.5, "objective/kl": 0.1, "value/explained_variance": 0.2}
     write(run_dir / "metrics.jsonl", [{"step": step, **shared} for step in (1, 2)])
+    (run_dir / "summary.json").write_text(json.dumps({"seconds": 2.0}))
     if name == "reward_model":
         write(run_dir / "evaluations.jsonl", [{"step": 0, "eval/accuracy": 0.5}, {"step": 2, "eval/accuracy": 0.97}])
     if name == "ppo":
@@ -54,9 +55,8 @@ def stage(name: str, overrides: Sequence[str], environment: Mapping[str, str], c
         write(run_dir / "evaluations.jsonl", [evaluation(step, 0.35 + rises * step / 2, step) for step in (0, 1, 2)])
         shown = [sample(0, "evaluation", "dcba", 0.0), sample(1, "train", "dabc", 0.0)]
         gate = {"sync/logprob_mean_abs_diff": 1e-6, "sync/logprob_max_abs_diff": 3e-6}
-        (run_dir / "summary.json").write_text(json.dumps({"start": gate}))
+        (run_dir / "summary.json").write_text(json.dumps({"start": gate, "seconds": 2.0}))
         write(run_dir / "samples.jsonl", [*shown, sample(2, "evaluation", "abcd", 1.0)])
-    return 2.0
 
 
 @pytest.fixture

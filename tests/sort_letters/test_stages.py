@@ -34,9 +34,8 @@ def program(path: Path, body: str) -> str:
 def test_a_stage_is_the_ordinary_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
     told = tmp_path / "told"
     monkeypatch.setattr(sys, "executable", program(tmp_path / "python", f'echo "$A" "$@" > {told}; sleep 0.1'))
-    seconds = train("sft", ["run.seed=3"], {**os.environ, "A": "marked"}, console)
+    train("sft", ["run.seed=3"], {**os.environ, "A": "marked"}, console)
     assert told.read_text() == "marked -m megarl train configs/demo/sft.yaml run.seed=3\n"
-    assert 0.1 <= seconds < 60
     assert isinstance(console.file, StringIO)
     assert console.file.getvalue() == "\nmegarl train configs/demo/sft.yaml run.seed=3\n"
 

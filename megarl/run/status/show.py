@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from megarl.run.attempts import Attempt
-from megarl.run.display import COLUMNS, short
+from megarl.run.display import COLUMNS, counted, short
 from megarl.run.sinks import WRITTEN
 from megarl.run.status.format import ago, clock, duration, rate, step_duration
 from megarl.run.status.reading import RunStatus, StatusError, find_runs, read_status
@@ -101,7 +101,9 @@ def _progress(status: RunStatus) -> Iterator[Row]:
         until = f"; {duration(left)} left, until {clock(now + left, now)}" if left else ""
         yield "pace", f"{rate(pace.steps_per_hour)} steps/hour over the last {pace.steps}, {each} each{until}", ""
     columns = COLUMNS.get(status.stage or "", {})
-    shown = [f"{heading} {short(status.metrics[name])}" for name, heading in columns.items() if name in status.metrics]
+    shown = [
+        f"{column.heading} {short(status.metrics[name])}" for name, column in columns.items() if name in status.metrics
+    ]
     if shown:
         yield "metrics", ", ".join(shown), ""
 
@@ -111,13 +113,14 @@ def _engines(status: RunStatus) -> Iterator[Row]:
     metrics = status.metrics
     if "rollout/queue_depth" in metrics:
         age = metrics.get("staleness/mean")
-        sampled = f"{metrics['rollout/queue_depth']} sampled steps wait for the training"
+        depth = metrics["rollout/queue_depth"]
+        sampled = f"{counted(depth, 'sampled step')} wait{'s' * (depth == 1)} for the training"
         idle = f"engines idle {100 * metrics['rollout/engine_idle']:.0f}%"
         waited = f"trainers waited {step_duration(metrics['time/rollout'])} for samples"
         aged = [] if age is None else [f"samples {short(age)} versions old"]
         yield "engines", ", ".join([*aged, sampled, idle, waited]), ""
     if replaced := metrics.get("rollout/engines_replaced"):
-        yield "look at", f"{replaced} engines were replaced in this attempt, because they died or hung", "yellow"
+        yield "look at", f"{counted(replaced, 'engine')} replaced in this attempt, because they died or hung", "yellow"
 
 
 def _saved(status: RunStatus) -> Iterator[Row]:
@@ -126,7 +129,7 @@ def _saved(status: RunStatus) -> Iterator[Row]:
         return
     writing = f"; step {saved.writing} is not complete" if saved.writing is not None else ""
     took = f", about {duration(saved.seconds)}" if saved.seconds else ""
-    again = f"repeats {saved.again} steps{took}" if saved.again else "loses nothing"
+    again = f"repeats {counted(saved.again, 'step')}{took}" if saved.again else "loses nothing"
     if status.state.name == "finished":
         yield "checkpoint", f"step {saved.step}{writing}", ""
     elif saved.step:
@@ -203,7 +206,7 @@ def render_table(statuses: Sequence[RunStatus]) -> RenderableType:
 
 def _cells(status: RunStatus) -> tuple[str, ...]:
     columns = list(COLUMNS.get(status.stage or "", {}).items())[:_METRICS]
-    metrics = [f"{heading} {short(status.metrics[name])}" for name, heading in columns if name in status.metrics]
+    metrics = [f"{column.heading} {short(status.metrics[name])}" for name, column in columns if name in status.metrics]
     hanging = ["does it hang?"] if status.overdue is not None else []
     warnings = [*hanging, *status.state.message.splitlines()[:1], *status.troubles]
     cut = (text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..." for text in warnings)

@@ -150,10 +150,10 @@ def test_engines_that_sample_ahead_say_who_waits_for_whom(run: MadeRun) -> None:
     run.step(48, 60, time__rollout=3.0, staleness__mean=1.5, **ahead)
     (row,) = [line for line in lines(run) if line.startswith("engines")]
     assert row.split(maxsplit=1)[1] == (
-        "samples 1.5 versions old, 1 sampled steps wait for the training, engines idle 25%, "
+        "samples 1.5 versions old, 1 sampled step waits for the training, engines idle 25%, "
         "trainers waited 3 s for samples"
     )
-    assert any(line.startswith("look at") and "2 engines were replaced" in line for line in lines(run))
+    assert any(line.startswith("look at") and "2 engines replaced" in line for line in lines(run))
 
 
 def test_an_evaluation_by_itself_has_no_steps(tmp_path: Path) -> None:
