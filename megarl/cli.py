@@ -103,10 +103,12 @@ def plan(config_path: ConfigPath, overrides: Overrides = None) -> None:
     config = _load(config_path, overrides)
     from megarl.plan.run_plan import print_plan
     from megarl.preflight.check import check
+    from megarl.preflight.trial_calls import call_functions
     from megarl.run.resume import describe_run
 
     with _exit_codes(config_path):
         sets = check(config)
+        call_functions(config, sets)
         resume = describe_run(config)
     print_plan(config, sets, resume)
 

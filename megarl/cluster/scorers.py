@@ -98,6 +98,9 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
         tokenizer: directory of the tokenizer; None without one.
         functions: all functions of the run.
         warn: called with the first failure of each kind of each function.
+
+    Attributes:
+        failures: the last ones, one of each kind of each function.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
     ) -> None:
         self._functions, self._warn = tuple(functions), warn
         self._reported: set[tuple[str, str]] = set()
+        self.failures: list[str] = []
         devices, count = len(session.placement.slots), reward.processes
         args = (tokenizer, self._functions, reward, limits.calls)
         processes = [
@@ -143,7 +147,13 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
     def gather(self, call: Call[ScoredRows]) -> dict[int, Scores]:
         """Waits for the scores of `submit`, by chunk, and warns of failures; a sample without a score has NaN."""
         results = call.wait()
-        for (name, kind), unscored in (item for result in results for item in result.failures.items()):
+        failures = {kind: unscored for result in reversed(results) for kind, unscored in result.failures.items()}
+        if failures:
+            self.failures = [
+                f"reward function {name!r} on prompt {unscored.prompt_id!r}: {unscored.failure.reason}"
+                for (name, _), unscored in failures.items()
+            ]
+        for (name, kind), unscored in failures.items():
             if (name, kind) in self._reported:
                 continue
             self._reported.add((name, kind))

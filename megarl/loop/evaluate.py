@@ -25,6 +25,7 @@ from megarl.loop.scoring import REWARD_MODEL, Scorer, ScoresByReward, Values, gr
 from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.check import check
 from megarl.preflight.datasets import PromptSets
+from megarl.preflight.trial_calls import call_functions
 from megarl.run.directory import EvaluationDirectory, attempt, model_directory
 from megarl.run.display import counted, phase_line
 from megarl.run.report import EvaluationReporter, Summary
@@ -160,6 +161,7 @@ def evaluate(config: EvalConfig) -> Summary:
     """
     print(phase_line("checking models, data and functions", process_age()), flush=True)
     data = check(config)
+    call_functions(config, data)
     assert isinstance(data, PromptSets)
     check_gpus(config)
     directory = EvaluationDirectory(config)

@@ -140,7 +140,8 @@ class RolloutTrainer(Generic[C]):
         }
         prompts, count = {prompt.prompt_id: prompt for prompt in sampled.prompts}, self._config.tracking.samples
         shown = shown_samples(rollouts, prompts, scores, scores_by_reward, self._tokenizer, count, advantages)
-        return StepResult(step=step, metrics=all_metrics, updates=updates, samples=shown)
+        failures = () if self._rules is None else tuple(self._rules.failures)
+        return StepResult(step=step, metrics=all_metrics, updates=updates, samples=shown, failures=failures)
 
     def _asynchronous_metrics(self) -> Metrics:
         metrics: dict[str, float] = {}

@@ -14,8 +14,10 @@ from megarl.loop.ppo import PPOTrainer
 from megarl.loop.raft import RAFTTrainer
 from megarl.loop.reward_model import RewardModelTrainer
 from megarl.loop.supervised import SFTTrainer
+from megarl.loop.unscored import UnscoredSteps
 from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.check import check
+from megarl.preflight.trial_calls import call_functions
 from megarl.run.checkpoints import ROLLOUTS, Checkpoint, writing
 from megarl.run.directory import RunDirectory, attempt, model_directory
 from megarl.run.display import phase_line
@@ -89,6 +91,7 @@ def train(config: TrainingConfig) -> Summary:
     """
     print(phase_line("checking models, data and functions", process_age()), flush=True)
     data = check(config)
+    call_functions(config, data)
     check_gpus(config)
     directory = RunDirectory(config)
     if directory.finished:
@@ -117,8 +120,11 @@ def train(config: TrainingConfig) -> Summary:
         reporter.started(ready)
         if taken == 0:
             reporter.evaluated(trainer.evaluate(0))
+        unscored = UnscoredSteps(config)
         for step in range(taken + 1, config.run.steps + 1):
-            reporter.write(trainer.step(step))
+            result = trainer.step(step)
+            reporter.write(result)
+            unscored.add(result)
             if _due(step, trainer.evaluate_every, config.run.steps):
                 reporter.evaluated(trainer.evaluate(step))
             saves = _due(step, config.checkpoint.every, config.run.steps)

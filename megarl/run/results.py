@@ -138,12 +138,14 @@ class StepResult:
         step: from 1.
         metrics: without those of the optimizer steps.
         updates: metrics of each optimizer step.
+        failures: of calls of reward functions, with tracebacks.
     """
 
     step: int
     metrics: Metrics
     updates: Sequence[Metrics]
     samples: Sequence[ShownSample] = ()
+    failures: Sequence[str] = ()
 
     def all_metrics(self) -> dict[str, float]:
         """Returns all metrics; of those of optimizer steps the mean, of `*_max` and `*_min` the extreme."""

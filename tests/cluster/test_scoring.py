@@ -113,6 +113,9 @@ def test_a_failure_is_shown_once_with_its_prompt_and_its_traceback(scorers: Rule
     assert told.startswith("reward function 'quotient' gave prompt 'b' no score (calls: 1)")
     assert "rewards/unscored" in told
     assert "return 1.0 / (len(completion.response_ids) - size)" in told, "the user's line is missing"
+    (last,) = scorers.failures
+    assert last.startswith("reward function 'quotient' on prompt 'b': ")
+    assert last.endswith("ZeroDivisionError: float division by zero")
 
 
 @pytest.mark.dist

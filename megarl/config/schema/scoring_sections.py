@@ -61,6 +61,8 @@ class Reward(Section):
     """How long a call of a function may take, seconds; after that its responses have no score."""
     retries: Natural = 1
     """How often a call that failed is repeated."""
+    max_unscored_steps: Count | None = 3
+    """Steps in a row without any scored response that end the run with an error; null: none do."""
     shuffle: bool = False
     """Give each sample of a step the score of another one: a control run, in which there is nothing to learn."""
 

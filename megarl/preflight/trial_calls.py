@@ -1,0 +1,98 @@
+"""Calls every reward function before a run starts, on rows of its data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from megarl.config import ConfigError, EvalConfig, PPOConfig, Problem, RAFTConfig, RunConfig
+from megarl.config.schema import Reward, RewardFunction
+from megarl.data.tokenizer import Tokenizer
+from megarl.errors import RunError
+from megarl.preflight.datasets import PromptSets, Sets
+from megarl.rewards.scorer import RuleScorer, Unscored
+from megarl.types import Prompt, Ragged, RolloutChunk
+
+_LINES = 4
+"""Of a traceback: its last ones are shown."""
+
+
+def call_functions(config: RunConfig, sets: Sets) -> None:
+    """Calls every function of the run on a prompt of its data, and on two others if it fails; its score is not used.
+
+    The response is the prompt itself, and for the second prompt a text of its row. A call has `reward.time_limit`.
+
+    Raises:
+        ConfigError: a function failed on all of them.
+    """
+    if not isinstance(config, PPOConfig | RAFTConfig | EvalConfig) or not isinstance(sets, PromptSets):
+        return
+    named = [("reward.functions", config.reward.functions, sets.train)]
+    if config.evaluation is not None:
+        named.append(("evaluation.functions", config.evaluation.functions, sets.held_out))
+    problems = [
+        problem
+        for where, functions, prompts in named
+        for problem in _problems(where, functions, prompts, sets.tokenizer, config.reward)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _problems(
+    where: str,
+    functions: Sequence[RewardFunction],
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer | None,
+    reward: Reward,
+) -> Iterator[Problem]:
+    if not functions or not prompts:  # a standalone evaluation has no prompts for reward.functions
+        return
+    decode = None if tokenizer is None else tokenizer.decode
+    scorer = RuleScorer(functions, decode, reward.model_copy(update={"retries": 0}))
+    tried = [prompts[0], prompts[len(prompts) // 2], prompts[-1]]
+    try:
+        scorer.start()
+        for index, function in enumerate(functions):
+            failed = _call(scorer, index, tried, tokenizer)
+            if failed is not None:
+                reason = "\n".join(failed.failure.reason.splitlines()[-_LINES:])
+                rule = f"scores a response; on each of {len(tried)} prompts it failed, first on {failed.prompt_id!r}"
+                fix = "correct the function, or what it calls; docs/rewards.md has its signature"
+                field = f"{where}.{index}.name"
+                yield Problem(field=field, value=function.name, rule=f"{rule}:\n{reason}", fix=fix)
+    except RunError as error:
+        yield Problem(field=where, value="", rule=str(error), fix="correct the module")
+    finally:
+        scorer.close()
+
+
+def _call(scorer: RuleScorer, function: int, prompts: Sequence[Prompt], tokenizer: Tokenizer | None) -> Unscored | None:
+    """Calls a function until it scores a response; returns the first failure if it scores none."""
+    first: Unscored | None = None
+    for row, prompt in enumerate(prompts):
+        chunk = _chunk(prompt, _text(prompt, tokenizer) if row == 1 else prompt.token_ids)
+        _, failures = scorer.score({"": function}, scorer.completions(chunk, {0: prompt}), math.inf)
+        if not failures:
+            return None
+        first = first or next(iter(failures.values()))
+    return first
+
+
+def _text(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int]:
+    """Returns the first text or number of a prompt's row, such as its reference answer; else the prompt."""
+    texts = [str(value) for value in prompt.fields.values() if isinstance(value, str | int | float)]
+    return tokenizer.encode(texts[0]) if tokenizer is not None and texts else prompt.token_ids
+
+
+def _chunk(prompt: Prompt, response: Sequence[int]) -> RolloutChunk:
+    return RolloutChunk(
+        sample_ids=(f"{prompt.prompt_id}/trial",),
+        prompt_ids=Ragged.from_rows([prompt.token_ids], np.int32),
+        response_ids=Ragged.from_rows([response], np.int32),
+        rollout_logprobs=Ragged.from_rows([np.zeros(len(response))], np.float32),
+        finished=np.array([True]),
+        versions=((),),
+    )

@@ -1,0 +1,62 @@
+"""Every reward function is called before anything starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megarl.config import ConfigError, RunConfig, load
+from megarl.preflight.check import check
+from megarl.preflight.trial_calls import call_functions
+
+pytestmark = pytest.mark.process
+
+GRPO = Path(__file__).parents[2] / "configs" / "debug" / "grpo.yaml"
+
+
+def config(functions: Sequence[str], *overrides: str) -> RunConfig:
+    named = [{"name": f"tests.rewards.functions:{name}"} for name in functions]
+    return load(GRPO, [f"reward.functions={json.dumps(named)}", *overrides])
+
+
+def refusal(functions: Sequence[str], *overrides: str) -> ConfigError:
+    made = config(functions, *overrides)
+    with pytest.raises(ConfigError) as caught:
+        call_functions(made, check(made))
+    return caught.value
+
+
+def test_functions_that_score_pass() -> None:
+    made = config(["length", "process"])
+    call_functions(made, check(made))
+    sft = load(GRPO.with_stem("sft"))
+    call_functions(sft, check(sft))
+
+
+def test_a_function_that_fails_is_named_with_the_end_of_its_traceback() -> None:
+    error = refusal(["length", "seen", "exits"])
+    assert [problem.field for problem in error.problems] == ["reward.functions.1.name", "reward.functions.2.name"]
+    first, second = error.problems
+    assert first.value == "tests.rewards.functions:seen"
+    assert first.rule.endswith("KeyError: 'answer'")
+    assert 'completion.fields["answer"] == completion.response' in first.rule
+    assert second.rule.endswith("its process ended by exit status 3")
+
+
+def test_a_function_that_hangs_is_ended_after_its_time_limit() -> None:
+    (problem,) = refusal(["sleeps"], "reward.time_limit=0.2").problems
+    assert "it took longer than 0.2 s" in problem.rule
+
+
+def test_functions_of_evaluations_are_called_too() -> None:
+    (problem,) = refusal(["length"], 'evaluation.functions=[{name: "tests.rewards.functions:seen"}]').problems
+    assert problem.field == "evaluation.functions.0.name"
+
+
+def test_a_function_may_fail_on_some_rows() -> None:
+    functions = [{"name": "tests.rewards.functions:raises_once_in_a_while", "args": {"every": 4}}]
+    made = load(GRPO, [f"reward.functions={json.dumps(functions)}"])
+    call_functions(made, check(made))
