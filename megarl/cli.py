@@ -108,8 +108,8 @@ def plan(config_path: ConfigPath, overrides: Overrides = None) -> None:
 
     with _exit_codes(config_path):
         sets = check(config)
-        call_functions(config, sets)
         resume = describe_run(config)
+        call_functions(config, sets)
     print_plan(config, sets, resume)
 
 

@@ -133,6 +133,7 @@ def test_plan_prints_placement_and_batches() -> None:
     assert "KL by k1 in the reward, coefficient 0.05" in result.stdout
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("stage", "said"),
     [

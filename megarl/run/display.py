@@ -149,7 +149,7 @@ class ConsoleSink:
     def _row(self, first: str, cells: Sequence[str], style: str | None) -> None:
         headings = [column.heading for column in self._columns.values()]
         aligned = [cell.rjust(max(self._WIDTH, len(heading))) for cell, heading in zip(cells, headings, strict=True)]
-        self._print(" ".join([first.rjust(2 * len(str(self._steps)) + 3), *aligned]), style)
+        self._print(" ".join([first.rjust(2 * len(str(self._steps)) + 3), *aligned]).rstrip(), style)
 
     def _print(self, line: str, style: str | None) -> None:
         self._console.print(line, style=style, markup=False, soft_wrap=True)

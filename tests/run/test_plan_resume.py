@@ -93,6 +93,7 @@ def test_a_run_that_another_process_has_is_refused(run: Path) -> None:
     assert "is run by one process at a time" in result.stderr
 
 
+@pytest.mark.process
 def test_an_evaluation_does_not_go_where_a_run_is(run: Path, tmp_path: Path) -> None:
     result = plan(run, stage="eval")
     assert result.exit_code == 2

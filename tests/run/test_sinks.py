@@ -72,7 +72,7 @@ def test_the_console_has_one_aligned_row_per_step() -> None:
     sink.write(12, {"actor/loss": math.nan})
     assert out.getvalue().splitlines() == [
         "   step     loss   tokens",
-        "            nats         ",
+        "            nats",
         "   1/12   -0.123      512",
         "  12/12      nan        -",
     ]
