@@ -7,7 +7,8 @@ table has medians, and medians of the ratios within a repetition. The loads:
 
 - even: responses of equal lengths, whose generation takes about as long as the training;
 - lengths: every token ends its response with the same probability, so that a few responses are long;
-- rewards: equal lengths, and a reward function that sleeps from 0.5 to 4 s for each response.
+- rewards: equal lengths, and a reward function that sleeps from 0.5 to 4 s for each response;
+- passes: lengths as above, with a critic and a reference, which have a device of their own.
 
 Processes compute with one thread each. Seconds are those of all steps, the first included, which fills the pipeline.
 """
@@ -52,6 +53,7 @@ SETTINGS: Mapping[str, Any] = {
 EXACT = ["rollout.max_staleness=1"]
 BOUNDED = ["rollout.max_staleness=4", "rollout.mode=bounded"]
 INFLIGHT = ["rollout.max_staleness=4", "rollout.mode=inflight"]
+PARTS = ["rollout.inference_parts=8"]
 SLOW = "reward={processes: 8, functions: [{name: 'benchmarks.asynchronous:slow_tokens'}]}"
 
 
@@ -74,6 +76,18 @@ LOADS: Mapping[str, Load] = {
     "rewards": Load(
         overrides=[*EQUAL, SLOW],
         ways={"exact, 1": EXACT, "bounded, 4": BOUNDED, "inflight, 4": INFLIGHT},
+    ),
+    "passes": Load(
+        overrides=[
+            "data={prompts_per_step: 8, samples_per_prompt: 4}",
+            "rollout.max_new_tokens=480",
+            "cluster.devices_per_node=3",
+            "groups.values.devices=2",
+            "groups.values.roles={critic: {tokens_per_micro_batch: 2048}, reference: {tokens_per_micro_batch: 2048}}",
+            "algo={advantage: gae, kl: {in: reward, estimator: k1, coef: 0.05}}",
+            "critic.optimizer.lr=1.0e-6",
+        ],
+        ways={"8 parts": PARTS, "exact, 1": EXACT, "1, 8 parts": [*EXACT, *PARTS]},
     ),
 }
 SYNCHRONOUS = "synchronous"
@@ -100,7 +114,7 @@ class Times:
     """What the steps of a run took, s per step.
 
     Args:
-        training: forward passes and updates.
+        training: forward passes, as far as they wait for no response or score, and updates.
         syncing: the transfer of the weights.
         age: mean age of the tokens, versions.
         oldest: the largest one.
@@ -124,7 +138,8 @@ class Times:
 
         return cls(
             step=mean("time/step"),
-            training=mean("time/logprobs") + mean("time/update"),
+            training=sum(min(step["time/logprobs"], step["time/experience"]) for step in steps) / len(steps)
+            + mean("time/update"),
             syncing=mean("sync/seconds"),
             age=mean("staleness/mean"),
             oldest=max(step["staleness/max"] for step in steps),

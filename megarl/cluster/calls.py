@@ -7,7 +7,7 @@ whose peers may wait in a collective forever, and an error where one exceeds the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -101,6 +101,15 @@ class Task(Generic[T]):
                 self._error = error
                 raise
         return self if self.finished or self._awaited is None else self._awaited
+
+
+def together(routines: Iterable[Routine[T]]) -> Routine[list[T]]:
+    """Runs routines at the same time; returns their results in the order of the routines."""
+    tasks = [Task(routine) for routine in routines]
+    while unfinished := [task for task in tasks if not task.finished]:
+        awaited = [task.advance() for task in unfinished]
+        yield Condition(lambda awaited=awaited: any(each.finished for each in awaited))
+    return [task.result for task in tasks]
 
 
 @dataclass(eq=False, kw_only=True)

@@ -57,6 +57,15 @@ class Rollouts:
             chunks=ChunkRefs[RolloutChunk].joined(part.chunks for part in parts),
         )
 
+    def parts(self, count: int) -> list[Rollouts]:
+        """Returns the samples in at most `count` parts of adjacent chunks, which keep their numbers."""
+        return [
+            Rollouts(
+                samples=tuple(sample for sample in self.samples if sample.chunk in own), chunks=self.chunks.only(own)
+            )
+            for own in _split(range(len(self.chunks)), count)
+        ]
+
 
 @dataclass(eq=False, kw_only=True)
 class PendingRollouts:
@@ -68,7 +77,11 @@ class PendingRollouts:
 
     @property
     def finished(self) -> bool:
-        return len(self.answers) == len(self.items)
+        return all(item.chunk in self.answers for item in self.items)
+
+    def parts(self, count: int) -> list[PendingRollouts]:
+        """Returns what `Rollouts.parts` returns of the result; each part is finished with its own last response."""
+        return [replace(self, items=items) for items in _split(self.items, count)]
 
     def result(self) -> Rollouts:
         """Returns the finished rollouts; the samples are in the order of the requests."""

@@ -21,7 +21,7 @@ from megarl.data.tokenizer import has_tokenizer, load_tokenizer
 from megarl.remote import remote
 from megarl.rewards.functions import labels
 from megarl.rewards.scorer import Failures, RuleScorer, Scores
-from megarl.types import Prompt, RolloutChunk, SampleInfo
+from megarl.types import Prompt, RolloutChunk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,17 +132,17 @@ class RuleScorers(WorkerGroup[ScoringProcess]):
         """
         indices = {label: self._functions.index(own) for label, own in zip(labels(functions), functions, strict=True)}
         by_prompt = any(function.unit == "group" for function in functions)
-        shares: dict[object, list[SampleInfo]] = {}
+        numbers: dict[str, int] = {}  # of the prompts
+        shares: dict[int, dict[int, dict[int, Prompt]]] = {}  # by process, chunk and row
         for sample in sorted(rollouts.samples, key=lambda sample: (sample.chunk, sample.row)):
-            shares.setdefault(sample.prompt_id if by_prompt else sample.chunk, []).append(sample)
-        count = min(len(self.processes), len(shares))
-        requests: list[ScoreRequest] = []
-        for index in range(count):
-            own: dict[int, dict[int, Prompt]] = {}
-            for sample in (sample for share in list(shares.values())[index::count] for sample in share):
-                own.setdefault(sample.chunk, {})[sample.row] = prompts[sample.prompt_id]
-            requests.append(ScoreRequest(functions=indices, rollouts=rollouts.chunks.only(own), prompts=own))
-        return self.call_each(ScoringProcess.score, requests)
+            number = numbers.setdefault(sample.prompt_id, len(numbers)) if by_prompt else sample.chunk
+            own = shares.setdefault(number % len(self.processes), {})
+            own.setdefault(sample.chunk, {})[sample.row] = prompts[sample.prompt_id]
+        requests = [
+            ScoreRequest(functions=indices, rollouts=rollouts.chunks.only(own), prompts=own) for own in shares.values()
+        ]
+        processes = [self.processes[index] for index in shares]
+        return self.submit(ScoringProcess.score, [(request,) for request in requests], processes=processes)
 
     def gather(self, call: Call[ScoredRows]) -> dict[int, Scores]:
         """Waits for the scores of `submit`, by chunk, and warns of failures; a sample without a score has NaN."""

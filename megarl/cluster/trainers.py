@@ -101,10 +101,10 @@ class Trainers:
     groups: Mapping[str, WorkerGroup[MegatronWorker]]
     roles: Mapping[RoleName, RemoteRole]
 
-    @property
-    def chunks(self) -> int:
-        """Returns the maximum number of chunks of a step."""
-        return _CHUNKS_PER_REPLICA * max((role.layout.dp for role in self.roles.values()), default=1)
+    def chunks(self, parts: int = 1) -> int:
+        """Returns the maximum number of chunks of a step, enough for all replicas to share in each of its parts."""
+        replicas = max((role.layout.dp for role in self.roles.values()), default=1)
+        return max(_CHUNKS_PER_REPLICA, parts) * replicas
 
     def start(self, model_dir: str) -> None:
         """Connects the ranks of every group, builds the roles and loads their weights, and waits; see `start_all`."""

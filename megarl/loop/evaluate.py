@@ -191,7 +191,7 @@ def _evaluate_model(
     print(f"the processes print into {directory.logs}", flush=True)
     scorer = Scorer(config, trainers.roles, rules, engines)
     colocation = Colocation(trainers, engines, None, sleep=config.rollout.sleep)
-    chunks = max(trainers.chunks, _CHUNKS_PER_ENGINE * config.rollout.engines)
+    chunks = max(trainers.chunks(), _CHUNKS_PER_ENGINE * config.rollout.engines)
     result = Evaluator(config, data, engines, scorer, colocation, chunks).evaluate(0)
     close_all(trainers, engines, rules)
     return result

@@ -12,25 +12,23 @@ from typing import Any
 
 from megarl.algos.kl import KLController
 from megarl.algos.value_loss import ValueMoments
-from megarl.cluster.calls import ChunkCall, rank0_result
+from megarl.cluster.calls import rank0_result
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
 from megarl.config import PPOConfig
 from megarl.experience.padded_batch import Columns
+from megarl.loop.forward_passes import Forward, ForwardPasses
 from megarl.loop.rollout_trainer import RolloutTrainer
 from megarl.loop.sampler import DynamicSampling, Sampled, Sampler
 from megarl.loop.scoring import ScoredBatch, sample_filter, score_batch
 from megarl.loop.update import PretrainMix, StepPlan, Updater
 from megarl.megatron.worker import MegatronWorker
-from megarl.megatron.worker_requests import ExperienceRequest, ForwardRequest
+from megarl.megatron.worker_requests import ExperienceRequest
 from megarl.preflight.datasets import PromptSets
 from megarl.run.results import StepResult
 from megarl.run.sinks import Metrics
 from megarl.run.timers import Timers
 from megarl.types import ExperienceChunk, Ragged, StepContext
-
-Forwards = Mapping[str, ChunkCall[None, Ragged]]
-"""Calls of the forward passes over a step's rollouts: `logprobs`, `ref` and `values`, as far as there are any."""
 
 
 class PPOTrainer(RolloutTrainer[PPOConfig]):
@@ -41,6 +39,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
     ) -> None:
         algo = config.algo
         super().__init__(config, session, model_dir, data, phase, algo.scores.truncate_at)
+        self._forward_passes = ForwardPasses(config, self.roles)
         dynamic = None
         if algo.filter is not None:
             dynamic = DynamicSampling(keep=sample_filter(config.reward, algo), rounds=algo.filter_rounds)
@@ -50,9 +49,10 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             self._engines,
             self._scorer,
             self._colocation,
-            self._trainers.chunks,
+            self._trainers.chunks(config.rollout.inference_parts),
             dynamic=dynamic,
             greedy=algo.advantage.name == "remax",
+            begin_forwards=self._forward_passes.begin if dynamic is None else None,
         )
         self._buffer = self._make_buffer(sampler)
         pretrain_mix = None if config.ptx is None else PretrainMix(config, data.texts)
@@ -70,10 +70,11 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
                 sampled = self._buffer.take(step)
             plan = StepPlan(self._config, sampled.rollouts.samples, step)
             with timers("experience"):
-                forwards = self._forward(sampled, plan)
+                forwards = self._forward_passes.complete(sampled.rollouts, sampled.forwards)
                 batch = self._score(sampled, step)
                 if algo.old_logprobs_from_update and not self._updater.trains_actor(step, batch.trained_roles):
-                    forwards = {**forwards, "logprobs": self._actor_logprobs(sampled, plan)}  # for the metrics alone
+                    passes = [self._forward_passes.actor_logprobs(sampled.rollouts)]  # for the metrics alone
+                    forwards = {**forwards, "logprobs": passes}
                 experience, metrics = self._build_experience(sampled, plan, forwards, batch)
             with timers("update"):
                 updates = self._updater.update(
@@ -86,26 +87,6 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         timings = {**transfer, **timings}
         return self._result(step, sampled, scores, batch.scores_by_reward, updates, metrics, timings, advantages)
 
-    def _forward(self, sampled: Sampled, plan: StepPlan) -> Forwards:
-        """Starts the forward passes of actor, reference and critic over the rollouts, as far as they are needed."""
-        chunks, temperature = sampled.rollouts.chunks, self._config.rollout.temperature
-        critic, reference, algo = self.roles.get("critic"), self.roles.get("reference"), self._config.algo
-        calls: dict[str, ChunkCall[None, Ragged]] = {}
-        if algo.correction.old_logprobs == "recompute" and not algo.old_logprobs_from_update:
-            calls["logprobs"] = self._actor_logprobs(sampled, plan)
-        if reference is not None:
-            request = ForwardRequest(schedule=plan.inference("reference"), chunks=chunks, temperature=temperature)
-            calls["ref"] = reference.dispatch_by_chunk(MegatronWorker.logprobs, request)
-        if critic is not None:
-            request = ForwardRequest(schedule=plan.inference("critic"), chunks=chunks)
-            calls["values"] = critic.dispatch_by_chunk(MegatronWorker.values, request)
-        return calls
-
-    def _actor_logprobs(self, sampled: Sampled, plan: StepPlan) -> ChunkCall[None, Ragged]:
-        chunks, temperature = sampled.rollouts.chunks, self._config.rollout.temperature
-        request = ForwardRequest(schedule=plan.inference("actor"), chunks=chunks, temperature=temperature)
-        return self.roles["actor"].dispatch_by_chunk(MegatronWorker.logprobs, request)
-
     def _score(self, sampled: Sampled, step: int) -> ScoredBatch:
         """Waits for the scores, and computes group advantages."""
         samples, config = sampled.rollouts.samples, self._config
@@ -113,10 +94,10 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         return score_batch(samples, sampled.scoring, sampled.greedy, config.reward, config.algo, order=order)
 
     def _build_experience(
-        self, sampled: Sampled, plan: StepPlan, forwards: Forwards, batch: ScoredBatch
+        self, sampled: Sampled, plan: StepPlan, forwards: Mapping[str, Sequence[Forward]], batch: ScoredBatch
     ) -> tuple[ChunkRefs[ExperienceChunk], Metrics]:
         """Builds the experience on the actor's ranks; returns it with the metrics of the whole phase."""
-        by_role = {name: call.chunks for name, call in forwards.items()}
+        by_role = {name: ChunkRefs[Ragged].of(part.chunks for part in parts) for name, parts in forwards.items()}
         columns = Columns(
             samples=batch.samples,
             old_logprobs=by_role.get("logprobs"),
@@ -136,11 +117,11 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
             schedule=plan.inference("actor"), rollouts=sampled.rollouts.chunks, columns=columns, context=context
         )
         call = self.roles["actor"].dispatch_by_chunk(MegatronWorker.build_experience, request)
-        call.after = tuple(forwards.values())
+        call.after = tuple(part for parts in forwards.values() for part in parts)
         report = rank0_result(call)
         self._value_norm = report.value_norm
-        seconds = {"reward": sampled.scoring.seconds(), **{name: call.longest() for name, call in forwards.items()}}
-        timings = {f"time/{name}": spent for name, spent in seconds.items()}
+        seconds = {name: sum(part.longest() for part in parts) for name, parts in forwards.items()}
+        timings = {f"time/{name}": spent for name, spent in {"reward": sampled.scoring.seconds(), **seconds}.items()}
         return call.chunks, {**report.metrics, **batch.metrics, **timings}
 
     def _adapt_kl_coef(self, metrics: Sequence[Metrics], samples: int) -> None:

@@ -33,7 +33,7 @@ class RAFTTrainer(RolloutTrainer[RAFTConfig]):
         self, config: RAFTConfig, session: Session, model_dir: str, data: PromptSets, phase: Callable[[str], None]
     ) -> None:
         super().__init__(config, session, model_dir, data, phase, config.scores.truncate_at)
-        chunks = self._trainers.chunks
+        chunks = self._trainers.chunks(config.rollout.inference_parts)
         sampler = Sampler(config, data.train, self._engines, self._scorer, self._colocation, chunks)
         self._buffer = self._make_buffer(sampler)
 

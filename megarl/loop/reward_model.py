@@ -112,7 +112,7 @@ class RewardModelTrainer(SupervisedTrainer):
         requests = sample_requests(prompts, 1, seed=seed, step=0)
         colocation = Colocation(self._trainers, self._engines, None, sleep=self._sleep)
         colocation.to_rollout()
-        rollouts = self._engines.generate(requests, self._trainers.chunks).wait()
+        rollouts = self._engines.generate(requests, self._trainers.chunks()).wait()
         colocation.to_training()
         return rollouts
 

@@ -69,7 +69,7 @@ class RolloutTrainer(Generic[C]):
         self.evaluate_every: int | None = None
         if config.evaluation is not None:
             ema_of = self.roles["actor"] if config.evaluation.ema else None
-            chunks = self._trainers.chunks
+            chunks = self._trainers.chunks()
             self._evaluator = Evaluator(config, data, self._engines, self._scorer, self._colocation, chunks, ema_of)
             self.evaluate_every = config.evaluation.every
 

@@ -6,18 +6,19 @@ A step has `data.prompts_per_step` draws: a draw is a prompt with its `samples_p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from megarl.cluster.calls import Routine
-from megarl.cluster.engines import RolloutGroup, Rollouts
+from megarl.cluster.calls import Routine, together
+from megarl.cluster.engines import PendingRollouts, RolloutGroup, Rollouts
 from megarl.config import PPOConfig, RAFTConfig
 from megarl.data.prompts import greedy_requests, sample_requests
 from megarl.data.stream import Stream, StreamState
 from megarl.loop.colocation import Colocation
+from megarl.loop.forward_passes import Forwards
 from megarl.loop.scoring import SampleFilter, Scorer, Scoring
 from megarl.types import Prompt, SampleInfo
 
@@ -29,6 +30,7 @@ class Sampled:
     Args:
         prompts: one per draw.
         rollouts: in the order of the draws.
+        forwards: forward passes that have begun, of each part of the samples.
         greedy_rollouts: greedy responses, one per different prompt, which are not trained on.
         greedy: scores of these.
         metrics: metrics of dynamic sampling.
@@ -37,6 +39,7 @@ class Sampled:
     prompts: Sequence[Prompt]
     rollouts: Rollouts
     scoring: Scoring
+    forwards: Sequence[Forwards] = ()
     greedy_rollouts: Rollouts | None = None
     greedy: Scoring | None = None
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -57,8 +60,12 @@ class DynamicSampling:
 class Sampler:
     """Samples and scores the rollouts of a step.
 
+    Where engines have devices of their own, the scores of a part of the samples begin when its responses have arrived,
+    and so do other forward passes over it. The parts do not depend on time, so neither do the results.
+
     Args:
         chunks: maximum number of chunks of a step's samples.
+        begin_forwards: starts forward passes over a part of the samples.
         greedy: also score the greedy response to each prompt.
     """
 
@@ -73,24 +80,25 @@ class Sampler:
         *,
         dynamic: DynamicSampling | None = None,
         greedy: bool = False,
+        begin_forwards: Callable[[Rollouts], Forwards] | None = None,
     ) -> None:
         self._stream = Stream(prompts, config.run.seed)
         self._engines, self._scorer, self._colocation = engines, scorer, colocation
         self._functions = config.reward.functions
         self._prompts_per_step, self._samples_per_prompt = config.data.prompts_per_step, config.data.samples_per_prompt
-        self._seed, self._chunks = config.run.seed, chunks
-        self._dynamic, self._greedy = dynamic, greedy
+        self._seed, self._chunks, self._parts = config.run.seed, chunks, config.rollout.inference_parts
+        self._dynamic, self._greedy, self._begin_forwards = dynamic, greedy, begin_forwards
         self._drawn: dict[int, list[str]] = {}  # the prompts of steps that have not been trained on
         self._asked: Counter[int] = Counter()  # how many of them were asked in this process
 
     def sample(self, step: int) -> Routine[Sampled]:
         """Generates the rollouts of a step and starts to score them; afterwards the trainers have the devices."""
         metrics: Mapping[str, float] = {}
-        scoring = greedy = None
+        forwards, greedy = (), None
         if self._dynamic is None:
             self._colocation.to_rollout()
             prompts = self._draw(step)
-            rollouts = yield from self._generate(prompts, (), step)
+            rollouts, scoring, forwards = yield from self._generate(prompts, (), step)
         else:
             prompts, rollouts, scoring, metrics = yield from self._filtered(self._dynamic, step)
         if self._greedy:
@@ -98,7 +106,7 @@ class Sampler:
             pending = self._engines.generate(greedy_requests(prompts, step=step), self._chunks)
             yield pending
             greedy = pending.result()
-        return (yield from self.score(prompts, rollouts, greedy, metrics, scoring))
+        return (yield from self.score(prompts, rollouts, greedy, metrics, scoring, forwards=forwards))
 
     def score(
         self,
@@ -108,17 +116,20 @@ class Sampler:
         metrics: Mapping[str, float],
         scoring: Scoring | None = None,
         greedy: Scoring | None = None,
+        forwards: Sequence[Forwards] = (),
     ) -> Routine[Sampled]:
-        """Starts to score rollouts, on the trainers' devices; `scoring` and `greedy` are scores that are known."""
+        """Starts to score rollouts, on the trainers' devices, as far as that has not begun with `scoring`, `greedy`."""
         self._colocation.to_training()
         if scoring is None:
-            scoring = yield from self._score(rollouts, prompts)
+            parts = rollouts.parts(self._parts)
+            scoring = Scoring.joined((yield from together(self._score(part, prompts) for part in parts)))
         if greedy is None and greedy_rollouts is not None:
             greedy = yield from self._score(greedy_rollouts, prompts)
         return Sampled(
             prompts=prompts,
             rollouts=rollouts,
             scoring=scoring,
+            forwards=forwards,
             greedy_rollouts=greedy_rollouts,
             greedy=greedy,
             metrics=metrics,
@@ -151,12 +162,27 @@ class Sampler:
         drawn += [prompt.prompt_id for prompt in self._stream.next(missing)]
         return [self._stream[prompt_id] for prompt_id in drawn[first : self._asked[step]]]
 
-    def _generate(self, prompts: Sequence[Prompt], earlier: Sequence[Prompt], step: int) -> Routine[Rollouts]:
-        """Generates samples of some prompts, whose ids and seeds continue those of the step's earlier prompts."""
+    def _generate(
+        self, prompts: Sequence[Prompt], earlier: Sequence[Prompt], step: int
+    ) -> Routine[tuple[Rollouts, Scoring | None, Sequence[Forwards]]]:
+        """Generates samples of some prompts, whose ids and seeds continue those of the step's earlier prompts.
+
+        Where the trainers have devices of their own, their scores and forward passes have begun.
+        """
         requests = sample_requests([*earlier, *prompts], self._samples_per_prompt, seed=self._seed, step=step)
         pending = self._engines.generate(requests[len(earlier) * self._samples_per_prompt :], self._chunks)
-        yield pending
-        return pending.result()
+        if self._colocation.shared:
+            yield pending
+            return pending.result(), None, ()
+        begun = yield from together(self._begin(part, prompts) for part in pending.parts(self._parts))
+        return pending.result(), Scoring.joined([scoring for scoring, _ in begun]), [forwards for _, forwards in begun]
+
+    def _begin(self, part: PendingRollouts, prompts: Sequence[Prompt]) -> Routine[tuple[Scoring, Forwards]]:
+        """Starts forward passes and scores of a part of some samples when its responses have arrived."""
+        yield part
+        rollouts = part.result()
+        forwards: Forwards = {} if self._begin_forwards is None else self._begin_forwards(rollouts)
+        return (yield from self._score(rollouts, prompts)), forwards
 
     def _score(self, rollouts: Rollouts, prompts: Sequence[Prompt]) -> Routine[Scoring]:
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
@@ -191,10 +217,11 @@ class Sampler:
         while len(rounds) < dynamic.rounds and len(kept) < self._prompts_per_step:
             self._colocation.to_rollout()
             prompts = self._draw(step)
-            rollouts = yield from self._generate(prompts, drawn, step)
-            if self._scorer.model is not None:
-                self._colocation.to_training()
-            scoring = yield from self._score(rollouts, prompts)
+            rollouts, scoring, _ = yield from self._generate(prompts, drawn, step)
+            if scoring is None:
+                if self._scorer.model is not None:
+                    self._colocation.to_training()
+                scoring = yield from self._score(rollouts, prompts)
             yield scoring
             rounds.append(Sampled(prompts=prompts, rollouts=rollouts, scoring=scoring))
             keeps = dynamic.keep(scoring.wait(), scoring.samples)[:: self._samples_per_prompt]
@@ -205,11 +232,9 @@ class Sampler:
 
 def _select_scores(rounds: Sequence[Sampled], rows: Sequence[int]) -> Scoring:
     """Returns the scores of some rows of all rounds."""
-    samples = [sample for each in rounds for sample in each.scoring.samples]
-    by_round = [each.scoring.wait() for each in rounds]
-    scores = {name: np.concatenate([of_round[name] for of_round in by_round])[rows] for name in by_round[0]}
-    seconds = sum(each.scoring.seconds() for each in rounds)
-    return Scoring(samples=[samples[row] for row in rows], wait=lambda: scores, seconds=lambda: seconds)
+    joined = Scoring.joined([each.scoring for each in rounds])
+    scores, seconds = {name: values[rows] for name, values in joined.wait().items()}, joined.seconds()
+    return Scoring(samples=[joined.samples[row] for row in rows], wait=lambda: scores, seconds=lambda: seconds)
 
 
 def sample_metrics(samples: Sequence[SampleInfo], max_new_tokens: int) -> dict[str, float]:

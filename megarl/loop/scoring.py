@@ -75,6 +75,23 @@ class Scoring:
     calls: Sequence[Call[Any]] = ()
     dense: ChunkRefs[Ragged] | None = None
 
+    @classmethod
+    def joined(cls, parts: Sequence[Scoring]) -> Scoring:
+        """Returns the scores of the parts of some samples; `seconds` adds up."""
+
+        def wait() -> ScoresByReward:
+            scores = [part.wait() for part in parts]
+            return {name: np.concatenate([of_part[name] for of_part in scores]) for name in scores[0]}
+
+        dense = [part.dense for part in parts if part.dense is not None]
+        return cls(
+            samples=[sample for part in parts for sample in part.samples],
+            wait=wait,
+            seconds=lambda: sum(part.seconds() for part in parts),
+            calls=[call for part in parts for call in part.calls],
+            dense=ChunkRefs[Ragged].of(dense) if dense else None,
+        )
+
     @property
     def finished(self) -> bool:
         """Returns whether `wait` returns at once."""

@@ -97,6 +97,18 @@ def test_all_responses_to_a_prompt_are_scored_together(scorers: RuleScorers) -> 
 
 
 @pytest.mark.dist
+def test_parts_of_a_step_are_scored_as_the_step_is_by_all_processes(scorers: RuleScorers) -> None:
+    given = rollouts(4)
+    whole = scorers.gather(scorers.score([EXACT_MATCH, PROCESS], given, PROMPTS))
+    parts = [scorers.gather(scorers.score([EXACT_MATCH, PROCESS], part, PROMPTS)) for part in given.parts(4)]
+    for chunk, scores in enumerate(parts):
+        assert {name: values.tolist() for name, values in scores[chunk].items()} == {
+            name: values.tolist() for name, values in whole[chunk].items()
+        }
+    assert len({scores[chunk]["process"][0] for chunk, scores in enumerate(parts)}) == 2
+
+
+@pytest.mark.dist
 def test_chunks_may_be_fewer_than_processes(scorers: RuleScorers) -> None:
     scores = scorers.gather(scorers.score([LENGTH], rollouts(1), PROMPTS))
     assert {chunk: column["length"].tolist() for chunk, column in scores.items()} == {0: [3, 6]}

@@ -216,6 +216,15 @@ ALGORITHMS: Cases = {
             "a group has 2, 3 too",
         ),
         (["rollout.max_replacements=1"], "rollout.max_replacements", "0 where a group has devices of the engines"),
+        (["rollout.inference_parts=2"], "rollout.inference_parts", "1 where a group has devices of the engines"),
+    ],
+    rollout_rules.parts_have_samples: [
+        ([*OWN_DEVICE, "rollout.inference_parts=17"], "rollout.inference_parts", "at most 16, the samples of a step"),
+        (
+            [*OWN_DEVICE, "rollout.inference_parts=2", "reward.functions=[{name: 'own:ranks', per: group}]"],
+            "rollout.inference_parts",
+            "1 where a function scores all responses to a prompt together",
+        ),
     ],
     rollout_rules.evaluations_in_the_background: [
         ([EVALUATION, "evaluation.blocking=false"], "evaluation.blocking", "true with rollout.max_staleness = 0"),

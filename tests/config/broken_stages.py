@@ -128,6 +128,7 @@ EVAL: Cases = {
         (["rollout.replay=x"], "rollout.replay", "does not train on rollouts"),
         (["rollout={max_staleness: 1, mode: inflight}"], "rollout.mode", "does not train on rollouts"),
         (["rollout.max_replacements=1"], "rollout.max_replacements", "does not train on rollouts"),
+        (["rollout.inference_parts=2"], "rollout.inference_parts", "does not train on rollouts"),
     ],
     data_rules.files_exist: [(["evaluation.prompts=/nowhere.jsonl"], "evaluation.prompts", "a file that exists")],
     scoring_rules.reward_heads_have_a_source: [

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e2e.runs import Finished, finish, lines, started
+from tests.e2e.runs import Finished, finish, lines, started, train
 from tests.e2e.test_endings import process_that_prints_to, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -41,12 +41,28 @@ LONG = [
     "rollout.max_model_len=448",
 ]
 """Few and long responses, whose generation takes longer than their update."""
+APART = [
+    "groups.train={devices: 0, roles: {actor: {tp: 1, pp: 1}, critic: null, reference: null, reward: null}}",
+    "groups.values.devices=2-3",
+    "groups.values.roles={critic: {}, reference: {tp: 2}, reward: {}}",
+    "rollout.devices=1",
+    "algo.scores.truncate_at={token: 5, after: 2}",
+    "run.steps=2",
+]
+"""The debug run of PPO, with an engine on a device of its own."""
 TIMES = ("time/", "sync/", "perf/", "rollout/engine", "rollout/queue_depth")
 
 
 def run(directory: Path, *settings: str) -> Finished:
     with started(["train", GRPO, f"run.dir={directory}", *SETTINGS, *settings]) as program:
         return finish(*program)
+
+
+def run_apart(directory: Path, *settings: str) -> list[dict[str, Any]]:
+    finished = train(directory, *APART, *settings)
+    assert finished.status == 0, finished.errors
+    finished.assert_clean()
+    return numbers(directory)
 
 
 def numbers(directory: Path) -> list[dict[str, Any]]:
@@ -93,3 +109,14 @@ def test_responses_in_flight_go_on_with_new_weights(tmp_path: Path) -> None:
         assert of_response[0, 0] == 0
         assert (of_response[1:, 0] == of_response[:-1, 1]).all()
         assert (np.diff(of_response[:, 2]) > 0).all()
+
+
+def test_parts_of_a_step_that_are_scored_while_others_are_generated_give_the_same_numbers(tmp_path: Path) -> None:
+    """To the bit with another engine, which changes who finishes when; and as the whole step does, but for rounding."""
+    parts = run_apart(tmp_path / "parts", "rollout.inference_parts=5")
+    two_engines = ["rollout.devices=1,4", "cluster.devices_per_node=5"]
+    assert run_apart(tmp_path / "engines", "rollout.inference_parts=5", *two_engines) == parts
+    whole = run_apart(tmp_path / "whole")
+    assert len(parts) == len(whole) == 2
+    for one, other in zip(parts, whole, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)

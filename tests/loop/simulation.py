@@ -17,11 +17,13 @@ from megarl.cluster.calls import Awaited, ChunkCall, Routine
 from megarl.cluster.engines import RolloutGroup, Rollouts
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.data.stream import stable_hash
+from megarl.loop.forward_passes import ForwardPasses
 from megarl.loop.rollout_buffer import RolloutBuffer
 from megarl.loop.sampler import DynamicSampling, Sampled, Sampler
 from megarl.loop.scoring import ScoresByReward, Scoring
+from megarl.megatron.worker_requests import ForwardRequest
 from megarl.rollout.completions import Response, pack_chunk
-from megarl.types import Prompt, SampleInfo, VersionSpan, WorkItem
+from megarl.types import Layout, Prompt, Ragged, SampleInfo, Schedule, VersionSpan, WorkItem
 
 SEED, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, CHUNKS = 5, 3, 2, 4
 PROMPTS = [Prompt(prompt_id=f"p{index}", token_ids=(index, 7)) for index in range(11)]
@@ -194,7 +196,7 @@ class Scorer:
         self._clock, self._chance = clock, chance
 
     def score(self, rollouts: Rollouts, prompts: Mapping[str, Prompt], functions: object) -> Routine[Scoring]:
-        assert {sample.prompt_id for sample in rollouts.samples} == set(prompts)
+        assert {sample.prompt_id for sample in rollouts.samples} <= set(prompts)
         work = Work()
         self._clock.after(self._chance.random(), work.finish)
         yield work
@@ -222,6 +224,8 @@ class Setup:
     filtered: bool
     deaths: int = 0
     shared: bool = False
+    greedy: bool = False
+    parts: int = 1
 
 
 class Devices:
@@ -243,6 +247,35 @@ class Devices:
         self.training = False
 
 
+class Role:
+    """Answers at once: a token's number comes from the weights' version, and from what its sample is packed with.
+
+    Args:
+        generating: whether engines have responses in progress.
+    """
+
+    def __init__(self, name: str, generating: Callable[[], bool]) -> None:
+        self.name, self.group, self.layout = name, name, Layout(dp=2)
+        self._generating, self.version = generating, 0
+        self.begun: list[bool] = []
+        """Of each call, whether engines had responses in progress."""
+
+    def dispatch_by_chunk(self, method: object, request: ForwardRequest[Schedule]) -> Any:
+        self.begun.append(self._generating())
+        columns: dict[int, Ragged] = {}
+        for rank in request.schedule.ranks:
+            packs = {(row.chunk, row.row): pack for pack in rank.packs for row in pack}
+            for index in rank.chunks:
+                chunk = request.chunks[index]
+                rows = range(len(chunk.response_ids))
+                assert all((index, row) in packs for row in rows), "a chunk is not whole"
+                seeds = [stable_hash(self.name, self.version, packs[index, row]) for row in rows]
+                filled = zip(seeds, chunk.response_ids, strict=True)
+                columns[index] = Ragged.from_rows([[seed % 1009] * len(ids) for seed, ids in filled], np.float32)
+        refs: Any = columns
+        return SimpleNamespace(chunks=ChunkRefs(refs))
+
+
 class Simulation:
     """A run whose times come from `chance`."""
 
@@ -254,14 +287,40 @@ class Simulation:
             run=SimpleNamespace(seed=SEED, steps=setup.steps),
             reward=SimpleNamespace(functions=()),
             data=SimpleNamespace(prompts_per_step=PROMPTS_PER_STEP, samples_per_prompt=SAMPLES_PER_PROMPT),
-            rollout=SimpleNamespace(max_staleness=setup.staleness, mode=setup.mode),
+            rollout=SimpleNamespace(
+                max_staleness=setup.staleness, mode=setup.mode, inference_parts=setup.parts, temperature=1.0
+            ),
+            algo=SimpleNamespace(
+                filter=setup.filtered or None,
+                kl=SimpleNamespace(reference_sync=None),
+                correction=SimpleNamespace(old_logprobs="recompute"),
+                old_logprobs_from_update=False,
+            ),
+            role=lambda name: SimpleNamespace(tokens_per_micro_batch=20),
         )
+        names = ("actor", "critic", "reference")
+        self.roles = {name: Role(name, lambda: bool(self.engines.running)) for name in names}
+        roles: Any = self.roles
+        self.passes = ForwardPasses(config, roles)
         devices: Any = self.devices
         scorer: Any = Scorer(self.clock, chance)
         dynamic = DynamicSampling(keep=differ, rounds=3) if setup.filtered else None
-        sampler = Sampler(config, PROMPTS, self.engines, scorer, devices, CHUNKS, dynamic=dynamic)
+        begin = None if setup.filtered else self.passes.begin
+        sampler = Sampler(
+            config,
+            PROMPTS,
+            self.engines,
+            scorer,
+            devices,
+            CHUNKS,
+            dynamic=dynamic,
+            greedy=setup.greedy,
+            begin_forwards=begin,
+        )
         self.buffer = RolloutBuffer(config, sampler, self.engines, devices)
         self.trained: dict[int, Sampled] = {}
+        self.columns: dict[int, Mapping[str, Sequence[Sequence[float]]]] = {}
+        """Of each step and pass, the values of each sample."""
 
     def begin(self, step: int = 0) -> None:
         self.devices.sync(step)
@@ -269,7 +328,14 @@ class Simulation:
 
     def step(self, step: int) -> None:
         """Trains on a step, and moves the weights where they are due."""
-        self.trained[step] = self.buffer.take(step)
+        self.trained[step] = sampled = self.buffer.take(step)
+        forwards = self.passes.complete(sampled.rollouts, sampled.forwards)
+        columns = {name: ChunkRefs[Ragged].of(part.chunks for part in parts) for name, parts in forwards.items()}
+        self.columns[step] = {
+            name: [column[sample.chunk][sample.row].tolist() for sample in sampled.rollouts.samples]
+            for name, column in columns.items()
+        }
+        self.roles["actor"].version = self.roles["critic"].version = step
         assert self.devices.training or not self.setup.shared
         self.clock.work(self.chance.choice([0.1, 3.0]) * self.chance.random())
         if step < self.setup.steps and self.buffer.skips_sync(step):

@@ -27,6 +27,8 @@ class World:
         worth: scores of the samples of a prompt in a step, by its number among those that are drawn of it.
     """
 
+    shared = True
+
     def __init__(self, worth: Mapping[str, Sequence[float]], *, model: bool = True) -> None:
         self.worth, self.model = worth, object() if model else None
         self.asked: list[list[SampleRequest]] = []
@@ -84,6 +86,9 @@ class OneChunk:
     def __len__(self) -> int:
         return 1
 
+    def only(self, chunks: object) -> OneChunk:
+        return self
+
 
 def info(request: SampleRequest, row: int) -> SampleInfo:
     return SampleInfo(
@@ -109,6 +114,7 @@ def sampler(world: World, *, rounds: int = 0, greedy: bool = False) -> Sampler:
         run=SimpleNamespace(seed=3),
         reward=SimpleNamespace(functions=()),
         data=SimpleNamespace(prompts_per_step=PER_STEP, samples_per_prompt=SAMPLES),
+        rollout=SimpleNamespace(inference_parts=1),
     )
     parts: Any = world
     dynamic = DynamicSampling(keep=differ, rounds=rounds) if rounds else None

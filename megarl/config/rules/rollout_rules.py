@@ -17,6 +17,7 @@ from megarl.config.schema import (
     PeriodicEvaluation,
     PromptData,
     Resharding,
+    Reward,
     Rollout,
     Tracking,
 )
@@ -119,6 +120,7 @@ def record_or_replay(stage: str, rollout: Rollout | None) -> Iterator[Problem]:
         return
     if stage not in ("ppo", "raft"):
         names = ("record", "replay", "sync_every", "max_staleness", "mode", "inflight_cache", "max_replacements")
+        names = (*names, "inference_parts")
         where = "in a stage that does not train on rollouts"
         yield from ineffective_settings("rollout", rollout, names, where, "or use stage ppo")
     elif rollout.replay is not None:
@@ -205,6 +207,21 @@ def engines_that_need_devices_of_their_own(stage: str, groups: Groups, rollout: 
         rule = "0 where a group has devices of the engines"
         fix = "set it to 0, or give the engines devices of their own"
         yield Problem("rollout.max_replacements", str(rollout.max_replacements), rule, fix)
+    if rollout.inference_parts > 1:
+        rule = "1 where a group has devices of the engines: nothing else can run while they generate"
+        fix = "set it to 1, or give the engines devices of their own"
+        yield Problem("rollout.inference_parts", str(rollout.inference_parts), rule, fix)
+
+
+def parts_have_samples(rollout: Rollout, data: PromptData, reward: Reward) -> Iterator[Problem]:
+    """Every part of a step has a sample, and no function scores the samples of several parts together."""
+    samples = data.prompts_per_step * data.samples_per_prompt
+    if rollout.inference_parts > 1 and any(function.unit == "group" for function in reward.functions):
+        rule = "1 where a function scores all responses to a prompt together: they may be in several parts"
+        yield Problem("rollout.inference_parts", str(rollout.inference_parts), rule, "set it to 1")
+    if rollout.inference_parts > samples:
+        rule, fix = f"at most {samples}, the samples of a step", f"set it to {samples} or less"
+        yield Problem("rollout.inference_parts", str(rollout.inference_parts), rule, fix)
 
 
 def evaluations_in_the_background(

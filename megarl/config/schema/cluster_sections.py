@@ -135,6 +135,10 @@ class Rollout(Section):
     """What happens to responses in progress when new weights are due: exact and bounded finish them first, and inflight
     goes on with the new weights. With exact a run can be repeated: step t is sampled by version t - 1 - max_staleness.
     With bounded the steps overlap, and versions are skipped while long responses run."""
+    inference_parts: Count = 1
+    """Parts of a step's samples, in their order: rewards and forward passes begin with a part when its responses are
+    there, while engines on devices of their own generate the others. Results do not depend on when that is, and on the
+    number of parts only by rounding, as it decides which samples are packed together."""
     inflight_cache: Literal["recompute", "keep"] = "recompute"
     """With mode inflight, the cache of responses in progress: recompute prefills them again with the new weights, keep
     leaves the keys and values of the old ones."""

@@ -1,0 +1,66 @@
+"""The forward passes over a step's rollouts: log-probabilities of actor and reference, and values of the critic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megarl.cluster.calls import ChunkCall
+from megarl.cluster.engines import Rollouts
+from megarl.cluster.trainers import RemoteRole
+from megarl.config import PPOConfig
+from megarl.data.schedule import inference_schedule
+from megarl.megatron.worker import MegatronWorker
+from megarl.megatron.worker_requests import ForwardRequest
+from megarl.types import Ragged, RoleName
+
+Forward = ChunkCall[None, Ragged]
+"""A call of a forward pass; the results are columns."""
+
+Forwards = Mapping[str, Forward]
+"""Calls over some rollouts: `logprobs`, `ref` and `values`, as far as there are any."""
+
+
+class ForwardPasses:
+    """Starts passes over the parts of a step that have arrived, and the others over the whole step.
+
+    The former are those of roles that have the weights of the step's training when the step is sampled: all of them at
+    `rollout.max_staleness` 0, and above it the reference, unless it moves or its pass would delay the actor's sync.
+    """
+
+    def __init__(self, config: PPOConfig, roles: Mapping[RoleName, RemoteRole]) -> None:
+        self._config = config
+        self._parts = config.rollout.inference_parts if config.algo.filter is None else 1
+        names: dict[str, RoleName] = {"logprobs": "actor", "ref": "reference", "values": "critic"}
+        self._roles = {name: roles[role] for name, role in names.items() if role in roles}
+        self._names = list(self._roles)
+        if config.algo.correction.old_logprobs != "recompute" or config.algo.old_logprobs_from_update:
+            self._names.remove("logprobs")
+        self._early = self._names
+        if config.rollout.max_staleness:
+            reference, moves = roles.get("reference"), config.algo.kl.reference_sync is not None
+            apart = reference is not None and reference.group is not roles["actor"].group
+            self._early = ["ref"] if apart and not moves else []
+
+    def begin(self, part: Rollouts) -> Forwards:
+        """Starts the passes over a part of a step that need not wait for its training; returns at once."""
+        return {name: self._call(name, part) for name in self._early}
+
+    def complete(self, rollouts: Rollouts, begun: Sequence[Forwards]) -> Mapping[str, Sequence[Forward]]:
+        """Starts the passes over a step that have not begun, and returns the calls of all; `begun` are of its parts."""
+        begun = begun or [self.begin(part) for part in rollouts.parts(self._parts)]
+        return {
+            name: [part[name] for part in begun] if name in self._early else [self._call(name, rollouts)]
+            for name in self._names
+        }
+
+    def actor_logprobs(self, rollouts: Rollouts) -> Forward:
+        """Starts a pass of the actor over a step."""
+        return self._call("logprobs", rollouts)
+
+    def _call(self, name: str, rollouts: Rollouts) -> Forward:
+        role, rollout = self._roles[name], self._config.rollout
+        budget = self._config.role(role.name).tokens_per_micro_batch
+        schedule = inference_schedule(rollouts.samples, role.layout, budget)
+        request = ForwardRequest(schedule=schedule, chunks=rollouts.chunks, temperature=rollout.temperature)
+        method = MegatronWorker.values if role.name == "critic" else MegatronWorker.logprobs
+        return role.dispatch_by_chunk(method, request)

@@ -1,0 +1,165 @@
+"""Forward passes over the parts of a step begin while others are generated; what they compute depends on no time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.cluster import ray_api
+from megarl.loop.forward_passes import ForwardPasses
+from tests.loop.simulation import Setup, Simulation, content
+
+STEPS, SCHEDULES = 5, 40
+
+PLAIN: Mapping[str, bool] = {"filtered": False}
+KINDS: Sequence[Any] = [
+    pytest.param(PLAIN, id="plain"),
+    pytest.param({"filtered": True}, id="filtered"),
+    pytest.param({"filtered": False, "greedy": True}, id="greedy"),
+]
+
+
+@pytest.fixture(autouse=True)
+def references_are_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no object store."""
+    monkeypatch.setattr(ray_api, "get", lambda ref: ref)
+    monkeypatch.setattr(ray_api, "put", lambda value: value)
+
+
+def simulated(seed: int, kind: Mapping[str, bool], *, staleness: int, parts: int, **options: Any) -> Simulation:
+    setup = Setup(
+        staleness=staleness, mode="exact", engines=1 + seed % 3, steps=STEPS, parts=parts, **{**kind, **options}
+    )
+    return Simulation(setup, random.Random(seed))
+
+
+def run(seed: int, kind: Mapping[str, bool], **options: Any) -> Simulation:
+    simulation = simulated(seed, kind, **options)
+    simulation.begin()
+    for step in range(1, STEPS + 1):
+        simulation.step(step)
+    return simulation
+
+
+def numbers(simulation: Simulation) -> list[Any]:
+    """The samples, scores and columns of every step."""
+    return [
+        (
+            content(sampled),
+            sampled.scoring.wait()["rule"].tolist(),
+            None if sampled.greedy is None else sampled.greedy.wait()["rule"].tolist(),
+            simulation.columns[step],
+        )
+        for step, sampled in sorted(simulation.trained.items())
+    ]
+
+
+def calls(simulation: Simulation) -> dict[str, int]:
+    return {name: len(role.begun) for name, role in simulation.roles.items()}
+
+
+def beside(simulation: Simulation) -> dict[str, int]:
+    """How many calls of each role began while engines generated."""
+    return {name: sum(role.begun) for name, role in simulation.roles.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_numbers_do_not_depend_on_the_order_of_arrival(staleness: int, parts: int, kind: Mapping[str, bool]) -> None:
+    runs = [run(seed, kind, staleness=staleness, parts=parts) for seed in range(SCHEDULES)]
+    for seed, simulation in enumerate(runs):
+        assert numbers(simulation) == numbers(runs[0]), f"schedule {seed} differs"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_parts_change_what_is_packed_together_alone(staleness: int, kind: Mapping[str, bool]) -> None:
+    """A step that is one part has the numbers of engines on the trainers' devices, where nothing begins early."""
+    shared, whole, parts = (
+        run(1, kind, staleness=staleness, parts=parts, shared=shared)
+        for parts, shared in ((1, True), (1, False), (3, False))
+    )
+    assert numbers(shared) == numbers(whole)
+    assert [each[:3] for each in numbers(parts)] == [each[:3] for each in numbers(whole)]
+    same = kind["filtered"]
+    assert (numbers(parts) == numbers(whole)) is same
+
+
+def test_every_role_begins_with_the_parts_of_a_step_that_is_sampled_just_before_its_training() -> None:
+    runs = [run(seed, PLAIN, staleness=0, parts=3) for seed in range(SCHEDULES)]
+    for simulation in runs:
+        assert calls(simulation) == dict.fromkeys(("actor", "critic", "reference"), 3 * STEPS)
+        assert len(set(beside(simulation).values())) == 1
+        assert 0 < beside(simulation)["actor"] <= 2 * STEPS, "the last part begins with the last response"
+
+
+def test_the_reference_alone_runs_ahead_of_the_actor() -> None:
+    for seed in range(SCHEDULES):
+        simulation = run(seed, PLAIN, staleness=2, parts=3)
+        assert calls(simulation) == {"actor": STEPS, "critic": STEPS, "reference": 3 * STEPS}
+        assert beside(simulation)["reference"] > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_a_resumed_run_has_the_same_numbers(tmp_path: Path, staleness: int, kind: Mapping[str, bool]) -> None:
+    straight = numbers(run(0, kind, staleness=staleness, parts=3))
+    for seed in range(SCHEDULES // 2):
+        first = simulated(seed, kind, staleness=staleness, parts=3)
+        first.begin()
+        saved = 1 + seed % (STEPS - 1)
+        for step in range(1, saved + 1):
+            first.step(step)
+        first.clock.work(first.chance.random())
+        state = first.buffer.state(tmp_path / str(seed))
+        resumed = simulated(seed + 1000, kind, staleness=staleness, parts=3)
+        resumed.buffer.load(state, tmp_path / str(seed))
+        resumed.roles["actor"].version = resumed.roles["critic"].version = saved
+        resumed.begin(saved)
+        for step in range(saved + 1, STEPS + 1):
+            resumed.step(step)
+        assert numbers(resumed) == straight[saved:], f"schedule {seed} differs after step {saved}"
+
+
+def test_an_engine_that_dies_changes_no_number() -> None:
+    runs = [run(seed, PLAIN, staleness=0, parts=3, deaths=2) for seed in range(SCHEDULES)]
+    assert sum(len(simulation.engines.replaced) for simulation in runs) > STEPS
+    assert all(numbers(simulation) == numbers(runs[0]) for simulation in runs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({}, ["logprobs", "ref", "values"]),
+        ({"old_logprobs": "rollout"}, ["ref", "values"]),
+        ({"staleness": 1}, ["ref"]),
+        ({"staleness": 1, "together": True}, []),
+        ({"staleness": 1, "moves": True}, []),
+        ({"moves": True, "together": True}, ["logprobs", "ref", "values"]),
+    ],
+)
+def test_passes_that_need_not_wait_for_the_training(settings: Mapping[str, Any], names: Sequence[str]) -> None:
+    config: Any = SimpleNamespace(
+        algo=SimpleNamespace(
+            filter=None,
+            kl=SimpleNamespace(reference_sync=object() if settings.get("moves") else None),
+            correction=SimpleNamespace(old_logprobs=settings.get("old_logprobs", "recompute")),
+        ),
+        rollout=SimpleNamespace(max_staleness=settings.get("staleness", 0), inference_parts=2),
+    )
+    train, own = object(), object()
+    roles: Any = {
+        "actor": SimpleNamespace(name="actor", group=train),
+        "reference": SimpleNamespace(name="reference", group=train if settings.get("together") else own),
+        "critic": SimpleNamespace(name="critic", group=own),
+    }
+    passes = ForwardPasses(config, roles)
+    passes._call = lambda name, rollouts: name  # pyright: ignore
+    part: Any = object()
+    assert list(passes.begin(part)) == names
