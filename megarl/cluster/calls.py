@@ -17,6 +17,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megarl.cluster import ray_api
 from megarl.cluster.ray_worker import ChunkRefs, Timed
+from megarl.cluster.spans import Span
 from megarl.config.schema import TimeLimits
 from megarl.errors import RunError
 from megarl.remote import Phase
@@ -155,6 +156,8 @@ class Call(Generic[R]):
         """Reads the result of a process that has finished; raises RayError if it failed."""
         done: Timed[R] = ray_api.get(self.done[index])
         self.results[index], self.seconds[index] = done.result, done.seconds
+        if self.monitor.observer is not None:
+            self.monitor.observer(self.processes[index].name, self.label.partition(".")[0], done.spans)
 
     def longest(self) -> float:
         """Waits for the call, and returns the seconds of the slowest process."""
@@ -218,6 +221,8 @@ class CallMonitor:
         self._error: WorkerError | None = None
         self.listener: Callable[[], None] | None = None
         """Called again and again while the driver waits for something."""
+        self.observer: Callable[[str, str, Sequence[Span]], None] | None = None
+        """Called with a process, its group or role, and what it has done; processes return that with each result."""
 
     def follow(self, call: C) -> C:
         """Watches a submitted call, and returns it."""

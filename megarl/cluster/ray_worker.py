@@ -23,6 +23,7 @@ from ray import ObjectRef
 
 from megarl.cluster import ray_api
 from megarl.cluster.placement import visible_devices
+from megarl.cluster.spans import Span, SpanLog
 from megarl.errors import RunError
 
 T = TypeVar("T")
@@ -74,10 +75,11 @@ class ChunkRefs(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True)
 class Timed(Generic[T]):
-    """A result for the driver, and the duration of the method."""
+    """A result for the driver, the duration of the method, and what the process has done since the last result."""
 
     result: T
     seconds: float
+    spans: tuple[Span, ...] = ()
 
 
 class RayProcess:
@@ -119,6 +121,7 @@ class RayProcess:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(local_devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
         self._target, self._args, self._kwargs = target, args, kwargs
         self._reserved: list[socket.socket] = []
+        self._spans = SpanLog()
 
     @functools.cached_property
     def _object(self) -> Any:
@@ -147,7 +150,10 @@ class RayWorker(RayProcess):
         """Runs a method; returns see `_returned`."""
         start = time.perf_counter()
         result = getattr(self._object, method)(*args, **kwargs)
-        return _returned(result, time.perf_counter() - start, chunks)
+        end = time.perf_counter()
+        self._spans.add(method, start, end)
+        self._spans.close()
+        return _returned(result, end - start, chunks, self._spans.take())
 
 
 class SteppingRayWorker(RayProcess):
@@ -155,13 +161,14 @@ class SteppingRayWorker(RayProcess):
 
     `step()` takes a step of the object's own work, and returns whether there is more of it. A method may return a
     future of such work: its call ends when the future does, and later calls run meanwhile. All of it runs in one
-    thread.
+    thread. Its spans have the names of the methods; steps have that of the last one that returned a future.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         ray_api.allow_blocking_get()  # calls fetch chunks in the thread below, not in the event loop
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[str, Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._work = "step"
         threading.Thread(target=self._loop, daemon=True).start()
 
     async def run(
@@ -170,11 +177,11 @@ class SteppingRayWorker(RayProcess):
         """Runs a method, and waits for the future that it may return; returns see `_returned`."""
         start = time.perf_counter()
         done: Future[Any] = Future()
-        self._calls.put((lambda: getattr(self._object, method)(*args, **kwargs), done))
+        self._calls.put((method, lambda: getattr(self._object, method)(*args, **kwargs), done))
         result = await asyncio.wrap_future(done)
         if isinstance(result, Future):
             result = await asyncio.wrap_future(cast("Future[Any]", result))
-        return _returned(result, time.perf_counter() - start, chunks)
+        return _returned(result, time.perf_counter() - start, chunks, self._spans.take())
 
     def _loop(self) -> None:
         """Runs calls as they come, and takes steps while there are none; an error in a step ends the process."""
@@ -182,25 +189,37 @@ class SteppingRayWorker(RayProcess):
         try:
             while True:
                 try:
-                    call, done = self._calls.get(block=not more)
+                    asked = self._calls.get(block=not more)
                 except queue.Empty:
+                    start = time.perf_counter()
                     more = self._object.step()
+                    self._spans.add(self._work, start, time.perf_counter())
+                    if not more:
+                        self._spans.close()
                 else:
-                    more = self._answer(call, done)
+                    more = self._answer(*asked)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
 
-    def _answer(self, call: Callable[[], Any], done: Future[Any]) -> bool:
+    def _answer(self, method: str, call: Callable[[], Any], done: Future[Any]) -> bool:
         """Runs a call; returns whether the object can take steps."""
+        start = time.perf_counter()
         try:
-            done.set_result(call())
+            result = call()
         except Exception as error:
             done.set_exception(error)
+        else:
+            self._spans.add(method, start, time.perf_counter())
+            if isinstance(result, Future):
+                self._work = method  # the steps work on it
+            else:
+                self._spans.close()
+            done.set_result(result)
         return "_object" in self.__dict__
 
 
-def _returned(result: Any, seconds: float, chunks: Sequence[int] | None) -> Any:
+def _returned(result: Any, seconds: float, chunks: Sequence[int] | None, spans: tuple[Span, ...]) -> Any:
     """Returns the values that Ray stores for a result.
 
     Without `chunks`, it is the result, `Timed`. With `chunks`, the result is a dict by chunk, or such a dict and a
@@ -208,9 +227,9 @@ def _returned(result: Any, seconds: float, chunks: Sequence[int] | None) -> Any:
     object of its own.
     """
     if chunks is None:
-        return Timed(result=result, seconds=seconds)
+        return Timed(result=result, seconds=seconds, spans=spans)
     by_chunk, small = cast("tuple[Any, Any]", result) if isinstance(result, tuple) else (result, None)
-    first = Timed(result=small, seconds=seconds)
+    first = Timed(result=small, seconds=seconds, spans=spans)
     return (first, *(by_chunk[chunk] for chunk in chunks)) if chunks else first
 
 

@@ -107,6 +107,7 @@ def train(config: TrainingConfig) -> Summary:
     ):
         reporter.phase("Ray")
         opened.enter_context(session)
+        session.monitor.observer = reporter.trace.ran
         reporter.phase(f"{processes(config)} with their models")
         model_dir = model_directory(config, directory.path)
         trainer = TRAINERS[config.stage](config, session, model_dir, data, reporter.phase)
@@ -122,6 +123,7 @@ def train(config: TrainingConfig) -> Summary:
             reporter.evaluated(trainer.evaluate(0))
         unscored = UnscoredSteps(config)
         for step in range(taken + 1, config.run.steps + 1):
+            reporter.trace.begin(step)
             result = trainer.step(step)
             reporter.write(result)
             unscored.add(result)

@@ -67,13 +67,15 @@ def parse_request(
     layout = engines = spec = None
     speeds = dict(_SPEEDS)
     with collected("--train", train, "write tp=...,pp=...,dp=...,vpp=...,ep=...; any subset, ep a divisor of dp"):
-        sizes = _pairs(train, ("tp", "pp", "dp", "vpp", "ep"), "a whole number, 1 or more", _count)
+        sizes = parse_pairs(train, ("tp", "pp", "dp", "vpp", "ep"), "a whole number, 1 or more", _count)
         tp, pp, dp, vpp, ep = (sizes.get(key, 1) for key in ("tp", "pp", "dp", "vpp", "ep"))
         layout = Layout(tp=tp, pp=pp, dp=dp, vpp=vpp, ep=ep)
     with collected("--rollout", rollout, "write tp=...,replicas=...; any subset"):
-        engines = {"tp": 1, "replicas": 1} | _pairs(rollout, ("tp", "replicas"), "a whole number, 1 or more", _count)
+        engines = {"tp": 1, "replicas": 1} | parse_pairs(
+            rollout, ("tp", "replicas"), "a whole number, 1 or more", _count
+        )
     with collected("--link", link, "write device=...,node=...,network=...; any subset"):
-        speeds |= _pairs(link, tuple(LINKS), "a number above 0 (GB/s)", _speed)
+        speeds |= parse_pairs(link, tuple(LINKS), "a number above 0 (GB/s)", positive)
     bucket_bytes = bucket_mib * 2**20
     if not _LEAST_BUCKET_BYTES <= bucket_bytes < math.inf:
         rule = f"must be at least {_LEAST_BUCKET_BYTES} bytes, an element of any dtype"
@@ -105,7 +107,7 @@ def parse_request(
     )
 
 
-def _pairs(text: str, keys: Sequence[str], what: str, read: Callable[[str], T | None]) -> dict[str, T]:
+def parse_pairs(text: str, keys: Sequence[str], what: str, read: Callable[[str], T | None]) -> dict[str, T]:
     """Parses ``key=value,key=value``; ``read`` returns None for a wrong value. Raises ValueError with every problem."""
     values: dict[str, T] = {}
     rules: list[str] = []
@@ -129,9 +131,10 @@ def _count(text: str) -> int | None:
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
-def _speed(text: str) -> float | None:
+def positive(text: str) -> float | None:
+    """Returns a number above 0; None for any other text."""
     try:
-        speed = float(text)
+        number = float(text)
     except ValueError:
         return None
-    return speed if 0 < speed < math.inf else None
+    return number if 0 < number < math.inf else None

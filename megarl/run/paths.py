@@ -25,6 +25,7 @@ class RunPaths:
         self.samples = path / "samples.jsonl"  # each sample that is kept for reading,
         self.prompt_scores = path / "prompt_scores.jsonl"  # each prompt of each evaluation,
         self.attempts = path / "attempts.jsonl"  # each start and each end of its processes
+        self.trace = path / "trace.json"  # what each process did and when, in all attempts
         self.tensorboard = path / "tensorboard"
         self.left_out = path / "left_out.jsonl"  # rows of the data that are not used
         self.checkpoint_dir = path / "checkpoints"

@@ -15,6 +15,7 @@ from rich.console import Console
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RunConfig, TrainingConfig
 from megarl.data.sources import LeftOutRows
 from megarl.files import read_lines, write_durably
+from megarl.run.attempts import read_attempts
 from megarl.run.directory import RunDirectory
 from megarl.run.display import COLUMNS, Column, counted, metrics_table, open_display, phase_line
 from megarl.run.health import LIMITS, HealthFinding, HealthMonitor, watch
@@ -22,6 +23,7 @@ from megarl.run.paths import RunPaths
 from megarl.run.results import EvaluationResult, ShownSample, StepResult
 from megarl.run.sinks import JsonlSink, Metrics, Sink, TensorBoardSink, WandbSink, as_json
 from megarl.run.timers import process_age
+from megarl.run.trace import Trace
 from megarl.run.verdict import judge
 
 _SAMPLED: Final = "rollout/samples"
@@ -149,6 +151,7 @@ class Reporter:
             self._metrics = opened.enter_context(closing(JsonlSink(directory.metrics)))
             self._updates = opened.enter_context(closing(JsonlSink(directory.updates)))
             self._evaluations = opened.enter_context(EvaluationReporter(config, directory, taken=self._taken))
+            self.trace = opened.enter_context(closing(Trace(directory.trace, read_attempts(directory.attempts))))
             display = open_display(
                 config.stage, run_columns(config), steps=config.run.steps, done=self._taken, clock=self._clock
             )
@@ -166,6 +169,7 @@ class Reporter:
     def phase(self, name: str) -> None:
         """Shows what the run does from now on; during the start, also in a line with the clock."""
         self._display.phase(name)
+        self.trace.phase(name)
         if not self._started:
             self._phases.append((name, self._clock()))
             print(phase_line(*self._phases[-1]), flush=True)
@@ -187,6 +191,7 @@ class Reporter:
     def write(self, result: StepResult) -> None:
         """Writes a step."""
         metrics = {**self._left_out.metrics(), **result.all_metrics()}
+        self.trace.end(metrics)
         first = (result.step - 1) * self._config.updates_per_step + 1
         for number, update in enumerate(result.updates, start=first):
             self._updates.write(result.step, {"update": number, **update})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +72,54 @@ def numbers(directory: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in lines(directory / "metrics.jsonl")]
 
 
+Row = list[tuple[str, float, float, int]]
+
+
+def trace(directory: Path) -> dict[tuple[int, str], Row]:
+    """The spans of each process of each attempt: names, starts and ends in seconds, and the driver's steps."""
+    events = json.loads((directory / "trace.json").read_text())
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    rows: dict[tuple[int, str], Row] = {(pid, name): [] for (pid, _), name in names.items()}
+    for e in (event for event in events if event["ph"] == "X"):
+        row = rows[e["pid"], names[e["pid"], e["tid"]]]
+        row.append((e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6, e["args"]["step"]))
+    return {row: sorted(spans, key=lambda span: span[1:3]) for row, spans in rows.items()}
+
+
+def assert_traced(directory: Path) -> None:
+    """The trace shows the times of metrics.jsonl, and that the engine samples while the actor is updated."""
+    rows = trace(directory)
+    assert set(rows) == {(1, name) for name in ("driver", "train rank 0", "rollout engine 0", "scorer 0")}
+    for (_, name), spans in rows.items():
+        spans = [span for span in spans if not span[0].startswith("step ")]
+        assert all(b[1] >= a[2] - 1e-6 for a, b in pairwise(spans)), f"spans of {name} overlap"
+    driver, trainer, engine = (rows[1, name] for name in ("driver", "train rank 0", "rollout engine 0"))
+    for line in lines(directory / "metrics.jsonl"):
+        step = line["step"]
+        of_driver = {name: (start, end) for name, start, end, at in driver if at == step}
+        start, end = of_driver[f"step {step}"]
+        assert end - start == pytest.approx(line["time/step"], abs=0.2)
+        for phase in ("experience", "update"):
+            begun, ended = of_driver[phase]
+            assert start <= begun <= ended <= end
+            assert ended - begun == pytest.approx(line[f"time/{phase}"], abs=0.1)
+        (logprobs,) = [end - start for name, start, end, at in trainer if (name, at) == ("actor.logprobs", step)]
+        assert logprobs == pytest.approx(line["time/logprobs"], abs=1e-5)
+    names = {name for name, *_ in (*trainer, *engine)}
+    assert names >= {"actor.update", "actor.send_weights", "actor.save", "rollout.receive_weights", "wait"}
+    updates = [span for span in trainer if span[0] == "actor.update"]
+    sampling = [span for span in engine if span[0] == "rollout.generate"]
+    both = sum(max(0.0, min(a[2], b[2]) - max(a[1], b[1])) for a in updates for b in sampling)
+    assert both > 0.1 * sum(end - start for _, start, end, _ in updates)
+
+
 def test_an_exact_run_is_the_same_with_another_engine_a_killed_engine_and_a_killed_driver(tmp_path: Path) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     one = run(straight, "rollout.devices=1")
     assert one.status == 0, one.errors
     one.assert_clean()
     assert [line["staleness/max"] for line in numbers(straight)] == [0, 1, 1, 1]
+    assert_traced(straight)
 
     settings = ["rollout.devices=1-2", "rollout.max_replacements=1"]
     with started(["train", GRPO, f"run.dir={broken}", *SETTINGS, *settings]) as program:
@@ -92,6 +136,7 @@ def test_an_exact_run_is_the_same_with_another_engine_a_killed_engine_and_a_kill
     assert resumed.status == 0, resumed.errors
     resumed.assert_clean()
     assert numbers(broken) == numbers(straight)
+    assert {attempt for attempt, _ in trace(broken)} == {1, 2}
     assert (broken / "export/model.safetensors").read_bytes() == (straight / "export/model.safetensors").read_bytes()
 
 

@@ -110,15 +110,18 @@ def _progress(status: RunStatus) -> Iterator[Row]:
 
 def _engines(status: RunStatus) -> Iterator[Row]:
     """Yields how far the engines are ahead of the training, who waits for whom, and how many were replaced."""
-    metrics = status.metrics
+    metrics, waits = status.metrics, status.waits
     if "rollout/queue_depth" in metrics:
         age = metrics.get("staleness/mean")
         depth = metrics["rollout/queue_depth"]
         sampled = f"{counted(depth, 'sampled step')} wait{'s' * (depth == 1)} for the training"
-        idle = f"engines idle {100 * metrics['rollout/engine_idle']:.0f}%"
-        waited = f"trainers waited {step_duration(metrics['time/rollout'])} for samples"
-        aged = [] if age is None else [f"samples {short(age)} versions old"]
-        yield "engines", ", ".join([*aged, sampled, idle, waited]), ""
+        yield "engines", sampled if age is None else f"samples {short(age)} versions old, {sampled}", ""
+    if waits is not None:
+        trainers, engines = (
+            f"trainers waited {waits.trainers:.0%} for samples",
+            f"engines {waits.engines:.0%} for weights",
+        )
+        yield "", f"{waits.verdict}: over the last {counted(waits.steps, 'step')} {trainers}, {engines}", ""
     if replaced := metrics.get("rollout/engines_replaced"):
         yield "look at", f"{counted(replaced, 'engine')} replaced in this attempt, because they died or hung", "yellow"
 

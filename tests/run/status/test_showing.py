@@ -146,14 +146,16 @@ def test_a_job_that_was_refused_has_lines_of_its_own(run: MadeRun) -> None:
 
 def test_engines_that_sample_ahead_say_who_waits_for_whom(run: MadeRun) -> None:
     assert not [line for line in lines(run) if line.startswith("engines")]
-    ahead = {"rollout__queue_depth": 1, "rollout__engine_idle": 0.25, "rollout__engines_replaced": 2}
-    run.step(48, 60, time__rollout=3.0, staleness__mean=1.5, **ahead)
-    (row,) = [line for line in lines(run) if line.startswith("engines")]
-    assert row.split(maxsplit=1)[1] == (
-        "samples 1.5 versions old, 1 sampled step waits for the training, engines idle 25%, "
-        "trainers waited 3 s for samples"
+    ahead = {"rollout__queue_depth": 1, "staleness__mean": 1.5, "rollout__engines_replaced": 2}
+    seconds = {"time__step": 10.0, "time__rollout": 2.0, "time__sync": 2.0, "sync__seconds": 1.0}
+    for step in (48, 49):
+        run.step(step, 60, rollout__engine_idle=0.15, **seconds, **ahead)
+    told = lines(run)
+    row = told.index("engines     samples 1.5 versions old, 1 sampled step waits for the training")
+    assert told[row + 1].strip() == (
+        "trainers wait for samples: over the last 1 step trainers waited 30% for samples, engines 5% for weights"
     )
-    assert any(line.startswith("look at") and "2 engines replaced" in line for line in lines(run))
+    assert any(line.startswith("look at") and "2 engines replaced" in line for line in told)
 
 
 def test_an_evaluation_by_itself_has_no_steps(tmp_path: Path) -> None:

@@ -1,0 +1,87 @@
+"""What a process has done is told once, in order and without gaps."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from megarl.cluster.calls import CallMonitor
+from megarl.cluster.session import Session
+from megarl.cluster.spans import WAIT, Span, SpanLog
+from megarl.cluster.workers import WorkerGroup
+from megarl.config.schema import TimeLimits
+from tests.cluster.fakes import FakeStepper, FakeWorker
+
+Told = list[tuple[str, str, Span]]
+
+
+def made(spans: SpanLog) -> list[tuple[str, float, float]]:
+    """Names, times since the log's beginning and durations, in milliseconds."""
+    epoch: float = spans._epoch
+    return [
+        (span.name, round(1e3 * (span.start - epoch), 2), round(1e3 * (span.end - span.start), 2))
+        for span in spans.take()
+    ]
+
+
+def test_neighbours_are_one_span_and_the_rest_is_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.perf_counter", lambda: 1.0)
+    spans = SpanLog()
+    spans.add("generate", 1.002, 1.005)
+    spans.add("generate", 1.00501, 1.007)
+    assert made(spans) == [(WAIT, 1000, 2)], "the last span goes on"
+    spans.add("generate", 1.010, 1.011)
+    spans.add("receive", 1.011, 1.01105)
+    spans.close()
+    assert made(spans) == [
+        ("generate", 1002, 5),
+        (WAIT, 1007, 3),
+        ("generate", 1010, 1),
+    ], "what takes 0.05 ms is left out"
+    assert not spans.take()
+
+
+@pytest.fixture
+def told(session: Session) -> Told:
+    """What the driver is told of the processes of a test."""
+    found: Told = []
+    session.monitor = CallMonitor(TimeLimits())
+    session.monitor.observer = lambda process, group, spans: found.extend((process, group, span) for span in spans)
+    return found
+
+
+def assert_in_order(spans: list[Span]) -> None:
+    for before, after in itertools.pairwise(spans):
+        assert before.end <= after.start <= before.end + 2e-4
+
+
+@pytest.mark.process
+def test_a_worker_tells_its_calls_with_its_results(session: Session, told: Told, config: Any) -> None:
+    process = session.launch("train rank 0", [0], FakeWorker, config, "train", 0)
+    worker = WorkerGroup(session, "train", [process]).named("actor")
+    call = worker.call(FakeWorker.note, "a", 0.05)
+    call.wait()
+    worker.call(FakeWorker.note, "b", 0.02).wait()
+    assert {(process, group) for process, group, _ in told} == {("train rank 0", "actor")}
+    spans = [span for _, _, span in told]
+    assert_in_order(spans)
+    assert [span.name for span in spans if span.name != WAIT] == ["note", "note"]
+    first, second = [span.end - span.start for span in spans if span.name != WAIT]
+    assert first == pytest.approx(call.longest(), abs=1e-6)
+    assert 0.02 <= second < first
+
+
+@pytest.mark.process
+def test_steps_are_told_as_the_work_that_they_are_for(session: Session, told: Told) -> None:
+    process = session.launch_stepping("engine", [0], FakeStepper, 0.02)
+    stepper = WorkerGroup(session, "rollout", [process])
+    work = stepper.call(FakeStepper.work, 20)
+    stepper.call(FakeStepper.noted).wait()
+    work.wait()
+    stepper.call(FakeStepper.noted).wait()
+    spans = [span for _, _, span in told if span.name not in (WAIT, "noted")]
+    assert {span.name for span in spans} == {"work"}
+    assert 20 * 0.02 <= sum(span.end - span.start for span in spans) <= spans[-1].end - spans[0].start
+    assert_in_order([span for _, _, span in told])
