@@ -112,10 +112,12 @@ def plan(
         ),
     ] = None,
 ) -> None:
-    """Check CONFIG and print its placement, batches and algorithm, without starting anything."""
+    """Check CONFIG and print its placement, batches, algorithm and memory, without starting anything."""
     config = _load(config_path, overrides)
+    from megarl.plan.memory_table import print_memory
     from megarl.plan.run_plan import print_plan
     from megarl.preflight.check import check
+    from megarl.preflight.device_memory import check_memory
     from megarl.preflight.trial_calls import call_functions
     from megarl.run.resume import describe_run
 
@@ -123,8 +125,10 @@ def plan(
         sets = check(config)
         resume = describe_run(config)
         call_functions(config, sets)
+        check_memory(config)
         measured = None if rates is None else _read_rates(rates, config)
     print_plan(config, sets, resume)
+    print_memory(config)
     if measured is not None:
         from megarl.plan.division import print_divisions
 
@@ -139,6 +143,19 @@ def _read_rates(text: str, config: RunConfig) -> tuple[PPOConfig | RAFTConfig, R
         problem = Problem(field="--rates", value=text, rule="stage ppo or raft, which have engines", fix="leave it out")
         raise ConfigError([problem])
     return config, Rates.of(text, config)
+
+
+@plans.command("memory")
+def memory(config_path: ConfigPath, overrides: Overrides = None) -> None:
+    """Print the memory of each device in each phase of CONFIG; of models and data, only config.json files are read."""
+    from megarl.config import load
+    from megarl.plan.memory_table import print_memory
+    from megarl.preflight.device_memory import check_memory
+
+    with _exit_codes(config_path):
+        config = load(config_path, overrides or [])
+        print_memory(config)
+        check_memory(config)
 
 
 @app.command()

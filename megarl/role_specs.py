@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megarl.algos.optimization import ptx_shares
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RewardModelConfig, RunConfig, TrainingConfig
 from megarl.config.schema import Algo, Choice, Optimizer, ValueNorm
 from megarl.types import Layout, RoleName
@@ -166,7 +165,11 @@ def _loss(config: TrainingConfig, name: RoleName) -> LossSpec:
         return TextSpec(stage=config.stage)
     if name == "critic":
         return ValueSpec(algo=config.algo)
-    share, mix_share = (1.0, 0.0) if config.ptx is None else ptx_shares(coef=config.ptx.coef, mode=config.ptx.mode)
+    share, mix_share = 1.0, 0.0
+    if config.ptx is not None:
+        from megarl.algos.optimization import ptx_shares  # imports torch, which a plan does without
+
+        share, mix_share = ptx_shares(coef=config.ptx.coef, mode=config.ptx.mode)
     return PolicySpec(
         algo=config.algo,
         temperature=config.rollout.temperature,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from benchmarks.gpu import __main__ as command
 from benchmarks.gpu.__main__ import Part, parts, work_off
 from benchmarks.gpu.work import SIZES, figures
 from megarl.config import load
+from megarl.models import model_spec
+from megarl.preflight.memory_plan import plan_memory
 from tests.leftovers import Trace, comes_true
 
 _FAILS = "import sys; print('why'); sys.exit(3)"
@@ -19,36 +22,42 @@ _HANGS = "import subprocess, time; subprocess.Popen(['sleep', '600']); time.slee
 _COUNTS = "import sys; open(sys.argv[1], 'a').write('x')"
 
 
-@pytest.mark.parametrize(("device", "name"), [("cuda", "NVIDIA H100 80GB HBM3"), ("cpu", "CPU")])
-def test_every_configuration_is_valid(device: str, name: str, tmp_path: Path) -> None:
-    found = parts(tmp_path, device, name)
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_every_configuration_is_valid(device: str, tmp_path: Path) -> None:
+    found = parts(tmp_path, device)
     files = {file.stem: load(file) for file in tmp_path.glob("*.yaml")}
     assert len(files) >= 3
     assert files.keys() <= found.keys()
     assert {config.cluster.device for config in files.values()} == {device}
 
 
+def test_every_run_is_planned_to_fit_into_80_gb(tmp_path: Path) -> None:
+    parts(tmp_path, "cuda")
+    for file in tmp_path.glob("*.yaml"):
+        peaks = {phase.phase: phase.peak / 2**30 for plan in plan_memory(load(file)) for phase in plan.phases()}
+        assert {"generate", "inference", "update", "sync", "checkpoint"} == peaks.keys()
+        assert max(peaks.values()) < 79, (file.stem, peaks)
+
+
 @pytest.mark.parametrize(("name", "published"), [("0.5b", 0.494e9), ("1.5b", 1.544e9), ("3b", 3.086e9)])
 def test_the_sizes_are_those_of_qwen(name: str, published: float) -> None:
-    assert SIZES[name].parameters == pytest.approx(published, rel=1e-3)
+    tensors = model_spec(SIZES[name].hf_config).canonical().values()
+    assert sum(math.prod(info.shape) for info in tensors) == pytest.approx(published, rel=1e-3)
 
 
 def test_figures_by_hand(tmp_path: Path) -> None:
-    """The first step does not count; 16 responses of 10 tokens in 2 s, 1000 tokens in a step of 4 s."""
-    step = {"time/step": 4.0, "time/rollout": 2.0, "time/update": 1.0, "time/logprobs": 0.5, "time/written": 1.0}
-    later = {**step, "perf/tokens_per_second": 250.0, "response_length/mean": 10.0, "sync/seconds": 0.1}
+    """The first step does not count; 1000 tokens in a step of 4 s."""
+    step = {"time/step": 4.0, "time/rollout": 2.0, "time/written": 1.0, "policy/loss": 1.0}
+    later = {**step, "perf/tokens_per_second": 250.0, "perf/mfu/actor_update": 0.5, "sync/seconds": 0.1}
     lines = [dict.fromkeys(later, 99.0), later, {**later, "sync/seconds": 0.3}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    found = figures(tmp_path, SIZES["tiny"], "NVIDIA H100")
-    assert found["tokens_per_second"] == 250
-    assert found["rollout_tokens_per_second"] == 80
-    assert found["sync/seconds"] == pytest.approx(0.2)
-    assert found["update_mfu"] == pytest.approx(6 * SIZES["tiny"].parameters * 1000 / 989e12)
-    assert found["logprobs_mfu"] == pytest.approx(2 * SIZES["tiny"].parameters * 2000 / 989e12)
-    assert "update_mfu" not in figures(tmp_path, SIZES["tiny"], "another")
-    del later["time/logprobs"]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, [later, later])))
-    assert "logprobs_mfu" not in figures(tmp_path, SIZES["tiny"], "NVIDIA H100"), "the update computes them"
+    assert figures(tmp_path) == {
+        "time/step": 4.0,
+        "time/rollout": 2.0,
+        "perf/tokens_per_second": 250.0,
+        "perf/mfu/actor_update": 0.5,
+        "sync/seconds": pytest.approx(0.2),
+    }
 
 
 @pytest.mark.process
@@ -82,8 +91,8 @@ def test_a_failed_part_stops_nothing_and_is_done_again(tmp_path: Path, monkeypat
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
 def test_runs_and_raw_vllm_are_measured(tmp_path: Path) -> None:
-    found = parts(tmp_path, "cpu", "CPU")
+    found = parts(tmp_path, "cpu")
     results = work_off(tmp_path, {name: found[name] for name in ("grpo-tiny", "vllm-tiny")}, {}, minutes=10)
     assert [result["status"] for result in results.values()] == [0, 0], results
     assert {"time/step", "sync/gb_per_second", "rollout/logprob_gap"} <= results["grpo-tiny"]["figures"].keys()
-    assert all(result["figures"]["rollout_tokens_per_second"] > 0 for result in results.values())
+    assert all(result["figures"]["perf/rollout_tokens_per_second"] > 0 for result in results.values())

@@ -47,7 +47,7 @@ class Part:
     figures: Callable[[], Mapping[str, Any]] = dict
 
 
-def parts(out: Path, device: str, device_name: str) -> dict[str, Part]:
+def parts(out: Path, device: str) -> dict[str, Part]:
     """All parts, in the order of what matters most."""
     python = sys.executable
     report = out / "tests.xml"
@@ -64,7 +64,7 @@ def parts(out: Path, device: str, device_name: str) -> dict[str, Part]:
         directory, file = out / name, out / f"{name}.yaml"
         file.write_text(json.dumps(config(directory, SIZES[size], device, steps=STEPS, **options), indent=1))
         command = [python, "-m", "megarl", "train", str(file)]
-        found[name] = Part(command=command, limit_s=300, figures=lambda: figures(directory, SIZES[size], device_name))
+        found[name] = Part(command=command, limit_s=300, figures=lambda: figures(directory))
 
     def raw(size: str) -> None:
         result = out / f"vllm-{size}.json"
@@ -200,9 +200,9 @@ def line(name: str, result: Mapping[str, Any]) -> str:
         "rollout s": "time/rollout",
         "update s": "time/update",
         "sync s": "time/sync",
-        "tok/s": "tokens_per_second",
-        "rollout tok/s": "rollout_tokens_per_second",
-        "update MFU": "update_mfu",
+        "tok/s": "perf/tokens_per_second",
+        "rollout tok/s": "perf/rollout_tokens_per_second",
+        "update MFU": "perf/mfu/actor_update",
         "log-prob gap": "rollout/logprob_gap",
         "tests": "tests",
         "failures": "failures",
@@ -229,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(
         f"{about['name']}, {', '.join(f'{name} {version}' for name, version in about['versions'].items())}", flush=True
     )
-    found = parts(out, about["device"], about["name"])
+    found = parts(out, about["device"])
     if given.parts:
         found = {name: found[name] for name in given.parts.split(",")}
     results = work_off(out, found, about, minutes=given.minutes)

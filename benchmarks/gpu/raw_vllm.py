@@ -51,7 +51,7 @@ def main(name: str, result: Path) -> None:
             outputs = llm.generate(prompts, asked, use_tqdm=False)
             seconds = time.perf_counter() - start
             speeds.append(sum(len(one.token_ids) for output in outputs for one in output.outputs) / seconds)
-    result.write_text(json.dumps({"rollout_tokens_per_second": max(speeds)}))
+    result.write_text(json.dumps({"perf/rollout_tokens_per_second": max(speeds)}))
 
 
 if __name__ == "__main__":

@@ -8,11 +8,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-"""Dense bfloat16 FLOP/s by a part of the device's name."""
-
-
-_KINDS = ("time/", "sync/", "rollout/")
+_KINDS = ("time/", "sync/", "rollout/", "perf/", "memory/")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +28,6 @@ class Size:
     prompt_tokens: int = 256
     micro_batch: int = 16384
     cache_mib: int = 20000
-
-    @property
-    def parameters(self) -> int:
-        """Those of the matrices, with tied embeddings counted once."""
-        head = self.hidden // self.heads
-        attention = 2 * self.hidden * head * (self.heads + self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.ffn) + self.vocab * self.hidden
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -71,8 +60,8 @@ class Size:
 
 SIZES = {
     "0.5b": Size(layers=24, hidden=896, ffn=4864, heads=14, kv_heads=2),
-    "1.5b": Size(layers=28, hidden=1536, ffn=8960, heads=12, kv_heads=2),
-    "3b": Size(layers=36, hidden=2048, ffn=11008, heads=16, kv_heads=2),
+    "1.5b": Size(layers=28, hidden=1536, ffn=8960, heads=12, kv_heads=2, micro_batch=8192, cache_mib=12000),
+    "3b": Size(layers=36, hidden=2048, ffn=11008, heads=16, kv_heads=2, micro_batch=3072),
     "tiny": Size(
         layers=2,
         hidden=128,
@@ -128,19 +117,12 @@ def config(directory: Path, size: Size, device: str, *, steps: int, critic: bool
     }
 
 
-def figures(directory: Path, size: Size, device_name: str) -> dict[str, float]:
+def figures(directory: Path) -> dict[str, float]:
     """Means over the steps of a run but the first, which compiles."""
     steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     later = steps[1:]
-    found = {name: mean(step[name] for step in later) for name in later[0] if name.startswith(_KINDS)}
+    names = [name for name in later[0] if name.startswith(_KINDS) and all(name in step for step in later)]
+    found = {name: mean(step[name] for step in later) for name in names}
     found.pop("time/written", None)
     tokens = mean(step["perf/tokens_per_second"] * step["time/step"] for step in later)
-    responses = mean(step["response_length/mean"] for step in later) * size.prompts * size.samples
-    found["tokens_per_second"] = tokens / found["time/step"]
-    found["rollout_tokens_per_second"] = responses / found["time/rollout"]
-    peak = next((flops for part, flops in PEAK_FLOPS.items() if part in device_name), None)
-    if peak is not None:  # of the matrices alone, without attention
-        found["update_mfu"] = 6 * size.parameters * tokens / found["time/update"] / peak
-        if "time/logprobs" in found:  # in a step of one optimizer step without a critic there is no such pass
-            found["logprobs_mfu"] = 2 * size.parameters * tokens / found["time/logprobs"] / peak
-    return found
+    return {**found, "perf/tokens_per_second": tokens / found["time/step"]}

@@ -175,7 +175,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         self._new_room: dict[int, int] = {}
         self._in_progress = [0] * rollout.engines
         self._paused = False
-        self._busy_s = [0.0] * rollout.engines
+        self._busy_s, self._tokens = [0.0] * rollout.engines, [0] * rollout.engines
         self._changed = [time.perf_counter()] * (rollout.engines + 1)  # of each engine, and of the last reading
 
     def start(self) -> Call[int]:
@@ -219,13 +219,23 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         """Returns whether every engine was replaced since the last sync: none has weights."""
         return len(self._new_room) == len(self.processes)
 
-    def idle_fraction(self) -> float:
-        """Returns the part of the time since the last reading in which engines had no responses in progress."""
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the engines' idle fraction and speed since the last reading.
+
+        An engine is busy while it has responses in progress, whose tokens count when all of a chunk are finished.
+        """
         for engine in range(len(self.processes)):
             self._count(engine, 0)
         now, before = time.perf_counter(), self._changed[-1]
         busy, self._busy_s, self._changed[-1] = self._busy_s, [0.0] * len(self.processes), now
-        return 1 - sum(busy) / len(busy) / (now - before)
+        tokens, self._tokens = self._tokens, [0] * len(self.processes)
+        metrics = {"rollout/engine_idle": 1 - sum(busy) / len(busy) / (now - before)}
+        speeds = [written / seconds for written, seconds in zip(tokens, busy, strict=True) if written]
+        if speeds:
+            metrics["perf/rollout_tokens_per_second"] = sum(tokens) / max(busy)
+            metrics["perf/engine_tokens_per_second_min"] = min(speeds)
+            metrics["perf/engine_tokens_per_second_max"] = max(speeds)
+        return metrics
 
     def _count(self, engine: int, responses: int) -> None:
         """Adds to an engine's responses in progress."""
@@ -294,6 +304,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
     ) -> None:
         if self.processes[engine] is process:
             self._count(engine, -len(item.requests))
+            self._tokens[engine] += sum(sample.response_tokens for sample in call.results[0])
         pending.answers[item.chunk] = call
         self._assign()
 

@@ -23,8 +23,10 @@ from ray import ObjectRef
 
 from megarl.cluster import ray_api
 from megarl.cluster.placement import visible_devices
+from megarl.cluster.process_usage import ProcessUsage, UsageMeter
 from megarl.cluster.spans import Span, SpanLog
 from megarl.errors import RunError
+from megarl.remote import Phase
 
 T = TypeVar("T")
 
@@ -122,6 +124,7 @@ class RayProcess:
         self._target, self._args, self._kwargs = target, args, kwargs
         self._reserved: list[socket.socket] = []
         self._spans = SpanLog()
+        self._usage = UsageMeter()
 
     @functools.cached_property
     def _object(self) -> Any:
@@ -140,17 +143,28 @@ class RayProcess:
         self._reserved.append(holder)
         return Timed(result=f"{host}:{holder.getsockname()[1]}", seconds=0.0)
 
+    def usage(self) -> Timed[ProcessUsage]:
+        """Returns what the process has used since the last reading."""
+        return Timed(result=self._usage.take(), seconds=0.0)
+
 
 class RayWorker(RayProcess):
     """Runs the methods of its object one at a time, in the order of the calls."""
 
     def run(
-        self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], chunks: Sequence[int] | None = None
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        chunks: Sequence[int] | None = None,
+        phase: Phase = "start",
     ) -> Any:
         """Runs a method; returns see `_returned`."""
+        self._usage.enter(phase)
         start = time.perf_counter()
         result = getattr(self._object, method)(*args, **kwargs)
         end = time.perf_counter()
+        self._usage.add(end - start)
         self._spans.add(method, start, end)
         self._spans.close()
         return _returned(result, end - start, chunks, self._spans.take())
@@ -172,12 +186,22 @@ class SteppingRayWorker(RayProcess):
         threading.Thread(target=self._loop, daemon=True).start()
 
     async def run(
-        self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], chunks: Sequence[int] | None = None
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        chunks: Sequence[int] | None = None,
+        phase: Phase = "start",
     ) -> Any:
         """Runs a method, and waits for the future that it may return; returns see `_returned`."""
         start = time.perf_counter()
         done: Future[Any] = Future()
-        self._calls.put((method, lambda: getattr(self._object, method)(*args, **kwargs), done))
+
+        def call() -> Any:
+            self._usage.enter(phase)
+            return getattr(self._object, method)(*args, **kwargs)
+
+        self._calls.put((method, call, done))
         result = await asyncio.wrap_future(done)
         if isinstance(result, Future):
             result = await asyncio.wrap_future(cast("Future[Any]", result))
@@ -191,6 +215,7 @@ class SteppingRayWorker(RayProcess):
                 try:
                     asked = self._calls.get(block=not more)
                 except queue.Empty:
+                    self._usage.enter("rollout")
                     start = time.perf_counter()
                     more = self._object.step()
                     self._spans.add(self._work, start, time.perf_counter())

@@ -10,6 +10,7 @@ import torch
 
 from megarl.cluster.calls import Call, ChunkCall
 from megarl.cluster.engines import RolloutGroup
+from megarl.cluster.process_usage import ProcessUsage
 from megarl.cluster.scorers import RuleScorers, ScoringProcess
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
@@ -118,6 +119,10 @@ class Trainers:
     def offload_all(self) -> None:
         """Offloads every role that can be offloaded, and waits."""
         _wait([group.call(MegatronWorker.offload_all) for group in self.groups.values()])
+
+    def take_usage(self) -> dict[str, list[ProcessUsage]]:
+        """Returns what each rank of each group has used since the last reading."""
+        return {name: group.take_usage() for name, group in self.groups.items()}
 
 
 def _wait(calls: Sequence[Call[Any]]) -> None:

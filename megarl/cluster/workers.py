@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 from ray import ObjectRef
 
 from megarl.cluster.calls import Call, ChunkCall, Process
+from megarl.cluster.process_usage import ProcessUsage
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.remote import RemoteMethod
 
@@ -93,7 +94,7 @@ class WorkerGroup(Generic[W]):
         refs: dict[int, ObjectRef[Any]] = {}
         for process, arguments, numbers in zip(processes, args, chunks or [None] * len(args), strict=True):
             run = process.actor.run.options(num_returns=1 + len(numbers or ()))
-            returned = run.remote(method.name, (*method.args, *arguments), kwargs or {}, numbers)
+            returned = run.remote(method.name, (*method.args, *arguments), kwargs or {}, numbers, method.phase)
             first, *values = returned if numbers else [returned]  # Ray returns a single reference without a list
             done.append(first)
             refs.update(zip(numbers or (), values, strict=True))
@@ -106,3 +107,15 @@ class WorkerGroup(Generic[W]):
             chunks=ChunkRefs(refs),
         )
         return self._session.monitor.follow(call)
+
+    def take_usage(self) -> list[ProcessUsage]:
+        """Returns what each process has used since the last reading."""
+        done = [process.actor.usage.remote() for process in self.processes]
+        call = Call[ProcessUsage](
+            label=f"{self.name}.usage",
+            phase="start",
+            processes=self.processes,
+            done=done,
+            monitor=self._session.monitor,
+        )
+        return self._session.monitor.follow(call).wait()

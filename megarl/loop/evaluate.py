@@ -25,6 +25,7 @@ from megarl.loop.scoring import REWARD_MODEL, Scorer, ScoresByReward, Values, gr
 from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.check import check
 from megarl.preflight.datasets import PromptSets
+from megarl.preflight.device_memory import check_memory
 from megarl.preflight.trial_calls import call_functions
 from megarl.run.directory import EvaluationDirectory, attempt, model_directory
 from megarl.run.display import counted, phase_line
@@ -164,6 +165,7 @@ def evaluate(config: EvalConfig) -> Summary:
     call_functions(config, data)
     assert isinstance(data, PromptSets)
     check_gpus(config)
+    check_memory(config)
     directory = EvaluationDirectory(config)
     session = Session(config.cluster, directory.logs, config.cluster.address)
     if data.left_out.rows:

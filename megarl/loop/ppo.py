@@ -28,7 +28,10 @@ from megarl.preflight.datasets import PromptSets
 from megarl.run.results import StepResult
 from megarl.run.sinks import Metrics
 from megarl.run.timers import Timers
-from megarl.types import ExperienceChunk, Ragged, StepContext
+from megarl.types import ExperienceChunk, Ragged, RoleName, StepContext
+
+_ROLES: Mapping[str, RoleName] = {"logprobs": "actor", "ref": "reference", "values": "critic"}
+"""The role of each of these passes."""
 
 
 class PPOTrainer(RolloutTrainer[PPOConfig]):
@@ -56,7 +59,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         )
         self._buffer = self._make_buffer(sampler)
         pretrain_mix = None if config.ptx is None else PretrainMix(config, data.texts)
-        self._updater = Updater(config, self.roles, pretrain_mix)
+        self._updater = Updater(config, self.roles, pretrain_mix, self._meter)
         self._kl = KLController(algo.kl.coef, target=algo.kl.target, horizon=algo.kl.horizon)
         self._value_norm: Mapping[str, float] | None = None
         if config.critic is not None and config.critic.value_norm is not None:
@@ -121,6 +124,8 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         report = rank0_result(call)
         self._value_norm = report.value_norm
         seconds = {name: sum(part.longest() for part in parts) for name, parts in forwards.items()}
+        for name, spent in seconds.items():
+            self._meter.add(name, _ROLES[name], sampled.rollouts.samples, spent)
         timings = {f"time/{name}": spent for name, spent in {"reward": sampled.scoring.seconds(), **seconds}.items()}
         return call.chunks, {**report.metrics, **batch.metrics, **timings}
 

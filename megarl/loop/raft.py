@@ -77,7 +77,9 @@ class RAFTTrainer(RolloutTrainer[RAFTConfig]):
                 step=step,
             )
             request = UpdateRequest(schedules=schedules, chunks=sampled.rollouts.chunks)
-            updates = rank0_result(actor.dispatch(MegatronWorker.update, request))
+            call = actor.dispatch(MegatronWorker.update, request)
+            updates = rank0_result(call)
+            self._meter.add_update("actor", schedules, call.longest())
         skipped = raft.epochs * (raft.mini_batches - mini_batches)
         if skipped:
             actor.call(MegatronWorker.skip_steps, skipped).wait()

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from megarl.cluster.calls import Routine
 from megarl.cluster.engines import launch_engines
+from megarl.cluster.process_usage import memory_metrics
 from megarl.cluster.resharder import Resharder
 from megarl.cluster.scorers import launch_scorers
 from megarl.cluster.session import Session
@@ -23,6 +24,7 @@ from megarl.config.schema.cluster_sections import shared_devices
 from megarl.loop.colocation import Colocation
 from megarl.loop.evaluate import Evaluator
 from megarl.loop.logprob_check import LogprobCheck
+from megarl.loop.pass_meter import PassMeter
 from megarl.loop.rollout_buffer import RolloutBuffer
 from megarl.loop.sampler import Sampled, Sampler, sample_metrics
 from megarl.loop.scoring import Scorer, ScoresByReward, Values, shuffled_order
@@ -65,6 +67,7 @@ class RolloutTrainer(Generic[C]):
         self._rules = launch_scorers(config, session, model_dir)
         self._scorer = Scorer(config, self.roles, self._rules, self._engines, truncate_at)
         self._buffer: RolloutBuffer
+        self._meter = PassMeter(config)
         self._evaluator: Evaluator | None = None
         self.evaluate_every: int | None = None
         if config.evaluation is not None:
@@ -103,7 +106,7 @@ class RolloutTrainer(Generic[C]):
         self._buffer.prepare_sync()
         metrics = self._colocation.sync(step).metrics()
         self._buffer.synced(step)
-        return metrics
+        return {**metrics, **memory_metrics(self._engines.name, self._engines.take_usage())}
 
     def _score_order(self, count: int, step: int) -> npt.NDArray[np.int64] | None:
         """Returns the permutation of a step's scores; None unless they are shuffled."""
@@ -128,8 +131,11 @@ class RolloutTrainer(Generic[C]):
         """
         rollouts = sampled.rollouts
         tokens = sum(sample.tokens for sample in rollouts.samples)
+        if (model := sampled.scoring.model) is not None:
+            self._meter.add("reward", "reward", sampled.scoring.samples, model.longest())
         all_metrics = {
             "version": step,
+            **self._engines.take_metrics(),
             **self._asynchronous_metrics(),
             **metrics,
             **sample_metrics(rollouts.samples, self._config.rollout.max_new_tokens),
@@ -137,6 +143,7 @@ class RolloutTrainer(Generic[C]):
             "update/steps": len(updates),
             **timings,
             "perf/tokens_per_second": tokens / timings["time/step"],
+            **self._meter.take(self._trainers.take_usage()),
         }
         prompts, count = {prompt.prompt_id: prompt for prompt in sampled.prompts}, self._config.tracking.samples
         shown = shown_samples(rollouts, prompts, scores, scores_by_reward, self._tokenizer, count, advantages)
@@ -147,7 +154,6 @@ class RolloutTrainer(Generic[C]):
         metrics: dict[str, float] = {}
         if self._config.rollout.max_staleness:
             metrics["rollout/queue_depth"] = self._buffer.depth
-            metrics["rollout/engine_idle"] = self._engines.idle_fraction()
         if self._config.rollout.max_replacements:
             metrics["rollout/engines_replaced"] = len(self._engines.replaced)
         return metrics

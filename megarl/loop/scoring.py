@@ -65,6 +65,7 @@ class Scoring:
         calls: that compute the scores.
         wait: waits for the scores; raises WorkerError if a process failed.
         seconds: waits likewise; returns the duration of the slowest reward.
+        model: the call of the reward model, if its scores were computed together.
         dense: raw scores of the reward model before the first token of each response and after every token; None if it
             scores whole responses. The last is the score of the sample.
     """
@@ -73,6 +74,7 @@ class Scoring:
     wait: Callable[[], ScoresByReward]
     seconds: Callable[[], float] = float
     calls: Sequence[Call[Any]] = ()
+    model: Call[Any] | None = None
     dense: ChunkRefs[Ragged] | None = None
 
     @classmethod
@@ -154,6 +156,7 @@ class Scorer:
             wait=lambda: self._gather(model, functions_call),
             seconds=lambda: max(call.longest() for call in calls),
             calls=calls,
+            model=model,
             dense=None if dense is None else dense.chunks,
         )
 

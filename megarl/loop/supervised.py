@@ -15,6 +15,7 @@ from megarl.config import RewardModelConfig, SFTConfig
 from megarl.data.batches import on_all_tokens, text_batch
 from megarl.data.schedule import step_schedule
 from megarl.data.stream import Stream, StreamState
+from megarl.loop.pass_meter import PassMeter
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ForwardRequest, UpdateRequest
 from megarl.preflight.datasets import PairSets, TextSets
@@ -51,7 +52,7 @@ class SupervisedTrainer:
         self._config, self._model_dir, self._phase = config, model_dir, phase
         self._trainers = launch_trainers(config, session)
         self.roles = self._trainers.roles
-        self._role = self.roles[role]
+        self._role, self._meter = self.roles[role], PassMeter(config)
         self._layout, self._budget = config.layout(role), config.role(role).tokens_per_micro_batch
         self._rows, self._held_out = Stream(data.train, config.run.seed), data.held_out
         self._rows_per_step, self._sequences_per_row, self._all_tokens = rows_per_step, sequences_per_row, all_tokens
@@ -72,10 +73,17 @@ class SupervisedTrainer:
         with timers("step"):
             samples, chunks, schedule = self._batch(self._rows.next(self._rows_per_step))
             request = UpdateRequest(schedules=(schedule,), chunks=chunks)
-            updates = rank0_result(self._role.dispatch(MegatronWorker.update, request))
+            call = self._role.dispatch(MegatronWorker.update, request)
+            updates = rank0_result(call)
+        self._meter.add_update(self._role.name, (schedule,), call.longest())
         seconds = timers.take()
         tokens_per_second = sum(sample.tokens for sample in samples) / seconds["time/step"]
-        metrics = {"data/epochs": self._rows.epochs, **seconds, "perf/tokens_per_second": tokens_per_second}
+        metrics = {
+            "data/epochs": self._rows.epochs,
+            **seconds,
+            "perf/tokens_per_second": tokens_per_second,
+            **self._meter.take(self._trainers.take_usage()),
+        }
         return StepResult(step=step, metrics=metrics, updates=updates)
 
     def evaluate(self, step: int) -> EvaluationResult | None:

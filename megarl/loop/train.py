@@ -17,6 +17,7 @@ from megarl.loop.supervised import SFTTrainer
 from megarl.loop.unscored import UnscoredSteps
 from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.check import check
+from megarl.preflight.device_memory import check_memory
 from megarl.preflight.trial_calls import call_functions
 from megarl.run.checkpoints import ROLLOUTS, Checkpoint, writing
 from megarl.run.directory import RunDirectory, attempt, model_directory
@@ -93,6 +94,7 @@ def train(config: TrainingConfig) -> Summary:
     data = check(config)
     call_functions(config, data)
     check_gpus(config)
+    check_memory(config)
     directory = RunDirectory(config)
     if directory.finished:
         print(finished_message(config), flush=True)

@@ -18,6 +18,7 @@ from megarl.data.batches import on_all_tokens, text_batch
 from megarl.data.demonstrations import Demonstration
 from megarl.data.schedule import inference_schedule, step_schedule, under_one_length, update_schedules
 from megarl.data.stream import Stream, StreamState
+from megarl.loop.pass_meter import PassMeter
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import PretrainBatch, UpdateRequest
 from megarl.types import ExperienceChunk, RoleName, SampleInfo, Schedule, TextChunk
@@ -85,12 +86,16 @@ class PretrainMix:
 
 
 class Updater:
-    """Trains actor and critic, and moves the reference towards the actor."""
+    """Trains actor and critic, and moves the reference towards the actor; `meter` counts the passes."""
 
     def __init__(
-        self, config: PPOConfig, roles: Mapping[RoleName, RemoteRole], pretrain_mix: PretrainMix | None
+        self,
+        config: PPOConfig,
+        roles: Mapping[RoleName, RemoteRole],
+        pretrain_mix: PretrainMix | None,
+        meter: PassMeter,
     ) -> None:
-        self._config, self._pretrain_mix = config, pretrain_mix
+        self._config, self._pretrain_mix, self._meter = config, pretrain_mix, meter
         self._actor, self._critic = roles["actor"], roles.get("critic")
 
     def update(
@@ -115,10 +120,14 @@ class Updater:
         updates: list[dict[str, float]] = []
         for taken, by_role in enumerate(passes, start=1):
             calls: list[Call[list[dict[str, float]] | None]] = []
+            requests: list[UpdateRequest[Schedule]] = []
             for role, schedules in zip(trained, by_role, strict=True):
-                request = self._request(role, schedules, experience, kl_coef)
-                calls.append(role.dispatch(MegatronWorker.update, request))
+                requests.append(self._request(role, schedules, experience, kl_coef))
+                calls.append(role.dispatch(MegatronWorker.update, requests[-1]))
             metrics = [rank0_result(call) for call in calls]
+            for role, request, call in zip(trained, requests, calls, strict=True):
+                texts = () if request.texts is None else request.texts.schedules
+                self._meter.add_update(role.name, [*request.schedules, *texts], call.longest())
             steps = [dict(ChainMap(*of_step)) for of_step in zip(*metrics, strict=True)]
             updates += steps
             stop = algo.early_stop if self._actor in trained else None

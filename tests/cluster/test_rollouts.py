@@ -93,6 +93,20 @@ def test_every_sample_is_where_its_info_says(two: RolloutGroup, samples: int, ch
     assert len(writers(two, samples, chunks)) == min(samples, chunks)
 
 
+def test_the_speed_of_the_engines_is_that_since_the_last_reading(two: RolloutGroup) -> None:
+    two.take_metrics()
+    start = time.perf_counter()
+    rollouts = two.generate(requests(8), 4).wait()
+    took = time.perf_counter() - start
+    metrics = two.take_metrics()
+    tokens = sum(sample.response_tokens for sample in rollouts.samples)
+    assert metrics["perf/rollout_tokens_per_second"] >= tokens / took
+    speeds = metrics["perf/engine_tokens_per_second_min"], metrics["perf/engine_tokens_per_second_max"]
+    assert speeds[0] <= speeds[1] <= metrics["perf/rollout_tokens_per_second"] <= sum(speeds)
+    assert 0 <= metrics["rollout/engine_idle"] < 1
+    assert two.take_metrics() == {"rollout/engine_idle": 1}
+
+
 def test_samples_of_two_rounds_are_picked_without_their_tokens_coming_to_the_driver(two: RolloutGroup) -> None:
     rounds = [two.generate(requests(count), chunks).wait() for count, chunks in ((7, 4), (5, 2))]
     joined = Rollouts.joined(rounds)

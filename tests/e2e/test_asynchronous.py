@@ -52,7 +52,7 @@ APART = [
     "run.steps=2",
 ]
 """The debug run of PPO, with an engine on a device of its own."""
-TIMES = ("time/", "sync/", "perf/", "rollout/engine", "rollout/queue_depth")
+TIMES = ("time/", "sync/", "perf/", "memory/", "rollout/engine", "rollout/queue_depth")
 
 
 def run(directory: Path, *settings: str) -> Finished:

@@ -50,6 +50,25 @@ def test_it_writes_a_line_per_step(debug_run: DebugRun) -> None:
     assert min(gaps) < 0.05, "a busy machine may hold up one step between its stages, not all three"
 
 
+def test_it_counts_the_passes_of_every_role(debug_run: DebugRun) -> None:
+    epochs, texts = 2, 4 * 3
+    for line in lines(debug_run.directory / "metrics.jsonl"):
+        tokens = 16 * (line["prompt_length/mean"] + line["response_length/mean"])
+        for name in ("logprobs", "ref", "values"):
+            assert line[f"perf/tokens/{name}"] == pytest.approx(tokens)
+            assert line[f"perf/tokens_per_second/{name}"] == pytest.approx(tokens / line[f"time/{name}"])
+        assert line["perf/tokens/critic_update"] == pytest.approx(epochs * tokens)
+        assert epochs * tokens < line["perf/tokens/actor_update"] <= epochs * tokens + texts * 16
+        assert line["perf/tflop/critic_update"] == pytest.approx(3 * epochs * line["perf/tflop/values"])
+        assert not any(name.startswith("perf/mfu/") for name in line), "of no device is the peak known"
+        assert 0 <= line["perf/idle/train"] < 1
+        assert line["perf/rollout_tokens_per_second"] > 0
+        phases = {name for name in line if name.startswith("memory/")}
+        assert {f"memory/{phase}/train" for phase in ("inference", "update", "sync")} <= phases
+        assert {"memory/rollout/rollout", "memory/sync/rollout"} <= phases
+        assert all(0.1 < line[name] < 8 for name in phases)
+
+
 def test_no_id_is_sampled_that_is_not_in_use(debug_run: DebugRun) -> None:
     """The model has 100 ids, of which the configuration uses 96; a random model likes all of them alike."""
     samples = [np.load(file)["response_ids"] for file in debug_run.recorded.iterdir()]

@@ -16,7 +16,7 @@ from tests.e2e.runs import PARTS, lines, train
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 TWO_NODES = ("cluster.nodes=2", "cluster.devices_per_node=2", "rollout.devices=0,2")
-TIMES = ("time/", "sync/", "perf/")
+TIMES = ("time/", "sync/", "perf/", "memory/", "rollout/engine_idle")
 
 
 def test_samples_and_updates_do_not_depend_on_the_engines(debug_run: DebugRun, tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from tests.e2e.runs import Finished, finish, lines, started
 
 pytestmark = pytest.mark.e2e
 
+TIMES = ("time/", "perf/", "sync/", "memory/", "rollout/engine_idle")
+
 
 FUNCTIONS = [
     {"name": "soft_overlong", "args": {"max_tokens": 32, "buffer_tokens": 32}},
@@ -98,7 +100,7 @@ def test_a_rule_scores_and_taking_turns_changes_nothing(tmp_path: Path, monkeypa
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         mine, theirs = (
             [
-                {key: value for key, value in line.items() if not key.startswith(("time/", "perf/", "sync/"))}
+                {key: value for key, value in line.items() if not key.startswith(TIMES)}
                 for line in lines(tmp_path / side / name)
             ]
             for side in ("turns", "stay")

@@ -11,13 +11,16 @@ import torch
 
 from megarl.config.schema import Optimizer
 from megarl.types import Layout
+from tests.megatron.memory import peaks
 from tests.megatron.samples import random_chunks
 from tests.megatron.test_attention import LENGTHS, attention_errors
 from tests.megatron.test_head_sizes import SIZES, computed, distances, expected, model_of
+from tests.megatron.test_memory_plan import PACK, assert_as_planned
+from tests.megatron.test_memory_plan import SIZES as PLANNED
 from tests.megatron.test_parity import expectations, infer, worst_differences
 from tests.megatron.test_recompute import check_half_precision, counted_updates
 from tests.megatron.test_variants import hugging_face_logprobs, in_order, variant_logprobs
-from tests.megatron.tiny import load_role, save_model
+from tests.megatron.tiny import hf_config, load_role, save_model
 from tests.pool import RankPool
 
 pytestmark = pytest.mark.gpu
@@ -74,6 +77,14 @@ def test_updates_equal_those_of_the_cpu(gpu: RankPool, pool: RankPool, tmp_path:
     assert torch.float32 in half["state"]
     assert torch.bfloat16 not in half["state"]
     check_half_precision(half["steps"], expected["steps"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_allocator_holds_what_the_plan_says(gpu: RankPool, dtype: str, recompute: str) -> None:
+    config = hf_config("qwen2", **PLANNED, dtype=dtype)
+    (found,) = gpu.run(peaks, config, PACK, recompute, world_size=1)
+    assert_as_planned(found, config, recompute, "cuda")
 
 
 def _offloaded(rank: int, directory: Path) -> list[dict[str, int]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megarl.cluster.process_usage import ProcessUsage
 from megarl.cluster.resharder import SyncReport
 from megarl.loop.colocation import Colocation
 from megarl.loop.rollout_trainer import RolloutTrainer
@@ -114,7 +115,10 @@ def test_weights_go_to_the_engines_when_they_are_due_and_after_the_last_step(eve
     trainer._config = SimpleNamespace(rollout=SimpleNamespace(sync_every=every), run=SimpleNamespace(steps=5))
     trainer._colocation = SimpleNamespace(sync=log.sync)
     trainer._buffer = SimpleNamespace(skips_sync=lambda _: False, prepare_sync=log.prepare, synced=log.synced)
+    usage = ProcessUsage(idle=0.0, peak_bytes={"rollout": 2**30}, device_name="")
+    trainer._engines = SimpleNamespace(name="rollout", take_usage=lambda: [usage])
     trainer.evaluate_every = None
     metrics = [trainer._sync(step) for step in range(1, 6)]
     assert log.since() == [call for step in synced for call in ("prepare", f"sync {step}", f"synced {step}")]
     assert [step for step, of_step in enumerate(metrics, 1) if of_step] == synced
+    assert all(of_step["memory/rollout/rollout"] == 1.0 for of_step in metrics if of_step)

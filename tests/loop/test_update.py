@@ -19,6 +19,9 @@ TOKENS = (10, 30)
 EPOCHS = 3
 BOTH: frozenset[RoleName] = frozenset({"actor", "critic"})
 
+TEXTS = SimpleNamespace(next=lambda schedules: (schedules, SimpleNamespace(schedules=schedules)))
+"""As many schedules of texts as of samples."""
+
 
 class FakeRole:
     """Records its calls; each optimizer step reports the next of some KL divergences.
@@ -35,12 +38,12 @@ class FakeRole:
         assert method is MegatronWorker.update
         self._log.append((self.name, [s.ranks[0].total_response_tokens for s in request.schedules]))
         if request.texts is not None:
-            self._log.append(("texts", request.texts))
+            self._log.append(("texts", len(request.texts.schedules)))
         prefix = {"actor": "policy", "critic": "value"}[self.name]
         steps = [
             {f"{prefix}/ppo_kl": self._kls.pop(0), f"{prefix}/kl_coef": request.kl_coef} for _ in request.schedules
         ]
-        return SimpleNamespace(wait=lambda: [None, steps])
+        return SimpleNamespace(wait=lambda: [None, steps], longest=lambda: 2.0)
 
     def call(self, method: Any, *args: Any) -> Any:
         notes = {
@@ -49,6 +52,16 @@ class FakeRole:
         }
         self._log.append(notes[method])
         return SimpleNamespace(wait=lambda: None)
+
+
+class FakeMeter:
+    """Notes the passes."""
+
+    def __init__(self) -> None:
+        self.passes: list[tuple[str, int, float]] = []
+
+    def add_update(self, role: str, schedules: list[Schedule], seconds: float) -> None:
+        self.passes.append((role, len(schedules), seconds))
 
 
 def schedule(tokens: int) -> Schedule:
@@ -71,6 +84,7 @@ def updated(
     every: int | None = None,
     texts: Any = None,
     trained_roles: frozenset[RoleName] = BOTH,
+    meter: Any = None,
 ) -> tuple[list[dict[str, float]], list[tuple[str, Any]]]:
     """The metrics of the optimizer steps, and the calls."""
     log: list[tuple[str, Any]] = []
@@ -80,7 +94,7 @@ def updated(
         critic=SimpleNamespace(warmup_steps=warmup),
     )
     roles: Any = {"actor": FakeRole("actor", log, list(kls)), "critic": FakeRole("critic", log, [0.0] * 6)}
-    updater = Updater(config, roles, texts)
+    updater = Updater(config, roles, texts, meter or FakeMeter())
     told = updater.update(object(), plan(step, together=stop is None), kl_coef=0.5, trained_roles=trained_roles)
     return told, log
 
@@ -120,7 +134,7 @@ def test_a_quiet_policy_takes_all_epochs() -> None:
 )
 def test_whether_the_actor_is_trained_is_known_before(step: int, roles: Any, texts: Any, expected: bool) -> None:
     config: Any = SimpleNamespace(critic=SimpleNamespace(warmup_steps=2))
-    updater = Updater(config, {"actor": FakeRole("actor", [], [])}, texts)  # pyright: ignore
+    updater = Updater(config, {"actor": FakeRole("actor", [], [])}, texts, FakeMeter())  # pyright: ignore
     assert updater.trains_actor(step, roles) == expected
 
 
@@ -138,9 +152,10 @@ def test_the_reference_follows_after_so_many_steps(step: int, follows: bool) -> 
 
 
 def test_texts_go_along_with_the_actor_alone() -> None:
-    texts = SimpleNamespace(next=lambda schedules: (schedules, f"{len(schedules)} texts"))
-    _, log = updated([0.0] * 6, texts=texts)
-    assert [entry for entry in log if entry[0] == "texts"] == [("texts", "6 texts")]
+    meter = FakeMeter()
+    _, log = updated([0.0] * 6, texts=TEXTS, meter=meter)
+    assert [entry for entry in log if entry[0] == "texts"] == [("texts", 6)]
+    assert meter.passes == [("actor", 12, 2.0), ("critic", 6, 2.0)]
     assert log[0][0] == "actor"
 
 
@@ -157,8 +172,7 @@ def test_a_role_with_nothing_to_learn_from_skips_its_steps(stop: EarlyStop | Non
 
 
 def test_texts_are_learnt_without_a_score() -> None:
-    texts = SimpleNamespace(next=lambda schedules: (schedules, "texts"))
-    told, log = updated([0.0] * 6, texts=texts, trained_roles=frozenset())
+    told, log = updated([0.0] * 6, texts=TEXTS, trained_roles=frozenset())
     assert {name for name, _ in log} == {"critic skips", "actor", "texts"}
     assert len(told) == 6
 

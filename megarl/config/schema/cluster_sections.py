@@ -56,6 +56,10 @@ class Cluster(Section):
     address: str | None = None
     """Address of a running Ray to join, such as 10.0.0.1:6379, or auto for the one that RAY_ADDRESS names; null starts
     one on this machine."""
+    peak_tflops: Positive | None = None
+    """Peak of a device for the metrics of MFU, TFLOP/s; null takes the dense bfloat16 peak of known GPUs."""
+    device_memory_gib: Positive | None = None
+    """Memory of a GPU, or of all virtual devices together, that is planned with, GiB; null takes this machine's."""
     object_store_mib: Annotated[int, Field(ge=80)] = 4096
     """Shared memory of each node for rollouts and experience, MiB."""
     time_limits: TimeLimits = TimeLimits()

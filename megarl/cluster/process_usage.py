@@ -1,0 +1,96 @@
+"""How busy a worker process is, and how much memory it takes in each phase."""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.remote import Phase
+
+_PROCESS = Path("/proc/self")
+_RESET_PEAK = "5"
+"""What resets the peak of resident memory (proc(5), clear_refs)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessUsage:
+    """What a process used since the last reading.
+
+    Args:
+        idle: fraction of the time in which it ran no call.
+        peak_bytes: most memory by phase: allocated by torch on a GPU, or else resident.
+        device_name: torch's, of the GPU; empty without one.
+    """
+
+    idle: float
+    peak_bytes: Mapping[Phase, int]
+    device_name: str
+
+
+class UsageMeter:
+    """Measures a process. The memory that it keeps between calls counts for the phase of the call before."""
+
+    def __init__(self) -> None:
+        self._phase: Phase = "start"
+        self._peaks: dict[Phase, int] = {}
+        self._busy, self._since = 0.0, time.perf_counter()
+
+    def enter(self, phase: Phase) -> None:
+        """Begins a call of a phase, or goes on with it."""
+        if phase != self._phase:
+            self._note_peak()
+            self._phase = phase
+
+    def add(self, seconds: float) -> None:
+        """Counts the duration of a call."""
+        self._busy += seconds
+
+    def take(self) -> ProcessUsage:
+        """Returns the usage since the last reading, and begins anew."""
+        self._note_peak()
+        now, cuda = time.perf_counter(), _cuda()
+        usage = ProcessUsage(
+            idle=max(0.0, 1 - self._busy / (now - self._since)),
+            peak_bytes=self._peaks,
+            device_name="" if cuda is None else cuda.get_device_name(),
+        )
+        self._peaks, self._busy, self._since = {}, 0.0, now
+        return usage
+
+    def _note_peak(self) -> None:
+        self._peaks[self._phase] = max(take_peak_memory(), self._peaks.get(self._phase, 0))
+
+
+def take_peak_memory() -> int:
+    """Returns the most bytes that this process has had at once since the last call."""
+    cuda = _cuda()
+    if cuda is not None:
+        peak = cuda.max_memory_allocated()
+        cuda.reset_peak_memory_stats()
+        return peak
+    found = re.search(r"VmHWM:\s+(\d+) kB", (_PROCESS / "status").read_text())
+    with suppress(OSError):  # in a sandbox, where it is the peak since the start
+        (_PROCESS / "clear_refs").write_text(_RESET_PEAK)
+    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if found is None else int(found[1]))
+
+
+def _cuda() -> Any:
+    """Returns torch.cuda if this process uses a GPU; imports nothing."""
+    torch = sys.modules.get("torch")
+    return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
+
+
+def memory_metrics(group: str, usages: Sequence[ProcessUsage]) -> dict[str, float]:
+    """Returns the most memory of a process of a group in each phase, `memory/PHASE/GROUP`, GiB."""
+    peaks: dict[str, int] = {}
+    for usage in usages:
+        for phase, peak in usage.peak_bytes.items():
+            peaks[phase] = max(peak, peaks.get(phase, 0))
+    return {f"memory/{phase}/{group}": peak / 2**30 for phase, peak in peaks.items()}

@@ -1,0 +1,80 @@
+"""Tokens, operations and speed of the roles' passes over the samples of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from megarl.cluster.process_usage import ProcessUsage, memory_metrics
+from megarl.config import RunConfig
+from megarl.models import ModelSpec, model_spec
+from megarl.models.flops import TokenCounts, forward_flops, peak_tflops
+from megarl.role_specs import role_specs
+from megarl.run.sinks import Metrics
+from megarl.types import HEADS, RoleName, Schedule
+from megarl.weights.hf_files import read_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pass:
+    """Passes of a role on some devices; the seconds are those of the slowest rank."""
+
+    devices: int
+    tokens: int = 0
+    flops: int = 0
+    seconds: float = 0.0
+
+    def metrics(self, name: str, peak: float | None) -> dict[str, float]:
+        tflops = self.flops / 1e12 / self.seconds / self.devices
+        metrics = {
+            f"perf/tokens/{name}": self.tokens,
+            f"perf/tflop/{name}": self.flops / 1e12,
+            f"perf/tokens_per_second/{name}": self.tokens / self.seconds,
+            f"perf/tflops_per_device/{name}": tflops,
+        }
+        return metrics if peak is None else {**metrics, f"perf/mfu/{name}": tflops / peak}
+
+
+class PassMeter:
+    """Adds up the passes of a step by name."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._passes: dict[str, _Pass] = {}
+        self._spec = cache(self._read_spec)
+
+    def add(
+        self, name: str, role: RoleName, sequences: Iterable[TokenCounts], seconds: float, *, backward: bool = False
+    ) -> None:
+        """Counts a pass of a role over sequences, which a backward pass may have followed."""
+        counted = list(sequences)
+        flops = forward_flops(self._spec(role), HEADS[role], counted) * (3 if backward else 1)
+        tokens = sum(sequence.prompt_tokens + sequence.response_tokens for sequence in counted)
+        before = self._passes.get(name, _Pass(devices=self._config.layout(role).world_size))
+        self._passes[name] = replace(
+            before, tokens=before.tokens + tokens, flops=before.flops + flops, seconds=before.seconds + seconds
+        )
+
+    def add_update(self, role: RoleName, schedules: Iterable[Schedule], seconds: float) -> None:
+        """Counts optimizer steps of a role."""
+        rows = (row for schedule in schedules for rank in schedule.ranks for rows in rank.packs for row in rows)
+        self.add(f"{role}_update", role, rows, seconds, backward=True)
+
+    def take(self, usages: Mapping[str, Sequence[ProcessUsage]]) -> Metrics:
+        """Returns the metrics of the passes and of the groups' processes, and forgets the passes."""
+        names = {usage.device_name for group in usages.values() for usage in group}
+        peaks = {self._config.cluster.peak_tflops or peak_tflops(name) for name in names}
+        peak = peaks.pop() if len(peaks) == 1 else None
+        passes, self._passes = self._passes, {}
+        metrics: dict[str, float] = {}
+        for name, counted in passes.items():
+            metrics |= counted.metrics(name, peak)
+        for group, processes in usages.items():
+            metrics[f"perf/idle/{group}"] = sum(usage.idle for usage in processes) / len(processes)
+            metrics |= memory_metrics(group, processes)
+        return metrics
+
+    def _read_spec(self, role: RoleName) -> ModelSpec:
+        checkpoint = role_specs(self._config, self._config.group_of(role))[role].checkpoint
+        return model_spec(self._config.model.hf_config() if checkpoint is None else read_config(checkpoint))

@@ -1,0 +1,68 @@
+"""Floating-point operations of a model's passes, and the peaks of devices.
+
+Counted are the matrix products that a pass needs, two operations per multiplication: those of the layers for every
+token, causal attention, and the head where it is read. Padding, what is computed twice to save memory, embeddings,
+norms and activations do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from megarl.models.architecture import ModelSpec
+from megarl.types import HeadName
+
+PEAK_TFLOPS: Mapping[str, float] = {
+    "GB300": 2500.0,
+    "B300": 2250.0,
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+}
+"""Dense bfloat16 TFLOP/s by a part of the device's name, the first that occurs; from NVIDIA's data sheets."""
+
+
+class TokenCounts(Protocol):
+    """The lengths of a prompt and its response."""
+
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def response_tokens(self) -> int: ...
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Returns the peak of a device by torch's name for it; None if it is not in the table."""
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in device_name), None)
+
+
+def token_flops(spec: ModelSpec) -> int:
+    """Returns the operations of all layers for one token, without attention between tokens."""
+    dims, megatron = spec.dims, spec.table.megatron
+    attention = 2 * dims.hidden * dims.head_dim * (dims.heads + dims.kv_heads)
+    mlp = (3 if megatron["gated_linear_unit"] else 2) * dims.hidden * dims.ffn * megatron.get("moe_router_topk", 1)
+    return 2 * dims.layers * (attention + mlp + dims.hidden * dims.experts)
+
+
+def forward_flops(spec: ModelSpec, head: HeadName, sequences: Iterable[TokenCounts]) -> int:
+    """Returns the operations of a forward pass over sequences, whose head is read at the response tokens.
+
+    A forward and a backward pass have three times as many.
+    """
+    dims, tokens, pairs, read = spec.dims, 0, 0, 0
+    for sequence in sequences:
+        length = sequence.prompt_tokens + sequence.response_tokens
+        tokens, pairs, read = tokens + length, pairs + length * (length + 1) // 2, read + sequence.response_tokens
+    attention = 4 * dims.layers * dims.heads * dims.head_dim * pairs
+    return token_flops(spec) * tokens + attention + 2 * dims.hidden * (dims.vocab if head == "lm" else 1) * read

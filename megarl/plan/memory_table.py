@@ -1,0 +1,78 @@
+"""The tables of a run's memory plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+
+from megarl.config import RunConfig
+from megarl.files import format_bytes
+from megarl.preflight.device_memory import advice, capacity
+from megarl.preflight.memory_plan import PhaseMemory, plan_memory
+
+_ROWS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "activations",
+    "logits": "logits, their head",
+    "stepping": "Adam's step, later",
+    "weights": "engine's weights",
+    "cache": "KV cache",
+    "engine": "engine's work, graphs",
+    "buckets": "buckets",
+    "process": "processes",
+    "peak": "peak",
+    "offloaded": "offloaded to host",
+}
+_KEY_WIDTH = 22
+
+Phases = tuple[PhaseMemory, ...]
+
+
+def print_memory(config: RunConfig, console: Console | None = None) -> None:
+    """Prints the memory of each device in each phase, and for phases that may not fit what would help."""
+    out = console or Console(highlight=False)
+    room, peaks, offloaded, worries = capacity(config), 0, 0, list[str]()
+    devices = [(plan, tuple(plan.phases())) for plan in plan_memory(config)]
+    for phases, same in groupby(devices, key=lambda entry: entry[1]):
+        members = [plan for plan, _ in same]
+        first, last = members[0].device, members[-1].device
+        name = f"device {first}" if first == last else f"devices {first}-{last}"
+        out.print(_table(f"{name}, GiB", phases))
+        out.print()
+        peaks += len(members) * _largest(phases, "peak")
+        offloaded += len(members) * _largest(phases, "offloaded")
+        for phase in phases:
+            if phase.peak > room.nbytes:
+                fix = advice(config, members[0], phase)
+                worries.append(f"{phase.phase} on {name} may not fit, {format_bytes(phase.peak)}: {fix}")
+    lines = [f"{format_bytes(room.nbytes)} ({room.source})"]
+    if room.shared:
+        lines[0] += f"; at most {format_bytes(peaks)} on all virtual devices together"
+    elif offloaded:
+        lines[0] += f" on each device; at most {format_bytes(offloaded)} on the hosts for offloaded roles"
+    for line in (*lines, *worries):
+        out.print(f"{'memory':14}{line}", soft_wrap=True, markup=False)
+
+
+def _table(title: str, phases: Phases) -> Table:
+    table = Table(box=None)
+    table.add_column(title, min_width=_KEY_WIDTH, no_wrap=True)
+    for phase in phases:
+        table.add_column(phase.phase, justify="right")
+    table.add_row("", *(phase.role or "" for phase in phases))
+    for name, text in _rows(phases):
+        table.add_row(text, *(f"{size / 2**30:.2f}" if (size := getattr(phase, name)) else "" for phase in phases))
+    return table
+
+
+def _rows(phases: Phases) -> Iterator[tuple[str, str]]:
+    yield from ((name, text) for name, text in _ROWS.items() if _largest(phases, name))
+
+
+def _largest(phases: Phases, name: str) -> int:
+    return max((getattr(phase, name) for phase in phases), default=0)

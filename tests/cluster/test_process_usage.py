@@ -1,0 +1,53 @@
+"""The time and the memory that a process uses, by phase."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from megarl.cluster.process_usage import UsageMeter
+from megarl.cluster.workers import WorkerGroup
+from tests.cluster.fakes import FakeWorker
+
+SIZE = 300 << 20
+
+
+def test_a_phase_has_the_most_memory_that_was_held_in_it() -> None:
+    meter = UsageMeter()
+    meter.enter("inference")
+    before = meter.take().peak_bytes
+    assert before.keys() == {"start", "inference"}
+    meter.enter("update")
+    held = np.ones(SIZE, dtype=np.uint8)
+    del held
+    meter.enter("sync")
+    meter.enter("update")
+    peaks = meter.take().peak_bytes
+    assert peaks["update"] - peaks["inference"] == pytest.approx(SIZE, rel=0.03)
+    assert peaks["sync"] == pytest.approx(peaks["inference"], abs=SIZE / 20)
+    assert meter.take().peak_bytes.keys() == {"update"}
+
+
+def test_what_is_no_call_is_idle() -> None:
+    meter = UsageMeter()
+    meter.take()
+    time.sleep(0.2)
+    meter.add(0.1)
+    assert 0.5 <= meter.take().idle < 0.9
+    meter.add(1e9)
+    assert meter.take().idle == 0
+
+
+@pytest.mark.process
+def test_a_group_tells_what_its_processes_use(group: WorkerGroup[FakeWorker]) -> None:
+    group.call(FakeWorker.noted).wait()
+    group.take_usage()
+    group.call(FakeWorker.note, "sleeps", 0.5).wait()
+    used = group.take_usage()
+    assert len(used) == 3
+    assert all(usage.peak_bytes["update"] > 10 << 20 for usage in used)
+    assert all(usage.idle < 0.5 and not usage.device_name for usage in used)
+    time.sleep(0.1)
+    assert all(usage.idle == 1 for usage in group.take_usage())

@@ -1,0 +1,151 @@
+"""What a role takes, measured in a process of its own, beside what the plan says."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.config.schema import Optimizer
+from megarl.preflight.memory_plan import RoleMemory
+from megarl.role_specs import RoleSpec, TextSpec, TrainingSpec
+from megarl.types import Layout, PackRow, Ragged, RankSchedule, TextChunk
+
+ROW_TOKENS = 64
+_M_MMAP_THRESHOLD = -3
+
+
+def plan_of(
+    config: dict[str, Any], tokens: int, layout: Layout, recompute: Any = "none", device: str = "cpu"
+) -> RoleMemory:
+    """The plan of an actor in training."""
+    from megarl.models import model_spec
+
+    optimizer = Optimizer(lr=1e-3)
+    training = TrainingSpec(
+        optimizer=optimizer, total_steps=2, steps_together=1, ema_decay=None, loss=TextSpec(stage="sft")
+    )
+    spec = RoleSpec(
+        name="actor",
+        layout=layout,
+        recompute=recompute,
+        offload=False,
+        checkpoint=None,
+        new_head=None,
+        vocab_size=None,
+        training=training,
+        reference_weight=None,
+    )
+    return RoleMemory(
+        spec=spec,
+        model=model_spec(config),
+        layout=layout,
+        stage=0,
+        device=device,
+        pack=tokens,
+        update_pack=tokens,
+        micro_batches=1,
+    )
+
+
+def make_actor(config: dict[str, Any], layout: Layout, rank: int, recompute: Any = "none") -> Any:
+    from megarl.megatron.model_engine import ModelEngine
+    from megarl.megatron.parallel import GroupCache
+    from megarl.models import model_spec
+
+    spec = model_spec(config)
+    dtype = getattr(torch, spec.dtype)
+    actor = ModelEngine(
+        "actor",
+        spec,
+        layout,
+        rank,
+        GroupCache(),
+        vocab_size=spec.dims.vocab,
+        dtype=dtype,
+        trainable=True,
+        recompute=recompute,
+    )
+    actor.load({name: 0.02 * torch.randn(info.shape, dtype=dtype) for name, info in actor.shard_map.params.items()})
+    return actor
+
+
+def kept_by_layers(
+    rank: int, config: dict[str, Any], layers: str, layout: Layout, recompute: Any, tokens: int
+) -> list[tuple[int, int]]:
+    """Bytes that the backward pass keeps of a pack and those of the plan, with two layers and with three."""
+    from megarl.data.packing import pack_shape
+    from megarl.megatron.attention import PackParams
+
+    found: list[tuple[int, int]] = []
+    for count in (2, 3):
+        sized = {**config, layers: count}
+        actor = make_actor(sized, layout, rank, recompute)
+        (chunk,) = actor.model.chunks
+        own = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
+        kept: dict[int, torch.UntypedStorage] = {}
+
+        def keep(tensor: torch.Tensor, own: Any = own, kept: Any = kept) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = storage
+            return tensor
+
+        rows = [PackRow(chunk=0, row=i, prompt_tokens=1, response_tokens=ROW_TOKENS - 1) for i in range(tokens // 64)]
+        pack = PackParams.of(pack_shape(rows, tokens), torch.device("cpu"))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            chunk(torch.zeros(1, tokens, dtype=torch.int64), None, None, packed_seq_params=pack)
+        found.append(
+            (sum(storage.nbytes() for storage in kept.values()), plan_of(sized, tokens, layout, recompute).update()[0])
+        )
+    return found
+
+
+def peaks(rank: int, config: dict[str, Any], tokens: int, recompute: Any) -> dict[str, int]:
+    """The most bytes of an actor in training, beyond what the process had before: by phase."""
+    from megarl.cluster.process_usage import take_peak_memory
+    from tests.megatron.test_offload import _loss_of
+
+    if not torch.cuda.is_initialized():
+        # glibc would keep freed memory for later: a quarter more than is in use.
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+    gc.collect()
+    before = _present()
+    actor = make_actor(config, Layout(), rank, recompute)
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, config["vocab_size"], (tokens // ROW_TOKENS, ROW_TOKENS))
+    chunk = TextChunk(
+        sample_ids=tuple(map(str, range(len(ids)))),
+        prompt_ids=Ragged.from_rows(list(ids[:, :1]), np.int32),
+        response_ids=Ragged.from_rows(list(ids[:, 1:]), np.int32),
+    )
+    rows = tuple(PackRow(chunk=0, row=i, prompt_tokens=1, response_tokens=ROW_TOKENS - 1) for i in range(len(ids)))
+    schedule = RankSchedule(
+        packs=(rows,),
+        pack_tokens=tokens,
+        total_rows=len(ids),
+        total_sequences=len(ids),
+        total_response_tokens=tokens - len(ids),
+    )
+    actor.start_training(Optimizer(lr=1e-3), total_steps=2)
+    for _ in range(2):  # the first makes the optimizer's state
+        take_peak_memory()
+        actor.update([schedule], {0: chunk}, _loss_of(actor))
+        update = take_peak_memory()
+    take_peak_memory()
+    actor.logprobs(schedule, {0: chunk}, temperature=1.0)
+    return {"update": update - before, "inference": take_peak_memory() - before}
+
+
+def _present() -> int:
+    """Bytes of this process: allocated by torch on a GPU, or resident."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.memory_allocated()
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])

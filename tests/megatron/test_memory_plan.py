@@ -1,0 +1,72 @@
+"""The plan of a role's memory, against what Megatron's layers keep and against what processes take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megarl.types import Layout
+from tests.megatron.memory import kept_by_layers, peaks, plan_of
+from tests.megatron.tiny import hf_config
+from tests.pool import RankPool
+
+TOKENS = 512
+SPLIT = Layout(tp=2, sequence_parallel=True)
+MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+KINDS: dict[str, dict[str, Any]] = {"qwen2": {}, "qwen3": {"head_dim": 16}, "gpt2": {}, "mixtral": MIXTURE}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("kind", "dtype", "layout", "recompute"),
+    [
+        *((kind, dtype, Layout(), "none") for kind in KINDS for dtype in ("float32", "bfloat16")),
+        *(("qwen2", "float32", Layout(), recompute) for recompute in ("selective", "full")),
+        ("qwen2", "bfloat16", Layout(tp=2), "none"),
+        ("qwen3", "float32", SPLIT, "none"),
+        ("qwen3", "bfloat16", SPLIT, "full"),
+    ],
+    ids=str,
+)
+def test_layers_keep_what_the_plan_says(pool: RankPool, kind: str, dtype: str, layout: Layout, recompute: str) -> None:
+    """Within 1%: lengths of sequences, and what the router keeps of its choices, are not planned."""
+    config = hf_config(kind, **KINDS[kind], dtype=dtype)
+    layers = "n_layer" if kind == "gpt2" else "num_hidden_layers"
+    found = pool.run(kept_by_layers, config, layers, layout, recompute, TOKENS, world_size=layout.tp)
+    for (two, planned_two), (three, planned_three) in found:
+        assert three - two == pytest.approx(planned_three - planned_two, rel=0.01)
+
+
+SIZES = {
+    "num_hidden_layers": 8,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 8000,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+"""A model of 32 million parameters."""
+PACK = 1024
+
+
+def assert_as_planned(found: dict[str, int], config: dict[str, Any], recompute: str, device: str) -> None:
+    plan = plan_of(config, PACK, Layout(), recompute, device)
+    update = plan.state + plan.gradients + max(sum(plan.update()), plan.stepping)
+    assert found["update"] == pytest.approx(update, rel=0.1)
+    assert found["inference"] == pytest.approx(plan.state + sum(plan.inference()), rel=0.1)
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_process_takes_what_the_plan_says(recompute: str) -> None:
+    """In a process of its own, because it changes how the process allocates memory."""
+    config, ranks = hf_config("qwen2", **SIZES), RankPool(1)
+    try:
+        (found,) = ranks.run(peaks, config, PACK, recompute, world_size=1, timeout=300)
+    finally:
+        ranks.close()
+    assert_as_planned(found, config, recompute, "cpu")

@@ -1,0 +1,175 @@
+"""The memory plan of whole runs by hand, what does not fit, and what would help."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from megarl.cli import app
+from megarl.config import ConfigError, load
+from megarl.preflight.device_memory import check_memory
+from megarl.preflight.memory_plan import PhaseMemory, plan_memory
+
+GIB = 1 << 30
+MODEL = {
+    "model_type": "qwen2",
+    "dtype": "bfloat16",
+    "vocab_size": 1280,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": True,
+}
+LAYER = 256 * (256 + 2 * 128) + 512 + 256 * 256 + 3 * 256 * 512 + 2 * 256
+PARAMETERS = 1280 * 256 + 4 * LAYER + 256
+PROMPTS = {"count": 64, "min_tokens": 8, "max_tokens": 512}
+LARGE = {
+    **MODEL,
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
+"""70 billion parameters."""
+
+
+def written(directory: Path, model: dict[str, Any] = MODEL, **sections: Any) -> Path:
+    """A run of GRPO whose model is a directory with a config.json alone."""
+    (directory / "config.json").write_text(json.dumps(model))
+    role = {"tokens_per_micro_batch": 4096}
+    fields = {
+        "stage": "ppo",
+        "run": {"dir": str(directory / "run"), "steps": 1},
+        "model": {"path": str(directory)},
+        "cluster": {"devices_per_node": 4},
+        "groups": {"train": {"devices": "0", "roles": {"actor": role, "reference": role}}},
+        "rollout": {"devices": "0", "max_new_tokens": 512, "max_model_len": 1024, "kv_cache_mib": 2048},
+        "data": {"random": PROMPTS, "prompts_per_step": 16, "samples_per_prompt": 4},
+        "algo": {"advantage": "grpo", "kl": {"in": "loss", "estimator": "k3", "coef": 0.01}, "mini_batches": 1},
+        "actor": {"optimizer": {"lr": 1e-6}},
+        "reward": {"functions": [{"name": "length"}]},
+    }
+    path = directory / "run.yaml"
+    path.write_text(json.dumps({**fields, **sections}))
+    return path
+
+
+def phases(path: Path, *overrides: str, device: int = 0) -> dict[str, PhaseMemory]:
+    plans = {plan.device: plan for plan in plan_memory(load(path, overrides))}
+    return {phase.phase: phase for phase in plans[device].phases()}
+
+
+def plan(path: Path, *overrides: str) -> Result:
+    return CliRunner().invoke(app, ["plan", "memory", str(path), *overrides])
+
+
+def test_the_states_of_roles_by_hand(tmp_path: Path) -> None:
+    """In bfloat16 an actor has 2 bytes a parameter, float32 gradients, and 12 bytes for its optimizer."""
+    found = phases(written(tmp_path))
+    assert list(found) == ["generate", "inference", "update", "sync", "checkpoint"]
+    for phase in found.values():
+        assert (phase.parameters, phase.optimizer) == (2 * 2 * PARAMETERS, 12 * PARAMETERS)
+        assert (phase.weights, phase.cache) == (2 * PARAMETERS, 2 * GIB)
+        assert phase.gradients == (4 * PARAMETERS if phase.phase == "update" else 0)
+        assert bool(phase.buckets) == (phase.phase == "sync")
+    assert found["sync"].buckets == 4 * 2 * PARAMETERS  # a bucket of 256 MiB would be larger than the model
+    update = found["update"]
+    assert update.stepping == 4 * PARAMETERS
+    fixed = update.exact + update.process
+    assert update.peak == fixed + update.activations + update.logits
+
+
+def test_replicas_share_the_optimizer_and_stages_the_layers(tmp_path: Path) -> None:
+    groups = {"train": {"devices": "0-1", "roles": {"actor": {"tokens_per_micro_batch": 4096}}}}
+    algo = {"advantage": "grpo", "mini_batches": 1, "kl": {"coef": 0}}
+    path, actor = written(tmp_path, groups=groups, algo=algo), "groups.train.roles.actor"
+    replicas = phases(path, "rollout.devices=3", device=1)["update"]
+    assert replicas.parameters == 2 * PARAMETERS
+    assert replicas.gradients == 4 * PARAMETERS
+    assert replicas.optimizer == pytest.approx(12 * PARAMETERS / 2, abs=12 * 100)
+    stages = [phases(path, "rollout.devices=3", f"{actor}.pp=2", device=device)["update"] for device in (0, 1)]
+    embedding, layers = 1280 * 256, 2 * LAYER
+    assert [stage.parameters for stage in stages] == [2 * (embedding + layers), 2 * (embedding + layers + 256)]
+    kept = stages[1].activations - 4096 * (3 * 512 + 256 * 8 + 4)  # but for the last norm and the head's input
+    assert stages[0].activations == 2 * kept + 4096 * 512, "the first stage has two micro-batches in progress"
+    assert [bool(stage.logits) for stage in stages] == [False, True]
+
+
+def test_who_sleeps_or_is_offloaded_gives_its_memory_back(tmp_path: Path) -> None:
+    roles = [f"groups.train.roles.{role}.offload=true" for role in ("actor", "reference")]
+    found = phases(written(tmp_path), "rollout.sleep=true", *roles)
+    actor, reference = 14 * PARAMETERS, 2 * PARAMETERS
+    generate, update, sync = found["generate"], found["update"], found["sync"]
+    assert (generate.parameters, generate.optimizer, generate.offloaded) == (0, 0, actor + reference)
+    assert (generate.weights, generate.cache) == (2 * PARAMETERS, 2 * GIB)
+    assert (update.parameters, update.optimizer, update.offloaded) == (2 * PARAMETERS, 12 * PARAMETERS, reference)
+    assert (update.weights, update.cache) == (0, 0)
+    assert (sync.weights, sync.cache) == (2 * PARAMETERS, 0)
+
+
+def test_more_is_recomputed_for_less_memory(tmp_path: Path) -> None:
+    path, field = written(tmp_path), "groups.train.roles.actor"
+    none, full = (phases(path, f"{field}.recompute={how}")["update"].activations for how in ("none", "full"))
+    assert full < none / 3
+    small = phases(path, f"{field}.tokens_per_micro_batch=1024")["update"].activations
+    assert small == pytest.approx(none / 4, rel=1e-3)
+
+
+def test_a_step_with_few_tokens_has_short_packs(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    whole, two = (phases(path, f"data.prompts_per_step={count}", "data.samples_per_prompt=2") for count in (4, 1))
+    assert two["update"].activations == pytest.approx(whole["update"].activations / 2, rel=1e-3)
+
+
+@pytest.mark.process
+def test_what_cannot_fit_is_refused_from_config_json_alone(tmp_path: Path) -> None:
+    """An actor of 70 billion parameters and a cache of 500 GB on one GPU."""
+    path = written(tmp_path, LARGE)
+    result = plan(path, "rollout.kv_cache_mib=500000")
+    assert result.exit_code == 2
+    assert result.stderr.count("rule: ") == 5, "it fits in no phase"
+    assert "rule: generate fits into 268.0 GiB" in result.stderr
+    assert "update on device 0 may not fit" in result.stdout
+    assert "generate " in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "phase", "fix"),
+    [
+        (["rollout.kv_cache_mib=8000"], "generate", "lower rollout.kv_cache_mib"),
+        (["groups.train.roles.actor.tokens_per_micro_batch=999999"], "update", "roles.actor.recompute=full"),
+    ],
+)
+def test_what_may_not_fit_is_told_with_the_setting_that_would_help(
+    tmp_path: Path, overrides: list[str], phase: str, fix: str
+) -> None:
+    result = plan(written(tmp_path), "cluster.device_memory_gib=5", *overrides)
+    (worry,) = [line for line in result.stdout.splitlines() if f" {phase} on device 0 may not fit" in line]
+    assert fix in worry
+
+
+def test_an_engine_that_stays_awake_is_told_to_sleep(tmp_path: Path) -> None:
+    result = plan(written(tmp_path), "cluster.device_memory_gib=3")
+    assert result.exit_code == 0
+    assert "update on device 0 may not fit" in result.stdout
+    assert "set rollout.sleep=true" in result.stdout
+
+
+def test_virtual_devices_share_the_memory_of_the_machine(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    engines = ["cluster.device=cpu", "rollout.devices=0-3", "groups.train.devices=0", "rollout.kv_cache_mib=1024"]
+    check_memory(load(path, [*engines, "cluster.device_memory_gib=4.5"]))
+    with pytest.raises(ConfigError) as refusal:
+        check_memory(load(path, [*engines, "cluster.device_memory_gib=4"]))
+    assert refusal.value.problems[0].field == "memory of device 0, 1, 2, 3"

@@ -1,0 +1,72 @@
+"""The operations of a pass, against hand counts and against torch's count of Hugging Face's model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megarl.models import model_spec
+from megarl.models.flops import forward_flops, peak_tflops
+from megarl.types import SampleInfo
+from tests.megatron.tiny import hf_config
+
+MIXTURE = {"num_local_experts": 6, "num_experts_per_tok": 2}
+
+
+def sample(prompt: int, response: int) -> SampleInfo:
+    return SampleInfo(
+        sample_id="s",
+        prompt_id="p",
+        chunk=0,
+        row=0,
+        prompt_tokens=prompt,
+        response_tokens=response,
+        finished=True,
+    )
+
+
+def test_a_pass_by_hand() -> None:
+    """2 layers of 8 channels, 4 heads of 2 with 2 KV heads, 16 MLP channels, 10 words; 3 + 2 and 1 + 0 tokens."""
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 10,
+    }
+    spec = model_spec(hf_config("qwen2", **sizes))
+    matrices = 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16)
+    attention = 2 * (15 + 1) * 2 * 2 * 4 * 2  # layers, pairs of positions, two products, 2 per multiplication, heads
+    body = 6 * 2 * matrices + attention
+    assert forward_flops(spec, "lm", [sample(3, 2), sample(1, 0)]) == body + 2 * 2 * 8 * 10
+    assert forward_flops(spec, "value", [sample(3, 2), sample(1, 0)]) == body + 2 * 2 * 8
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"), [("qwen2", {}), ("qwen3", {"head_dim": 16}), ("gpt2", {}), ("mixtral", MIXTURE)]
+)
+def test_a_pass_has_the_matrix_products_that_torch_counts(model_type: str, fields: dict[str, Any]) -> None:
+    """torch counts attention of all pairs of the n * n, of which the n * (n + 1) / 2 causal ones are needed."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config, tokens = hf_config(model_type, **fields), 12
+    implementations: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), **implementations)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(tokens).unsqueeze(0), use_cache=False).logits.sum().backward()
+    spec = model_spec(config)
+    dims = spec.dims
+    unneeded = 4 * dims.layers * dims.heads * dims.head_dim * tokens * (tokens - 1) // 2
+    assert counter.get_total_flops() == 3 * (forward_flops(spec, "lm", [sample(0, tokens)]) + unneeded)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989), ("NVIDIA H20", 148), ("", None)],
+)
+def test_peaks_of_devices(name: str, peak: float | None) -> None:
+    assert peak_tflops(name) == peak
