@@ -19,7 +19,7 @@ from megarl.cluster.ray_node import new_directory
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _received: list[int] = []
-"""SIGTERMs of the session: Python drops what a handler raises inside a destructor or a callback."""
+"""Signals of the session: Python drops what a handler raises inside a destructor or a callback."""
 
 
 @contextmanager
@@ -69,6 +69,8 @@ def interrupts_raise() -> Generator[None]:
     SystemExit of the block gets the status of SIGTERM.
     """
     before = {number: signal.getsignal(number) for number in _SIGNALS}
+    if _in_main_thread() and before[signal.SIGINT] is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
     raise_on_sigterm()
     try:
         yield
@@ -82,11 +84,11 @@ def interrupts_raise() -> Generator[None]:
 
 
 def raise_on_sigterm() -> None:
-    """In the main thread, makes the next SIGTERM raise SystemExit, and raises for one whose exception was dropped."""
+    """In the main thread, makes the next SIGTERM raise SystemExit, and raises for a signal that came to nothing."""
     if _in_main_thread():
         signal.signal(signal.SIGTERM, _terminate)
         if _received:
-            _terminate(signal.SIGTERM, None)
+            (_interrupt if _received[-1] == signal.SIGINT else _terminate)(_received[-1], None)
 
 
 def ignore_interrupts() -> None:
@@ -104,6 +106,11 @@ def _terminate(number: int, _frame: FrameType | None) -> None:
     ignore_interrupts()
     _received.append(number)
     raise SystemExit(128 + number)
+
+
+def _interrupt(number: int, _frame: FrameType | None) -> None:
+    _received.append(number)
+    raise KeyboardInterrupt
 
 
 def _read_authentication() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -157,20 +158,27 @@ def test_a_ray_that_does_not_start_says_why_and_leaves_nothing(short_directory: 
     assert [path.name for path in short_directory.iterdir()] == ["logs"]
 
 
-class _Terminating:
+@dataclass
+class _Signalling:
+    number: int
+
     def __del__(self) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), self.number)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_termination_that_python_drops_is_raised_later() -> None:
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_whose_exception_python_drops_ends_the_start(number: int, error: type[BaseException]) -> None:
     def start() -> None:
-        _Terminating()
+        _Signalling(number)
         gc.collect()  # the destructor has run, and with it the handler
         raise_on_sigterm()
 
-    with pytest.raises(SystemExit) as ended, interrupts_raise():
-        start()
-    assert ended.value.code == 128 + signal.SIGTERM
-    with interrupts_raise():
-        raise_on_sigterm()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(error), interrupts_raise():
+            start()
+        with interrupts_raise():
+            raise_on_sigterm()
+    finally:
+        signal.signal(signal.SIGINT, before)
