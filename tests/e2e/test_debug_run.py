@@ -101,10 +101,8 @@ def test_it_writes_a_line_per_optimizer_step(debug_run: DebugRun) -> None:
 
 
 def test_its_directory_says_what_ran(debug_run: DebugRun) -> None:
-    files = {f"{name}.jsonl" for name in ("attempts", "metrics", "updates", "samples", "evaluations")} | {
-        "summary.json",
-        "trace.json",
-    }
+    written = ("attempts", "metrics", "updates", "samples", "evaluations", "prompt_scores")
+    files = {f"{name}.jsonl" for name in written} | {"summary.json", "trace.json"}
     folders = {"logs", "model", "checkpoints", "export", "export-ema", "tensorboard"}
     assert {path.name for path in debug_run.directory.iterdir()} == files | folders | {"config.yaml", ".lock"}
     resolved = load(debug_run.directory / "config.yaml")
