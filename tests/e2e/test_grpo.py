@@ -126,7 +126,7 @@ def test_a_pass_before_the_only_optimizer_step_changes_nothing(tmp_path: Path) -
         only = {name for name in recomputed if name.startswith("rollout_corr/")} - known.keys()
         of_pass = {name for name in recomputed if name.endswith("/logprobs")}
         assert known.keys() == recomputed.keys() - only - of_pass
-        same = [name for name in known if not name.startswith(("time/", "perf/", "sync/", "memory/"))]
+        same = [name for name in known if not name.startswith(TIMES)]
         assert {n: known[n] for n in same} == pytest.approx({n: recomputed[n] for n in same}, rel=1e-5, abs=1e-6)
         assert known["policy/ratio_min"] == known["policy/ratio_max"] == 1
         assert 0 < known["rollout/logprob_gap"] < 1e-5
