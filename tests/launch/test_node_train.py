@@ -36,7 +36,7 @@ def test_a_run_trains_on_two_nodes_and_goes_on_in_another_job() -> None:
 def _trained(directory: Path, number: int, *, steps: int) -> NodeJob:
     with NodeJob(directory, None, *_ONE_EACH, f"run.steps={steps}", number=number) as job:
         assert job.exit_codes(_LONG_S) == (0, 0), job.output(0) + job.log("head.log")
-        assert "starting 2 processes on 2 nodes" in job.output(0)
+        assert "2 processes on 2 nodes with their models" in job.output(0)
         assert job.left() == ([], set(), [])
         assert job.end()["exit_code"] == 0
         return job

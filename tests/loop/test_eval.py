@@ -88,5 +88,6 @@ def test_the_configuration_of_the_document_is_whole(tmp_path: Path) -> None:
     named = {name for row in settings for name in re.findall(r"`(\w+)`", row)}
     assert named >= set(type(config.evaluation).model_fields) - {
         "chat_template",
+        "chat_template_kwargs",
         "too_long",
     }

@@ -138,6 +138,7 @@ def test_an_engine_that_dies_changes_no_number() -> None:
     [
         ({}, ["logprobs", "ref", "values"]),
         ({"old_logprobs": "rollout"}, ["ref", "values"]),
+        ({"from_update": True}, ["ref", "values"]),
         ({"staleness": 1}, ["ref"]),
         ({"staleness": 1, "together": True}, []),
         ({"staleness": 1, "moves": True}, []),
@@ -150,6 +151,7 @@ def test_passes_that_need_not_wait_for_the_training(settings: Mapping[str, Any],
             filter=None,
             kl=SimpleNamespace(reference_sync=object() if settings.get("moves") else None),
             correction=SimpleNamespace(old_logprobs=settings.get("old_logprobs", "recompute")),
+            old_logprobs_from_update=settings.get("from_update", False),
         ),
         rollout=SimpleNamespace(max_staleness=settings.get("staleness", 0), inference_parts=2),
     )
