@@ -6,8 +6,9 @@ whose peers may wait in a collective forever, and an error where one exceeds the
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -42,12 +43,14 @@ class Process(Generic[W_co]):
 
     Args:
         concurrent: a call does not wait for the end of earlier ones.
+        numbers: of its calls.
     """
 
     name: str
     actor: Any
     log_file: Path
     concurrent: bool = False
+    numbers: Iterator[int] = field(default_factory=itertools.count, compare=False)
 
 
 class Awaited(Protocol):

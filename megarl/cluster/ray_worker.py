@@ -158,8 +158,10 @@ class RayWorker(RayProcess):
         kwargs: Mapping[str, Any],
         chunks: Sequence[int] | None = None,
         phase: Phase = "start",
+        number: int = 0,
     ) -> Any:
         """Runs a method; returns see `_returned`."""
+        del number  # they come in order
         self._usage.enter(phase)
         start = time.perf_counter()
         result = getattr(self._object, method)(*args, **kwargs)
@@ -168,6 +170,10 @@ class RayWorker(RayProcess):
         self._spans.add(method, start, end)
         self._spans.close()
         return _returned(result, end - start, chunks, self._spans.take())
+
+
+_Asked = tuple[str, Callable[[], Any], Future[Any]]
+"""A method's name, its call, and the future of its result."""
 
 
 class SteppingRayWorker(RayProcess):
@@ -181,7 +187,9 @@ class SteppingRayWorker(RayProcess):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         ray_api.allow_blocking_get()  # calls fetch chunks in the thread below, not in the event loop
-        self._calls: queue.SimpleQueue[tuple[str, Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
+        self._early: dict[int, _Asked] = {}
+        self._next = 0
         self._work = "step"
         threading.Thread(target=self._loop, daemon=True).start()
 
@@ -192,8 +200,9 @@ class SteppingRayWorker(RayProcess):
         kwargs: Mapping[str, Any],
         chunks: Sequence[int] | None = None,
         phase: Phase = "start",
+        number: int = 0,
     ) -> Any:
-        """Runs a method, and waits for the future that it may return; returns see `_returned`."""
+        """Runs a method after those of smaller numbers; waits for the future that it may return, see `_returned`."""
         start = time.perf_counter()
         done: Future[Any] = Future()
 
@@ -201,7 +210,10 @@ class SteppingRayWorker(RayProcess):
             self._usage.enter(phase)
             return getattr(self._object, method)(*args, **kwargs)
 
-        self._calls.put((method, call, done))
+        self._early[number] = (method, call, done)
+        while self._next in self._early:  # Ray may swap the calls of an asynchronous actor
+            self._calls.put(self._early.pop(self._next))
+            self._next += 1
         result = await asyncio.wrap_future(done)
         if isinstance(result, Future):
             result = await asyncio.wrap_future(cast("Future[Any]", result))

@@ -94,7 +94,8 @@ class WorkerGroup(Generic[W]):
         refs: dict[int, ObjectRef[Any]] = {}
         for process, arguments, numbers in zip(processes, args, chunks or [None] * len(args), strict=True):
             run = process.actor.run.options(num_returns=1 + len(numbers or ()))
-            returned = run.remote(method.name, (*method.args, *arguments), kwargs or {}, numbers, method.phase)
+            number, given = next(process.numbers), (*method.args, *arguments)
+            returned = run.remote(method.name, given, kwargs or {}, numbers, method.phase, number)
             first, *values = returned if numbers else [returned]  # Ray returns a single reference without a list
             done.append(first)
             refs.update(zip(numbers or (), values, strict=True))

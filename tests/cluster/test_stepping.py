@@ -51,6 +51,16 @@ def test_calls_are_answered_between_two_steps_in_their_order(make: MakeStepper) 
     assert work.longest() > 60 * 0.05
 
 
+def test_calls_that_ray_swaps_run_in_the_drivers_order(make: MakeStepper) -> None:
+    stepper = make(0.0)
+    process = stepper.processes[0]
+    first, second = next(process.numbers), next(process.numbers)
+    sent = (("b", second), ("a", first))
+    swapped = [process.actor.run.remote("note", (name,), {}, None, "start", number) for name, number in sent]
+    ray.get(swapped, timeout=60)
+    assert stepper.call(FakeStepper.noted).wait() == [["a", "b"]]
+
+
 def test_a_call_ends_with_its_future_whatever_others_do(make: MakeStepper) -> None:
     stepper = make(0.02)
     long, short = (stepper.call(FakeStepper.work, units) for units in (100, 3))
