@@ -198,9 +198,9 @@ class SteppingRayWorker(RayProcess):
         method: str,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        chunks: Sequence[int] | None = None,
-        phase: Phase = "start",
-        number: int = 0,
+        chunks: Sequence[int] | None,
+        phase: Phase,
+        number: int,
     ) -> Any:
         """Runs a method after those of smaller numbers; waits for the future that it may return, see `_returned`."""
         start = time.perf_counter()

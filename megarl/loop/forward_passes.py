@@ -19,6 +19,9 @@ Forward = ChunkCall[None, Ragged]
 Forwards = Mapping[str, Forward]
 """Calls over some rollouts: `logprobs`, `ref` and `values`, as far as there are any."""
 
+ROLES: Mapping[str, RoleName] = {"logprobs": "actor", "ref": "reference", "values": "critic"}
+"""The role of each of these passes."""
+
 
 class ForwardPasses:
     """Starts passes over the parts of a step that have arrived, and the others over the whole step.
@@ -30,8 +33,7 @@ class ForwardPasses:
     def __init__(self, config: PPOConfig, roles: Mapping[RoleName, RemoteRole]) -> None:
         self._config = config
         self._parts = config.rollout.inference_parts if config.algo.filter is None else 1
-        names: dict[str, RoleName] = {"logprobs": "actor", "ref": "reference", "values": "critic"}
-        self._roles = {name: roles[role] for name, role in names.items() if role in roles}
+        self._roles = {name: roles[role] for name, role in ROLES.items() if role in roles}
         self._names = list(self._roles)
         if config.algo.correction.old_logprobs != "recompute" or config.algo.old_logprobs_from_update:
             self._names.remove("logprobs")

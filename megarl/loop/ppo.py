@@ -17,7 +17,7 @@ from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.session import Session
 from megarl.config import PPOConfig
 from megarl.experience.padded_batch import Columns
-from megarl.loop.forward_passes import Forward, ForwardPasses
+from megarl.loop.forward_passes import ROLES, Forward, ForwardPasses
 from megarl.loop.rollout_trainer import RolloutTrainer
 from megarl.loop.sampler import DynamicSampling, Sampled, Sampler
 from megarl.loop.scoring import ScoredBatch, sample_filter, score_batch
@@ -28,10 +28,7 @@ from megarl.preflight.datasets import PromptSets
 from megarl.run.results import StepResult
 from megarl.run.sinks import Metrics
 from megarl.run.timers import Timers
-from megarl.types import ExperienceChunk, Ragged, RoleName, StepContext
-
-_ROLES: Mapping[str, RoleName] = {"logprobs": "actor", "ref": "reference", "values": "critic"}
-"""The role of each of these passes."""
+from megarl.types import ExperienceChunk, Ragged, StepContext
 
 
 class PPOTrainer(RolloutTrainer[PPOConfig]):
@@ -125,7 +122,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         self._value_norm = report.value_norm
         seconds = {name: sum(part.longest() for part in parts) for name, parts in forwards.items()}
         for name, spent in seconds.items():
-            self._meter.add(name, _ROLES[name], sampled.rollouts.samples, spent)
+            self._meter.add(name, ROLES[name], sampled.rollouts.samples, spent)
         timings = {f"time/{name}": spent for name, spent in {"reward": sampled.scoring.seconds(), **seconds}.items()}
         return call.chunks, {**report.metrics, **batch.metrics, **timings}
 

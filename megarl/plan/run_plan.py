@@ -12,6 +12,7 @@ from rich.table import Table
 
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RewardModelConfig, RunConfig, SFTConfig, TrainingConfig
 from megarl.config.schema import Algo, Choice, Cluster, Optimizer, Rollout, Scores
+from megarl.run.display import counted
 
 if TYPE_CHECKING:
     from megarl.preflight.datasets import Sets
@@ -68,13 +69,13 @@ def plan_lines(config: RunConfig, sets: Sets) -> Iterator[tuple[str, str]]:
             yield "learning rate", f"{role}: {_schedule(config.optimizer(role), config.optimizer_steps(role))}"
     every, keep = config.checkpoint.every, config.checkpoint.keep
     yield "checkpoints", "after the last step" if every is None else f"{_every(every)}, {keep} kept"
-    yield "run", f"{_counted(config.run.steps, 'step')}, seed {config.run.seed}, into {config.run.dir}"
+    yield "run", f"{counted(config.run.steps, 'step')}, seed {config.run.seed}, into {config.run.dir}"
 
 
 def _devices(cluster: Cluster) -> str:
     kind = "GPU" if cluster.device == "cuda" else "virtual device"
-    nodes = f" on each of {_counted(cluster.nodes, 'node')}" if cluster.nodes > 1 else ""
-    return f"{_counted(cluster.devices_per_node, kind)}{' of the CPU' * (cluster.device == 'cpu')}{nodes}"
+    nodes = f" on each of {counted(cluster.nodes, 'node')}" if cluster.nodes > 1 else ""
+    return f"{counted(cluster.devices_per_node, kind)}{' of the CPU' * (cluster.device == 'cpu')}{nodes}"
 
 
 def _first_prompt(sets: Sets) -> str | None:
@@ -87,7 +88,7 @@ def _first_prompt(sets: Sets) -> str | None:
     text = sets.tokenizer.decode(ids, special=True)
     middle = f" ... {len(text) - 2 * _SHOWN} characters ... "
     cut = text if len(text) <= 3 * _SHOWN else f"{text[:_SHOWN]}{middle}{text[-_SHOWN:]}"
-    return f"{_counted(len(ids), 'token')}: {json.dumps(cut, ensure_ascii=False)}"
+    return f"{counted(len(ids), 'token')}: {json.dumps(cut, ensure_ascii=False)}"
 
 
 def _row_texts(sets: Sets) -> Mapping[str, str]:
@@ -101,18 +102,18 @@ def _row_texts(sets: Sets) -> Mapping[str, str]:
 def _row_text(used: int, faults: Counter[str]) -> str:
     dropped = faults.total()
     if not dropped:
-        return _counted(used, "row")
+        return counted(used, "row")
     reasons = ", ".join(f"{count} {fault}" for fault, count in sorted(faults.items()))
-    return f"{_counted(used + dropped, 'row')}, {used} used, {dropped} left out ({reasons})"
+    return f"{counted(used + dropped, 'row')}, {used} used, {dropped} left out ({reasons})"
 
 
 def _rollouts(config: PPOConfig | RAFTConfig, rows: Mapping[str, str], count: int) -> Iterator[tuple[str, str]]:
     data = config.data
-    samples = _counted(data.prompts_per_step * data.samples_per_prompt, "sample")
+    samples = counted(data.prompts_per_step * data.samples_per_prompt, "sample")
     source = f"{count} random ones" if data.prompts is None else f"{data.prompts.path}: {rows['data.prompts']}"
     least = "at least " if isinstance(config, PPOConfig) and config.algo.filter is not None else ""
     yield "prompts", f"{source}; {least}{_epochs(config.run.steps, data.prompts_per_step, count)}"
-    yield "step", f"{_counted(data.prompts_per_step, 'prompt')} x {data.samples_per_prompt} = {samples}"
+    yield "step", f"{counted(data.prompts_per_step, 'prompt')} x {data.samples_per_prompt} = {samples}"
     yield "lengths", _lengths(config.rollout)
     shaping = _shaping(config.algo.scores if isinstance(config, PPOConfig) else config.scores)
     shuffled = ["shuffled"] if config.reward.shuffle else []
@@ -151,7 +152,7 @@ def _algorithm(config: PPOConfig, rows: Mapping[str, str]) -> Iterator[tuple[str
     """Yields the parts of an algorithm that are on."""
     algo, samples = config.algo, config.data.prompts_per_step * config.data.samples_per_prompt
     if algo.filter is not None:
-        yield "filter", f"{_named(algo.filter)}, of up to {_counted(algo.filter_rounds, 'round')} of prompts"
+        yield "filter", f"{_named(algo.filter)}, of up to {counted(algo.filter_rounds, 'round')} of prompts"
     normaliser = "" if algo.normaliser is None else f", normalised by {_named(algo.normaliser)}"
     yield "advantages", f"{_named(algo.advantage)}{normaliser}"
     yield "penalty", _penalty(algo)
@@ -159,22 +160,22 @@ def _algorithm(config: PPOConfig, rows: Mapping[str, str]) -> Iterator[tuple[str
     yield "policy loss", f"{_named(algo.policy_loss)}, as {_named(algo.aggregation)}{entropy}"
     if config.critic is not None:
         steps = config.critic.warmup_steps
-        alone = f", alone in {_counted(steps, 'step')} at first" if steps else ""
+        alone = f", alone in {counted(steps, 'step')} at first" if steps else ""
         yield "value loss", f"{_named(algo.value_loss)}{alone}"
     corrections = ", ".join(_corrections(algo))
     if corrections:
         yield "corrections", corrections
-    mini_batches, of = _counted(algo.mini_batches, "mini-batch"), _counted(samples // algo.mini_batches, "sample")
+    mini_batches, of = counted(algo.mini_batches, "mini-batch"), counted(samples // algo.mini_batches, "sample")
     if algo.correction.old_logprobs == "recompute":
         yield "old logprobs", _old_logprobs(config)
-    steps = _counted(algo.ppo_epochs * algo.mini_batches, "optimizer step")
-    yield "update", f"{_counted(algo.ppo_epochs, 'epoch')} x {mini_batches} of {of} = {steps}"
+    steps = counted(algo.ppo_epochs * algo.mini_batches, "optimizer step")
+    yield "update", f"{counted(algo.ppo_epochs, 'epoch')} x {mini_batches} of {of} = {steps}"
     if algo.early_stop is not None:
         most = algo.early_stop.factor * algo.early_stop.kl
         yield "early stop", f"after an epoch that moves the policy by more than {most:g} nats per token"
     ptx = config.ptx
     if ptx is not None:
-        texts = f"{_counted(ptx.sequences_per_mini_batch, 'row')} of {ptx.data.path} ({rows['ptx.data']})"
+        texts = f"{counted(ptx.sequences_per_mini_batch, 'row')} of {ptx.data.path} ({rows['ptx.data']})"
         yield "texts", f"{texts} in each of these, {ptx.mode} {ptx.coef:g}"
 
 
@@ -185,7 +186,7 @@ def _penalty(algo: Algo) -> str:
     target = "" if kl.target is None else f", adapted to {kl.target:g} nats"
     sync, follows = kl.reference_sync, ""
     if sync is not None:
-        follows = f"; the reference moves by {sync.weight:g} to the actor every {_counted(sync.every, 'step')}"
+        follows = f"; the reference moves by {sync.weight:g} to the actor every {counted(sync.every, 'step')}"
     return f"KL by {_named(kl.estimator)} in the {kl.placement}, coefficient {kl.coef:g}{target}{follows}"
 
 
@@ -218,7 +219,7 @@ def _old_logprobs(config: PPOConfig) -> str:
     if readers:
         return f"by a forward pass before the update, for {', '.join(readers)}"
     steps = 0 if config.critic is None else config.critic.warmup_steps
-    alone = f"; in the critic's {_counted(steps, 'step')} alone by a pass" if steps else ""
+    alone = f"; in the critic's {counted(steps, 'step')} alone by a pass" if steps else ""
     return f"those of the update, as a step is one optimizer step; no pass before it{alone}"
 
 
@@ -229,8 +230,8 @@ def _selection(config: RAFTConfig) -> Iterator[tuple[str, str]]:
     if raft.min_score is not None:
         only.append(f"of a score from {raft.min_score:g} on")
     yield "selection", _named(raft.strategy) + (f", of responses {' and '.join(only)}" if only else "")
-    mini_batches, steps = _counted(raft.mini_batches, "mini-batch"), raft.epochs * raft.mini_batches
-    yield "update", f"{_counted(raft.epochs, 'epoch')} x {mini_batches} = {_counted(steps, 'optimizer step')}"
+    mini_batches, steps = counted(raft.mini_batches, "mini-batch"), raft.epochs * raft.mini_batches
+    yield "update", f"{counted(raft.epochs, 'epoch')} x {mini_batches} = {counted(steps, 'optimizer step')}"
 
 
 def _supervised(
@@ -240,7 +241,7 @@ def _supervised(
     size = config.data.sequences_per_step if isinstance(config, SFTConfig) else config.data.pairs_per_step
     yield "data", f"{data.train.path}: {rows['data.train']}; {_epochs(config.run.steps, size, count)}"
     if isinstance(config, SFTConfig):
-        yield "step", f"{_counted(size, 'sequence')} of up to {data.max_tokens} tokens"
+        yield "step", f"{counted(size, 'sequence')} of up to {data.max_tokens} tokens"
         yield "loss", {"response": "on the responses", "all": "on all tokens"}[config.data.loss_on]
     else:
         of = "prompts with candidates" if config.reward.loss.name == "best_of_n" else "pairs"
@@ -273,13 +274,13 @@ def _schedule(optimizer: Optimizer, steps: int) -> str:
     rise = f"rising over the first {optimizer.warmup:.0%}, then " if optimizer.warmup else ""
     ends = {"constant": "constant", "anneal": "annealed to 0 by the steps of the run"}
     end = ends.get(optimizer.schedule) or f"{optimizer.schedule} to {optimizer.final_lr:g}"
-    return f"{optimizer.lr:g} in {_counted(steps, 'optimizer step')}, {rise}{end}"
+    return f"{optimizer.lr:g} in {counted(steps, 'optimizer step')}, {rise}{end}"
 
 
 def _epochs(steps: int, size: int, count: int) -> str:
     """Describes how often the steps of a run, of ``size`` rows each, go over ``count`` rows."""
     epochs = f"{steps * size / count:.3g}"
-    return f"{epochs} epoch{'' if epochs == '1' else 's'} in {_counted(steps, 'step')} of {size}"
+    return f"{epochs} epoch{'' if epochs == '1' else 's'} in {counted(steps, 'step')} of {size}"
 
 
 def _when(every: int | None) -> str:
@@ -288,10 +289,6 @@ def _when(every: int | None) -> str:
 
 def _every(steps: int) -> str:
     return "every step" if steps == 1 else f"every {steps} steps"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "es" if noun.endswith("batch") else "s")
 
 
 def _named(choice: Choice) -> str:

@@ -43,6 +43,7 @@ class SimulatedTime:
 
     def wait_until(self, awaited: Awaited) -> None:
         while not awaited.finished:
+            assert self._events, "deadlock: nothing in progress could end the wait"
             self.now, _, event = heapq.heappop(self._events)
             event()
             if self.listener is not None:

@@ -270,5 +270,5 @@ def _cell(value: float | None) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Returns a count with its noun, such as `1 step` and `2 steps`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    """Returns a count with its noun, such as `1 step`, `2 steps` and `2 mini-batches`."""
+    return f"{count} {noun}" + ("" if count == 1 else "es" if noun.endswith("batch") else "s")

@@ -3,8 +3,6 @@ times."""
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.cluster.calls import Awaited, ChunkCall, Routine
+from megarl.cluster.calls import ChunkCall, Routine
 from megarl.cluster.engines import RolloutGroup, Rollouts
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.data.stream import stable_hash
@@ -22,38 +20,12 @@ from megarl.loop.rollout_buffer import RolloutBuffer
 from megarl.loop.sampler import DynamicSampling, Sampled, Sampler
 from megarl.loop.scoring import ScoresByReward, Scoring
 from megarl.megatron.worker_requests import ForwardRequest
+from megarl.plan.simulation import SimulatedTime
 from megarl.rollout.completions import Response, pack_chunk
 from megarl.types import Layout, Prompt, Ragged, SampleInfo, Schedule, VersionSpan, WorkItem
 
 SEED, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, CHUNKS = 5, 3, 2, 4
 PROMPTS = [Prompt(prompt_id=f"p{index}", token_ids=(index, 7)) for index in range(11)]
-
-
-class Clock:
-    """Stands for the monitor of calls: waiting lets simulated time pass, event by event."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.listener: Callable[[], None] | None = None
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
-
-    def after(self, seconds: float, event: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (self.now + seconds, next(self._numbers), event))
-
-    def wait_until(self, awaited: Awaited) -> None:
-        while not awaited.finished:
-            assert self._events, "deadlock: nothing in progress could end the wait"
-            self.now, _, event = heapq.heappop(self._events)
-            event()
-            if self.listener is not None:
-                self.listener()
-
-    def work(self, seconds: float) -> None:
-        """Lets the trainer work for a while."""
-        work = Work()
-        self.after(seconds, work.finish)
-        self.wait_until(work)
 
 
 @dataclass
@@ -88,7 +60,9 @@ class Running:
 class Engines(RolloutGroup):
     """The real group; its processes answer after random times, some after long ones."""
 
-    def __init__(self, clock: Clock, chance: random.Random, *, engines: int, mode: str, deaths: int = 0) -> None:
+    def __init__(
+        self, clock: SimulatedTime, chance: random.Random, *, engines: int, mode: str, deaths: int = 0
+    ) -> None:
         session: Any = SimpleNamespace(
             monitor=clock, launch_stepping=lambda *_, **__: object(), end=lambda process: None
         )
@@ -192,7 +166,7 @@ class Scorer:
 
     model = None
 
-    def __init__(self, clock: Clock, chance: random.Random) -> None:
+    def __init__(self, clock: SimulatedTime, chance: random.Random) -> None:
         self._clock, self._chance = clock, chance
 
     def score(self, rollouts: Rollouts, prompts: Mapping[str, Prompt], functions: object) -> Routine[Scoring]:
@@ -280,7 +254,7 @@ class Simulation:
     """A run whose times come from `chance`."""
 
     def __init__(self, setup: Setup, chance: random.Random) -> None:
-        self.setup, self.chance, self.clock = setup, chance, Clock()
+        self.setup, self.chance, self.clock = setup, chance, SimulatedTime()
         self.engines = Engines(self.clock, chance, engines=setup.engines, mode=setup.mode, deaths=setup.deaths)
         self.devices = Devices(self.engines, shared=setup.shared)
         config: Any = SimpleNamespace(
