@@ -127,6 +127,8 @@ class Call(Generic[R]):
         seconds: durations of the method, by index of the process.
         then: called when the last result has arrived, while the driver waits for this call or another.
         lost: called with the cause when a process has died or exceeded the time limit, in place of an error.
+        late: called with the message when processes exceed the time limit; returns whether all get another one.
+        bears: errors of this kind end a process's part of the call, as messages in `errors`.
         after: calls whose results the processes wait for; the time limit begins when they are finished.
     """
 
@@ -139,12 +141,15 @@ class Call(Generic[R]):
     seconds: dict[int, float] = field(default_factory=dict[int, float])
     then: Callable[[], None] | None = None
     lost: Callable[[str], None] | None = None
+    late: Callable[[str], bool] | None = None
+    bears: type[RunError] | None = None
+    errors: dict[int, str] = field(default_factory=dict[int, str])
     after: Sequence[Call[Any]] = ()
 
     @property
     def finished(self) -> bool:
-        """Returns whether all results have arrived."""
-        return len(self.results) == len(self.done)
+        """Returns whether all processes have answered."""
+        return len(self.results) + len(self.errors) == len(self.done)
 
     def wait(self) -> list[R]:
         """Waits for the call, and returns the result of each process.
@@ -170,7 +175,8 @@ class Call(Generic[R]):
     @property
     def unanswered(self) -> list[Process[Any]]:
         """Returns the processes that have not finished."""
-        return [process for index, process in enumerate(self.processes) if index not in self.results]
+        answered = {*self.results, *self.errors}
+        return [process for index, process in enumerate(self.processes) if index not in answered]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -266,8 +272,14 @@ class CallMonitor:
             came = ray_api.wait(overdue, count=len(overdue), timeout=0)
             overdue = [ref for ref in overdue if ref not in came]
         for ref in sorted(overdue, key=lambda ref: ends[ref]):
+            if ref not in self._ends:  # another process of its call was late
+                continue
             _, late, _ = self._pending[ref]
             message = self._overdue(late)
+            if late.late is not None and late.late(message):
+                for each in late.done:
+                    self._ends.pop(each, None)
+                continue
             if late.lost is None:
                 raise WorkerError(message)
             del self._pending[ref]
@@ -315,12 +327,14 @@ class CallMonitor:
                 failure = _Failure(order=order, call=call, index=index, error=error)
                 if isinstance(error, RayActorError) and call.lost is not None and not ends:
                     self._lose(call, _message(failure, []))
+                elif _bears(call, error):
+                    call.errors[index] = _message(failure, [])
                 else:
                     failures.append(failure)
             else:
                 then, done = call.then, call.finished and not ends
                 if done:
-                    call.then = call.lost = None  # they refer to the call, and would keep its results
+                    call.then = call.lost = call.late = None  # they refer to the call, and would keep its results
                 if done and then is not None:
                     then()
         return failures
@@ -328,7 +342,7 @@ class CallMonitor:
     def _lose(self, call: Call[Any], cause: str) -> None:
         """Lets a call deal with the loss of its process; raises WorkerError if it cannot."""
         assert call.lost is not None
-        lost, call.then, call.lost = call.lost, None, None
+        lost, call.then, call.lost, call.late = call.lost, None, None, None
         try:
             lost(cause)
         except WorkerError as error:
@@ -343,6 +357,11 @@ class CallMonitor:
         cause = min(failures, key=_Failure.priority)
         self._error = WorkerError(_message(cause, failures))
         raise self._error from None
+
+
+def _bears(call: Call[Any], error: RayError) -> bool:
+    bears = call.bears
+    return bears is not None and isinstance(error, RayTaskError) and isinstance(ray_api.raised(error), bears)
 
 
 def _message(cause: _Failure, failures: Sequence[_Failure]) -> str:

@@ -1,4 +1,4 @@
-"""The rollout engines of a run, and the rollouts that they return by reference."""
+"""The rollout engines of a run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import heapq
 import itertools
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from megarl.cluster.calls import (
     Awaited,
@@ -21,50 +21,23 @@ from megarl.cluster.calls import (
     Routine,
     Task,
     WorkerError,
-    gather_by_chunk,
 )
+from megarl.cluster.process_usage import ProcessUsage
 from megarl.cluster.ray_worker import ChunkRefs
+from megarl.cluster.rollouts import PendingTruncation, Rollouts, split
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
 from megarl.config import RunConfig, parse_devices
 from megarl.config.schema import Rollout
 from megarl.models import model_spec, vocab_size
-from megarl.rollout.engine import Ends, PickRequest, RolloutEngine, TruncateRequest
+from megarl.remote import RemoteMethod
+from megarl.rollout.engine import PickRequest, RolloutEngine, TruncateRequest
 from megarl.rollout.replay import RecordingEngine, ReplayingEngine
 from megarl.types import RolloutChunk, SampleInfo, SampleRequest, WorkItem
 
+Q = TypeVar("Q")
 R = TypeVar("R")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rollouts:
-    """The rollouts of a step: ids and lengths of the samples, and references to the chunks that hold them."""
-
-    samples: tuple[SampleInfo, ...]
-    chunks: ChunkRefs[RolloutChunk]
-
-    @classmethod
-    def joined(cls, parts: Sequence[Rollouts]) -> Rollouts:
-        """Returns the rollouts of all parts, with consecutive numbers of their chunks."""
-        before = itertools.accumulate((len(part.chunks) for part in parts), initial=0)
-        return cls(
-            samples=tuple(
-                replace(sample, chunk=start + sample.chunk)
-                for part, start in zip(parts, before, strict=False)
-                for sample in part.samples
-            ),
-            chunks=ChunkRefs[RolloutChunk].joined(part.chunks for part in parts),
-        )
-
-    def parts(self, count: int) -> list[Rollouts]:
-        """Returns the samples in at most `count` parts of adjacent chunks, which keep their numbers."""
-        return [
-            Rollouts(
-                samples=tuple(sample for sample in self.samples if sample.chunk in own), chunks=self.chunks.only(own)
-            )
-            for own in _split(range(len(self.chunks)), count)
-        ]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -81,7 +54,7 @@ class PendingRollouts:
 
     def parts(self, count: int) -> list[PendingRollouts]:
         """Returns what `Rollouts.parts` returns of the result; each part is finished with its own last response."""
-        return [replace(self, items=items) for items in _split(self.items, count)]
+        return [replace(self, items=items) for items in split(self.items, count)]
 
     def result(self) -> Rollouts:
         """Returns the finished rollouts; the samples are in the order of the requests."""
@@ -97,36 +70,12 @@ class PendingRollouts:
         return self.result()
 
 
-@dataclass(frozen=True, kw_only=True)
-class PendingTruncation:
-    """Rollouts whose responses are being truncated."""
-
-    rollouts: Rollouts
-    call: ChunkCall[dict[int, Ends] | None, RolloutChunk]
-
-    @property
-    def finished(self) -> bool:
-        return self.call.finished
-
-    def result(self) -> Rollouts:
-        """Waits for new chunks, with the samples at the same chunks and rows.
-
-        `finished` is whether a response has the token.
-        """
-        ends = gather_by_chunk(self.call)  # lengths, and whether responses have the token
-        samples: list[SampleInfo] = []
-        for sample in self.rollouts.samples:
-            lengths, finished = ends[sample.chunk]
-            samples.append(replace(sample, response_tokens=lengths[sample.row], finished=finished[sample.row]))
-        return Rollouts(samples=tuple(samples), chunks=self.call.chunks)
-
-
 class RolloutGroup(WorkerGroup[RolloutEngine]):
     """vLLM engines, each on `rollout.tp` devices.
 
     Items of work wait here in the order in which they were asked for. The engine with the fewest responses in progress
-    takes the next one, as long as it has room. Where engines may be replaced, one that dies or exceeds its time limit
-    is started again, and others answer what it was asked; it takes part again after the next sync.
+    takes the next one, as long as it has room and is not held. Where engines may be replaced, one that dies or exceeds
+    its time limit is started again, and others answer what it was asked; it takes part again after a sync.
 
     Args:
         model_dir: Hugging Face directory of the model.
@@ -169,12 +118,14 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         self._launch, self._replacements = launch, replacements
         self.replaced: list[str] = []
         """The cause of each replacement."""
+        self.restore: Callable[[], None] | None = None
+        """Gives the engines weights when all of them were replaced; None ends the run."""
         self._numbers = itertools.count()
         self._waiting: list[tuple[int, WorkItem, PendingRollouts]] = []  # a heap
         self._room = [0] * rollout.engines
-        self._new_room: dict[int, int] = {}
+        self._starting: dict[int, Call[int]] = {}  # of replaced engines, until they have weights
         self._in_progress = [0] * rollout.engines
-        self._paused = False
+        self._held: set[int] = set()
         self._busy_s, self._tokens = [0.0] * rollout.engines, [0] * rollout.engines
         self._changed = [time.perf_counter()] * (rollout.engines + 1)  # of each engine, and of the last reading
 
@@ -197,7 +148,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
             requests: adjacent ones go to one engine, so that the samples of a prompt share its prefix.
             chunks: maximum number of chunks.
         """
-        parts = enumerate(_split(requests, chunks))
+        parts = enumerate(split(requests, chunks))
         items = [WorkItem(chunk=chunk, requests=tuple(part)) for chunk, part in parts]
         pending = PendingRollouts(items=items, engines=self)
         for item in items:
@@ -215,9 +166,24 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         return not any(self._in_progress)
 
     @property
-    def all_lost(self) -> bool:
-        """Returns whether every engine was replaced since the last sync: none has weights."""
-        return len(self._new_room) == len(self.processes)
+    def started(self) -> list[int]:
+        """Returns the engines that can get weights: all but replaced ones that are still starting."""
+        starting = {engine for engine, call in self._starting.items() if not call.finished}
+        return [engine for engine in range(len(self.processes)) if engine not in starting]
+
+    @property
+    def replaceable(self) -> bool:
+        return self._replacements > 0
+
+    def silent(self, engines: Iterable[int]) -> set[int]:
+        """Returns those of some engines that give no sign of life; see `Session.silent`."""
+        silent = self._session.silent([self.processes[engine] for engine in engines])
+        return {engine for engine in engines if self.processes[engine] in silent}
+
+    @property
+    def _all_lost(self) -> bool:
+        """Returns whether every engine was replaced since its last sync: none has weights."""
+        return len(self._starting) == len(self.processes)
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the engines' idle fraction and speed since the last reading.
@@ -237,6 +203,17 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
             metrics["perf/engine_tokens_per_second_max"] = max(speeds)
         return metrics
 
+    def take_usage(self) -> list[ProcessUsage]:
+        """Like that of other groups, but without engines that are starting or are lost meanwhile."""
+        calls = {engine: self._ask_usage([self.processes[engine]]) for engine in self.started}
+        if self.replaceable:
+            for engine, call in calls.items():
+                call.lost = partial(self.replace, engine, call.processes[0])
+        own = self.processes
+        answered = Condition(lambda: all(c.finished or c.processes[0] not in own for c in calls.values()))
+        self.monitor.wait_until(answered)
+        return [usage for call in calls.values() for usage in call.results.values()]
+
     def _count(self, engine: int, responses: int) -> None:
         """Adds to an engine's responses in progress."""
         now = time.perf_counter()
@@ -245,15 +222,15 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         self._changed[engine] = now
         self._in_progress[engine] += responses
 
-    def wait_until(self, awaited: Awaited) -> None:
-        """Waits until `awaited` is finished, or all engines are lost."""
-        self.monitor.wait_until(Condition(lambda: awaited.finished or self.all_lost))
-
     def require(self, awaited: Awaited) -> None:
-        """Waits until `awaited` is finished; raises WorkerError if all engines are lost."""
-        self.wait_until(awaited)
-        if not awaited.finished:
-            raise WorkerError(f"{self.replaced[-1]}\nNo other engine is left that could answer in its place.")
+        """Waits until `awaited` is finished; raises WorkerError if all engines are lost and get no weights again."""
+        while True:
+            self.monitor.wait_until(Condition(lambda: awaited.finished or self._all_lost))
+            if awaited.finished:
+                return
+            if self.restore is None:
+                raise WorkerError(f"{self.replaced[-1]}\nNo other engine is left that could answer in its place.")
+            self.restore()
 
     def run(self, routine: Routine[R]) -> R:
         """Runs a routine to its end, and returns its result; raises WorkerError as `require` does."""
@@ -262,28 +239,30 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
             self.require(task.advance())
         return task.result
 
-    def pause(self) -> None:
-        """Lets no engine take further items."""
-        self._paused = True
+    def hold(self, engines: Iterable[int], *, drain: bool) -> None:
+        """Lets engines take no further items until `readmit`; with `drain`, waits until they have finished theirs."""
+        self._held.update(engines)
+        if drain:
+            self.monitor.wait_until(Condition(lambda: not any(self._in_progress[engine] for engine in engines)))
 
-    def resume(self) -> None:
-        """Ends `pause`, after a sync or instead of one."""
-        self._paused = False
-        self._assign()
+    def readmit(self, engines: Iterable[int]) -> None:
+        """Lets engines take items that have weights now, be they new or held."""
+        self._held.difference_update(engines)
+        self._open({engine: self._starting.pop(engine).results[0] for engine in engines if engine in self._starting})
 
-    def wait_for_replacements(self) -> None:
-        """Waits until replaced engines have started."""
-        self.monitor.wait_until(Condition(lambda: all(self._new_room.values())))
-
-    def readmit(self) -> None:
-        """Lets replaced engines take items, which have weights now."""
-        room, self._new_room = self._new_room, {}
-        self._open(room)
+    def close(self) -> Call[None]:
+        """Lets every engine end by itself; returns at once. Those that are still starting are ended."""
+        started = self.started
+        for engine in set(range(len(self.processes))).difference(started):
+            self._starting[engine].lost = lambda _cause: None
+            self._session.end(self.processes[engine])
+        return self.submit(RolloutEngine.close, [()] * len(started), processes=[self.processes[e] for e in started])
 
     def _assign(self) -> None:
         """Gives waiting items to engines with room."""
-        while self._waiting and not self._paused:
-            free = [engine for engine, room in enumerate(self._room) if self._in_progress[engine] < room]
+        while self._waiting:
+            able = (engine for engine in range(len(self.processes)) if engine not in self._held)
+            free = [engine for engine in able if self._in_progress[engine] < self._room[engine]]
             if not free:
                 return
             engine = min(free, key=lambda index: self._in_progress[index] / self._room[index])
@@ -315,56 +294,62 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         asked: tuple[int, WorkItem, PendingRollouts],
         cause: str,
     ) -> None:
-        """Lets other engines answer an item of a lost engine, which is replaced; raises WorkerError at the limit."""
+        """Lets other engines answer an item of a lost engine, which is replaced."""
         heapq.heappush(self._waiting, asked)
-        if self.processes[engine] is process:
-            if len(self.replaced) >= self._replacements:
-                limit = f"rollout.max_replacements = {self._replacements}"
-                raise WorkerError(f"{cause}\nNo engine is replaced any more: {limit} is reached.")
-            self._replace(engine, cause)
+        self.replace(engine, process, cause)
         self._assign()
 
-    def _replace(self, engine: int, cause: str) -> None:
-        """Ends a process, which may be dead, and starts another one in its place."""
+    def replace(self, engine: int, process: Process[RolloutEngine], cause: str) -> None:
+        """Ends the process of an engine, which may be dead, and starts another one, unless that was done before.
+
+        Raises:
+            WorkerError: No further engine may be replaced.
+        """
+        if self.processes[engine] is not process:
+            return
+        if len(self.replaced) >= self._replacements:
+            limit = f"rollout.max_replacements = {self._replacements}"
+            raise WorkerError(f"{cause}\nNo engine is replaced any more: {limit} is reached.")
         self.replaced.append(cause)
         self._count(engine, -self._in_progress[engine])
         self._room[engine] = 0
-        self._session.end(self.processes[engine])
+        self._session.end(process)
         self.processes[engine] = self._launch(engine)
-        self._new_room[engine] = 0
-        call = self.submit(RolloutEngine.start, [()], processes=[self.processes[engine]])
-        call.then = lambda: self._new_room.update({engine: call.results[0]})
+        self._starting[engine] = call = self.call_at(engine, RolloutEngine.start)
+        call.lost = partial(self.replace, engine, self.processes[engine])
         first = cause.splitlines()[0]
         print(f"{first} It is replaced; its responses in progress are generated again.", file=sys.stderr, flush=True)
 
     def pick(self, rollouts: Rollouts, samples: Sequence[SampleInfo], chunks: int) -> Rollouts:
         """Copies some of the samples, in the given order, into at most `chunks` new chunks; the engines do it."""
-        parts = dict(enumerate(_split(samples, chunks)))
+        parts = dict(enumerate(split(samples, chunks)))
         rows = {new: [(sample.chunk, sample.row) for sample in part] for new, part in parts.items()}
-        own_chunks = self._deal(list(parts))
-        requests = [
-            PickRequest(
-                chunks=rollouts.chunks.only({chunk for new in own for chunk, _ in rows[new]}),
-                rows={new: rows[new] for new in own},
-            )
-            for own in own_chunks
-        ]
-        call = self.call_by_chunk(RolloutEngine.pick, requests, own_chunks)
+
+        def request(own: Sequence[int]) -> PickRequest:
+            old = rollouts.chunks.only({chunk for new in own for chunk, _ in rows[new]})
+            return PickRequest(chunks=old, rows={new: rows[new] for new in own})
+
+        call = self._divide(RolloutEngine.pick, request, list(parts))
         picked = (replace(sample, chunk=new, row=row) for new, part in parts.items() for row, sample in enumerate(part))
         return Rollouts(samples=tuple(picked), chunks=call.chunks)
 
     def truncate(self, rollouts: Rollouts, token: int, after: int) -> PendingTruncation:
         """Ends every response after its first `token` at an index of at least `after`; returns at once."""
-        own_chunks = self._deal(sorted({sample.chunk for sample in rollouts.samples}))
-        requests = [
-            TruncateRequest(chunks=rollouts.chunks.only(own), token=token, after=after, own=own) for own in own_chunks
-        ]
-        call = self.call_by_chunk(RolloutEngine.truncate, requests, own_chunks)
-        return PendingTruncation(rollouts=rollouts, call=call)
 
-    def _deal(self, chunks: Sequence[int]) -> list[Sequence[int]]:
-        """Returns the chunks of each engine."""
-        return [chunks[engine :: len(self.processes)] for engine in range(len(self.processes))]
+        def request(own: Sequence[int]) -> TruncateRequest:
+            return TruncateRequest(chunks=rollouts.chunks.only(own), token=token, after=after, own=own)
+
+        chunks = sorted({sample.chunk for sample in rollouts.samples})
+        return PendingTruncation(rollouts=rollouts, call=self._divide(RolloutEngine.truncate, request, chunks))
+
+    def _divide(
+        self, method: RemoteMethod[RolloutEngine, [Q], Any], make: Callable[[Sequence[int]], Q], chunks: Sequence[int]
+    ) -> ChunkCall[Any, RolloutChunk]:
+        """Calls a method by chunk, on the engines that have started, or on all if none has."""
+        engines = self.started or range(len(self.processes))
+        own = [chunks[index :: len(engines)] for index in range(len(engines))]
+        processes = [self.processes[engine] for engine in engines]
+        return self.submit(method, [(make(part),) for part in own], chunks=own, processes=processes)
 
 
 def launch_engines(
@@ -387,10 +372,3 @@ def launch_engines(
         engine=engine,
         replacements=rollout.max_replacements if weights == "sync" else 0,
     )
-
-
-def _split(items: Sequence[T], count: int) -> list[Sequence[T]]:
-    """Splits into at most `count` parts of adjacent items, with sizes that differ by at most 1."""
-    count = min(count, len(items))
-    bounds = itertools.pairwise(len(items) * part // count for part in range(count + 1))
-    return [items[start:stop] for start, stop in bounds]

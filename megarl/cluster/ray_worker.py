@@ -219,6 +219,9 @@ class SteppingRayWorker(RayProcess):
             result = await asyncio.wrap_future(cast("Future[Any]", result))
         return _returned(result, time.perf_counter() - start, chunks, self._spans.take())
 
+    async def sign_of_life(self) -> None:
+        """Returns at once, whatever the thread does."""
+
     def _loop(self) -> None:
         """Runs calls as they come, and takes steps while there are none; an error in a step ends the process."""
         more = False

@@ -1,22 +1,25 @@
-"""Moves the actor's weights into the engines: one plan for a run, one transfer per version."""
+"""Moves the actor's weights into the engines."""
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megarl.cluster.calls import Call, Process, WorkerError
+from megarl.cluster.calls import Condition, Process
 from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.session import Session
+from megarl.cluster.sync_attempt import SyncAttempt
 from megarl.cluster.trainers import RemoteRole
+from megarl.cluster.workers import WorkerGroup
 from megarl.config import PPOConfig, RAFTConfig, parse_devices
+from megarl.config.schema import Rollout
 from megarl.megatron.worker import MegatronWorker
 from megarl.models import model_spec
-from megarl.resharding import ConnectRequest, SyncSpec, SyncStats, serve_store
+from megarl.resharding import BarrierWatch, ConnectRequest, SyncSpec, SyncStats, serve_store
 from megarl.resharding.holders import plan_sync
 from megarl.rollout.engine import RolloutEngine
+from megarl.weights.plan import TransferPlan
 from megarl.weights.topology import Place
 
 _MIB = 1 << 20
@@ -56,6 +59,19 @@ class SyncReport:
             stages={stage: max(rank.seconds.get(stage, 0.0) for rank in ranks) for stage in stages},
         )
 
+    @classmethod
+    def joined(cls, parts: Sequence[SyncReport]) -> SyncReport:
+        """Adds up the measurements of engines that were updated one after the other."""
+        stages = dict.fromkeys(stage for part in parts for stage in part.stages)
+        return cls(
+            version=parts[0].version,
+            nbytes=sum(part.nbytes for part in parts),
+            messages=sum(part.messages for part in parts),
+            staging_bytes=max(part.staging_bytes for part in parts),
+            seconds=sum(part.seconds for part in parts),
+            stages={stage: sum(part.stages.get(stage, 0.0) for part in parts) for stage in stages},
+        )
+
     def with_offload(self, seconds: float) -> SyncReport:
         """Returns the report with further seconds of the stage `offload`."""
         return replace(self, stages={**self.stages, "offload": self.stages.get("offload", 0.0) + seconds})
@@ -72,46 +88,165 @@ class SyncReport:
         }
 
 
-class Resharder:
-    """The connection between the ranks of the actor's group and those of the engines, numbered in this order."""
+class SyncPlanner:
+    """Plans transfers to engines, once for the same ones, and serves the store where the ranks meet.
 
-    def __init__(
-        self, session: Session, config: PPOConfig | RAFTConfig, actor: RemoteRole, engines: RolloutGroup
-    ) -> None:
-        self._senders, self._receivers = actor.group.named(actor.name), engines
-        self._connected: list[Process[RolloutEngine]] = []
-        self._connections = itertools.count(1)
-        self._first, self._tp = len(self._senders.processes), config.rollout.tp
+    A connection's ranks are those of the actor's group, then those of the engines, in this order.
+    """
+
+    def __init__(self, session: Session, config: PPOConfig | RAFTConfig, actor: RemoteRole) -> None:
+        self._config, self._layout, self.tp = config, actor.layout, config.rollout.tp
         places = [Place(node=slot.node, device=slot.device) for slot in session.placement.slots]
-        trainers = [places[device] for device in config.device_list(actor.group.name)]
-        engine_ranks = [places[device] for device in parse_devices(config.rollout.devices)]
-        spec, bucket_bytes = model_spec(config.model.hf_config()), int(config.resharding.bucket_mib * _MIB)
-        transfers = plan_sync(spec, actor.layout, trainers, self._tp, engine_ranks, bucket_bytes)
+        self._trainers = [places[device] for device in config.device_list(actor.group.name)]
+        self._engine_ranks = [places[device] for device in parse_devices(config.rollout.devices)]
+        self._plans: dict[tuple[int, ...], TransferPlan] = {}
+        self._host = session.host
         self._store = serve_store(session.host)
-        self._spec = SyncSpec.of(
-            transfers,
-            name="actor-to-engines",  # with a number for each connection
-            host=session.host,
+
+    def spec(self, engines: Sequence[int], name: str) -> SyncSpec:
+        """Returns the specification of a connection; its name is new."""
+        config, places = self._config, self._places(engines)
+        return SyncSpec.of(
+            self.plan(engines),
+            name=name,
+            host=self._host,
             port=self._store.port,
-            places=[*trainers, *engine_ranks],
+            places=[*self._trainers, *places],
             device=config.cluster.device,
             transport=config.resharding.transport,
             verify=config.resharding.verify,
             timeout_s=config.cluster.time_limits.patience,
         )
 
-    def connect(self) -> Call[None]:
-        """Sends every rank its part of the plan, and connects all ranks; ends an earlier connection."""
-        self._connected = list(self._receivers.processes)
-        self._spec = replace(self._spec, name=f"actor-to-engines-{next(self._connections)}")
-        starts = [self._first + engine * self._tp for engine in range(len(self._receivers.processes))]
-        self._senders.call_each(MegatronWorker.connect, [self._request(range(r, r + 1)) for r in range(self._first)])
-        return self._receivers.call_each(
-            RolloutEngine.connect, [self._request(range(start, start + self._tp)) for start in starts]
-        )
+    def plan(self, engines: Sequence[int]) -> TransferPlan:
+        """Returns the plan of a transfer to some engines."""
+        if tuple(engines) not in self._plans:
+            spec = model_spec(self._config.model.hf_config())
+            bucket_bytes = int(self._config.resharding.bucket_mib * _MIB)
+            plan = plan_sync(spec, self._layout, self._trainers, self.tp, self._places(engines), bucket_bytes)
+            self._plans[tuple(engines)] = plan
+        return self._plans[tuple(engines)]
+
+    def watch(self, spec: SyncSpec) -> BarrierWatch:
+        """Returns the view of a connection's barriers."""
+        return BarrierWatch(self._store, spec.name, spec.world_size)
+
+    def _places(self, engines: Sequence[int]) -> list[Place]:
+        return [self._engine_ranks[engine * self.tp + rank] for engine in engines for rank in range(self.tp)]
+
+
+class EngineLink:
+    """Engines that are updated together, by one connection with the actor's ranks.
+
+    Where engines may be replaced, a sync in which one dies or hangs is done again with the others, over another
+    connection. The new one takes part in the first sync after its start.
+
+    Args:
+        members: of the engines.
+        drain: engines finish their responses before a sync.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        members: Sequence[int],
+        planner: SyncPlanner,
+        senders: WorkerGroup[MegatronWorker],
+        engines: RolloutGroup,
+        *,
+        drain: bool,
+    ) -> None:
+        self._number, self._members, self._planner, self._drain = number, members, planner, drain
+        self._senders, self._engines = senders, engines
+        self._connected: list[Process[RolloutEngine]] = []
+        self._connections = 0
+        self._watch: BarrierWatch
+        self._ranks: Mapping[int, int] = {}
+
+    def connect(self) -> bool:
+        """Connects the actor's ranks with the engines that have started; returns whether all of these are connected.
+
+        Every rank gets its part of the plan. An earlier connection ends, unless it is of the same processes.
+        """
+        engines = self._started
+        processes = [self._engines.processes[engine] for engine in engines]
+        if self._connected == processes:
+            return True
+        self._connected, self._connections = [], self._connections + 1
+        spec = self._planner.spec(engines, f"actor-to-engines-{self._number}-{self._connections}")
+        self._watch = self._planner.watch(spec)
+        first, tp = len(self._senders.processes), self._planner.tp
+        self._ranks = {rank: engines[(rank - first) // tp] for rank in range(first, first + len(engines) * tp)}
+        sent = self._senders.call_each(MegatronWorker.connect, [self._request(spec, [rank]) for rank in range(first)])
+        received = {
+            engine: self._engines.call_at(
+                engine, RolloutEngine.connect, self._request(spec, range(first + i * tp, first + (i + 1) * tp))
+            )
+            for i, engine in enumerate(engines)
+        }
+        attempt = SyncAttempt(self._engines, self._watch, self._ranks, sent, received)
+        if not attempt.succeeds() or attempt.lost:
+            return False
+        self._connected = processes
+        return True
+
+    def update(self, version: int) -> SyncReport | None:
+        """Sends the actor's weights to the engines that have started, and waits until every rank has committed them.
+
+        Returns None if there is no such engine.
+
+        Raises:
+            WorkerError: The sync was aborted though no engine was lost, or a process failed.
+        """
+        while engines := self._started:
+            self._engines.hold(engines, drain=self._drain)
+            start = time.perf_counter()
+            if engines != self._started or not self.connect():
+                continue
+            self._watch.begin()
+            sent = self._senders.call(MegatronWorker.send_weights, version, self._number)
+            received = {
+                engine: self._engines.call_at(engine, RolloutEngine.receive_weights, version) for engine in engines
+            }
+            attempt = SyncAttempt(self._engines, self._watch, self._ranks, sent, received)
+            if attempt.succeeds() and (left := [engine for engine in engines if engine not in attempt.lost]):
+                self._engines.readmit(left)
+                receivers = [rank for engine in left for rank in received[engine].results[0]]
+                report = SyncReport.of([*sent.results.values()], receivers, time.perf_counter() - start)
+                assert report.version == version, "the ranks have committed another version"
+                return report
+        return None
+
+    @property
+    def _started(self) -> list[int]:
+        return [engine for engine in self._members if engine in self._engines.started]
+
+    def _request(self, spec: SyncSpec, ranks: Sequence[int]) -> ConnectRequest:
+        return ConnectRequest(sync=spec.only(ranks), ranks=ranks, link=self._number)
+
+
+class Resharder:
+    """The connections between the ranks of the actor's group and those of the engines."""
+
+    def __init__(self, planner: SyncPlanner, rollout: Rollout, actor: RemoteRole, engines: RolloutGroup) -> None:
+        self._engines = engines
+        parts = [range(rollout.engines)]
+        senders, drain = actor.group.named(actor.name), rollout.mode != "inflight"
+        self._links = [
+            EngineLink(number, part, planner, senders, engines, drain=drain) for number, part in enumerate(parts)
+        ]
+        for part in parts:
+            planner.plan(part)
+
+    def connect(self) -> None:
+        """Connects all ranks, and waits."""
+        for link in self._links:
+            link.connect()
 
     def sync(self, version: int) -> SyncReport:
         """Sends the actor's weights, and waits until every rank has committed the version.
+
+        Replaced engines take part if they have started. Without any engine that has, it waits for one.
 
         Args:
             version: not lower than the last one.
@@ -119,23 +254,8 @@ class Resharder:
         Raises:
             WorkerError: The sync was aborted, or a process failed.
         """
-        start = time.perf_counter()
-        if self._connected != self._receivers.processes:
-            self._receivers.wait_for_replacements()
-            self.connect().wait()
-        sent = self._senders.call(MegatronWorker.send_weights, version)
-        received = self._receivers.call(RolloutEngine.receive_weights, version)
-        try:
-            senders = sent.wait()
-            receivers = [rank for engine in received.wait() for rank in engine]
-        except WorkerError as error:
-            raise WorkerError(
-                f"{error}\nThe ranks of a sync are those of the actor's group, 0 to {self._first - 1}, and from "
-                f"{self._first} on those of the engines, {self._tp} of each."
-            ) from None
-        assert {rank.version for rank in (*senders, *receivers)} == {version}, "a rank has not committed the version"
-        self._receivers.readmit()
-        return SyncReport.of(senders, receivers, time.perf_counter() - start)
-
-    def _request(self, ranks: Sequence[int]) -> ConnectRequest:
-        return ConnectRequest(sync=self._spec.only(ranks), ranks=ranks)
+        reports: list[SyncReport] = []
+        while not reports:
+            self._engines.monitor.wait_until(Condition(lambda: bool(self._engines.started)))
+            reports = [report for link in self._links if (report := link.update(version)) is not None]
+        return SyncReport.joined(reports)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.cluster.calls import Call
-from megarl.cluster.engines import Rollouts
+from megarl.cluster.rollouts import Rollouts
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig

@@ -34,6 +34,7 @@ _LOOPBACK = "127.0.0.1"
 _LOCAL_ENV = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"}
 _CPU_ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 _END_GRACE_S = 5.0
+_SIGN_OF_LIFE_S = 10.0
 _MIB = 1 << 20
 _CONCURRENT: Mapping[type[RayProcess], Mapping[str, int]] = {
     RayWorker: {},
@@ -145,6 +146,12 @@ class Session:
         self._processes.remove(process)
         ray_api.kill(process.actor)
         ray_api.wait([process.actor.free_address.remote(_LOOPBACK)], count=1, timeout=_END_GRACE_S)
+
+    def silent(self, processes: Sequence[Process[Any]]) -> list[Process[Any]]:
+        """Returns the stepping processes that give no sign of life, such as stopped ones; waits for one a while."""
+        signs = [process.actor.sign_of_life.remote() for process in processes]
+        seen = ray_api.wait(signs, count=len(signs), timeout=_SIGN_OF_LIFE_S)
+        return [process for process, sign in zip(processes, signs, strict=True) if sign not in seen]
 
     @property
     def host(self) -> str:

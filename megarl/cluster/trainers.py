@@ -17,7 +17,6 @@ from megarl.cluster.workers import WorkerGroup
 from megarl.config import ConfigError, EvalConfig, PPOConfig, Problem, RAFTConfig, RewardModelConfig, RunConfig
 from megarl.megatron.worker import MegatronWorker
 from megarl.remote import RemoteMethod
-from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.vllm_environment import vllm_device
 from megarl.types import Layout, RankSchedule, RoleName
 
@@ -152,7 +151,7 @@ def start_all(
 
 def close_all(trainers: Trainers, engines: RolloutGroup | None = None, rules: RuleScorers | None = None) -> None:
     """Lets every process end by itself, and waits."""
-    calls = [] if engines is None else [engines.call(RolloutEngine.close)]
+    calls = [] if engines is None else [engines.close()]
     calls += [] if rules is None else [rules.call(ScoringProcess.close)]
     _wait([*calls, *(group.call(MegatronWorker.close) for group in trainers.groups.values())])
 

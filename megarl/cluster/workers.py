@@ -64,6 +64,10 @@ class WorkerGroup(Generic[W]):
         """Like `call_each`, but results by chunk stay in the object store; `chunks` are those of each process."""
         return self.submit(method, [(request,) for request in requests], chunks=chunks)
 
+    def call_at(self, process: int, method: RemoteMethod[W, P, R], *args: P.args, **kwargs: P.kwargs) -> Call[R]:
+        """Calls a method on one process."""
+        return self.submit(method, [args], kwargs, processes=[self.processes[process]])
+
     def call_one(
         self,
         process: int,
@@ -111,12 +115,15 @@ class WorkerGroup(Generic[W]):
 
     def take_usage(self) -> list[ProcessUsage]:
         """Returns what each process has used since the last reading."""
-        done = [process.actor.usage.remote() for process in self.processes]
+        return self._ask_usage(self.processes).wait()
+
+    def _ask_usage(self, processes: Sequence[Process[W]]) -> Call[ProcessUsage]:
+        done = [process.actor.usage.remote() for process in processes]
         call = Call[ProcessUsage](
             label=f"{self.name}.usage",
             phase="start",
-            processes=self.processes,
+            processes=processes,
             done=done,
             monitor=self._session.monitor,
         )
-        return self._session.monitor.follow(call).wait()
+        return self._session.monitor.follow(call)

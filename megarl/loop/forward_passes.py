@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megarl.cluster.calls import ChunkCall
-from megarl.cluster.engines import Rollouts
+from megarl.cluster.rollouts import Rollouts
 from megarl.cluster.trainers import RemoteRole
 from megarl.config import PPOConfig
 from megarl.data.schedule import inference_schedule

@@ -16,8 +16,9 @@ import torch
 
 from megarl.algos.reward_shaping import ScoreScale, score_scale
 from megarl.cluster.calls import gather_by_chunk
-from megarl.cluster.engines import RolloutGroup, Rollouts, launch_engines
+from megarl.cluster.engines import RolloutGroup, launch_engines
 from megarl.cluster.ray_worker import ChunkRefs
+from megarl.cluster.rollouts import Rollouts
 from megarl.cluster.session import Session
 from megarl.cluster.trainers import close_all, start_all
 from megarl.config import RewardModelConfig

@@ -22,9 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from megarl.cluster.calls import Awaited, Condition, Routine, Task
-from megarl.cluster.engines import RolloutGroup, Rollouts
+from megarl.cluster.calls import Condition, Routine, Task
+from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.ray_worker import ChunkRefs
+from megarl.cluster.rollouts import Rollouts
 from megarl.config import PPOConfig, RAFTConfig
 from megarl.errors import RunError
 from megarl.loop.colocation import Colocation
@@ -56,6 +57,7 @@ class RolloutBuffer:
     def begin(self, step: int) -> None:
         """Starts after a step, whose weights the engines have."""
         self._taken = step
+        self._engines.restore = self._restore
         if self._overlaps:
             self._engines.monitor.listener = self._advance
         self.synced(step)
@@ -67,8 +69,8 @@ class RolloutBuffer:
             for due in range(step, min(step + self._staleness, self._last) + 1):
                 sampling = self._steps.setdefault(due, Task(self._sampler.sample(due)))
                 while not sampling.finished:
-                    self._wait_for(sampling.advance())
-        self._wait_for(Condition(lambda: step in self._steps and self._steps[step].finished))
+                    self._engines.require(sampling.advance())
+        self._engines.require(Condition(lambda: step in self._steps and self._steps[step].finished))
         self._colocation.to_training()
         sampled = self._steps.pop(step).result
         self._taken = step
@@ -76,19 +78,13 @@ class RolloutBuffer:
         return sampled
 
     def prepare_sync(self) -> None:
-        """Waits until the engines may have other weights."""
-        if not self._overlaps:
-            return
-        if self._mode == "exact":
-            self._wait_for(Condition(lambda: not (self._in_progress or self._admitted or self._unfinished)))
-        elif self._mode == "bounded":
-            self._engines.pause()
-            self._engines.monitor.wait_until(Condition(lambda: self._engines.idle))
+        """Waits for what only the present weights may sample."""
+        if self._overlaps and self._mode == "exact":
+            self._engines.require(Condition(lambda: not (self._in_progress or self._admitted or self._unfinished)))
 
     def synced(self, version: int) -> None:
         """Goes on with new weights in the engines."""
         self.version = version
-        self._engines.resume()
         self._advance()
 
     def skips_sync(self, step: int) -> bool:
@@ -105,7 +101,7 @@ class RolloutBuffer:
     def take_results(self, *, wait: bool) -> list[Any]:
         """Returns the results of the finished work that was added, in its order; with `wait`, of all of it."""
         if wait:
-            self._wait_for(Condition(lambda: not self._unfinished))
+            self._engines.require(Condition(lambda: not self._unfinished))
         done: list[Any] = []
         while self._background and self._background[0].finished:
             done.append(self._background.pop(0).result)
@@ -116,24 +112,20 @@ class RolloutBuffer:
         """First waits for the steps that are being sampled; in the block no others are started."""
         self._paused = True
         if self._overlaps:
-            self._wait_for(Condition(lambda: not self._in_progress))
+            self._engines.require(Condition(lambda: not self._in_progress))
         yield
         self._paused = False
         self._advance()
 
-    def _wait_for(self, awaited: Awaited) -> None:
-        """Waits; gives the engines the actor's weights if all were lost. Raises RunError if these are other ones."""
-        while True:
-            self._engines.wait_until(awaited)
-            if awaited.finished:
-                return
-            if self._mode == "exact" and self.version != self._taken:
-                raise RunError(
-                    f"{self._engines.replaced[-1]}\nNo engine is left with version {self.version} of the weights, and "
-                    f"the actor has version {self._taken} by now: resume the run, which samples these steps again"
-                )
-            self._colocation.sync(self._taken)
-            self.synced(self._taken)
+    def _restore(self) -> None:
+        """Gives the engines the actor's weights, as all were lost; raises RunError if they had older ones."""
+        if self._mode == "exact" and self.version != self._taken:
+            raise RunError(
+                f"{self._engines.replaced[-1]}\nNo engine is left with version {self.version} of the weights, and "
+                f"the actor has version {self._taken} by now: resume the run, which samples these steps again"
+            )
+        self._colocation.sync(self._taken)
+        self.synced(self._taken)
 
     @property
     def depth(self) -> int:

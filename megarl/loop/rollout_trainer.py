@@ -14,7 +14,7 @@ import numpy.typing as npt
 from megarl.cluster.calls import Routine
 from megarl.cluster.engines import launch_engines
 from megarl.cluster.process_usage import memory_metrics
-from megarl.cluster.resharder import Resharder
+from megarl.cluster.resharder import Resharder, SyncPlanner
 from megarl.cluster.scorers import launch_scorers
 from megarl.cluster.session import Session
 from megarl.cluster.trainers import close_all, launch_trainers, start_all
@@ -59,7 +59,8 @@ class RolloutTrainer(Generic[C]):
         self._trainers = launch_trainers(config, session)
         self.roles = self._trainers.roles
         self._engines = launch_engines(config, config.rollout, session, model_dir, weights="sync")
-        self._resharder = Resharder(session, config, self.roles["actor"], self._engines)
+        planner = SyncPlanner(session, config, self.roles["actor"])
+        self._resharder = Resharder(planner, config.rollout, self.roles["actor"], self._engines)
         shared = bool(shared_devices(config.groups, config.rollout))
         self._colocation = Colocation(
             self._trainers, self._engines, self._resharder, sleep=config.rollout.sleep, shared=shared
@@ -83,7 +84,7 @@ class RolloutTrainer(Generic[C]):
         """Starts every process, loads every model, and connects the actor with the engines."""
         start_all(self._trainers, self._engines, self._rules, self._model_dir, sleep=self._config.rollout.sleep)
         self._phase("connections")
-        self._resharder.connect().wait()
+        self._resharder.connect()
 
     def begin(self, step: int) -> Metrics:
         """Moves the actor's weights into the engines, and compares the log-probabilities of both."""

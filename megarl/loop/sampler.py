@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from megarl.cluster.calls import Routine, together
-from megarl.cluster.engines import PendingRollouts, RolloutGroup, Rollouts
+from megarl.cluster.engines import PendingRollouts, RolloutGroup
+from megarl.cluster.rollouts import Rollouts
 from megarl.config import PPOConfig, RAFTConfig
 from megarl.data.prompts import greedy_requests, sample_requests
 from megarl.data.stream import Stream, StreamState

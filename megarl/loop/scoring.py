@@ -30,8 +30,9 @@ from megarl.algos.metrics import group_metrics
 from megarl.algos.registry import FILTERS, GROUP_ADVANTAGES, MISSING_ENDS, bound
 from megarl.algos.reward_shaping import clip_scores
 from megarl.cluster.calls import Call, Routine, gather_by_chunk
-from megarl.cluster.engines import RolloutGroup, Rollouts
+from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.ray_worker import ChunkRefs
+from megarl.cluster.rollouts import Rollouts
 from megarl.cluster.scorers import RuleScorers, ScoredRows
 from megarl.cluster.trainers import RemoteRole
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig

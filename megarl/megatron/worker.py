@@ -46,8 +46,7 @@ class MegatronWorker:
         self._roles: dict[RoleName, ModelEngine] = {}
         self._offloader = Offloader(self._roles, [name for name, spec in self._specs.items() if spec.offload])
         self._engine_shares_device = isinstance(config, PPOConfig | RAFTConfig) and config.rollout.sleep
-        self._connection: Connection | None = None
-        self._sender: Sender | None = None
+        self._senders: dict[int, tuple[Connection, Sender]] = {}
 
     @remote(phase="start")
     def start(self, init_method: str) -> None:
@@ -154,25 +153,24 @@ class MegatronWorker:
 
     @remote(phase="start")
     def connect(self, request: ConnectRequest) -> None:
-        """Connects to the engines; waits for all ranks of the connection. Ends an earlier connection."""
+        """Connects to engines; waits for all ranks of the connection. Ends an earlier connection of the link."""
         (rank,) = request.ranks
-        version = -1 if self._sender is None else self._sender.version
-        self._disconnect()
-        self._connection = connect(request.sync, rank, self._device)
+        version = self._senders[request.link][1].version if request.link in self._senders else -1
+        self._disconnect(request.link)
+        connection = connect(request.sync, rank, self._device)
         weights = ResidentWeights(self._offloader.onload("actor").model.parameters())
-        self._sender = Sender(self._connection, weights, version=version)
+        self._senders[request.link] = connection, Sender(connection, weights, version=version)
 
     @remote(phase="sync")
-    def send_weights(self, version: int) -> SyncStats:
-        """Sends this rank's part of the actor's weights; returns when all ranks have committed the version.
+    def send_weights(self, version: int, link: int = 0) -> SyncStats:
+        """Sends this rank's part of the actor's weights; returns when all ranks of the link have committed the version.
 
         The seconds of ``offload`` are those of bringing the actor to the device.
         """
-        assert self._sender is not None, "connect comes first"
         start = perf_counter()
         self._offloader.onload("actor")
         offload = perf_counter() - start
-        stats = self._sender.send(version)
+        stats = self._senders[link][1].send(version)
         stats.seconds["offload"] = offload
         return stats
 
@@ -242,17 +240,16 @@ class MegatronWorker:
     @remote(phase="start")
     def close(self) -> None:
         """Ends the connections and the world; the worker cannot be used again."""
-        self._disconnect()
+        for link in list(self._senders):
+            self._disconnect(link)
         self._roles.clear()
         dist.destroy_process_group()
 
-    def _disconnect(self) -> None:
-        if self._sender is not None:
-            self._sender.release()  # an aborted sync leaves its memory allocated
-        self._sender = None
-        if self._connection is not None:
-            self._connection.close()
-        self._connection = None
+    def _disconnect(self, link: int) -> None:
+        if link in self._senders:
+            connection, sender = self._senders.pop(link)
+            sender.release()  # an aborted sync leaves its memory allocated
+            connection.close()
 
     def _loss_spec(self, name: RoleName) -> LossSpec:
         training = self._specs[name].training

@@ -126,7 +126,7 @@ class SimulatedRun:
         self, rates: Rates, *, engines: int, trainers: int, samples: int, staleness: int, mode: str, shared: bool
     ) -> None:
         self._rates, self._trainers, self._samples, self._staleness = rates, trainers, samples, staleness
-        self.monitor, self.shared, self._paused = SimulatedTime(), shared, False
+        self.monitor, self.shared, self._mode, self._held = SimulatedTime(), shared, mode, False
         self._every = math.ceil(samples / _RESPONSES)
         weight = samples / len(range(0, samples, self._every))
         self._engines = [SimulatedEngine(self.monitor, rates, weight) for _ in range(engines)]
@@ -162,11 +162,16 @@ class SimulatedRun:
         self.monitor.work(seconds)
         if not self.buffer.skips_sync(step):
             self.buffer.prepare_sync()
+            self._held = True
+            if self._mode != "inflight":
+                self.monitor.wait_until(Condition(lambda: self.idle))
             for engine in self._engines:
                 engine.pause(True)
             self.monitor.work(self._rates.sync)
             for engine in self._engines:
                 engine.pause(False)
+            self._held = False
+            self._assign()
             self.buffer.synced(step)
         return seconds
 
@@ -194,20 +199,13 @@ class SimulatedRun:
     def to_training(self) -> None:
         """Does nothing: who takes turns is idle meanwhile."""
 
-    def wait_until(self, awaited: Awaited) -> None:
+    def require(self, awaited: Awaited) -> None:
         self.monitor.wait_until(awaited)
 
     @property
     def idle(self) -> bool:
         return not any(len(engine) for engine in self._engines)
 
-    def pause(self) -> None:
-        self._paused = True
-
-    def resume(self) -> None:
-        self._paused = False
-        self._assign()
-
     def _assign(self) -> None:
-        while self._waiting and not self._paused:
+        while self._waiting and not self._held:
             min(self._engines, key=len).add(*self._waiting.pop(0))

@@ -3,10 +3,11 @@
 from megarl.resharding.receiver import Receiver
 from megarl.resharding.sender import Sender
 from megarl.resharding.spec import ConnectRequest, SyncSpec
-from megarl.resharding.sync_barrier import SyncError, SyncStats, serve_store
+from megarl.resharding.sync_barrier import BarrierWatch, SyncError, SyncStats, serve_store
 from megarl.resharding.wire import Connection, connect
 
 __all__ = [
+    "BarrierWatch",
     "ConnectRequest",
     "Connection",
     "Receiver",

@@ -143,10 +143,15 @@ class SyncSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectRequest:
-    """The ranks of a sync that a process connects, an engine's by tensor-parallel rank, with their parts of it."""
+    """The ranks of a sync that a process connects, an engine's by tensor-parallel rank, with their parts of it.
+
+    Args:
+        link: a trainer has one connection of each link at a time.
+    """
 
     sync: SyncSpec
     ranks: Sequence[int]
+    link: int = 0
 
 
 def wire_ranks(recv_buffers: Mapping[int, RecvBufferPlan]) -> tuple[int, ...]:

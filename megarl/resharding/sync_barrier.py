@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -51,6 +51,15 @@ class SyncStats:
         finally:
             inner = sum(self.seconds.values()) - inner
             self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start - inner
+
+
+CONNECTING = ("connect/start", "connect/done")
+"""The places of a connection's ranks before the first sync."""
+
+
+def sync_places(number: int) -> tuple[str, str, str]:
+    """Returns the places of a connection's sync, numbered from 1: agreed, ready, done."""
+    return f"{number}/agreed", f"{number}/ready", f"{number}/done"
 
 
 _GO = "go"
@@ -129,6 +138,36 @@ class SyncBarrier:
         message = f"sync aborted: rank {self._rank}: {reason}"
         verdict = self._store.compare_set(_verdict(place), "", message).decode()
         return message if verdict == _GO else verdict
+
+
+class BarrierWatch:
+    """The driver's view of a connection's barriers.
+
+    Args:
+        store: the one that the ranks share, see `serve_store`.
+        name: of the connection.
+    """
+
+    def __init__(self, store: Store, name: str, size: int) -> None:
+        self._store, self._size = PrefixStore(name, store), size
+        self._syncs = 0
+
+    @property
+    def _places(self) -> Sequence[str]:
+        return sync_places(self._syncs) if self._syncs else CONNECTING
+
+    def begin(self) -> None:
+        """Turns to the next sync."""
+        self._syncs += 1
+
+    def absent(self) -> list[int]:
+        """Returns the ranks that have not begun the sync, or the connection before the first one."""
+        return [rank for rank in range(self._size) if not self._store.check([f"{self._places[0]}/{rank}"])]
+
+    def abort(self, reason: str) -> None:
+        """Lets all ranks raise SyncError that wait in a barrier; those that wait for a transfer see a peer's end."""
+        for place in self._places:
+            self._store.compare_set(_verdict(place), "", f"sync aborted: {reason}")
 
 
 def _verdict(place: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-from megarl.resharding.sync_barrier import SyncError, SyncStats
+from megarl.resharding.sync_barrier import SyncError, SyncStats, sync_places
 from megarl.resharding.wire import Connection
 
 
@@ -32,15 +32,15 @@ class SyncRound:
         """
         stats = SyncStats(version=version)
         self._round += 1
-        agreed, ready, done = (f"{self._round}/{place}" for place in ("agreed", "ready", "done"))
+        agreed, ready, done = sync_places(self._round)
         with stats.stage("agree"):
             self._check(agreed, lambda: self._check_version(version))
             self._check(agreed, offer)
             self._barrier.meet(agreed, {"version": f"{version}"})
             self._check(ready, join)
             self._barrier.meet(ready)
-            for place in ("agreed", "ready", "done"):  # all ranks have left the previous round
-                self._barrier.forget(f"{self._round - 1}/{place}")
+            for place in sync_places(self._round - 1):  # all ranks have left the previous round
+                self._barrier.forget(place)
         self._barrier.ahead = done
         try:
             yield stats

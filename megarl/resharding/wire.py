@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 from megarl.resharding.buckets import frames_bytes, named, payload, split_frames
 from megarl.resharding.memory import PeerMappings
 from megarl.resharding.spec import SyncSpec
-from megarl.resharding.sync_barrier import SyncBarrier, SyncStats, open_store
+from megarl.resharding.sync_barrier import CONNECTING, SyncBarrier, SyncStats, open_store
 from megarl.resharding.transport import GlooTransport, NcclTransport, PeerError, Transfer, Transport
 from megarl.weights.plan import Message
 
@@ -70,8 +70,9 @@ def connect(spec: SyncSpec, rank: int, device: torch.device | str = "cpu") -> Co
     device = torch.device(device)
     store = open_store(spec.host, spec.port, spec.name)
     barrier = SyncBarrier(store, rank, spec.world_size, spec.timeout_s)
-    barrier.meet("connect/start", {"plan": spec.fingerprint, "verify": f"{spec.verify}"})
-    barrier.ahead = "connect/done"
+    start, done = CONNECTING
+    barrier.meet(start, {"plan": spec.fingerprint, "verify": f"{spec.verify}"})
+    barrier.ahead = done
     wire: Transport | None = None
     try:
         members, peers = range(spec.world_size), spec.peers(rank)
@@ -92,8 +93,8 @@ def connect(spec: SyncSpec, rank: int, device: torch.device | str = "cpu") -> Co
                     look=barrier.look_ahead,
                 )
     except RuntimeError as error:
-        barrier.abort("connect/done", f"could not connect: {error}")
-    barrier.meet("connect/done")
+        barrier.abort(done, f"could not connect: {error}")
+    barrier.meet(done)
     return Connection(
         spec=spec, rank=rank, device=device, barrier=barrier, control=control, wire=wire, mapped=PeerMappings(device)
     )

@@ -168,14 +168,13 @@ class RolloutEngine:
     def receive_weights(self, version: int) -> list[SyncStats]:
         """Receives the weights of a version, not below the previous one; every rank writes its shard as it arrives.
 
-        If it fails before anything is written, the engine keeps its weights; else it is unusable until a sync succeeds.
-        An aborted sync raises SyncError. Returns each rank's statistics, with the stage `reset` of the prefix cache.
+        If it fails before anything is written, the engine keeps its weights; else responses in progress wait until a
+        sync succeeds, and others are refused. An aborted sync raises SyncError. Returns each rank's statistics, with
+        the stage `reset` of the prefix cache.
 
         In mode `inflight` responses in progress go on with the new weights: their tokens so far are prefilled again, or
         with `rollout.inflight_cache` `keep` their cache stays as it is. docs/async.md says what that changes.
         """
-        from megarl.resharding import SyncError
-
         self._state.begin_sync(len(self._running_requests))
         self._transfer("start_weight_update")
         self._transfer("update_weights", {"version": version})
@@ -183,9 +182,6 @@ class RolloutEngine:
         outcomes = self._outcomes()
         if not all(outcome.consistent for outcome in outcomes):
             self._state.mix()
-            self._abort(RuntimeError(f"engine {self._engine_id}: a weight sync failed half-way"))
-        if aborted := next((outcome.aborted for outcome in outcomes if outcome.aborted), ""):
-            raise SyncError(aborted)
         received: list[SyncStats] = self._values("receive", outcomes)
         start = perf_counter()
         self._commit(version)
@@ -240,19 +236,18 @@ class RolloutEngine:
         pending.add(row, self._response(pending.item.requests[row], output, version))
 
     def step(self) -> bool:
-        """Runs a step of vLLM; returns whether responses are in progress. A failure fails all of them."""
-        if self._requests:
+        """Runs a step of vLLM; returns whether there is more to do. A failure fails all responses in progress.
+
+        With weights of several versions there is nothing to do before the next sync.
+        """
+        if self._requests and not self._state.mixed:
             try:
                 self._requests.step()
             except Exception as error:
-                self._abort(error)
-        return bool(self._requests)
-
-    def _abort(self, error: Exception) -> None:
-        """Drops all responses in progress."""
-        self._running_requests.abort()
-        for pending in list(self._pending):
-            pending.chunk.set_exception(error)
+                self._requests.abort()
+                for pending in list(self._pending):
+                    pending.chunk.set_exception(error)
+        return bool(self._requests) and not self._state.mixed
 
     @remote(phase="rollout")
     def pick(self, request: PickRequest) -> dict[int, RolloutChunk]:
@@ -374,10 +369,18 @@ class RolloutEngine:
         return self._values(method, self._running.collective_rpc("megarl_call", args=(method, *args)))
 
     def _values(self, method: str, outcomes: Sequence[CallOutcome]) -> list[Any]:
-        """Returns the ranks' values; raises RuntimeError with the tracebacks of those that failed."""
-        failed = [f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error]
+        """Returns the ranks' values; raises RuntimeError with the tracebacks of those that failed.
+
+        If others have aborted what the ranks did together, it raises SyncError.
+        """
+        from megarl.resharding import SyncError
+
+        failed = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.error}
+        if failed and all(outcome.aborted for outcome in failed.values()):
+            raise SyncError(next(iter(failed.values())).aborted)
         if failed:
-            raise RuntimeError(f"engine {self._engine_id}: {method} failed on\n" + "\n".join(failed))
+            errors = "\n".join(f"rank {rank}: {outcome.error}" for rank, outcome in failed.items())
+            raise RuntimeError(f"engine {self._engine_id}: {method} failed on\n{errors}")
         return [outcome.value for outcome in outcomes]
 
 

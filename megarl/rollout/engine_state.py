@@ -42,6 +42,11 @@ class EngineState:
         self._memory = EngineMemory.ASLEEP if sleeps else EngineMemory.AWAKE
         self._weights = WeightState.NONE if version is None else WeightState.WHOLE
 
+    @property
+    def mixed(self) -> bool:
+        """Returns whether the weights are of several versions, which a sync has to replace."""
+        return self._weights is WeightState.MIXED
+
     def usable_version(self) -> int:
         """Returns the version of the weights; raises RuntimeError if they are not complete, or the engine not awake."""
         self._require("answer", EngineMemory.AWAKE)

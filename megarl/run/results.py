@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megarl.cluster.engines import Rollouts
+from megarl.cluster.rollouts import Rollouts
 from megarl.data.stream import stable_hash
 from megarl.data.tokenizer import Tokenizer
 from megarl.run.sinks import Metrics

@@ -19,7 +19,7 @@ from typing import Any
 
 from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.ray_worker import ChunkRefs
-from megarl.cluster.resharder import Resharder
+from megarl.cluster.resharder import Resharder, SyncPlanner
 from megarl.cluster.session import Session
 from megarl.cluster.trainers import RemoteRole, Trainers, launch_group
 from megarl.cluster.workers import WorkerGroup
@@ -70,8 +70,10 @@ class Run:
 
     def sync(self) -> None:
         """Trainers send weights to an engine."""
-        resharder = Resharder(self._session, self._config, self._actor(), self._engines())
-        resharder.connect().wait()
+        actor = self._actor()
+        planner = SyncPlanner(self._session, self._config, actor)
+        resharder = Resharder(planner, self._config.rollout, actor, self._engines())
+        resharder.connect()
         resharder.sync(version=1)
 
     def checkpoint(self) -> None:

@@ -61,7 +61,7 @@ class Trainer:
     def connect(self, request: object) -> None:
         pass
 
-    def send_weights(self, version: int) -> None:
+    def send_weights(self, version: int, link: int) -> None:
         act("sync", culprit=self.culprit)
 
     def save(self, name: str, directory: str) -> None:

@@ -14,6 +14,7 @@ from megarl.cluster.calls import CallMonitor, WorkerError
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.schema import TimeLimits
+from megarl.errors import RunError
 from megarl.remote import Phase
 from tests.cluster.conftest import MakeGroup
 from tests.cluster.fakes import FakeWorker
@@ -95,6 +96,16 @@ def test_ranks_that_say_all_the_same_make_one_message(group: Group) -> None:
         group.named("actor").call(FakeWorker.give_up).wait()
     expected = r"train rank \d failed in actor.give_up: sync aborted: rank 1: lm_head.weight is missing"
     assert re.fullmatch(expected, str(failure.value)), failure.value
+
+
+def test_an_error_that_is_borne_is_part_of_the_answer(group: Group) -> None:
+    call = group.named("actor").call(FakeWorker.give_up)
+    call.bears = RunError
+    call.monitor.wait_until(call)
+    assert call.results == {}
+    reason = "sync aborted: rank 1: lm_head.weight is missing"
+    assert call.errors == {rank: f"train rank {rank} failed in actor.give_up: {reason}" for rank in range(3)}
+    assert call.unanswered == []
 
 
 def test_waiting_for_one_call_raises_the_failure_of_another(make_group: MakeGroup) -> None:

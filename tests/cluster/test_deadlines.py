@@ -144,6 +144,29 @@ def test_a_late_call_whose_loss_is_borne_leaves_the_others_in_progress(world: Wo
     assert lost == [(end, "No answer within 100 s from p0 in call.") for end in (100.0, 140.0)]
 
 
+def test_a_late_call_that_waits_for_another_process_gets_its_limit_again(world: World) -> None:
+    """What two processes do waits for another, which hangs; a fourth answers late, and well."""
+    waiting, other, hung, slow = world.processes(4, concurrent=True)
+    late: list[tuple[str, float]] = []
+
+    def bear(name: str) -> bool:
+        late.append((name, world.now))
+        return name != "hung"
+
+    first = world.call([waiting, other], math.inf, math.inf)
+    second, third = world.call([hung], math.inf), world.call([slow], 12.0)
+    for name, call in (("waiting", first), ("hung", second), ("slow", third)):
+        call.late = lambda _message, name=name: bear(name)
+    lost: list[str] = []
+    second.lost = lost.append
+    third.wait()
+    assert late == [("waiting", 10.0), ("hung", 10.0), ("slow", 10.0)]
+    assert world.now == 12.0
+    assert len(lost) == 1
+    world.call([slow], 9.0, phase="rollout").wait()
+    assert late[3:] == [("waiting", 20.0)]
+
+
 @pytest.mark.parametrize("seed", range(200))
 def test_in_any_schedule_the_process_that_hangs_is_named_and_none_without_it(world: World, seed: int) -> None:
     """Calls within their limits, each of some processes, the driver waiting for any of them; then one that hangs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 
 from megarl.cluster.calls import WorkerError
 from megarl.cluster.placement import Slot
-from megarl.cluster.resharder import Resharder, SyncReport
+from megarl.cluster.resharder import Resharder, SyncPlanner, SyncReport
 from megarl.config import PPOConfig, load
 from megarl.remote import RemoteMethod
 from megarl.resharding import SyncSpec, SyncStats
@@ -25,53 +26,66 @@ TP2_ENGINES = ["rollout.devices=0-3", "rollout.tp=2", "cluster.nodes=2", "cluste
 class Calls:
     """Stands in for all processes: keeps what was asked, and answers with what the test says."""
 
-    answers: Iterator[Any] = field(default_factory=lambda: iter(()))
-    asked: list[tuple[str, Sequence[Any]]] = field(default_factory=list)
+    answers: Iterator[Any] = field(default_factory=lambda: itertools.repeat(None))
+    asked: list[tuple[str, Any]] = field(default_factory=list)
 
     def call_each(self, method: RemoteMethod[Any, ..., Any], requests: Sequence[Any]) -> Any:
-        self.asked.append((method.name, requests))
-        return SimpleNamespace(wait=self._answer)
+        """All processes of the group answer, each with an answer of its own; an error is that of all of them."""
+        self.asked += [(method.name, request) for request in requests]
+        answers = [next(self.answers) for _ in requests]
+        return SimpleNamespace(
+            processes=["process"] * len(requests),
+            finished=True,
+            results={i: answer for i, answer in enumerate(answers) if not isinstance(answer, WorkerError)},
+            errors={i: str(answer) for i, answer in enumerate(answers) if isinstance(answer, WorkerError)},
+        )
 
     def call(self, method: RemoteMethod[Any, ..., Any], *args: object) -> Any:
+        return self.call_each(method, [args] * 4)
+
+    def call_at(self, engine: int, method: RemoteMethod[Any, ..., Any], *args: object) -> Any:
         return self.call_each(method, args)
 
-    def group(self, name: str, processes: int) -> Any:
-        """Some of the processes."""
-        own = SimpleNamespace(name=name, processes=[*range(processes)], call=self.call, call_each=self.call_each)
-        own.readmit = lambda: None
-        own.named = lambda _name: own
-        return own
+    def engines(self, started: Sequence[int]) -> Any:
+        """Two engines, some of which have started."""
+        return SimpleNamespace(
+            processes=["engine 0", "engine 1"],
+            started=list(started),
+            call_at=self.call_at,
+            hold=lambda _engines, drain: None,
+            readmit=lambda _engines: None,
+            monitor=SimpleNamespace(wait_until=lambda awaited: awaited.finished),
+            replaceable=False,
+        )
 
-    def _answer(self) -> Any:
-        answer = next(self.answers)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+    def actor(self) -> Any:
+        group = SimpleNamespace(name="train", processes=[*range(4)], call=self.call, call_each=self.call_each)
+        group.named = lambda _name: group
+        return SimpleNamespace(name="actor", layout=ACTOR, group=group)
 
 
-def resharder(calls: Calls, *overrides: str) -> Resharder:
+def resharder(calls: Calls, *overrides: str, started: Sequence[int] = (0, 1)) -> Resharder:
     """From four trainers to two engines of two ranks, on two nodes."""
     config = load("configs/debug/ppo.yaml", [*TP2_ENGINES, *overrides])
     assert isinstance(config, PPOConfig)
     slots = [Slot(device=device, node=device // 2, local=device % 2, bundle=device) for device in range(4)]
     session: Any = SimpleNamespace(placement=SimpleNamespace(slots=slots), host="127.0.0.1")
-    actor: Any = SimpleNamespace(name="actor", layout=ACTOR, group=calls.group("train", 4))
-    return Resharder(session, config, actor, calls.group("rollout", 2))
+    planner = SyncPlanner(session, config, calls.actor())
+    return Resharder(planner, config.rollout, calls.actor(), calls.engines(started))
 
 
 def connected(answers: Sequence[Any]) -> Resharder:
     """The same, connected; the calls of a sync get these answers."""
-    made = resharder(Calls(iter(answers)))
+    made = resharder(Calls(iter([*[None] * 6, *answers])))
     made.connect()
     return made
 
 
-def specs(calls: Calls, *overrides: str) -> list[tuple[SyncSpec, Sequence[int]]]:
+def specs(calls: Calls, *overrides: str, started: Sequence[int] = (0, 1)) -> list[tuple[SyncSpec, Sequence[int]]]:
     """What every process is told when it is to connect, the trainers first."""
-    resharder(calls, *overrides).connect()
-    (trainers, told), (engines, others) = calls.asked
-    assert (trainers, engines) == ("connect", "connect")
-    return [(request.sync, request.ranks) for request in (*told, *others)]
+    resharder(calls, *overrides, started=started).connect()
+    assert {name for name, _ in calls.asked} == {"connect"}
+    return [(request.sync, request.ranks) for _, request in calls.asked]
 
 
 def test_every_process_gets_its_own_part_of_the_plan() -> None:
@@ -92,14 +106,23 @@ def test_nodes_and_the_configured_transport_decide_the_way(transport: str, frame
         assert not spec.verify
 
 
+def test_engines_that_have_not_started_are_left_out() -> None:
+    """The second engine alone is on the second node, as half of the trainers."""
+    told = specs(Calls(), started=[1])
+    assert [list(ranks) for _, ranks in told] == [[0], [1], [2], [3], [4, 5]]
+    spec, ranks = told[4]
+    assert spec.world_size == 6
+    assert {sender for rank in ranks for sender in spec.recv_buffers[rank].via_network} == {0, 1}
+
+
 def stats(nbytes: int, **seconds: float) -> SyncStats:
     return SyncStats(version=3, nbytes=nbytes, messages=2, peak_staging_bytes=nbytes, seconds=seconds)
 
 
 def test_a_report_adds_up_what_arrived_and_has_the_slowest_rank_of_each_stage() -> None:
-    sent = [stats(6, pack=1.0, commit=0.5), stats(2, pack=3.0)]
+    sent = [stats(6, pack=1.0, commit=0.5), stats(2, pack=3.0), stats(0), stats(0)]
     received = [[stats(4, load=2.0)], [stats(4, load=1.0, commit=0.7)]]
-    report = connected([sent, received]).sync(3)
+    report = connected([*sent, *received]).sync(3)
     assert isinstance(report, SyncReport)
     assert (report.version, report.nbytes, report.messages, report.staging_bytes) == (3, 8, 4, 6)
     assert report.stages == {"pack": 3.0, "commit": 0.7, "load": 2.0}
@@ -108,10 +131,20 @@ def test_a_report_adds_up_what_arrived_and_has_the_slowest_rank_of_each_stage() 
     assert metrics["sync/gb_per_second"] == pytest.approx(8e-9 / metrics["sync/seconds"])
 
 
+def test_reports_of_engines_that_are_updated_in_turn_add_up() -> None:
+    parts = [
+        SyncReport.of([stats(0, pack=1.0)], [stats(8, load=2.0)], 3.0),
+        SyncReport.of([stats(0, pack=0.5)], [stats(6, load=4.0)], 5.0),
+    ]
+    report = SyncReport.joined(parts)
+    assert (report.version, report.nbytes, report.messages, report.staging_bytes) == (3, 14, 4, 8)
+    assert (report.seconds, report.stages) == (8.0, {"pack": 1.5, "load": 6.0})
+
+
 def test_an_aborted_sync_says_whose_the_ranks_are() -> None:
     aborted = WorkerError("train rank 0 failed in actor.send_weights: sync aborted: rank 7: no room")
     with pytest.raises(WorkerError) as failure:
-        connected([aborted]).sync(3)
+        connected([aborted] * 6).sync(3)
     first, second = str(failure.value).splitlines()
     assert first == str(aborted)
     assert "the actor's group, 0 to 3, and from 4 on those of the engines, 2 of each" in second

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import pytest
 import ray
 
 from megarl.cluster.calls import CallMonitor, WorkerError
-from megarl.cluster.engines import RolloutGroup, Rollouts
+from megarl.cluster.engines import RolloutGroup
+from megarl.cluster.rollouts import Rollouts
 from megarl.cluster.session import Session
 from megarl.config import PPOConfig
 from megarl.config.schema import Rollout, TimeLimits
@@ -51,17 +51,6 @@ def forgetful(session: Session) -> Iterator[None]:
     """Forgets the calls that a test breaks, as a run's end would."""
     yield
     session.monitor = CallMonitor(TimeLimits())
-
-
-@dataclass(frozen=True)
-class Idle:
-    """Engines without responses in progress."""
-
-    engines: RolloutGroup
-
-    @property
-    def finished(self) -> bool:
-        return self.engines.idle
 
 
 def requests(count: int, first: Sequence[int] = ()) -> list[SampleRequest]:
@@ -170,15 +159,14 @@ def test_items_wait_for_engines_that_are_starting(session: Session, config: PPOC
 
 
 def test_the_driver_goes_on_while_engines_generate(two: RolloutGroup) -> None:
-    """Rollouts of several requests come at once, and a paused group finishes what its engines have and no more."""
+    """Rollouts of several requests come at once, and engines that are held finish what they have and no more."""
     first, second = two.generate(requests(30), 15), two.generate(requests(4), 2)
     assert not first.finished
-    two.pause()
-    two.monitor.wait_until(Idle(two))
+    two.hold([0, 1], drain=True)
     assert not first.finished
     assert not second.finished
     assert 0 < len(first.answers) < 15
-    two.resume()
+    two.readmit([0, 1])
     assert [len(pending.wait().samples) for pending in (first, second)] == [30, 4]
 
 

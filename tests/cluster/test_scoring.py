@@ -15,8 +15,8 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from megarl.cluster.engines import Rollouts
 from megarl.cluster.ray_worker import ChunkRefs
+from megarl.cluster.rollouts import Rollouts
 from megarl.cluster.scorers import RuleScorers, ScoringProcess
 from megarl.cluster.session import Session
 from megarl.config.schema import Reward, RewardFunction, TimeLimits

@@ -152,7 +152,7 @@ def _send(
     worker.start(f"tcp://127.0.0.1:{port}")
     worker.load(str(directory))
     worker.connect(ConnectRequest(sync=spec.only([rank]), ranks=[rank]))
-    assert worker._connection is not None
+    connection, _ = worker._senders[0]
     told: list[SyncStats | str] = []
     for step in steps:
         step.faults.get(rank, _nothing)(worker)
@@ -160,7 +160,7 @@ def _send(
             told.append(worker.send_weights(step.version))
         except SyncError as error:
             told.append(str(error))
-    written = dict(worker._connection.put)
+    written = dict(connection.put)
     worker.close()
     return told, written
 
@@ -171,7 +171,8 @@ def _nothing(worker: MegatronWorker) -> None:
 
 def lose_a_tensor(worker: MegatronWorker) -> None:
     """The last parameter of the rank is missing."""
-    tensors = worker._sender._params._tensors
+    _, sender = worker._senders[0]
+    tensors = sender._params._tensors
     tensors.pop(list(tensors)[-1])
 
 

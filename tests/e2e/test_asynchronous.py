@@ -55,8 +55,8 @@ APART = [
 TIMES = ("time/", "sync/", "perf/", "memory/", "rollout/engine", "rollout/queue_depth")
 
 
-def run(directory: Path, *settings: str) -> Finished:
-    with started(["train", GRPO, f"run.dir={directory}", *SETTINGS, *settings]) as program:
+def run(directory: Path, *settings: str, before: str = "pass") -> Finished:
+    with started(["train", GRPO, f"run.dir={directory}", *SETTINGS, *settings], before) as program:
         return finish(*program)
 
 
@@ -138,6 +138,36 @@ def test_an_exact_run_is_the_same_with_another_engine_a_killed_engine_and_a_kill
     assert numbers(broken) == numbers(straight)
     assert {attempt for attempt, _ in trace(broken)} == {1, 2}
     assert (broken / "export/model.safetensors").read_bytes() == (straight / "export/model.safetensors").read_bytes()
+
+
+@pytest.mark.matrix
+def test_an_exact_run_is_the_same_when_an_engine_is_killed_in_a_sync(tmp_path: Path) -> None:
+    straight, struck = tmp_path / "straight", tmp_path / "struck"
+    settings = ["rollout.devices=1-2", "rollout.max_replacements=1", "resharding.bucket_mib=0.005"]  # a long sync
+    strike = "from tests.e2e.strikes import after_sync_begins; after_sync_begins(1, 'SIGKILL', 0.01)"
+    for directory, before in ((straight, "pass"), (struck, strike)):
+        finished = run(directory, *settings, before=before)
+        assert finished.status == 0, finished.errors
+        finished.assert_clean()
+    assert "rollout engine 1 died in rollout.receive_weights. It is replaced" in finished.errors
+    assert [line["rollout/engines_replaced"] for line in lines(struck / "metrics.jsonl")] == [1] * STEPS
+    assert numbers(struck) == numbers(straight)
+    assert (struck / "export/model.safetensors").read_bytes() == (straight / "export/model.safetensors").read_bytes()
+
+
+@pytest.mark.matrix
+def test_an_engine_that_stops_in_flight_is_replaced(tmp_path: Path) -> None:
+    """It stops while it generates, just before a sync, which finds it."""
+    directory = tmp_path / "run"
+    settings = ["rollout.devices=1-2", "rollout.mode=inflight", "rollout.max_staleness=2", "run.steps=8", *LONG]
+    limits = ["rollout.max_replacements=1", "cluster.time_limits.sync=20"]
+    strike = "from tests.e2e.strikes import after_sync_begins; after_sync_begins(1, 'SIGSTOP', 0)"
+    finished = run(directory, *settings, *limits, before=strike)
+    assert finished.status == 0, finished.errors
+    finished.assert_clean()
+    assert "No answer within 20 s from rollout engine 1 in rollout.receive_weights. It is replaced" in finished.errors
+    assert lines(directory / "metrics.jsonl")[-1]["rollout/engines_replaced"] == 1
+    assert max(line["staleness/max"] for line in numbers(directory)) <= 2
 
 
 def test_responses_in_flight_go_on_with_new_weights(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_a_resumed_run_has_the_same_numbers(tmp_path: Path, staleness: int, kind
 
 
 def test_an_engine_that_dies_changes_no_number() -> None:
-    runs = [run(seed, PLAIN, staleness=0, parts=3, deaths=2) for seed in range(SCHEDULES)]
+    runs = [run(seed, PLAIN, staleness=0, parts=3, losses=2) for seed in range(SCHEDULES)]
     assert sum(len(simulation.engines.replaced) for simulation in runs) > STEPS
     assert all(numbers(simulation) == numbers(runs[0]) for simulation in runs)
 

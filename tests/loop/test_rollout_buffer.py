@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -137,16 +138,24 @@ def test_shared_devices_are_the_trainers_when_they_work(tmp_path: Path, stalenes
     assert trained(resumed) == trained(own)[3:]
 
 
-@pytest.mark.parametrize(
-    ("mode", "staleness"),
-    [("exact", 0), ("exact", 1), ("exact", 3), ("bounded", 1), ("bounded", 3), ("inflight", 1), ("inflight", 3)],
-)
-def test_engines_that_die_are_replaced(mode: str, staleness: int) -> None:
+MODES = [("exact", 0), ("exact", 1), ("exact", 3), ("bounded", 1), ("bounded", 3), ("inflight", 1), ("inflight", 3)]
+
+
+@pytest.mark.parametrize(("mode", "staleness"), MODES)
+def test_engines_that_die_or_hang_are_replaced(mode: str, staleness: int) -> None:
     """An exact run stays the same, unless nobody is left with its version: then it ends with a message."""
-    expected, replaced, messages = None, 0, list[str]()
+    expected, messages, ills = None, list[str](), Counter[str]()
     for seed in range(2 * SCHEDULES):
-        engines, deaths = 1 + seed % 3, 2 if seed else 0
-        setup = Setup(staleness=staleness, mode=mode, engines=engines, steps=STEPS, filtered=False, deaths=deaths)
+        engines, losses = 1 + seed % 3, 3 if seed else 0
+        setup = Setup(
+            staleness=staleness,
+            mode=mode,
+            engines=engines,
+            steps=STEPS,
+            filtered=False,
+            losses=losses,
+            evaluates=seed % 2 == 0,
+        )
         simulation = Simulation(setup, random.Random(seed))
         simulation.begin()
         try:
@@ -155,13 +164,36 @@ def test_engines_that_die_are_replaced(mode: str, staleness: int) -> None:
         except RunError as error:
             messages.append(str(error))
         else:
+            ids = [sample_id for samples in trained(simulation) for sample_id, _, _ in samples]
+            assert len(ids) == len(set(ids)) == STEPS * 6
             assert all(max(ages(step, each)) <= staleness for step, each in simulation.trained.items())
             expected = expected or trained(simulation)
             assert mode != "exact" or trained(simulation) == expected
-        replaced += len(simulation.engines.replaced)
-    assert replaced > SCHEDULES
+        ills.update(cause.partition(":")[0].split()[0] for cause in simulation.engines.replaced)
+    assert set(ills) == {"start", "connect", "receive_weights", "generate"}, "there are schedules of every kind"
+    assert ills.total() > 2 * SCHEDULES
     assert all("No engine is left with version" in message for message in messages)
     assert bool(messages) == (mode == "exact" and staleness > 0)
+
+
+@pytest.mark.parametrize(("mode", "staleness"), MODES)
+def test_nobody_waits_for_a_new_engine_while_another_is_well(mode: str, staleness: int) -> None:
+    replaced = 0
+    for seed in range(SCHEDULES):
+        setup = Setup(
+            staleness=staleness,
+            mode=mode,
+            engines=3,
+            steps=STEPS,
+            filtered=False,
+            losses=2,
+            start_s=1e5,
+            evaluates=True,
+        )
+        simulation = run(setup, seed)
+        replaced += len(simulation.engines.replaced)
+        assert simulation.clock.now < 1e4
+    assert replaced > SCHEDULES / 2
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 1), (4, 0), (1, 4)])

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from megarl.resharding import SyncError
-from megarl.resharding.sync_barrier import SyncBarrier, open_store, serve_store
+from megarl.resharding import BarrierWatch, SyncError
+from megarl.resharding.sync_barrier import CONNECTING, SyncBarrier, open_store, serve_store, sync_places
 
 
 def barriers_at(served: TCPStore, size: int, timeout_s: float = 10.0) -> list[SyncBarrier]:
@@ -57,3 +57,36 @@ def test_the_first_to_decide_decides_for_all() -> None:
         with pytest.raises(SyncError, match="rank 0: ranks"):
             late()
     other.look("there")
+
+
+def test_the_driver_sees_who_is_missing_and_lets_the_others_go() -> None:
+    store = serve_store()
+    watch = BarrierWatch(store, "sync", 3)
+    barriers = barriers_at(store, 3)
+    connect = CONNECTING[0]
+    with ThreadPoolExecutor(3) as ranks:
+        list(ranks.map(lambda barrier: barrier.meet(connect), barriers))
+        assert watch.absent() == []
+        watch.begin()
+        agreed, ready, done = sync_places(1)
+        waiting = [ranks.submit(barrier.meet, agreed) for barrier in barriers[::2]]
+        while watch.absent() != [1]:
+            pass
+        watch.abort("engine 0 has died.")
+        for rank in waiting:
+            with pytest.raises(SyncError, match=r"^sync aborted: engine 0 has died\.$"):
+                rank.result()
+    for place in (ready, done):
+        with pytest.raises(SyncError, match=r"engine 0 has died"):
+            barriers[1].look(place)
+
+
+def test_what_is_committed_stays_committed() -> None:
+    store = serve_store()
+    (barrier,) = barriers_at(store, 1)
+    watch = BarrierWatch(store, "sync", 1)
+    watch.begin()
+    done = sync_places(1)[-1]
+    barrier.meet(done)
+    watch.abort("engine 0 has died.")
+    barrier.look(done)

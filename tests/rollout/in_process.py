@@ -46,10 +46,8 @@ def end(engine: RolloutEngine) -> list[RolloutChunk]:
     return [chunk for answer in vars(engine).pop("asked") for chunk in answer.result(0)[0].values()]
 
 
-def failures(engine: RolloutEngine) -> tuple[int, list[str]]:
-    """How many requests vLLM still has, and what the responses that were begun have failed with."""
-    errors = [type(answer.exception(0)).__name__ for answer in vars(engine).pop("asked")]
-    return engine._llm.get_num_unfinished_requests(), errors
+def goes_on(engine: RolloutEngine) -> bool:
+    return engine.step()
 
 
 def give_up(engine: RolloutEngine, requests: Sequence[SampleRequest], sizes: Sequence[int]) -> tuple[int, list[str]]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.cluster.engines import Rollouts
+from megarl.cluster.rollouts import Rollouts
 from megarl.config import load
 from megarl.run.paths import RunPaths
 from megarl.run.report import EvaluationReporter

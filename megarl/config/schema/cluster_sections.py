@@ -147,8 +147,8 @@ class Rollout(Section):
     """With mode inflight, the cache of responses in progress: recompute prefills them again with the new weights, keep
     leaves the keys and values of the old ones."""
     max_replacements: Natural = 0
-    """Engines that the run may replace because they died or exceeded their time limit while they generated; others
-    answer in their place until the next sync. At 0 the run ends. Needs engines on devices of their own."""
+    """Engines that the run may replace because they died or hang; others answer in their place until the first sync
+    after their start. At 0 the run ends. Needs engines on devices of their own."""
     record: str | None = None
     """Directory for each step's rollouts."""
     replay: str | None = None

@@ -1,0 +1,143 @@
+"""Syncs between real processes in which engines die or hang: the others get their weights, and new ones join them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import ray
+
+from megarl.cluster import session as sessions
+from megarl.cluster.calls import CallMonitor, Condition, WorkerError
+from megarl.cluster.engines import RolloutGroup
+from megarl.cluster.resharder import Resharder, SyncPlanner
+from megarl.cluster.session import Session
+from megarl.cluster.trainers import RemoteRole, launch_group
+from megarl.config import PPOConfig, load
+from megarl.config.schema import TimeLimits
+from megarl.remote import Phase, RemoteMethod
+from tests.cluster.conftest import DEBUG
+from tests.cluster.syncing_workers import Engine, Trainer
+from tests.e2e.test_endings import process_that_prints_to
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+
+SYNC_LIMIT_S = 8.0
+VALUES = RemoteMethod[Any, [], set[float]](Engine.values, "start")
+
+
+@dataclass
+class Run:
+    """Two trainers and two engines."""
+
+    engines: RolloutGroup
+    resharder: Resharder
+    faults: Path
+    version: int = field(default=0)
+
+    def sync(self) -> None:
+        self.version += 1
+        assert self.resharder.sync(self.version).version == self.version
+
+    def values(self, engine: int) -> set[float]:
+        return self.engines.call_at(engine, VALUES).wait()[0]
+
+    def complete(self) -> None:
+        """Waits until both engines have started, and syncs them."""
+        self.engines.monitor.wait_until(Condition(lambda: self.engines.started == [0, 1]))
+        self.sync()
+        assert [self.values(engine) for engine in (0, 1)] == [{self.version}] * 2
+
+
+@pytest.fixture(scope="module")
+def run(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    config = load(
+        DEBUG,
+        [
+            "cluster.devices_per_node=4",
+            "groups.train.devices=0-1",
+            "groups.train.roles={actor: {tp: 1, pp: 2}, critic: {tp: 1, pp: 2}, reference: {tp: 1, pp: 2}}",
+            "rollout.devices=2-3",
+            "rollout.sleep=false",
+            "resharding.bucket_mib=0.05",
+        ],
+    )
+    assert isinstance(config, PPOConfig)
+    faults = tmp_path_factory.mktemp("faults")
+    worker, engine = Trainer, Engine
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sessions, "_SIGN_OF_LIFE_S", 2.0)
+        session.monitor = CallMonitor(TimeLimits(**{**dict.fromkeys(get_args(Phase), 120.0), "sync": SYNC_LIMIT_S}))
+        trainers: Any = launch_group(session, config, "train", worker)
+        engines = RolloutGroup(
+            session,
+            config.rollout,
+            str(faults),
+            vocab_size=96,
+            device="cpu",
+            engine=engine,
+            replacements=8,
+        )
+        engines.start().wait()
+        actor = RemoteRole(trainers, "actor", config.layout("actor"))
+        made = Run(engines, Resharder(SyncPlanner(session, config, actor), config.rollout, actor, engines), faults)
+        made.resharder.connect()
+        yield made
+    for process in (*trainers.processes, *engines.processes):
+        ray.kill(process.actor)
+    session.monitor = CallMonitor(TimeLimits())
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("begin kill", "rollout engine 1 died in rollout.receive_weights."),
+        ("load kill", "rollout engine 1 died in rollout.receive_weights."),
+        ("commit kill", "rollout engine 1 died in rollout.receive_weights."),
+        ("load stop", f"No answer within {SYNC_LIMIT_S:g} s from rollout engine 1 in rollout.receive_weights."),
+        ("step stuck", f"No answer within {SYNC_LIMIT_S:g} s from rollout engine 1 in rollout.receive_weights."),
+    ],
+)
+def test_the_other_engine_gets_its_weights_and_a_new_one_joins_it(run: Run, fault: str, cause: str) -> None:
+    run.complete()
+    before = len(run.engines.replaced)
+    (run.faults / "1").write_text(fault)
+    if fault.startswith("step"):
+        run.values(1)  # a step follows each call
+    run.sync()
+    assert run.values(0) == {run.version}
+    assert [each.splitlines()[0] for each in run.engines.replaced[before:]] == [cause]
+    run.complete()
+
+
+def test_an_engine_that_dies_when_its_weights_are_there_is_replaced(run: Run) -> None:
+    run.complete()
+    os.kill(process_that_prints_to(run.engines.processes[1].log_file), signal.SIGKILL)
+    assert len(run.engines.take_usage()) == 1
+    assert run.engines.replaced[-1].splitlines()[0] == "rollout engine 1 died in rollout.usage."
+    run.complete()
+
+
+def test_engines_that_die_one_after_the_other_end_with_two_new_ones(run: Run) -> None:
+    run.complete()
+    before = len(run.engines.replaced)
+    (run.faults / "0").write_text("load kill")
+    (run.faults / "1").write_text("connect kill")
+    run.sync()
+    labels = [each.splitlines()[0].rpartition(" ")[2] for each in run.engines.replaced[before:]]
+    assert labels == ["rollout.receive_weights.", "rollout.connect."]
+    run.complete()
+
+
+def test_no_more_than_so_many_are_replaced(run: Run) -> None:
+    """The last test: the run is over."""
+    run.complete()
+    run.engines._replacements = len(run.engines.replaced)
+    (run.faults / "0").write_text("begin kill")
+    with pytest.raises(WorkerError, match=r"(?s)engine 0 died in rollout\.receive_weights.*max_replacements = 8 is"):
+        run.sync()

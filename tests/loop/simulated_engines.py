@@ -1,0 +1,240 @@
+"""Engines in simulated time, some of which die or hang."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from megarl.cluster.calls import Call, ChunkCall
+from megarl.cluster.engines import RolloutGroup
+from megarl.cluster.ray_worker import ChunkRefs
+from megarl.cluster.rollouts import Rollouts
+from megarl.data.stream import stable_hash
+from megarl.plan.simulation import SimulatedTime
+from megarl.resharding import SyncStats
+from megarl.rollout.completions import Response, pack_chunk, sample_infos, select_rows
+from megarl.types import SampleInfo, VersionSpan, WorkItem
+from tests.loop.simulated_sync import Meeting, call_of
+
+
+@dataclass(eq=False)
+class Running:
+    """A response in progress: its number of tokens, when it began and ends, and how many tokens each version wrote."""
+
+    tokens: int
+    start: float
+    seconds: float
+    versions: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+
+    def written(self, now: float) -> int:
+        return min(self.tokens, int(self.tokens * (now - self.start) / self.seconds)) if self.seconds else self.tokens
+
+    def spans(self, engine: int) -> tuple[VersionSpan, ...]:
+        starts = [start for start, _ in self.versions]
+        return tuple(
+            VersionSpan(start=start, stop=stop, version=version, engine_id=engine)
+            for (start, version), stop in zip(self.versions, [*starts[1:], self.tokens], strict=True)
+            if stop > start
+        )
+
+
+SYNC_LIMIT, ROLLOUT_LIMIT = 20.0, 200.0
+"""More than a sync, and a part of the responses, take whose engines are well."""
+
+
+class Engines(RolloutGroup):
+    """The real group; its processes answer after random times, some after long ones, and some die or hang.
+
+    Args:
+        losses: the largest number of those that die or hang.
+        start_s: the longest start of a new one.
+    """
+
+    def __init__(
+        self, clock: SimulatedTime, chance: random.Random, *, engines: int, mode: str, losses: int, start_s: float
+    ) -> None:
+        session: Any = SimpleNamespace(
+            monitor=clock, launch_stepping=lambda *_, **__: object(), end=self._kill, silent=self._silent
+        )
+        rollout: Any = SimpleNamespace(devices=f"0-{engines - 1}", tp=1, engines=engines)
+        super().__init__(session, rollout, "nowhere", vocab_size=10, device="cpu", replacements=losses)
+        self._clock, self._chance, self._mode, self._start_s = clock, chance, mode, start_s
+        self.versions: dict[Any, int] = {}
+        self.running: dict[Running, Any] = {}
+        self.ills: dict[Any, str] = {}
+        """What became of processes: they are dead, stuck in a step, or stopped."""
+        self._mixed: set[Any] = set()
+        self._calls: list[Call[Any]] = []
+        self._meetings: dict[Any, tuple[Meeting, int]] = {}
+        self._open(dict.fromkeys(range(engines), 3))
+
+    def call_one(self, process: int, method: object, item: WorkItem, chunks: Sequence[int]) -> ChunkCall[Any, Any]:
+        """Each token comes after a while; a chunk comes with its last token."""
+        mine = self.processes[process]
+        assert mine in self.versions, "an engine without weights"
+        assert mine not in self._mixed, "an engine with half of its weights"
+        running = [self._begin(mine, stable_hash(request.seed, "tokens") % 7 + 1) for request in item.requests]
+        refs: dict[int, Any] = {}
+        call = ChunkCall[Any, Any](
+            label="generate",
+            phase="rollout",
+            processes=[mine],
+            done=[SimpleNamespace()],
+            monitor=self.monitor,
+            chunks=ChunkRefs(refs),
+        )
+
+        def finish() -> None:
+            if mine in self.ills:
+                return
+            if mine in self._mixed:  # it goes on after a sync
+                self._clock.after(1.0, finish)
+                return
+            for response in running:
+                del self.running[response]
+            responses = [
+                Response(
+                    request=request,
+                    token_ids=[stable_hash(request.seed, version) % 97 for version in versions_of(response, process)],
+                    logprobs=[0.0] * response.tokens,
+                    finished=True,
+                    versions=response.spans(process),
+                )
+                for request, response in zip(item.requests, running, strict=True)
+            ]
+            infos, call.chunks._refs[item.chunk] = pack_chunk(item.chunk, responses)
+            self._answer(call, infos)
+
+        self._follow(call, ROLLOUT_LIMIT)
+        self._clock.after(max(response.seconds for response in running), finish)
+        return call
+
+    def call_at(self, process: int, method: Any, *args: Any, **_: Any) -> Call[Any]:
+        """Starts an engine, connects it or gives it weights."""
+        mine = self.processes[process]
+        call = call_of(self.monitor, mine, method.name)
+        self._follow(call, 2 * self._start_s if method.name == "start" else SYNC_LIMIT)
+        if method.name == "start":
+            self._clock.after(self._start_s * self._chance.uniform(0.5, 1), lambda: self._answer(call, 3))
+            return call
+        if method.name == "connect":
+            (request,) = args
+            self._meetings[mine] = request.sync.meeting, request.ranks[0]
+        elif self._mode != "inflight":
+            assert mine not in self.running.values(), "a sync while responses are in progress"
+        meeting, rank = self._meetings[mine]
+
+        def leave(aborted: str) -> None:
+            if mine in self.ills:
+                return
+            if aborted:
+                self._mixed.update([mine] if method.name != "connect" and self._chance.random() < 0.7 else [])
+                call.errors[0] = aborted
+                return
+            if method.name != "connect":
+                self._commit(mine, *args)
+            self._answer(call, [SyncStats(version=version) for version in args])
+
+        def come() -> None:
+            if mine not in self.ills:
+                meeting.come(rank, leave)
+
+        self._clock.after(self._chance.random(), come)
+        return call
+
+    def limit(self, call: Call[Any], seconds: float = SYNC_LIMIT) -> None:
+        """Does what the monitor does when a call is late."""
+
+        def end() -> None:
+            message = f"{call.label} takes too long."
+            if call.finished or call not in self._calls:
+                return
+            if call.late is not None and call.late(message):
+                self.limit(call, seconds)
+            else:
+                assert call.lost is not None, message
+                self._lose_call(call, message)
+
+        self._calls.append(call)
+        self._clock.after(seconds, end)
+
+    def _follow(self, call: Call[Any], seconds: float) -> None:
+        """Watches a call, in which the process may die or hang."""
+        (process,) = call.processes
+        self.limit(call, seconds)
+        if self.ills.get(process) == "dead":
+            self._clock.after(self._chance.random(), lambda: self._lose_call(call, f"{call.label}: it is dead."))
+        elif self._replacements and self._chance.random() < 0.1:
+            self._clock.after(2 * self._chance.random(), lambda: self._strike(process))
+
+    def _strike(self, process: Any) -> None:
+        """A process dies or hangs, be it at work or not."""
+        if process in self.ills or process not in self.processes or len(self.ills) == self._replacements:
+            return
+        ill = self._chance.choice(["dead", "stuck", "stopped"])
+        meeting, rank = self._meetings.get(process, (None, 0))
+        if ill == "dead":
+            self._kill(process)
+        elif meeting is not None and meeting.has(rank):
+            self.ills[process] = "stopped"
+            meeting.hang(rank)
+        else:
+            self.ills[process] = ill
+
+    def _kill(self, process: Any) -> None:
+        self.ills[process] = "dead"
+        self.running = {response: own for response, own in self.running.items() if own is not process}
+        if process in self._meetings:
+            meeting, rank = self._meetings[process]
+            meeting.lose(rank)
+        for call in [call for call in self._calls if process in call.processes and not call.finished]:
+            cause = f"{call.label}: it has died."
+            self._clock.after(self._chance.random(), lambda call=call, cause=cause: self._lose_call(call, cause))
+
+    def _silent(self, processes: Sequence[Any]) -> list[Any]:
+        return [process for process in processes if self.ills.get(process) == "stopped"]
+
+    def _lose_call(self, call: Call[Any], cause: str) -> None:
+        if call in self._calls:
+            assert call.lost is not None, cause
+            self._calls.remove(call)
+            lost, call.then, call.lost, call.late = call.lost, None, None, None
+            lost(cause)
+
+    def _answer(self, call: Call[Any], result: object) -> None:
+        (process,) = call.processes
+        if process in self.ills or call not in self._calls:
+            return
+        self._calls.remove(call)
+        call.results[0] = result
+        then, call.then, call.lost, call.late = call.then, None, None, None
+        if then is not None:
+            then()
+
+    def _begin(self, process: Any, tokens: int) -> Running:
+        seconds = self._chance.choice([0.0, 1.0, 1.0, 2.0, 20.0]) * self._chance.random()
+        versions = [(0, self.versions[process])]
+        response = Running(tokens=tokens, start=self._clock.now, seconds=seconds, versions=versions)
+        self.running[response] = process
+        return response
+
+    def _commit(self, process: Any, version: int) -> None:
+        for response, own in self.running.items():
+            if own is process:
+                response.versions.append((response.written(self._clock.now), version))
+        self.versions[process] = version
+        self._mixed.discard(process)
+
+    def pick(self, rollouts: Rollouts, samples: Sequence[SampleInfo], chunks: int) -> Rollouts:
+        rows = [(sample.chunk, sample.row) for sample in samples]
+        chunk = select_rows(rollouts.chunks, rows)
+        infos = sample_infos(0, chunk, [sample.prompt_id for sample in samples])
+        return Rollouts(samples=tuple(infos), chunks=ChunkRefs({0: chunk}))  # pyright: ignore
+
+
+def versions_of(response: Running, engine: int) -> list[int]:
+    """The version of each token."""
+    return [span.version for span in response.spans(engine) for _ in range(span.start, span.stop)]
