@@ -226,11 +226,16 @@ class EngineLink:
 
 
 class Resharder:
-    """The connections between the ranks of the actor's group and those of the engines."""
+    """The connections between the ranks of the actor's group and those of the engines.
+
+    With `rollout.rolling_update` each half of the engines has one, and gets its weights while the other half generates.
+    """
 
     def __init__(self, planner: SyncPlanner, rollout: Rollout, actor: RemoteRole, engines: RolloutGroup) -> None:
         self._engines = engines
         parts = [range(rollout.engines)]
+        if rollout.rolling_update:
+            parts = [range(first, rollout.engines, 2) for first in range(2)]
         senders, drain = actor.group.named(actor.name), rollout.mode != "inflight"
         self._links = [
             EngineLink(number, part, planner, senders, engines, drain=drain) for number, part in enumerate(parts)

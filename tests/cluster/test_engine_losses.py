@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -37,6 +38,7 @@ class Run:
 
     engines: RolloutGroup
     resharder: Resharder
+    rolling: Callable[[], Resharder]
     faults: Path
     version: int = field(default=0)
 
@@ -81,11 +83,16 @@ def run(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             vocab_size=96,
             device="cpu",
             engine=engine,
-            replacements=8,
+            replacements=9,
         )
         engines.start().wait()
         actor = RemoteRole(trainers, "actor", config.layout("actor"))
-        made = Run(engines, Resharder(SyncPlanner(session, config, actor), config.rollout, actor, engines), faults)
+
+        def resharder(*, rolling: bool = False) -> Resharder:
+            rollout = config.rollout.model_copy(update={"rolling_update": rolling})
+            return Resharder(SyncPlanner(session, config, actor), rollout, actor, engines)
+
+        made = Run(engines, resharder(), partial(resharder, rolling=True), faults)
         made.resharder.connect()
         yield made
     for process in (*trainers.processes, *engines.processes):
@@ -134,10 +141,22 @@ def test_engines_that_die_one_after_the_other_end_with_two_new_ones(run: Run) ->
     run.complete()
 
 
+def test_engines_that_are_updated_in_turn_do_not_wait_for_each_other(run: Run) -> None:
+    run.complete()
+    together = run.resharder
+    run.resharder = run.rolling()
+    run.complete()
+    (run.faults / "1").write_text("load kill")
+    run.sync()
+    assert run.values(0) == {run.version}
+    run.complete()
+    run.resharder = together
+
+
 def test_no_more_than_so_many_are_replaced(run: Run) -> None:
     """The last test: the run is over."""
     run.complete()
     run.engines._replacements = len(run.engines.replaced)
     (run.faults / "0").write_text("begin kill")
-    with pytest.raises(WorkerError, match=r"(?s)engine 0 died in rollout\.receive_weights.*max_replacements = 8 is"):
+    with pytest.raises(WorkerError, match=r"(?s)engine 0 died in rollout\.receive_weights.*max_replacements = 9 is"):
         run.sync()

@@ -68,7 +68,7 @@ def resharder(calls: Calls, *overrides: str, started: Sequence[int] = (0, 1)) ->
     """From four trainers to two engines of two ranks, on two nodes."""
     config = load("configs/debug/ppo.yaml", [*TP2_ENGINES, *overrides])
     assert isinstance(config, PPOConfig)
-    slots = [Slot(device=device, node=device // 2, local=device % 2, bundle=device) for device in range(4)]
+    slots = [Slot(device=device, node=device // 2, local=device % 2, bundle=device) for device in range(8)]
     session: Any = SimpleNamespace(placement=SimpleNamespace(slots=slots), host="127.0.0.1")
     planner = SyncPlanner(session, config, calls.actor())
     return Resharder(planner, config.rollout, calls.actor(), calls.engines(started))
@@ -113,6 +113,17 @@ def test_engines_that_have_not_started_are_left_out() -> None:
     spec, ranks = told[4]
     assert spec.world_size == 6
     assert {sender for rank in ranks for sender in spec.recv_buffers[rank].via_network} == {0, 1}
+
+
+def test_each_half_of_the_engines_has_a_connection_where_they_are_updated_in_turn() -> None:
+    calls = Calls()
+    rolling = ["groups.train.devices=4-7", "cluster.devices_per_node=4"]
+    rolling += ["rollout={max_staleness: 1, mode: bounded, rolling_update: true}"]
+    made = resharder(calls, *rolling)
+    made.connect()
+    told = [(request.link, [*request.ranks], request.sync.world_size) for _, request in calls.asked]
+    alone = [[0], [1], [2], [3], [4, 5]]
+    assert told == [(link, ranks, 6) for link in (0, 1) for ranks in alone]
 
 
 def stats(nbytes: int, **seconds: float) -> SyncStats:

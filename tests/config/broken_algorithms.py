@@ -202,6 +202,12 @@ ALGORITHMS: Cases = {
         (["rollout.mode=bounded"], "rollout.mode", "no effect with rollout.max_staleness = 0"),
         (["rollout={max_staleness: 2, sync_every: 2}"], "rollout.sync_every", "1 with rollout.max_staleness = 2"),
         (["rollout.inflight_cache=keep"], "rollout.inflight_cache", "no effect with rollout.mode = exact"),
+        (["rollout.rolling_update=true"], "rollout.rolling_update", "no effect with rollout.mode = exact"),
+        (
+            [*OWN_DEVICE, "rollout={max_staleness: 1, mode: inflight, rolling_update: true}"],
+            "rollout.rolling_update",
+            "no effect with one engine",
+        ),
         (
             [*OWN_DEVICE, "rollout={max_staleness: 1, mode: bounded, inflight_cache: keep}"],
             "rollout.inflight_cache",

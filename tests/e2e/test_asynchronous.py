@@ -170,9 +170,16 @@ def test_an_engine_that_stops_in_flight_is_replaced(tmp_path: Path) -> None:
     assert max(line["staleness/max"] for line in numbers(directory)) <= 2
 
 
-def test_responses_in_flight_go_on_with_new_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "engines",
+    [
+        pytest.param(["rollout.devices=1"], id="one"),
+        pytest.param(["rollout.devices=1-2", "rollout.rolling_update=true"], id="rolling", marks=pytest.mark.matrix),
+    ],
+)
+def test_responses_in_flight_go_on_with_new_weights(tmp_path: Path, engines: list[str]) -> None:
     directory, recorded = tmp_path / "run", tmp_path / "recorded"
-    settings = ["rollout.devices=1", "rollout.mode=inflight", "rollout.max_staleness=2", *LONG]
+    settings = ["rollout.mode=inflight", "rollout.max_staleness=2", *engines, *LONG]
     finished = run(directory, *settings, f"rollout.record={recorded}", "run.steps=8")
     assert finished.status == 0, finished.errors
     finished.assert_clean()

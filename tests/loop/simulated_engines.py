@@ -66,6 +66,8 @@ class Engines(RolloutGroup):
         self.running: dict[Running, Any] = {}
         self.ills: dict[Any, str] = {}
         """What became of processes: they are dead, stuck in a step, or stopped."""
+        self.begun_in_syncs = 0
+        """Items that engines took while others were held."""
         self._mixed: set[Any] = set()
         self._calls: list[Call[Any]] = []
         self._meetings: dict[Any, tuple[Meeting, int]] = {}
@@ -76,6 +78,7 @@ class Engines(RolloutGroup):
         mine = self.processes[process]
         assert mine in self.versions, "an engine without weights"
         assert mine not in self._mixed, "an engine with half of its weights"
+        self.begun_in_syncs += any(self.processes[engine] in self.versions for engine in self._held)
         running = [self._begin(mine, stable_hash(request.seed, "tokens") % 7 + 1) for request in item.requests]
         refs: dict[int, Any] = {}
         call = ChunkCall[Any, Any](

@@ -77,6 +77,7 @@ class Setup:
     losses: int = 0
     evaluates: bool = False
     start_s: float = 3.0
+    rolling: bool = False
     shared: bool = False
     greedy: bool = False
     parts: int = 1
@@ -146,6 +147,7 @@ class Simulation:
                 max_staleness=setup.staleness,
                 mode=setup.mode,
                 engines=setup.engines,
+                rolling_update=setup.rolling,
                 inference_parts=setup.parts,
                 temperature=1.0,
             ),

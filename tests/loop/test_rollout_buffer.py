@@ -176,6 +176,33 @@ def test_engines_that_die_or_hang_are_replaced(mode: str, staleness: int) -> Non
     assert bool(messages) == (mode == "exact" and staleness > 0)
 
 
+@pytest.mark.parametrize("rolling", [False, True], ids=["together", "rolling"])
+@pytest.mark.parametrize("staleness", [1, 3])
+@pytest.mark.parametrize("mode", ["bounded", "inflight"])
+def test_half_of_the_engines_generates_while_the_other_half_is_updated(
+    mode: str, staleness: int, *, rolling: bool
+) -> None:
+    oldest, begun = 0, 0
+    for seed in range(SCHEDULES):
+        setup = Setup(
+            staleness=staleness,
+            mode=mode,
+            engines=2 + seed % 3,
+            steps=STEPS,
+            filtered=seed % 4 < 2,
+            losses=2 * (seed % 2),
+            evaluates=seed % 8 < 4,
+            rolling=rolling,
+        )
+        simulation = run(setup, seed)
+        ids = [sample_id for samples in trained(simulation) for sample_id, _, _ in samples]
+        assert len(ids) == len(set(ids)) == STEPS * 6
+        oldest = max(oldest, *(max(ages(step, each)) for step, each in simulation.trained.items()))
+        begun += simulation.engines.begun_in_syncs
+    assert oldest == staleness
+    assert (begun > 0) == rolling
+
+
 @pytest.mark.parametrize(("mode", "staleness"), MODES)
 def test_nobody_waits_for_a_new_engine_while_another_is_well(mode: str, staleness: int) -> None:
     replaced = 0

@@ -119,8 +119,8 @@ def record_or_replay(stage: str, rollout: Rollout | None) -> Iterator[Problem]:
     if rollout is None:
         return
     if stage not in ("ppo", "raft"):
-        names = ("record", "replay", "sync_every", "max_staleness", "mode", "inflight_cache", "max_replacements")
-        names = (*names, "inference_parts")
+        names = ("record", "replay", "sync_every", "max_staleness", "mode", "inflight_cache", "rolling_update")
+        names = (*names, "max_replacements", "inference_parts")
         where = "in a stage that does not train on rollouts"
         yield from ineffective_settings("rollout", rollout, names, where, "or use stage ppo")
     elif rollout.replay is not None:
@@ -180,7 +180,7 @@ def old_weights_are_kept(stage: str, rollout: Rollout) -> Iterator[Problem]:
 
 
 def staleness_settings_have_an_effect(stage: str, rollout: Rollout) -> Iterator[Problem]:
-    """Modes differ with max_staleness above 0; the cache of responses in progress is that of mode inflight."""
+    """Modes differ with max_staleness above 0, and each has settings of its own."""
     if stage not in ("ppo", "raft"):
         return
     if rollout.max_staleness == 0:
@@ -192,6 +192,12 @@ def staleness_settings_have_an_effect(stage: str, rollout: Rollout) -> Iterator[
     if rollout.mode != "inflight":
         where, fix = f"with rollout.mode = {rollout.mode}", "or set rollout.mode to inflight"
         yield from ineffective_settings("rollout", rollout, ("inflight_cache",), where, fix)
+    if rollout.mode == "exact":
+        where, fix = "with rollout.mode = exact", "or set rollout.mode to bounded or inflight"
+        yield from ineffective_settings("rollout", rollout, ("rolling_update",), where, fix)
+    elif rollout.engines == 1:
+        where, fix = "with one engine", "or give rollout.devices more of them"
+        yield from ineffective_settings("rollout", rollout, ("rolling_update",), where, fix)
 
 
 def engines_that_need_devices_of_their_own(stage: str, groups: Groups, rollout: Rollout) -> Iterator[Problem]:

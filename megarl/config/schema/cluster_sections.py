@@ -146,6 +146,9 @@ class Rollout(Section):
     inflight_cache: Literal["recompute", "keep"] = "recompute"
     """With mode inflight, the cache of responses in progress: recompute prefills them again with the new weights, keep
     leaves the keys and values of the old ones."""
+    rolling_update: bool = False
+    """With mode bounded or inflight, give new weights to half of the engines at a time, so that the others generate
+    meanwhile; the trainers wait for both halves."""
     max_replacements: Natural = 0
     """Engines that the run may replace because they died or hang; others answer in their place until the first sync
     after their start. At 0 the run ends. Needs engines on devices of their own."""
