@@ -113,15 +113,19 @@ def assert_traced(directory: Path) -> None:
     assert both > 0.1 * sum(end - start for _, start, end, _ in updates)
 
 
-def test_an_exact_run_is_the_same_with_another_engine_a_killed_engine_and_a_killed_driver(tmp_path: Path) -> None:
+@pytest.mark.parametrize("staleness", [1, pytest.param(2, marks=pytest.mark.matrix)])
+def test_an_exact_run_is_the_same_with_another_engine_a_killed_engine_and_a_killed_driver(
+    tmp_path: Path, staleness: int
+) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    one = run(straight, "rollout.devices=1")
+    bound = f"rollout.max_staleness={staleness}"
+    one = run(straight, bound, "rollout.devices=1")
     assert one.status == 0, one.errors
     one.assert_clean()
-    assert [line["staleness/max"] for line in numbers(straight)] == [0, 1, 1, 1]
+    assert [line["staleness/max"] for line in numbers(straight)] == [min(step, staleness) for step in range(STEPS)]
     assert_traced(straight)
 
-    settings = ["rollout.devices=1-2", "rollout.max_replacements=1"]
+    settings = [bound, "rollout.devices=1-2", "rollout.max_replacements=1"]
     with started(["train", GRPO, f"run.dir={broken}", *SETTINGS, *settings]) as program:
         wait_for(broken / "attempts.jsonl")
         while "started in" not in (written := os.read(program[0].stdout.fileno(), 1 << 16).decode()):
@@ -132,7 +136,7 @@ def test_an_exact_run_is_the_same_with_another_engine_a_killed_engine_and_a_kill
         finish(*program)
     assert lines(broken / "metrics.jsonl")[0]["rollout/engines_replaced"] == 1
 
-    resumed = run(broken, "rollout.devices=1")
+    resumed = run(broken, bound, "rollout.devices=1")
     assert resumed.status == 0, resumed.errors
     resumed.assert_clean()
     assert numbers(broken) == numbers(straight)
