@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from megarl.collector import importing
 from megarl.convert.cli import app as convert
 from megarl.launch.cli import app as launchers
 from megarl.plan.cli import app as plans
@@ -171,8 +172,9 @@ def doctor() -> None:
 
 def _train(path: Path, config: RunConfig) -> None:
     _show_imports()
-    from megarl.config import ConfigError, Problem, TrainingConfig
-    from megarl.loop import train
+    with importing():
+        from megarl.config import ConfigError, Problem, TrainingConfig
+        from megarl.loop import train
 
     with _exit_codes(path):
         if not isinstance(config, TrainingConfig):
@@ -183,8 +185,9 @@ def _train(path: Path, config: RunConfig) -> None:
 
 def _evaluate(path: Path, config: RunConfig) -> None:
     _show_imports()
-    from megarl.config import ConfigError, EvalConfig, Problem
-    from megarl.loop import evaluate as evaluation
+    with importing():
+        from megarl.config import ConfigError, EvalConfig, Problem
+        from megarl.loop import evaluate as evaluation
 
     with _exit_codes(path):
         if not isinstance(config, EvalConfig):
@@ -202,11 +205,13 @@ def _show_imports() -> None:
 
 
 def _load(path: Path, overrides: list[str] | None) -> RunConfig:
-    from megarl.config import ConfigError, load
-    from megarl.preflight.check import check
+    with importing():
+        from megarl.config import ConfigError, load
+        from megarl.preflight.check import check
 
     try:
-        return load(path, overrides or [], check)
+        with importing():  # what the models' check needs
+            return load(path, overrides or [], check)
     except ConfigError as error:
         _stop(error, code=2)
 

@@ -25,6 +25,7 @@ from megarl.cluster import ray_api
 from megarl.cluster.placement import visible_devices
 from megarl.cluster.process_usage import ProcessUsage, UsageMeter
 from megarl.cluster.spans import Span, SpanLog
+from megarl.collector import importing
 from megarl.errors import RunError
 from megarl.remote import Phase
 
@@ -129,7 +130,9 @@ class RayProcess:
     @functools.cached_property
     def _object(self) -> Any:
         module, _, name = self._target.partition(":")
-        return getattr(importlib.import_module(module), name)(*self._args, **self._kwargs)
+        with importing():
+            cls = getattr(importlib.import_module(module), name)
+        return cls(*self._args, **self._kwargs)
 
     def free_address(self, host: str | None) -> Timed[str]:
         """Returns `host:port` with a free port of this process; without a host, of the node's address.

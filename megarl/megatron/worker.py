@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megarl.collector import importing
 from megarl.config import PPOConfig, RAFTConfig, RunConfig
 from megarl.experience.build import build_experience
 from megarl.files import FileRecord
@@ -51,7 +52,9 @@ class MegatronWorker:
     @remote(phase="start")
     def start(self, init_method: str) -> None:
         """Joins the group's world by torch.distributed's ``tcp://host:port``, where rank 0 listens."""
-        self._platform = start_platform(self._config.cluster.device)
+        with importing():
+            self._platform = start_platform(self._config.cluster.device)
+            import megarl.megatron.model_engine  # noqa: F401
         start_world(
             self._platform,
             rank=self._rank,

@@ -11,11 +11,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from megarl.collector import collector_paused
 from megarl.files import format_bytes
 from megarl.plan.arguments import LINKS, WeightPlanRequest
 from megarl.plan.traffic import Traffic
 from megarl.resharding.holders import engine_holders, trainer_holders
-from megarl.weights.planner import collector_paused, plan
+from megarl.weights.planner import plan
 from megarl.weights.shard_map import ITEM_BYTES, ShardMap
 from megarl.weights.topology import Distance
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megarl.collector import collector_paused
 from megarl.models import ModelSpec
 from megarl.types import HeadName, Layout
 from megarl.weights.plan import TransferPlan
-from megarl.weights.planner import Holder, collector_paused, plan
+from megarl.weights.planner import Holder, plan
 from megarl.weights.shard_map import ShardMap
 from megarl.weights.topology import Place
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
+from megarl.collector import importing
 from megarl.models import model_spec
 from megarl.remote import remote
 from megarl.rollout.completions import (
@@ -110,11 +111,12 @@ class RolloutEngine:
         """
         self._scratch = scratch_directory()
         set_vllm_environment(self._device, self._scratch.name)
-        from vllm import EngineArgs, LLMEngine
-        from vllm.config import WeightTransferConfig
-        from vllm.usage.usage_lib import UsageContext
+        with importing():
+            from vllm import EngineArgs, LLMEngine
+            from vllm.config import WeightTransferConfig
+            from vllm.usage.usage_lib import UsageContext
 
-        from megarl.rollout.weight_receiver import BACKEND, WorkerExtension
+            from megarl.rollout.weight_receiver import BACKEND, WorkerExtension
 
         cpu, tp = self._device == "cpu", self._rollout.tp
         arguments = EngineArgs(
@@ -142,7 +144,7 @@ class RolloutEngine:
             disable_log_stats=True,
             use_tqdm_on_load=False,
         )
-        with temporary_files_in(self._scratch.name):
+        with importing(), temporary_files_in(self._scratch.name):  # vLLM's worker and the model's modules
             self._llm = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)  # allows the largest batches
         self._requests = Requests(self._llm)
         self._call("prepare", self.shard_maps(), self._vocab_size)

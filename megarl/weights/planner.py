@@ -6,15 +6,14 @@ their senders and in the order of their buckets.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 from collections import defaultdict
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
 
+from megarl.collector import collector_paused
 from megarl.weights.plan import Bucket, Copy, Message, ReceiverPlan, SenderPlan, TransferPlan
 from megarl.weights.shard_map import ITEM_BYTES, Box, ShardMap, TensorInfo
 from megarl.weights.source_index import Owners, Route, SourceIndex
@@ -47,18 +46,6 @@ class Holder:
             yield Distance.DEVICE, self.device
         yield Distance.NODE, self.node
         yield Distance.NETWORK, 0
-
-
-@contextmanager
-def collector_paused() -> Generator[None]:
-    """Pauses the garbage collector, which would scan the many objects of a plan repeatedly."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @collector_paused()

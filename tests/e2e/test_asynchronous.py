@@ -197,12 +197,18 @@ def test_responses_in_flight_go_on_with_new_weights(tmp_path: Path, engines: lis
         assert (np.diff(of_response[:, 2]) > 0).all()
 
 
+PARTS = ["rollout.inference_parts=5", "rollout.devices=1,4", "cluster.devices_per_node=5"]
+"""Two engines change who finishes when."""
+
+
 def test_parts_of_a_step_that_are_scored_while_others_are_generated_give_the_same_numbers(tmp_path: Path) -> None:
-    """To the bit with another engine, which changes who finishes when; and as the whole step does, but for rounding."""
-    parts = run_apart(tmp_path / "parts", "rollout.inference_parts=5")
-    two_engines = ["rollout.devices=1,4", "cluster.devices_per_node=5"]
-    assert run_apart(tmp_path / "engines", "rollout.inference_parts=5", *two_engines) == parts
-    whole = run_apart(tmp_path / "whole")
+    """The packing differs from that of the whole step, and so does the rounding."""
+    parts, whole = run_apart(tmp_path / "parts", *PARTS), run_apart(tmp_path / "whole")
     assert len(parts) == len(whole) == 2
     for one, other in zip(parts, whole, strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.matrix
+def test_parts_of_a_step_do_not_depend_on_the_engines(tmp_path: Path) -> None:
+    assert run_apart(tmp_path / "one", PARTS[0]) == run_apart(tmp_path / "two", *PARTS)
