@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu slurm nemo-run ray mermaid demo demo-control learning unit test matrix chaos lint bench docs clean lock
+.PHONY: help setup setup-gpu slurm chromium nemo-run ray mermaid demo demo-control learning unit test matrix chaos lint bench docs clean lock
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Where pip finds the CPU build of torch, when its configured indexes have none; other packages never come from there.
@@ -41,6 +41,7 @@ endef
 help:
 	@echo 'setup  install the locked environment into $(VENV)'
 	@echo 'setup-gpu  install the locked environment for CUDA into $(GPU)'
+	@echo 'chromium  install the browser of the tests of megarl view (a Debian package, as root); without it they are skipped'
 	@echo 'slurm  install what the tests with a real Slurm start (Debian packages, as root); without it they are skipped'
 	@echo 'nemo-run  install the newest NeMo-Run into $(NEMO_RUN), which launches runs but has no torch'
 	@echo 'ray    install Ray with its dashboard into $(RAY), on top of $(VENV): the tests submit jobs to it'
@@ -75,7 +76,10 @@ setup-gpu:
 	@$(MAKE) --no-print-directory setup VENV=$(GPU) LOCK=$(GPU_LOCK)
 
 slurm:
-	@'$(PYTHON)' tests/slurm/packages.py
+	@'$(PYTHON)' tests/slurm/packages.py slurm
+
+chromium:
+	@'$(PYTHON)' tests/slurm/packages.py chromium
 
 nemo-run: $(NEMO_RUN)/installed
 

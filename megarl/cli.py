@@ -1,4 +1,4 @@
-"""The command line: `megarl init | train | eval | launch | status | compare | plan | convert | doctor`."""
+"""The command line: `megarl init | train | eval | launch | status | view | compare | plan | convert | doctor`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from megarl.convert.cli import app as convert
 from megarl.launch.cli import app as launchers
 from megarl.plan.cli import app as plans
 from megarl.run.status.cli import status
+from megarl.run.view.cli import view
 
 if TYPE_CHECKING:
     from megarl.config import PPOConfig, RAFTConfig, RunConfig
@@ -73,6 +74,7 @@ def evaluate(config_path: ConfigPath, overrides: Overrides = None) -> None:
 
 
 app.command()(status)
+app.command()(view)
 
 
 @app.command()

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,6 +118,65 @@ def read_lines(path: Path, last: int | None = None) -> list[dict[str, Any]]:
         return []
     objects = [entry for line in text.splitlines(keepends=True) if (entry := _parse(line)) is not None]
     return objects if last is None else objects[-last:]
+
+
+class LineFollower:
+    """Reads the JSON objects of a growing file, one a line, each once.
+
+    Args:
+        separators: bytes between the lines' objects, at the lines' beginnings.
+    """
+
+    _TAIL = 4096
+
+    def __init__(self, path: Path, separators: bytes = b"") -> None:
+        self._path, self._separators = path, separators
+        self.rewind()
+
+    def was_cut(self) -> bool:
+        """Whether what has been read is no longer there; `read` then begins again."""
+        if not self._end:
+            return False
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._end - len(self._tail))
+                same = file.read(len(self._tail)) == self._tail
+        except FileNotFoundError:
+            same = False
+        if not same:
+            self.rewind()
+        return not same
+
+    def rewind(self) -> None:
+        """Makes `read` begin again."""
+        self._end, self._tail = 0, b""
+
+    def read(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yields the new objects, each with the byte at which its line begins."""
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            file.seek(self._end)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                start, self._end = self._end, self._end + len(line)
+                self._tail = line[-self._TAIL :]
+                entry = _parse(line.lstrip(self._separators) if self._separators else line)
+                if entry is not None:
+                    yield start, entry
+
+
+def read_lines_at(path: Path, starts: Iterable[int]) -> list[dict[str, Any]]:
+    """Returns the JSON objects of the lines that begin at these bytes of a file."""
+    with path.open("rb") as file:
+        entries = []
+        for start in starts:
+            file.seek(start)
+            entries.append(_parse(file.readline()))
+    return [entry for entry in entries if entry is not None]
 
 
 def truncate_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:

@@ -65,6 +65,7 @@ TORCH_FREE = (
     "launch.node.__main__",
     "run.resume",
     "run.status.show",
+    "run.view.page_server",
     "rollout.engine",  # what torch caches, it reads from the environment that an engine sets
     "weights.shard_map",
     "weights.planner",

@@ -89,7 +89,7 @@ def _read(directory: str, step: int | str) -> ComparedEvaluation:
 
 def _print_settings(first: ComparedEvaluation, second: ComparedEvaluation, console: Console) -> None:
     """Prints the fields of the configurations that differ."""
-    one, other = (dict(_flat(read_config(evaluation.run.config))) for evaluation in (first, second))
+    one, other = (dict(flat(read_config(evaluation.run.config))) for evaluation in (first, second))
     table = Table("setting", str(first.run.path), str(second.run.path), box=None)
     for field in sorted({*one, *other}):
         if one.get(field) != other.get(field) and field != "run.dir":
@@ -99,10 +99,11 @@ def _print_settings(first: ComparedEvaluation, second: ComparedEvaluation, conso
         console.print()
 
 
-def _flat(fields: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def flat(fields: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the fields of a configuration with their paths, such as `algo.kl.coef`."""
     if isinstance(fields, Mapping) and fields:
         for name, value in fields.items():
-            yield from _flat(value, f"{path}.{name}" if path else str(name))
+            yield from flat(value, f"{path}.{name}" if path else str(name))
     else:
         yield path, fields
 

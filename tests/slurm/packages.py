@@ -1,4 +1,4 @@
-"""The programs of a real Slurm, and the Debian packages they are in; `make slurm` runs this file to install them."""
+"""The programs that tests start, and the Debian packages they are in; `make slurm` and `make chromium` install them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ SLURM = {
     "sbatch": "slurm-client",
 }
 SHELLCHECK = {"shellcheck": "shellcheck"}
+CHROMIUM = {"chromium": "chromium"}
 POLICY = Path("/usr/sbin/policy-rc.d")
 
 
@@ -32,17 +33,17 @@ def missing(packages: Mapping[str, str]) -> list[str]:
     return sorted(package for name, package in packages.items() if program(name) is None)
 
 
-def install() -> None:
-    """Installs what is missing; nothing is started, as the tests start daemons of their own.
+def install(wanted: Mapping[str, str]) -> None:
+    """Installs the packages that are missing; nothing is started, as the tests start daemons of their own.
 
     Raises:
         SystemExit: it needs root, or apt-get failed.
     """
-    packages = missing(SLURM | SHELLCHECK)
+    packages = missing(wanted)
     if not packages:
         return
     if os.geteuid() != 0 or program("apt-get") is None:
-        raise SystemExit(f"{' '.join(packages)}: missing; installing needs apt-get and root: sudo make slurm")
+        raise SystemExit(f"{' '.join(packages)}: missing; installing needs apt-get and root")
     print("Installing", *packages, flush=True)
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     denied = not POLICY.exists()
@@ -60,9 +61,9 @@ def install() -> None:
     finally:
         if denied:
             POLICY.unlink()
-    if lacking := missing(SLURM | SHELLCHECK):
+    if lacking := missing(wanted):
         raise SystemExit(f"{' '.join(lacking)}: installed, but without the programs that the tests start")
 
 
 if __name__ == "__main__":
-    install()
+    install({"slurm": SLURM | SHELLCHECK, "chromium": CHROMIUM}[sys.argv[1]])

@@ -1,0 +1,73 @@
+"""The metrics of a run by name, and what the health checks find, up to its last line."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.files import LineFollower
+from megarl.run.health import HealthMonitor
+from megarl.run.paths import RunPaths
+from megarl.run.sinks import WRITTEN
+
+
+@dataclass(kw_only=True)
+class MetricSeries:
+    """The values of a metric; None where it is not finite. Steps ascend."""
+
+    steps: list[int] = field(default_factory=list[int])
+    values: list[float | None] = field(default_factory=list["float | None"])
+
+
+class MetricTable:
+    """The series of a run, of its steps and of its evaluations.
+
+    `generation` grows when a resumed run takes steps again, so that what was read before is void.
+    """
+
+    def __init__(self, run: RunPaths) -> None:
+        self.generation = 0
+        self._steps, self._evaluations = LineFollower(run.metrics), LineFollower(run.evaluations)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.series: dict[str, MetricSeries] = {}
+        self.health = HealthMonitor()
+
+    def update(self) -> None:
+        """Reads what has been written since the last call."""
+        if [lines for lines in (self._steps, self._evaluations) if lines.was_cut()]:
+            self.generation += 1
+            self._steps.rewind()
+            self._evaluations.rewind()
+            self._clear()
+        for _, line in self._steps.read():
+            if self._add(line):
+                self.health.add(line)
+        for _, line in self._evaluations.read():
+            self._add(line)
+
+    def _add(self, line: dict[str, Any]) -> bool:
+        """Adds the numbers of a line; False for a line without a step."""
+        step = line.get("step")
+        if not isinstance(step, int):
+            return False
+        for name, value in line.items():
+            if name not in ("step", WRITTEN) and (value is None or isinstance(value, int | float)):
+                series = self.series.setdefault(name, MetricSeries())
+                series.steps.append(step)
+                series.values.append(value)
+        return True
+
+    def after(self, step: int, names: Collection[str] | None = None) -> dict[str, dict[str, list[Any]]]:
+        """Returns the points after a step of the named series, or of all, with seven digits."""
+        chosen = self.series if names is None else [name for name in names if name in self.series]
+        return {name: _points(self.series[name], step) for name in chosen}
+
+
+def _points(series: MetricSeries, after: int) -> dict[str, list[Any]]:
+    first = bisect_right(series.steps, after)
+    values = (None if value is None else float(f"{value:.7g}") for value in series.values[first:])
+    return {"steps": series.steps[first:], "values": list(values)}

@@ -1,0 +1,75 @@
+"""A page to keep: one HTML file with everything that it shows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from megarl.files import write_durably
+from megarl.run.view.page_text import page_text
+from megarl.run.view.run_view import RunView
+
+_SAMPLES_BYTES: Final = 16 << 20
+"""Of a run's samples in a page; of more, there are some steps."""
+_TIMELINE_COLUMNS: Final = "4000"
+_POINTS: Final = 2000
+"""Of a metric."""
+
+
+def export(views: Sequence[RunView], path: Path) -> None:
+    """Writes the page of runs into a file; raises OSError if it cannot be written."""
+    answers: dict[str, Any] = {}
+    for number, view in enumerate(views):
+        for question, query, answer in _answers(view):
+            answers[key(question, {**query, "run": str(number)})] = answer
+    write_durably(path, page_text({"runs": len(views), "answers": answers}))
+
+
+def key(question: str, query: dict[str, str]) -> str:
+    """Returns the text of a question by which the page finds its answer."""
+    return f"{question}?{'&'.join(f'{name}={value}' for name, value in sorted(query.items()))}"
+
+
+def _answers(view: RunView) -> Iterator[tuple[str, dict[str, str], Any]]:
+    for question in ("overview", "steps", "settings", "left_out", "recipes"):
+        yield question, {}, view.answer(question, {})
+    series = view.answer("series", {})
+    yield "series", {}, {**series, "series": {name: _thinned(points) for name, points in series["series"].items()}}
+    timeline = view.answer("timeline", {"columns": _TIMELINE_COLUMNS})
+    yield "timeline", {}, timeline
+    prompts = view.answer("prompts", {})
+    yield "prompts", {}, prompts
+    yield from _samples(view)
+
+
+def _samples(view: RunView) -> Iterator[tuple[str, dict[str, str], Any]]:
+    """Yields the samples of all steps, or of the first, the last and some between."""
+    for kind, steps in view.answer("steps", {}).items():
+        left = _SAMPLES_BYTES // 2
+        for step, _ in _outer_first(steps):
+            of_step = {"kind": kind, "step": str(step)}
+            groups = view.answer("groups", of_step)
+            samples = [{**of_step, "prompt": group["prompt_id"]} for group in groups]
+            found = [("group", query, view.answer("group", query)) for query in samples]
+            left -= sum(len(json.dumps(answer)) for _, _, answer in found)
+            if left < 0:
+                break
+            yield "groups", of_step, groups
+            yield from found
+
+
+def _outer_first(steps: Sequence[Any]) -> list[Any]:
+    """Returns the last and the first step, then those that halve what is between."""
+    order, parts = [*steps[-1:], *steps[:-1][:1]], [steps[1:-1]]
+    while parts := [part for part in parts if part]:
+        order += [part[len(part) // 2] for part in parts]
+        parts = [half for part in parts for half in (part[: len(part) // 2], part[len(part) // 2 + 1 :])]
+    return order
+
+
+def _thinned(points: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Returns every so many points, and the last one."""
+    stride = -(-len(points["steps"]) // _POINTS)
+    return points if stride <= 1 else {name: [*of[:-1:stride], of[-1]] for name, of in points.items()}

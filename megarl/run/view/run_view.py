@@ -1,0 +1,136 @@
+"""What the page asks about a run: answers that JSON can express, from the run's directory alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from threading import Lock
+from typing import Any, Final
+
+from megarl.files import read_lines
+from megarl.run.display import COLUMNS
+from megarl.run.health import LIMITS
+from megarl.run.paths import RunPaths
+from megarl.run.status.format import duration
+from megarl.run.status.reading import read_status
+from megarl.run.view.held_out import HeldOutPrompts
+from megarl.run.view.metric_table import MetricTable
+from megarl.run.view.own_settings import read_recipes, read_settings
+from megarl.run.view.sample_index import SampleIndex
+from megarl.run.view.timeline import Timeline
+
+Query = Mapping[str, str]
+
+_MOST_HITS = 200
+_MOST_LEFT_OUT = 200
+_COLUMNS, _MOST_COLUMNS = 1500, 20000
+"""Of a timeline: by default, and at most."""
+
+
+class RunView:
+    """A run, followed while it trains. Its methods are called by several threads.
+
+    Args:
+        name: of the run on the page.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self._run, self.name, self._lock = RunPaths(path), name, Lock()
+        self._metrics, self._samples = MetricTable(self._run), SampleIndex(self._run)
+        self._held_out, self._timeline = HeldOutPrompts(self._run), Timeline(self._run)
+
+    def answer(self, question: str, query: Query) -> Any:
+        """Returns the answer to one of QUESTIONS.
+
+        Raises:
+            ValueError, KeyError: it is none of them, or the query does not fit.
+        """
+        with self._lock:
+            return QUESTIONS[question](self, query)
+
+    def _overview(self, query: Query) -> Any:
+        self._metrics.update()
+        status = read_status(self._run.path)
+        left = None if status.seconds_left is None else duration(status.seconds_left)
+        return {
+            **asdict(status),
+            "name": self.name,
+            "left": left,
+            "generation": self._metrics.generation,
+            "names": sorted(self._metrics.series),
+            "last_step": max((series.steps[-1] for series in self._metrics.series.values()), default=0),
+            "columns": {name: asdict(column) for name, column in COLUMNS.get(status.stage or "", {}).items()},
+            "limits": LIMITS,
+            "findings": [
+                {"first": found.first, "last": found.last, "text": found.text, "harmful": found.check.harmful}
+                for found in self._metrics.health.findings
+            ],
+        }
+
+    def _series(self, query: Query) -> Any:
+        self._metrics.update()
+        names = query["names"].split(",") if query.get("names") else None
+        points = self._metrics.after(int(query.get("after", "-1")), names)
+        return {"generation": self._metrics.generation, "series": points}
+
+    def _steps(self, query: Query) -> Any:
+        self._samples.update()
+        return {kind: self._samples.steps(kind) for kind in ("train", "evaluation")}
+
+    def _groups(self, query: Query) -> Any:
+        self._samples.update()
+        return self._samples.groups(query["kind"], int(query["step"]))
+
+    def _group(self, query: Query) -> Any:
+        self._samples.update()
+        return self._samples.samples(query["kind"], int(query["step"]), query["prompt"])
+
+    def _search(self, query: Query) -> Any:
+        self._samples.update()
+        step = int(query["step"]) if query.get("step") else None
+        return self._samples.search(query["kind"], query["text"], _MOST_HITS, step)
+
+    def _prompts(self, query: Query) -> Any:
+        self._samples.update()
+        self._held_out.update()
+        return self._held_out.prompts(self._samples)
+
+    def _window(self, query: Query) -> Any:
+        self._timeline.update()
+        start, end = float(query.get("start", "0")), float(query.get("end") or self._timeline.end)
+        columns = min(_MOST_COLUMNS, int(query.get("columns", _COLUMNS)))
+        return self._timeline.window(start, end, columns)
+
+    def _settings(self, query: Query) -> Any:
+        return read_settings(self._run)
+
+    def _recipes(self, query: Query) -> Any:
+        return read_recipes()
+
+    def _left_out(self, query: Query) -> Any:
+        rows = read_lines(self._run.left_out)
+        return {"count": len(rows), "rows": rows[:_MOST_LEFT_OUT]}
+
+
+QUESTIONS: Final[Mapping[str, Callable[[RunView, Query], Any]]] = {
+    "overview": RunView._overview,
+    "series": RunView._series,
+    "steps": RunView._steps,
+    "groups": RunView._groups,
+    "group": RunView._group,
+    "search": RunView._search,
+    "prompts": RunView._prompts,
+    "timeline": RunView._window,
+    "settings": RunView._settings,
+    "recipes": RunView._recipes,
+    "left_out": RunView._left_out,
+}
+
+
+def open_runs(paths: Sequence[Path]) -> list[RunView]:
+    """Returns the views of runs, each named by as much of its path as tells it from the others."""
+    names = [path.resolve().name for path in paths]
+    return [
+        RunView(path, name if names.count(name) == 1 else str(path)) for path, name in zip(paths, names, strict=True)
+    ]

@@ -1,0 +1,113 @@
+"""Where the samples of a run are in samples.jsonl, by kind, step and prompt; their texts stay in the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from megarl.files import LineFollower, read_lines_at
+from megarl.run.paths import RunPaths
+
+_TITLE = 120
+"""Characters of a prompt that are kept."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SampleGroup:
+    """The samples of a prompt in a step: where their lines begin, and their numbers."""
+
+    starts: list[int] = field(default_factory=list[int])
+    scores: list[float] = field(default_factory=list[float])
+    tokens: list[int] = field(default_factory=list[int])
+    cut_off: int = 0
+
+
+class SampleIndex:
+    """Follows the samples of a run."""
+
+    def __init__(self, run: RunPaths) -> None:
+        self._path, self._lines = run.samples, LineFollower(run.samples)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._groups: dict[tuple[str, int], dict[str, SampleGroup]] = {}
+        self.titles: dict[str, str] = {}
+
+    def update(self) -> None:
+        """Reads what has been written since the last call."""
+        if self._lines.was_cut():
+            self._clear()
+        for start, line in self._lines.read():
+            if not isinstance(line.get("step"), int) or "prompt_id" not in line:
+                continue
+            prompt = str(line["prompt_id"])
+            groups = self._groups.setdefault((str(line.get("kind")), line["step"]), {})
+            group = groups.setdefault(prompt, SampleGroup())
+            group.starts.append(start)
+            if line.get("score") is not None:
+                group.scores.append(line["score"])
+            if line.get("response_tokens") is not None:
+                group.tokens.append(line["response_tokens"])
+            group.cut_off += not line.get("finished", True)
+            self.titles.setdefault(prompt, str(line.get("prompt", ""))[:_TITLE])
+
+    def steps(self, kind: str) -> list[tuple[int, int]]:
+        """Returns the steps that have samples of a kind, each with their number."""
+        found = sorted((step, groups) for (of, step), groups in self._groups.items() if of == kind)
+        return [(step, sum(len(group.starts) for group in groups.values())) for step, groups in found]
+
+    def groups(self, kind: str, step: int) -> list[dict[str, Any]]:
+        """Returns the numbers of each prompt's samples in a step."""
+        found = self._groups.get((kind, step), {})
+        return [self._numbers(step, prompt, group) for prompt, group in found.items()]
+
+    def _numbers(self, step: int, prompt: str, group: SampleGroup) -> dict[str, Any]:
+        return {
+            "step": step,
+            "prompt_id": prompt,
+            "title": self.titles[prompt],
+            "samples": len(group.starts),
+            "score": fmean(group.scores) if group.scores else None,
+            "spread": max(group.scores) - min(group.scores) if group.scores else None,
+            "tokens": fmean(group.tokens) if group.tokens else None,
+            "cut_off": group.cut_off,
+        }
+
+    def samples(self, kind: str, step: int, prompt: str) -> list[dict[str, Any]]:
+        """Returns the samples of a prompt in a step, as in the file."""
+        group = self._groups.get((kind, step), {}).get(prompt)
+        return [] if group is None else read_lines_at(self._path, group.starts)
+
+    def search(self, kind: str, text: str, most: int, step: int | None = None) -> list[dict[str, Any]]:
+        """Returns the numbers of the groups that have a text, in any case, in the prompt or a response.
+
+        Args:
+            most: groups that are returned.
+            step: None searches all.
+        """
+        steps = [found for found, _ in self.steps(kind)] if step is None else [step]
+        hits: list[dict[str, Any]] = []
+        for found, prompt, group in self._of(kind, steps):
+            if any(_has(sample, text.lower()) for sample in read_lines_at(self._path, group.starts)):
+                hits.append(self._numbers(found, prompt, group))
+                if len(hits) == most:
+                    break
+        return hits
+
+    def _of(self, kind: str, steps: Sequence[int]) -> Iterator[tuple[int, str, SampleGroup]]:
+        for step in steps:
+            for prompt, group in self._groups.get((kind, step), {}).items():
+                yield step, prompt, group
+
+    def evaluated(self) -> dict[str, list[int]]:
+        """Returns the steps after which each held-out prompt has answers here."""
+        steps: dict[str, list[int]] = {}
+        for step, prompt, _ in self._of("evaluation", [step for step, _ in self.steps("evaluation")]):
+            steps.setdefault(prompt, []).append(step)
+        return steps
+
+
+def _has(sample: Mapping[str, Any], text: str) -> bool:
+    return any(text in str(sample.get(name, "")).lower() for name in ("prompt", "response", "prompt_id"))

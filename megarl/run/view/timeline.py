@@ -1,0 +1,109 @@
+"""The phases of each process of a run, from its trace, at the resolution of a screen."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.run.paths import RunPaths
+from megarl.run.trace import follow_trace
+
+_STEP = re.compile(r"step \d+")
+_LONGEST_LISTED = 6
+
+TraceSpan = tuple[float, float, str]
+"""Start and end, seconds from the start of the first attempt, and name."""
+
+
+@dataclass(kw_only=True)
+class TraceRow:
+    """The spans of a process in an attempt, one after the other."""
+
+    attempt: int
+    name: str
+    spans: list[TraceSpan] = field(default_factory=list[TraceSpan])
+
+
+class Timeline:
+    """Follows the trace of a run."""
+
+    def __init__(self, run: RunPaths) -> None:
+        self._events = follow_trace(run.trace)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._rows: dict[tuple[int, int], TraceRow] = {}
+        self.end = 0.0
+
+    def update(self) -> None:
+        """Reads what has been written since the last call."""
+        if self._events.was_cut():
+            self._clear()
+        for _, event in self._events.read():
+            attempt, thread = event.get("pid", 1), event.get("tid", 0)
+            if event.get("name") == "thread_name":
+                self._row(attempt, thread, event["args"]["name"])
+            elif event.get("ph") == "X":
+                start, name = event["ts"] / 1e6, event["name"]
+                row = self._row(attempt, -1, "step") if _STEP.fullmatch(name) else self._row(attempt, thread, "?")
+                row.spans.append((start, start + event["dur"] / 1e6, name))
+                self.end = max(self.end, row.spans[-1][1])
+
+    def _row(self, attempt: int, thread: int, name: str) -> TraceRow:
+        return self._rows.setdefault((attempt, thread), TraceRow(attempt=attempt, name=name))
+
+    def window(self, start: float, end: float, columns: int) -> dict[str, Any]:
+        """Returns the rows between two times; what is shorter than a column joins its neighbour.
+
+        Args:
+            start, end: seconds.
+            columns: of the screen.
+
+        Raises:
+            ValueError: there is no time or no column between.
+        """
+        if not self._rows:
+            return {"start": 0.0, "end": 0.0, "whole": 0.0, "rows": []}
+        if start >= end or columns < 1:
+            raise ValueError(f"{start} to {end} in {columns} columns: a range of times, and one column at least")
+        rows: list[dict[str, Any]] = []
+        for _, row in sorted(self._rows.items()):
+            seen = _between(row.spans, start, end)
+            seconds: dict[str, float] = {}
+            for begun, ended, name in seen:
+                seconds[name] = seconds.get(name, 0.0) + min(ended, end) - max(begun, start)
+            rows.append(
+                {
+                    "attempt": row.attempt,
+                    "name": row.name,
+                    "spans": _joined(seen, (end - start) / columns),
+                    "seconds": sorted(seconds.items(), key=lambda of: -of[1])[:_LONGEST_LISTED],
+                }
+            )
+        return {"start": start, "end": end, "whole": self.end, "rows": [row for row in rows if row["spans"]]}
+
+
+def _between(spans: list[TraceSpan], start: float, end: float) -> list[TraceSpan]:
+    spans.sort()
+    first = max(0, bisect_right(spans, (start,)) - 1)
+    return [span for span in spans[first : bisect_right(spans, (end,))] if span[1] > start]
+
+
+def _joined(spans: list[TraceSpan], least: float) -> list[TraceSpan]:
+    """Returns the spans that are `least` long; shorter neighbours are one, named after the longest."""
+    joined: list[TraceSpan] = []
+    longest = 0.0  # of the spans that the last one consists of; 0 if it is long by itself
+    for start, end, name in spans:
+        if end - start >= least:
+            joined.append((round(start, 6), round(end, 6), name))
+            longest = 0.0
+        elif longest and end - joined[-1][0] < least:
+            first, _, before = joined[-1]
+            joined[-1] = (first, round(end, 6), name if end - start > longest else before)
+            longest = max(longest, end - start)
+        else:
+            joined.append((round(start, 6), round(end, 6), name))
+            longest = end - start
+    return joined

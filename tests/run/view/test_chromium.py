@@ -1,0 +1,114 @@
+"""The page in a real Chromium: what a person sees and does, and what a model's text must not do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from megarl.run.view.page_export import export
+from megarl.run.view.page_server import PageServer
+from megarl.run.view.run_view import RunView
+from tests.needs import lacking
+from tests.run.view.chromium import PROGRAM, Chromium
+from tests.run.view.viewed_run import SCRIPT, add_lines, step_samples, viewed_run
+from tests.slurm.packages import program
+
+pytestmark = pytest.mark.process
+
+RESPONSES = "[...document.querySelectorAll('.response .text')].map((text) => text.textContent)"
+CHOSEN = "document.querySelector('.list [aria-selected=true] .name')?.textContent || ''"
+STEP = "document.querySelector('.stepper b')?.textContent"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Chromium]:
+    if program(PROGRAM) is None:
+        lacking("no Chromium on this machine: make chromium installs it")
+    with Chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(browser: Chromium) -> Iterator[Chromium]:
+    browser.problems.clear()
+    browser.size(1280, 900)
+    browser.prefer("light")
+    yield browser
+    assert not browser.problems
+    assert browser.evaluate("window.hacked") is None
+
+
+def test_a_run_is_seen_while_it_trains(page: Chromium, tmp_path: Path) -> None:
+    run = viewed_run(tmp_path / "run")
+    with PageServer([RunView(run.path, "run")]) as server:
+        thread = Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            page.open(server.url)
+            page.until("document.querySelectorAll('.chart svg').length >= 3")
+            assert page.until("document.querySelector('.run').textContent").count("step 20 of 100") == 1
+            hover(page)
+            run.step(21, ago=1, objective__score=0.75, objective__kl=1.0)
+            page.until("document.querySelector('.run').textContent.includes('step 21 of 100')")
+            page.until("document.querySelector('.chart .values').textContent === '0.75'")
+            page.press("2")
+            page.until(f"{STEP} === 'step 20'")
+            add_lines(run.path / "samples.jsonl", step_samples(21))
+            run.step(22, ago=0)
+            page.until(f"{STEP} === 'step 21'")
+            look_at_samples(page, last=21)
+        finally:
+            page.open("about:blank")
+            server.shutdown()
+            thread.join()
+
+
+def hover(page: Chromium) -> None:
+    """The score of step 10 is 0.1, and all charts show that step."""
+    box = page.evaluate("document.querySelector('.chart svg').getBoundingClientRect().toJSON()")
+    page.move(box["x"] + 46 + (box["width"] - 54) * 9 / 19, box["y"] + box["height"] / 2)
+    page.until("document.querySelector('.chart .values').textContent === '0.1'")
+    assert page.evaluate("document.querySelectorAll('.chart .sub')[0].textContent").endswith("step 10")
+    page.move(5, 5)
+    page.until("document.querySelector('.chart .values').textContent === '0.2'")
+
+
+def look_at_samples(page: Chromium, last: int) -> None:
+    """Texts of models stay texts, and keys lead to prompts and steps."""
+    assert page.until(f"{RESPONSES}.length && {RESPONSES}") == [SCRIPT, "aU+202EbU+0007c"]
+    page.press("j")
+    page.until(f"{CHOSEN}.startsWith('say p2')")
+    page.until(f"{RESPONSES}[0] === 'wörd {last}'")
+    page.press("ArrowLeft")
+    page.until(f"{RESPONSES}[0] === 'wörd {last - 1}'")
+    page.press("/")
+    for letter in "DER":  # in no text
+        page.press(letter)
+    page.until("document.querySelector('.empty')")
+    page.evaluate("Object.assign(document.activeElement, {value: 'onerror'}).dispatchEvent(new Event('input'))")
+    page.until("document.querySelector('#view mark')")
+
+
+def test_a_page_to_keep_works_by_itself(page: Chromium, tmp_path: Path) -> None:
+    first, second = (
+        RunView(viewed_run(tmp_path / name, steps).path, name) for name, steps in (("one", 20), ("two", 7))
+    )
+    export([first, second], tmp_path / "page.html")
+    page.open((tmp_path / "page.html").as_uri())
+    page.until("document.querySelectorAll('.chart:first-child svg path.line').length >= 2")
+    page.evaluate("document.querySelector('.swatch').click()")
+    page.until("document.querySelectorAll('.chart:first-child svg')[0].querySelectorAll('path.line').length === 1")
+    for width, scheme in ((1280, "light"), (360, "dark")):
+        page.size(width, 800)
+        page.prefer(scheme)
+        for number, shown in enumerate(
+            ("svg path.line", ".response", ".response mark", "canvas", ".scroll", "table td"), start=1
+        ):
+            page.press(str(number))
+            page.until(f"document.querySelector('#view {shown}')")
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, (number, width)
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(14, 17, 22)"
+    assert SCRIPT in page.evaluate("document.getElementById('view').textContent")

@@ -1,0 +1,124 @@
+"""The page of a server, and the one to keep: who gets it, and what is in it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from megarl.cli import app
+from megarl.run.view.page_export import _outer_first, _thinned, export, key
+from megarl.run.view.page_server import PageServer
+from megarl.run.view.run_view import RunView
+from tests.run.view.viewed_run import SCRIPT, viewed_run
+
+
+@pytest.fixture
+def view(tmp_path: Path) -> RunView:
+    return RunView(viewed_run(tmp_path / "run").path, "run")
+
+
+@pytest.fixture
+def server(view: RunView) -> Iterator[PageServer]:
+    with PageServer([view]) as server:
+        thread = Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def get(server: PageServer, path: str, host: str = "127.0.0.1") -> tuple[int, str, str]:
+    """Returns status, type and text of an answer."""
+    connection = HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    connection.request("GET", path, headers={"Host": host})
+    answer = connection.getresponse()
+    found = answer.status, answer.headers["Content-Type"], answer.read().decode()
+    connection.close()
+    return found
+
+
+def test_who_knows_the_address_gets_the_page(server: PageServer) -> None:
+    status, kind, page = get(server, f"/{server.token}/", "localhost:8000")
+    assert (status, kind, server.server_address[0]) == (200, "text/html; charset=utf-8", "127.0.0.1")
+    assert page == server.page
+    assert not re.search(r"(src|href)=.?(http|//)", page)
+
+
+@pytest.mark.parametrize(
+    ("path", "host"),
+    [("/", "127.0.0.1"), ("/x/api/overview", "127.0.0.1"), ("/TOKEN/", "evil.example"), ("//[", "["), ("/TOKEN/", "")],
+)
+def test_others_get_nothing(server: PageServer, path: str, host: str) -> None:
+    status, _, text = get(server, path.replace("TOKEN", server.token), host)
+    assert status == 403
+    assert server.token not in text
+
+
+def test_questions_are_answered_in_json(server: PageServer) -> None:
+    def ask(question: str) -> Any:
+        status, kind, text = get(server, f"/{server.token}/api/{question}")
+        assert (status, kind) == (200, "application/json; charset=utf-8")
+        return json.loads(text)
+
+    assert ask("runs") == 1
+    assert ask("overview?run=0")["progress"]["step"] == 20
+    assert ask("group?run=0&kind=train&step=3&prompt=p1")[0]["response"] == SCRIPT
+
+
+@pytest.mark.parametrize(
+    "question", ["nothing", "overview?run=9", "groups?kind=train", "groups?kind=train&step=x", "timeline?start=4&end=3"]
+)
+def test_other_questions_are_refused(server: PageServer, question: str) -> None:
+    assert get(server, f"/{server.token}/api/{question}")[0] == 400
+
+
+def test_the_page_to_keep_has_the_answers(view: RunView, tmp_path: Path) -> None:
+    export([view], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<script") == page.count("</script>") == 2
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, flags=re.DOTALL)
+    answers = json.loads(data)["answers"]
+    assert answers["series?run=0"]["series"]["eval/score"]["values"] == [0.25, 0.75]
+    assert answers["group?kind=train&prompt=p1&run=0&step=20"][0]["response"] == SCRIPT
+    assert answers["timeline?run=0"]["whole"] == 40
+    assert key("group", {"step": "1", "kind": "train"}) == "group?kind=train&step=1"
+
+
+def test_of_too_many_samples_there_are_some_steps(
+    view: RunView, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.run.view.page_export._SAMPLES_BYTES", 2 * 3 * 3000)
+    export([view], tmp_path / "page.html")
+    steps = set(re.findall(r"groups\?kind=train\\u0026run=0\\u0026step=(\d+)", (tmp_path / "page.html").read_text()))
+    assert {"1", "20"} <= steps
+    assert len(steps) < 20
+    assert _outer_first(list(range(1, 10))) == [9, 1, 5, 3, 7, 2, 4, 6, 8]
+    assert _outer_first([4]) == [4]
+    assert _outer_first([]) == []
+
+
+def test_long_curves_are_thinned() -> None:
+    steps = list(range(1, 4501))
+    thin = _thinned({"steps": steps, "values": [float(step) for step in steps]})
+    assert (thin["steps"][:2], thin["steps"][-1], len(thin["steps"])) == ([1, 4], 4500, 1501)
+    assert thin["values"] == thin["steps"]
+    assert _thinned({"steps": [1], "values": [2.0]}) == {"steps": [1], "values": [2.0]}
+
+
+def test_the_command_writes_the_page(tmp_path: Path) -> None:
+    run, page = viewed_run(tmp_path / "run").path, tmp_path / "page.html"
+    done = CliRunner().invoke(app, ["view", str(run), "--export", str(page)])
+    assert (done.exit_code, page.exists()) == (0, True)
+    missing = CliRunner().invoke(app, ["view", str(tmp_path / "rum"), "--export", str(page)])
+    assert missing.exit_code == 2
+    assert "run" in missing.output
+    unwritable = CliRunner().invoke(app, ["view", str(run), "--export", str(tmp_path / "none" / "page.html")])
+    assert unwritable.exit_code == 1

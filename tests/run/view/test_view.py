@@ -1,0 +1,162 @@
+"""What the page learns of a run: numbers by hand, files that grow, and files that a resumed run cuts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import as_yaml, load
+from megarl.files import truncate_lines
+from megarl.run.view.run_view import RunView, open_runs
+from tests.loop.test_model_directory import DEBUG
+from tests.run.status.directories import NOW, MadeRun
+from tests.run.view.viewed_run import SCRIPT, add_lines, sample, span, step_samples, viewed_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> MadeRun:
+    return viewed_run(tmp_path / "run")
+
+
+@pytest.fixture
+def view(run: MadeRun) -> RunView:
+    return RunView(run.path, "run")
+
+
+def ask(view: RunView, question: str, **query: object) -> Any:
+    return view.answer(question, {name: str(value) for name, value in query.items()})
+
+
+def test_metrics_come_in_increments(run: MadeRun, view: RunView) -> None:
+    names = "objective/score,eval/score,none"
+    first = ask(view, "series", names=names)["series"]
+    assert first["eval/score"] == {"steps": [0, 20], "values": [0.25, 0.75]}
+    assert first["objective/score"]["steps"] == list(range(1, 21))
+    run.step(21, ago=1, objective__score=None, objective__kl=1 / 3)
+    later = ask(view, "series", after=20)["series"]
+    assert later["objective/score"] == {"steps": [21], "values": [None]}
+    assert later["objective/kl"] == {"steps": [21], "values": [0.3333333]}
+    assert later["eval/score"]["steps"] == []
+
+
+def test_a_line_that_is_being_written_waits(run: MadeRun, view: RunView) -> None:
+    line = json.dumps({"step": 21, "objective/score": 0.5})
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write(line[:9])
+        file.flush()
+        assert ask(view, "overview")["last_step"] == 20
+        file.write(line[9:] + "\n")
+    assert ask(view, "overview")["last_step"] == 21
+
+
+def test_steps_that_a_resumed_run_takes_again_replace_the_former(run: MadeRun, view: RunView) -> None:
+    assert ask(view, "overview")["generation"] == 0
+    assert ask(view, "groups", kind="train", step=12)
+    for name in ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "prompt_scores.jsonl"):
+        truncate_lines(run.path / name, lambda line: line["step"] <= 10)
+    run.steps(12, ago=5, apart=1, first=11)
+    add_lines(run.path / "samples.jsonl", [sample(11, "p9", 0, 0.5)])
+    overview = ask(view, "overview")
+    assert (overview["generation"], overview["last_step"], overview["progress"]["step"]) == (1, 12, 12)
+    assert ask(view, "series", names="eval/score")["series"]["eval/score"]["steps"] == [0]
+    assert [group["prompt_id"] for group in ask(view, "groups", kind="train", step=11)] == ["p9"]
+    assert ask(view, "groups", kind="train", step=12) == []
+    assert ask(view, "prompts")[0]["scores"] == {"match": [(0, 0.25)]}
+
+
+def test_the_overview_has_findings_of_the_whole_run(run: MadeRun, view: RunView) -> None:
+    run.step(21, ago=3, objective__score=0.0, rewards__unscored=3, rollout__samples=8)
+    for step in range(22, 90):
+        run.step(step, ago=2, objective__score=0.0, rewards__unscored=0, rollout__samples=8)
+    (found, *_) = [finding for finding in ask(view, "overview")["findings"] if "no score" in finding["text"]]
+    assert (found["first"], found["last"]) == (21, 21)
+
+
+def test_groups_have_the_numbers_of_their_samples(view: RunView) -> None:
+    first, second = ask(view, "groups", kind="train", step=7)
+    assert (first["score"], first["spread"], first["tokens"], first["cut_off"]) == (0.5, 1.0, 4.5, 1)
+    assert (second["score"], second["spread"], second["samples"]) == (0.5, 0.0, 2)
+    assert ask(view, "group", kind="train", step=7, prompt="p1") == step_samples(7)[:2]
+    assert ask(view, "steps")["evaluation"] == [(0, 1), (20, 1)]
+
+
+def test_texts_are_found_in_any_case(view: RunView) -> None:
+    def hits(text: str, **where: int) -> list[tuple[int, str]]:
+        return [(group["step"], group["prompt_id"]) for group in ask(view, "search", kind="train", text=text, **where)]
+
+    assert hits("WÖRD 17") == [(17, "p2")]
+    assert hits("wörd 17", step=16) == []
+    assert hits("say p1", step=3) == [(3, "p1")]
+    assert len(hits("script")) == 40
+
+
+def test_answers_to_a_held_out_prompt(view: RunView) -> None:
+    (prompt,) = ask(view, "prompts")
+    assert (prompt["prompt_id"], prompt["steps"]) == ("held", [0, 20])
+    assert prompt["scores"] == {"match": [(0, 0.25), (20, 0.75)]}
+    (answer,) = ask(view, "group", kind="evaluation", step=20, prompt="held")
+    assert answer["response"] == "answer 20"
+
+
+def test_the_timeline_is_as_fine_as_the_screen(view: RunView) -> None:
+    whole = ask(view, "timeline", columns=1000)
+    assert [row["name"] for row in whole["rows"]] == ["step", "driver", SCRIPT]
+    assert whole["rows"][1]["spans"][:2] == [(0.0, 1.0, "rollout"), (1.0, 2.0, "update")]
+    assert dict(whole["rows"][1]["seconds"]) == {"rollout": 20.0, "update": 20.0}
+    part = ask(view, "timeline", start=2.5, end=4, columns=10)
+    assert part["rows"][1]["spans"] == [(2.0, 3.0, "rollout"), (3.0, 4.0, "update")]
+    assert part["rows"][1]["seconds"] == [("update", 1.0), ("rollout", 0.5)]
+    assert max(len(row["spans"]) for row in ask(view, "timeline", columns=8)["rows"]) <= 16
+
+
+def test_the_timeline_of_a_resumed_run_goes_on(run: MadeRun, view: RunView) -> None:
+    trace = run.path / "trace.json"
+    with trace.open("a") as file:
+        file.write("]\n")
+    assert ask(view, "timeline")["whole"] == 40
+    trace.write_text(trace.read_text().removesuffix("]\n") + f",{json.dumps({**span(0, 'start', 50, 5), 'pid': 2})}\n")
+    after = ask(view, "timeline")
+    assert (after["whole"], after["rows"][-1]["attempt"], len(after["rows"])) == (55, 2, 4)
+
+
+def test_settings_that_are_not_the_defaults(tmp_path: Path) -> None:
+    config = load(DEBUG, ["algo.kl.coef=0.125", "algo.kl.estimator=k2", "algo.policy_loss.clip=0.3"])
+    (tmp_path / "config.yaml").write_text(as_yaml(config))
+    found = ask(RunView(tmp_path, "run"), "settings")
+    assert found["settings"]["algo.kl.coef"] == 0.125
+    own = found["own"]
+    assert (own["algo.kl.coef"], own["algo.kl.estimator.name"], own["algo.policy_loss.clip"]) == (0.0, "k1", 0.2)
+    assert "tracking.samples" not in own
+    assert "algo.kl.cumulative" not in own
+    assert ask(RunView(tmp_path, "run"), "recipes")["grpo"]["algo.kl.estimator"] == "k3"
+
+
+def test_a_configuration_of_another_version_has_no_defaults(view: RunView) -> None:
+    found = ask(view, "settings")
+    assert (found["settings"]["run.steps"], found["own"]) == (100, None)
+
+
+def test_an_empty_run_has_empty_answers(tmp_path: Path) -> None:
+    view = RunView(MadeRun(tmp_path / "run").path, "run")
+    overview = ask(view, "overview")
+    assert (overview["names"], overview["last_step"], overview["findings"]) == ([], 0, [])
+    assert ask(view, "steps") == {"train": [], "evaluation": []}
+    assert ask(view, "timeline")["rows"] == ask(view, "prompts") == ask(view, "groups", kind="train", step=1) == []
+
+
+def test_runs_with_the_same_name_are_told_apart(tmp_path: Path) -> None:
+    paths = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "c"]
+    assert [view.name for view in open_runs(paths)] == [str(paths[0]), str(paths[1]), "c"]
+
+
+def test_the_overview_tells_state_and_left_out_rows(run: MadeRun, view: RunView) -> None:
+    overview = ask(view, "overview")
+    assert (overview["stage"], overview["progress"]["steps"], overview["attempts"][0]["host"]) == ("ppo", 100, "n1")
+    assert overview["limits"]["policy/approxkl"] == "< 0.05"
+    assert overview["now"] > NOW
+    assert ask(view, "left_out")["rows"][0]["reason"] == SCRIPT
+    with pytest.raises(KeyError):
+        ask(view, "secrets")
