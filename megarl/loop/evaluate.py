@@ -30,7 +30,7 @@ from megarl.preflight.trial_calls import call_functions
 from megarl.run.directory import EvaluationDirectory, attempt, model_directory
 from megarl.run.display import counted, phase_line
 from megarl.run.report import EvaluationReporter, Summary
-from megarl.run.results import EvaluationResult, prompt_scores, shown_samples
+from megarl.run.results import EvaluationResult, no_columns, prompt_scores, shown_samples
 from megarl.run.timers import process_age
 from megarl.types import SampleInfo
 
@@ -62,7 +62,7 @@ class Evaluator:
         self._evaluation = evaluation = config.evaluation
         self._engines, self._scorer, self._colocation = engines, scorer, colocation
         self._chunks, self._ema_of = chunks, ema_of
-        self._tokenizer, self._shown = data.tokenizer, config.tracking.samples
+        self._tokenizer, self._tracking = data.tokenizer, config.tracking
         self._prompts = {prompt.prompt_id: prompt for prompt in data.held_out}
         temperature = 0.0 if evaluation.greedy else evaluation.temperature
         self._requests = sample_requests(
@@ -98,10 +98,12 @@ class Evaluator:
         scores = scoring.wait()
         metrics = held_out_metrics(scores, rollouts.samples, self._evaluation)
         total = scores.get(REWARD_MODEL, next(iter(scores.values())))
+        tokenizer, count = self._tokenizer, self._tracking.samples
+        columns = no_columns if self._tracking.tokens else None
         return EvaluationResult(
             step=step,
             metrics={f"{prefix}/{name}": value for name, value in metrics.items()},
-            samples=shown_samples(rollouts, self._prompts, total, scores, self._tokenizer, self._shown),
+            samples=shown_samples(rollouts, self._prompts, total, scores, tokenizer, count, columns=columns),
             prompts=prompt_scores(rollouts.samples, scores),
         )
 

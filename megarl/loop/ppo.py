@@ -25,7 +25,7 @@ from megarl.loop.update import PretrainMix, StepPlan, Updater
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ExperienceRequest
 from megarl.preflight.datasets import PromptSets
-from megarl.run.results import StepResult
+from megarl.run.results import StepResult, TokenColumns
 from megarl.run.sinks import Metrics
 from megarl.run.timers import Timers
 from megarl.types import ExperienceChunk, Ragged, StepContext
@@ -85,7 +85,10 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         self._adapt_kl_coef([metrics, *updates], len(sampled.rollouts.samples))
         scores, advantages, timings = batch.samples.scores, batch.samples.sequence_advantages, timers.take()
         timings = {**transfer, **timings}
-        return self._result(step, sampled, scores, batch.scores_by_reward, updates, metrics, timings, advantages)
+        columns = token_columns(experience, forwards)
+        return self._result(
+            step, sampled, scores, batch.scores_by_reward, updates, metrics, timings, advantages, columns
+        )
 
     def _score(self, sampled: Sampled, step: int) -> ScoredBatch:
         """Waits for the scores, and computes group advantages."""
@@ -97,7 +100,7 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         self, sampled: Sampled, plan: StepPlan, forwards: Mapping[str, Sequence[Forward]], batch: ScoredBatch
     ) -> tuple[ChunkRefs[ExperienceChunk], Metrics]:
         """Builds the experience on the actor's ranks; returns it with the metrics of the whole phase."""
-        by_role = {name: ChunkRefs[Ragged].of(part.chunks for part in parts) for name, parts in forwards.items()}
+        by_role = _by_role(forwards)
         columns = Columns(
             samples=batch.samples,
             old_logprobs=by_role.get("logprobs"),
@@ -147,3 +150,21 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         self._updater.load(state["texts"])
         self._kl.load(state["kl"])
         self._value_norm = state["value_norm"]
+
+
+def _by_role(forwards: Mapping[str, Sequence[Forward]]) -> dict[str, ChunkRefs[Ragged]]:
+    return {name: ChunkRefs[Ragged].of(part.chunks for part in parts) for name, parts in forwards.items()}
+
+
+def token_columns(experience: ChunkRefs[ExperienceChunk], forwards: Mapping[str, Sequence[Forward]]) -> TokenColumns:
+    """Returns the columns of a step's tokens for people, as far as there are any; they are fetched when asked for."""
+    by_role = _by_role(forwards)
+    passes = {"logprobs": "old_logprobs", "ref": "ref_logprobs", "values": "old_values"}
+
+    def columns(chunk: int) -> Mapping[str, Ragged]:
+        own = experience[chunk]
+        learned = {"advantages": own.advantages, "weights": own.weights, "actor_mask": own.actor_mask}
+        forward = {passes[name]: column[chunk] for name, column in by_role.items()}
+        return forward | {name: column for name, column in learned.items() if column is not None}
+
+    return columns

@@ -31,7 +31,7 @@ from megarl.loop.scoring import Scorer, ScoresByReward, Values, shuffled_order
 from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.datasets import PromptSets
 from megarl.run.paths import ema_export
-from megarl.run.results import EvaluationResult, StepResult, shown_samples
+from megarl.run.results import EvaluationResult, StepResult, TokenColumns, no_columns, shown_samples
 from megarl.run.sinks import Metrics
 
 C = TypeVar("C", bound=PPOConfig | RAFTConfig)
@@ -123,12 +123,14 @@ class RolloutTrainer(Generic[C]):
         metrics: Metrics,
         timings: Metrics,
         advantages: Values | None = None,
+        columns: TokenColumns = no_columns,
     ) -> StepResult:
         """Returns the result of a step; `timings` include the sync's metrics.
 
         Args:
             scores: the totals, [N].
             advantages: of whole responses, [N].
+            columns: values of tokens.
         """
         rollouts = sampled.rollouts
         tokens = sum(sample.tokens for sample in rollouts.samples)
@@ -146,8 +148,11 @@ class RolloutTrainer(Generic[C]):
             "perf/tokens_per_second": tokens / timings["time/step"],
             **self._meter.take(self._trainers.take_usage()),
         }
-        prompts, count = {prompt.prompt_id: prompt for prompt in sampled.prompts}, self._config.tracking.samples
-        shown = shown_samples(rollouts, prompts, scores, scores_by_reward, self._tokenizer, count, advantages)
+        prompts, tracking = {prompt.prompt_id: prompt for prompt in sampled.prompts}, self._config.tracking
+        kept = columns if tracking.tokens else None
+        shown = shown_samples(
+            rollouts, prompts, scores, scores_by_reward, self._tokenizer, tracking.samples, advantages, kept
+        )
         failures = () if self._rules is None else tuple(self._rules.failures)
         return StepResult(step=step, metrics=all_metrics, updates=updates, samples=shown, failures=failures)
 

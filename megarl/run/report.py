@@ -83,7 +83,10 @@ class EvaluationReporter:
         """Writes the samples of a step, or of the evaluation after it."""
         for sample in samples:
             if self._samples is not None:
-                self._samples.write(step, {"kind": kind, **asdict(sample)})
+                fields = asdict(sample)
+                if sample.tokens is None:
+                    del fields["tokens"]
+                self._samples.write(step, {"kind": kind, **fields})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from megarl.cluster.rollouts import Rollouts
 from megarl.data.stream import stable_hash
 from megarl.data.tokenizer import Tokenizer
 from megarl.run.sinks import Metrics
-from megarl.types import Prompt, SampleInfo
+from megarl.types import Prompt, Ragged, RolloutChunk, SampleInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,7 @@ class ShownSample:
         score: the training score; in an evaluation the reward model's, or else that of the first function.
         scores: unweighted, by reward.
         advantage: of the response; None where advantages are of tokens, and in an evaluation.
+        tokens: of each response token, by name: `text`, if there is a tokenizer, and values; None where not kept.
     """
 
     sample_id: str
@@ -48,6 +49,16 @@ class ShownSample:
     score: float
     scores: Mapping[str, float]
     advantage: float | None
+    tokens: Mapping[str, Sequence[str | float]] | None = None
+
+
+TokenColumns = Callable[[int], Mapping[str, Ragged]]
+"""Returns the columns of a chunk by name, each with a value per response token."""
+
+
+def no_columns(chunk: int) -> Mapping[str, Ragged]:
+    """Returns none; the engines' log-probabilities are in the chunk itself."""
+    return {}
 
 
 def shown_samples(
@@ -56,8 +67,9 @@ def shown_samples(
     scores: npt.NDArray[np.float32],
     by_reward: Mapping[str, npt.NDArray[np.float32]],
     tokenizer: Tokenizer | None,
-    count: int,
+    count: int | Literal["all"],
     advantages: npt.NDArray[np.float32] | None = None,
+    columns: TokenColumns | None = None,
 ) -> list[ShownSample]:
     """Returns about `count` samples, all those of some prompts, fetching only their chunks.
 
@@ -67,13 +79,16 @@ def shown_samples(
         prompts: by prompt id.
         scores, advantages: [N].
         by_reward: [N] each.
+        columns: beside the engines' log-probabilities; None does not keep values of tokens.
     """
+    pieces: dict[int, str] = {}
 
     def text(ids: npt.NDArray[np.int32]) -> str | tuple[int, ...]:
         return tuple(ids.tolist()) if tokenizer is None else tokenizer.decode(ids.tolist())
 
     shown: list[ShownSample] = []
-    for index in _of_some_prompts([sample.prompt_id for sample in rollouts.samples], count):
+    most = len(rollouts.samples) if count == "all" else count
+    for index in _of_some_prompts([sample.prompt_id for sample in rollouts.samples], most):
         sample = rollouts.samples[index]
         chunk = rollouts.chunks[sample.chunk]
         prompt_ids, response_ids = chunk.prompt_ids[sample.row], chunk.response_ids[sample.row]
@@ -93,9 +108,30 @@ def shown_samples(
                 score=float(scores[index]),
                 scores={name: float(values[index]) for name, values in by_reward.items()},
                 advantage=None if advantages is None else float(advantages[index]),
+                tokens=None if columns is None else _tokens(chunk, sample, columns(sample.chunk), tokenizer, pieces),
             )
         )
     return shown
+
+
+def _tokens(
+    chunk: RolloutChunk,
+    sample: SampleInfo,
+    columns: Mapping[str, Ragged],
+    tokenizer: Tokenizer | None,
+    pieces: dict[int, str],
+) -> dict[str, Sequence[str | float]]:
+    """Returns the values of a response's tokens, with six digits; adds to `pieces`, the texts of tokens."""
+    ids, tokens = chunk.response_ids[sample.row].tolist(), dict[str, Sequence[str | float]]()
+    if tokenizer is not None:
+        before = chunk.prompt_ids[sample.row].tolist()[-1:]  # some tokenizers drop the space before a first token
+        start = len(tokenizer.decode(before, special=True))
+        for token in set(ids) - set(pieces):
+            pieces[token] = tokenizer.decode([*before, token], special=True)[start:]
+        tokens["text"] = [pieces[token] for token in ids]
+    for name, column in {"rollout_logprobs": chunk.rollout_logprobs, **columns}.items():
+        tokens[name] = [float(f"{value:.6g}") for value in column[sample.row].tolist()]
+    return tokens
 
 
 def _of_some_prompts(prompt_ids: Sequence[str], count: int) -> Iterator[int]:

@@ -21,7 +21,8 @@ SFT: Cases = {
         (["data.max_tokens=129"], f"{ACTOR}.tokens_per_micro_batch", "data.max_tokens = 129")
     ],
     rollout_rules.nothing_to_show: [
-        (["tracking.samples=8"], "tracking.samples", "no effect in a stage without rollouts")
+        (["tracking.samples=8"], "tracking.samples", "no effect in a stage without rollouts"),
+        (["tracking.tokens=true"], "tracking.tokens", "no effect in a stage without rollouts"),
     ],
     data_rules.evaluations_have_rows: [
         (["data.evaluation=null", "data.evaluate_every=1"], "data.evaluate_every", "data.evaluation alone")

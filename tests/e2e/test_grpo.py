@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,9 +58,27 @@ def _assert_few_frames(directory: Path) -> None:
     assert len(stack) <= 15, "\n".join(stack)
 
 
+def _assert_tokens(recorded: Path, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
+    """The values of a step's tokens are those that the engine has written, and give the step's metrics."""
+    kept = [sample for sample in samples if (sample["step"], sample["kind"]) == (metrics["step"], "train")]
+    assert len(kept) == 16
+    columns = {name: [np.array(sample["tokens"][name]) for sample in kept] for name in kept[0]["tokens"]}
+    assert set(columns) >= {"rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages"}
+    for sample, logprobs in zip(kept, columns["rollout_logprobs"], strict=True):
+        written = np.load(recorded / f"{sample['sample_id'].replace('/', '%2F')}.npz")["rollout_logprobs"]
+        np.testing.assert_allclose(logprobs, written, rtol=1e-5)
+        assert sample["advantage"] is None or set(sample["tokens"]["advantages"]) == {
+            float(f"{sample['advantage']:.6g}")
+        }
+    scored = [row for row, sample in enumerate(kept) if sample["score"] is not None]
+    kl = [np.sum(columns["old_logprobs"][row] - columns["ref_logprobs"][row]) for row in scored]
+    assert np.mean(kl) == pytest.approx(metrics["objective/kl"], abs=1e-4)  # of values with six digits
+
+
 def test_a_rule_scores_and_taking_turns_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = tmp_path / "recorded"
-    turns = run(tmp_path / "turns", f"rollout.record={recorded}")
+    kept = ("tracking.samples=all", "tracking.tokens=true")
+    turns = run(tmp_path / "turns", f"rollout.record={recorded}", *kept)
     assert turns.status == 0, turns.errors
     turns.assert_clean()
     roles = "groups.train.roles"
@@ -89,6 +108,7 @@ def test_a_rule_scores_and_taking_turns_changes_nothing(tmp_path: Path, monkeypa
         assert line["group/zero_std_fraction"] < 1
         assert line["policy/grad_norm"] > 0
         assert not any(name.startswith("value/") for name in line)
+        _assert_tokens(recorded, line, lines(tmp_path / "turns" / "samples.jsonl"))
     first, *later = lines(tmp_path / "turns" / "evaluations.jsonl")
     assert [evaluation["step"] for evaluation in later] == [1, 2]
     for evaluation in (first, *later):

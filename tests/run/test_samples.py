@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import datetime
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -94,6 +95,34 @@ def rollouts(prompt_ids: list[str]) -> Rollouts:
     ]
     chunks: Any = [chunk]
     return Rollouts(samples=tuple(samples), chunks=chunks)
+
+
+class Letters:
+    """A tokenizer whose token i is the letter i of the alphabet, and which drops the space before a first letter."""
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        return "".join(f" {chr(97 + i)}" if i % 2 else chr(97 + i) for i in ids).lstrip()
+
+
+def test_values_of_tokens_are_kept_if_asked_for() -> None:
+    """By token: the engine's log-probability, what the columns have, and the text, also of a space at the beginning."""
+    ids = Ragged.from_rows([[1, 2, 1]], np.int32)
+    drawn = rollouts(["p"])
+    [chunk] = cast(Any, drawn.chunks)
+    logprobs = Ragged.from_rows([[-0.25, -1 / 3, -2]], np.float32)
+    chunks: Any = [replace(chunk, response_ids=ids, rollout_logprobs=logprobs)]
+    prompts = {"p": Prompt(prompt_id="p", token_ids=(7, 8), fields={})}
+    score, letters = np.ones(1, dtype=np.float32), cast(Any, Letters())
+    columns = {"advantages": Ragged.from_rows([[1, 0, -1]], np.float32)}
+    asked = (replace(drawn, chunks=chunks), prompts, score, {}, letters, "all")
+    [kept] = shown_samples(*asked, columns=lambda _: columns)
+    assert kept.tokens == {
+        "text": [" b", "c", " b"],
+        "rollout_logprobs": [-0.25, -0.333333, -2.0],
+        "advantages": [1.0, 0.0, -1.0],
+    }
+    [without] = shown_samples(*asked)
+    assert without.tokens is None
 
 
 def shown(prompt_ids: list[str], count: int) -> list[ShownSample]:

@@ -95,9 +95,12 @@ class Tracking(Section):
     """Write TensorBoard events into the run's directory."""
     wandb_project: str | None = None
     """Project of Weights & Biases to log to; null does not. Needs the package wandb."""
-    samples: Natural = 4
+    samples: Natural | Literal["all"] = 4
     """Samples of each step with rollouts, and of each evaluation, in samples.jsonl, with texts and scores: all those of
-    some prompts, so there may be more."""
+    some prompts, so there may be more; or all samples."""
+    tokens: bool = False
+    """Write the values of each token of these samples, too: log-probabilities of engine, actor and reference,
+    advantages, weights and masks; some 60 bytes a token."""
 
 
 class ValueNorm(Section):

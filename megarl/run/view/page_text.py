@@ -15,6 +15,7 @@ _SCRIPTS: Final = (
     "base.js",
     "overview.js",
     "curves.js",
+    "tokens.js",
     "samples.js",
     "held_out.js",
     "timeline.js",

@@ -84,12 +84,30 @@ def look_at_samples(page: Chromium, last: int) -> None:
     page.until(f"{RESPONSES}[0] === 'wörd {last}'")
     page.press("ArrowLeft")
     page.until(f"{RESPONSES}[0] === 'wörd {last - 1}'")
+    look_at_tokens(page)
     page.press("/")
     for letter in "DER":  # in no text
         page.press(letter)
     page.until("document.querySelector('.empty')")
     page.evaluate("Object.assign(document.activeElement, {value: 'onerror'}).dispatchEvent(new Event('input'))")
     page.until("document.querySelector('#view mark')")
+
+
+def look_at_tokens(page: Chromium) -> None:
+    """The actor is surer of the second token than the engine, by half a nat, and does not learn from it."""
+    choice = "document.querySelector('[aria-label=\"Colour of tokens\"]')"
+    assert page.evaluate(f"[...{choice}.options].map((option) => option.value).join()") == ",rollout,old,gap,ratio,mask"
+    page.evaluate(f"{choice}.value = 'gap'; {choice}.dispatchEvent(new Event('change'))")
+    page.until("document.querySelector('.tokens .masked')")
+    page.evaluate("document.querySelector('.tokens').focus()")
+    page.press("ArrowRight")
+    page.press("ArrowRight")
+    tip = page.evaluate("document.querySelector('.keys .tip').textContent")
+    assert SCRIPT in tip
+    assert "engine0.5" in tip
+    assert "ratio, actor to engine1.649" in tip
+    assert page.evaluate("document.querySelectorAll('.tokens .token')[2].textContent") == "U+200F"
+    page.evaluate("document.activeElement.blur()")
 
 
 def test_a_page_to_keep_works_by_itself(page: Chromium, tmp_path: Path) -> None:

@@ -36,10 +36,16 @@ def viewed_run(path: Path, steps: int = 20) -> MadeRun:
 
 
 def step_samples(step: int) -> list[dict[str, Any]]:
+    letters = {
+        "text": ["wörd ", SCRIPT, "\u200f"],
+        "rollout_logprobs": [-1.0, -2.0, -0.5],
+        "old_logprobs": [-1.0, -1.5, -0.5],
+        "actor_mask": [1.0, 0.0, 1.0],
+    }
     return [
         sample(step, "p1", 0, 1.0, response=SCRIPT),
         sample(step, "p1", 1, 0.0, response=TURNED, finished=False),
-        sample(step, "p2", 0, 0.5, response=f"wörd {step}"),
+        {**sample(step, "p2", 0, 0.5, response=f"wörd {step}"), "tokens": letters},
         sample(step, "p2", 1, None, response=""),
     ]
 

@@ -27,9 +27,10 @@ const samplesView = {
     this.search = el("input", { type: "search", placeholder: "Search prompts and responses", "aria-label": "Search prompts and responses", class: "grow", value: this.text,
       oninput: () => { clearTimeout(timer); timer = setTimeout(() => { this.text = this.search.value; this.fill(); }, DATA ? 50 : 250); } });
     const everywhere = el("input", { type: "checkbox", checked: this.everywhere, onchange: () => { this.everywhere = everywhere.checked; this.fill(); } });
+    this.tones = el("select", { "aria-label": "Colour of tokens", hidden: true, onchange: () => { this.tone = this.tones.value; this.show(); } });
     this.split = el("div", { class: "split" });
     panel.replaceChildren(el("div", { class: "toolbar" }, runChoice(this.run, (run) => { this.run = run; this.step = null; this.draw(panel); }), kinds.length > 1 ? segments("Kind", kinds, this.kind, (kind) => { this.kind = kind; this.step = null; this.draw(panel); }) : null,
-      el("div", { class: "stepper" }, back, this.slider, on, this.label), sort, inGroup), el("div", { class: "toolbar" }, this.search, el("label", {}, everywhere, "in all steps")), this.split,
+      el("div", { class: "stepper" }, back, this.slider, on, this.label), sort, inGroup, this.tones), el("div", { class: "toolbar" }, this.search, el("label", {}, everywhere, "in all steps")), this.split,
       el("p", { class: "keys" }, el("kbd", {}, "j"), " ", el("kbd", {}, "k"), " prompts, ", el("kbd", {}, "←"), " ", el("kbd", {}, "→"), " steps, ", el("kbd", {}, "/"), " search"));
     await this.fill();
   },
@@ -74,7 +75,12 @@ const samplesView = {
     if (group !== this.group) return;
     if (this.inGroup === "score") samples.sort((a, b) => (b.score ?? -Infinity) - (a.score ?? -Infinity));
     const scores = samples.map((sample) => sample.score).filter((value) => value !== null), best = Math.max(...scores), worst = Math.min(...scores);
-    this.detail.replaceChildren(promptBox(samples[0], text), el("div", { class: "responses" }, samples.map((sample) => responseCard(sample, { text, best, worst }))));
+    const tones = tokenTones(samples);
+    this.tones.hidden = !tones.length;
+    if (!tones.some(([name]) => name === this.tone)) this.tone = "";
+    this.tones.replaceChildren(el("option", { value: "" }, "Tokens without colour"), ...tones.map(([name, { title }]) => el("option", { value: name, selected: name === this.tone }, `Tokens by ${title}`)));
+    const coloring = this.tone ? tokenColoring(samples, this.tone) : null;
+    this.detail.replaceChildren(promptBox(samples[0], text), coloring ? coloring.legend : "", el("div", { class: "responses" }, samples.map((sample) => responseCard(sample, { text, best, worst, coloring }))));
   },
   go(place) { this.step = this.steps[Math.max(0, Math.min(this.steps.length - 1, place))]; this.slider.value = this.steps.indexOf(this.step); this.fill(); },
   move(by) { this.go(this.steps.indexOf(this.step) + by); },
@@ -106,7 +112,7 @@ function promptBox(sample, text) {
 }
 
 /** Returns a response; `best` and `worst` are scores of its group, `label` says when it was given, `reward` whose score is shown. */
-function responseCard(sample, { text, best, worst, marks, label, reward }) {
+function responseCard(sample, { text, best, worst, marks, label, reward, coloring }) {
   const main = reward in (sample.scores || {}) ? sample.scores[reward] : sample.score;
   const response = asText(sample.response), scores = Object.entries(sample.scores || {});
   const tone = sample.score === null ? "bad" : best > worst ? (sample.score === best ? "good" : sample.score === worst ? "warn" : "") : "";
@@ -114,7 +120,7 @@ function responseCard(sample, { text, best, worst, marks, label, reward }) {
   return el("article", { class: "panel response" },
     el("div", { class: "top" }, el("span", { class: `score ${tone}` }, main === null ? "unscored" : score(main)), label ? el("span", { class: "muted" }, label) : null,
       sample.advantage === null || sample.advantage === undefined ? null : el("span", { class: `number ${sample.advantage > 0 ? "good" : sample.advantage < 0 ? "bad" : "muted"}` }, `advantage ${signed(sample.advantage)}`)),
-    el("pre", { class: "text" }, response ? shown(response, marks || found(response, text || "")) : el("span", { class: "muted" }, "(empty)")),
+    coloring && sample.tokens ? coloring.draw(sample) : el("pre", { class: "text" }, response ? shown(response, marks || found(response, text || "")) : el("span", { class: "muted" }, "(empty)")),
     el("div", { class: "facts" }, scores.length > 1 || scores.some(([, value]) => value !== sample.score) ? scores.map(([name, value]) => el("span", {}, `${name} ${score(value)}`)) : scores.map(([name]) => el("span", {}, name)),
       sample.response_tokens === undefined ? null : el("span", {}, `${sample.response_tokens} tokens`),
       el("span", { class: sample.finished ? "" : "warn" }, sample.finished ? "ended by the model" : "cut off at the length limit"),
