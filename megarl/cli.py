@@ -121,11 +121,13 @@ def plan(
     from megarl.plan.run_plan import print_plan
     from megarl.preflight.check import check
     from megarl.preflight.device_memory import check_memory
+    from megarl.preflight.epochs import with_steps
     from megarl.preflight.trial_calls import call_functions
     from megarl.run.resume import describe_run
 
     with _exit_codes(config_path):
         sets = check(config)
+        config = with_steps(config, sets)
         resume = describe_run(config)
         call_functions(config, sets)
         check_memory(config)
@@ -154,9 +156,10 @@ def memory(config_path: ConfigPath, overrides: Overrides = None) -> None:
     from megarl.config import load
     from megarl.plan.memory_table import print_memory
     from megarl.preflight.device_memory import check_memory
+    from megarl.preflight.epochs import with_steps
 
     with _exit_codes(config_path):
-        config = load(config_path, overrides or [])
+        config = with_steps(load(config_path, overrides or []))
         print_memory(config)
         check_memory(config)
 

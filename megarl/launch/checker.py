@@ -13,16 +13,17 @@ from typing import Any, Final
 from megarl.config import ConfigError, EvalConfig, Problem, RunConfig, TrainingConfig, load, parse_devices
 from megarl.config.pending_paths import without_pending
 from megarl.config.problems import shown
-from megarl.config.schema import Rollout
+from megarl.config.schema import Rollout, TrainingRun
 from megarl.launch.field_types import seconds_of
 from megarl.launch.profile import SSH, Apptainer, Bare, Enroot, Profile
 from megarl.launch.render import mounts
 from megarl.launch.request import LaunchMode, LaunchRequest, unwritable
 from megarl.preflight.check import check
+from megarl.run.paths import RunPaths, read_config
 
 _EARLY_S = 60  # Slurm may send its signal this much early (sbatch's manual, --signal)
-_NAMES_NOTHING: Final[Any] = {"run": True, "actor": {"optimizer"}, "critic": {"optimizer"}}
-"""Parts of a configuration that name no models, data or functions."""
+_NAMES_NOTHING: Final[Any] = {"run": {"dir", "seed"}, "actor": {"optimizer"}, "critic": {"optimizer"}}
+"""Parts of a configuration on which no check of models, data and functions depends."""
 
 
 class Checker:
@@ -107,10 +108,19 @@ def is_not_finished(config: RunConfig, *, chain: bool = False) -> Iterator[Probl
     if isinstance(config, EvalConfig):
         fix = "choose another run.dir, or remove the directory"
         yield Problem(field="run.dir", value=config.run.dir, rule="no finished evaluation is there", fix=fix)
-    elif isinstance(config, TrainingConfig) and config.run.steps <= taken:
-        fix = f"raise run.steps to continue it, {'leave it out, ' if chain else ''}or choose another run.dir"
+    elif isinstance(config, TrainingConfig) and _ends(config.run, taken):
+        leave = "leave it out, " if chain else ""
+        fix = f"raise {config.run.length_field} to continue it, {leave}or choose another run.dir"
         rule = f"a run that is not finished; this one has taken its {taken} steps"
         yield Problem(field="run.dir", value=config.run.dir, rule=rule, fix=fix)
+
+
+def _ends(run: TrainingRun, taken: int) -> bool:
+    """Whether a run ends at the steps that it has taken; its rows are not counted again."""
+    if run.epochs is None:
+        return run.steps is not None and run.steps <= taken
+    kept = read_config(RunPaths(run.dir).config).get("run", {}).get("epochs")
+    return kept is not None and run.epochs <= kept
 
 
 def _devices_fit(config: RunConfig, request: LaunchRequest) -> Iterator[Problem]:

@@ -169,7 +169,7 @@ def _sweep(
     finished = [cell for cell, config in zip(cells, configs, strict=True) if checker.finished(config)]
     if len(finished) == len(cells):
         rule = f"a sweep with something left to do; all of its runs, {len(cells)}, are finished"
-        fix = "choose another run.dir, or raise run.steps to continue them"
+        fix = "choose another run.dir, or raise run.steps or run.epochs to continue them"
         errors.append(_wrong_run_dir(path, base, rule, fix))
         return []
     job = _job(configs, base, request, checker, cells=cells, finished=finished)

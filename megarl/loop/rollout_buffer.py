@@ -45,7 +45,7 @@ class RolloutBuffer:
     def __init__(
         self, config: PPOConfig | RAFTConfig, sampler: Sampler, engines: RolloutGroup, colocation: Colocation
     ) -> None:
-        self._staleness, self._mode, self._last = config.rollout.max_staleness, config.rollout.mode, config.run.steps
+        self._staleness, self._mode, self._last = config.rollout.max_staleness, config.rollout.mode, config.steps
         self._sampler, self._engines, self._colocation = sampler, engines, colocation
         self._overlaps = self._staleness > 0 and not colocation.shared
         self._sizes = config.data.prompts_per_step, config.data.samples_per_prompt

@@ -100,7 +100,7 @@ class RolloutTrainer(Generic[C]):
 
     def _sync(self, step: int) -> Metrics:
         """Moves the actor's weights into the engines as version `step`, if a sync is due."""
-        steps, every = self._config.run.steps, self.evaluate_every
+        steps, every = self._config.steps, self.evaluate_every
         evaluates = step == steps or (every is not None and step % every == 0)
         if not evaluates and (step % self._config.rollout.sync_every or self._buffer.skips_sync(step)):
             return {}

@@ -18,6 +18,7 @@ from megarl.loop.unscored import UnscoredSteps
 from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.check import check
 from megarl.preflight.device_memory import check_memory
+from megarl.preflight.epochs import with_steps
 from megarl.preflight.trial_calls import call_functions
 from megarl.run.checkpoints import ROLLOUTS, Checkpoint, writing
 from megarl.run.directory import RunDirectory, attempt, model_directory
@@ -92,6 +93,7 @@ def train(config: TrainingConfig) -> Summary:
     """
     print(phase_line("checking models, data and functions", process_age()), flush=True)
     data = check(config)
+    config = with_steps(config, data)
     call_functions(config, data)
     check_gpus(config)
     check_memory(config)
@@ -124,14 +126,14 @@ def train(config: TrainingConfig) -> Summary:
         if taken == 0:
             reporter.evaluated(trainer.evaluate(0))
         unscored = UnscoredSteps(config)
-        for step in range(taken + 1, config.run.steps + 1):
+        for step in range(taken + 1, config.steps + 1):
             reporter.trace.begin(step)
             result = trainer.step(step)
             reporter.write(result)
             unscored.add(result)
-            if _due(step, trainer.evaluate_every, config.run.steps):
+            if _due(step, trainer.evaluate_every, config.steps):
                 reporter.evaluated(trainer.evaluate(step))
-            saves = _due(step, config.checkpoint.every, config.run.steps)
+            saves = _due(step, config.checkpoint.every, config.steps)
             for result in trainer.evaluations(wait=saves):
                 reporter.evaluated(result)
             if saves:

@@ -13,7 +13,7 @@ class UnscoredSteps:
 
     def __init__(self, config: TrainingConfig) -> None:
         limit = config.reward.max_unscored_steps if isinstance(config, PPOConfig | RAFTConfig) else None
-        self._limit = None if limit is None else min(limit, config.run.steps)
+        self._limit = None if limit is None else min(limit, config.steps)
         self._steps = 0
 
     def add(self, result: StepResult) -> None:

@@ -69,7 +69,7 @@ def plan_lines(config: RunConfig, sets: Sets) -> Iterator[tuple[str, str]]:
             yield "learning rate", f"{role}: {_schedule(config.optimizer(role), config.optimizer_steps(role))}"
     every, keep = config.checkpoint.every, config.checkpoint.keep
     yield "checkpoints", "after the last step" if every is None else f"{_every(every)}, {keep} kept"
-    yield "run", f"{counted(config.run.steps, 'step')}, seed {config.run.seed}, into {config.run.dir}"
+    yield "run", f"{counted(config.steps, 'step')}, seed {config.run.seed}, into {config.run.dir}"
 
 
 def _devices(cluster: Cluster) -> str:
@@ -112,7 +112,7 @@ def _rollouts(config: PPOConfig | RAFTConfig, rows: Mapping[str, str], count: in
     samples = counted(data.prompts_per_step * data.samples_per_prompt, "sample")
     source = f"{count} random ones" if data.prompts is None else f"{data.prompts.path}: {rows['data.prompts']}"
     least = "at least " if isinstance(config, PPOConfig) and config.algo.filter is not None else ""
-    yield "prompts", f"{source}; {least}{_epochs(config.run.steps, data.prompts_per_step, count)}"
+    yield "prompts", f"{source}; {least}{_epochs(config.steps, data.prompts_per_step, count)}"
     yield "step", f"{counted(data.prompts_per_step, 'prompt')} x {data.samples_per_prompt} = {samples}"
     yield "lengths", _lengths(config.rollout)
     shaping = _shaping(config.algo.scores if isinstance(config, PPOConfig) else config.scores)
@@ -239,7 +239,7 @@ def _supervised(
 ) -> Iterator[tuple[str, str]]:
     data = config.data
     size = config.data.sequences_per_step if isinstance(config, SFTConfig) else config.data.pairs_per_step
-    yield "data", f"{data.train.path}: {rows['data.train']}; {_epochs(config.run.steps, size, count)}"
+    yield "data", f"{data.train.path}: {rows['data.train']}; {_epochs(config.steps, size, count)}"
     if isinstance(config, SFTConfig):
         yield "step", f"{counted(size, 'sequence')} of up to {data.max_tokens} tokens"
         yield "loss", {"response": "on the responses", "all": "on all tokens"}[config.data.loss_on]

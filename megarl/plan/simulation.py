@@ -132,7 +132,7 @@ class SimulatedRun:
         self._engines = [SimulatedEngine(self.monitor, rates, weight) for _ in range(engines)]
         self._waiting: list[tuple[float, Callable[[], None]]] = []
         config: Any = SimpleNamespace(
-            run=SimpleNamespace(steps=2 * _STEPS + staleness),  # the end, where nothing is left to sample, is not seen
+            steps=2 * _STEPS + staleness,  # the end, where nothing is left to sample, is not seen
             rollout=SimpleNamespace(max_staleness=staleness, mode=mode),
             data=SimpleNamespace(prompts_per_step=1, samples_per_prompt=1),
         )

@@ -13,6 +13,7 @@ from megarl.config.schema import Fault, HeldOut, PairData, PromptData, TextData
 from megarl.data.tokenizer import Tokenizer, model_tokenizer
 from megarl.models import vocab_size
 from megarl.preflight.datasets import DataReader, PromptSets, Sets, StageConfig, read_sets
+from megarl.preflight.epochs import epoch_problems
 from megarl.preflight.models import check_models, stated_vocab_size
 from megarl.preflight.user_functions import check_fields, check_functions, check_own_functions
 from megarl.rollout.requests import stop_token_ids
@@ -40,6 +41,8 @@ def check(config: RunConfig) -> Sets:
         field, value = "tracking.wandb_project", config.tracking.wandb_project
         fix = "install it with pip install 'megarl-trainer[wandb]', or set it to null"
         problems.append(Problem(field=field, value=value, rule="needs the package wandb", fix=fix))
+    if sets is not None:
+        problems += epoch_problems(config, sets)
     if problems:
         raise ConfigError(problems, unchecked="" if sets is not None else "Rows of data")
     assert sets is not None

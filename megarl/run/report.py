@@ -156,7 +156,7 @@ class Reporter:
             self._evaluations = opened.enter_context(EvaluationReporter(config, directory, taken=self._taken))
             self.trace = opened.enter_context(closing(Trace(directory.trace, read_attempts(directory.attempts))))
             display = open_display(
-                config.stage, run_columns(config), steps=config.run.steps, done=self._taken, clock=self._clock
+                config.stage, run_columns(config), steps=config.steps, done=self._taken, clock=self._clock
             )
             self._display = opened.enter_context(closing(display))
             self._opened = opened.pop_all()
@@ -216,7 +216,7 @@ class Reporter:
         seconds = self._clock()
         summary = Summary(
             stage=self._config.stage,
-            steps=self._config.run.steps,
+            steps=self._config.steps,
             seconds=seconds,
             start=self._start,
             last_step=self._last_step,

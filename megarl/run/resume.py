@@ -82,7 +82,7 @@ def find_resume_point(
     if paths.finished and latest is None:  # a new start would remove its export
         rule = "has a checkpoint: the run is finished, and there is nothing to resume from"
         raise run_dir_error(config, rule, CHOOSE_ANOTHER)
-    finished = paths.finished and latest is not None and latest.step == config.run.steps
+    finished = paths.finished and latest is not None and latest.step == config.steps
     return ResumePoint(latest=latest, finished=finished, changed=changed)
 
 
@@ -105,8 +105,8 @@ def describe_run(config: RunConfig) -> str | None:
 
 
 def finished_message(config: TrainingConfig) -> str:
-    state = f"{config.run.dir} is finished: it has taken its {config.run.steps} steps."
-    return f"{state} Raise run.steps to continue it, or {CHOOSE_ANOTHER} for a new run."
+    state = f"{config.run.dir} is finished: it has taken its {config.steps} steps."
+    return f"{state} Raise {config.run.length_field} to continue it, or {CHOOSE_ANOTHER} for a new run."
 
 
 def refuse_other_runs(config: EvalConfig, paths: RunPaths) -> None:
@@ -151,9 +151,9 @@ def _contradictions(config: TrainingConfig, latest: Checkpoint) -> Iterator[Prob
         rule = f"the roles with saved weights are {', '.join(sorted(latest.roles))}, as in its latest checkpoint"
         fix = "place the same roles, or start a new run in another run.dir"
         yield Problem(field="groups", value=", ".join(saved), rule=rule, fix=fix)
-    if config.run.steps < latest.step:
+    if config.steps < latest.step:
         rule = f"at least the {latest.step} steps that the run has taken"
-        yield Problem(field="run.steps", value=str(config.run.steps), rule=rule, fix="raise it")
+        yield Problem(field="run.steps", value=str(config.steps), rule=rule, fix=f"raise {config.run.length_field}")
 
 
 def _changed_weights(config: TrainingConfig, kept: FrozenDigests, now: FrozenDigests) -> Iterator[Problem]:

@@ -90,6 +90,7 @@ ALGORITHMS: Cases = {
     training_rules.epochs_can_stop: [
         (["algo.early_stop.kl=0.1", "algo.ppo_epochs=1"], "algo.early_stop", "algo.ppo_epochs above 1 alone")
     ],
+    training_rules.runs_have_a_length: [(["run.steps=null"], "run.steps", "run.steps or run.epochs is given")],
     training_rules.warm_ups_end: [(["critic.warmup_steps=3"], "critic.warmup_steps", "below run.steps = 3")],
     training_rules.value_heads_have_a_source: [
         (["critic.head_seed=1"], "critic.head_seed", "critic.head_std = 0"),

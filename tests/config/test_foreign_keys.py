@@ -54,7 +54,8 @@ def test_every_system_has_many_keys_and_none_twice() -> None:
         ("algo.beta=0.1", "algo.kl.coef"),
         ("algo.kl_coef=0.1", "algo.kl.coef"),
         ("algo.adv_estimator=grpo", "algo.advantage"),
-        ("num_train_epochs=1", "run.steps"),
+        ("num_train_epochs=1", "run.epochs"),
+        ("trainer.total_epochs=1", "run.epochs"),
         ("actor.learning_rate=1e-6", "actor.optimizer.lr"),
         ("groups.train.roles.actor.context_parallel_size=2", "nothing like it yet"),
         ("lora={r: 8}", "lora.r: remove it"),
@@ -65,7 +66,7 @@ def test_every_system_has_many_keys_and_none_twice() -> None:
         ("temperature=1.0", "did you mean rollout.temperature or evaluation.temperature?"),
         ("actor.lr=1e-6", "did you mean actor.optimizer.lr?"),
         ("run.stepz=3", "did you mean steps?"),
-        ("run.name=x", "known here: dir, seed, steps"),
+        ("run.name=x", "known here: dir, seed, steps, epochs"),
     ],
 )
 def test_an_unknown_key_is_answered_with_ours(override: str, path: str) -> None:

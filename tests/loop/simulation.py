@@ -140,7 +140,8 @@ class Simulation:
             self.clock, chance, engines=setup.engines, mode=setup.mode, losses=setup.losses, start_s=setup.start_s
         )
         config: Any = SimpleNamespace(
-            run=SimpleNamespace(seed=SEED, steps=setup.steps),
+            steps=setup.steps,
+            run=SimpleNamespace(seed=SEED),
             reward=SimpleNamespace(functions=()),
             data=SimpleNamespace(prompts_per_step=PROMPTS_PER_STEP, samples_per_prompt=SAMPLES_PER_PROMPT),
             rollout=SimpleNamespace(

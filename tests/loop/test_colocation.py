@@ -112,7 +112,7 @@ def test_offloading_is_a_stage_of_a_sync_and_not_of_its_seconds(sleep: bool) -> 
 def test_weights_go_to_the_engines_when_they_are_due_and_after_the_last_step(every: int, synced: list[int]) -> None:
     log = Log()
     trainer: Any = object.__new__(RolloutTrainer)
-    trainer._config = SimpleNamespace(rollout=SimpleNamespace(sync_every=every), run=SimpleNamespace(steps=5))
+    trainer._config = SimpleNamespace(rollout=SimpleNamespace(sync_every=every), steps=5)
     trainer._colocation = SimpleNamespace(sync=log.sync)
     trainer._buffer = SimpleNamespace(skips_sync=lambda _: False, prepare_sync=log.prepare, synced=log.synced)
     usage = ProcessUsage(idle=0.0, peak_bytes={"rollout": 2**30}, device_name="")

@@ -221,9 +221,9 @@ def references_share_the_actors_ranks(algo: Algo, groups: Groups) -> Iterator[Pr
 def references_follow_in_time(algo: Algo, run: TrainingRun) -> Iterator[Problem]:
     """The reference is updated before the last step."""
     sync = algo.kl.reference_sync
-    if algo.kl.coef > 0 and sync is not None and sync.every >= run.steps:
+    if algo.kl.coef > 0 and sync is not None and run.steps is not None and sync.every >= run.steps:
         rule = f"below run.steps = {run.steps}: the reference would not move before the last step"
-        fix = "lower it, raise run.steps, or set algo.kl.reference_sync to null"
+        fix = f"lower it, raise {run.length_field}, or set algo.kl.reference_sync to null"
         yield Problem("algo.kl.reference_sync.every", str(sync.every), rule, fix)
 
 

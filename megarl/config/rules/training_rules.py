@@ -64,11 +64,18 @@ def epochs_can_stop(algo: Algo) -> Iterator[Problem]:
         yield Problem("algo.early_stop", "given", rule, fix)
 
 
+def runs_have_a_length(run: TrainingRun) -> Iterator[Problem]:
+    """Steps or epochs are given."""
+    if run.steps is None and run.epochs is None:
+        rule, fix = "run.steps or run.epochs is given", "set the number of steps, or of passes over the rows"
+        yield Problem("run.steps", "null", rule, fix)
+
+
 def warm_ups_end(critic: Critic | None, run: TrainingRun) -> Iterator[Problem]:
     """The critic's warm-up ends before the run does."""
-    if critic is not None and critic.warmup_steps >= run.steps:
+    if critic is not None and run.steps is not None and critic.warmup_steps >= run.steps:
         rule = f"below run.steps = {run.steps}: the actor would not be trained"
-        yield Problem("critic.warmup_steps", str(critic.warmup_steps), rule, "lower it, or raise run.steps")
+        yield Problem("critic.warmup_steps", str(critic.warmup_steps), rule, f"lower it, or raise {run.length_field}")
 
 
 def value_heads_have_a_source(critic: Critic | None) -> Iterator[Problem]:

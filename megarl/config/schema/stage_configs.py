@@ -81,6 +81,12 @@ class TrainingConfig(RunConfig):
     """Checkpoints, from which the run resumes."""
 
     @property
+    def steps(self) -> int:
+        """Steps of the run; those of epochs are known when the rows are read (`preflight.epochs.with_steps`)."""
+        assert self.run.steps is not None
+        return self.run.steps
+
+    @property
     def updates_per_step(self) -> int:
         """Optimizer steps of a trained role in one step of the run."""
         return 1
@@ -93,7 +99,7 @@ class TrainingConfig(RunConfig):
     def optimizer_steps(self, role: RoleName) -> int:
         """Returns the optimizer steps of a trained role in the run, which its learning rate's schedule covers."""
         del role
-        return self.run.steps * self.updates_per_step
+        return self.steps * self.updates_per_step
 
     def optimizer(self, role: RoleName) -> Optimizer:
         return getattr(self, role).optimizer
@@ -168,7 +174,7 @@ class PPOConfig(TrainingConfig):
     def optimizer_steps(self, role: RoleName) -> int:
         """Returns the optimizer steps of a trained role in the run; the actor has none in the critic's warm-up."""
         waited = self.critic.warmup_steps if role == "actor" and self.critic is not None else 0
-        return (self.run.steps - waited) * self.updates_per_step
+        return (self.steps - waited) * self.updates_per_step
 
 
 class RAFTConfig(TrainingConfig):

@@ -30,8 +30,17 @@ class TrainingRun(Run):
 
     dir: str
     """Directory of the run's output; training resumes from its last checkpoint, if there is one."""
-    steps: Count
-    """Steps of the run, each of rollouts and their updates; in sft and reward_model, of an optimizer step."""
+    steps: Count | None = None
+    """Steps of the run, each of rollouts and their updates; in sft and reward_model, of an optimizer step. null:
+    those of epochs; one of the two is given."""
+    epochs: Positive | None = None
+    """Passes over the usable rows of data.prompts or data.train, or over the random prompts, instead of steps: the run
+    has epochs * rows / rows of a step steps, rounded down."""
+
+    @property
+    def length_field(self) -> str:
+        """The field that determines the run's length."""
+        return "run.steps" if self.epochs is None else "run.epochs"
 
 
 class Optimizer(Section):
