@@ -95,6 +95,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         device: str,
         tokenizer: str | None = None,
         weights: Literal["sync", "files"] = "sync",
+        device_memory: int | None = None,
         engine: type[RolloutEngine] = RolloutEngine,
         replacements: int = 0,
     ) -> None:
@@ -112,6 +113,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
                 device=device,
                 tokenizer=tokenizer,
                 weights=weights,
+                device_memory=device_memory,
             )
 
         super().__init__(session, "rollout", [launch(index) for index in range(rollout.engines)])
@@ -356,7 +358,7 @@ def launch_engines(
     config: RunConfig, rollout: Rollout, session: Session, model_dir: str, *, weights: Literal["sync", "files"]
 ) -> RolloutGroup:
     """Launches the engines, and returns at once; see `RolloutGroup`."""
-    engine = RolloutEngine
+    engine, gib = RolloutEngine, config.cluster.device_memory_gib
     if rollout.record is not None:
         engine = RecordingEngine
     elif rollout.replay is not None:
@@ -369,6 +371,7 @@ def launch_engines(
         device=config.cluster.device,
         tokenizer=config.model.tokenizer_directory(model_dir) if rollout.stop else None,
         weights=weights,
+        device_memory=None if gib is None else int(gib * 2**30),
         engine=engine,
         replacements=rollout.max_replacements if weights == "sync" else 0,
     )

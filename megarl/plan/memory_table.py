@@ -10,7 +10,8 @@ from rich.table import Table
 
 from megarl.config import RunConfig
 from megarl.files import format_bytes
-from megarl.preflight.device_memory import advice, capacity
+from megarl.preflight.capacity import capacity
+from megarl.preflight.device_memory import advice
 from megarl.preflight.memory_plan import PhaseMemory, plan_memory
 
 _ROWS = {

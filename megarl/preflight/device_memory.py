@@ -2,59 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 from megarl.config import ConfigError, Problem, RunConfig
 from megarl.files import format_bytes
-from megarl.preflight.memory_plan import DevicePlan, PhaseMemory, plan_memory
-
-_GIB = 1 << 30
-_LARGEST = 268 * _GIB
-"""Memory of the largest GPU, a B300."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Capacity:
-    """The memory of a device; ``shared`` by all devices where these are virtual."""
-
-    nbytes: int
-    source: str
-    shared: bool = False
-
-
-def capacity(config: RunConfig) -> Capacity:
-    """Returns the memory of a device: as configured, of this machine's, or else of the largest GPU there is."""
-    cluster = config.cluster
-    shared = cluster.device == "cpu"
-    if cluster.device_memory_gib is not None:
-        nbytes = int(cluster.device_memory_gib * _GIB)
-        return Capacity(nbytes=nbytes, source="cluster.device_memory_gib", shared=shared)
-    if shared:
-        machines = 1 if cluster.address is None else cluster.nodes
-        nbytes = machines * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Capacity(nbytes=nbytes, source="this machine" if machines == 1 else "machines like this", shared=True)
-    gpu = _first_gpu() if cluster.address is None else None
-    return gpu or Capacity(nbytes=_LARGEST, source="the largest GPU there is; set cluster.device_memory_gib")
-
-
-def _first_gpu() -> Capacity | None:
-    """Returns the first GPU of this machine; asks without torch, which would start CUDA."""
-    query = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits", "--id=0"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout
-        mib, name = answer.strip().split(", ", 1)
-        return Capacity(nbytes=int(mib) << 20, source=name)
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
+from megarl.preflight.capacity import capacity
+from megarl.preflight.memory_plan import DevicePlan, PhaseMemory, engine_settings, plan_memory
+from megarl.rollout.engine_memory import PROCESS
 
 
 def check_memory(config: RunConfig) -> None:
-    """Raises ConfigError if what is certain to be needed at once exceeds a device, or all virtual ones this machine."""
+    """Raises ConfigError if what is certain to be needed at once exceeds a device, or all virtual ones this machine.
+
+    And if the engines' fraction of a device leaves no room for their caches.
+    """
     plans, room = plan_memory(config), capacity(config)
-    problems: dict[str, Problem] = {}
+    problems = {problem.field: problem for problem in _without_cache(config, plans)}
     for group in [plans] if room.shared else [[plan] for plan in plans]:
         by_phase: dict[str, list[tuple[DevicePlan, PhaseMemory]]] = {}
         for plan in group:
@@ -72,6 +35,15 @@ def check_memory(config: RunConfig) -> None:
         raise ConfigError(list(problems.values()))
 
 
+def _without_cache(config: RunConfig, plans: Sequence[DevicePlan]) -> Iterator[Problem]:
+    rollout, engine = engine_settings(config), next((plan.engine for plan in plans if plan.engine is not None), None)
+    if rollout is not None and engine is not None and engine.cache == 0:
+        taken, device = engine.weights + engine.work + PROCESS[config.cluster.device], capacity(config).of_device
+        rule = f"more than what an engine takes besides its cache, {format_bytes(taken)} of {format_bytes(device)}"
+        fix = f"set it above {taken / device:.2f}, or raise rollout.tp"
+        yield Problem("rollout.gpu_memory_fraction", f"{rollout.gpu_memory_fraction:g}", rule, fix)
+
+
 def advice(config: RunConfig, plan: DevicePlan, phase: PhaseMemory) -> str:
     """Returns the setting that would free most memory of a phase."""
     return max(_remedies(config, plan, phase))[1]
@@ -79,10 +51,11 @@ def advice(config: RunConfig, plan: DevicePlan, phase: PhaseMemory) -> str:
 
 def _remedies(config: RunConfig, plan: DevicePlan, phase: PhaseMemory) -> Iterator[tuple[int, str]]:
     """Yields the bytes that a setting would free, roughly, and the setting."""
-    engine, role = plan.engine, phase.role
+    engine, role, rollout = plan.engine, phase.role, engine_settings(config)
     if engine is not None and not plan.sleeps and plan.roles and phase.phase in ("inference", "update", "checkpoint"):
         yield engine.weights + engine.cache, "set rollout.sleep=true"
-    yield phase.cache, "lower rollout.kv_cache_mib"
+    if rollout is not None:
+        yield phase.cache, f"lower {rollout.cache_field}"
     yield phase.weights // 2, "raise rollout.tp"
     for name, memory in plan.roles.items():
         if not memory.spec.offload and name != role:

@@ -15,20 +15,16 @@ from functools import cached_property
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RewardModelConfig, RunConfig, SFTConfig, parse_devices
 from megarl.config.schema import Rollout
 from megarl.models import ModelSpec, model_spec
+from megarl.preflight.capacity import capacity
 from megarl.role_specs import PolicySpec, RoleSpec, role_specs
+from megarl.rollout.engine_memory import PROCESS, EngineRankMemory
 from megarl.types import HEADS, Layout, RankCoords, RoleName
 from megarl.weights.hf_files import read_config
 from megarl.weights.shard_map import ITEM_BYTES
 
-_MIB, _GIB = 1 << 20, 1 << 30
+_MIB = 1 << 20
 _CHUNK_TOKENS = 1024
 """Tokens whose logits exist at once (``megatron.logprobs``)."""
-_ENGINE_TOKENS = {"cuda": (16384, 1024), "cpu": (4096, 256)}
-"""Tokens of a batch of vLLM and responses at once, its defaults (0.32)."""
-_GRAPHS = _GIB
-"""Allowance for vLLM's CUDA graphs."""
-_PROCESS = {"cuda": 6 * _GIB // 10, "cpu": _GIB // 2}
-"""Allowance of a process: CUDA's context and NCCL on a GPU, libraries on a CPU."""
 
 EXACT = ("parameters", "gradients", "optimizer", "weights", "cache")
 
@@ -220,27 +216,6 @@ class RoleMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineRankMemory:
-    """A rank of an engine."""
-
-    weights: int
-    cache: int
-    work: int
-
-    @classmethod
-    def of(cls, model: ModelSpec, rollout: Rollout, device: str) -> EngineRankMemory:
-        params, dims = model.vllm_map(rollout.tp, 0).params, model.dims
-        item, fp8 = ITEM_BYTES[model.dtype], rollout.quantization is not None
-        quantized = {name for name, info in params.items() if fp8 and "layers." in name and len(info.shape) > 1}
-        weights = sum(math.prod(i.shape) * (1 if name in quantized else item) for name, i in params.items())
-        tokens, responses = _ENGINE_TOKENS[device]
-        batch = tokens * item * (3 * dims.hidden + 3 * dims.ffn // rollout.tp)
-        logits = 8 * responses * dims.vocab
-        graphs = _GRAPHS if device == "cuda" and not rollout.enforce_eager else 0
-        return cls(weights=weights, cache=rollout.kv_cache_mib * _MIB, work=batch + logits + graphs)
-
-
-@dataclass(frozen=True, kw_only=True)
 class DevicePlan:
     """A device: its roles by name, and its engine.
 
@@ -314,7 +289,7 @@ class DevicePlan:
             role=active[0],
             parameters=sum(role.parameters for role in here),
             optimizer=sum(role.optimizer for role in here),
-            process=_PROCESS[self.kind] * (bool(self.roles) + (self.engine is not None)),
+            process=PROCESS[self.kind] * (bool(self.roles) + (self.engine is not None)),
             offloaded=sum(role.state for role in self.roles.values()) - sum(role.state for role in here),
         )
 
@@ -328,7 +303,7 @@ class DevicePlan:
 def plan_memory(config: RunConfig) -> list[DevicePlan]:
     """Returns every device that the run uses."""
     kind, plans = config.cluster.device, dict[int, DevicePlan]()
-    rollout = None if isinstance(config, SFTConfig) else _rollout(config)
+    rollout = engine_settings(config)
     bucket = int(config.resharding.bucket_mib * _MIB) if isinstance(config, PPOConfig | RAFTConfig) else 0
     for name in config.groups:
         specs, made = role_specs(config, name), dict[tuple[RoleName, int], RoleMemory]()
@@ -341,7 +316,8 @@ def plan_memory(config: RunConfig) -> list[DevicePlan]:
                 roles[role] = made[key]
             plans[device] = DevicePlan(device=device, kind=kind, roles=roles, bucket=bucket)
     if rollout is not None:
-        engine = EngineRankMemory.of(model_spec(config.model.hf_config()), rollout, kind)
+        spec = model_spec(config.model.hf_config())
+        engine = EngineRankMemory.of(spec, rollout, kind, lambda: capacity(config).of_device)
         sleeps = rollout.sleep and kind == "cuda"
         for device in parse_devices(rollout.devices):
             plan = plans.get(device, DevicePlan(device=device, kind=kind, bucket=bucket))
@@ -349,7 +325,10 @@ def plan_memory(config: RunConfig) -> list[DevicePlan]:
     return [plans[device] for device in sorted(plans)]
 
 
-def _rollout(config: RunConfig) -> Rollout | None:
+def engine_settings(config: RunConfig) -> Rollout | None:
+    """Returns the section rollout, if the stage has engines."""
+    if isinstance(config, SFTConfig):
+        return None
     assert isinstance(config, PPOConfig | RAFTConfig | RewardModelConfig | EvalConfig)
     return config.rollout
 

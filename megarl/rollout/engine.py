@@ -24,6 +24,7 @@ from megarl.rollout.completions import (
     select_rows,
     truncate_responses,
 )
+from megarl.rollout.engine_memory import cache_bytes
 from megarl.rollout.engine_state import EngineState
 from megarl.rollout.requests import Requests, generation_params, scoring_params, stop_token_ids
 from megarl.rollout.vllm_environment import scratch_directory, set_vllm_environment, temporary_files_in
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 Ends = tuple[list[int], list[bool]]
 """The number of tokens of each response of a chunk, and whether it is finished."""
 
-_MIB = 2**20
 _BLOCK_TOKENS = 32
 _START_MEMORY = 0.01
 """The part of the device's memory that vLLM (0.32) requires to be free, even with a given cache size; its default does
@@ -62,6 +62,7 @@ class RolloutEngine:
         device: `cuda` or `cpu`.
         tokenizer: Hugging Face directory, for `rollout.stop`.
         weights: `sync` starts without weights, `files` with those in the directory.
+        device_memory: bytes of which `rollout.gpu_memory_fraction` is a part; None measures them.
     """
 
     def __init__(
@@ -74,9 +75,11 @@ class RolloutEngine:
         device: str,
         tokenizer: str | None = None,
         weights: Literal["sync", "files"] = "sync",
+        device_memory: int | None = None,
     ) -> None:
         self._model_dir, self._rollout, self._engine_id = str(model_dir), rollout, engine_id
         self._vocab_size, self._device, self._tokenizer, self._weights = vocab_size, device, tokenizer, weights
+        self._device_memory = device_memory
         self._inflight = rollout.mode == "inflight"
         self._state = EngineState(
             engine_id,
@@ -136,7 +139,7 @@ class RolloutEngine:
             enable_sleep_mode=self._rollout.sleep and not cpu,  # on a CPU vLLM sleeps without it, and frees nothing
             max_model_len=self._rollout.max_model_len + 1,  # vLLM generates a token when it scores a sequence
             block_size=_BLOCK_TOKENS,  # the CPU kernels' smallest; short prompts share prefixes
-            kv_cache_memory_bytes=self._rollout.kv_cache_mib * _MIB,
+            kv_cache_memory_bytes=cache_bytes(self._spec, self._rollout, self._device, self._device_memory),
             gpu_memory_utilization=_START_MEMORY,
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",

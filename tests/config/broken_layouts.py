@@ -57,6 +57,9 @@ LAYOUTS: Cases = {
         )
     ],
     placement_rules.engine_devices_exist: [(["cluster.nodes=2", "rollout.devices=8"], "rollout.devices", "= 8")],
+    rollout_rules.one_size_of_the_cache: [
+        (["rollout.gpu_memory_fraction=0.3"], "rollout.kv_cache_mib", "no effect with rollout.gpu_memory_fraction")
+    ],
     rollout_rules.engines_fill_devices: [
         (["rollout.devices=0-2", "rollout.tp=2"], "rollout.tp", "divides the 3 rollout devices"),
         (

@@ -48,7 +48,7 @@ def test_every_system_has_many_keys_and_none_twice() -> None:
         ("rollout.n=4", "data.samples_per_prompt"),
         ("data.train_batch_size=8", "data.prompts_per_step"),
         ("actor.ppo_mini_batch_size=4", "algo.mini_batches (a size there, a count here"),
-        ("rollout.gpu_memory_utilization=0.5", "rollout.kv_cache_mib"),
+        ("rollout.gpu_memory_utilization=0.5", "rollout.gpu_memory_fraction"),
         ("algo.clip_range=0.2", "algo.policy_loss.clip"),
         ("algo.policy_loss.epsilon_high=0.28", "algo.policy_loss.clip_high"),
         ("algo.beta=0.1", "algo.kl.coef"),

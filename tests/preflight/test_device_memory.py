@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from megarl.cli import app
-from megarl.config import ConfigError, load
+from megarl.config import ConfigError, PPOConfig, load
+from megarl.models import model_spec
 from megarl.preflight.device_memory import check_memory
 from megarl.preflight.memory_plan import PhaseMemory, plan_memory
+from megarl.rollout.engine_memory import cache_bytes
 
 GIB = 1 << 30
 MODEL = {
@@ -148,6 +152,7 @@ def test_what_cannot_fit_is_refused_from_config_json_alone(tmp_path: Path) -> No
     ("overrides", "phase", "fix"),
     [
         (["rollout.kv_cache_mib=8000"], "generate", "lower rollout.kv_cache_mib"),
+        (["rollout.kv_cache_mib=null", "rollout.gpu_memory_fraction=0.99"], "generate", "rollout.gpu_memory_fraction"),
         (["groups.train.roles.actor.tokens_per_micro_batch=999999"], "update", "roles.actor.recompute=full"),
     ],
 )
@@ -164,6 +169,39 @@ def test_an_engine_that_stays_awake_is_told_to_sleep(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "update on device 0 may not fit" in result.stdout
     assert "set rollout.sleep=true" in result.stdout
+
+
+FRACTION = ["rollout.kv_cache_mib=null", "rollout.gpu_memory_fraction=0.5"]
+
+
+def test_a_fraction_of_a_gpu_holds_all_of_an_engine(tmp_path: Path) -> None:
+    path, alone = written(tmp_path), ["rollout.devices=3", "cluster.device_memory_gib=24"]
+    (generate,) = [found for name, found in phases(path, *FRACTION, *alone, device=3).items() if name == "generate"]
+    assert generate.peak == 12 * GIB
+    assert generate.peak == generate.weights + generate.cache + generate.engine + generate.process
+    given = load(path, [*FRACTION, *alone])
+    assert isinstance(given, PPOConfig)
+    model = model_spec(given.model.hf_config())
+    assert cache_bytes(model, given.rollout, "cuda", 24 * GIB) == generate.cache  # the engine's own
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    on_cpu = phases(path, *FRACTION, "cluster.device=cpu", device=0)["generate"]
+    assert on_cpu.weights + on_cpu.cache + on_cpu.engine + GIB // 2 == machine // 2
+    assert cache_bytes(model, given.rollout, "cpu") == on_cpu.cache
+
+
+def test_a_fraction_that_leaves_no_cache_is_refused(tmp_path: Path) -> None:
+    given = load(written(tmp_path), [*FRACTION, "cluster.device_memory_gib=3"])
+    with pytest.raises(ConfigError) as refusal:
+        check_memory(given)
+    (problem,) = refusal.value.problems
+    assert problem.field == "rollout.gpu_memory_fraction"
+    least = float(re.findall(r"above ([\d.]+)", problem.fix)[0])
+    check_memory(
+        load(written(tmp_path), [*FRACTION, "cluster.device_memory_gib=3", f"{FRACTION[1][:-3]}{least + 0.02}"])
+    )
+    assert isinstance(given, PPOConfig)
+    with pytest.raises(ValueError, match="leaves no cache"):
+        cache_bytes(model_spec(given.model.hf_config()), given.rollout, "cuda", 3 * GIB)
 
 
 def test_virtual_devices_share_the_memory_of_the_machine(tmp_path: Path) -> None:

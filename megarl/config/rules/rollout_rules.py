@@ -55,6 +55,13 @@ def sleeping_frees_devices(groups: Groups, rollout: Rollout | None) -> Iterator[
         yield Problem("rollout.sleep", "True", rule, "set it to false")
 
 
+def one_size_of_the_cache(rollout: Rollout | None) -> Iterator[Problem]:
+    """The cache has a size, or what a fraction of the device leaves."""
+    if rollout is not None and rollout.gpu_memory_fraction is not None and rollout.kv_cache_mib is not None:
+        rule, fix = "has no effect with rollout.gpu_memory_fraction", "set one of the two to null"
+        yield Problem("rollout.kv_cache_mib", str(rollout.kv_cache_mib), rule, fix)
+
+
 def new_tokens_in_order(rollout: Rollout | None) -> Iterator[Problem]:
     """min_new_tokens is at most max_new_tokens."""
     if rollout is not None and rollout.min_new_tokens > rollout.max_new_tokens:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from megarl.bounds import Count, Natural, Positive
+from megarl.bounds import BelowOne, Count, Natural, Positive
 from megarl.config.schema.base import Devices, GroupName, Section, parse_devices, without_removed
 from megarl.types import RoleName
 
@@ -124,8 +124,11 @@ class Rollout(Section):
     """Largest number of tokens of prompt and response together."""
     quantization: Literal["fp8_per_channel"] | None = None
     """Compute the engines' linear layers in float8, with a scale per output channel and per token; null does not."""
-    kv_cache_mib: Count = 4096
-    """Memory of the key-value cache of each engine rank, MiB."""
+    kv_cache_mib: Count | None = None
+    """Memory of the key-value cache of each engine rank, MiB; null is 4096, or what gpu_memory_fraction leaves."""
+    gpu_memory_fraction: BelowOne | None = None
+    """Part of a GPU's memory for an engine rank, weights included, instead of kv_cache_mib; with device cpu, of the
+    machine's memory. The cache has what the memory plan (docs/memory.md) leaves of it: the same size at every start."""
     sleep: bool = False
     """Free the engines' weights and caches while the trainers work: needed where they share devices."""
     enforce_eager: bool = False
@@ -156,6 +159,11 @@ class Rollout(Section):
     """Directory for each step's rollouts."""
     replay: str | None = None
     """Directory of recorded rollouts, which replace the generation of their steps."""
+
+    @property
+    def cache_field(self) -> str:
+        """The field that determines the size of the key-value cache."""
+        return "rollout.kv_cache_mib" if self.gpu_memory_fraction is None else "rollout.gpu_memory_fraction"
 
     @property
     def engines(self) -> int:

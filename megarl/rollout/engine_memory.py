@@ -1,0 +1,80 @@
+"""The memory of a rank of a vLLM engine: exact weights and cache, and an allowance for the rest, bytes."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from megarl.config.schema import Rollout
+from megarl.models import ModelSpec
+from megarl.weights.shard_map import ITEM_BYTES
+
+_MIB, _GIB = 1 << 20, 1 << 30
+_CACHE = 4 * _GIB
+_TOKENS = {"cuda": (16384, 1024), "cpu": (4096, 256)}
+"""Tokens of a batch of vLLM and responses at once, its defaults (0.32)."""
+_GRAPHS = _GIB
+"""Allowance for vLLM's CUDA graphs."""
+PROCESS: Final = {"cuda": 6 * _GIB // 10, "cpu": _GIB // 2}
+"""Allowance of a process: CUDA's context and NCCL on a GPU, libraries on a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRankMemory:
+    """A rank of an engine.
+
+    Args:
+        cache: of keys and values; 0 if `rollout.gpu_memory_fraction` leaves no room for it.
+    """
+
+    weights: int
+    cache: int
+    work: int
+
+    @classmethod
+    def of(cls, model: ModelSpec, rollout: Rollout, device: str, device_memory: Callable[[], int]) -> EngineRankMemory:
+        """Returns the memory of an engine's ranks.
+
+        Args:
+            device: `cuda` or `cpu`.
+            device_memory: returns all memory of a device; called with `rollout.gpu_memory_fraction` alone.
+        """
+        params, dims = model.vllm_map(rollout.tp, 0).params, model.dims
+        item, fp8 = ITEM_BYTES[model.dtype], rollout.quantization is not None
+        quantized = {name for name, info in params.items() if fp8 and "layers." in name and len(info.shape) > 1}
+        weights = sum(math.prod(i.shape) * (1 if name in quantized else item) for name, i in params.items())
+        tokens, responses = _TOKENS[device]
+        batch = tokens * item * (3 * dims.hidden + 3 * dims.ffn // rollout.tp)
+        logits = 8 * responses * dims.vocab
+        work = batch + logits + (_GRAPHS if device == "cuda" and not rollout.enforce_eager else 0)
+        cache = _CACHE if rollout.kv_cache_mib is None else rollout.kv_cache_mib * _MIB
+        if rollout.gpu_memory_fraction is not None:
+            cache = int(rollout.gpu_memory_fraction * device_memory()) - weights - work - PROCESS[device]
+        return cls(weights=weights, cache=max(0, cache), work=work)
+
+
+def cache_bytes(model: ModelSpec, rollout: Rollout, device: str, device_memory: int | None = None) -> int:
+    """Returns the size of the cache of an engine that starts in this process; raises ValueError without room for it.
+
+    It follows from the sizes that the memory plan knows: a measurement would differ between starts, and count what a
+    trainer on the device allocates meanwhile.
+
+    Args:
+        device_memory: all memory of the device; None asks the system.
+    """
+    cache = EngineRankMemory.of(model, rollout, device, lambda: device_memory or _system_memory(device)).cache
+    if cache == 0:
+        raise ValueError(f"rollout.gpu_memory_fraction = {rollout.gpu_memory_fraction} leaves no cache: raise it")
+    return cache
+
+
+def _system_memory(device: str) -> int:
+    """Returns all memory of this process's first GPU, or of the machine."""
+    if device == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    from vllm.platforms import current_platform
+
+    return current_platform.get_device_total_memory()
