@@ -304,6 +304,25 @@ CHECKS: Final[Sequence[Check]] = (
 )
 """All checks. Rows of one metric are next to the lines of its table in docs/metrics.md."""
 
+_UNSAVED: Final = 3600.0  # seconds
+
+
+def unsaved_run(steps: int) -> Check:
+    """Returns a check for runs of so many steps, with a checkpoint after the last one alone, that take over an hour."""
+
+    def condition(lines: Lines) -> bool | None:
+        seconds = _values(lines, "time/step")
+        return steps * median(seconds) > _UNSAVED if seconds else None
+
+    return Check(
+        metric="checkpoint.every",
+        unhealthy=condition,
+        describe=lambda _: f"the run's {steps} steps take over an hour, and only the last one has a checkpoint",
+        advice="an interrupted run starts again; set checkpoint.every",
+        steps=3,
+    )
+
+
 LIMITS: Final[Mapping[str, str]] = {check.metric: check.limit for check in CHECKS if check.limit}
 """The limits of healthy values by metric."""
 
@@ -320,11 +339,15 @@ class _Watch:
 
 @dataclass(kw_only=True)
 class HealthMonitor:
-    """Applies the checks to a run's lines, in order; `findings` are those that began, the last ones may last."""
+    """Applies checks to a run's lines, in order; `findings` are those that began, the last ones may last."""
 
+    checks: Sequence[Check] = CHECKS
     findings: list[HealthFinding] = field(default_factory=list)
     _lines: deque[Line] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    _watches: Sequence[_Watch] = field(default_factory=lambda: [_Watch(check=check) for check in CHECKS])
+    _watches: Sequence[_Watch] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._watches = [_Watch(check=check) for check in self.checks]
 
     def add(self, line: Line) -> list[str]:
         """Takes the line of the next step; returns a sentence for each finding that begins or ends with it."""
@@ -355,9 +378,9 @@ _QUIET = 5
 """Healthy steps that end a finding at least, so that one which comes and goes is said once."""
 
 
-def watch(lines: Lines) -> HealthMonitor:
-    """Returns the monitor after some lines."""
-    monitor = HealthMonitor()
+def watch(lines: Lines, *more: Check) -> HealthMonitor:
+    """Returns the monitor of all checks, and of more, after some lines."""
+    monitor = HealthMonitor(checks=(*CHECKS, *more))
     for line in lines:
         monitor.add(line)
     return monitor

@@ -18,7 +18,7 @@ from megarl.files import read_lines, write_durably
 from megarl.run.attempts import read_attempts
 from megarl.run.directory import RunDirectory
 from megarl.run.display import COLUMNS, Column, counted, metrics_table, open_display, phase_line
-from megarl.run.health import LIMITS, HealthFinding, HealthMonitor, watch
+from megarl.run.health import LIMITS, HealthFinding, HealthMonitor, unsaved_run, watch
 from megarl.run.paths import RunPaths
 from megarl.run.results import EvaluationResult, ShownSample, StepResult
 from megarl.run.sinks import JsonlSink, Metrics, Sink, TensorBoardSink, WandbSink, as_json
@@ -146,7 +146,8 @@ class Reporter:
         self._start: Metrics = {}
         self._last_step: Metrics = {}
         self._evaluation: Metrics = {}
-        self._health: HealthMonitor = watch(read_lines(directory.metrics))
+        more = [] if config.checkpoint.every is not None else [unsaved_run(config.steps)]
+        self._health: HealthMonitor = watch(read_lines(directory.metrics), *more)
 
     def __enter__(self) -> Self:
         config, directory = self._config, self._directory

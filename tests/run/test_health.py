@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megarl.run.health import CHECKS, HealthMonitor, watch
+from megarl.run.health import CHECKS, HealthMonitor, unsaved_run, watch
 from megarl.run.verdict import judge
 
 HISTORIES = Path(__file__).parent / "histories"
@@ -157,6 +157,18 @@ def test_limits_that_do_not_hold_for_an_algorithm_are_not_applied() -> None:
         line["staleness/max"] = 4.0
         del line["rollout/logprob_gap"]
     assert begun(stale) == []
+
+
+@pytest.mark.parametrize(("steps", "first"), [(360, None), (361, 3), (5000, 3)])
+def test_a_long_run_without_checkpoints_is_told_so_once(steps: int, first: int | None) -> None:
+    """10 s a step; the first one takes longer, the tenth is one with an evaluation."""
+    seconds = [90.0, *[10.0] * 8, 90.0, *[10.0] * 10]
+    lines = [{"step": step, "time/step": taken} for step, taken in enumerate(seconds, start=1)]
+    monitor = watch([], unsaved_run(steps))
+    told = [text for line in lines for text in monitor.add(line)]
+    assert [finding.first for finding in monitor.findings] == ([] if first is None else [first])
+    assert len(told) == len(monitor.findings)
+    assert all("set checkpoint.every" in text for text in told)
 
 
 def test_every_metric_with_a_limit_has_it_in_the_document() -> None:

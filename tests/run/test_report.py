@@ -106,6 +106,21 @@ def test_every_file_has_its_lines(tmp_path: Path, capsys: pytest.CaptureFixture[
     }
 
 
+@pytest.mark.parametrize(("every", "told"), [("null", 1), ("100", 0)])
+def test_a_long_run_is_told_to_write_checkpoints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], every: str, told: int
+) -> None:
+    config = load(DEBUG, [f"run.dir={tmp_path}", "run.steps=1000", f"checkpoint.every={every}"])
+    directory = RunDirectory(config)
+    with Reporter(config, directory, taken=0) as reporter:
+        for step in range(1, 9):
+            reporter.write(StepResult(step=step, metrics={"time/step": 4.0}, updates=[]))
+        reporter.finished({})
+    assert capsys.readouterr().out.count("set checkpoint.every") == told
+    findings = json.loads(directory.summary.read_text()).get("findings", [])
+    assert [(entry["metric"], entry["first"]) for entry in findings] == [("checkpoint.every", 3)] * told
+
+
 def unscored(step: int, **counts: int) -> StepResult:
     """A step of 16 responses, some of which two functions have left without a score."""
     of_sources = {f"rewards/unscored/{name}": count for name, count in counts.items()}
