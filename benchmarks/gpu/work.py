@@ -103,6 +103,7 @@ def config(directory: Path, size: Size, device: str, *, steps: int, critic: bool
             "max_model_len": length,
             "kv_cache_mib": size.cache_mib,
             "stop_token_ids": size.stop_token_ids,
+            "sleep": False,
             **rollout,
         },
         "data": {
@@ -111,8 +112,8 @@ def config(directory: Path, size: Size, device: str, *, steps: int, critic: bool
             "samples_per_prompt": size.samples,
         },
         "algo": {"mini_batches": 1, "kl": {"coef": 0.05}} if critic else grpo,
-        "actor": {"optimizer": {"lr": 1e-6}},
-        **({"critic": {"optimizer": {"lr": 1e-5}}} if critic else {}),
+        "actor": {"optimizer": {"lr": 1e-6, "betas": [0.9, 0.95]}},
+        **({"critic": {"optimizer": {"lr": 1e-5, "betas": [0.9, 0.95]}}} if critic else {}),
         "reward": {"functions": [{"name": "soft_overlong", "args": penalty}]},
     }
 

@@ -11,7 +11,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from megarl.config.inheritance import expanded, merged
-from megarl.config.one_device import on_one_device
+from megarl.config.one_device import asleep_where_shared, on_one_device
 from megarl.config.pending_paths import without_pending
 from megarl.config.problems import ConfigError, Problem, shown
 from megarl.config.rules import broken_rules
@@ -43,7 +43,7 @@ def load(
         ConfigError: with every problem.
     """
     raw, unread = merged(Path(path), overrides)
-    raw = on_one_device(raw)
+    raw = asleep_where_shared(on_one_device(raw))
     config, problems = _checked(raw)
     problems, unchecked = without_pending([*unread, *problems], raw, pending_paths), ""
     if config is None:

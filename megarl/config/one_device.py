@@ -1,4 +1,4 @@
-"""The placement of a run whose configuration names no devices: one device of this machine."""
+"""What a configuration leaves open about devices: which it runs on, and whether engines sleep on shared ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, cast
+
+from megarl.config.schema.base import parse_devices
 
 _DEVICES: Final = Path("/dev")
 _DEVICE_FIELDS: Final = ("nodes", "devices_per_node", "device", "address")
@@ -16,7 +18,7 @@ def on_one_device(raw: Mapping[str, Any]) -> dict[str, Any]:
 
     The trainers and the engine share it. Any other configuration stays as it is.
     """
-    cluster, rollout, stage = _section(raw, "cluster"), _section(raw, "rollout"), raw.get("stage")
+    cluster, rollout = _section(raw, "cluster"), _section(raw, "rollout")
     if raw.get("groups") or rollout.get("devices") or any(field in cluster for field in _DEVICE_FIELDS):
         return dict(raw)
     device = "cuda" if _has_gpu() else "cpu"
@@ -27,9 +29,26 @@ def on_one_device(raw: Mapping[str, Any]) -> dict[str, Any]:
     if roles:
         placed["groups"] = {"train": {"devices": "0", "roles": dict.fromkeys(roles, role)}}
     if samples:
-        asleep = {"sleep": True} if taking_turns and stage != "eval" else {}
-        placed["rollout"] = {"devices": "0", **asleep, **rollout}
+        placed["rollout"] = {"devices": "0", **rollout}
     return {**raw, **placed}
+
+
+def asleep_where_shared(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a configuration that says that engines sleep if groups have their GPUs and it says nothing else.
+
+    On a CPU, sleep frees nothing; an evaluation's engines, and those without a sync at every step, keep their weights.
+    """
+    rollout, groups = _section(raw, "rollout"), _section(raw, "groups")
+    on_cpu = _section(raw, "cluster").get("device") == "cpu"
+    if not rollout or "sleep" in rollout or on_cpu or raw.get("stage") == "eval" or rollout.get("sync_every", 1) != 1:
+        return dict(raw)
+    devices = [_section(groups, name).get("devices") for name in groups if groups[name] is not None]
+    try:
+        trained_on = {device for listed in devices for device in parse_devices(str(listed))}
+        shared = trained_on.intersection(parse_devices(str(rollout.get("devices"))))
+    except ValueError:  # the schema says what is wrong
+        return dict(raw)
+    return {**raw, "rollout": {**rollout, "sleep": True}} if shared else dict(raw)
 
 
 def _roles(raw: Mapping[str, Any]) -> list[str]:

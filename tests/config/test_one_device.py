@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from megarl.config import ConfigError, PPOConfig, load, one_device
-from tests.config.debug import DEBUG
+from tests.config.debug import DEBUG, OWN_DEVICE, debug
 
 MINIMAL = {
     "defaults": ["grpo"],
@@ -57,6 +57,15 @@ def test_the_trainer_and_the_engine_take_turns_on_a_gpu(model: Path, monkeypatch
     assert set(config.groups["train"].roles) == {"actor"}
     assert (config.rollout.devices, config.rollout.sleep, config.role("actor").offload) == ("0", True, True)
     assert not loaded(model, "rollout.sleep=false").rollout.sleep
+
+
+def test_engines_sleep_where_groups_have_their_gpus() -> None:
+    on_gpus = ["cluster.device=cuda"]
+    assert debug(*on_gpus).rollout.sleep
+    assert not debug().rollout.sleep  # a CPU frees nothing
+    assert not debug(*on_gpus, "rollout.sleep=false").rollout.sleep
+    assert not debug(*on_gpus, "rollout.sync_every=2").rollout.sleep
+    assert not debug(*on_gpus, *OWN_DEVICE).rollout.sleep
 
 
 def test_roles_follow_from_what_the_configuration_has(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

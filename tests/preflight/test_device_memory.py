@@ -58,7 +58,7 @@ def written(directory: Path, model: dict[str, Any] = MODEL, **sections: Any) -> 
         "model": {"path": str(directory)},
         "cluster": {"devices_per_node": 4},
         "groups": {"train": {"devices": "0", "roles": {"actor": role, "reference": role}}},
-        "rollout": {"devices": "0", "max_new_tokens": 512, "max_model_len": 1024, "kv_cache_mib": 2048},
+        "rollout": {"devices": "0", "max_new_tokens": 512, "max_model_len": 1024, "kv_cache_mib": 2048, "sleep": False},
         "data": {"random": PROMPTS, "prompts_per_step": 16, "samples_per_prompt": 4},
         "algo": {"advantage": "grpo", "kl": {"in": "loss", "estimator": "k3", "coef": 0.01}, "mini_batches": 1},
         "actor": {"optimizer": {"lr": 1e-6}},

@@ -130,7 +130,8 @@ class Rollout(Section):
     """Part of a GPU's memory for an engine rank, weights included, instead of kv_cache_mib; with device cpu, of the
     machine's memory. The cache has what the memory plan (docs/memory.md) leaves of it: the same size at every start."""
     sleep: bool = False
-    """Free the engines' weights and caches while the trainers work: needed where they share devices."""
+    """Free the engines' weights and caches while the trainers work. In a file that does not say, true
+    where groups have the engines' GPUs, except in stage eval and with sync_every above 1."""
     enforce_eager: bool = False
     """Run the engines without compiling them and without CUDA graphs: a quicker start, less memory, slower rollouts."""
     sync_every: Count = 1

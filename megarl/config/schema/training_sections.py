@@ -57,7 +57,7 @@ class Optimizer(Section):
     """Fraction of the run's optimizer steps in which the learning rate rises linearly from 0."""
     final_lr: NotNegative = 0.0
     """Learning rate at the end of a linear or cosine schedule."""
-    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.999)
     """Decays of the running means of the gradient and of its square."""
     eps: Positive = 1e-8
     """Added to the root of the second moment."""
