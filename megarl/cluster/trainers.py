@@ -179,10 +179,17 @@ def launch_group(
 
 
 def check_gpus(config: RunConfig) -> None:
-    """Raises ConfigError if the run starts a Ray of its own and this machine lacks GPUs, or has another vLLM."""
+    """Raises ConfigError if the run starts a Ray of its own and needs other machines' GPUs, or this one lacks some.
+
+    Or if it has another vLLM.
+    """
     cluster = config.cluster
     if cluster.address is not None:
         return
+    if not cluster.is_here:
+        rule, value = "several nodes of GPUs need cluster.address", str(cluster.nodes)
+        fix = "start it with megarl launch slurm or ray, or join a running Ray with cluster.address"
+        raise ConfigError([Problem(field="cluster.nodes", value=value, rule=rule, fix=fix)])
     if cluster.device == "cuda" and (found := torch.cuda.device_count()) < cluster.devices_per_node:
         rule = f"at most the GPUs of this machine, {found}"
         fix = "lower it, join a cluster with cluster.address, or set cluster.device=cpu"

@@ -75,7 +75,8 @@ def plan_lines(config: RunConfig, sets: Sets) -> Iterator[tuple[str, str]]:
 def _devices(cluster: Cluster) -> str:
     kind = "GPU" if cluster.device == "cuda" else "virtual device"
     nodes = f" on each of {counted(cluster.nodes, 'node')}" if cluster.nodes > 1 else ""
-    return f"{counted(cluster.devices_per_node, kind)}{' of the CPU' * (cluster.device == 'cpu')}{nodes}"
+    unseen = "" if cluster.is_here else ", as configured: the cluster was not looked at"
+    return f"{counted(cluster.devices_per_node, kind)}{' of the CPU' * (cluster.device == 'cpu')}{nodes}{unseen}"
 
 
 def _first_prompt(sets: Sets) -> str | None:

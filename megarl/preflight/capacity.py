@@ -36,11 +36,11 @@ def capacity(config: RunConfig) -> Capacity:
         nbytes = int(cluster.device_memory_gib * _GIB)
         return Capacity(nbytes=nbytes, source="cluster.device_memory_gib", shared=shared)
     if shared:
-        machines = 1 if cluster.address is None else cluster.nodes
+        machines = 1 if cluster.is_here else cluster.nodes
         nbytes = machines * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         source = "this machine" if machines == 1 else "machines like this"
         return Capacity(nbytes=nbytes, source=source, shared=True, machines=machines)
-    gpu = _first_gpu() if cluster.address is None else None
+    gpu = _first_gpu() if cluster.is_here else None
     return gpu or Capacity(nbytes=_LARGEST, source="the largest GPU there is; set cluster.device_memory_gib")
 
 

@@ -12,6 +12,9 @@ from megarl.algos.kl import KLController
 from megarl.config import ConfigError, load
 from megarl.loop import train
 from megarl.loop.ppo import PPOTrainer
+from megarl.plan.run_plan import plan_lines
+from megarl.preflight.capacity import capacity
+from megarl.preflight.check import check
 from tests.loop.test_model_directory import DEBUG
 
 
@@ -24,6 +27,18 @@ def test_a_run_on_gpus_needs_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     ):
         train.train(config)
     assert not directory.exists()
+
+
+def test_several_nodes_are_planned_but_not_started_without_a_cluster(tmp_path: Path) -> None:
+    devices = ["groups.train.devices=0-7", "rollout.devices=8-15", "cluster.devices_per_node=8"]
+    config = load(DEBUG, ["cluster.device=cuda", "cluster.nodes=2", *devices, f"run.dir={tmp_path / 'run'}"])
+    room = capacity(config)
+    assert (room.nbytes, room.shared) == (268 << 30, False), "this machine's GPU says nothing about the cluster's"
+    lines = dict(plan_lines(config, check(config)))
+    assert lines["devices"] == "8 GPUs on each of 2 nodes, as configured: the cluster was not looked at"
+    with pytest.raises(ConfigError, match=r"cluster.nodes = 2\n    rule: several nodes of GPUs need cluster.address"):
+        train.train(config)
+    assert not (tmp_path / "run").exists()
 
 
 def test_engines_need_a_vllm_for_their_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -49,14 +49,6 @@ def run_directories_can_be_made(run: Run) -> Iterator[Problem]:
             return
 
 
-def nodes_are_joined(cluster: Cluster) -> Iterator[Problem]:
-    """Several nodes of GPUs need a running Ray: one that is started here has this machine's GPUs alone."""
-    if cluster.nodes > 1 and cluster.device == "cuda" and cluster.address is None:
-        rule, value = "several nodes of GPUs need cluster.address", str(cluster.nodes)
-        fix = "start it with megarl launch slurm or ray, or join a running Ray with cluster.address"
-        yield Problem("cluster.nodes", value, rule, fix)
-
-
 def groups_have_roles(groups: Groups) -> Iterator[Problem]:
     """Every group has a role."""
     for name, group in groups.items():

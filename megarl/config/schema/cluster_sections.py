@@ -55,7 +55,7 @@ class Cluster(Section):
     """Kind of the devices: GPUs, or virtual slots of the CPU."""
     address: str | None = None
     """Address of a running Ray to join, such as 10.0.0.1:6379, or auto for the one that RAY_ADDRESS names; null starts
-    one on this machine."""
+    one on this machine. Several nodes of GPUs need one to start; a plan does not."""
     peak_tflops: Positive | None = None
     """Peak of a device for the metrics of MFU, TFLOP/s; null takes the dense bfloat16 peak of known GPUs."""
     device_memory_gib: Positive | None = None
@@ -64,6 +64,11 @@ class Cluster(Section):
     """Shared memory of each node for rollouts and experience, MiB."""
     time_limits: TimeLimits = TimeLimits()
     """How long a call of each phase may take, seconds."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether all devices are this machine's; the nodes of virtual ones are virtual."""
+        return self.address is None and (self.nodes == 1 or self.device == "cpu")
 
 
 class RoleConfig(Section):
