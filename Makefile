@@ -76,10 +76,10 @@ setup-gpu:
 	@$(MAKE) --no-print-directory setup VENV=$(GPU) LOCK=$(GPU_LOCK)
 
 slurm:
-	@'$(PYTHON)' tests/slurm/packages.py slurm
+	@'$(PYTHON)' tests/debian.py slurm
 
 chromium:
-	@'$(PYTHON)' tests/slurm/packages.py chromium
+	@'$(PYTHON)' tests/debian.py chromium
 
 nemo-run: $(NEMO_RUN)/installed
 

@@ -23,9 +23,9 @@ from setuptools.command.build_py import build_py
 from megarl.launch.node.__main__ import app as agent
 from megarl.launch.profile import Bare
 from megarl.launch.render import render
+from tests.debian import program
 from tests.launch.scripts import GOLDEN, JOBS, job
 from tests.needs import lacking
-from tests.slurm.packages import program
 
 pytestmark = pytest.mark.process
 

@@ -13,11 +13,11 @@ import yaml
 
 from launchers import sweep
 from megarl.launch.profile import SSH, Profile
+from tests.debian import program
 from tests.launch.slurm_command import finish
 from tests.launchers.scripts import ROOT, newest, user
 from tests.launchers.shown import GOLDEN, PIPELINE, SFT, SHOWN
 from tests.needs import lacking
-from tests.slurm.packages import program
 
 pytestmark = pytest.mark.process
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.debian import SLURM, missing
 from tests.needs import lacking
 from tests.slurm.cluster import Slurm
 from tests.slurm.jobs import Launcher
-from tests.slurm.packages import SLURM, missing
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from tests.slurm.packages import program
+from tests.debian import program
 
 _END_S = 60.0
 _TOLD_LINES = 30

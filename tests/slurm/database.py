@@ -7,8 +7,8 @@ import socket
 import subprocess
 from pathlib import Path
 
+from tests.debian import program
 from tests.slurm.daemons import DaemonError
-from tests.slurm.packages import program
 
 _SYSTEM_TABLES = Path("/usr/share/mysql/mysql_system_tables.sql")
 

@@ -11,10 +11,10 @@ import pytest
 from megarl.run.view.page_export import export
 from megarl.run.view.page_server import PageServer
 from megarl.run.view.run_view import RunView
+from tests.debian import program
 from tests.needs import lacking
 from tests.run.view.chromium import PROGRAM, Chromium
 from tests.run.view.viewed_run import SCRIPT, add_lines, step_samples, viewed_run
-from tests.slurm.packages import program
 
 pytestmark = pytest.mark.process
 
