@@ -1,4 +1,4 @@
-"""The command line: `megarl init | train | eval | launch | status | view | compare | plan | convert | doctor`."""
+"""The command line `megarl`: init, train, profile, eval, launch, status, view, compare, plan, convert, doctor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.run.status.cli import status
 from megarl.run.view.cli import view
 
 if TYPE_CHECKING:
-    from megarl.config import PPOConfig, RAFTConfig, RunConfig
+    from megarl.config import PPOConfig, RAFTConfig, RunConfig, TrainingConfig
     from megarl.plan.rates import Rates
 
 app = typer.Typer(
@@ -65,6 +65,25 @@ def new_run(
 def train(config_path: ConfigPath, overrides: Overrides = None) -> None:
     """Train as CONFIG describes: SFT, a reward model, PPO or RAFT; resume from the checkpoint in run.dir."""
     _train(config_path, _load(config_path, overrides))
+
+
+@app.command("profile")
+def profile_steps(config_path: ConfigPath, overrides: Overrides = None) -> None:
+    """Train a few steps of CONFIG in RUN_DIR-profile with torch's profiler, and print the longest kernels of each call.
+
+    The steps, ranks and engines are those of `profile`. Nothing is evaluated or saved, and a second call starts again.
+    """
+    _show_imports()
+    from megarl.config import TrainingConfig, load
+    from megarl.loop import train
+
+    given = overrides or []
+    with _exit_codes(config_path):
+        config = load(config_path, given)
+        if isinstance(config, TrainingConfig) and config.profile is None:
+            given = [*given, "profile={}"]
+        config = load(config_path, [*given, f"run.dir={config.run.dir}-profile"])
+        train.profile(_training(config))
 
 
 @app.command("eval")
@@ -178,14 +197,19 @@ def doctor() -> None:
 def _train(path: Path, config: RunConfig) -> None:
     _show_imports()
     with importing():
-        from megarl.config import ConfigError, Problem, TrainingConfig
         from megarl.loop import train
 
     with _exit_codes(path):
-        if not isinstance(config, TrainingConfig):
-            problem = Problem(field="stage", value=config.stage, rule="a stage that trains", fix="use megarl eval")
-            raise ConfigError([problem])
-        train.train(config)
+        train.train(_training(config))
+
+
+def _training(config: RunConfig) -> TrainingConfig:
+    from megarl.config import ConfigError, Problem, TrainingConfig
+
+    if not isinstance(config, TrainingConfig):
+        problem = Problem(field="stage", value=config.stage, rule="a stage that trains", fix="use megarl eval")
+        raise ConfigError([problem])
+    return config
 
 
 def _evaluate(path: Path, config: RunConfig) -> None:

@@ -104,6 +104,19 @@ def test_train_runs_the_loop_with_the_configuration(monkeypatch: pytest.MonkeyPa
     assert received == [debug("run.steps=7")]
 
 
+def test_profile_is_a_run_of_its_own_with_the_steps_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[RunConfig] = []
+    monkeypatch.setattr(megarl.loop, "train", types.SimpleNamespace(profile=received.append), raising=False)
+    for overrides in (["run.dir=runs/a"], ["run.dir=runs/a", "profile.steps=[1,3]"]):
+        assert CliRunner().invoke(app, ["profile", str(DEBUG), *overrides], catch_exceptions=False).exit_code == 0
+    assert received == [
+        debug("run.dir=runs/a-profile", "profile={steps: [2], ranks: [0], engines: [0]}"),
+        debug("run.dir=runs/a-profile", "profile={steps: [1, 3]}"),
+    ]
+    evaluation = CliRunner().invoke(app, ["profile", str(DEBUG.with_stem("eval"))])
+    assert (evaluation.exit_code, "a stage that trains" in evaluation.stderr) == (2, True)
+
+
 def raising(error: Exception) -> Callable[[RunConfig], None]:
     def loop(config: RunConfig) -> None:
         raise error

@@ -55,7 +55,7 @@ class UsageMeter:
     def take(self) -> ProcessUsage:
         """Returns the usage since the last reading, and begins anew."""
         self._note_peak()
-        now, cuda = time.perf_counter(), _cuda()
+        now, cuda = time.perf_counter(), cuda_in_use()
         usage = ProcessUsage(
             idle=max(0.0, 1 - self._busy / (now - self._since)),
             peak_bytes=self._peaks,
@@ -70,7 +70,7 @@ class UsageMeter:
 
 def take_peak_memory() -> int:
     """Returns the most bytes that this process has had at once since the last call."""
-    cuda = _cuda()
+    cuda = cuda_in_use()
     if cuda is not None:
         peak = cuda.max_memory_allocated()
         cuda.reset_peak_memory_stats()
@@ -81,8 +81,8 @@ def take_peak_memory() -> int:
     return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if found is None else int(found[1]))
 
 
-def _cuda() -> Any:
-    """Returns torch.cuda if this process uses a GPU; imports nothing."""
+def cuda_in_use() -> Any:
+    """Returns torch.cuda if this process uses a GPU, else None; imports nothing."""
     torch = sys.modules.get("torch")
     return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
 

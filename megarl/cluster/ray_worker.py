@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar, cast
 from ray import ObjectRef
 
 from megarl.cluster import ray_api
+from megarl.cluster.kernel_profile import CallProfile, KernelProfiler
 from megarl.cluster.placement import visible_devices
 from megarl.cluster.process_usage import ProcessUsage, UsageMeter
 from megarl.cluster.spans import Span, SpanLog
@@ -126,6 +127,7 @@ class RayProcess:
         self._reserved: list[socket.socket] = []
         self._spans = SpanLog()
         self._usage = UsageMeter()
+        self._profiler = KernelProfiler()
 
     @functools.cached_property
     def _object(self) -> Any:
@@ -167,12 +169,17 @@ class RayWorker(RayProcess):
         del number  # they come in order
         self._usage.enter(phase)
         start = time.perf_counter()
-        result = getattr(self._object, method)(*args, **kwargs)
+        with self._profiler.call(phase, method):
+            result = getattr(self._object, method)(*args, **kwargs)
         end = time.perf_counter()
         self._usage.add(end - start)
         self._spans.add(method, start, end)
         self._spans.close()
         return _returned(result, end - start, chunks, self._spans.take())
+
+    def profile(self, trace: str | None) -> Timed[Sequence[CallProfile]]:
+        """Begins to profile the calls; with the file of the trace, ends it and returns what the calls computed."""
+        return Timed(result=self._profiler.switch(trace), seconds=0.0)
 
 
 _Asked = tuple[str, Callable[[], Any], Future[Any]]
@@ -211,7 +218,8 @@ class SteppingRayWorker(RayProcess):
 
         def call() -> Any:
             self._usage.enter(phase)
-            return getattr(self._object, method)(*args, **kwargs)
+            with self._profiler.call(phase, method):
+                return getattr(self._object, method)(*args, **kwargs)
 
         self._early[number] = (method, call, done)
         while self._next in self._early:  # Ray may swap the calls of an asynchronous actor
@@ -225,6 +233,12 @@ class SteppingRayWorker(RayProcess):
     async def sign_of_life(self) -> None:
         """Returns at once, whatever the thread does."""
 
+    async def profile(self, trace: str | None) -> Timed[Sequence[CallProfile]]:
+        """Does as `RayWorker.profile`, between two steps."""
+        done: Future[Any] = Future()
+        self._calls.put(("profile", functools.partial(self._profiler.switch, trace), done))
+        return Timed(result=await asyncio.wrap_future(done), seconds=0.0)
+
     def _loop(self) -> None:
         """Runs calls as they come, and takes steps while there are none; an error in a step ends the process."""
         more = False
@@ -235,7 +249,8 @@ class SteppingRayWorker(RayProcess):
                 except queue.Empty:
                     self._usage.enter("rollout")
                     start = time.perf_counter()
-                    more = self._object.step()
+                    with self._profiler.call("rollout", self._work):
+                        more = self._object.step()
                     self._spans.add(self._work, start, time.perf_counter())
                     if not more:
                         self._spans.close()

@@ -21,6 +21,7 @@ from megarl.cluster.driver_environment import (
     random_token,
     temporary_directory,
 )
+from megarl.cluster.kernel_profile import CallProfile
 from megarl.cluster.placement import Placement
 from megarl.cluster.ray_node import DEVICE, ENVIRONMENT
 from megarl.cluster.ray_worker import RayProcess, RayWorker, SteppingRayWorker
@@ -152,6 +153,20 @@ class Session:
         signs = [process.actor.sign_of_life.remote() for process in processes]
         seen = ray_api.wait(signs, count=len(signs), timeout=_SIGN_OF_LIFE_S)
         return [process for process, sign in zip(processes, signs, strict=True) if sign not in seen]
+
+    def profile(self, traces: Mapping[str, str | None]) -> dict[str, Sequence[CallProfile]]:
+        """Begins to profile processes, or ends it; returns what they computed, by name.
+
+        Args:
+            traces: by name of the process, the file of the trace that ends it; None begins.
+        """
+        chosen = [process for process in self._processes if process.name in traces]
+        done = [process.actor.profile.remote(traces[process.name]) for process in chosen]
+        call = Call[Sequence[CallProfile]](
+            label="profile", phase="checkpoint", processes=chosen, done=done, monitor=self.monitor
+        )
+        found = self.monitor.follow(call).wait()
+        return {process.name: calls for process, calls in zip(chosen, found, strict=True)}
 
     @property
     def host(self) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from megarl.config import ConfigError, Problem, TrainingConfig
 from megarl.loop.ppo import PPOTrainer
 from megarl.loop.raft import RAFTTrainer
 from megarl.loop.reward_model import RewardModelTrainer
+from megarl.loop.step_profiler import StepProfiler
 from megarl.loop.supervised import SFTTrainer
 from megarl.loop.unscored import UnscoredSteps
 from megarl.megatron.worker import MegatronWorker
@@ -91,17 +92,69 @@ def train(config: TrainingConfig) -> Summary:
         ConfigError: The model, the data or run.dir cannot be used.
         RunError: The run failed.
     """
+    config, data = _checked(config)
+    directory = RunDirectory(config)
+    if directory.finished:
+        print(finished_message(config), flush=True)
+        return Summary.read(directory.summary)
+    with _started(config, data, directory) as (trainer, reporter, profiler):
+        taken = directory.step
+        if taken == 0:
+            reporter.evaluated(trainer.evaluate(0))
+        unscored = UnscoredSteps(config)
+        for step in range(taken + 1, config.steps + 1):
+            reporter.trace.begin(step)
+            with profiler.step(step):
+                result = trainer.step(step)
+            reporter.write(result)
+            unscored.add(result)
+            if _due(step, trainer.evaluate_every, config.steps):
+                reporter.evaluated(trainer.evaluate(step))
+            saves = _due(step, config.checkpoint.every, config.steps)
+            for result in trainer.evaluations(wait=saves):
+                reporter.evaluated(result)
+            if saves:
+                reporter.phase("checkpoint")
+                _save(trainer, config, directory, step)
+        export = trainer.finish(directory.export)
+        trainer.close()
+        return reporter.finished(export)
+
+
+def profile(config: TrainingConfig) -> None:
+    """Takes the steps of a run up to the last profiled one, from the beginning; evaluates and saves nothing.
+
+    Raises:
+        ConfigError, RunError: See `train`.
+    """
+    config, data = _checked(config)
+    assert config.profile is not None, "no steps are profiled"
+    directory = RunDirectory(config)
+    with _started(config, data, directory) as (trainer, reporter, profiler):
+        for step in range(1, max(config.profile.steps) + 1):
+            reporter.trace.begin(step)
+            with profiler.step(step):
+                result = trainer.step(step)
+            reporter.write(result)
+
+
+def _checked(config: TrainingConfig) -> tuple[TrainingConfig, Any]:
+    """Returns a configuration with its steps, and the data of a run that can start here, or raises ConfigError."""
     print(phase_line("checking models, data and functions", process_age()), flush=True)
     data = check(config)
     config = with_steps(config, data)
     call_functions(config, data)
     check_gpus(config)
     check_memory(config)
-    directory = RunDirectory(config)
-    if directory.finished:
-        print(finished_message(config), flush=True)
-        return Summary.read(directory.summary)
-    taken = 0 if directory.latest is None else directory.latest.step
+    return config, data
+
+
+@contextmanager
+def _started(
+    config: TrainingConfig, data: Any, directory: RunDirectory
+) -> Generator[tuple[Trainer, Reporter, StepProfiler]]:
+    """Starts every process, loads the last checkpoint, and ends all of it after the block."""
+    taken = directory.step
     session = Session(config.cluster, directory.logs, config.cluster.address)
     with (
         closing(directory),
@@ -123,25 +176,7 @@ def train(config: TrainingConfig) -> Summary:
             _restore(trainer, config, directory.latest)
         ready = trainer.begin(taken)
         reporter.started(ready)
-        if taken == 0:
-            reporter.evaluated(trainer.evaluate(0))
-        unscored = UnscoredSteps(config)
-        for step in range(taken + 1, config.steps + 1):
-            reporter.trace.begin(step)
-            result = trainer.step(step)
-            reporter.write(result)
-            unscored.add(result)
-            if _due(step, trainer.evaluate_every, config.steps):
-                reporter.evaluated(trainer.evaluate(step))
-            saves = _due(step, config.checkpoint.every, config.steps)
-            for result in trainer.evaluations(wait=saves):
-                reporter.evaluated(result)
-            if saves:
-                reporter.phase("checkpoint")
-                _save(trainer, config, directory, step)
-        export = trainer.finish(directory.export)
-        trainer.close()
-        return reporter.finished(export)
+        yield trainer, reporter, StepProfiler(config, session, directory.profile)
 
 
 def _due(step: int, every: int | None, last: int) -> bool:

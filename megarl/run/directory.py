@@ -57,6 +57,11 @@ class RunDirectory(RunPaths):
             if not self.finished:
                 save(config, self.config)
 
+    @property
+    def step(self) -> int:
+        """Returns the step of the checkpoint, 0 without one."""
+        return 0 if self.latest is None else self.latest.step
+
     def _reset(self, point: ResumePoint) -> None:
         """Removes everything that was written after the checkpoint."""
         if point.changed:

@@ -26,6 +26,7 @@ class RunPaths:
         self.prompt_scores = path / "prompt_scores.jsonl"  # each prompt of each evaluation,
         self.attempts = path / "attempts.jsonl"  # each start and each end of its processes
         self.trace = path / "trace.json"  # what each process did and when, in all attempts
+        self.profile = path / "profile"  # traces and kernels of the steps that `profile` names
         self.tensorboard = path / "tensorboard"
         self.left_out = path / "left_out.jsonl"  # rows of the data that are not used
         self.checkpoint_dir = path / "checkpoints"

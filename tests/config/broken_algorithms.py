@@ -342,6 +342,13 @@ ALGORITHMS: Cases = {
         ([EVALUATION, "evaluation.success_at=0.5"], "evaluation.success_at", "no effect without evaluation.pass_at"),
         ([EVALUATION, "evaluation.pass_at=[2]"], "evaluation.pass_at", "at most evaluation.samples_per_prompt = 1"),
     ],
+    training_rules.profiles_have_an_effect: [
+        (["profile.steps=[2, 4]"], "profile.steps", "none above 3"),
+        (["profile.ranks=[4]"], "profile.ranks", "none above 3"),
+        (["profile.engines=[1]"], "profile.engines", "none above 0"),
+        (["profile={ranks: [], engines: []}"], "profile.ranks", "a rank or an engine is profiled"),
+        (["profile={}", "rollout={tp: 2, devices: 0-1}"], "profile.engines", "processes that are not profiled"),
+    ],
     training_rules.averages_are_kept: [([EVALUATION, "evaluation.ema=true"], "evaluation.ema", "needs actor.ema")],
     training_rules.texts_are_mixed_in: [
         ([PTX, "ptx.coef=0"], "ptx.coef", "above 0"),

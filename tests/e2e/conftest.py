@@ -12,7 +12,7 @@ from tests.e2e.runs import PARTS, Finished, train
 
 @dataclass(frozen=True, kw_only=True)
 class DebugRun:
-    """The debug run with further parts and a checkpoint after its second step, its directory, and what it recorded."""
+    """The debug run with further parts, its second step profiled and saved; its directory, and what it recorded."""
 
     finished: Finished
     directory: Path
@@ -23,5 +23,5 @@ class DebugRun:
 def debug_run(tmp_path_factory: pytest.TempPathFactory) -> DebugRun:
     base = tmp_path_factory.mktemp("debug")
     directory, recorded = base / "run", base / "recorded"
-    finished = train(directory, f"rollout.record={recorded}", "checkpoint.every=2", *PARTS)
+    finished = train(directory, f"rollout.record={recorded}", "checkpoint.every=2", "profile.steps=[2]", *PARTS)
     return DebugRun(finished=finished, directory=directory, recorded=recorded)

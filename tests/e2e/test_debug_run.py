@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
 import socket
 from pathlib import Path
@@ -103,11 +105,31 @@ def test_it_writes_a_line_per_optimizer_step(debug_run: DebugRun) -> None:
 def test_its_directory_says_what_ran(debug_run: DebugRun) -> None:
     written = ("attempts", "metrics", "updates", "samples", "evaluations", "prompt_scores")
     files = {f"{name}.jsonl" for name in written} | {"summary.json", "trace.json"}
-    folders = {"logs", "model", "checkpoints", "export", "export-ema", "tensorboard"}
+    folders = {"logs", "model", "profile", "checkpoints", "export", "export-ema", "tensorboard"}
     assert {path.name for path in debug_run.directory.iterdir()} == files | folders | {"config.yaml", ".lock"}
     resolved = load(debug_run.directory / "config.yaml")
     overrides = [f"run.dir={debug_run.directory}", f"rollout.record={debug_run.recorded}", "checkpoint.every=2"]
-    assert resolved == load(Path(DEBUG), [*overrides, *PARTS])
+    assert resolved == load(Path(DEBUG), [*overrides, "profile.steps=[2]", *PARTS])
+
+
+def test_it_tells_what_the_processes_computed_in_the_profiled_step(debug_run: DebugRun) -> None:
+    profile = debug_run.directory / "profile"
+    traces = {f"step-2-{process}.json.gz" for process in ("train-rank-0", "rollout-engine-0")}
+    assert {path.name for path in profile.iterdir()} == {*traces, "step-2.json"}
+    found = json.loads((profile / "step-2.json").read_text())
+    trainer, engine = ({call["name"]: call for call in found[name]} for name in ("train rank 0", "rollout engine 0"))
+    passes = {f"inference.{name}" for name in ("logprobs", "values", "scores", "build_experience")}
+    assert {*passes, "update.update", "sync.send_weights"} <= trainer.keys()
+    assert engine.keys() >= {"rollout.generate", "sync.receive_weights"}
+    line = lines(debug_run.directory / "metrics.jsonl")[1]
+    assert trainer["update.update"]["seconds"] == pytest.approx(line["time/update"], rel=0.2)
+    for call, operator in ((trainer["inference.logprobs"], "aten::mm"), (engine["rollout.generate"], "_C::onednn_mm")):
+        kernels = {kernel["name"]: kernel for kernel in call["kernels"]}
+        assert kernels[operator]["calls"] > 1
+        assert sum(kernel["seconds"] for kernel in kernels.values()) == pytest.approx(call["seconds"], rel=0.05)
+    for trace in traces:
+        assert json.loads(gzip.decompress((profile / trace).read_bytes()))["traceEvents"]
+    assert "profile of step 2, rollout engine 0" in debug_run.finished.output
 
 
 def test_its_status_is_what_it_did(debug_run: DebugRun) -> None:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.config.problems import Problem, ineffective_settings
+from megarl.config.problems import Problem, ineffective_settings, shown
 from megarl.config.schema import (
     PTX,
     Actor,
     Algo,
     Critic,
+    Groups,
     Optimizer,
     PeriodicEvaluation,
     Policy,
+    Profiling,
     PromptData,
     RAFTSettings,
     RewardTraining,
+    Rollout,
     TrainingRun,
 )
+from megarl.config.schema.base import parse_devices
 
 
 def actor_rate_falls(actor: Actor) -> Iterator[Problem]:
@@ -76,6 +80,28 @@ def warm_ups_end(critic: Critic | None, run: TrainingRun) -> Iterator[Problem]:
     if critic is not None and run.steps is not None and critic.warmup_steps >= run.steps:
         rule = f"below run.steps = {run.steps}: the actor would not be trained"
         yield Problem("critic.warmup_steps", str(critic.warmup_steps), rule, f"lower it, or raise {run.length_field}")
+
+
+def profiles_have_an_effect(
+    profile: Profiling | None, run: TrainingRun, groups: Groups, rollout: Rollout | None
+) -> Iterator[Problem]:
+    """The profiled steps, ranks and engines are those of the run."""
+    if profile is None:
+        return
+    limits = {"ranks": max(len(parse_devices(group.devices)) for group in groups.values())}
+    if run.steps is not None:  # those of epochs are known when the rows are read
+        limits["steps"] = run.steps + 1
+    if rollout is not None:
+        limits["engines"] = rollout.engines
+    for name, limit in limits.items():
+        given: tuple[int, ...] = getattr(profile, name)
+        if max(given, default=0) >= limit:
+            yield Problem(f"profile.{name}", shown(given), f"the run has none above {limit - 1}", "remove it")
+    if not profile.ranks and (rollout is None or not profile.engines):
+        yield Problem("profile.ranks", "()", "a rank or an engine is profiled", "add 0, or set profile to null")
+    if rollout is not None and rollout.tp > 1 and profile.engines:
+        rule = f"rollout.tp = {rollout.tp}: an engine of several ranks computes in processes that are not profiled"
+        yield Problem("profile.engines", shown(profile.engines), rule, "set it to []")
 
 
 def value_heads_have_a_source(critic: Critic | None) -> Iterator[Problem]:

@@ -20,6 +20,7 @@ from megarl.config.schema.training_sections import (
     Normalisation,
     Optimizer,
     Policy,
+    Profiling,
     RAFTSettings,
     RewardTraining,
     Run,
@@ -79,6 +80,8 @@ class TrainingConfig(RunConfig):
     """The run itself."""
     checkpoint: CheckpointSettings = CheckpointSettings()
     """Checkpoints, from which the run resumes."""
+    profile: Profiling | None = None
+    """Steps with torch's profiler; null profiles none."""
 
     @property
     def steps(self) -> int:

@@ -43,6 +43,18 @@ class TrainingRun(Run):
         return "run.steps" if self.epochs is None else "run.epochs"
 
 
+class Profiling(Section):
+    """Steps with torch's profiler, which changes no result and takes time: traces for Perfetto, and the longest
+    kernels."""
+
+    steps: tuple[Count, ...] = Field(default=(2,), min_length=1, strict=False)
+    """Steps that are profiled; the first step of a process also warms up."""
+    ranks: tuple[Natural, ...] = Field(default=(0,), strict=False)
+    """Ranks that are profiled in each group."""
+    engines: tuple[Natural, ...] = Field(default=(0,), strict=False)
+    """Engines that are profiled, of one device each."""
+
+
 class Optimizer(Section):
     """Adam with decoupled weight decay."""
 

@@ -1,0 +1,64 @@
+"""The profiles of a run's steps: a trace of each chosen process, and the longest kernels of its calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from megarl.cluster.kernel_profile import CallProfile
+from megarl.cluster.session import Session
+from megarl.config import TrainingConfig
+from megarl.files import write_durably
+
+_ROWS = 10
+_LEAST_SHARE = 0.01
+_NAME_LENGTH = 90
+
+
+class StepProfiler:
+    """Profiles the steps and processes that `profile` names.
+
+    Args:
+        directory: gets `step-N.json` with all kernels, and `step-N-PROCESS.json.gz`, a trace for Perfetto.
+    """
+
+    def __init__(self, config: TrainingConfig, session: Session, directory: Path) -> None:
+        self._session, self._directory = session, directory.absolute()
+        self._steps = () if config.profile is None else config.profile.steps
+        self._processes: list[str] = []
+        if config.profile is not None:
+            ranks, engines = config.profile.ranks, config.profile.engines
+            self._processes += [f"{group} rank {rank}" for group in config.groups for rank in ranks]
+            self._processes += [f"rollout engine {engine}" for engine in engines]
+
+    @contextmanager
+    def step(self, step: int) -> Generator[None]:
+        """Surrounds a step; prints the longest kernels of a profiled one."""
+        if step not in self._steps:
+            yield
+            return
+        self._directory.mkdir(exist_ok=True)
+        self._session.profile(dict.fromkeys(self._processes))
+        yield
+        traces = {name: self._directory / f"step-{step}-{name.replace(' ', '-')}.json.gz" for name in self._processes}
+        profiles = self._session.profile({name: str(trace) for name, trace in traces.items()})
+        found = {name: [asdict(call) for call in calls] for name, calls in profiles.items()}
+        write_durably(self._directory / f"step-{step}.json", json.dumps(found, indent=1) + "\n")
+        for name, calls in profiles.items():
+            head = f"profile of step {step}, {name}; the trace is {traces[name]}"
+            print("\n".join([head, *kernel_rows(calls)]), flush=True)
+
+
+def kernel_rows(calls: Sequence[CallProfile]) -> Iterator[str]:
+    """Yields a table of the longest kernels of each kind of call; short calls, below 1% of all, are left out."""
+    total = sum(call.seconds for call in calls)
+    for call in calls:
+        if call.seconds >= _LEAST_SHARE * total:
+            yield f"  {call.name}: {call.seconds:.3f} s"
+            yield f"    {'seconds':>9} {'share':>6} {'times':>8}  kernel"
+            for kernel in call.kernels[:_ROWS]:
+                share = kernel.seconds / call.seconds
+                yield f"    {kernel.seconds:9.3f} {share:6.1%} {kernel.calls:8}  {kernel.name[:_NAME_LENGTH]}"

@@ -1,0 +1,138 @@
+"""What the calls of a profiled process have computed, and for how long."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+import pytest
+import torch
+from torch.autograd.profiler_util import Interval
+
+from megarl.cluster.kernel_profile import PYTHON, CallProfile, KernelProfiler, by_call
+from megarl.cluster.session import Session
+from megarl.cluster.workers import WorkerGroup
+from tests.cluster.fakes import FakeStepper
+
+NAMES = {"update.update", "sync.send"}
+
+
+class Device(Enum):
+    CPU = 0
+    CUDA = 1
+
+
+@dataclass
+class Event:
+    """An event of torch's profiler; times are milliseconds."""
+
+    name: str
+    start: int
+    end: int
+    own: int = 0
+    device_type: Device = Device.CPU
+    is_user_annotation: bool = False
+    is_async: bool = False
+    time_range: Interval = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.time_range = Interval(1000 * self.start, 1000 * self.end)
+
+    @property
+    def self_cpu_time_total(self) -> float:
+        return 1000 * self.own
+
+
+EVENTS = [
+    Event("mm", 0, 5, 5),
+    Event("sync.send", 200, 210, 10, is_user_annotation=True),
+    Event("update.update", 10, 110, 20, is_user_annotation=True),
+    Event("linear", 20, 60, 10),
+    Event("mm", 25, 55, 30),
+    Event("mm", 70, 100, 30),
+    Event("update.update", 10, 110, device_type=Device.CUDA, is_user_annotation=True),
+    Event("gemm", 30, 70, device_type=Device.CUDA),
+    Event("gemm", 72, 90, device_type=Device.CUDA),
+    Event("copy", 204, 208, device_type=Device.CUDA),
+    Event("gemm", 150, 160, device_type=Device.CUDA),
+    Event("prefetch", 20, 90, 70, is_async=True),
+]
+
+
+def milliseconds(profiles: list[CallProfile]) -> list[tuple[str, int, list[tuple[str, int, int]]]]:
+    return [
+        (
+            call.name,
+            round(1e3 * call.seconds),
+            [(kernel.name, kernel.calls, round(1e3 * kernel.seconds)) for kernel in call.kernels],
+        )
+        for call in profiles
+    ]
+
+
+def test_operators_count_by_their_own_time_in_the_call_that_has_them() -> None:
+    assert milliseconds(by_call(EVENTS, NAMES, on_device=False)) == [
+        ("update.update", 100, [("mm", 2, 60), (PYTHON, 1, 20), ("linear", 1, 10)]),
+        ("sync.send", 10, [(PYTHON, 1, 10)]),
+    ]
+
+
+def test_on_a_device_its_kernels_count() -> None:
+    assert milliseconds(by_call(EVENTS, NAMES, on_device=True)) == [
+        ("update.update", 100, [("gemm", 2, 58)]),
+        ("sync.send", 10, [("copy", 1, 4)]),
+    ]
+
+
+def test_torch_tells_what_ran_in_each_call(tmp_path: Path) -> None:
+    profiler, matrix, trace = KernelProfiler(), torch.eye(64), tmp_path / "trace.json.gz"
+    with profiler.call("start", "load"):
+        _ = matrix @ matrix
+    profiler.switch(None)
+    _ = matrix @ matrix
+    start = time.perf_counter()
+    for products in (2, 1):
+        with profiler.call("update", "update"):
+            for _ in range(products):
+                _ = matrix @ matrix
+            time.sleep(0.02)
+    took = time.perf_counter() - start
+    with profiler.call("inference", "values"):
+        _ = matrix.exp()
+    profiles = {call.name: call for call in profiler.switch(str(trace))}
+    assert profiles.keys() == {"update.update", "inference.values"}
+    update = {kernel.name: kernel for kernel in profiles["update.update"].kernels}
+    assert (update["aten::mm"].calls, update[PYTHON].calls) == (3, 2)
+    assert 0.04 <= update[PYTHON].seconds <= profiles["update.update"].seconds <= took
+    assert math.isclose(
+        sum(kernel.seconds for kernel in update.values()), profiles["update.update"].seconds, rel_tol=0.01
+    )
+    assert "aten::exp" in {kernel.name for kernel in profiles["inference.values"].kernels}
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert [event["name"] for event in events].count("update.update") == 2
+    assert [event["name"] for event in events].count("aten::mm") == 4, "one of no call"
+    assert profiler.switch(str(tmp_path / "another")) == [], "it has ended"
+
+
+@pytest.mark.process
+def test_steps_are_profiled_as_the_work_that_they_are_for(session: Session, tmp_path: Path) -> None:
+    process = session.launch_stepping("profiled engine", [0], FakeStepper, 0.02)
+    stepper = WorkerGroup(session, "rollout", [process])
+    work = stepper.call(FakeStepper.work, 60)
+    assert session.profile({"profiled engine": None, "of no process": None}) == {"profiled engine": ()}
+    stepper.call(FakeStepper.note, "a").wait()
+    time.sleep(0.1)
+    profiles = session.profile({"profiled engine": str(tmp_path / "trace.json")})["profiled engine"]
+    steps, note = profiles
+    assert (steps.name, note.name) == ("rollout.work", "update.note")
+    (python,) = steps.kernels
+    assert python.name == PYTHON
+    assert 0.02 <= 0.02 * python.calls <= steps.seconds
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    work.wait()
+    session.end(process)
