@@ -100,8 +100,10 @@ rollout:
 reward:
   functions: [{{name: "{self.name}_reward:reward"}}]    # in {self.name}_reward.py
 checkpoint: {{every: 20}}
-# Without these fields and rollout.devices, the run uses one device: a GPU or, without one, the CPU. Eight GPUs:
-# cluster: {{devices_per_node: 8}}
+cluster:
+  threads_per_device: auto    # without a GPU: from the machine's cores
+  # devices_per_node: 8
+# Without devices_per_node, groups and rollout.devices, the run uses one device: a GPU or the CPU. Eight GPUs:
 # groups: {{train: {{devices: 0-5, roles: {{actor: {{tp: 2}}}}}}}}    # and the other roles of the recipe
 """
 

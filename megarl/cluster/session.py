@@ -33,7 +33,6 @@ P = ParamSpec("P")
 
 _LOOPBACK = "127.0.0.1"
 _LOCAL_ENV = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"}
-_CPU_ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 _END_GRACE_S = 5.0
 _SIGN_OF_LIFE_S = 10.0
 _MIB = 1 << 20
@@ -91,13 +90,15 @@ class Session:
         self, name: str, devices: Sequence[int], worker: Callable[P, W], *args: P.args, **kwargs: P.kwargs
     ) -> Process[W]:
         """Starts a process on the node of the first of its devices; see `launch_at`."""
-        return self._launch(name, devices[0], devices, RayWorker, worker, args, kwargs)
+        threads = self._cluster.threads_per_device.trainers
+        return self._launch(name, devices[0], devices, RayWorker, threads, worker, args, kwargs)
 
     def launch_stepping(
         self, name: str, devices: Sequence[int], worker: Callable[P, W], *args: P.args, **kwargs: P.kwargs
     ) -> Process[W]:
         """Like `launch`; the process takes steps of its object between calls, see `SteppingRayWorker`."""
-        return self._launch(name, devices[0], devices, SteppingRayWorker, worker, args, kwargs)
+        threads = self._cluster.threads_per_device.engines
+        return self._launch(name, devices[0], devices, SteppingRayWorker, threads, worker, args, kwargs)
 
     def launch_at(
         self, name: str, place: int, devices: Sequence[int], worker: Callable[P, W], *args: P.args, **kwargs: P.kwargs
@@ -109,7 +110,7 @@ class Session:
             place: a device of the node on which the process runs.
             devices: devices that the process uses.
         """
-        return self._launch(name, place, devices, RayWorker, worker, args, kwargs)
+        return self._launch(name, place, devices, RayWorker, 1, worker, args, kwargs)
 
     def _launch(
         self,
@@ -117,6 +118,7 @@ class Session:
         place: int,
         devices: Sequence[int],
         kind: type[RayWorker | SteppingRayWorker],
+        threads: int | None,
         worker: Callable[..., W],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
@@ -133,7 +135,7 @@ class Session:
                 args,
                 kwargs,
                 directory=os.getcwd(),
-                env=_CPU_ENV if on_cpu else {},
+                env=_cpu_environment(threads) if on_cpu else {},
                 local_devices=None if on_cpu else gpus,
                 log_file=str(log_file),
             )
@@ -216,3 +218,11 @@ class Session:
                 f"Ray did not start on this machine: {error}; look for a lack of memory or disk space, or for a machine"
                 " that is too busy, and start again"
             ) from error
+
+
+def _cpu_environment(threads: int | None) -> dict[str, str]:
+    """Returns the environment of a process on virtual devices."""
+    assert threads is not None, "with_threads comes first"
+    # Threads that wait actively would take the cores from those that they wait for, where others work, too.
+    waiting = {"OMP_WAIT_POLICY": "PASSIVE"} if threads > 1 else {}
+    return {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": "", **waiting}

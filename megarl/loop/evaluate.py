@@ -13,6 +13,7 @@ import torch
 
 from megarl.algos.metrics import clustered_mean, pass_rate
 from megarl.cluster.calls import Routine
+from megarl.cluster.cpu_threads import with_threads
 from megarl.cluster.engines import RolloutGroup, launch_engines
 from megarl.cluster.scorers import launch_scorers
 from megarl.cluster.session import Session
@@ -168,6 +169,7 @@ def evaluate(config: EvalConfig) -> Summary:
     assert isinstance(data, PromptSets)
     check_gpus(config)
     check_memory(config)
+    config = with_threads(config, {})
     directory = EvaluationDirectory(config)
     session = Session(config.cluster, directory.logs, config.cluster.address)
     if data.left_out.rows:

@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from megarl.cluster.cpu_threads import with_threads
 from megarl.cluster.session import Session
 from megarl.cluster.trainers import RemoteRole, check_gpus
 from megarl.config import ConfigError, Problem, TrainingConfig
@@ -24,6 +25,7 @@ from megarl.preflight.trial_calls import call_functions
 from megarl.run.checkpoints import ROLLOUTS, Checkpoint, writing
 from megarl.run.directory import RunDirectory, attempt, model_directory
 from megarl.run.display import phase_line
+from megarl.run.paths import RunPaths, read_config
 from megarl.run.report import Reporter, Summary, processes
 from megarl.run.results import EvaluationResult, StepResult
 from megarl.run.resume import finished_message
@@ -139,14 +141,14 @@ def profile(config: TrainingConfig) -> None:
 
 
 def _checked(config: TrainingConfig) -> tuple[TrainingConfig, Any]:
-    """Returns a configuration with its steps, and the data of a run that can start here, or raises ConfigError."""
+    """Returns the final configuration and the data of a run that can start here; raises ConfigError if it cannot."""
     print(phase_line("checking models, data and functions", process_age()), flush=True)
     data = check(config)
     config = with_steps(config, data)
     call_functions(config, data)
     check_gpus(config)
     check_memory(config)
-    return config, data
+    return with_threads(config, read_config(RunPaths(config.run.dir).config)), data
 
 
 @contextmanager

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from megarl.cluster.cpu_threads import with_threads
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RewardModelConfig, RunConfig, SFTConfig, TrainingConfig
-from megarl.config.schema import Algo, Choice, Cluster, Optimizer, Rollout, Scores
+from megarl.config.schema import Algo, Choice, Cluster, Optimizer, Rollout, Scores, Threads
 from megarl.run.display import counted
+from megarl.run.paths import RunPaths, read_config
 
 if TYPE_CHECKING:
     from megarl.preflight.datasets import Sets
@@ -51,7 +53,7 @@ def _placement_rows(config: RunConfig) -> Iterator[tuple[str, ...]]:
 def plan_lines(config: RunConfig, sets: Sets) -> Iterator[tuple[str, str]]:
     """Yields the work of a run as (key, text)."""
     rows = _row_texts(sets)
-    yield "devices", _devices(config.cluster)
+    yield "devices", _devices(with_threads(config, read_config(RunPaths(config.run.dir).config)).cluster)
     yield "model", config.model.path or f"random, seed {config.model.random and config.model.random.seed}"
     if isinstance(config, PPOConfig | RAFTConfig):
         yield from _rollouts(config, rows, len(sets.rows["data.prompts"]))
@@ -76,7 +78,10 @@ def _devices(cluster: Cluster) -> str:
     kind = "GPU" if cluster.device == "cuda" else "virtual device"
     nodes = f" on each of {counted(cluster.nodes, 'node')}" if cluster.nodes > 1 else ""
     unseen = "" if cluster.is_here else ", as configured: the cluster was not looked at"
-    return f"{counted(cluster.devices_per_node, kind)}{' of the CPU' * (cluster.device == 'cpu')}{nodes}{unseen}"
+    threads = cluster.threads_per_device
+    each = f"; threads: {threads.trainers} of each trainer rank, {threads.engines} of each engine rank"
+    of_cpu = f" of the CPU{each if threads != Threads() else ''}" if cluster.device == "cpu" else ""
+    return f"{counted(cluster.devices_per_node, kind)}{of_cpu}{nodes}{unseen}"
 
 
 def _first_prompt(sets: Sets) -> str | None:

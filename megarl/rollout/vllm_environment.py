@@ -20,7 +20,6 @@ _ALWAYS = {
 _CPU = {
     "TORCH_COMPILE_DISABLE": "1",  # the sampler would compile for seconds at the first generation
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines and trainers share the cores
-    "OMP_NUM_THREADS": "1",
 }
 _CUDA = {
     "TRITON_F32_DEFAULT": "ieee",  # vLLM's attention kernel for float32 would round its products to TF32
@@ -41,6 +40,8 @@ def set_vllm_environment(device: str, scratch_dir: str) -> None:
     os.environ.update(_ALWAYS)
     os.environ.update(dict.fromkeys(_SCRATCH, scratch_dir))
     os.environ.update(_CPU if device == "cpu" else _CUDA)
+    if device == "cpu":
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # unless the session of a run has set it
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     for name in _CONTRADICTING:

@@ -180,6 +180,10 @@ class FakeStepper:
         return self.calls
 
     @remote(phase="update")
+    def environment(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    @remote(phase="update")
     def fail(self) -> None:
         raise ArithmeticError("the work is a teapot")
 

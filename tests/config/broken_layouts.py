@@ -7,6 +7,13 @@ from tests.config.debug import ACTOR, MIXTURE, PTX, SPARE, Cases, without
 
 # rule -> (overrides of the debug run, the field that is named, a part of the rule's text)
 LAYOUTS: Cases = {
+    placement_rules.threads_are_used: [
+        (
+            ["cluster.device=cuda", "cluster.threads_per_device=2"],
+            "cluster.threads_per_device.engines",
+            "no effect with device cuda",
+        )
+    ],
     placement_rules.groups_have_roles: [([*SPARE, "groups.spare.roles={}"], "groups.spare.roles", "at least one role")],
     placement_rules.devices_exist: [
         (["groups.train.devices=4-7"], "groups.train.devices", "below nodes * devices_per_node = 4"),

@@ -49,6 +49,14 @@ def run_directories_can_be_made(run: Run) -> Iterator[Problem]:
             return
 
 
+def threads_are_used(cluster: Cluster) -> Iterator[Problem]:
+    """A number of threads is for virtual devices."""
+    for name, number in cluster.threads_per_device:
+        if cluster.device == "cuda" and number not in (None, 1):
+            rule, fix = "has no effect with device cuda", "remove it, or set it to auto"
+            yield Problem(f"cluster.threads_per_device.{name}", str(number), rule, fix)
+
+
 def groups_have_roles(groups: Groups) -> Iterator[Problem]:
     """Every group has a role."""
     for name, group in groups.items():

@@ -20,6 +20,7 @@ from megarl.config.schema.cluster_sections import (
     Resharding,
     RoleConfig,
     Rollout,
+    Threads,
     TimeLimits,
 )
 from megarl.config.schema.inputs import (
@@ -108,6 +109,7 @@ __all__ = [
     "Section",
     "SourceFields",
     "TextData",
+    "Threads",
     "TimeLimits",
     "Tracking",
     "TrainingConfig",

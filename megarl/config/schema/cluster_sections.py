@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 from pydantic import BeforeValidator, Field
 
@@ -44,6 +44,26 @@ class TimeLimits(Section):
         return 2 * max(self.model_dump().values())
 
 
+class Threads(Section):
+    """Threads of each process with device cpu; a number, or auto, is short for both fields. Another number rounds sums
+    differently. A resumed run keeps the numbers that null has got, on any machine."""
+
+    trainers: Count | None = 1
+    """Threads of each rank of a group; null divides the machine's cores among the ranks, and the engines' devices if
+    rollout.max_staleness or rollout.inference_parts let both work at the same time."""
+    engines: Count | None = 1
+    """Threads of each device of an engine; null divides the cores likewise."""
+
+
+def _of_both(value: object) -> object:
+    """Returns the fields that a number or `auto` stands for."""
+    if isinstance(value, Threads | Mapping):
+        return cast(object, value)
+    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ValueError("should be auto, a number from 1 on, or {trainers: ..., engines: ...}")
+    return dict.fromkeys(("trainers", "engines"), None if value == "auto" else value)
+
+
 class Cluster(Section):
     """The devices of the run, numbered over all nodes: the first one of node n is n * devices_per_node."""
 
@@ -62,6 +82,8 @@ class Cluster(Section):
     """Memory of a GPU, or of all virtual devices together, that is planned with, GiB; null takes this machine's."""
     object_store_mib: Annotated[int, Field(ge=80)] = 4096
     """Shared memory of each node for rollouts and experience, MiB."""
+    threads_per_device: Annotated[Threads, BeforeValidator(_of_both)] = Threads()
+    """Threads of each process with device cpu: a number, or auto, from the cores of this machine."""
     time_limits: TimeLimits = TimeLimits()
     """How long a call of each phase may take, seconds."""
 
