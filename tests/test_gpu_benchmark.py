@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import trl_grpo
 from benchmarks.gpu.__main__ import Part, parts, work_off
 from benchmarks.gpu.work import SIZES, figures
 from megarl.config import load
 from megarl.models import model_spec
 from megarl.preflight.memory_plan import plan_memory
+from megarl.rewards.functions import Completion, soft_overlong
 from tests.leftovers import Trace, comes_true
 
 _FAILS = "import sys; print('why'); sys.exit(3)"
@@ -60,6 +62,49 @@ def test_figures_by_hand(tmp_path: Path) -> None:
     }
 
 
+def test_trl_is_measured_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for installed in (True, False):
+        monkeypatch.setattr(command, "has_trl", lambda installed=installed: installed)
+        assert ("trl-1.5b" in parts(tmp_path, "cuda")) is installed
+
+
+def test_trl_gets_the_work_of_the_runs(tmp_path: Path) -> None:
+    assert {name: trl_grpo.micro_batch(size) for name, size in SIZES.items()} == {
+        "0.5b": 8,
+        "1.5b": 4,
+        "3b": 2,
+        "tiny": 4,
+    }
+    size = SIZES["tiny"]
+    texts = trl_grpo.prompts(size, 50)
+    ids = trl_grpo.write_model(tmp_path, size)(text=texts)["input_ids"]
+    assert ids == [[int(word) for word in text.split()] for text in texts]
+    assert {len(prompt) for prompt in ids} == set(range(8, 17))
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [0, *size.stop_token_ids]
+    completions = [completion(length) for length in (1, 8, 12, 16)]
+    expected = [soft_overlong(one, max_tokens=16, buffer_tokens=8) for one in completions]
+    assert trl_grpo.overlong(size, [one.response_ids for one in completions]) == expected == [0, 0, -0.5, -1]
+
+
+def completion(length: int) -> Completion:
+    return Completion(
+        prompt_id="0", prompt="", response="", prompt_ids=(), response_ids=(1,) * length, finished=True, fields={}
+    )
+
+
+def test_trls_figures_by_hand() -> None:
+    """The first step does not count; 300 tokens in the 3 s of two others."""
+    totals, lengths = (50.0, 150.0, 350.0), (9.0, 4.0, 6.0)
+    log = [{"num_tokens": total, "completions/mean_length": n} for total, n in zip(totals, lengths, strict=True)]
+    assert trl_grpo.figures([10.0, 15.0, 16.0, 18.0], [4.0, 0.5, 0.7], log) == {
+        "time/step": 1.5,
+        "time/rollout": pytest.approx(0.6),
+        "perf/tokens_per_second": 100.0,
+        "response_length/mean": 5.0,
+    }
+
+
 @pytest.mark.process
 def test_a_failed_part_stops_nothing_and_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = Trace()
@@ -92,7 +137,12 @@ def test_a_failed_part_stops_nothing_and_is_done_again(tmp_path: Path, monkeypat
 @pytest.mark.timeout(900)
 def test_runs_and_raw_vllm_are_measured(tmp_path: Path) -> None:
     found = parts(tmp_path, "cpu")
-    results = work_off(tmp_path, {name: found[name] for name in ("grpo-tiny", "vllm-tiny")}, {}, minutes=10)
-    assert [result["status"] for result in results.values()] == [0, 0], results
+    results = work_off(
+        tmp_path, {name: found[name] for name in ("grpo-tiny", "vllm-tiny", "profile-tiny")}, {}, minutes=10
+    )
+    assert [result["status"] for result in results.values()] == [0, 0, 0], results
     assert {"time/step", "sync/gb_per_second", "rollout/logprob_gap"} <= results["grpo-tiny"]["figures"].keys()
+    profile = results.pop("profile-tiny")["figures"]
+    assert profile["profile/update.update"]["aten::mm"] > 0
+    assert profile["profile/rollout.generate"]["seconds"] > 0
     assert all(result["figures"]["perf/rollout_tokens_per_second"] > 0 for result in results.values())

