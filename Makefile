@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu slurm chromium nemo-run ray mermaid demo demo-control learning unit test matrix chaos lint bench docs clean lock
+.PHONY: help setup setup-gpu slurm chromium nemo-run ray mermaid demo demo-control learning unit test matrix chaos lint bench docs docs-site clean lock
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Where pip finds the CPU build of torch, when its configured indexes have none; other packages never come from there.
@@ -27,7 +27,10 @@ NEMO_RUN_LOCK := requirements/nemo-run.txt
 # Of a Ray head with its dashboard, on top of $(VENV).
 RAY := .venv-ray
 RAY_LOCK := requirements/ray.txt
-# What parses the diagrams of the documents.
+# Of the site of the documents.
+DOCS := .venv-docs
+DOCS_LOCK := requirements/docs.txt
+# What parses the diagrams of the documents, and draws them on the site.
 MERMAID := tests/mermaid
 
 # A Python without ensurepip (Debian's) makes the environment without pip; its own pip then installs one there.
@@ -56,8 +59,9 @@ help:
 	@echo 'lint   lint, format check and types'
 	@echo 'bench  run the benchmarks'
 	@echo 'docs   write the pages of configuration fields, algorithms and the keys of other systems'
-	@echo 'clean  remove outputs and caches, but not $(VENV), $(GPU), $(NEMO_RUN) and $(RAY)'
-	@echo 'lock   resolve $(LOCK), $(GPU_LOCK), $(NEMO_RUN_LOCK) and $(RAY_LOCK) again; UPGRADE=1 takes the newest versions'
+	@echo 'docs-site  make a site of docs/ with a search, in site/; MkDocs is installed into $(DOCS)'
+	@echo 'clean  remove outputs and caches, but not $(VENV), $(GPU), $(NEMO_RUN), $(RAY) and $(DOCS)'
+	@echo 'lock   resolve $(LOCK), $(GPU_LOCK), $(NEMO_RUN_LOCK), $(RAY_LOCK) and $(DOCS_LOCK) again; UPGRADE=1 takes the newest versions'
 
 setup: $(INSTALLED)
 
@@ -128,7 +132,7 @@ unit: setup
 		-m 'not (process or dist or e2e or gpu)'
 
 # Hundreds of processes import the package: they keep what they have compiled.
-test: lint nemo-run ray mermaid
+test: lint nemo-run ray mermaid $(DOCS)/installed
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --no-loadscope-reorder --durations=25 -m 'not gpu and not matrix'
 
 matrix: setup
@@ -145,8 +149,18 @@ docs: setup
 	$(BIN)/python -m tools.docs.algorithms_page > docs/algorithms.md
 	$(BIN)/python -m tools.docs.foreign_keys_page > docs/from-trl-verl.md
 
+docs-site: $(DOCS)/installed mermaid
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+	@echo 'To read it: $(DOCS)/bin/python -m http.server --bind 127.0.0.1 --directory site'
+
+$(DOCS)/installed: $(DOCS_LOCK)
+	@echo 'Installing into $(DOCS)'
+	$(call environment,$(DOCS))
+	@$(DOCS)/bin/python -m pip install $(PIP_OPTIONS) --require-hashes -r $(DOCS_LOCK)
+	@touch $@
+
 clean:
-	rm -rf runs build dist megarl.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf runs site build dist megarl.egg-info .pytest_cache .ruff_cache .hypothesis
 	find megarl tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Keeps the versions that the lock has, unless UPGRADE=1. TORCH_INDEX= (empty) leaves the index of torch to uv's own settings.
@@ -160,3 +174,4 @@ lock: setup
 		--output-file $(GPU_LOCK)
 	$(RESOLVE) requirements/nemo-run.in --output-file $(NEMO_RUN_LOCK)
 	$(RESOLVE) requirements/ray.in --output-file $(RAY_LOCK)
+	$(RESOLVE) requirements/docs.in --output-file $(DOCS_LOCK)
