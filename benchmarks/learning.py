@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import shutil
 import statistics
 import subprocess
@@ -26,12 +27,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from examples.sort_letters.checkpoint import write_checkpoint
 from examples.sort_letters.data import write_data
 from examples.sort_letters.results import TRUE_SCORE, read_lines
 from megarl.config.inheritance import merged
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 CONFIGS: Final = Path("configs/learning")
 DIRECTORY: Final = Path("runs/learning")
@@ -51,12 +55,14 @@ ALGORITHMS: Final = {
 """By the names of their files."""
 STALE: Final = {"decoupled_ppo": "decoupled PPO", "coupled_ppo": "coupled PPO"}
 """Those on samples of older weights, likewise."""
+CONTROL: Final = {"control": "GRPO, shuffled rewards"}
+"""What must not learn, likewise."""
 STALENESS: Final = (0, 1, 2, 4, 8)
 """How many versions old these samples are."""
 Row = tuple[str, int | None]
 """An algorithm, and the age of its samples."""
 ROWS: Final[Mapping[Row, str]] = {
-    **{(name, None): title for name, title in ALGORITHMS.items()},
+    **{(name, None): title for name, title in {**ALGORITHMS, **CONTROL}.items()},
     **{(name, age): f"{title}, {age} old" for name, title in STALE.items() for age in STALENESS},
 }
 """Titles of the rows of the tables."""
@@ -134,7 +140,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithm", choices=[*ALGORITHMS, *STALE])
+    parser.add_argument("--algorithm", choices=[*ALGORITHMS, *CONTROL, *STALE])
     parser.add_argument("--staleness", type=int, choices=STALENESS, help="of decoupled_ppo and coupled_ppo")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--next", action="store_true", help="the first cell that is missing")
@@ -307,7 +313,9 @@ batch sizes were not tuned for each algorithm, so the table is not a ranking.
 
 Start and end are means over the seeds; a single true score has a 95% interval of about ±0.03. An algorithm counts as
 learning if every seed gains, and if the mean gain exceeds both the spread of the seeds' end scores and the width of
-that interval. KL is the divergence from the fine-tuned model at the last step, in nats per response.
+that interval. KL is the divergence from the fine-tuned model at the last step, in nats per response. The picture has
+the 95% interval of each line. Its dashed line is the control, GRPO with the rewards shuffled among the responses, which
+must not learn.
 
 """
 STALE_SAMPLES: Final = """
@@ -333,9 +341,11 @@ def report() -> None:
         if (seeds := sorted(set(SEEDS) - {result["seed"] for result in results[row]}))
     ]
     still = f"\nNot run yet: {', '.join(missing)}.\n" if missing else ""
-    failed = [s.name for s in summaries.values() if s.seeds == len(SEEDS) and not s.learns]
+    judged = [s for (name, _), s in summaries.items() if name not in CONTROL]
+    failed = [s.name for s in judged if s.seeds == len(SEEDS) and not s.learns]
     verdict = f"\nNot beyond the margin: {', '.join(failed)}.\n" if failed else ""
-    tables = [table([s for (name, _), s in summaries.items() if name in kind]) for kind in (ALGORITHMS, STALE)]
+    kinds = ({**ALGORITHMS, **CONTROL}, STALE)
+    tables = [table([s for (name, _), s in summaries.items() if name in kind]) for kind in kinds]
     PAGE.write_text(INTRODUCTION + tables[0] + STALE_SAMPLES + tables[1] + verdict + still, encoding="utf-8")
     print(f"{PAGE} and {PICTURE} have {sum(map(len, done.values()))} of {len(CELLS)} cells")
 
@@ -346,7 +356,7 @@ def _results(algorithm: str, staleness: int | None) -> list[dict[str, Any]]:
 
 
 def draw(results: Mapping[Row, Sequence[Mapping[str, Any]]]) -> None:
-    """One panel per algorithm: a line per seed, or per age of the samples the mean of the seeds."""
+    """One panel per algorithm: a line per seed, or per age of the samples the mean of the seeds; the control in all."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -354,21 +364,31 @@ def draw(results: Mapping[Row, Sequence[Mapping[str, Any]]]) -> None:
     panels = figure.subplots(2, 5, sharex=True, sharey=True)
     for axes, (name, title) in zip(panels.flat, [*ALGORITHMS.items(), *STALE.items()], strict=True):
         for (algorithm, age), own in results.items():
-            if algorithm == name:
+            if algorithm in CONTROL:
+                _line(axes, own, "shuffled rewards", color="0.5", linestyle="--")
+            elif algorithm == name:
                 lines = {f"{age} old": own} if name in STALE else {f"seed {result['seed']}": [result] for result in own}
                 for label, averaged in lines.items():
-                    evaluations = list(zip(*(result["evaluations"] for result in averaged), strict=True))
-                    scores = [statistics.fmean(seed["true_score"] for seed in seeds) for seeds in evaluations]
-                    axes.plot([seeds[0]["step"] for seeds in evaluations], scores, marker=".", linewidth=1, label=label)
-                    axes.axhline(scores[0], color="0.8", linewidth=0.8, zorder=0)
+                    _line(axes, averaged, label, marker=".")
         axes.set(title=title, ylim=(0, 1))
         axes.grid(alpha=0.2)
         if axes.lines and name in ("ppo", *STALE):
-            axes.legend(fontsize="small")
-    for axes in panels[-1]:
-        axes.set_xlabel("step")
+            axes.legend(fontsize="x-small", ncols=2 if name in STALE else 1)
+    figure.supxlabel("step", fontsize="medium")
+    figure.supylabel("true score on held-out prompts, with 95% intervals", fontsize="medium")
     with rc_context({"svg.hashsalt": "learning"}):
         figure.savefig(PICTURE, metadata={"Date": None})
+
+
+def _line(axes: Axes, averaged: Sequence[Mapping[str, Any]], label: str, **style: str) -> None:
+    """The mean of the runs' true scores by step, and its 95% interval."""
+    evaluations = list(zip(*(result["evaluations"] for result in averaged), strict=True))
+    steps = [runs[0]["step"] for runs in evaluations]
+    means = [statistics.fmean(run["true_score"] for run in runs) for runs in evaluations]
+    widths = [math.hypot(*(run["half_width"] for run in runs)) / len(runs) for runs in evaluations]
+    (line,) = axes.plot(steps, means, linewidth=1, label=label, **style)
+    bounds = [[mean + sign * width for mean, width in zip(means, widths, strict=True)] for sign in (-1, 1)]
+    axes.fill_between(steps, *bounds, color=line.get_color(), alpha=0.15, linewidth=0)
 
 
 if __name__ == "__main__":

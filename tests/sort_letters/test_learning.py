@@ -39,9 +39,9 @@ def test_a_configuration_lacks_nothing_but_the_models_and_data_that_are_made(
     assert all("runs/learning/" in problem.value for problem in problems(cell))
 
 
-def test_three_seeds_of_eight_algorithms_and_of_two_losses_at_five_ages() -> None:
-    assert len(CELLS) == len({cell.result for cell in CELLS}) == 3 * (8 + 2 * 5)
-    assert [cell.seed for cell in CELLS[:18]] == [0] * 18
+def test_three_seeds_of_eight_algorithms_of_the_control_and_of_two_losses_at_five_ages() -> None:
+    assert len(CELLS) == len({cell.result for cell in CELLS}) == 3 * (8 + 1 + 2 * 5)
+    assert [cell.seed for cell in CELLS[:19]] == [0] * 19
 
 
 def test_the_age_of_the_samples_is_a_setting_of_its_own() -> None:
@@ -75,7 +75,12 @@ def test_the_page_says_what_is_missing_and_what_does_not_learn(tmp_path: Path, m
     for name in ("RESULTS", "PAGE", "PICTURE"):
         monkeypatch.setattr(learning, name, tmp_path / name.lower())
     (tmp_path / "results").mkdir()
-    for algorithm, staleness, end in (("ppo", None, 0.8), ("raft", None, 0.31), ("decoupled_ppo", 4, 0.7)):
+    for algorithm, staleness, end in (
+        ("ppo", None, 0.8),
+        ("raft", None, 0.31),
+        ("control", None, 0.3),
+        ("decoupled_ppo", 4, 0.7),
+    ):
         for seed in (0, 1, 2):
             cell = Cell(algorithm=algorithm, seed=seed, staleness=staleness)
             stored = {**result(0.3, end), "seed": seed, "settings": cell.settings()}
