@@ -36,7 +36,7 @@ def gae(
 
     t' is the next counting token of the row; V and A are 0 after the last. Tokens that do not count (of a tool, say)
     are skipped, without a discount. Source: Schulman et al., "High-dimensional continuous control using generalized
-    advantage estimation" (2016); gaps as in verl and AReaL.
+    advantage estimation" (2016); skipped tokens as in verl and AReaL.
 
     Args:
         bootstrap: [B], value of the state after the last token, for truncated rows; None is 0.

@@ -39,7 +39,7 @@ class ConfigError(ValueError):
     def __init__(self, problems: Sequence[Problem], source: str = "configuration", unchecked: str = "") -> None:
         self.problems, self.unchecked = tuple(problems), unchecked
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        later = [f"{unchecked} are checked once the above is mended."] if unchecked else []
+        later = [f"{unchecked} are checked once the above is corrected."] if unchecked else []
         super().__init__("\n".join([f"{source}: {count}", *map(str, problems), *later]))
 
 

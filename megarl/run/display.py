@@ -73,8 +73,8 @@ COLUMNS: Final[Mapping[str, Mapping[str, Column]]] = {
         "policy/approxkl": _column("approx KL"),
         "policy/clipfrac": _column("clipped"),
         "policy/grad_norm": _column("grad norm"),
-        "value/explained_variance": _column("explained"),
-        "rollout/logprob_gap": _column("gap", "nats"),
+        "value/explained_variance": _column("expl. var"),
+        "rollout/logprob_gap": _column("engine diff", "nats"),
         **_SECONDS,
     },
     "raft": {

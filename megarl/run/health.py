@@ -131,7 +131,7 @@ def _jump(metric: str, advice: str, *, least: float = 0.0, harmful: bool = False
 
     def condition(lines: Lines) -> bool | None:
         value, fresh = lines[-1].get(metric), not lines[-1].get("staleness/max")
-        if value is None or not fresh:  # older samples have a gap of their own
+        if value is None or not fresh:  # older samples differ anyway
             return None
         earlier = _values([line for line in lines[:-1] if not line.get("staleness/max")], metric)[-_EARLIER:]
         return len(earlier) >= 5 and value > max(least, _JUMP * median(earlier))

@@ -329,14 +329,14 @@ def test_what_is_not_there_is_said_in_one_report() -> None:
         load(DEBUG, [*overrides, "reward.functions=[{name: 'nowhere_at_all:f'}]"], check)
     fields = {problem.field for problem in error.value.problems}
     assert fields == {"model.path", "data.prompts", "reward.functions.0.name"}
-    assert str(error.value).endswith("\nRows of data are checked once the above is mended.")
+    assert str(error.value).endswith("\nRows of data are checked once the above is corrected.")
 
 
 def test_a_field_that_is_not_sound_puts_the_rest_off() -> None:
     with pytest.raises(ConfigError) as error:
         load(DEBUG, ["run.steps=0", "reward.functions=[{name: exact_mach}]"], check)
     assert [problem.field for problem in error.value.problems] == ["run.steps"]
-    assert str(error.value).endswith("Models, rows of data and functions are checked once the above is mended.")
+    assert str(error.value).endswith("Models, rows of data and functions are checked once the above is corrected.")
 
 
 def test_prompts_without_room_are_told_how_much_they_need(tmp_path: Path) -> None:

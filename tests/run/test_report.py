@@ -186,14 +186,14 @@ def units(config: TrainingConfig) -> dict[str, str]:
 def test_the_columns_are_those_of_the_algorithm() -> None:
     ppo, config = units(load(DEBUG)), load(DEBUG.with_stem("grpo"))
     grpo = units(config)
-    assert {"KL", "explained", "gap"} <= set(ppo)
-    assert set(ppo) - set(grpo) == {"explained"}
+    assert {"KL", "expl. var", "engine diff"} <= set(ppo)
+    assert set(ppo) - set(grpo) == {"expl. var"}
     assert set(ppo) - set(units(load(DEBUG, ["data.samples_per_prompt=1", "algo.mini_batches=1"]))) == {"zero std"}
     assert isinstance(config, PPOConfig)
     group = config.groups["train"]
     alone = group.model_copy(update={"roles": {"actor": group.roles["actor"]}})
     algo = config.algo.model_copy(update={"correction": Correction(old_logprobs="rollout")})
     without = units(config.model_copy(update={"groups": {"train": alone}, "algo": algo}))
-    assert set(grpo) - set(without) == {"KL", "gap"}
+    assert set(grpo) - set(without) == {"KL", "engine diff"}
     assert (ppo["approx KL"], ppo["truncated"], ppo["length"]) == ("< 0.05", "< 0.2", "tokens")
     assert list(units(load(DEBUG.with_stem("sft")))) == ["loss", "lr", "grad norm", "tokens/s", "step s"]
