@@ -1,0 +1,39 @@
+"""The tutorial shows the files that it is about, and they make a run."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.tutorial.prepare import prepare
+from megarl.config import load
+from megarl.preflight.check import check
+from tests.config.debug import REPOSITORY
+
+FILES = REPOSITORY / "examples" / "tutorial"
+PAGE = (REPOSITORY / "docs" / "tutorial.md").read_text(encoding="utf-8")
+LISTINGS = dict(re.findall(r"^<!-- (\S+) -->\n```\w+\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL))
+
+
+def test_the_listings_are_the_files() -> None:
+    assert LISTINGS.keys() == {"letters_reward.py", "letters.yaml", "short.yaml"}
+    for name, text in LISTINGS.items():
+        assert text == (FILES / name).read_text(encoding="utf-8"), name
+
+
+def test_the_runs_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(tmp_path)
+    for name, text in LISTINGS.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "letters_reward", raising=False)
+    for name in ("letters.yaml", "short.yaml"):
+        assert load(name, (), check).run.steps == 60
+    rows = (tmp_path / "prompts.jsonl").read_text().splitlines(), (tmp_path / "held_out.jsonl").read_text().splitlines()
+    assert [len(set(own)) for own in rows] == [320, 80]
+    assert not set(rows[0]) & set(rows[1])
+    assert rows[0][0] in PAGE
