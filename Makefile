@@ -136,7 +136,8 @@ test: lint nemo-run ray mermaid $(DOCS)/installed
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --no-loadscope-reorder --durations=25 -m 'not gpu and not matrix'
 
 matrix: setup
-	$(BIN)/python -m pytest tests/e2e/test_layouts.py tests/e2e/test_recipes.py tests/rollout/test_families.py
+	$(BIN)/python -m pytest tests/e2e/test_layouts.py tests/e2e/test_recipes.py tests/e2e/test_asynchronous.py \
+		tests/rollout/test_families.py
 
 chaos: setup
 	CHAOS_TRIALS=$(TRIALS) $(BIN)/python -m pytest tests/chaos

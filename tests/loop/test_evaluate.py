@@ -122,7 +122,7 @@ def evaluator(*, average: bool) -> tuple[Evaluator, list[str]]:
     pending = SimpleNamespace(finished=True, result=lambda: SimpleNamespace(samples=answered))
     parts: dict[str, Any] = {
         "config": SimpleNamespace(
-            evaluation=evaluation(), run=SimpleNamespace(seed=0), tracking=SimpleNamespace(samples=0)
+            evaluation=evaluation(), run=SimpleNamespace(seed=0), tracking=SimpleNamespace(samples=0, tokens=False)
         ),
         "data": SimpleNamespace(tokenizer=None, held_out=[Prompt(prompt_id=id, token_ids=(1,)) for id in "ab"]),
         "engines": SimpleNamespace(generate=lambda *_: pending, run=run),
