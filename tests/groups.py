@@ -1,4 +1,4 @@
-"""Which files of tests stay together where two processes run the suite, and the order of these groups.
+"""Which files of tests stay together where several processes run the suite, and the order of these groups.
 
 A group is of files that share an expensive fixture, or of one file. Each process takes the next group when it has
 little left to do.

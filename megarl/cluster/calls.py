@@ -128,7 +128,7 @@ class Call(Generic[R]):
         then: called when the last result has arrived, while the driver waits for this call or another.
         lost: called with the cause when a process has died or exceeded the time limit, in place of an error.
         late: called with the message when processes exceed the time limit; returns whether all get another one.
-        bears: errors of this kind end a process's part of the call, as messages in `errors`.
+        tolerates: errors of this kind end a process's part of the call, as messages in `errors`.
         after: calls whose results the processes wait for; the time limit begins when they are finished.
     """
 
@@ -142,7 +142,7 @@ class Call(Generic[R]):
     then: Callable[[], None] | None = None
     lost: Callable[[str], None] | None = None
     late: Callable[[str], bool] | None = None
-    bears: type[RunError] | None = None
+    tolerates: type[RunError] | None = None
     errors: dict[int, str] = field(default_factory=dict[int, str])
     after: Sequence[Call[Any]] = ()
 
@@ -327,7 +327,7 @@ class CallMonitor:
                 failure = _Failure(order=order, call=call, index=index, error=error)
                 if isinstance(error, RayActorError) and call.lost is not None and not ends:
                     self._lose(call, _message(failure, []))
-                elif _bears(call, error):
+                elif _tolerates(call, error):
                     call.errors[index] = _message(failure, [])
                 else:
                     failures.append(failure)
@@ -359,9 +359,9 @@ class CallMonitor:
         raise self._error from None
 
 
-def _bears(call: Call[Any], error: RayError) -> bool:
-    bears = call.bears
-    return bears is not None and isinstance(error, RayTaskError) and isinstance(ray_api.raised(error), bears)
+def _tolerates(call: Call[Any], error: RayError) -> bool:
+    tolerates = call.tolerates
+    return tolerates is not None and isinstance(error, RayTaskError) and isinstance(ray_api.raised(error), tolerates)
 
 
 def _message(cause: _Failure, failures: Sequence[_Failure]) -> str:

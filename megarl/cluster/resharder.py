@@ -169,7 +169,7 @@ class EngineLink:
         Every rank gets its part of the plan. An earlier connection ends, unless it is of the same processes.
         """
         engines = self._started
-        processes = [self._engines.processes[engine] for engine in engines]
+        processes = self._processes(engines)
         if self._connected == processes:
             return True
         self._connected, self._connections = [], self._connections + 1
@@ -201,7 +201,7 @@ class EngineLink:
         while engines := self._started:
             self._engines.hold(engines, drain=self._drain)
             start = time.perf_counter()
-            if engines != self._started or not self.connect():
+            if engines != self._started or not self.connect() or self._connected != self._processes(engines):
                 continue
             self._watch.begin()
             sent = self._senders.call(MegatronWorker.send_weights, version, self._number)
@@ -209,17 +209,22 @@ class EngineLink:
                 engine: self._engines.call_at(engine, RolloutEngine.receive_weights, version) for engine in engines
             }
             attempt = SyncAttempt(self._engines, self._watch, self._ranks, sent, received)
-            if attempt.succeeds() and (left := [engine for engine in engines if engine not in attempt.lost]):
+            if not attempt.succeeds():
+                continue
+            # One that has answered may be lost afterwards, while it generates.
+            left = [engine for engine in engines if self._processes([engine]) == received[engine].processes]
+            if left:
                 self._engines.readmit(left)
                 receivers = [rank for engine in left for rank in received[engine].results[0]]
-                report = SyncReport.of([*sent.results.values()], receivers, time.perf_counter() - start)
-                assert report.version == version, "the ranks have committed another version"
-                return report
+                return SyncReport.of([*sent.results.values()], receivers, time.perf_counter() - start)
         return None
 
     @property
     def _started(self) -> list[int]:
         return [engine for engine in self._members if engine in self._engines.started]
+
+    def _processes(self, engines: Sequence[int]) -> list[Process[RolloutEngine]]:
+        return [self._engines.processes[engine] for engine in engines]
 
     def _request(self, spec: SyncSpec, ranks: Sequence[int]) -> ConnectRequest:
         return ConnectRequest(sync=spec.only(ranks), ranks=ranks, link=self._number)

@@ -34,13 +34,13 @@ class SyncAttempt:
         self._sent, self._received = sent, received
         self.lost: set[int] = set()
         self._hung: set[int] = set()
-        self._late: set[int | None] = set()
+        self._extended: set[int | None] = set()
         for call in (sent, *received.values()):
-            call.bears = SyncError
+            call.tolerates = SyncError
         if engines.replaceable:
-            sent.late = partial(self._bear, None)
+            sent.late = partial(self._extend, None)
             for engine, call in received.items():
-                call.late = partial(self._bear, engine)
+                call.late = partial(self._extend, engine)
                 call.lost = partial(self._lose, engine, call.processes[0])
 
     def succeeds(self) -> bool:
@@ -70,17 +70,17 @@ class SyncAttempt:
         self._engines.replace(engine, process, cause)
         self._watch.abort(cause.splitlines()[0])
 
-    def _bear(self, engine: int | None, message: str) -> bool:
+    def _extend(self, engine: int | None, message: str) -> bool:
         """Returns whether the actor's ranks, or an engine, are late because of another engine, which hangs.
 
         Raises:
             WorkerError: No engine is seen to hang, or they are late once more.
         """
-        if not self._late:
+        if not self._extended:
             self._hung = self._hanging()
-        if not self._hung or engine in self._late:
+        if not self._hung or engine in self._extended:
             raise WorkerError(message)
-        self._late.add(engine)
+        self._extended.add(engine)
         return engine not in self._hung
 
     def _hanging(self) -> set[int]:

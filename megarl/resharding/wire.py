@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import astuple, dataclass, field
 from itertools import groupby
 
@@ -74,27 +75,31 @@ def connect(spec: SyncSpec, rank: int, device: torch.device | str = "cpu") -> Co
     barrier.meet(start, {"plan": spec.fingerprint, "verify": f"{spec.verify}"})
     barrier.ahead = done
     wire: Transport | None = None
-    try:
-        members, peers = range(spec.world_size), spec.peers(rank)
-        control = GlooTransport(PrefixStore("control", store), members, rank, peers, spec.timeout_s)
-        if rank in spec.wire:
-            frames = PrefixStore("wire", store)
-            if device.type == "cpu":
-                wire = GlooTransport(frames, spec.wire, rank, spec.wire_peers(rank), spec.timeout_s)
-            else:
-                wire = NcclTransport(
-                    frames,
-                    spec.wire,
-                    rank,
-                    to=spec.network_receivers(rank),
-                    from_=spec.network_senders(rank),
-                    device=device,
-                    timeout_s=spec.timeout_s,
-                    look=barrier.look_ahead,
-                )
-    except RuntimeError as error:
-        barrier.abort(done, f"could not connect: {error}")
-    barrier.meet(done)
+    with ExitStack() as opened:  # until all ranks are connected
+        try:
+            members, peers = range(spec.world_size), spec.peers(rank)
+            control = GlooTransport(PrefixStore("control", store), members, rank, peers, spec.timeout_s)
+            opened.callback(control.abort)
+            if rank in spec.wire:
+                frames = PrefixStore("wire", store)
+                if device.type == "cpu":
+                    wire = GlooTransport(frames, spec.wire, rank, spec.wire_peers(rank), spec.timeout_s)
+                else:
+                    wire = NcclTransport(
+                        frames,
+                        spec.wire,
+                        rank,
+                        to=spec.network_receivers(rank),
+                        from_=spec.network_senders(rank),
+                        device=device,
+                        timeout_s=spec.timeout_s,
+                        look=barrier.look_ahead,
+                    )
+                opened.callback(wire.abort)
+        except RuntimeError as error:
+            barrier.abort(done, f"could not connect: {error}")
+        barrier.meet(done)
+        opened.pop_all()
     return Connection(
         spec=spec, rank=rank, device=device, barrier=barrier, control=control, wire=wire, mapped=PeerMappings(device)
     )

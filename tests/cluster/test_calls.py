@@ -100,7 +100,7 @@ def test_ranks_that_say_all_the_same_make_one_message(group: Group) -> None:
 
 def test_an_error_that_is_borne_is_part_of_the_answer(group: Group) -> None:
     call = group.named("actor").call(FakeWorker.give_up)
-    call.bears = RunError
+    call.tolerates = RunError
     call.monitor.wait_until(call)
     assert call.results == {}
     reason = "sync aborted: rank 1: lm_head.weight is missing"

@@ -18,6 +18,7 @@ from megarl.cluster.calls import CallMonitor, Condition, WorkerError
 from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.resharder import Resharder, SyncPlanner
 from megarl.cluster.session import Session
+from megarl.cluster.sync_attempt import SyncAttempt
 from megarl.cluster.trainers import RemoteRole, launch_group
 from megarl.config import PPOConfig, load
 from megarl.config.schema import TimeLimits
@@ -83,7 +84,7 @@ def run(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             vocab_size=96,
             device="cpu",
             engine=engine,
-            replacements=9,
+            replacements=12,
         )
         engines.start().wait()
         actor = RemoteRole(trainers, "actor", config.layout("actor"))
@@ -130,6 +131,31 @@ def test_an_engine_that_dies_when_its_weights_are_there_is_replaced(run: Run) ->
     run.complete()
 
 
+@pytest.mark.parametrize("reconnects", [False, True])
+def test_an_engine_that_dies_in_another_call_is_left_out(
+    run: Run, monkeypatch: pytest.MonkeyPatch, reconnects: bool
+) -> None:
+    """It has answered the sync's own call, be that of the transfer or of the connection before."""
+    run.complete()
+
+    def replace() -> None:
+        run.engines.replace(1, run.engines.processes[1], "rollout engine 1 died in rollout.generate.")
+
+    def succeed_and_lose(attempt: SyncAttempt) -> bool:
+        monkeypatch.undo()
+        succeeded = attempt.succeeds()
+        replace()
+        return succeeded
+
+    if reconnects:
+        replace()
+        run.engines.monitor.wait_until(Condition(lambda: run.engines.started == [0, 1]))
+    monkeypatch.setattr(SyncAttempt, "succeeds", succeed_and_lose)
+    run.sync()
+    assert run.values(0) == {run.version}
+    run.complete()
+
+
 def test_engines_that_die_one_after_the_other_end_with_two_new_ones(run: Run) -> None:
     run.complete()
     before = len(run.engines.replaced)
@@ -158,5 +184,5 @@ def test_no_more_than_so_many_are_replaced(run: Run) -> None:
     run.complete()
     run.engines._replacements = len(run.engines.replaced)
     (run.faults / "0").write_text("begin kill")
-    with pytest.raises(WorkerError, match=r"(?s)engine 0 died in rollout\.receive_weights.*max_replacements = 9 is"):
+    with pytest.raises(WorkerError, match=r"(?s)engine 0 died in rollout\.receive_weights.*max_replacements = 12 is"):
         run.sync()

@@ -44,7 +44,9 @@ class Calls:
         return self.call_each(method, [args] * 4)
 
     def call_at(self, engine: int, method: RemoteMethod[Any, ..., Any], *args: object) -> Any:
-        return self.call_each(method, args)
+        call = self.call_each(method, args)
+        call.processes = [f"engine {engine}"]
+        return call
 
     def engines(self, started: Sequence[int]) -> Any:
         """Two engines, some of which have started."""

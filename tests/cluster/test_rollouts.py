@@ -91,7 +91,9 @@ def test_the_speed_of_the_engines_is_that_since_the_last_reading(two: RolloutGro
     tokens = sum(sample.response_tokens for sample in rollouts.samples)
     assert metrics["perf/rollout_tokens_per_second"] >= tokens / took
     speeds = metrics["perf/engine_tokens_per_second_min"], metrics["perf/engine_tokens_per_second_max"]
-    assert speeds[0] <= speeds[1] <= metrics["perf/rollout_tokens_per_second"] <= sum(speeds)
+    assert speeds[0] <= speeds[1]
+    # All tokens over the seconds of the busiest engine: at least its own speed, which need not be the higher one.
+    assert speeds[0] <= metrics["perf/rollout_tokens_per_second"] <= sum(speeds)
     assert 0 <= metrics["rollout/engine_idle"] < 1
     assert two.take_metrics() == {"rollout/engine_idle": 1}
 

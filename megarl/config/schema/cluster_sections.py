@@ -79,7 +79,8 @@ class Cluster(Section):
     peak_tflops: Positive | None = None
     """Peak of a device for the metrics of MFU, TFLOP/s; null takes the dense bfloat16 peak of known GPUs."""
     device_memory_gib: Positive | None = None
-    """Memory of a GPU, or of all virtual devices together, that is planned with, GiB; null takes this machine's."""
+    """Memory of a GPU, or of all virtual devices together, of which memory plans and
+    rollout.gpu_memory_fraction count parts, GiB; null takes this machine's."""
     object_store_mib: Annotated[int, Field(ge=80)] = 4096
     """Shared memory of each node for rollouts and experience, MiB."""
     threads_per_device: Annotated[Threads, BeforeValidator(_of_both)] = Threads()
@@ -155,7 +156,8 @@ class Rollout(Section):
     """Memory of the key-value cache of each engine rank, MiB; null is 4096, or what gpu_memory_fraction leaves."""
     gpu_memory_fraction: BelowOne | None = None
     """Part of a GPU's memory for an engine rank, weights included, instead of kv_cache_mib; with device cpu, of the
-    machine's memory. The cache has what the memory plan (docs/memory.md) leaves of it: the same size at every start."""
+    machine's memory, or of cluster.device_memory_gib. The cache has what the memory plan (docs/memory.md) leaves of it:
+    the same size at every start."""
     sleep: bool = False
     """Free the engines' weights and caches while the trainers work. In a file that does not say, true
     where groups have the engines' GPUs, except in stage eval and with sync_every above 1."""
