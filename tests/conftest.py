@@ -51,7 +51,7 @@ pytest_runtest_call = pytest.hookimpl(wrapper=True)(_guard)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Runs long groups first, and one group after the other; in a group of several folders, whole runs come last."""
+    """Runs long groups first, one group after the other; in a group of several folders, whole runs come last."""
 
     def order(item: pytest.Item) -> tuple[int, str, bool]:
         file = item.path.relative_to(config.rootpath)

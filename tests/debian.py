@@ -24,7 +24,7 @@ POLICY = Path("/usr/sbin/policy-rc.d")
 
 
 def program(name: str) -> str | None:
-    """Where a program is; daemons are in directories that a user's PATH may lack."""
+    """The path of a program; daemons are in directories that a user's PATH may lack."""
     return shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin")))
 
 

@@ -1,4 +1,4 @@
-"""A file system so small that it is full soon."""
+"""A file system small enough to fill."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SmallDisk:
         assert not self._mount(f"remount,size={kib}k")
 
     def fill(self, left_kib: int) -> None:
-        """Leaves so much space."""
+        """Leaves this much space."""
         left = os.statvfs(self.path)
         with open(self.path / "filling", "wb") as file:
             os.posix_fallocate(file.fileno(), 0, left.f_bavail * left.f_frsize - (left_kib << 10))

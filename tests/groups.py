@@ -1,7 +1,7 @@
-"""Which files of tests stay together where several processes run the suite, and the order of these groups.
+"""Groups of test files that stay in one process when several run the suite, and the order of the groups.
 
-A group is of files that share an expensive fixture, or of one file. Each process takes the next group when it has
-little left to do.
+A group has files that share an expensive fixture, or one file. Each process takes the next
+group when it is nearly done.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a program has left behind: processes and shared memory, found without asking the program."""
+"""Processes and shared memory that a program has left behind, found without its help."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Trace:
 
 
 def comes_true(condition: Callable[[], bool], limit_s: float = 60.0) -> bool:
-    """Whether a condition holds, or comes to within seconds: a process that was killed goes in its own time."""
+    """Whether a condition becomes true within some seconds, as for a killed process that has yet to exit."""
     deadline = time.monotonic() + limit_s
     while not (holds := condition()) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -62,7 +62,7 @@ def comes_true(condition: Callable[[], bool], limit_s: float = 60.0) -> bool:
 
 
 def track_own_resources() -> None:
-    """What this process shares and does not live to remove goes with it, and not with the one that started it."""
+    """Makes shared memory that this process does not remove end with it, and not with its parent."""
     resource_tracker._resource_tracker._fd = None  # pyright: ignore[reportAttributeAccessIssue]
     resource_tracker.ensure_running()
 

@@ -1,4 +1,4 @@
-"""What a test needs of the machine and does not find."""
+"""Requirements of tests that the machine lacks."""
 
 from __future__ import annotations
 

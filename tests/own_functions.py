@@ -1,4 +1,4 @@
-"""Functions as users write their own, with mistakes in some."""
+"""Custom functions of users, some with mistakes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def plain_mean(response_mask: Tensor, *, total_tokens: int, total_sequences: int
 
 
 def of_two(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """An estimator that knows no importance."""
+    """An estimator without importance weights."""
     return logprobs - ref_logprobs
 
 
@@ -57,7 +57,7 @@ async def later(samples: Samples) -> Tensor:
     return samples.scores
 
 
-# ---- those of ours, under other names: what they make is what ours make
+# ---- built-in functions under other names, with the same results
 
 
 def same_gae(rewards: Tensor, values: Tensor | None, response_mask: Tensor, *, lam: float) -> tuple[Tensor, Tensor]:

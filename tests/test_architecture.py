@@ -1,4 +1,4 @@
-"""The diagrams of the documents are what Mermaid, which draws them where they are read, can parse."""
+"""Mermaid can parse the diagrams of the documents."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_mermaid_parses_every_diagram() -> None:
     assert "error" in parsed(["flowchart TD\n a[x --> b("])[0]
 
 
-def test_every_room_is_in_the_picture() -> None:
+def test_every_package_is_in_the_diagram() -> None:
     rooms = next(text for text in diagrams() if "types, errors" in text)
     named = set(re.findall(r"\w+", rooms))
     assert named >= ROOMS

@@ -1,4 +1,4 @@
-"""The command line: what it prints where, and its exit codes."""
+"""The command line: output and exit codes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.process
-def test_a_wrong_configuration_is_one_message_and_exit_code_2() -> None:
+def test_an_invalid_configuration_gives_one_message_and_exit_code_2() -> None:
     done = run("train", str(DEBUG), "algo.policy_loss.clip=-1", "rollout.tp=3")
     assert done.returncode == 2
     assert done.stdout == ""
@@ -45,12 +45,12 @@ def commands(command: Any, *path: str) -> Iterator[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("path", [*commands(typer.main.get_command(app))], ids=" ".join)
-def test_help_cuts_nothing_on_a_narrow_terminal(path: tuple[str, ...]) -> None:
+def test_help_is_complete_on_a_narrow_terminal(path: tuple[str, ...]) -> None:
     assert "…" not in helped(app, *path)
 
 
 @pytest.mark.parametrize("script", ["ppo", "pipeline", "sweep"])
-def test_help_of_the_launchers_cuts_nothing_either(script: str) -> None:
+def test_help_of_launch_is_complete_on_a_narrow_terminal(script: str) -> None:
     pytest.importorskip("nemo_run")
     launcher = typer.Typer(add_completion=False)
     launcher.command()(import_module(f"launchers.{script}").main)
@@ -62,14 +62,14 @@ def helped(command: typer.Typer, *path: str) -> str:
     return CliRunner().invoke(command, [*path, "--help"], env={"COLUMNS": "80"}, catch_exceptions=False).stdout
 
 
-def test_launch_needs_to_know_where() -> None:
+def test_launch_needs_a_launcher() -> None:
     done = CliRunner().invoke(app, ["launch", str(DEBUG)], env={"COLUMNS": "200"})
     assert done.exit_code == 2
     assert "write megarl launch slurm|ray|local CONFIG" in done.stderr
 
 
 @pytest.mark.process
-def test_a_missing_file_is_exit_code_2() -> None:
+def test_a_missing_file_gives_exit_code_2() -> None:
     done = run("plan", "nowhere.yaml")
     assert (done.returncode, done.stdout) == (2, "")
     assert "nowhere.yaml" in done.stderr
@@ -77,7 +77,7 @@ def test_a_missing_file_is_exit_code_2() -> None:
 
 
 @pytest.mark.process
-def test_the_commands_answer_without_heavy_imports() -> None:
+def test_help_of_every_command_needs_no_heavy_imports() -> None:
     code = f"""
 import sys
 from megarl.cli import app
@@ -93,7 +93,7 @@ print("heavy:", sorted({{"torch", "ray", "vllm", "transformers", "megatron"}} & 
 
 
 def train_with(monkeypatch: pytest.MonkeyPatch, loop: Callable[[RunConfig], None]) -> Result:
-    """What `megarl train` does around a loop."""
+    """`megarl train` with a fake loop."""
     monkeypatch.setattr(megarl.loop, "train", types.SimpleNamespace(train=loop), raising=False)
     return CliRunner().invoke(app, ["train", str(DEBUG), "run.steps=7"], catch_exceptions=False)
 
@@ -104,7 +104,7 @@ def test_train_runs_the_loop_with_the_configuration(monkeypatch: pytest.MonkeyPa
     assert received == [debug("run.steps=7")]
 
 
-def test_profile_is_a_run_of_its_own_with_the_steps_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_starts_a_separate_run_with_the_configured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     received: list[RunConfig] = []
     monkeypatch.setattr(megarl.loop, "train", types.SimpleNamespace(profile=received.append), raising=False)
     for overrides in (["run.dir=runs/a"], ["run.dir=runs/a", "profile.steps=[1,3]"]):
@@ -124,7 +124,7 @@ def raising(error: Exception) -> Callable[[RunConfig], None]:
     return loop
 
 
-def test_train_ends_with_the_message_of_what_stopped_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_ends_with_the_message_of_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(field="run.dir", value="here", rule="holds no run yet", fix="choose another")
     refused = train_with(monkeypatch, raising(ConfigError([problem])))
     assert (refused.exit_code, refused.stderr) == (2, f"{DEBUG}: 1 problem\n{problem}\n")
@@ -185,7 +185,7 @@ def test_plan_reads_every_stage(stage: str, said: list[str]) -> None:
     assert all(text in result.stdout for text in said), result.stdout
 
 
-def test_plan_says_every_part_of_an_algorithm() -> None:
+def test_plan_prints_every_part_of_the_algorithm() -> None:
     overrides = [
         "algo.filter=nonzero_std",
         "algo.policy_loss={name: ppo, clip_high: 0.28}",
@@ -239,7 +239,7 @@ def package(name: str) -> doctor.Package:
 
 
 @pytest.mark.process
-def test_the_doctor_tells_sound_absent_and_broken_packages_apart(site: Path) -> None:
+def test_doctor_distinguishes_working_missing_and_broken_packages(site: Path) -> None:
     put(site, "soundpkg", "", "1.5")
     put(site, "brokenpkg", "raise ImportError('no such operator')", "2.0")
     assert doctor.examine_package(package("soundpkg")).status == "ok"
@@ -249,7 +249,7 @@ def test_the_doctor_tells_sound_absent_and_broken_packages_apart(site: Path) -> 
 
 
 @pytest.mark.process
-def test_the_doctor_refuses_versions_that_do_not_work(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_refuses_unsupported_versions(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(site, "oldpkg", "", "0.27.1")
     monkeypatch.setattr(doctor.metadata, "requires", lambda name: ['oldpkg<0.33,>=0.28; extra == "gpu"'])
     finding = doctor.examine_package(package("oldpkg"))
@@ -258,7 +258,7 @@ def test_the_doctor_refuses_versions_that_do_not_work(site: Path, monkeypatch: p
 
 
 @pytest.mark.process
-def test_the_doctor_flags_a_companion_of_another_torch(site: Path) -> None:
+def test_doctor_flags_a_package_built_for_another_torch(site: Path) -> None:
     put(site, "torchvision", "raise RuntimeError('operator torchvision::nms does not exist')", "0.9")
     finding = doctor.examine_companion("torchvision")
     assert finding is not None
@@ -269,14 +269,14 @@ def test_the_doctor_flags_a_companion_of_another_torch(site: Path) -> None:
 
 
 @pytest.mark.process
-def test_an_import_that_takes_long_is_slow_and_not_broken(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_a_slow_import_as_slow_not_broken(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(site, "slowpkg", "import time; time.sleep(60)", "1.0")
     monkeypatch.setattr(doctor, "_IMPORT_SECONDS", 0.5)
     finding = doctor.examine_package(package("slowpkg"))
     assert (finding.status, finding.broken) == ("slow", False)
 
 
-def test_the_doctor_knows_nvidias_apex_from_the_other_one(site: Path) -> None:
+def test_doctor_distinguishes_nvidia_apex_from_the_other_apex(site: Path) -> None:
     (site / "apex").mkdir()
     (site / "apex" / "__init__.py").touch()
     found = {finding.name: finding for finding in doctor.accelerations(cuda=True)}
@@ -286,7 +286,7 @@ def test_the_doctor_knows_nvidias_apex_from_the_other_one(site: Path) -> None:
     assert found["apex"].status == "ok"
 
 
-def test_the_doctor_fails_if_something_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_fails_if_a_package_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     sound = doctor.Finding(name="python", status="ok", found="3.11")
     absent = doctor.Finding(name="apex", status="missing", found="not installed", fix="build [it]")
     broken = doctor.Finding(name="ray", status="broken", found="not installed", fix="pip install ray")

@@ -17,13 +17,13 @@ MERMAID = REPOSITORY / "tests" / "mermaid" / "node_modules"
 PAGES = {page.name for page in (REPOSITORY / "docs").glob("*.md")}
 
 
-def test_the_index_leads_to_every_page() -> None:
+def test_the_index_links_to_every_page() -> None:
     index = (REPOSITORY / "docs" / "index.md").read_text(encoding="utf-8")
     assert set(re.findall(r"\]\(([\w-]+\.md)\)", index)) == PAGES - {"index.md"}
 
 
 @pytest.mark.process
-def test_the_site_is_whole_and_needs_no_network(tmp_path: Path) -> None:
+def test_the_site_has_no_broken_links_and_needs_no_network(tmp_path: Path) -> None:
     if not (MKDOCS.exists() and MERMAID.exists()):
         lacking("make docs-site installs MkDocs and Mermaid")
     command = [MKDOCS, "build", "--strict", "--site-dir", tmp_path]

@@ -1,4 +1,4 @@
-"""What the documents say is there, and works."""
+"""Files, settings and commands in the documents exist and work."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_overrides_of_the_readme_load(overrides: str) -> None:
     assert debug(*shlex.split(overrides)) != debug()
 
 
-def test_the_configuration_of_the_readme_is_whole(tmp_path: Path) -> None:
+def test_the_configuration_of_the_readme_is_complete(tmp_path: Path) -> None:
     block, devices = re.findall(r"^    (?:defaults|cluster): .*\n(?:    .*\n)+", README, flags=re.MULTILINE)
     model = {**debug().model.hf_config(), "max_position_embeddings": 4096}
     (tmp_path / "config.json").write_text(json.dumps(model), encoding="utf-8")
@@ -46,7 +46,7 @@ def test_the_configuration_of_the_readme_is_whole(tmp_path: Path) -> None:
     assert load(tmp_path / "eight.yaml", paths).cluster.devices_per_node == 8
 
 
-def test_the_readme_names_everything_that_a_run_directory_has(tmp_path: Path) -> None:
+def test_the_readme_lists_every_file_of_a_run_directory(tmp_path: Path) -> None:
     table = README.split("(`run.dir`) has:")[1].split("\n\n")[1]
     told = set(re.findall(r"`([\w.-]+)(?:/[^`]*)?`", table))
     paths = RunPaths(tmp_path)
@@ -56,7 +56,7 @@ def test_the_readme_names_everything_that_a_run_directory_has(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/evaluation.md"])
-def test_a_name_of_the_hub_is_refused_with_the_command_of_the_documents(page: str) -> None:
+def test_a_hub_name_is_refused_with_the_documented_command(page: str) -> None:
     text = (REPOSITORY / page).read_text(encoding="utf-8")
     (command,) = re.findall(r"^    (hf download .*)$", text, flags=re.MULTILINE)
     model, directory = re.findall(r"^hf download (\S+) --local-dir (\S+)$", command)[0]
@@ -106,7 +106,7 @@ def test_the_document_on_weights_names_files_that_exist() -> None:
     assert not [name for name in named if "NAME" not in name and not any((base / name).exists() for base in bases)]
 
 
-def test_links_lead_to_files() -> None:
+def test_links_resolve_to_files() -> None:
     links = re.findall(r"\]\(([^)#]+)\)", README + CONTRIBUTING)
     assert links
     assert all(Path(REPOSITORY, link).exists() for link in links)

@@ -21,7 +21,7 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("last", [1, 2, 399, 999, 1000, 5000, None])
-def test_the_last_lines_are_those_of_the_whole_file(
+def test_the_last_lines_equal_those_of_the_whole_file(
     file: Path, last: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for block in (7, 1024, 1 << 16):
@@ -31,7 +31,7 @@ def test_the_last_lines_are_those_of_the_whole_file(
 
 
 @pytest.mark.parametrize("text", ["", '{"step": 1', "\0\0\0\n", "[1]\n", "7\n", "\n\n", '{"step"\n'])
-def test_what_is_no_whole_object_is_left_out(tmp_path: Path, text: str) -> None:
+def test_incomplete_objects_are_skipped(tmp_path: Path, text: str) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text(text)
     assert read_lines(path) == read_lines(path, last=3) == []

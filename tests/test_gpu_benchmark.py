@@ -1,4 +1,4 @@
-"""The one command for a machine with a GPU: its configurations, its parts, and that nothing stops it."""
+"""The GPU benchmark: its configurations, its parts, and that a failed part does not stop it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_run_is_planned_to_fit_into_80_gb(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "published"), [("0.5b", 0.494e9), ("1.5b", 1.544e9), ("3b", 3.086e9)])
-def test_the_sizes_are_those_of_qwen(name: str, published: float) -> None:
+def test_the_sizes_equal_qwens(name: str, published: float) -> None:
     tensors = model_spec(SIZES[name].hf_config).canonical().values()
     assert sum(math.prod(info.shape) for info in tensors) == pytest.approx(published, rel=1e-3)
 
@@ -68,7 +68,7 @@ def test_trl_is_measured_where_it_is_installed(tmp_path: Path, monkeypatch: pyte
         assert ("trl-1.5b" in parts(tmp_path, "cuda")) is installed
 
 
-def test_trl_gets_the_work_of_the_runs(tmp_path: Path) -> None:
+def test_trl_gets_the_same_work_as_the_runs(tmp_path: Path) -> None:
     assert {name: trl_grpo.micro_batch(size) for name, size in SIZES.items()} == {
         "0.5b": 8,
         "1.5b": 4,
@@ -106,7 +106,9 @@ def test_trls_figures_by_hand() -> None:
 
 
 @pytest.mark.process
-def test_a_failed_part_stops_nothing_and_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_part_does_not_stop_the_others_and_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trace = Trace()
     for name, value in trace.environment().items():
         monkeypatch.setenv(name, value)

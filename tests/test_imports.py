@@ -1,4 +1,4 @@
-"""Imports go one way, and each big library has one importer. Read from the source, functions' own imports included."""
+"""Imports point downward, and each heavy library has one importer. Read from the source, with imports in functions."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def imports(source: str) -> Iterator[str]:
 
 
 def objections(part: str, name: str) -> Iterator[str]:
-    """Why a part must not import a name."""
+    """The reasons why a part must not import a name."""
     top, *rest = name.split(".")
     if top in ONLY_IMPORTER and ONLY_IMPORTER[top] != part:
         yield f"only megarl.{ONLY_IMPORTER[top]} imports {top}"
@@ -108,12 +108,12 @@ def objections(part: str, name: str) -> Iterator[str]:
 SOURCES = sorted(file for file in PACKAGE.rglob("*.py") if file != PACKAGE / "__init__.py")
 
 
-def test_every_part_has_its_place() -> None:
+def test_every_package_is_in_the_import_order() -> None:
     assert {part_of(file) for file in SOURCES} <= set(HEIGHT)
 
 
 @pytest.mark.parametrize("part", sorted({part_of(file) for file in SOURCES}))
-def test_imports_go_one_way(part: str) -> None:
+def test_imports_point_downward(part: str) -> None:
     found = [
         f"{file.relative_to(REPOSITORY)} imports {name}: {objection}"
         for file in SOURCES
@@ -130,7 +130,7 @@ def module_level(tree: ast.Module) -> Iterator[str]:
     yield from imports(ast.unparse(ast.Module(body=list(top), type_ignores=[])))
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
+def test_there_are_no_import_cycles() -> None:
     modules = {".".join(file.relative_to(REPOSITORY).with_suffix("").parts): file for file in SOURCES}
     modules = {name.removesuffix(".__init__"): file for name, file in modules.items()}
     graph: dict[str, set[str]] = {}
@@ -140,7 +140,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError
 
 
-def test_scripts_of_nemo_run_import_nothing_big() -> None:
+def test_nemo_run_scripts_import_nothing_heavy() -> None:
     found = {
         f"{file.relative_to(REPOSITORY)} imports {name}"
         for file in (REPOSITORY / "launchers").rglob("*.py")
@@ -151,7 +151,7 @@ def test_scripts_of_nemo_run_import_nothing_big() -> None:
     assert not found, "\n".join(sorted(found))
 
 
-def test_the_check_sees_what_it_should() -> None:
+def test_the_import_check_detects_violations() -> None:
     source = (
         "def f():\n    from megarl.loop import ppo\n    import ray.util\n    importlib.import_module('vllm.entry')\n"
     )
@@ -176,7 +176,7 @@ def test_the_driver_imports_neither_megatron_core_nor_vllm() -> None:
 
 @pytest.mark.parametrize("part", TORCH_FREE)
 @pytest.mark.process
-def test_light_parts_import_nothing_heavy(part: str) -> None:
+def test_light_modules_import_nothing_heavy(part: str) -> None:
     code = f"import sys, megarl.{part}; print([name for name in {HEAVY!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=REPOSITORY)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")

@@ -1,4 +1,4 @@
-"""The locked environments for a CPU and for CUDA: what a result depends on has one version in both."""
+"""The locked environments for a CPU and for CUDA: packages that results depend on have one version in both."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_its_files_are_accepted_and_its_test_passes(row: dict[str, Any], columns
     tests[0]()
 
 
-def test_it_asks_for_what_is_not_given() -> None:
+def test_it_prompts_for_missing_values() -> None:
     assert init("mine", row={"prompt": "up kdxbq:"}, answers="model\nprompts.jsonl\n") == 0
     assert Path("mine.yaml").exists()
 

@@ -42,7 +42,7 @@ def assert_is(estimate: StepEstimate, seconds: float, engines_idle: float, train
 
 
 @pytest.mark.parametrize(("sampling", "training"), [(4.0, 1.0), (1.0, 4.0), (2.0, 2.0)])
-def test_in_turn_a_step_takes_the_sum_and_one_step_off_the_longer_of_both(sampling: float, training: float) -> None:
+def test_a_synchronous_step_takes_the_sum_and_an_asynchronous_one_the_maximum(sampling: float, training: float) -> None:
     given = rates(sampling=sampling, training=training)
     total, longer = sampling + training + 0.5, max(sampling, training) + 0.5
     for shared in (False, True):
@@ -52,13 +52,13 @@ def test_in_turn_a_step_takes_the_sum_and_one_step_off_the_longer_of_both(sampli
         assert_is(estimate, longer, 1 - sampling / longer, 1 - training / longer)
 
 
-def test_scores_are_waited_for_in_turn_and_hidden_by_staleness() -> None:
+def test_scoring_extends_synchronous_steps_and_is_hidden_by_staleness() -> None:
     given = rates(sampling=1.0, training=4.0, score=2.0)
     assert run(given, 10).estimate().seconds == pytest.approx(1 + 2 + 4 + 0.5)
     assert run(given, 10, 1).estimate().seconds == pytest.approx(4.5)
 
 
-def test_more_engines_share_the_tokens_and_the_longest_response_stays() -> None:
+def test_more_engines_share_the_tokens_but_not_the_longest_response() -> None:
     """10 responses of 100 tokens and 2 of 300, by 1 engine and by 2, at 0.01 s + 0.001 s per response a token."""
     given = Rates(engine=1000.0, token=0.01, trainer=1e9, lengths=[[100.0] * 10 + [300.0] * 2])
     assert run(given, 12).estimate().seconds == pytest.approx(100 * (0.01 + 0.012) + 200 * (0.01 + 0.002), abs=1e-3)
@@ -66,7 +66,7 @@ def test_more_engines_share_the_tokens_and_the_longest_response_stays() -> None:
     assert two.seconds == pytest.approx(100 * (0.01 + 0.006) + 200 * (0.01 + 0.001), abs=1e-3)
 
 
-def test_many_responses_are_thinned_out_and_weigh_the_same() -> None:
+def test_subsampled_responses_give_the_same_estimate() -> None:
     many = Rates(engine=1000.0, token=0.01, trainer=1e9, lengths=[[100.0] * 999 + [400.0]])
     found = run(many, 1000).estimate().seconds
     assert found == pytest.approx(100 * (0.01 + 1.0) + 300 * (0.01 + 0.004), rel=1e-3)
@@ -74,7 +74,7 @@ def test_many_responses_are_thinned_out_and_weigh_the_same() -> None:
 
 @pytest.mark.parametrize("mode", ["exact", "bounded", "inflight"])
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_no_step_starts_before_the_bound_allows_it(mode: str, staleness: int) -> None:
+def test_no_step_starts_before_the_staleness_bound_allows_it(mode: str, staleness: int) -> None:
     """Step t may start at version t - 1 - S, and does at once unless steps follow one another."""
     chance = random.Random(f"{mode} {staleness}")
     lengths = [[chance.choice([10.0, 100.0, 1000.0]) for _ in range(8)] for _ in range(7)]
@@ -96,7 +96,7 @@ def test_no_step_starts_before_the_bound_allows_it(mode: str, staleness: int) ->
         assert ages == [min(step - 1, staleness) for step in started]
 
 
-def test_a_long_response_costs_nothing_where_others_go_on() -> None:
+def test_a_long_response_costs_nothing_while_others_continue() -> None:
     """Every fourth step has a response that takes 5 s by itself; a step of the trainers takes 1.6 or 2.5 s."""
     lengths = [[50.0] * 15 + [500.0 if step % 4 == 0 else 50.0] for step in range(16)]
     given = Rates(engine=2000.0, token=0.01, trainer=500.0, sync=0.1, lengths=lengths)
@@ -111,7 +111,7 @@ def test_a_long_response_costs_nothing_where_others_go_on() -> None:
     assert seconds["inflight", 4] == pytest.approx((3 * 1.6 + 2.5) / 4 + 0.1)
 
 
-def test_the_divisions_are_those_that_the_layouts_allow() -> None:
+def test_divisions_are_limited_to_those_the_layouts_allow() -> None:
     config = load(DEBUG, [*APART, "cluster.devices_per_node=8", "rollout.devices=2-7"])
     assert isinstance(config, PPOConfig)
     found = [(division.engines, division.trainers) for division in divisions(config) if not division.shared]
@@ -133,7 +133,7 @@ def step(longest: float, mean: float, **seconds: float) -> dict[str, float]:
     return {"rollout/samples": 10, **lengths, "sync/seconds": 0.5, "sync/offload_seconds": 0.25, **named}
 
 
-def test_rates_come_from_the_metrics_of_a_run(tmp_path: Path) -> None:
+def test_rates_are_estimated_from_the_metrics_of_a_run(tmp_path: Path) -> None:
     """Two engines that take 0.02 s a token of the longest response and 0.004 s a token; two trainer devices."""
     steps = [step(999, 999, time__rollout=99, time__step=99, time__reward=9, time__experience=9, time__update=9)]
     for longest, mean in ((50, 30), (100, 30), (70, 60), (200, 60)):
@@ -152,7 +152,7 @@ def test_rates_come_from_the_metrics_of_a_run(tmp_path: Path) -> None:
     ]
 
 
-def test_an_asynchronous_run_tells_how_long_its_engines_were_busy(tmp_path: Path) -> None:
+def test_engine_busy_time_is_read_from_an_asynchronous_run(tmp_path: Path) -> None:
     seconds = {"time__reward": 0.5, "time__logprobs": 1.0, "time__experience": 1.5, "time__update": 2.0}
     steps = [step(100, 50, time__rollout=0, time__step=4, rollout__engine_idle=idle, **seconds) for idle in (1, 0.5, 1)]
     found = Rates.measured(written(tmp_path / "run", staleness=1, steps=steps))
@@ -179,7 +179,7 @@ def test_the_command_prints_a_row_per_division() -> None:
     ("rates", "rule"),
     [("engine=5", "trainer missing"), ("engine=5,trainer=-1", "must be a number above 0"), ("nowhere", "nowhere")],
 )
-def test_wrong_rates_are_told(rates: str, rule: str) -> None:
+def test_invalid_rates_are_reported(rates: str, rule: str) -> None:
     done = invoke("--rates", rates)
     assert done.exit_code == 2
     assert "--rates" in done.stderr

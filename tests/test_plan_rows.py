@@ -1,4 +1,4 @@
-"""What a plan says of the rows of its data."""
+"""The rows of a plan's data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def written(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def test_rows_that_are_left_out_are_counted_by_their_rule(tmp_path: Path) -> None:
+def test_skipped_rows_are_counted_by_rule(tmp_path: Path) -> None:
     pair = {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}
     rows = [pair] * 5 + [{**pair, "rejected_ids": [2]}] * 2 + [{**pair, "prompt_ids": [1] * 99}]
     train, held_out = written(tmp_path / "train.jsonl", rows), written(tmp_path / "held_out.jsonl", [pair, rows[5]])
@@ -36,7 +36,7 @@ def test_rows_that_are_left_out_are_counted_by_their_rule(tmp_path: Path) -> Non
     assert lines["evaluation"].startswith(f"{held_out}: 2 rows, 1 used, 1 left out (1 with equal responses); ")
 
 
-def test_prompts_are_told_with_their_epochs(tmp_path: Path) -> None:
+def test_prompts_are_printed_with_their_epochs(tmp_path: Path) -> None:
     prompts = written(tmp_path / "prompts.jsonl", [{"prompt_ids": [1, 2]}] * 10)
     given = [f"data.prompts={prompts}", "run.steps=5"]  # of 4 prompts each
     assert said("grpo", *given)["prompts"] == f"{prompts}: 10 rows; 2 epochs in 5 steps of 4"
@@ -63,7 +63,7 @@ def test_the_first_prompt_is_shown_as_the_model_sees_it(tmp_path: Path) -> None:
     assert "first prompt" not in said("ppo")
 
 
-def test_a_pass_before_the_update_is_told_with_what_needs_it() -> None:
+def test_a_forward_pass_before_the_update_is_printed_with_its_reason() -> None:
     by_pass = "by a forward pass before the update, for "
     assert said("grpo")["old logprobs"] == f"{by_pass}algo.mini_batches (later mini-batches compare with them)"
     assert said("ppo")["old logprobs"].count("algo.") == 3

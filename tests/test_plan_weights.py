@@ -1,4 +1,4 @@
-"""`megarl plan weights`: its numbers against hand counts, and its answers to bad input."""
+"""`megarl plan weights`: its numbers against hand counts, and errors for bad input."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def report(model: Path, *arguments: str) -> dict[str, Any]:
     return json.loads(result.stdout)
 
 
-def test_the_bytes_are_those_of_the_shards(model: Path) -> None:
+def test_planned_bytes_equal_shard_sizes(model: Path) -> None:
     found = report(model, "--train", "tp=2,pp=2,dp=2", "--rollout", "tp=2,replicas=3", "--devices-per-node", "4")
     shard = (MATRICES // 2 + NORMS) * ITEM
     assert found["parameters"] == MATRICES + NORMS
@@ -53,7 +53,7 @@ def test_the_bytes_are_those_of_the_shards(model: Path) -> None:
     assert found["staging_bytes"] == 2 * found["bucket_bytes"]
 
 
-def test_colocated_engines_take_what_is_near(model: Path) -> None:
+def test_colocated_engines_receive_from_nearby_trainers(model: Path) -> None:
     arguments = ("--train", "tp=2,pp=2", "--rollout", "tp=2,replicas=2", "--devices-per-node", "2", "--colocated")
     links = report(model, *arguments)["links"]
     # Each stage is on a node, as is each engine; TP shards lie alike but for the norms, which either rank has.
@@ -64,7 +64,7 @@ def test_colocated_engines_take_what_is_near(model: Path) -> None:
     assert links["network"]["received"] == max(stage) * ITEM
 
 
-def test_the_estimate_is_the_slowest_ranks_bytes_over_its_links_speed(model: Path) -> None:
+def test_the_time_estimate_is_the_slowest_ranks_bytes_over_link_speed(model: Path) -> None:
     arguments = ("--train", "dp=2", "--rollout", "replicas=2", "--devices-per-node", "2", "--link", "network=0.001")
     found = report(model, *arguments)
     whole = (MATRICES + NORMS) * ITEM
@@ -74,7 +74,7 @@ def test_the_estimate_is_the_slowest_ranks_bytes_over_its_links_speed(model: Pat
     assert found["links"]["network"]["seconds"] == pytest.approx(whole / 1e6)
 
 
-def test_in_step_each_bucket_waits_for_its_slowest_rank(model: Path) -> None:
+def test_in_lockstep_each_bucket_waits_for_its_slowest_rank(model: Path) -> None:
     arguments = ("--train", "pp=2", "--rollout", "replicas=1", "--devices-per-node", "1", "--link", "network=0.001")
     found = report(model, *arguments, "--bucket-mib", "0.01")
     whole = (MATRICES + NORMS) * ITEM
@@ -83,7 +83,7 @@ def test_in_step_each_bucket_waits_for_its_slowest_rank(model: Path) -> None:
     assert found["bucket_bytes"] <= 0.01 * 2**20
 
 
-def test_the_table_says_what_was_asked_and_found(model: Path) -> None:
+def test_the_table_shows_inputs_and_results(model: Path) -> None:
     result = invoke(model / "config.json", "--train", "tp=2,pp=2,vpp=2,dp=2", "--rollout", "tp=2,replicas=3")
     assert result.exit_code == 0, result.stderr
     for text in ("TP 2 x PP 2 x DP 2, VPP 2", "3 x TP 2, on devices of their own", "redundancy    1.0000"):
@@ -91,7 +91,7 @@ def test_the_table_says_what_was_asked_and_found(model: Path) -> None:
     assert ["same", "device", "0", "0", "B", "2000", "0.000"] in [line.split() for line in result.stdout.splitlines()]
 
 
-def test_every_mistake_is_reported_at_once(model: Path) -> None:
+def test_all_mistakes_are_reported_together(model: Path) -> None:
     result = invoke(
         model,
         *("--train", "tp=3,pq=2,tp=1", "--rollout", "replicas=0", "--link", "node=fast,wire=1"),

@@ -1,4 +1,4 @@
-"""Functions named by a configuration: found from the working directory, and held against what they are to be given."""
+"""Functions named by a configuration: found from the working directory, and checked against their arguments."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_function_is_found_by_module_and_name() -> None:
         ("tests.rewards.broken:anything", "Traceback"),
     ],
 )
-def test_what_is_none_is_told(name: str, rule: str) -> None:
+def test_what_is_not_a_function_is_reported(name: str, rule: str) -> None:
     with pytest.raises(ValueError, match=rule.replace("'", ".")):
         resolve(name)
 
@@ -51,7 +51,7 @@ def test_what_is_none_is_told(name: str, rule: str) -> None:
         ("quadratic", None),
     ],
 )
-def test_a_name_beside_the_mark_has_a_fix(
+def test_a_malformed_function_path_has_a_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fix: str | None
 ) -> None:
     (tmp_path / "of_mine.py").touch()
@@ -61,7 +61,7 @@ def test_a_name_beside_the_mark_has_a_fix(
     assert suggestion(name) == fix
 
 
-def test_a_module_that_ends_the_program_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_exits_the_program_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "of_mine_that_ends.py").write_text("import sys\n\nsys.exit('no licence')\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=r"that can be imported:(.|\n)*SystemExit: no licence"):
@@ -69,7 +69,7 @@ def test_a_module_that_ends_the_program_is_told(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.process
-def test_the_working_directory_is_looked_through(tmp_path: Path) -> None:
+def test_the_working_directory_is_searched(tmp_path: Path) -> None:
     (tmp_path / "of_mine.py").write_text("def double(x):\n    return 2 * x\n")
     code = "from megarl.plugins import resolve; print(resolve('of_mine:double')(21))"
     root = str(Path(__file__).parents[1])
@@ -98,7 +98,7 @@ def test_options_that_fit_are_accepted(options: dict[str, float]) -> None:
         ({"power": 2}, 3, "too many positional arguments"),
     ],
 )
-def test_options_that_do_not_fit_are_told_with_the_signature(
+def test_options_that_do_not_fit_are_reported_with_the_signature(
     options: dict[str, float], positional: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message) as caught:
@@ -106,5 +106,5 @@ def test_options_that_do_not_fit_are_told_with_the_signature(
     assert str(caught.value).startswith("arguments of my:given(")
 
 
-def test_a_function_without_a_signature_is_let_through() -> None:
+def test_a_function_without_a_signature_is_accepted() -> None:
     check_options(dict.update, {"anything": 1}, name="dict:update", positional=1)

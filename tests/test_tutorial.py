@@ -18,13 +18,13 @@ PAGE = (REPOSITORY / "docs" / "tutorial.md").read_text(encoding="utf-8")
 LISTINGS = dict(re.findall(r"^<!-- (\S+) -->\n```\w+\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL))
 
 
-def test_the_listings_are_the_files() -> None:
+def test_the_listings_equal_the_files() -> None:
     assert LISTINGS.keys() == {"letters_reward.py", "letters.yaml", "short.yaml"}
     for name, text in LISTINGS.items():
         assert text == (FILES / name).read_text(encoding="utf-8"), name
 
 
-def test_the_runs_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_runs_pass_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(tmp_path)
     for name, text in LISTINGS.items():
         (tmp_path / name).write_text(text, encoding="utf-8")

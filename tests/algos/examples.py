@@ -1,4 +1,4 @@
-"""What the tests of the losses share: the losses with options that matter, and batches with gaps and empty rows."""
+"""Shared by the tests of the losses: losses with relevant options, and batches with gaps and empty rows."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def tokens(seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def step_weights(mask: Tensor, aggregate: Callable[..., Tensor] = aggregation.token_mean, **step: Any) -> Tensor:
-    """The weights of rows that are a whole step, or part of one whose totals are given."""
+    """The token weights of a whole step, or of part of one with the given totals."""
     totals = {"total_tokens": int(mask.sum()), "total_sequences": int(mask.any(-1).sum()), **step}
     return aggregate(mask, dtype=torch.float64, **totals)
 

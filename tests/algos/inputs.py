@@ -1,4 +1,4 @@
-"""What the tests of the algorithms are fed with."""
+"""Inputs of the algorithm tests."""
 
 from __future__ import annotations
 

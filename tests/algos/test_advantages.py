@@ -1,4 +1,4 @@
-"""Advantages of tokens: against naive sums, and what changes nothing."""
+"""Token advantages: against naive sums, and invariances."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.oracle.comparisons import reward_to_go_of
 
 
 @given(lengths, fractions, fractions, seeds)
-def test_gae_is_the_sum_of_its_definition(lengths: list[int], gamma: float, lam: float, seed: int) -> None:
+def test_gae_equals_its_definition(lengths: list[int], gamma: float, lam: float, seed: int) -> None:
     rewards, values = numbers(len(lengths), 6, seed=seed), numbers(len(lengths), 6, seed=seed + 1)
     mask = lengths_mask(lengths, 6)
     advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
@@ -28,9 +28,7 @@ def test_gae_is_the_sum_of_its_definition(lengths: list[int], gamma: float, lam:
 
 
 @given(lengths, fractions, st.floats(0.01, 1), seeds)
-def test_vapo_decays_returns_and_advantages_by_themselves(
-    lengths: list[int], lam: float, alpha: float, seed: int
-) -> None:
+def test_vapo_decays_returns_and_advantages_separately(lengths: list[int], lam: float, alpha: float, seed: int) -> None:
     rewards, values = numbers(len(lengths), 6, seed=seed), numbers(len(lengths), 6, seed=seed + 1)
     mask = lengths_mask(lengths, 6)
     advantages, returns = vapo(rewards, values, mask, gamma=0.9, lam_value=lam, length_alpha=alpha)
@@ -46,9 +44,7 @@ def test_vapo_decays_returns_and_advantages_by_themselves(
 
 
 @given(masks, fractions, seeds)
-def test_reinforce_is_the_reward_to_go_over_the_tokens_that_count(
-    rows: list[list[bool]], gamma: float, seed: int
-) -> None:
+def test_reinforce_is_the_reward_to_go_over_unmasked_tokens(rows: list[list[bool]], gamma: float, seed: int) -> None:
     mask = torch.tensor(rows)
     rewards = numbers(*mask.shape, seed=seed)
     advantages, returns = reinforce(torch.where(mask, rewards, NAN), None, mask, gamma=gamma)
@@ -60,7 +56,7 @@ def test_reinforce_is_the_reward_to_go_over_the_tokens_that_count(
 
 
 @given(masks, st.booleans(), seeds)
-def test_outcomes_stand_on_every_token_that_counts_with_the_penalties(
+def test_sequence_advantages_are_broadcast_to_unmasked_tokens_with_penalties(
     rows: list[list[bool]], cumulative: bool, seed: int
 ) -> None:
     mask = torch.tensor(rows)
@@ -73,7 +69,7 @@ def test_outcomes_stand_on_every_token_that_counts_with_the_penalties(
 
 
 @given(lengths, fractions, seeds)
-def test_an_outcome_with_penalties_is_the_reward_to_go_with_the_outcome_in_the_place_of_the_score(
+def test_a_sequence_advantage_with_penalties_equals_reward_to_go_with_it_as_the_score(
     lengths: list[int], coef: float, seed: int
 ) -> None:
     mask = lengths_mask(lengths, 6)
@@ -84,7 +80,7 @@ def test_an_outcome_with_penalties_is_the_reward_to_go_with_the_outcome_in_the_p
 
 
 @given(lengths, seeds)
-def test_t5_t7_padding_and_rows_that_do_not_count_change_nothing(lengths: list[int], seed: int) -> None:
+def test_t5_t7_padding_and_masked_rows_change_nothing(lengths: list[int], seed: int) -> None:
     rewards, values = numbers(len(lengths), 6, seed=seed), numbers(len(lengths), 6, seed=seed + 1)
     mask, pad = lengths_mask(lengths, 6), torch.nn.functional.pad
     wide = [pad(x, (0, 3, 0, 1), value=NAN) for x in (rewards, values)]
@@ -97,7 +93,7 @@ def test_t5_t7_padding_and_rows_that_do_not_count_change_nothing(lengths: list[i
 
 
 @given(st.lists(st.booleans(), min_size=6, max_size=6), seeds)
-def test_gaps_are_passed_over(counts: list[bool], seed: int) -> None:
+def test_masked_gaps_are_skipped(counts: list[bool], seed: int) -> None:
     rewards, values, mask = numbers(1, 6, seed=seed), numbers(1, 6, seed=seed + 1), torch.tensor([counts])
     bootstrap, whole = torch.tensor([0.3]).double(), torch.ones(1, sum(counts)).bool()
     open_, closed = (
@@ -109,7 +105,7 @@ def test_gaps_are_passed_over(counts: list[bool], seed: int) -> None:
 
 
 @given(lengths, seeds)
-def test_padding_at_the_end_is_the_same_passed_over_or_stepped_through(lengths: list[int], seed: int) -> None:
+def test_trailing_padding_is_the_same_skipped_or_stepped_through(lengths: list[int], seed: int) -> None:
     rewards, values = numbers(len(lengths), 6, seed=seed), numbers(len(lengths), 6, seed=seed + 1)
     mask = lengths_mask(lengths, 6)
     carried = scan(rewards, values, mask, gamma=0.9, lam=0.8)
@@ -138,8 +134,8 @@ def test_t11_lambda_one_makes_the_returns_the_reward_to_go_whatever_the_values(l
 # ---- pitfalls
 
 
-def test_p8_only_rows_that_were_cut_off_go_on_with_a_value() -> None:
-    """AReaL takes every row that fills the batch's width for cut off, so the longest finished one as well."""
+def test_p8_only_truncated_rows_bootstrap_a_value() -> None:
+    """AReaL treats every row that fills the batch's width as truncated, so also the longest finished one."""
     rewards, values, mask = torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3).bool()
     advantages, _ = gae(rewards, values, mask, torch.tensor([0.0, 2.0]), lam=1.0)
     assert advantages.tolist() == [[0, 0, 0], [2, 2, 2]]

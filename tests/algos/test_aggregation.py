@@ -1,4 +1,4 @@
-"""Aggregations: one denominator for an optimizer step, however it is split."""
+"""Aggregations: one denominator per optimizer step, however it is split."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LENGTHS = st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any)
 
 
 @pytest.mark.parametrize("name", AGGREGATIONS)
-def test_the_weights_of_tokens_are_those_of_the_oracle(name: str) -> None:
+def test_token_weights_equal_the_oracles(name: str) -> None:
     lengths = [n for n in MASK.sum(-1).tolist() if n]
     options = {"tokens": 7} if name == "sequence_sum_norm" else {}
     weights = step_weights(MASK, AGGREGATIONS[name])
@@ -49,14 +49,14 @@ def test_weighted_sums_do_not_depend_on_the_split(lengths: list[int], seed: int,
         assert float(split) == pytest.approx(mean, abs=1e-12)
 
 
-def test_a_constant_length_divides_the_sums() -> None:
+def test_sums_are_divided_by_a_constant_length() -> None:
     options = {"total_tokens": 3, "total_sequences": 2}
     mask = torch.ones(2, 2).bool()
     sums = sequence_sum(mask, **options)
     torch.testing.assert_close(sequence_sum_norm(mask, **options, tokens=16), sums / 16)
 
 
-def test_what_does_not_count_may_be_anything() -> None:
+def test_masked_tokens_may_have_any_value() -> None:
     values = torch.tensor([[1.0, float("nan")], [float("inf"), 3.0]], requires_grad=True)
     total = weighted_sum(values, torch.tensor([[0.5, 0.0], [0.0, 0.5]]))
     assert total.item() == 2.0
@@ -66,7 +66,7 @@ def test_what_does_not_count_may_be_anything() -> None:
 
 
 @pytest.mark.parametrize("name", AGGREGATIONS)
-def test_a_micro_batch_without_tokens_adds_nothing(name: str) -> None:
+def test_a_micro_batch_without_tokens_contributes_nothing(name: str) -> None:
     for shape in ((0, 0), (2, 3)):
         weights = AGGREGATIONS[name](torch.zeros(shape).bool(), total_tokens=9, total_sequences=3)
         assert weights.dtype == torch.float32

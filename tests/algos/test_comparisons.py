@@ -1,4 +1,4 @@
-"""Comparisons of samples: against naive loops over groups, and what leaves them as they are."""
+"""Group advantages: against naive loops over groups, and invariances."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"grpo": {"ddof": 0, "eps": 1e-4}, "batch_s
 
 
 def samples_of(rows: list[tuple[int, float | None, bool, int]]) -> Samples:
-    """What cannot be scored is not a number."""
+    """Samples without a score have NaN."""
     names = sorted({row[0] for row in rows})
     scores = torch.tensor([NAN if row[1] is None else row[1] for row in rows], dtype=torch.float64)
     return Samples(
@@ -80,7 +80,7 @@ ORACLES = sorted(FUNCTIONS.keys() - {"reinforce_pp_baseline"})
 @pytest.mark.parametrize("name", ORACLES)
 @settings(max_examples=100)
 @given(drawn)
-def test_comparisons_are_those_of_the_oracle(name: str, rows: list[tuple[int, float | None, bool, int]]) -> None:
+def test_group_advantages_equal_the_oracles(name: str, rows: list[tuple[int, float | None, bool, int]]) -> None:
     options = OPTIONS.get(name, {})
     oracle = partial(getattr(naive, name), **options, **({"weights": WEIGHTS} if name == "gdpo" else {}))
     if name == "gdpo":
@@ -94,7 +94,7 @@ def test_comparisons_are_those_of_the_oracle(name: str, rows: list[tuple[int, fl
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))
 @settings(max_examples=30)
 @given(drawn, seeds)
-def test_t2_the_order_of_the_samples_is_no_matter(
+def test_t2_the_order_of_samples_does_not_matter(
     name: str, rows: list[tuple[int, float | None, bool, int]], seed: int
 ) -> None:
     samples = samples_of(rows)
@@ -116,7 +116,7 @@ def test_t2_the_order_of_the_samples_is_no_matter(
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))
 @settings(max_examples=30)
 @given(drawn)
-def test_what_has_no_score_gets_nothing_and_changes_nothing(
+def test_samples_without_a_score_get_0_and_change_nothing(
     name: str, rows: list[tuple[int, float | None, bool, int]]
 ) -> None:
     compare, samples = FUNCTIONS[name], samples_of(rows)
@@ -143,7 +143,7 @@ def test_t9_a_constant_added_to_all_scores_changes_nothing(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", sorted(FUNCTIONS.keys() - {"remax"}))
-def test_t8_equal_scores_and_single_samples_teach_exactly_nothing(name: str, dtype: torch.dtype) -> None:
+def test_t8_equal_scores_and_single_samples_have_advantage_exactly_0(name: str, dtype: torch.dtype) -> None:
     """0.1 is no binary fraction: the mean of seven of them is another number."""
     scores = torch.tensor([0.1] * 7 + [5.0], dtype=dtype)
     n = len(scores)
@@ -179,12 +179,12 @@ def test_numbers_by_hand() -> None:
     assert not group_advantages.masked_rloo(alone).any()
 
 
-def test_gpg_takes_the_part_of_the_step_that_teaches_for_all_of_it() -> None:
+def test_gpg_rescales_by_the_share_of_samples_with_an_advantage() -> None:
     samples = in_groups([1.0, 0.0, 2.0, 2.0], [0, 0, 1, 1])
     assert group_advantages.gpg(samples).tolist() == [1.0, -1.0, 0.0, 0.0]
 
 
-def test_remax_leaves_out_prompts_whose_likeliest_response_has_no_score() -> None:
+def test_remax_skips_prompts_whose_greedy_response_has_no_score() -> None:
     samples = in_groups([1.0, 2.0], [0, 1], greedy_scores=torch.tensor([0.25, NAN]))
     assert group_advantages.remax(samples).tolist() == [0.75, 0.0]
 
@@ -192,8 +192,8 @@ def test_remax_leaves_out_prompts_whose_likeliest_response_has_no_score() -> Non
 # ---- pitfalls
 
 
-def test_p15_a_sample_that_is_alone_teaches_nothing_unless_its_score_is_asked_for() -> None:
-    """verl divides what is alone by 1 and subtracts 0: its score is its advantage."""
+def test_p15_a_single_sample_has_advantage_0_unless_its_score_is_configured() -> None:
+    """verl divides a single sample by 1 and subtracts 0: its score is its advantage."""
     samples = in_groups([3.0, 1.0, 2.0], [0, 1, 1])
     for name in ("grpo", "dr_grpo", "rloo", "opo"):
         assert FUNCTIONS[name](samples)[0] == 0.0
@@ -201,8 +201,8 @@ def test_p15_a_sample_that_is_alone_teaches_nothing_unless_its_score_is_asked_fo
 
 
 @given(seeds)
-def test_p28_groups_are_compared_whole_although_their_samples_are_spread(seed: int) -> None:
-    """Statistics of a rank's own samples would be those of parts of groups."""
+def test_p28_group_statistics_cover_samples_on_all_ranks(seed: int) -> None:
+    """Statistics of one rank's samples would cover only parts of groups."""
     scores = numbers(8, seed=seed).tolist()
     interleaved = group_advantages.grpo(in_groups(scores, [0, 1] * 4))
     for group in (0, 1):

@@ -1,4 +1,4 @@
-"""Controllers of the KL coefficient: by hand, and across a checkpoint."""
+"""KL controllers: by hand, and across a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_fixed_coefficient_stays() -> None:
     assert controller.coef == 0.1
 
 
-def test_the_coefficient_of_the_configuration_wins_over_that_of_a_checkpoint() -> None:
+def test_the_configured_coefficient_overrides_the_checkpoints() -> None:
     controller = KLController(0.1, target=None, horizon=1.0)
     controller.load(json.loads(json.dumps(KLController(0.5, target=None, horizon=1.0).state())))
     assert controller.coef == 0.1
@@ -34,7 +34,7 @@ def test_the_error_is_relative_and_bounded(kl: float, factor: float) -> None:
 
 
 @given(st.lists(st.tuples(st.floats(-10, 100), st.integers(1, 64)), max_size=8), st.integers(0, 8))
-def test_a_checkpoint_changes_nothing(updates: list[tuple[float, int]], cut: int) -> None:
+def test_a_controller_resumes_exactly(updates: list[tuple[float, int]], cut: int) -> None:
     whole, first, second = (KLController(0.3, target=6.0, horizon=100.0) for _ in range(3))
     for update in updates:
         whole.update(*update)
@@ -59,7 +59,7 @@ def test_t17_an_update_moves_the_coefficient_by_a_fifth_of_samples_over_horizon_
         assert (controller.coef > 0.3) == (kl > target)
 
 
-def test_a_divergence_that_is_no_number_does_not_spoil_the_coefficient() -> None:
+def test_a_nan_kl_leaves_the_coefficient() -> None:
     controller = KLController(0.15, target=6.0, horizon=10000.0)
     controller.update(float("nan"), 512)
     assert controller.coef == 0.15

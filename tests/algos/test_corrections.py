@@ -1,4 +1,4 @@
-"""Rollout corrections against the oracle's loops, over ranks, and what they keep."""
+"""Rollout corrections against the oracle's loops, over ranks, and invariants."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ STATISTICS = [(level, kind) for level in LEVELS for kind in KINDS if (level, kin
 
 
 def rows(*columns: Tensor) -> list[list[list[float]]]:
-    """The counting tokens of the rows that have some, of each column."""
+    """The unmasked tokens of each column, by row; rows without any are dropped."""
     return [[own[row][mask].tolist() for own in columns] for row, mask in enumerate(MASK) if mask.any()]
 
 
 @pytest.mark.parametrize("bounds", [(None, 1.2), (0.8, 1.3), (0.97, 1.03)], ids=str)
 @pytest.mark.parametrize("name", WEIGHTS)
 @given(seed=st.integers(0, 99))
-def test_weights_are_those_of_the_oracle(name: str, bounds: tuple[float | None, float], seed: int) -> None:
+def test_weights_equal_the_oracles(name: str, bounds: tuple[float | None, float], seed: int) -> None:
     old, rollout, _ = tokens(seed)
     lower, upper = bounds
     weights = WEIGHTS[name](old, rollout, MASK, local, upper=upper, lower=lower)
@@ -71,7 +71,7 @@ def test_weights_carry_no_gradient_and_stay_finite() -> None:
 
 @pytest.mark.parametrize(("level", "kind"), STATISTICS)
 @given(seed=st.integers(0, 99))
-def test_rejection_is_that_of_the_oracle(level: str, kind: str, seed: int) -> None:
+def test_rejection_equals_the_oracles(level: str, kind: str, seed: int) -> None:
     old, rollout, _ = tokens(seed)
     statistic: Any = f"{level}_{kind}"
     keep = rollout_correction.rejection(old, rollout, MASK, statistic=statistic, upper=1.1 if kind == "k1" else 0.1)
@@ -92,7 +92,7 @@ def test_the_lower_bound_of_k1_may_be_given() -> None:
     assert [k.tolist() for k in keep] == [[[True, True, True]], [[False, True, True]], [[True, True, False]]]
 
 
-def test_sequences_that_are_to_be_made_rarer_and_are_rare_already_are_dropped() -> None:
+def test_sequences_with_negative_advantage_that_are_already_unlikely_are_dropped() -> None:
     rollout, mask = torch.full((4, 3), -1.0), torch.tensor([[1, 1, 1]] * 3 + [[0, 0, 0]]).bool()
     new = rollout - torch.tensor([0.2, 0.2, 0.0, 0.2])[:, None]
     advantages = torch.tensor([-1.0, 1.0, -1.0, -1.0])[:, None].expand(4, 3)
@@ -104,7 +104,7 @@ def test_sequences_that_are_to_be_made_rarer_and_are_rare_already_are_dropped() 
 
 
 @given(st.integers(0, 999), st.floats(0.001, 2.0))
-def test_m2po_keeps_what_sorting_keeps(seed: int, threshold: float) -> None:
+def test_m2po_keeps_the_same_tokens_as_sorting(seed: int, threshold: float) -> None:
     old, rollout, _ = tokens(seed)
     keep = m2po(old, rollout, MASK, local, threshold=threshold)
     naive_keep = naive.second_moment([r for (r,) in rows(rollout - old)], threshold=threshold)
@@ -131,7 +131,7 @@ def test_m2po_does_not_depend_on_the_ranks() -> None:
             assert torch.equal(own, whole[part])
 
 
-def test_m2po_of_nothing_and_of_the_same() -> None:
+def test_m2po_of_no_tokens_and_of_equal_policies() -> None:
     old = numbers(2, 3, seed=0)
     assert not m2po(old, old, torch.zeros(2, 3).bool(), local).any()
     assert m2po(old, old, torch.ones(2, 3).bool(), local).all()
@@ -143,7 +143,7 @@ def test_m2po_of_nothing_and_of_the_same() -> None:
 
 
 @pytest.mark.parametrize("method", ["loglinear", "linear"])
-def test_the_proximal_policy_is_between_the_two(method: Any) -> None:
+def test_the_proximal_policy_lies_between_rollout_and_newest(method: Any) -> None:
     new, rollout, _ = tokens(0)
     versions = torch.tensor([[-1, 3, 5, 7, 8, 9]]).expand_as(new)
     alpha = rollout_correction.proximal_weights(versions, 8)
@@ -164,7 +164,7 @@ def test_the_proximal_policy_is_between_the_two(method: Any) -> None:
 
 
 @pytest.mark.parametrize("measure", ["mismatch", "correction"])
-def test_metrics_add_up_over_ranks(measure: str) -> None:
+def test_metrics_are_summed_over_ranks(measure: str) -> None:
     old, rollout, _ = tokens(0)
     weights = WEIGHTS["token_mask"](old, rollout, MASK, local, upper=1.2)
 

@@ -1,4 +1,4 @@
-"""pass@k by trying every set of k samples, and the error of a mean by drawing prompts again and again."""
+"""pass@k by trying every set of k samples, and the standard error of a mean by a bootstrap over prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from megarl.algos.metrics import clustered_mean, pass_rate
 
 
-def test_pass_rate_is_the_part_of_all_sets_of_k_that_have_a_success() -> None:
+def test_pass_rate_is_the_fraction_of_k_subsets_with_a_success() -> None:
     cases = [(n, c, k) for n in range(1, 8) for c in range(n + 1) for k in range(1, n + 1)]
     for n, c, k in cases:
         sets = list(itertools.combinations([True] * c + [False] * (n - c), k))
@@ -23,12 +23,12 @@ def test_pass_rate_is_the_part_of_all_sets_of_k_that_have_a_success() -> None:
         assert found.item() == pytest.approx(expected, abs=1e-12), (n, c, k)
 
 
-def test_pass_rate_takes_prompts_together_and_many_samples() -> None:
+def test_pass_rate_is_vectorised_and_takes_many_samples() -> None:
     rates = pass_rate(torch.tensor([0, 1, 500, 1000]), torch.tensor([4, 4, 1000, 1000]), k=2)
     assert rates.tolist() == pytest.approx([0, 0.5, 1 - (500 / 1000) * (499 / 999), 1])
 
 
-def test_the_mean_of_pass_rates_has_no_bias() -> None:
+def test_the_pass_rate_is_unbiased() -> None:
     """Over all outcomes of four samples that each succeed with probability p, weighted by their probability."""
     p, n, k = 0.3, 4, 2
     outcomes = list(itertools.product([0, 1], repeat=n))
@@ -37,20 +37,20 @@ def test_the_mean_of_pass_rates_has_no_bias() -> None:
     assert sum(w * r for w, r in zip(weights, rates.tolist(), strict=True)) == pytest.approx(1 - (1 - p) ** k)
 
 
-def test_clusters_of_one_value_have_the_ordinary_error() -> None:
+def test_clusters_of_one_sample_have_the_ordinary_standard_error() -> None:
     values = [0.0, 1.0, 1.0, 0.0, 3.0]
     mean, error = clustered_mean(torch.tensor(values), torch.tensor([4, 2, 0, 1, 3]))
     assert (mean, error) == pytest.approx((1.0, statistics.stdev(values) / math.sqrt(5)))
 
 
-def test_clusters_of_one_size_have_the_error_of_their_means() -> None:
+def test_clusters_of_equal_size_have_the_standard_error_of_their_means() -> None:
     values, clusters = torch.tensor([1.0, 5.0, 3.0, 2.0, 2.0, 8.0]), torch.tensor([0, 1, 2, 0, 1, 2])
     means = [1.5, 3.5, 5.5]
     mean, error = clustered_mean(values, clusters)
     assert (mean, error) == pytest.approx((3.5, statistics.stdev(means) / math.sqrt(3)))
 
 
-def test_the_error_is_that_of_drawing_prompts_again() -> None:
+def test_the_standard_error_equals_that_of_a_bootstrap_over_prompts() -> None:
     """A bootstrap over whole prompts, of different sizes and very different difficulty."""
     random = np.random.default_rng(0)
     prompts = [random.normal(random.normal(), 0.2, size=random.integers(1, 9)) for _ in range(60)]
@@ -64,7 +64,7 @@ def test_the_error_is_that_of_drawing_prompts_again() -> None:
     assert error > 1.5 * as_if_independent
 
 
-def test_too_little_to_know() -> None:
+def test_too_few_prompts_have_no_standard_error() -> None:
     mean, error = clustered_mean(torch.tensor([7.0, 9.0]), torch.tensor([3, 3]))
     assert mean == 8
     assert math.isnan(error)

@@ -40,7 +40,7 @@ assert "### `damped`\\n\\nOptions: `damping` = 0.1." in algorithms_page.markdown
 
 
 @pytest.mark.process
-def test_the_policy_loss_of_the_page_is_one_function_and_one_line(tmp_path: Path) -> None:
+def test_the_documented_policy_loss_is_one_function_and_one_line(tmp_path: Path) -> None:
     function, line, settings = re.findall(r"```(?:python|yaml)\n(.*?)```", PAGE, flags=re.DOTALL)
     assert len(f"{function}{line}".splitlines()) <= 20
     for folder in ("megarl", "tools", "configs"):

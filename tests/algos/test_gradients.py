@@ -35,7 +35,7 @@ def test_policy_losses(name: str, aggregate: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SEMIGRADIENTS))
-def test_cispo_has_the_gradient_of_its_log_probabilities_alone(name: str) -> None:
+def test_the_gradient_of_cispo_does_not_flow_through_the_ratio(name: str) -> None:
     new, old, advantages = tokens(0)
     frozen = POLICY_LOSSES[name](new, old, advantages, MASK).values / new
     leaf = new.clone().requires_grad_()
@@ -89,7 +89,7 @@ def test_value_losses(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["logsigmoid", "logexp"])
-def test_pairs(kind: str) -> None:
+def test_pairwise_loss(kind: str) -> None:
     chosen, rejected, margins = (numbers(5, seed=seed) for seed in range(3))
     check(
         lambda c, r: preference_loss.pairwise(c, r, margins.abs(), margin=True, kind=kind, centering=0.1).values.mean(),  # type: ignore[arg-type]
@@ -98,12 +98,12 @@ def test_pairs(kind: str) -> None:
     )
 
 
-def test_the_best_of_several() -> None:
+def test_best_of_n_loss() -> None:
     best = torch.tensor([0, 3, 1])
     check(lambda scores: preference_loss.best_of_n(scores, best).values.mean(), numbers(3, 4, seed=0))
 
 
-def test_spans() -> None:
+def test_span_loss() -> None:
     ids = torch.tensor([[5, 6, 7, 8, 0, 0], [5, 6, 9, 9, 9, 0], [4, 4, 4, 0, 0, 0]])
     other = torch.tensor([[5, 6, 3, 0, 0, 0], [5, 6, 9, 2, 2, 2], [4, 4, 4, 0, 0, 0]])
     spans = preference_loss.spans_of(ids, other, pad=0)

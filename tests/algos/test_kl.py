@@ -1,4 +1,4 @@
-"""Estimators of the KL: against the divergence itself, finite differences and numbers by hand."""
+"""KL estimators: against the exact KL, finite differences and numbers by hand."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Slope = Callable[[float], float]
 
 
 @given(seeds)
-def test_estimators_are_those_of_the_oracle(seed: int) -> None:
+def test_estimators_equal_the_oracles(seed: int) -> None:
     new, ref = numbers(2, 5, seed=seed) / 2, numbers(2, 5, seed=seed + 1) / 2  # no limit is near
     for estimate in ESTIMATORS:
         torch.testing.assert_close(estimate(new, ref), getattr(naive, estimate.__name__)(new, ref))
 
 
-def test_estimators_vanish_at_equality_and_average_to_the_divergence() -> None:
+def test_estimators_are_0_at_equality_and_average_to_the_kl() -> None:
     p, q = torch.softmax(numbers(7, seed=0), 0), torch.softmax(numbers(7, seed=1), 0)
     exact = (p * (p / q).log()).sum()
     for estimate in (kl.k1, kl.k3, kl.k1_plus, kl.k3_plus):
@@ -38,7 +38,7 @@ def test_estimators_vanish_at_equality_and_average_to_the_divergence() -> None:
 
 
 @pytest.mark.parametrize("estimate", [kl.k2, kl.k1_plus, kl.k3_plus])
-def test_the_gradient_of_k2_and_its_relatives_is_that_of_the_divergence(estimate: Callable[..., Tensor]) -> None:
+def test_the_gradient_of_k2_and_the_plus_variants_is_that_of_the_kl(estimate: Callable[..., Tensor]) -> None:
     logits, q = numbers(7, seed=0).requires_grad_(), torch.softmax(numbers(7, seed=1), 0)
     logp = torch.log_softmax(logits, 0)
     (exact,) = torch.autograd.grad(kl.full(logits, q.log()), logits, retain_graph=True)
@@ -77,7 +77,7 @@ def test_gradients_agree_with_finite_differences(seed: int) -> None:
     assert torch.autograd.gradcheck(lambda x: kl.full(x, ref), new.clone().requires_grad_())
 
 
-def test_limits_take_the_gradient() -> None:
+def test_clamping_stops_the_gradient() -> None:
     new = torch.tensor([-30.0, -4.0, -1.0], requires_grad=True)
     (grad,) = torch.autograd.grad(kl.k3(new, torch.zeros(3)).sum(), new)
     assert grad.tolist() == pytest.approx([0.0, 0.0, 1 - exp(1.0)])
@@ -85,7 +85,7 @@ def test_limits_take_the_gradient() -> None:
     assert grad.tolist() == [0.0, 1.0, 1.0]
 
 
-def test_weights_are_multiplied_before_the_limit() -> None:
+def test_weights_are_multiplied_before_clamping() -> None:
     new, ref = torch.tensor([-1.0, -1.0]), torch.tensor([-7.0, -7.0])
     assert kl.k1(new, ref, torch.tensor([2.0, 0.5]), limit=10.0).tolist() == [10.0, 3.0]
 
@@ -99,7 +99,7 @@ def test_p19_k3_is_exp_of_minus_d_and_not_of_d() -> None:
     assert policy_likes_it_more.item() == pytest.approx(exp(-2.0) - 1 + 2.0)
 
 
-def test_p18_log_probabilities_are_negative_and_so_is_no_k3() -> None:
+def test_p18_log_probabilities_are_negative_and_k3_is_not() -> None:
     """A published walk-through prints +3.3213 for a log-probability of -3.3213; the estimate is of the negative one."""
     assert kl.k1(torch.tensor([-3.3213]), torch.tensor([-3.0])).item() == pytest.approx(-0.3213)
     assert kl.k3(torch.tensor([-3.3213]), torch.tensor([-3.0])).item() == pytest.approx(exp(0.3213) - 1 - 0.3213)

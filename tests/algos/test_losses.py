@@ -56,7 +56,7 @@ SAME_POLICY: list[tuple[Callable[..., LossTerms], Callable[..., naive_policy.Los
 
 @pytest.mark.parametrize("case", SAME_POLICY, ids=lambda case: f"{case[0].__name__} {case[2]}")
 @given(seed=st.integers(0, 99))
-def test_policy_losses_are_those_of_the_oracle(case: Any, seed: int) -> None:
+def test_policy_losses_equal_the_oracles(case: Any, seed: int) -> None:
     function, naive, options = case
     new, old, advantages = tokens(seed)
     loss = function(new, old, advantages, MASK, **options)
@@ -72,7 +72,7 @@ def test_policy_losses_are_those_of_the_oracle(case: Any, seed: int) -> None:
     ("function", "naive"), [(value_loss.mse, naive_values.mse), (value_loss.huber, naive_values.huber)]
 )
 @given(seed=st.integers(0, 99))
-def test_value_losses_are_those_of_the_oracle(function: Any, naive: Any, options: Any, seed: int) -> None:
+def test_value_losses_equal_the_oracles(function: Any, naive: Any, options: Any, seed: int) -> None:
     options = {**options, "delta": 0.6} if function is value_loss.huber else options
     now, old, returns = tokens(seed)
     loss = function(now, old, returns, **options)
@@ -82,7 +82,7 @@ def test_value_losses_are_those_of_the_oracle(function: Any, naive: Any, options
 
 
 @given(st.integers(0, 99), st.sampled_from(["k1", "k2", "k3", "abs"]))
-def test_a_loss_with_penalty_and_bonus_is_that_of_the_oracle(seed: int, estimator: str) -> None:
+def test_losses_with_kl_penalty_and_entropy_bonus_equal_the_oracles(seed: int, estimator: str) -> None:
     new, old, advantages = (x[:1, :5] for x in tokens(seed))
     entropy, ref = numbers(1, 5, seed=seed + 7), new + 0.3 * numbers(1, 5, seed=seed + 8)
     settings = oracle.Settings(
@@ -114,7 +114,7 @@ def test_a_loss_with_penalty_and_bonus_is_that_of_the_oracle(seed: int, estimato
         torch.testing.assert_close(told[name][0], metric.double(), msg=name)
 
 
-# ---- what changes nothing
+# ---- invariances
 
 PAIRS = pytest.mark.parametrize(
     ("name", "aggregate"),
@@ -192,14 +192,14 @@ def test_the_first_update_is_the_policy_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["token_mask", "token_truncate"])
-def test_where_the_rollout_was_by_the_proximal_policy_decoupled_ppo_is_ppo(mode: Any) -> None:
+def test_decoupled_ppo_is_ppo_if_the_proximal_policy_sampled(mode: Any) -> None:
     new, proximal, advantages = tokens(0)
     weights = registry.ROLLOUT_WEIGHTS.function(mode)(proximal, proximal, MASK, local, upper=5.0)
     plain = policy_loss.ppo(new, proximal, advantages, MASK)
     torch.testing.assert_close(total(weighted(plain, weights), MASK), total(plain, MASK), rtol=0.0, atol=0.0)
 
 
-def test_text_of_no_weight_is_no_text_and_of_all_weight_all_there_is() -> None:
+def test_pretraining_text_of_weight_0_is_ignored_and_of_weight_1_is_the_whole_loss() -> None:
     assert ptx_shares(coef=0.0, mode="add") == (1.0, 0.0)
     assert ptx_shares(coef=0.0, mode="convex") == (1.0, 0.0)
     assert ptx_shares(coef=1.0, mode="convex") == (0.0, 1.0)
@@ -209,7 +209,7 @@ def test_text_of_no_weight_is_no_text_and_of_all_weight_all_there_is() -> None:
 # ---- single losses
 
 
-def test_the_gradient_of_gspo_is_that_of_a_sequence_on_each_of_its_tokens() -> None:
+def test_gspo_has_the_same_gradient_on_every_token_of_a_sequence() -> None:
     new, old, advantages = tokens(0)
     advantages = advantages[:, :1].expand_as(new)
     grad = gradient(partial(policy_loss.gspo, clip=9.0, clip_high=9.0), new, old, advantages)
@@ -219,7 +219,7 @@ def test_the_gradient_of_gspo_is_that_of_a_sequence_on_each_of_its_tokens() -> N
             torch.testing.assert_close(grad[row][mask], (-advantages[row] * ratio / MASK.sum())[mask])
 
 
-def test_delta_is_a_dual_clip_by_another_name_without_its_metric() -> None:
+def test_delta_equals_dual_clip_without_its_metric() -> None:
     new, old, advantages = tokens(1)
     new = 3 * new
     one, other = (policy_loss.ppo(new, old, advantages, MASK, **{name: 1.5}) for name in ("delta", "dual_clip"))
@@ -229,7 +229,7 @@ def test_delta_is_a_dual_clip_by_another_name_without_its_metric() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES.keys() - {"reinforce"}))
-def test_log_ratios_beyond_any_use_stay_finite(name: str) -> None:
+def test_extreme_log_ratios_stay_finite(name: str) -> None:
     new = torch.tensor([[500.0, -500.0]]).double()
     mask = torch.ones(1, 2).bool()
     loss = POLICY_LOSSES[name](new, torch.zeros(1, 2).double(), torch.tensor([[-1.0, 1.0]]).double(), mask)
@@ -237,7 +237,7 @@ def test_log_ratios_beyond_any_use_stay_finite(name: str) -> None:
     assert torch.isfinite(gradient(POLICY_LOSSES[name], new, torch.zeros(1, 2), -torch.ones(1, 2), mask)).all()
 
 
-def test_huber_is_the_squared_error_up_to_delta_and_then_grows_less() -> None:
+def test_huber_is_quadratic_up_to_delta_and_then_linear() -> None:
     now, zero = torch.tensor([[0.5, 1.0, 3.0]]).double(), torch.zeros(1, 3).double()
     loss = value_loss.huber(now, now, zero, clip=None, scale=1.0, delta=1.0)
     assert loss.values.tolist() == [[0.25, 1.0, 5.0]]
@@ -254,7 +254,7 @@ def test_a_pair_by_hand() -> None:
     }
 
 
-def test_pairs_far_apart_stay_finite_and_a_margin_asks_for_more() -> None:
+def test_extreme_pairs_stay_finite_and_a_margin_increases_the_loss() -> None:
     chosen, rejected = torch.tensor([1e4, -1e4]).double(), torch.tensor([-1e4, 1e4]).double()
     for kind in ("logsigmoid", "logexp"):
         assert preference_loss.pairwise(chosen, rejected, kind=kind).values.tolist() == [0.0, 2e4]  # type: ignore[arg-type]
@@ -264,12 +264,12 @@ def test_pairs_far_apart_stay_finite_and_a_margin_asks_for_more() -> None:
     assert preference_loss.pairwise(near, near).metrics["accuracy"].item() == 0.0
 
 
-def test_the_best_of_equal_scores_costs_the_log_of_their_number() -> None:
+def test_best_of_n_with_equal_scores_costs_log_n() -> None:
     loss = preference_loss.best_of_n(torch.zeros(2, 4), torch.tensor([0, 3]))
     assert loss.values.tolist() == pytest.approx([1.3862943611198906] * 2)
 
 
-def test_terms_without_a_coefficient_are_metrics_alone() -> None:
+def test_terms_without_a_coefficient_are_only_metrics() -> None:
     loss = LossTerms(values=torch.ones(1, 2), metrics={})
     told = with_term(loss, "entropy", torch.tensor([[NAN, 2.0]]), coef=0.0)
     assert torch.equal(told.values, loss.values)

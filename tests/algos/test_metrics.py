@@ -26,7 +26,7 @@ from tests.algos.inputs import numbers
 SPLITS = ([slice(0, 1), slice(1, 4)], [slice(0, 4), slice(0, 0)])
 
 
-def test_rollout_gap_is_the_mean_over_tokens_of_all_ranks() -> None:
+def test_rollout_logprob_difference_is_the_mean_over_tokens_of_all_ranks() -> None:
     old = torch.tensor([[-1.0, -2.0, -9.0], [-3.0, 5.0, 5.0]])
     rollout = torch.tensor([[-1.5, -2.0, -1.0], [-2.0, 0.0, 0.0]])
     mask = torch.tensor([[True, True, False], [True, False, False]])
@@ -39,7 +39,7 @@ def test_rollout_gap_is_the_mean_over_tokens_of_all_ranks() -> None:
     assert averaged(mismatch(nothing, nothing, nothing.bool()), local) == {}
 
 
-def test_the_divergence_of_a_sequence_is_clamped_before_it_is_doubled() -> None:
+def test_the_sequence_log_ratio_is_clamped_before_it_is_doubled() -> None:
     mask = torch.ones(1, 3, dtype=torch.bool)
     old, rollout = torch.full((1, 3), -1.0), torch.full((1, 3), -6.0)
     found = averaged(mismatch(old, rollout, mask), local)["rollout_corr/chi2_sequence"]
@@ -48,7 +48,7 @@ def test_the_divergence_of_a_sequence_is_clamped_before_it_is_doubled() -> None:
     assert found == pytest.approx(math.expm1(2 * 20)), "the sum is 33"
 
 
-def test_objective_metrics_add_up_over_ranks() -> None:
+def test_objective_metrics_are_summed_over_ranks() -> None:
     scores, old, kl = numbers(4, seed=0), numbers(*MASK.shape, seed=1), numbers(*MASK.shape, seed=2)
 
     def measure(rows: slice, reduce: Reduce) -> dict[str, float]:
@@ -92,7 +92,7 @@ def test_perfect_and_constant_values(factor: float, shift: float, explained: flo
     assert metrics["value/explained_variance"] == pytest.approx(explained, abs=1e-4)
 
 
-def test_new_values_explain_what_their_error_leaves() -> None:
+def test_explained_variance_of_new_values() -> None:
     assert explained_variance(0.0, 2.0) == 1.0
     assert explained_variance(2.0, 2.0) == 0.0
     assert explained_variance(3.0, 2.0) == -0.5

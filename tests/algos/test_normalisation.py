@@ -32,7 +32,7 @@ ranks_of_rows = st.lists(st.lists(st.integers(0, 6), max_size=4), min_size=1, ma
 
 
 class Batch:
-    """Rows on ranks, far from 0, with padding that is no number, in groups that are spread over the ranks."""
+    """Rows far from 0, with NaN padding, in groups that are spread over the ranks."""
 
     def __init__(self, ranks: list[list[int]], seed: int, groups: int = 2) -> None:
         self.ranks, self.groups = ranks, groups
@@ -64,7 +64,7 @@ class Batch:
     st.sampled_from(["var_plus_eps", "var_clamp", "std_plus_eps"]),
     st.booleans(),
 )
-def test_whitening_is_that_of_all_rows_together(
+def test_whitening_uses_the_rows_of_all_ranks(
     ranks: list[list[int]], seed: int, ddof: Any, form: Any, mean_only: bool
 ) -> None:
     batch = Batch(ranks, seed)
@@ -84,9 +84,7 @@ def test_rewards_get_a_variance_of_one_around_their_mean(ranks: list[list[int]],
 
 
 @given(ranks_of_rows.filter(lambda ranks: sum(map(sum, ranks)) > 1), seeds, st.sampled_from([1, 2]))
-def test_grouped_tokens_are_whitened_by_the_tokens_of_their_group(
-    ranks: list[list[int]], seed: int, groups: int
-) -> None:
+def test_tokens_are_whitened_by_group(ranks: list[list[int]], seed: int, groups: int) -> None:
     batch = Batch(ranks, seed, groups)
     results = on_ranks(grouped_tokens, batch.shards)
     if all(any(row for row, g in zip(batch.rows, batch.index, strict=True) if g == i) for i in range(groups)):
@@ -94,7 +92,7 @@ def test_grouped_tokens_are_whitened_by_the_tokens_of_their_group(
 
 
 def entry(row: int, t: int, rows: list[list[float]], groups: list[int], mean: Level | None, loo: bool) -> float:
-    """One token less the mean of its level, or of the others there."""
+    """One token minus the mean of its level, or of the other tokens there."""
     if mean is None:
         return rows[row][t]
     there = [
@@ -115,7 +113,7 @@ def entry(row: int, t: int, rows: list[list[float]], groups: list[int], mean: Le
     st.booleans(),
     st.booleans(),
 )
-def test_levels_are_those_of_a_loop_over_tokens(
+def test_levels_equal_a_loop_over_tokens(
     ranks: list[list[int]], seed: int, mean: Level | None, std: Level | None, loo: bool, unbiased: bool
 ) -> None:
     batch = Batch(ranks, seed)
@@ -135,8 +133,8 @@ def test_levels_are_those_of_a_loop_over_tokens(
     batch.check(on_ranks(ours, batch.shards), expected)
 
 
-def test_a_token_alone_in_its_group_keeps_its_size() -> None:
-    """Without others it has no unbiased deviation to be divided by: its own size would make it +-1."""
+def test_a_single_token_of_a_group_is_not_divided() -> None:
+    """It has no unbiased deviation to be divided by; dividing by its own size would make it +-1."""
     values, mask = torch.tensor([[4.0, 0.0], [-2.0, 3.0]]).double(), torch.tensor([[1, 0], [1, 1]]).bool()
     groups = Groups(index=torch.tensor([0, 1]), count=2)
     own = levels(values, mask, groups, local, mean=None, std="group", eps=0.0)
@@ -158,7 +156,7 @@ def test_constants_and_single_tokens_become_zero(ddof: Literal[0, 1], form: Any)
         assert not levels(constant, mask, groups, local).any()
 
 
-def test_without_a_token_anywhere_nothing_is_left_of_what_stands_there() -> None:
+def test_without_unmasked_tokens_the_result_is_zero() -> None:
     mask, groups = torch.zeros(2, 3).bool(), Groups(index=torch.tensor([0, 1]), count=2)
     nothing = torch.full((2, 3), NAN)
     assert not whiten_advantages(nothing, mask, groups, local).any()
@@ -167,7 +165,7 @@ def test_without_a_token_anywhere_nothing_is_left_of_what_stands_there() -> None
     assert not whiten_rewards(nothing, mask, local).any()
 
 
-def test_t9_a_constant_added_to_all_leaves_the_whitened() -> None:
+def test_t9_whitening_is_invariant_to_a_constant() -> None:
     values, mask = numbers(3, 4, seed=0), lengths_mask([4, 2, 3], 4)
     for shift in (-3.0, 1e4):
         shifted = standardise(values + shift, mask, local)
@@ -178,7 +176,7 @@ def test_t9_a_constant_added_to_all_leaves_the_whitened() -> None:
 
 
 def test_p13_every_rank_calls_every_reduction_whether_it_has_tokens_or_not() -> None:
-    """A rank that skips the reduction where it has nothing to add stops the others for ever."""
+    """A rank without tokens that skips the reduction makes the others hang."""
     full = (numbers(2, 3, seed=0), torch.ones(2, 3).bool())
     none = (torch.zeros(0, 0), torch.zeros(0, 0).bool())
     empty = (torch.zeros(1, 3), torch.zeros(1, 3).bool())
@@ -191,14 +189,14 @@ def test_p13_every_rank_calls_every_reduction_whether_it_has_tokens_or_not() -> 
             assert [len(result) for result in results] == [len(shard[0]) for shard in shards]
 
 
-def test_p14_the_variance_survives_a_mean_that_float32_would_drown_it_in() -> None:
-    """In one pass, as the mean of the squares less the square of the mean, float32 says 0 here or less."""
+def test_p14_the_variance_is_stable_under_a_large_mean() -> None:
+    """In one pass, as mean of squares minus squared mean, float32 gives 0 or less here."""
     values = torch.tensor([4096.0, 4096.5, 4097.0])
     moments = masked_moments(values, torch.ones(3).bool(), local)
     assert moments.variance.item() == pytest.approx(1 / 6, rel=1e-12)
 
 
-def test_p27_the_degrees_of_freedom_are_those_that_are_asked_for() -> None:
+def test_p27_the_degrees_of_freedom_are_as_configured() -> None:
     x = torch.tensor([[1.2, 1.3, 1.4], [1.5, 1.6, 1.7], [1.8, 1.9, 2.0]])
     moments = masked_moments(x, torch.ones(3, 3).bool(), local)
     assert moments.variance_of(0).item() == pytest.approx(0.2 / 3, rel=1e-6)

@@ -1,4 +1,4 @@
-"""Optimizer steps, averages of weights and of returns."""
+"""Optimizer steps, weight averages, and return normalisation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.oracle.adam import Adam, AdamSettings
 
 
 @pytest.mark.parametrize("beta2", [0.999, 0.95])
-def test_pytorchs_adam_with_the_schedule_takes_the_steps_of_tensorflows(beta2: float) -> None:
+def test_pytorchs_adam_with_the_epsilon_schedule_equals_tensorflows(beta2: float) -> None:
     eps = 1e-5
     parameter = nn.Parameter(numbers(5, seed=0))
     model = nn.ParameterList([parameter])
@@ -38,7 +38,7 @@ def test_pytorchs_adam_with_the_schedule_takes_the_steps_of_tensorflows(beta2: f
         torch.testing.assert_close(other, parameter, rtol=1e-12, atol=0.0)
 
 
-def test_the_epsilon_of_the_first_steps_is_larger_and_that_of_the_last_the_same() -> None:
+def test_the_scheduled_epsilon_decreases_to_the_configured_one() -> None:
     assert tensorflow_eps(1e-5, 0.999, 1) == pytest.approx(1e-5 * 31.6227766, rel=1e-6)
     assert tensorflow_eps(1e-5, 0.999, 10**6) == pytest.approx(1e-5)
 
@@ -46,7 +46,7 @@ def test_the_epsilon_of_the_first_steps_is_larger_and_that_of_the_last_the_same(
 # ---- schedules, mini-batches, seeds
 
 
-def test_the_rate_falls_by_steps_of_the_run() -> None:
+def test_the_learning_rate_anneals_per_run_step() -> None:
     assert [linear_anneal(1e-5, k, 4) for k in range(5)] == pytest.approx([1e-5, 7.5e-6, 5e-6, 2.5e-6, 0.0])
 
 
@@ -58,23 +58,23 @@ def test_an_epoch_is_divided_evenly_in_order(items: list[int], parts: int) -> No
     assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
 
 
-def test_an_epoch_is_too_much_strictly_above_the_target() -> None:
+def test_early_stopping_is_strictly_above_the_target() -> None:
     assert not exceeds_target(0.15, target=0.1, factor=1.5)
     assert exceeds_target(0.1500001, target=0.1)
     assert not exceeds_target(-1.0, target=0.1)
 
 
-# ---- averages of weights
+# ---- EMA of weights
 
 
-def test_an_average_without_memory_is_the_actor_and_with_nothing_else_the_start() -> None:
+def test_decay_0_gives_the_actor_and_decay_1_the_initial_weights() -> None:
     start, actor = numbers(4, seed=0), numbers(4, seed=1)
     assert torch.equal(ema(start, actor, decay=0.0), actor)
     assert torch.equal(ema(start, actor, decay=1.0), start)
 
 
 @given(st.floats(0.0, 1.0))
-def test_an_average_is_the_sum_of_its_definition(decay: float) -> None:
+def test_the_ema_equals_its_closed_form(decay: float) -> None:
     average = start = numbers(3, seed=0)
     actors = [numbers(3, seed=seed) for seed in range(1, 6)]
     for actor in actors:
@@ -83,16 +83,16 @@ def test_an_average_is_the_sum_of_its_definition(decay: float) -> None:
     torch.testing.assert_close(average, expected)
 
 
-def test_an_average_of_bfloat16_weights_is_in_float32() -> None:
+def test_the_ema_of_bfloat16_weights_is_in_float32() -> None:
     average = ema(torch.zeros(2), torch.ones(2, dtype=torch.bfloat16), decay=0.992)
     assert average.dtype == torch.float32
     torch.testing.assert_close(average, torch.full((2,), 0.008))
 
 
-# ---- the critic's units
+# ---- normalised returns
 
 
-def test_the_moments_of_one_batch_are_those_of_its_tokens() -> None:
+def test_the_moments_of_one_batch_equal_those_of_its_tokens() -> None:
     returns = numbers(*MASK.shape, seed=0)
     moments = ValueMoments().update(torch.where(MASK, returns, math.nan), MASK, local)
     own = returns[MASK]
@@ -100,7 +100,7 @@ def test_the_moments_of_one_batch_are_those_of_its_tokens() -> None:
     assert moments.mean_and_std(eps=0.0) == pytest.approx(expected, rel=1e-9)
 
 
-def test_moments_move_by_their_decay_and_are_those_of_all_ranks() -> None:
+def test_moments_decay_and_are_over_all_ranks() -> None:
     batches = [numbers(*MASK.shape, seed=seed) for seed in range(3)]
 
     def course(part: slice, reduce: Reduce) -> ValueMoments:
@@ -119,7 +119,7 @@ def test_moments_move_by_their_decay_and_are_those_of_all_ranks() -> None:
         assert whole.update(torch.where(MASK.cumsum(-1) == 1, spoilt, batches[0]), MASK, local) == whole
 
 
-def test_values_come_back_from_the_critics_units() -> None:
+def test_values_are_denormalised() -> None:
     moments = ValueMoments(mean=3.0, square=13.0, weight=1.0)
     assert moments.mean_and_std() == (3.0, 2.0)
     values = torch.tensor([1.0, 3.0, 8.0])
@@ -128,7 +128,7 @@ def test_values_come_back_from_the_critics_units() -> None:
     assert moments.normalise(torch.tensor([100.0, -100.0])).tolist() == [5.0, -5.0]
 
 
-def test_returns_that_are_all_the_same_have_the_least_deviation() -> None:
+def test_constant_returns_have_the_minimum_deviation() -> None:
     moments = ValueMoments()
     for _ in range(3):
         moments = moments.update(torch.full((2, 3), 7.0), torch.ones(2, 3).bool(), local, beta=0.9)

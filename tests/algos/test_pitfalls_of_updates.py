@@ -1,6 +1,6 @@
 """Mistakes that known systems make, or made, in their losses, corrections, optimizers and averages.
 
-Each test is named after the mistake; that of ours would be to make it.
+Each test is named after the mistake and checks that MegaRL does not make it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tests.megatron.tiny import GPT2_SIZES
 
 
 def test_p03_dropout_in_the_passes_of_the_update() -> None:
-    """A model that was trained with it is rebuilt without: the first ratio of an update is 1."""
+    """A model trained with dropout is rebuilt without: the first ratio of an update is 1."""
     rates = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.1)
     built = model_spec({"model_type": "gpt2", **GPT2_SIZES, **rates}).transformer(tp=1).transformer
     assert {built[name] for name in ("hidden_dropout", "attention_dropout")} == {0.0}
 
 
 def test_p04_a_mean_of_means_of_micro_batches() -> None:
-    """Micro-batches of unequal lengths: their own means would weigh the tokens of short ones more."""
+    """Micro-batches of unequal lengths: means of means would give tokens of short ones more weight."""
     mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]]).bool()
     loss = torch.tensor([[1.0, 1.0, 1.0, 1.0], [6.0, 0.0, 0.0, 0.0]]).double()
     totals = {"total_tokens": 5, "total_sequences": 2}
@@ -45,8 +45,8 @@ def test_p04_a_mean_of_means_of_micro_batches() -> None:
     assert (1.0 + 6.0) / 2 == 3.5, "what micro-batch means would make of it"
 
 
-def test_p05_a_kl_coefficient_that_drifts_apart_over_ranks() -> None:
-    """The controllers of all ranks see the divergence of all samples, whatever their own say."""
+def test_p05_a_kl_coefficient_that_diverges_over_ranks() -> None:
+    """The controllers of all ranks get the KL of all samples."""
     kl, old = torch.ones(MASK.shape), numbers(*MASK.shape, seed=1)
 
     def coefficient(rows: slice, reduce: Reduce) -> float:
@@ -60,7 +60,7 @@ def test_p05_a_kl_coefficient_that_drifts_apart_over_ranks() -> None:
     assert one == coefficient(slice(0, 4), local) != coefficient(slice(0, 1), local)
 
 
-def test_p06_a_controller_that_is_fed_with_penalties() -> None:
+def test_p06_a_controller_that_reads_penalties_instead_of_kl() -> None:
     kl, coef = numbers(*MASK.shape, seed=0), 0.1
     drift = averaged(policy_drift(torch.zeros(*MASK.shape), kl, MASK), local)["objective/kl"]
     told = objective_metrics(torch.zeros(4), kl_penalties(kl, MASK, kl_coef=coef), MASK, reduce=local)
@@ -69,7 +69,7 @@ def test_p06_a_controller_that_is_fed_with_penalties() -> None:
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_p09_a_mask_of_truncated_responses_that_is_made_and_then_not_used(name: str) -> None:
+def test_p09_a_mask_of_truncated_responses_that_is_not_used(name: str) -> None:
     new, old, advantages = tokens(0)
     finished = torch.tensor([True, True, True, False])
     keep = keep_finished(MASK, finished)
@@ -81,7 +81,7 @@ def test_p09_a_mask_of_truncated_responses_that_is_made_and_then_not_used(name: 
     torch.testing.assert_close(grad[finished], whole[finished])  # and the denominator is that of all tokens
 
 
-def test_p10_an_entropy_of_what_stands_in_the_padding() -> None:
+def test_p10_an_entropy_that_includes_padding() -> None:
     old = numbers(*MASK.shape, seed=0)
     told = []
     for filler in (1.0, -7.0, float("nan")):
@@ -109,8 +109,8 @@ def test_p12_a_value_loss_without_its_half_and_with_another_clip_fraction() -> N
 
 
 @pytest.mark.parametrize("aggregate", [token_mean, sequence_mean])
-def test_p16_denominators_of_the_tokens_that_are_kept(aggregate: type) -> None:
-    """What a correction drops stays in the denominator: the others weigh what they weighed."""
+def test_p16_denominators_of_the_kept_tokens_only(aggregate: type) -> None:
+    """Dropped tokens stay in the denominator: the weights of the others do not change."""
     new, old, advantages = tokens(0)
     loss = policy_loss.ppo(new, old, advantages, MASK)
     keep = rollout_correction.rejection(new, old, MASK, statistic="token_k2", upper=0.02)
@@ -122,8 +122,8 @@ def test_p16_denominators_of_the_tokens_that_are_kept(aggregate: type) -> None:
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_p21_a_micro_batch_without_a_token_that_counts(name: str) -> None:
-    """Its loss is 0 and has a gradient, of zeros: the other stages wait for it."""
+def test_p21_a_micro_batch_without_unmasked_tokens(name: str) -> None:
+    """Its loss is 0 with a gradient of zeros: the other stages wait for it."""
     new, old, advantages = (torch.full((2, 3), float("nan")) for _ in range(3))
     leaf, mask = new.requires_grad_(), torch.zeros(2, 3).bool()
     loss = POLICY_LOSSES[name](leaf, old, advantages, mask)
@@ -133,7 +133,7 @@ def test_p21_a_micro_batch_without_a_token_that_counts(name: str) -> None:
     assert torch.equal(grad, torch.zeros(2, 3))
 
 
-def test_p24_a_ratio_to_the_rollout_where_the_old_log_probabilities_are_missing() -> None:
+def test_p24_a_ratio_to_rollout_logprobs_when_old_ones_are_missing() -> None:
     for name in registry.POLICY_LOSSES.functions:
         function = registry.POLICY_LOSSES.function(name)
         parameter = inspect.signature(function).parameters["old_logprobs"]
@@ -167,7 +167,7 @@ def test_p26_a_dual_clip_of_positive_advantages() -> None:
 
 
 @pytest.mark.parametrize("name", VALUE_LOSSES)
-def test_p29_a_value_loss_of_the_prompt(name: str) -> None:
+def test_p29_a_value_loss_on_prompt_tokens(name: str) -> None:
     now, old, returns = tokens(0)
     leaf = now.clone().requires_grad_()
     (grad,) = torch.autograd.grad(total(VALUE_LOSSES[name](leaf, old, returns), MASK), leaf)
@@ -175,8 +175,8 @@ def test_p29_a_value_loss_of_the_prompt(name: str) -> None:
     assert grad[MASK].any()
 
 
-def test_p30_a_last_token_where_there_is_none() -> None:
-    """Two empty responses: the score after each is that of the first column, and not of the last."""
+def test_p30_a_last_token_of_an_empty_response() -> None:
+    """Two empty responses: the score is placed on the first column, not on the last."""
     empty = torch.zeros(1, 4).long()
     spans = spans_of(empty, empty, pad=0)
     assert (spans.chosen_last.item(), spans.rejected_last.item()) == (0, 0)
@@ -186,7 +186,7 @@ def test_p30_a_last_token_where_there_is_none() -> None:
 @pytest.mark.parametrize(
     "correct", [registry.ROLLOUT_WEIGHTS.function(name) for name in registry.ROLLOUT_WEIGHTS.functions]
 )
-def test_p13_a_rank_without_tokens_that_stays_away_from_a_reduction(correct: type) -> None:
+def test_p13_a_rank_without_tokens_that_skips_a_reduction(correct: type) -> None:
     calls = []
 
     def counted(vector: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Every public function of megarl.algos is used by the system: what a configuration cannot reach is not there.
+"""Every public function of megarl.algos is reachable from a configuration.
 
 Read from the source. A name is reached where a module outside of megarl.algos refers to it, the tables of the registry
 included, or where the definition of a name that is reached refers to it.
@@ -24,7 +24,7 @@ def parsed(directory: Path) -> dict[Path, ast.Module]:
 
 
 def definitions(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
-    """The names that a module defines at its top, with their definitions."""
+    """The top-level names of a module, with their definitions."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name, node
@@ -46,7 +46,7 @@ def imported(tree: ast.Module) -> dict[str, str | Name]:
 
 
 def references(node: ast.AST, names: dict[str, str | Name]) -> Iterator[Name]:
-    """The names of megarl.algos that stand in a piece of source."""
+    """The names of megarl.algos in a piece of source."""
     for part in ast.walk(node):
         if isinstance(part, ast.Name) and isinstance(target := names.get(part.id), tuple):
             yield target
@@ -83,7 +83,7 @@ def public(algos: dict[Path, ast.Module]) -> set[Name]:
     }
 
 
-def test_every_public_function_is_used_by_the_system() -> None:
+def test_every_public_function_is_used() -> None:
     algos = parsed(ALGOS)
     outside = {file: tree for file, tree in parsed(PACKAGE).items() if ALGOS not in file.parents}
     registered = {(kind.module, function) for kind in KINDS for function in kind.functions.values()}
@@ -94,7 +94,7 @@ def test_every_public_function_is_used_by_the_system() -> None:
     assert there <= used, there - used
 
 
-def test_a_function_that_nothing_uses_is_found() -> None:
+def test_an_unused_function_is_found() -> None:
     algos = {Path("one.py"): ast.parse("def used(): return helper()\ndef helper(): ...\ndef unused(): return used()")}
     outside = {Path("two.py"): ast.parse("from megarl.algos.one import used as it\nit()")}
     assert public(algos) - reached(outside, algos) == {("one", "unused")}

@@ -1,4 +1,4 @@
-"""The page of algorithms is that of the functions, complete, and its examples work as they stand."""
+"""docs/algorithms.md is complete and up to date, and its examples work."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PAGE = (REPOSITORY / "docs" / "algorithms.md").read_text(encoding="utf-8")
 
 
 def entries(page: str) -> Iterator[tuple[str, str]]:
-    """The items of a page, by name, with what stands below."""
+    """The items of a page, by name, with their text."""
     for text in page.split("\n### ")[1:]:
         name, _, below = text.partition("\n")
         for own in re.findall(r"`([^`]+)`", name):
@@ -39,7 +39,7 @@ def test_the_page_is_up_to_date() -> None:
     assert markdown() == PAGE, "run make docs"
 
 
-def test_every_name_of_every_table_is_an_item_with_its_options_and_source() -> None:
+def test_every_registered_name_is_documented_with_options_and_source() -> None:
     for kind in registry.KINDS:
         chapter = PAGE.split(f"\n## {kind.title}: ")[1].split("\n## ")[0]
         assert f"`{kind.field}`" in chapter.splitlines()[0]
@@ -56,14 +56,14 @@ def test_every_item_has_a_source() -> None:
     assert [name for name, text in entries(PAGE) if "\nSource: " not in text] == []
 
 
-def test_the_registry_has_no_table_besides() -> None:
+def test_kinds_lists_every_table_of_the_registry() -> None:
     tables = [table for table in vars(registry).values() if isinstance(table, registry.Kind)]
     assert tables == list(registry.KINDS)
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part.field}: {part.choice}")
-def test_parts_are_asked_for_by_fields_that_there_are(part: object) -> None:
-    """A field with a choice has it among its names, its values, or (of reward functions) the rules."""
+def test_the_page_names_existing_fields(part: object) -> None:
+    """A named choice of a field is among its names, its values, or (of reward functions) the rules."""
 
     from megarl.rewards.functions import RULES
 
@@ -86,7 +86,7 @@ def field(schema: object, path: list[str]) -> object:
     return inside if len(path) == 1 else field(inside, path[1:])
 
 
-def test_the_table_and_the_sections_agree_on_what_own_functions_are_called_with() -> None:
+def test_table_and_sections_agree_on_the_arguments_of_custom_functions() -> None:
     rows = re.findall(r"^\| `[\w.]+`(?:, `level: \w+`)? \| (.*?) \|", PAGE, flags=re.MULTILINE)
     own = [kind for kind in registry.KINDS if kind.own]
     assert len(rows) == len(own)
@@ -98,7 +98,7 @@ def test_the_table_and_the_sections_agree_on_what_own_functions_are_called_with(
         assert called == ["samples"] or called == listed[: len(called)]
 
 
-def test_records_are_there_with_all_their_fields() -> None:
+def test_records_are_documented_with_all_fields() -> None:
     for record in (Samples, Groups, LossTerms):
         below = PAGE.split(f"\n`{record.__module__}.{record.__name__}`: ")[1]
         told = re.findall(r"^- `(\w+)`: ", below.split("\n\n")[1], flags=re.MULTILINE)
@@ -110,7 +110,7 @@ def test_records_are_there_with_all_their_fields() -> None:
 
 @contextmanager
 def example(file: str, debug: str, directory: Path) -> Iterator[PPOConfig]:
-    """A debug run with the example of that file on top of it, in a directory that has the file."""
+    """A debug run with the example of that file, in a directory that contains the file."""
     found = re.search(rf"`{file}`.*?```python\n(.*?)```.*?```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
     assert found is not None
     (directory / file).write_text(found[1])
@@ -133,7 +133,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_advantage_is_accepted_and_computes_what_it_says(here: Path) -> None:
+def test_the_example_advantage_computes_what_it_documents(here: Path) -> None:
     with example("my_advantages.py", "grpo.yaml", here) as config:
         chosen = config.algo.advantage
         compare = registry.bound(registry.GROUP_ADVANTAGES, chosen.name, chosen.options)
@@ -149,7 +149,7 @@ def test_the_advantage_is_accepted_and_computes_what_it_says(here: Path) -> None
     assert compare(samples).tolist() == [-2.0, 0.0, 4.0, 0.0, 0.0, 0.0, 6.0, -6.0]
 
 
-def test_the_loss_is_accepted_and_computes_what_it_says(here: Path) -> None:
+def test_the_example_loss_computes_what_it_documents(here: Path) -> None:
     with example("my_losses.py", "ppo.yaml", here) as config:
         chosen = config.algo.policy_loss
         damped = registry.bound(registry.POLICY_LOSSES, chosen.name, chosen.options)

@@ -1,4 +1,4 @@
-"""Rewards of tokens: by hand, and what they add up to."""
+"""Token rewards: by hand, and their sums."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.algos.inputs import NAN, fractions, lengths, lengths_mask, masks, num
 
 
 @given(lengths, fractions, seeds)
-def test_rewards_add_up_to_the_score_less_the_kl(lengths: list[int], coef: float, seed: int) -> None:
+def test_rewards_sum_to_score_minus_kl(lengths: list[int], coef: float, seed: int) -> None:
     mask, rows = lengths_mask(lengths, 6), len(lengths)
     scores, kl = numbers(rows, seed=seed), numbers(rows, 6, seed=seed + 1)
     rewards = token_rewards(scores, kl_penalties(torch.where(mask, kl, NAN), mask, kl_coef=coef), mask)
@@ -26,7 +26,7 @@ def test_rewards_add_up_to_the_score_less_the_kl(lengths: list[int], coef: float
 
 
 @given(masks, fractions, seeds)
-def test_t10_penalties_add_up_to_the_divergence_of_the_sequence(rows: list[list[bool]], coef: float, seed: int) -> None:
+def test_t10_penalties_sum_to_the_kl_of_the_sequence(rows: list[list[bool]], coef: float, seed: int) -> None:
     mask = torch.tensor(rows)
     kl = numbers(*mask.shape, seed=seed)
     penalties = kl_penalties(kl, mask, kl_coef=coef)
@@ -35,7 +35,7 @@ def test_t10_penalties_add_up_to_the_divergence_of_the_sequence(rows: list[list[
         assert penalties[i].sum().item() == pytest.approx(-coef * divergence, abs=1e-9)
 
 
-def test_the_score_stands_where_the_placement_says() -> None:
+def test_the_score_is_placed_as_configured() -> None:
     mask = torch.tensor([[1, 0, 1, 0, 0], [0] * 5, [1] * 5, [1, 1, 1, 1, 0]]).bool()
     scores, nothing = torch.tensor([2.0, 3.0, 5.0, 7.0]), torch.zeros(4, 5)
     places = {
@@ -53,7 +53,7 @@ def test_a_batch_without_columns_has_no_rewards() -> None:
 
 
 @given(lengths.filter(any), seeds)
-def test_dense_differences_add_up_to_the_last_score_less_the_first(lengths: list[int], seed: int) -> None:
+def test_dense_differences_sum_to_last_minus_first_score(lengths: list[int], seed: int) -> None:
     mask, rows = lengths_mask(lengths, 6), len(lengths)
     dense, penalties = numbers(rows, 7, seed=seed), torch.zeros(rows, 6).double()
     earned = dense_rewards(dense, penalties, mask, differences=True)
@@ -67,8 +67,8 @@ def test_dense_differences_add_up_to_the_last_score_less_the_first(lengths: list
 # ---- pitfalls
 
 
-def test_p1_the_reward_stands_on_the_end_token_although_it_pads_as_well() -> None:
-    """DeepSpeed-Chat takes padding for what is not counted, so it loses the end token and pays one slot late."""
+def test_p1_the_reward_is_on_the_end_token_even_if_it_is_the_pad_token() -> None:
+    """DeepSpeed-Chat masks padding tokens, so it loses the end token and rewards one position late."""
     end = pad = 2
     responses = torch.tensor([[5, 6, end, pad, pad], [5, 6, 7, 8, 9]])
     kept, found = first_end(responses, torch.ones_like(responses).bool(), [end])
@@ -84,7 +84,7 @@ def test_p2_the_score_counts_once_however_long_the_response() -> None:
 
 
 def test_p17_the_penalty_is_subtracted() -> None:
-    """The text of a published walk-through adds it; its numbers, and every system, subtract."""
+    """The text of a published walk-through adds it; its numbers, and every system, subtract it."""
     kl = torch.tensor([[-0.3315, -0.0426, 0.6351]])
     mask = torch.ones(1, 3).bool()
     rewards = token_rewards(torch.tensor([0.4]), kl_penalties(kl, mask, kl_coef=0.15), mask)
@@ -92,15 +92,15 @@ def test_p17_the_penalty_is_subtracted() -> None:
     assert not kl_penalties(kl, mask, kl_coef=-0.15).any()
 
 
-def test_p20_scores_are_limited_before_they_are_compared() -> None:
-    """OpenRLHF limits what is left after the mean of the group: an outlier then still moves all others."""
+def test_p20_scores_are_clipped_before_the_group_baseline() -> None:
+    """OpenRLHF clips after subtracting the group's mean: an outlier still moves all others."""
     scores = clip_scores(torch.tensor([100.0, 1.0, 0.0, -1.0]), -1.0, 1.0)
     yes = torch.ones(4).bool()
     samples = Samples(scores=scores, groups=torch.zeros(4).long(), lengths=yes.long(), finished=yes, scored=yes)
     assert dr_grpo(samples).tolist() == pytest.approx([0.75, 0.75, -0.25, -1.25])
 
 
-def test_p22_tokens_of_a_tool_cost_nothing_and_earn_nothing() -> None:
+def test_p22_tool_tokens_have_no_penalty_and_no_reward() -> None:
     mask = torch.tensor([[True, True, False, False, True]])
     old, ref = torch.zeros(1, 5), torch.tensor([[-1.0, 2.0, -50.0, NAN, -3.0]])
     penalties = kl_penalties(k1(old, ref), mask, kl_coef=0.5)
@@ -112,7 +112,7 @@ def test_p22_tokens_of_a_tool_cost_nothing_and_earn_nothing() -> None:
         assert advantages.tolist() == [[0.0, 0.5, 0.0, 0.0, -0.5]]
 
 
-def test_p30_a_row_in_which_nothing_counts_has_no_last_token() -> None:
+def test_p30_a_fully_masked_row_has_no_last_token() -> None:
     """OpenRLHF finds the last token by an argmax over the reversed mask, which is the last column there."""
     nothing = torch.zeros(1, 4)
     for placement in ("last_valid", "every_valid"):

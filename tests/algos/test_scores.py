@@ -1,4 +1,4 @@
-"""Scores and ends of responses: by hand, and against naive loops."""
+"""Scores and truncation of responses: by hand, and against naive loops."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.rewards.completions import completion
 SCORES, FINISHED = torch.tensor([2.0, -2.0, 0.5]), torch.tensor([True, False, False])
 
 
-def test_the_five_rules_of_a_missing_end() -> None:
+def test_the_five_rules_for_unfinished_responses() -> None:
     assert replace_missing_end(SCORES, FINISHED).tolist() == [2.0, -1.0, -1.0]
     assert subtract_missing_end(SCORES, FINISHED, penalty=1.0).tolist() == [2.0, -3.0, -0.5]
     assert scale_missing_end(SCORES, FINISHED, factor=0.2).tolist() == pytest.approx([2.0, -0.4, 0.1])
@@ -38,13 +38,13 @@ def test_the_five_rules_of_a_missing_end() -> None:
     assert keep_finished(mask, FINISHED).tolist() == [[True, True], [False, False], [False, False]]
 
 
-def test_the_fixed_score_of_a_missing_end_is_not_clipped() -> None:
+def test_the_fixed_score_of_an_unfinished_response_is_not_clipped() -> None:
     clipped = clip_scores(torch.tensor([9.0, -9.0, 1.0]), -5.0, 4.0)
     assert replace_missing_end(clipped, torch.tensor([True, True, False]), score=-7.0).tolist() == [4.0, -5.0, -7.0]
 
 
 @given(st.integers(1, 40), st.integers(1, 20), st.integers(0, 10), st.floats(0, 2))
-def test_the_penalty_of_length_is_that_of_the_oracle(tokens: int, buffer: int, more: int, factor: float) -> None:
+def test_the_length_penalty_equals_the_oracles(tokens: int, buffer: int, more: int, factor: float) -> None:
     sample = Sample(sample_id="", prompt_ids=[0], response_ids=[0] * tokens)
     limits = {"max_tokens": buffer + more, "buffer_tokens": buffer, "penalty": factor}
     expected = overlong(0.0, sample, most=buffer + more, buffer=buffer, factor=factor)
@@ -56,7 +56,7 @@ def test_the_penalty_of_length_is_that_of_the_oracle(tokens: int, buffer: int, m
         assert falling == pytest.approx(expected)
 
 
-def test_reference_samples_get_the_mean_and_the_deviation_that_are_asked_for() -> None:
+def test_reference_samples_get_the_configured_mean_and_deviation() -> None:
     raw = 5 + 3 * torch.randn(512, generator=torch.Generator().manual_seed(0))
     for mean, std, ddof in ((0.0, 1.0, 0), (2.0, 0.5, 1)):
         scale = score_scale(raw, target_mean=mean, target_std=std, ddof=ddof)
@@ -73,7 +73,7 @@ def test_scores_without_a_scale_are_refused(scores: list[float]) -> None:
         score_scale(torch.tensor(scores))
 
 
-def test_initial_heads() -> None:
+def test_initial_standard_deviation_of_heads() -> None:
     assert head_std(768) == pytest.approx(0.036061, abs=1e-6)
     assert head_std(768, rule="inverse") == pytest.approx(0.001300, abs=1e-6)
 
@@ -82,7 +82,7 @@ def test_initial_heads() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=5, max_size=5), min_size=1, max_size=4), st.integers(0, 6))
-def test_the_first_end_is_that_of_a_loop(rows: list[list[int]], after: int) -> None:
+def test_the_first_end_token_equals_a_loops(rows: list[list[int]], after: int) -> None:
     lengths = [1 + sum(row) % 5 for row in rows]
     kept, found = first_end(torch.tensor(rows), lengths_mask(lengths, 5), [2], after=after)
     for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):
@@ -91,7 +91,7 @@ def test_the_first_end_is_that_of_a_loop(rows: list[list[int]], after: int) -> N
         assert kept[i].tolist() == [t < len(sample.response_ids) for t in range(5)]
 
 
-def test_any_of_several_tokens_ends_a_response() -> None:
+def test_any_of_several_stop_tokens_ends_a_response() -> None:
     ids = torch.tensor([[5, 7, 6, 5], [5, 5, 6, 7]])
     assert first_end(ids, torch.ones(2, 4).bool(), [6, 7])[0].sum(-1).tolist() == [2, 3]
 
@@ -100,7 +100,7 @@ def test_any_of_several_tokens_ends_a_response() -> None:
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=8))
-def test_padding_goes_to_the_left_and_leaves_positions_as_they_are(row: list[int]) -> None:
+def test_left_padding_keeps_positions(row: list[int]) -> None:
     kept = [token for token in row if token != 0]
     padded = left_pad(torch.tensor([row]), 0)
     assert padded[0].tolist() == [0] * (len(row) - len(kept)) + kept

@@ -15,7 +15,7 @@ samples = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([-1.0, 0.0, 0.5,
 """Prompts and scores, with equal ones and samples without."""
 
 
-def of_the_oracle(pairs: list[tuple[int, float | None]]) -> list[Sample]:
+def oracle_samples(pairs: list[tuple[int, float | None]]) -> list[Sample]:
     return [
         Sample(sample_id=str(i), prompt_ids=[0], response_ids=[0], score=score, group=group)
         for i, (group, score) in enumerate(pairs)
@@ -28,16 +28,16 @@ def tensors(pairs: list[tuple[int, float | None]]) -> tuple[torch.Tensor, torch.
 
 
 @given(samples)
-def test_the_best_of_each_prompt_is_that_of_the_oracle(pairs: list[tuple[int, float | None]]) -> None:
+def test_best_of_each_prompt_equals_the_oracles(pairs: list[tuple[int, float | None]]) -> None:
     scores, groups, discarded = tensors(pairs)
-    best = sorted(naive.best_of_each(of_the_oracle(pairs)), key=lambda sample: sample.group)
+    best = sorted(naive.best_of_each(oracle_samples(pairs)), key=lambda sample: sample.group)
     assert best_of_groups(scores, groups, discarded).tolist() == [int(sample.sample_id) for sample in best]
 
 
 @given(samples, st.sampled_from([0.2, 0.5, 1.0]))
-def test_the_best_of_all_are_those_of_the_oracle(pairs: list[tuple[int, float | None]], fraction: float) -> None:
+def test_best_of_all_equals_the_oracles(pairs: list[tuple[int, float | None]], fraction: float) -> None:
     scores, groups, discarded = tensors(pairs)
-    best = naive.best_of_all(of_the_oracle(pairs), fraction)
+    best = naive.best_of_all(oracle_samples(pairs), fraction)
     chosen = best_fraction(scores, groups, discarded, fraction=fraction)
     assert chosen.tolist() == [int(sample.sample_id) for sample in best]
 
@@ -46,23 +46,23 @@ def test_the_best_of_all_are_those_of_the_oracle(pairs: list[tuple[int, float | 
     ("scores", "differ"),
     [([1.0, 1.0, 1.0], False), ([0.1, 0.1, 0.1], False), ([0.0, 1.0], True), ([0.3], False), ([1.0, 1.0 + 1e-6], True)],
 )
-def test_a_prompt_says_something_where_its_scores_differ(scores: list[float], differ: bool) -> None:
+def test_a_prompt_is_kept_if_its_scores_differ(scores: list[float], differ: bool) -> None:
     assert nonzero_std(torch.tensor(scores, dtype=torch.float64)) is differ
 
 
-def test_small_differences_may_count_as_none() -> None:
+def test_small_differences_may_be_ignored() -> None:
     assert not nonzero_std(torch.tensor([0.0, 0.5]), tol=0.25)
     assert nonzero_std(torch.tensor([0.0, 0.75]), tol=0.25)
 
 
-def test_the_bounds_of_a_range_are_outside() -> None:
+def test_range_bounds_are_exclusive() -> None:
     means = {0.0: False, 0.25: True, 1.0: False}
     assert {mean: open_range(torch.tensor([mean, mean])) for mean in means} == means
     assert not open_range(torch.tensor([0.25, 0.75]), low=0.5)
     assert open_range(torch.tensor([0.25, 1.0]), low=0.5, high=0.75)
 
 
-def test_a_bound_is_what_the_scores_can_be() -> None:
+def test_bounds_are_compared_in_the_scores_dtype() -> None:
     """0.2 in float32 is a little more than in float64."""
     assert not open_range(torch.full((3,), 0.2), low=0.2)
     assert not open_range(torch.full((3,), 0.7), high=0.7)

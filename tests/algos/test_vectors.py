@@ -44,7 +44,7 @@ def test_all_cases_are_here() -> None:
     assert len(CASES) == len(VECTORS["cases"]) == 132
 
 
-def test_another_number_is_told() -> None:
+def test_a_wrong_number_fails_the_comparison() -> None:
     case = CASES["gae-01"]
     got = run(case)
     got["advantages"][0][0] += 1e-6

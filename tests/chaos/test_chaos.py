@@ -1,6 +1,6 @@
 """Seeded kills, stops and delays of any process at any time: a run ends exactly, or with one clear error and resumes.
 
-``make chaos`` takes 100 trials. A trial is chosen by its number alone, but where in the run it strikes depends on the
+``make chaos`` takes 100 trials. The number alone determines a trial, but when its fault hits the run depends on the
 machine.
 """
 
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run that nothing disturbs."""
+    """The directory of an undisturbed run."""
     directory = tmp_path_factory.mktemp("chaos") / "straight"
     finished = run(directory, *RUN)
     assert finished.status == 0, finished.errors
@@ -42,11 +42,13 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("trial", range(TRIALS))
-def test_a_run_ends_exactly_or_can_be_resumed(straight: Path, tmp_path: Path, trial: int) -> None:
+def test_a_disturbed_run_ends_with_the_same_result_or_can_be_resumed(
+    straight: Path, tmp_path: Path, trial: int
+) -> None:
     chance = random.Random(trial)
     victim, blow = chance.choice(sorted(VICTIMS)), chance.choice(sorted(BLOWS))
     if victim == "driver":
-        blow = "kill"  # nobody watches the driver: stopped, it waits for its user
+        blow = "kill"  # nothing monitors the driver: stopped, it waits for its user
     attempts = lines(straight / "attempts.jsonl")
     wait_s = chance.random() * (attempts[-1]["time"] - attempts[0]["time"])
     directory = tmp_path / "run"
@@ -67,7 +69,7 @@ def test_a_run_ends_exactly_or_can_be_resumed(straight: Path, tmp_path: Path, tr
 
 
 def strike(driver: int, directory: Path, victim: str, number: int, seconds: float, wait_s: float) -> bool:
-    """Sends a signal to a process of a run after a while, and lets it go on after `seconds`; False if it was gone."""
+    """Sends a signal to a process of a run after a while, and continues it after `seconds`; False if it had ended."""
     time.sleep(wait_s)
     log = VICTIMS[victim]
     try:

@@ -10,7 +10,7 @@ from megarl.files import FileRecord
 
 
 def write_role(directory: Path, ranks: int, seed: int = 0, nbytes: int = 1000) -> list[list[FileRecord]]:
-    """Two files of each rank, and what the ranks say of them."""
+    """Writes two files per rank; returns the ranks' records of them."""
     directory.mkdir(parents=True)
     content = random.Random(seed)
     records: list[list[FileRecord]] = []

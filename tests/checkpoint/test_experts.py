@@ -1,4 +1,4 @@
-"""Files of a mixture of experts: every expert once, by whoever has it, for whoever asks for it."""
+"""Checkpoints of MoE models: every expert is written once and loaded by any rank."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _rewritten(rank: int, directory: Path, layout: Layout, out: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_what_is_read_is_written_bit_for_bit(pool: RankPool, tmp_path: Path, name: str) -> None:
+def test_experts_round_trip_bit_for_bit(pool: RankPool, tmp_path: Path, name: str) -> None:
     model = save_mixture(tmp_path / "model", name)
     for label, layout in LAYOUTS.items():
         pool.run(_rewritten, model, layout, tmp_path / label, world_size=layout.world_size)
@@ -62,7 +62,7 @@ def test_what_is_read_is_written_bit_for_bit(pool: RankPool, tmp_path: Path, nam
 
 
 def _saved(rank: int, model: Path, layout: Layout, dtype: torch.dtype, out: Path) -> tuple[Snapshot, Snapshot]:
-    """What a rank holds when it is saved, and after two more steps."""
+    """A rank's state when it is saved, and after two more steps."""
     role = make_roles(rank, {"actor": model}, {"actor": layout}, dtype)["actor"]
     train(role, 0, 2)
     save(role, out)
@@ -72,7 +72,7 @@ def _saved(rank: int, model: Path, layout: Layout, dtype: torch.dtype, out: Path
 
 
 def _restored(rank: int, model: Path, layout: Layout, dtype: torch.dtype, saved: Path) -> tuple[Snapshot, Snapshot]:
-    """What a rank of other weights holds when it has read a checkpoint, and after two more steps."""
+    """The state of a rank with other weights after loading a checkpoint, and after two more steps."""
     role = make_roles(rank, {"actor": model}, {"actor": layout}, dtype)["actor"]
     restore(role, saved)
     then = snapshot(role)
@@ -81,10 +81,8 @@ def _restored(rank: int, model: Path, layout: Layout, dtype: torch.dtype, saved:
 
 
 @pytest.mark.parametrize(("written", "dtype"), [("pp2-dp2-ep2", torch.bfloat16), ("tp2-sp-dp2-ep2", torch.float32)])
-def test_experts_are_restored_wherever_they_are(
-    pool: RankPool, tmp_path: Path, written: str, dtype: torch.dtype
-) -> None:
-    """In the layout that has saved, the next steps are those of the run that was not interrupted, bit for bit."""
+def test_experts_are_restored_in_any_layout(pool: RankPool, tmp_path: Path, written: str, dtype: torch.dtype) -> None:
+    """In the saving layout, the next steps equal those of the uninterrupted run, bit for bit."""
     name = "qwen3_moe_renormalised"
     model, other = (save_mixture(tmp_path / str(seed), name, seed=seed) for seed in (0, 1))
     saved = tmp_path / "actor"

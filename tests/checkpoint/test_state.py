@@ -1,4 +1,4 @@
-"""A role goes on from its checkpoint as if nothing had happened, in the same layout bit for bit, in others exactly."""
+"""Resumed roles equal uninterrupted ones: bit for bit in the same layout, with exact state in others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _interrupted(
     first = make_roles(rank, models, layouts, dtype)
     second = make_roles(rank, others, layouts, dtype)
     metrics: dict[RoleName, Any] = {}
-    for step in range(4):  # the roles take turns, as in a run
+    for step in range(4):  # the roles alternate, as in a run
         for name, role in straight.items():
             metrics.setdefault(name, []).extend(train(role, step, 1, broken=[1]))
     for name, role in first.items():
@@ -45,7 +45,7 @@ def _interrupted(
         save(role, out / name)
     results: dict[RoleName, Any] = {}
     for name, role in second.items():
-        train(role, 7, 1)  # the state that is replaced is not a fresh one
+        train(role, 7, 1)  # the replaced state is not a fresh one
         restore(role, out / name)
         assert role.skipped_in_a_row == 1
         resumed = train(role, 2, 2)
@@ -69,7 +69,7 @@ CASES: dict[str, tuple[Roles, Model, torch.dtype]] = {
 
 
 @pytest.mark.parametrize(("layouts", "model", "dtype"), CASES.values(), ids=CASES)
-def test_resumed_roles_go_on_bit_for_bit(
+def test_resumed_roles_continue_bit_for_bit(
     pool: RankPool, tmp_path: Path, layouts: Roles, model: Model, dtype: torch.dtype
 ) -> None:
     kind, fields = model
@@ -123,7 +123,7 @@ ELSEWHERE = [Layout(), Layout(tp=4), Layout(pp=4), Layout(dp=3), Layout(tp=2, dp
     [("gpt2", Layout(tp=2, pp=2), torch.bfloat16), ("qwen3", Layout(tp=2, dp=2), torch.float32)],
     ids=["gpt2", "qwen3"],
 )
-def test_any_layout_loads_what_any_other_saved(
+def test_any_layout_loads_any_others_checkpoint(
     pool: RankPool, tmp_path: Path, name: RoleName, family: str, layout: Layout, dtype: torch.dtype
 ) -> None:
     """Weights and moments are exact: transposed, tied, of heads that ranks share, and however vocabularies are padded.
@@ -150,7 +150,7 @@ def test_any_layout_loads_what_any_other_saved(
 
 @pytest.mark.parametrize("layout", [Layout(dp=4), Layout(pp=2, dp=2)])
 def test_every_element_is_written_once(pool: RankPool, tmp_path: Path, layout: Layout) -> None:
-    """The replicas share the writing of the weights; of tied ones, the stages hold other runs of optimizer state."""
+    """Replicas divide the writing of weights; stages hold different slices of optimizer state of tied weights."""
     model = save_model(tmp_path / "model", tie_word_embeddings=True)
     saved = pool.run(_saved, model, "actor", layout, torch.float32, 1, tmp_path / "actor", world_size=4)
     files = [record for _, records in saved for record in records]
@@ -183,7 +183,7 @@ def test_a_role_that_has_not_stepped_is_saved_too(pool: RankPool, tmp_path: Path
 
 
 def _offloaded(rank: int, model: Path, out: Path) -> bool:
-    """Saves a role that came back from host memory; one that has not is refused."""
+    """Saves a role after it was onloaded; an offloaded one is refused."""
     role = make_roles(rank, {"actor": model}, {"actor": Layout()}, torch.float32)["actor"]
     train(role, 0, 1)
     role.offload()
@@ -200,7 +200,7 @@ def _offloaded(rank: int, model: Path, out: Path) -> bool:
     return True
 
 
-def test_a_role_in_host_memory_is_not_saved(pool: RankPool, tmp_path: Path) -> None:
+def test_an_offloaded_role_is_not_saved(pool: RankPool, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     assert pool.run(_offloaded, model, tmp_path, world_size=1) == [True]
 
@@ -237,7 +237,7 @@ def test_a_full_disk_is_named(pool: RankPool, tmp_path: Path, left_kib: int, fil
     assert re.search(rf"No space left on device \(.*0 B free\): '.*/actor/{file}'", said), said
 
 
-def test_every_rank_names_what_one_cannot_write(pool: RankPool, tmp_path: Path) -> None:
+def test_a_write_error_of_one_rank_is_raised_on_all(pool: RankPool, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     with SmallDisk(tmp_path / "disk", 400) as disk:
         disk.fill(40)

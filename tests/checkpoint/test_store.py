@@ -1,4 +1,4 @@
-"""A checkpoint is there whole or not at all, whatever happens while it is written."""
+"""A checkpoint is complete or absent, whatever happens while it is written."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_not_as_it_was_written_is_not_committed(tmp_path: Path, damage: str) -> None:
+def test_files_that_changed_after_writing_are_not_committed(tmp_path: Path, damage: str) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     save(checkpoints, 1)
     before = content(tmp_path / "step-1")
@@ -89,8 +89,8 @@ def test_what_is_not_as_it_was_written_is_not_committed(tmp_path: Path, damage: 
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_not_gone_on_from(tmp_path: Path, damage: str) -> None:
-    """Nor is an older one without a word: the user decides."""
+def test_a_damaged_checkpoint_is_not_resumed(tmp_path: Path, damage: str) -> None:
+    """An older one is not used silently either: the user decides."""
     checkpoints = Checkpoints(tmp_path, keep=2)
     save(checkpoints, 1)
     save(checkpoints, 2)
@@ -100,7 +100,7 @@ def test_a_damaged_checkpoint_is_not_gone_on_from(tmp_path: Path, damage: str) -
         checkpoints.latest()
 
 
-def test_every_problem_is_told(tmp_path: Path) -> None:
+def test_all_problems_are_reported(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     save(checkpoints, 1)
     flip(tmp_path / "step-1/actor/0-0.bin")
@@ -125,7 +125,7 @@ def test_every_problem_is_told(tmp_path: Path) -> None:
         ('{"format": 2}', "manifest.json has format 2, not 1"),
     ],
 )
-def test_a_manifest_that_says_nothing_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
+def test_an_unreadable_manifest_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     save(checkpoints, 1)
     manifest = tmp_path / "step-1/manifest.json"
@@ -136,7 +136,7 @@ def test_a_manifest_that_says_nothing_is_refused(tmp_path: Path, text: str | Non
         checkpoints.latest()
 
 
-def test_a_state_that_json_cannot_hold_is_not_committed(tmp_path: Path) -> None:
+def test_a_state_that_json_cannot_represent_is_not_committed(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     records = write_roles(checkpoints.stage(1))
     with pytest.raises(ValueError, match="not JSON compliant"):
@@ -181,8 +181,8 @@ def _killed_at(call: int, directory: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_kill_at_any_moment_leaves_one_whole_checkpoint(tmp_path: Path) -> None:
-    """The next run finds the old one or the new one, cleans up, and can go on."""
+def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
+    """The next run finds the old or the new one, cleans up, and can resume."""
     context = multiprocessing.get_context("fork")
     outcomes: list[int] = []
     for call in range(1, 200):
@@ -210,7 +210,7 @@ def test_a_kill_at_any_moment_leaves_one_whole_checkpoint(tmp_path: Path) -> Non
     assert len(outcomes) > 15, "hardly anything was counted"
 
 
-def test_staging_again_forgets_the_first_try(tmp_path: Path) -> None:
+def test_staging_again_discards_the_first_attempt(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     write_role(checkpoints.stage(1) / "actor", 3)
     save(checkpoints, 1)

@@ -1,4 +1,4 @@
-"""Jobs of the rank pool: roles that train, are saved, and go on elsewhere."""
+"""Jobs of the rank pool: roles that train, are saved, and are resumed in other layouts."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def canonical(snapshots: Sequence[Snapshot]) -> dict[str, torch.Tensor]:
 
 
 def _put(whole: dict[str, torch.Tensor], name: str, shard: Any, param: torch.Tensor) -> None:
-    """Adds what is a number; the tensor grows as needed, and what nobody has put is not a number."""
+    """Writes all elements that are not NaN; the tensor grows as needed, and unwritten elements are NaN."""
     region, values = shard.region, param[shard.box.slices]
     values = values.T if shard.transposed else values
     shape = (
@@ -109,7 +109,7 @@ def _put(whole: dict[str, torch.Tensor], name: str, shard: Any, param: torch.Ten
 def make_roles(
     rank: int, models: Mapping[RoleName, Path], layouts: Mapping[RoleName, Layout], dtype: torch.dtype
 ) -> dict[RoleName, Any]:
-    """Roles in training, in one world; heads are not zero."""
+    """Roles in training, in one world; heads are nonzero."""
     from megarl.config.schema import Optimizer
     from megarl.megatron.parallel import GroupCache
 
@@ -124,7 +124,7 @@ def make_roles(
 
 
 def train(role: Any, first: int, steps: int, broken: Sequence[int] = ()) -> list[dict[str, float]]:
-    """Optimizer steps, each on data of its own; the loss of a broken one is not a number."""
+    """Optimizer steps, each on different data; the loss of a broken one is NaN."""
     from megarl.data.schedule import update_schedules
     from megarl.megatron.heads import response_logprobs, response_values, row_scores
 

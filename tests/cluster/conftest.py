@@ -1,4 +1,4 @@
-"""One Ray for all tests of the cluster, which ends with them: its directory for temporary files does too."""
+"""One Ray cluster, with its temporary directory, for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def config() -> RunConfig:
 
 @pytest.fixture(scope="module")
 def group(session: Session, config: RunConfig) -> Iterator[WorkerGroup[FakeWorker]]:
-    """Three fake workers for tests that leave them in order."""
+    """Three fake workers for tests that do not break them."""
     workers = launch_group(session, config, "train", FakeWorker)
     yield workers
     _kill(workers)

@@ -1,7 +1,7 @@
-"""A program that takes runs with light workers into a phase, in which they end in a given way.
+"""A program that runs light workers up to a phase, in which they end in a given way.
 
-It goes through one case after another, each in a session of its own. A case is ``ending:phase``; a line of JSON on
-standard error says what the driver saw and what was left afterwards.
+It runs one case after another, each in its own session. A case is ``ending:phase``; a line of JSON on
+standard error has the driver's error and the leftovers.
 """
 
 from __future__ import annotations

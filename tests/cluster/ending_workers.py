@@ -1,4 +1,4 @@
-"""Light workers and engines that bring a run to its end, in the way and the phase that their environment says."""
+"""Light workers and engines that end a run in the way and the phase given by their environment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SETTLING_S = 0.5
 
 
 def act(phase: str, *, culprit: bool) -> None:
-    """Ends as the case says where this is its phase: one process is the cause, the others are busy."""
+    """Ends as the case says if this is its phase: one process is the cause, the others are busy."""
     ending, _, where = os.environ[CASE].partition(":")
     if where != phase or ending == "normal":
         return
@@ -37,7 +37,7 @@ def act(phase: str, *, culprit: bool) -> None:
 
 
 class Trainer:
-    """A rank of the actor, with shared memory and a temporary file of its own; rank 1 is the cause."""
+    """A rank of the actor, with its own shared memory and temporary file; rank 1 is the cause."""
 
     def __init__(self, config: object, group: str, rank: int) -> None:
         self.culprit = rank == 1

@@ -22,7 +22,7 @@ from megarl.types import RolloutChunk, SampleInfo, VersionSpan, WorkItem
 
 
 class FakeWorker:
-    """A worker of a group that does as the test says."""
+    """A worker whose behaviour the test sets."""
 
     def __init__(self, config: object, group: str, rank: int) -> None:
         self.group, self.rank = group, rank
@@ -43,8 +43,8 @@ class FakeWorker:
         return os.environ.get(name)
 
     @remote(phase="update")
-    def knows(self, module: str) -> bool:
-        """Whether it can import a module."""
+    def can_import(self, module: str) -> bool:
+        """Whether the worker can import a module."""
         try:
             importlib.import_module(module)
         except ImportError:
@@ -80,7 +80,7 @@ class FakeWorker:
 
     @remote(phase="update")
     def die_on(self, rank: int) -> None:
-        """The rank dies; the others notice a little before the driver does, as peers of a connection do."""
+        """The rank dies; the others notice a little earlier than the driver, like peers of a connection."""
         if self.rank == rank:
             print("these are my last words", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -156,7 +156,7 @@ class FakeEngine:
 
 
 class FakeStepper:
-    """Works on what it was asked for, a unit of each per step, and notes what it runs."""
+    """Works on its calls, one unit of each per step, and records what it runs."""
 
     def __init__(self, step_s: float = 0.0) -> None:
         self.step_s, self.steps = step_s, 0
@@ -171,7 +171,7 @@ class FakeStepper:
 
     @remote(phase="update")
     def note(self, name: str) -> int:
-        """Returns how many steps came before."""
+        """Returns the number of earlier steps."""
         self.calls.append(name)
         return self.steps
 

@@ -1,4 +1,4 @@
-"""A program whose workers leave things behind, and which ends in the way that its argument says."""
+"""A program whose workers leave things behind; its argument says how it ends."""
 
 from __future__ import annotations
 

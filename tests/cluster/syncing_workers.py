@@ -1,4 +1,4 @@
-"""Trainers and engines that move tensors by the real transport; an engine dies or hangs where a file says so."""
+"""Trainers and engines that use the real transport; a file can make an engine die or hang."""
 
 from __future__ import annotations
 

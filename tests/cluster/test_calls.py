@@ -1,4 +1,4 @@
-"""Calls on real processes: order, references, and failures that surface at once with their cause."""
+"""Calls on real processes: order, references, and failures that are raised immediately with their cause."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def test_a_column_comes_back_by_chunk_from_the_ranks_that_report_it(group: Group
     assert [int(call.chunks[chunk][0]) for chunk in range(len(call.chunks))] == [0, 1, 2, 3]
 
 
-def test_a_reporter_without_chunks_still_reports_what_is_small(group: Group) -> None:
+def test_a_reporting_rank_without_chunks_still_returns_its_result(group: Group) -> None:
     call = group.call_by_chunk(FakeWorker.column, [{0: [], 1: [0]}] * 3, [(), (0,), ()])
     assert call.wait() == ["by 0", "by 1", None]
 
 
-def test_workers_read_columns_by_reference_before_the_driver_has_waited_for_them(group: Group) -> None:
+def test_workers_read_columns_by_reference_before_the_driver_waits(group: Group) -> None:
     column = group.call_by_chunk(FakeWorker.column, [{0: [0, 1, 2]}] * 3, [(0, 1, 2), (), ()]).chunks
     means = group.call(FakeWorker.means, column, [2, 0])
     assert means.wait() == [[2.0, 0.0]] * 3
@@ -71,9 +71,9 @@ def test_a_process_on_a_virtual_device_computes_on_one_thread_and_sees_no_gpu(gr
     assert group.call(FakeWorker.environment, "GLOO_SOCKET_IFNAME").wait() == ["lo"] * 3
 
 
-def test_a_process_knows_no_wandb_which_megatron_would_import(group: Group) -> None:
+def test_workers_cannot_import_wandb(group: Group) -> None:
     assert importlib.util.find_spec("wandb") is not None
-    assert group.call(FakeWorker.knows, "wandb").wait() == [False] * 3
+    assert group.call(FakeWorker.can_import, "wandb").wait() == [False] * 3
 
 
 def test_one_failing_rank_ends_the_wait_for_the_others(make_group: MakeGroup) -> None:
@@ -91,14 +91,14 @@ def test_one_failing_rank_ends_the_wait_for_the_others(make_group: MakeGroup) ->
         update.wait()
 
 
-def test_ranks_that_say_all_the_same_make_one_message(group: Group) -> None:
+def test_equal_errors_of_all_ranks_make_one_message(group: Group) -> None:
     with pytest.raises(WorkerError) as failure:
         group.named("actor").call(FakeWorker.give_up).wait()
     expected = r"train rank \d failed in actor.give_up: sync aborted: rank 1: lm_head.weight is missing"
     assert re.fullmatch(expected, str(failure.value)), failure.value
 
 
-def test_an_error_that_is_borne_is_part_of_the_answer(group: Group) -> None:
+def test_a_tolerated_error_is_part_of_the_result(group: Group) -> None:
     call = group.named("actor").call(FakeWorker.give_up)
     call.tolerates = RunError
     call.monitor.wait_until(call)
@@ -115,7 +115,7 @@ def test_waiting_for_one_call_raises_the_failure_of_another(make_group: MakeGrou
         busy.named("actor").call(FakeWorker.note, "long", 60.0).wait()
 
 
-def test_a_failed_column_is_blamed_on_the_call_that_made_it(make_group: MakeGroup) -> None:
+def test_a_failed_column_names_the_call_that_made_it(make_group: MakeGroup) -> None:
     group, reader = make_group(), make_group()
     column = group.named("actor").call_by_chunk(FakeWorker.fail_for_column, [0] * 3, [(0,), (), ()]).chunks
     with pytest.raises(WorkerError, match=r"^train rank 0 failed in actor\.fail_for_column"):
@@ -163,7 +163,7 @@ def test_a_rank_that_does_not_answer_is_named(make_group: MakeGroup) -> None:
 
 
 @pytest.mark.usefixtures("limited")
-def test_a_call_that_waits_for_others_has_its_whole_limit(make_group: MakeGroup) -> None:
+def test_a_queued_call_has_its_full_time_limit(make_group: MakeGroup) -> None:
     group = make_group()
     group.call(FakeWorker.noted).wait()
     calls = [group.named("actor").call(FakeWorker.note, str(turn), 0.5) for turn in range(7)]

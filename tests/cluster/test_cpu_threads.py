@@ -47,7 +47,7 @@ def test_a_stage_without_engines_has_all_cores_for_the_trainers() -> None:
     )
 
 
-def test_a_resumed_run_keeps_the_threads_that_it_began_with() -> None:
+def test_a_resumed_run_keeps_its_thread_counts() -> None:
     begun = with_threads(load(DEBUG, [AUTO]), {}, cores=8)
     assert begun.cluster.threads_per_device == Threads(trainers=2, engines=8)
     written = yaml.safe_load(as_yaml(begun))
@@ -63,7 +63,7 @@ def test_on_gpus_nothing_is_divided() -> None:
     assert with_threads(config, {}, cores=64).cluster.threads_per_device == Threads()
 
 
-def test_a_thread_each_is_the_default_and_a_number_is_for_both() -> None:
+def test_one_thread_is_the_default_and_a_number_sets_both_kinds() -> None:
     config = load(DEBUG)
     assert with_threads(config, {}, cores=64) is config
     assert config.cluster.threads_per_device == Threads(trainers=1, engines=1)
@@ -73,7 +73,7 @@ def test_a_thread_each_is_the_default_and_a_number_is_for_both() -> None:
             load(DEBUG, [f"cluster.threads_per_device={wrong}"])
 
 
-def test_cores_are_those_that_this_process_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_those_in_the_process_affinity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quota = tmp_path / "cpu.max"
     monkeypatch.setattr(cpu_threads, "_CGROUP", quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))

@@ -1,4 +1,4 @@
-"""The time limits of calls, on a clock that the test moves: who is late is found, and nobody else is blamed."""
+"""Time limits of calls, on a clock that the test moves: exactly the overdue process is named."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIMITS = TimeLimits(**{**dict.fromkeys(TimeLimits.model_fields, 10.0), "rollout"
 
 
 class World:
-    """Processes and their calls: when each answers is known in advance."""
+    """Processes and their calls, whose answer times are known in advance."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -91,7 +91,7 @@ def test_a_hung_process_is_found_while_the_others_keep_answering(world: World) -
     assert answered > 200
 
 
-def test_a_process_that_hangs_is_found_although_an_older_call_has_a_longer_limit(world: World) -> None:
+def test_a_hung_process_is_found_despite_an_older_call_with_a_longer_limit(world: World) -> None:
     first, second = world.processes(2)
     world.call([first], 90.0, phase="rollout")
     late = world.call([second], math.inf)
@@ -100,7 +100,7 @@ def test_a_process_that_hangs_is_found_although_an_older_call_has_a_longer_limit
     assert world.now == 10.0
 
 
-def test_a_call_in_a_queue_has_its_whole_limit_after_the_earlier_ones(world: World) -> None:
+def test_a_queued_call_has_its_full_limit_after_the_earlier_ones(world: World) -> None:
     processes = world.processes(2)
     queue = [world.call(processes, 9.0, 1.0) for _ in range(7)]
     queue[-1].wait()
@@ -111,7 +111,7 @@ def test_a_call_in_a_queue_has_its_whole_limit_after_the_earlier_ones(world: Wor
     assert world.now == 63.0 + 9.0 + 10.0
 
 
-def test_processes_that_wait_for_a_busy_peer_are_not_late(world: World) -> None:
+def test_processes_that_wait_for_a_busy_peer_are_not_overdue(world: World) -> None:
     """One is in a call of its own for up to a long limit; the others wait for it in a call of a short one."""
     processes = world.processes(3)
     world.call(processes[:1], 95.0, phase="rollout")
@@ -120,7 +120,7 @@ def test_processes_that_wait_for_a_busy_peer_are_not_late(world: World) -> None:
     assert world.now == 103.0
 
 
-def test_a_driver_that_was_busy_takes_the_answers_that_have_come(world: World) -> None:
+def test_a_driver_that_was_busy_accepts_late_read_answers(world: World) -> None:
     (process,) = world.processes(1)
     calls_in_progress = [world.call([process], 4.0) for _ in range(2)]
     calls_in_progress[0].wait()
@@ -129,8 +129,8 @@ def test_a_driver_that_was_busy_takes_the_answers_that_have_come(world: World) -
     calls_in_progress[1].wait()
 
 
-def test_a_late_call_whose_loss_is_borne_leaves_the_others_in_progress(world: World) -> None:
-    """Both calls of a process that hangs are lost, each when its own limit ends."""
+def test_a_tolerated_timeout_leaves_other_calls_in_progress(world: World) -> None:
+    """Both calls of a hung process fail, each at its own limit."""
     hung, well = world.processes(2, concurrent=True)
     lost: list[tuple[float, str]] = []
     answers = [world.call([well], 40.0, phase="rollout") for _ in range(2)]
@@ -144,19 +144,19 @@ def test_a_late_call_whose_loss_is_borne_leaves_the_others_in_progress(world: Wo
     assert lost == [(end, "No answer within 100 s from p0 in call.") for end in (100.0, 140.0)]
 
 
-def test_a_late_call_that_waits_for_another_process_gets_its_limit_again(world: World) -> None:
-    """What two processes do waits for another, which hangs; a fourth answers late, and well."""
+def test_an_overdue_call_that_waits_for_another_process_gets_its_limit_again(world: World) -> None:
+    """The calls of two processes wait for a third, which hangs; a fourth answers late but correctly."""
     waiting, other, hung, slow = world.processes(4, concurrent=True)
     late: list[tuple[str, float]] = []
 
-    def bear(name: str) -> bool:
+    def tolerate(name: str) -> bool:
         late.append((name, world.now))
         return name != "hung"
 
     first = world.call([waiting, other], math.inf, math.inf)
     second, third = world.call([hung], math.inf), world.call([slow], 12.0)
     for name, call in (("waiting", first), ("hung", second), ("slow", third)):
-        call.late = lambda _message, name=name: bear(name)
+        call.late = lambda _message, name=name: tolerate(name)
     lost: list[str] = []
     second.lost = lost.append
     third.wait()
@@ -168,7 +168,7 @@ def test_a_late_call_that_waits_for_another_process_gets_its_limit_again(world: 
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_in_any_schedule_the_process_that_hangs_is_named_and_none_without_it(world: World, seed: int) -> None:
+def test_in_any_schedule_exactly_the_hung_process_is_named(world: World, seed: int) -> None:
     """Calls within their limits, each of some processes, the driver waiting for any of them; then one that hangs."""
     random = np.random.default_rng(seed)
     concurrent, sequential = world.processes(3, concurrent=True), world.processes(4)

@@ -1,4 +1,4 @@
-"""However a run ends, in whatever phase, the user sees the first real error, and nothing of the run is left."""
+"""However and in whatever phase a run ends, the user sees the first real error, and the run leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Results = Mapping[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    """What became of every case; some programs go through them side by side."""
+    """The result of every case; several programs run them in parallel."""
     with ThreadPoolExecutor(PROGRAMS) as executor:
         outputs = list(executor.map(_program, (CASES[index::PROGRAMS] for index in range(PROGRAMS))))
     lines = [json.loads(line) for output in outputs for line in output.splitlines() if line.startswith("{")]
@@ -74,7 +74,7 @@ def test_the_normal_end_has_no_error(results: Results) -> None:
 
 
 @pytest.mark.parametrize(("name", "phase"), INTERRUPTED)
-def test_a_signal_ends_the_run_as_it_says(results: Results, name: str, phase: str) -> None:
+def test_a_signal_ends_the_run_with_its_exit_code(results: Results, name: str, phase: str) -> None:
     errors = {"SIGINT": "KeyboardInterrupt: ", "SIGTERM": "SystemExit: 143"}
     assert results[f"{name}:{phase}"]["error"] == errors[name]
 
@@ -91,7 +91,7 @@ def test_a_killed_rank_is_named(results: Results, phase: str) -> None:
 
 
 @pytest.mark.parametrize("phase", HANGING)
-def test_a_rank_that_hangs_is_named_with_its_limit(results: Results, phase: str) -> None:
+def test_a_hanging_rank_is_named_with_its_time_limit(results: Results, phase: str) -> None:
     first, second, *_ = results[f"hang:{phase}"]["error"].splitlines()
     assert first.startswith(f"WorkerError: No answer within {LIMIT_S:g} s from ")
     assert second == f"Raise cluster.time_limits.{phase} if it may take longer."

@@ -111,7 +111,7 @@ def run(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         ("step stuck", f"No answer within {SYNC_LIMIT_S:g} s from rollout engine 1 in rollout.receive_weights."),
     ],
 )
-def test_the_other_engine_gets_its_weights_and_a_new_one_joins_it(run: Run, fault: str, cause: str) -> None:
+def test_the_surviving_engine_is_synced_and_a_new_one_joins(run: Run, fault: str, cause: str) -> None:
     run.complete()
     before = len(run.engines.replaced)
     (run.faults / "1").write_text(fault)
@@ -123,7 +123,7 @@ def test_the_other_engine_gets_its_weights_and_a_new_one_joins_it(run: Run, faul
     run.complete()
 
 
-def test_an_engine_that_dies_when_its_weights_are_there_is_replaced(run: Run) -> None:
+def test_an_engine_that_dies_after_its_weights_arrived_is_replaced(run: Run) -> None:
     run.complete()
     os.kill(process_that_prints_to(run.engines.processes[1].log_file), signal.SIGKILL)
     assert len(run.engines.take_usage()) == 1
@@ -156,7 +156,7 @@ def test_an_engine_that_dies_in_another_call_is_left_out(
     run.complete()
 
 
-def test_engines_that_die_one_after_the_other_end_with_two_new_ones(run: Run) -> None:
+def test_consecutive_engine_deaths_end_with_two_new_engines(run: Run) -> None:
     run.complete()
     before = len(run.engines.replaced)
     (run.faults / "0").write_text("load kill")
@@ -167,7 +167,7 @@ def test_engines_that_die_one_after_the_other_end_with_two_new_ones(run: Run) ->
     run.complete()
 
 
-def test_engines_that_are_updated_in_turn_do_not_wait_for_each_other(run: Run) -> None:
+def test_engines_updated_in_turn_do_not_wait_for_each_other(run: Run) -> None:
     run.complete()
     together = run.resharder
     run.resharder = run.rolling()
@@ -179,7 +179,7 @@ def test_engines_that_are_updated_in_turn_do_not_wait_for_each_other(run: Run) -
     run.resharder = together
 
 
-def test_no_more_than_so_many_are_replaced(run: Run) -> None:
+def test_replacements_are_limited(run: Run) -> None:
     """The last test: the run is over."""
     run.complete()
     run.engines._replacements = len(run.engines.replaced)

@@ -1,4 +1,4 @@
-"""What a program with a guard started ends with it, however it ends, without Ray."""
+"""Everything that a guarded program started ends with it, however it ends; without Ray."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def ray(tmp_path: Path) -> Iterator[Path]:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_temporary_files_go_where_logs_cannot_be_kept(
+def test_temporary_files_are_removed_even_if_logs_cannot_be_kept(
     ray: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()

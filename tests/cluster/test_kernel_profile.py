@@ -1,4 +1,4 @@
-"""What the calls of a profiled process have computed, and for how long."""
+"""The operators and kernels of the calls of a profiled process, with their times."""
 
 from __future__ import annotations
 
@@ -75,21 +75,21 @@ def milliseconds(profiles: list[CallProfile]) -> list[tuple[str, int, list[tuple
     ]
 
 
-def test_operators_count_by_their_own_time_in_the_call_that_has_them() -> None:
+def test_operators_are_summed_by_self_time_per_call() -> None:
     assert milliseconds(by_call(EVENTS, NAMES, on_device=False)) == [
         ("update.update", 100, [("mm", 2, 60), (PYTHON, 1, 20), ("linear", 1, 10)]),
         ("sync.send", 10, [(PYTHON, 1, 10)]),
     ]
 
 
-def test_on_a_device_its_kernels_count() -> None:
+def test_on_a_device_kernels_are_summed() -> None:
     assert milliseconds(by_call(EVENTS, NAMES, on_device=True)) == [
         ("update.update", 100, [("gemm", 2, 58)]),
         ("sync.send", 10, [("copy", 1, 4)]),
     ]
 
 
-def test_torch_tells_what_ran_in_each_call(tmp_path: Path) -> None:
+def test_torch_profiler_events_are_assigned_to_calls(tmp_path: Path) -> None:
     profiler, matrix, trace = KernelProfiler(), torch.eye(64), tmp_path / "trace.json.gz"
     with profiler.call("start", "load"):
         _ = matrix @ matrix
@@ -120,7 +120,7 @@ def test_torch_tells_what_ran_in_each_call(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_steps_are_profiled_as_the_work_that_they_are_for(session: Session, tmp_path: Path) -> None:
+def test_engine_steps_are_profiled_under_their_request(session: Session, tmp_path: Path) -> None:
     process = session.launch_stepping("profiled engine", [0], FakeStepper, 0.02)
     stepper = WorkerGroup(session, "rollout", [process])
     work = stepper.call(FakeStepper.work, 60)

@@ -1,4 +1,4 @@
-"""Where devices are, on the nodes of a real Ray too, and which rank gets and reports which chunk."""
+"""Placement of devices, also on the nodes of a real Ray, and which rank gets and reports which chunk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megarl.remote import RemoteMethod
 from megarl.types import Layout, PackRow, RankSchedule, Schedule
 
 
-def test_nodes_with_a_number_come_in_its_order() -> None:
+def test_numbered_nodes_are_sorted() -> None:
     hosts = {0: "b", 1: "a", 2: "c"}
     assert order_bundles(hosts, {"c": 0, "a": 1, "b": 2}) == [2, 1, 0]
     assert order_bundles(hosts, {"a": 0}) == [1, 0, 2]
@@ -64,7 +64,7 @@ with subprocess.Popen(start, stdout=subprocess.PIPE, text=True) as other:
 
 
 @pytest.mark.process
-def test_every_node_gives_its_devices_though_one_could_give_them_all() -> None:
+def test_every_node_contributes_its_devices() -> None:
     """Two nodes of four devices: a run of 2 x 2 leaves two free on each, for no run that needs more of a node."""
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:  # a short path, for the names of sockets
         done = subprocess.run(
@@ -88,19 +88,19 @@ def test_every_node_gives_its_devices_though_one_could_give_them_all() -> None:
 @pytest.mark.parametrize(
     ("inherited", "visible"), [(None, "1,3"), ("4,5,6,7", "5,7"), ("GPU-a,GPU-b,GPU-c,GPU-d", "GPU-b,GPU-d")]
 )
-def test_a_process_sees_its_own_gpus_of_those_that_the_node_may_use(inherited: str | None, visible: str) -> None:
+def test_a_process_sees_only_its_gpus_of_the_visible_ones(inherited: str | None, visible: str) -> None:
     assert visible_devices((1, 3), inherited) == visible
     assert visible_devices((), inherited) == "", "a process without a device sees one"
 
 
 @pytest.mark.process
-def test_devices_of_virtual_nodes_tell_near_from_far(session: Session) -> None:
+def test_virtual_nodes_distinguish_near_and_far_devices(session: Session) -> None:
     slots = session.placement.slots
     assert [(slot.device, slot.node, slot.local) for slot in slots] == [(i, 0, i) for i in range(4)]
 
 
 class Ranks:
-    """Stands in for the processes of a role: keeps what they are sent."""
+    """Stands in for the processes of a role: records what they are sent."""
 
     def named(self, name: str) -> Ranks:
         return self

@@ -1,4 +1,4 @@
-"""The time and the memory that a process uses, by phase."""
+"""Time and memory of a process by phase."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cluster.fakes import FakeWorker
 SIZE = 300 << 20
 
 
-def test_a_phase_has_the_most_memory_that_was_held_in_it() -> None:
+def test_a_phase_has_its_peak_memory() -> None:
     meter = UsageMeter()
     meter.enter("inference")
     before = meter.take().peak_bytes
@@ -30,7 +30,7 @@ def test_a_phase_has_the_most_memory_that_was_held_in_it() -> None:
     assert meter.take().peak_bytes.keys() == {"update"}
 
 
-def test_what_is_no_call_is_idle() -> None:
+def test_time_between_calls_is_idle() -> None:
     meter = UsageMeter()
     meter.take()
     time.sleep(0.2)
@@ -41,7 +41,7 @@ def test_what_is_no_call_is_idle() -> None:
 
 
 @pytest.mark.process
-def test_a_group_tells_what_its_processes_use(group: WorkerGroup[FakeWorker]) -> None:
+def test_a_group_reports_the_usage_of_its_processes(group: WorkerGroup[FakeWorker]) -> None:
     group.call(FakeWorker.noted).wait()
     group.take_usage()
     group.call(FakeWorker.note, "sleeps", 0.5).wait()

@@ -1,4 +1,4 @@
-"""What the driver asks of the ranks of a sync, and what it makes of their answers."""
+"""The driver's calls on the ranks of a sync, and its report of their results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TP2_ENGINES = ["rollout.devices=0-3", "rollout.tp=2", "cluster.nodes=2", "cluste
 
 @dataclass
 class Calls:
-    """Stands in for all processes: keeps what was asked, and answers with what the test says."""
+    """Stands in for all processes: records the calls, and returns what the test sets."""
 
     answers: Iterator[Any] = field(default_factory=lambda: itertools.repeat(None))
     asked: list[tuple[str, Any]] = field(default_factory=list)
@@ -84,7 +84,7 @@ def connected(answers: Sequence[Any]) -> Resharder:
 
 
 def specs(calls: Calls, *overrides: str, started: Sequence[int] = (0, 1)) -> list[tuple[SyncSpec, Sequence[int]]]:
-    """What every process is told when it is to connect, the trainers first."""
+    """The connection specs of every process, the trainers first."""
     resharder(calls, *overrides, started=started).connect()
     assert {name for name, _ in calls.asked} == {"connect"}
     return [(request.sync, request.ranks) for _, request in calls.asked]
@@ -100,7 +100,7 @@ def test_every_process_gets_its_own_part_of_the_plan() -> None:
 
 
 @pytest.mark.parametrize(("transport", "framed"), [("auto", ({2, 3}, {0, 1})), ("gloo", ({0, 1, 2, 3},) * 2)])
-def test_nodes_and_the_configured_transport_decide_the_way(transport: str, framed: Sequence[set[int]]) -> None:
+def test_transport_follows_from_nodes_and_configuration(transport: str, framed: Sequence[set[int]]) -> None:
     """TP2 x PP2 has each half of the layers on one of the nodes; each engine is on one, too."""
     told = specs(Calls(), f"resharding.transport={transport}", "resharding.verify=false")
     for (spec, ranks), far in zip(told[4:], framed, strict=True):
@@ -117,7 +117,7 @@ def test_engines_that_have_not_started_are_left_out() -> None:
     assert {sender for rank in ranks for sender in spec.recv_buffers[rank].via_network} == {0, 1}
 
 
-def test_each_half_of_the_engines_has_a_connection_where_they_are_updated_in_turn() -> None:
+def test_each_half_of_the_engines_has_a_connection_if_updated_in_turn() -> None:
     calls = Calls()
     rolling = ["groups.train.devices=4-7", "cluster.devices_per_node=4"]
     rolling += ["rollout={max_staleness: 1, mode: bounded, rolling_update: true}"]
@@ -132,7 +132,7 @@ def stats(nbytes: int, **seconds: float) -> SyncStats:
     return SyncStats(version=3, nbytes=nbytes, messages=2, peak_staging_bytes=nbytes, seconds=seconds)
 
 
-def test_a_report_adds_up_what_arrived_and_has_the_slowest_rank_of_each_stage() -> None:
+def test_a_report_sums_bytes_and_has_the_slowest_rank_of_each_stage() -> None:
     sent = [stats(6, pack=1.0, commit=0.5), stats(2, pack=3.0), stats(0), stats(0)]
     received = [[stats(4, load=2.0)], [stats(4, load=1.0, commit=0.7)]]
     report = connected([*sent, *received]).sync(3)
@@ -144,7 +144,7 @@ def test_a_report_adds_up_what_arrived_and_has_the_slowest_rank_of_each_stage() 
     assert metrics["sync/gb_per_second"] == pytest.approx(8e-9 / metrics["sync/seconds"])
 
 
-def test_reports_of_engines_that_are_updated_in_turn_add_up() -> None:
+def test_reports_of_engines_updated_in_turn_are_summed() -> None:
     parts = [
         SyncReport.of([stats(0, pack=1.0)], [stats(8, load=2.0)], 3.0),
         SyncReport.of([stats(0, pack=0.5)], [stats(6, load=4.0)], 5.0),
@@ -154,7 +154,7 @@ def test_reports_of_engines_that_are_updated_in_turn_add_up() -> None:
     assert (report.seconds, report.stages) == (8.0, {"pack": 1.5, "load": 6.0})
 
 
-def test_an_aborted_sync_says_whose_the_ranks_are() -> None:
+def test_an_aborted_sync_names_the_owners_of_the_ranks() -> None:
     aborted = WorkerError("train rank 0 failed in actor.send_weights: sync aborted: rank 7: no room")
     with pytest.raises(WorkerError) as failure:
         connected([aborted] * 6).sync(3)

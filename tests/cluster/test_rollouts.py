@@ -1,4 +1,4 @@
-"""Engines share the samples of a step and return them by reference, whoever answers what."""
+"""Engines divide the samples of a step and return them by reference."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ def make(session: Session, config: PPOConfig) -> Iterator[MakeEngines]:
 
 @pytest.fixture(scope="module")
 def two(make: MakeEngines) -> RolloutGroup:
-    """Engines that have answered before, so that none is still starting when it is to share in the work."""
+    """Engines that have answered before, so that none is still starting when work is divided."""
     engines = make("2-3")
     engines.generate(requests(2), 2).wait()
     return engines
 
 
 @pytest.fixture
-def forgetful(session: Session) -> Iterator[None]:
-    """Forgets the calls that a test breaks, as a run's end would."""
+def drop_broken_calls(session: Session) -> Iterator[None]:
+    """Drops the calls that a test breaks, as a run's end would."""
     yield
     session.monitor = CallMonitor(TimeLimits())
 
 
 def requests(count: int, first: Sequence[int] = ()) -> list[SampleRequest]:
-    """Prompts that begin with the given ids, and from then on with harmless ones."""
+    """Prompts that begin with the given ids; the other ids have no effect."""
     begins = [*first, *(i % 90 for i in range(len(first), count))]
     return [
         SampleRequest(sample_id=f"s{i}", prompt=Prompt(prompt_id=f"p{i}", token_ids=(begins[i], *range(i % 3))), seed=i)
@@ -63,7 +63,7 @@ def requests(count: int, first: Sequence[int] = ()) -> list[SampleRequest]:
 
 
 def writers(engines: RolloutGroup, count: int, chunks: int) -> list[set[int]]:
-    """Who answered, by chunk; after a look at whether every sample is where its info says."""
+    """The engine that answered, by chunk; checks that every sample is at the place in its info."""
     asked = requests(count)
     rollouts = engines.generate(asked, chunks).wait()
     assert [info.sample_id for info in rollouts.samples] == [request.sample_id for request in asked]
@@ -78,11 +78,11 @@ def writers(engines: RolloutGroup, count: int, chunks: int) -> list[set[int]]:
 
 
 @pytest.mark.parametrize(("samples", "chunks"), [(7, 4), (5, 16), (1, 8)])
-def test_every_sample_is_where_its_info_says(two: RolloutGroup, samples: int, chunks: int) -> None:
+def test_every_sample_is_at_the_place_in_its_info(two: RolloutGroup, samples: int, chunks: int) -> None:
     assert len(writers(two, samples, chunks)) == min(samples, chunks)
 
 
-def test_the_speed_of_the_engines_is_that_since_the_last_reading(two: RolloutGroup) -> None:
+def test_engine_throughput_is_measured_since_the_last_reading(two: RolloutGroup) -> None:
     two.take_metrics()
     start = time.perf_counter()
     rollouts = two.generate(requests(8), 4).wait()
@@ -98,7 +98,7 @@ def test_the_speed_of_the_engines_is_that_since_the_last_reading(two: RolloutGro
     assert two.take_metrics() == {"rollout/engine_idle": 1}
 
 
-def test_samples_of_two_rounds_are_picked_without_their_tokens_coming_to_the_driver(two: RolloutGroup) -> None:
+def test_samples_of_two_rounds_are_selected_without_sending_tokens_to_the_driver(two: RolloutGroup) -> None:
     rounds = [two.generate(requests(count), chunks).wait() for count, chunks in ((7, 4), (5, 2))]
     joined = Rollouts.joined(rounds)
     assert [(info.sample_id, info.prompt_tokens) for info in joined.samples] == [
@@ -113,7 +113,7 @@ def test_samples_of_two_rounds_are_picked_without_their_tokens_coming_to_the_dri
         assert len(picked.chunks[info.chunk].response_ids[info.row]) == info.response_tokens == old.response_tokens
 
 
-def test_a_scorer_sees_responses_up_to_a_token(two: RolloutGroup) -> None:
+def test_a_scorer_gets_truncated_responses(two: RolloutGroup) -> None:
     """The fake engines answer 7 0 1 and the like: with their prompt."""
     rollouts = two.generate(requests(6), 3).wait()
     seen = two.truncate(rollouts, 0, 1).result()
@@ -132,8 +132,8 @@ def test_a_chunk_has_one_writer_and_all_engines_write(two: RolloutGroup) -> None
     assert set.union(*by_chunk) == {0, 1}
 
 
-def test_engines_take_what_is_left(two: RolloutGroup) -> None:
-    """An engine that is held up by an item has as many as it has room for, and leaves the rest to the other."""
+def test_engines_take_work_as_they_have_room(two: RolloutGroup) -> None:
+    """An engine delayed by an item holds as many as it has room for, and leaves the rest to the other."""
     hold_up = requests(17, first=[97])
     rollouts = two.generate(hold_up, 17).wait()
     answered = [rollouts.chunks[chunk].versions[0][0].engine_id for chunk in range(17)]
@@ -160,8 +160,8 @@ def test_items_wait_for_engines_that_are_starting(session: Session, config: PPOC
         ray.kill(process.actor)
 
 
-def test_the_driver_goes_on_while_engines_generate(two: RolloutGroup) -> None:
-    """Rollouts of several requests come at once, and engines that are held finish what they have and no more."""
+def test_the_driver_continues_while_engines_generate(two: RolloutGroup) -> None:
+    """Rollouts of several requests are in progress together; paused engines finish only what they have."""
     first, second = two.generate(requests(30), 15), two.generate(requests(4), 2)
     assert not first.finished
     two.hold([0, 1], drain=True)
@@ -183,8 +183,8 @@ def test_the_driver_goes_on_while_engines_generate(two: RolloutGroup) -> None:
     ],
     ids=["fails", "dies"],
 )
-def test_a_failure_surfaces_while_the_others_are_at_work(
-    make: MakeEngines, forgetful: None, token: int, message: str
+def test_a_failure_is_raised_while_other_engines_work(
+    make: MakeEngines, drop_broken_calls: None, token: int, message: str
 ) -> None:
     engines = make("2-3")
     engines.generate(requests(4), 4).wait()

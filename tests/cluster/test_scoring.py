@@ -1,4 +1,4 @@
-"""Processes that score: shares of the chunks, results, and what becomes of functions that fail or hang."""
+"""Scorer processes: division of the chunks, results, and functions that fail or hang."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LENGTH, EXACT_MATCH, SEEN, PROCESS, QUOTIENT, STUBBORN, RANKS = FUNCTIONS
 
 @pytest.fixture(scope="module")
 def warnings() -> list[str]:
-    """What the scorers have told of failures."""
+    """The failures that the scorers logged."""
     return []
 
 
@@ -97,7 +97,7 @@ def test_all_responses_to_a_prompt_are_scored_together(scorers: RuleScorers) -> 
 
 
 @pytest.mark.dist
-def test_parts_of_a_step_are_scored_as_the_step_is_by_all_processes(scorers: RuleScorers) -> None:
+def test_parts_of_a_step_get_the_scores_of_the_whole_step(scorers: RuleScorers) -> None:
     given = rollouts(4)
     whole = scorers.gather(scorers.score([EXACT_MATCH, PROCESS], given, PROMPTS))
     parts = [scorers.gather(scorers.score([EXACT_MATCH, PROCESS], part, PROMPTS)) for part in given.parts(4)]
@@ -131,7 +131,7 @@ def test_a_failure_is_shown_once_with_its_prompt_and_its_traceback(scorers: Rule
 
 
 @pytest.mark.dist
-def test_a_function_that_hangs_costs_its_time_and_its_sample(scorers: RuleScorers, warnings: list[str]) -> None:
+def test_a_hanging_function_loses_only_its_sample(scorers: RuleScorers, warnings: list[str]) -> None:
     start = time.monotonic()
     scores = scorers.gather(scorers.score([STUBBORN], rollouts(2), PROMPTS))
     assert time.monotonic() - start < 60
@@ -141,7 +141,7 @@ def test_a_function_that_hangs_costs_its_time_and_its_sample(scorers: RuleScorer
 
 
 @pytest.mark.dist
-def test_the_children_end_when_they_are_told_to(scorers: RuleScorers) -> None:
+def test_child_processes_end_on_close(scorers: RuleScorers) -> None:
     scores = scorers.gather(scorers.score([PROCESS], rollouts(2), PROMPTS))
     children = {int(pid) for column in scores.values() for pid in column["process"]}
     assert len(children) == 2

@@ -1,4 +1,4 @@
-"""However a session ends, nothing of it is left."""
+"""However a session ends, it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_nothing_is_left(ending: str, number: int | None, status: int, short_dir
             assert program.stdout is not None
             names = program.stdout.readline().split()
             if number is not None:
-                # A new program's command line is there a moment after who started it goes on.
+                # A new program's command line is visible a moment after its parent continues.
                 assert comes_true(lambda: sum("sleep 600" in line for line in trace.processes()) == 4)
                 assert len(set(names) & set(os.listdir("/dev/shm"))) == 4
                 program.send_signal(number)
@@ -116,7 +116,7 @@ def test_a_running_cluster_is_joined_and_left_running(short_directory: Path) -> 
 
 
 @pytest.mark.parametrize(("log", "place", "named"), [("gone", ".", "run.dir"), (".", "gone", "the driver's directory")])
-def test_a_node_that_does_not_share_the_files_is_told(tmp_path: Path, log: str, place: str, named: str) -> None:
+def test_a_node_without_the_shared_files_is_reported(tmp_path: Path, log: str, place: str, named: str) -> None:
     with pytest.raises(RunError, match=f"does not see {tmp_path}/gone: {named} must be on a file system that all"):
         RayWorker(
             "pathlib:Path",
@@ -143,7 +143,7 @@ except RunError as error:
 """
 
 
-def test_a_ray_that_does_not_start_says_why_and_leaves_nothing(short_directory: Path) -> None:
+def test_a_failed_start_of_ray_reports_the_reason_and_leaves_nothing(short_directory: Path) -> None:
     failed = subprocess.run(
         [sys.executable, "-c", _TOO_LARGE, str(short_directory / "logs")],
         cwd=ROOT,
@@ -168,7 +168,7 @@ class _Signalling:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
-def test_a_signal_whose_exception_python_drops_ends_the_start(number: int, error: type[BaseException]) -> None:
+def test_a_signal_during_a_destructor_ends_the_start(number: int, error: type[BaseException]) -> None:
     def start() -> None:
         _Signalling(number)
         gc.collect()  # the destructor has run, and with it the handler

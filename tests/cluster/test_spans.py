@@ -1,4 +1,4 @@
-"""What a process has done is told once, in order and without gaps."""
+"""The spans of a process are reported once, in order and without gaps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.cluster.workers import WorkerGroup
 from megarl.config.schema import TimeLimits
 from tests.cluster.fakes import FakeStepper, FakeWorker
 
-Told = list[tuple[str, str, Span]]
+Reported = list[tuple[str, str, Span]]
 
 
 def made(spans: SpanLog) -> list[tuple[str, float, float]]:
@@ -26,7 +26,7 @@ def made(spans: SpanLog) -> list[tuple[str, float, float]]:
     ]
 
 
-def test_neighbours_are_one_span_and_the_rest_is_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adjacent_calls_are_one_span_and_gaps_are_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.perf_counter", lambda: 1.0)
     spans = SpanLog()
     spans.add("generate", 1.002, 1.005)
@@ -44,9 +44,9 @@ def test_neighbours_are_one_span_and_the_rest_is_waiting(monkeypatch: pytest.Mon
 
 
 @pytest.fixture
-def told(session: Session) -> Told:
-    """What the driver is told of the processes of a test."""
-    found: Told = []
+def reported(session: Session) -> Reported:
+    """The spans that the driver gets from the processes of a test."""
+    found: Reported = []
     session.monitor = CallMonitor(TimeLimits())
     session.monitor.observer = lambda process, group, spans: found.extend((process, group, span) for span in spans)
     return found
@@ -58,14 +58,14 @@ def assert_in_order(spans: list[Span]) -> None:
 
 
 @pytest.mark.process
-def test_a_worker_tells_its_calls_with_its_results(session: Session, told: Told, config: Any) -> None:
+def test_a_worker_returns_its_spans_with_its_results(session: Session, reported: Reported, config: Any) -> None:
     process = session.launch("train rank 0", [0], FakeWorker, config, "train", 0)
     worker = WorkerGroup(session, "train", [process]).named("actor")
     call = worker.call(FakeWorker.note, "a", 0.05)
     call.wait()
     worker.call(FakeWorker.note, "b", 0.02).wait()
-    assert {(process, group) for process, group, _ in told} == {("train rank 0", "actor")}
-    spans = [span for _, _, span in told]
+    assert {(process, group) for process, group, _ in reported} == {("train rank 0", "actor")}
+    spans = [span for _, _, span in reported]
     assert_in_order(spans)
     assert [span.name for span in spans if span.name != WAIT] == ["note", "note"]
     first, second = [span.end - span.start for span in spans if span.name != WAIT]
@@ -74,14 +74,14 @@ def test_a_worker_tells_its_calls_with_its_results(session: Session, told: Told,
 
 
 @pytest.mark.process
-def test_steps_are_told_as_the_work_that_they_are_for(session: Session, told: Told) -> None:
+def test_engine_steps_are_recorded_under_their_request(session: Session, reported: Reported) -> None:
     process = session.launch_stepping("engine", [0], FakeStepper, 0.02)
     stepper = WorkerGroup(session, "rollout", [process])
     work = stepper.call(FakeStepper.work, 20)
     stepper.call(FakeStepper.noted).wait()
     work.wait()
     stepper.call(FakeStepper.noted).wait()
-    spans = [span for _, _, span in told if span.name not in (WAIT, "noted")]
+    spans = [span for _, _, span in reported if span.name not in (WAIT, "noted")]
     assert {span.name for span in spans} == {"work"}
     assert 20 * 0.02 <= sum(span.end - span.start for span in spans) <= spans[-1].end - spans[0].start
-    assert_in_order([span for _, _, span in told])
+    assert_in_order([span for _, _, span in reported])

@@ -1,4 +1,4 @@
-"""A process that works in steps takes calls between them, and tells what failed."""
+"""A process that works in steps answers calls between them, and reports failures."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_calls_that_ray_swaps_run_in_the_drivers_order(make: MakeStepper) -> Non
     assert stepper.call(FakeStepper.noted).wait() == [["a", "b"]]
 
 
-def test_a_call_ends_with_its_future_whatever_others_do(make: MakeStepper) -> None:
+def test_a_call_ends_independently_of_others(make: MakeStepper) -> None:
     stepper = make(0.02)
     long, short = (stepper.call(FakeStepper.work, units) for units in (100, 3))
     (soon,) = short.wait()

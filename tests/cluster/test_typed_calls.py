@@ -83,7 +83,7 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("line", range(len(RIGHT)))
-def test_right_calls_are_accepted_with_their_results(errors: dict[int, str], line: int) -> None:
+def test_correct_calls_type_check_with_their_results(errors: dict[int, str], line: int) -> None:
     assert line not in errors, errors[line]
     assert min(errors) >= 0, "the imports are wrong"
 

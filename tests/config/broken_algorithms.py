@@ -1,4 +1,4 @@
-"""Every rule of stage ppo on the algorithm, its scores and its corrections, broken once at least."""
+"""Every rule of stage ppo on the algorithm, its scores and its corrections, broken at least once."""
 
 from __future__ import annotations
 

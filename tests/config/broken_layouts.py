@@ -1,4 +1,4 @@
-"""Every rule of stage ppo on placement, models, engines and data, broken once at least."""
+"""Every rule of stage ppo on placement, models, engines and data, broken at least once."""
 
 from __future__ import annotations
 

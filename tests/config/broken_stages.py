@@ -1,4 +1,4 @@
-"""The rules of the other stages: those that ppo does not have, and some that read a section of their own."""
+"""The rules of the other stages that ppo does not have, and some on sections that only they have."""
 
 from __future__ import annotations
 

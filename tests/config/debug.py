@@ -1,4 +1,4 @@
-"""The debug configurations, as the tests of this folder start from them."""
+"""The debug configurations that the tests of this folder start from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choices by name: how they are written, merged and refused, and whether their options are those of what they name."""
+"""Choices by name: how they are written, merged and refused, and that their options equal the functions'."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def problems(*overrides: str) -> dict[str, Problem]:
 
 
 def over(tmp_path: Path, *texts: str, overrides: tuple[str, ...] = ()) -> PPOConfig:
-    """The debug run with further files on top of it, each over the former ones."""
+    """The debug run with further files, each overriding the earlier ones."""
     names = [str(DEBUG)]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.yaml").write_text(text)
@@ -44,12 +44,12 @@ def test_a_name_alone_and_a_name_with_options() -> None:
     assert rich.algo.value_loss.options == {"clip": 0.2, "scale": 0.5, "delta": 3.0}
 
 
-def test_options_without_a_name_are_those_of_the_default() -> None:
+def test_options_without_a_name_apply_to_the_default() -> None:
     assert debug("algo.normalise.advantages.name=auto").algo.normalise.advantages.name == "auto"
     assert debug("algo.value_loss.clip=0.7").algo.value_loss.options == {"clip": 0.7, "scale": 0.5}
 
 
-def test_a_function_of_ones_own_has_arguments() -> None:
+def test_a_custom_function_takes_arguments() -> None:
     own = debug("algo.policy_loss={name: my.losses:quadratic, args: {power: 3}}").algo.policy_loss
     assert (own.name, own.options) == ("my.losses:quadratic", {"power": 3})
 
@@ -60,7 +60,7 @@ def test_options_on_top_of_a_name_alone_keep_the_name(tmp_path: Path) -> None:
     assert (loss.name, loss.options) == ("cispo", {"clip": 0.5, "clip_high": 3.0})
 
 
-def test_another_name_starts_without_the_options_of_the_former_one(tmp_path: Path) -> None:
+def test_another_name_drops_the_options_of_the_previous_one(tmp_path: Path) -> None:
     below = "algo: {policy_loss: {name: ppo, clip: 0.5, dual_clip: 3.0}}"
     for above in ("algo: {policy_loss: sapo}", "algo: {policy_loss: {name: sapo}}"):
         assert over(tmp_path, below, above).algo.policy_loss.options == {"tau_pos": 1.0, "tau_neg": 1.05}
@@ -71,13 +71,13 @@ def test_another_name_starts_without_the_options_of_the_former_one(tmp_path: Pat
     assert (same.algo.policy_loss.options["clip"], same.algo.policy_loss.options["dual_clip"]) == (0.1, 3.0)
 
 
-def test_a_name_among_the_users_own_keys_is_no_choice(tmp_path: Path) -> None:
+def test_a_key_called_name_in_user_data_is_not_a_choice(tmp_path: Path) -> None:
     below = "algo: {policy_loss: {name: 'my.losses:f', args: {name: one, power: 3}}}"
     loss = over(tmp_path, below, overrides=("algo.policy_loss.args.name=other",)).algo.policy_loss
     assert loss.options == {"name": "other", "power": 3}
 
 
-def test_mappings_of_the_users_own_are_known_to_the_merging_of_files() -> None:
+def test_file_merging_recognises_user_mappings() -> None:
     found: set[str] = set()
     for schema in STAGES.values():
         for _, below in [("", schema), *sections(schema)]:
@@ -88,26 +88,26 @@ def test_mappings_of_the_users_own_are_known_to_the_merging_of_files() -> None:
     assert found == FREE
 
 
-def test_a_source_by_its_path_takes_further_keys() -> None:
+def test_a_source_given_by_path_takes_further_keys() -> None:
     source = debug("data.random=null", "data.prompts=some/set", "data.prompts.split=train").data.prompts
     assert source is not None
     assert (source.path, source.split) == ("some/set", "train")
 
 
-def test_a_text_is_no_section() -> None:
+def test_a_string_is_not_a_section() -> None:
     found = problems("run=fast", "run.steps=3")
     assert "should be keys with values" in found["run"].rule
     assert found["run"].value == "fast"
 
 
-def test_choices_survive_saving(tmp_path: Path) -> None:
+def test_choices_round_trip_through_a_file(tmp_path: Path) -> None:
     config = debug("algo.policy_loss=cispo", "algo.scores.clip=3", "algo.kl.estimator=a.b:c", "algo.filter=nonzero_std")
     save(config, tmp_path / "config.yaml")
     assert load(tmp_path / "config.yaml") == config
     assert config.algo.scores.clip == (-3.0, 3.0)
 
 
-def test_unknown_names_list_those_there_are() -> None:
+def test_unknown_names_list_the_known_ones() -> None:
     found = problems("algo.advantage=grop", "algo.policy_loss={clip: 0.1, name: xyz}", "algo.value_loss=3")
     assert found["algo.advantage"].value == "grop"
     assert found["algo.advantage"].fix == "did you mean grpo?"
@@ -118,7 +118,7 @@ def test_unknown_names_list_those_there_are() -> None:
     assert "{name: ..., option: ...}" in found["algo.value_loss"].fix
 
 
-def test_what_is_off_by_default_needs_a_name() -> None:
+def test_a_choice_that_is_off_by_default_needs_a_name() -> None:
     found = problems("algo.correction.weights.upper=5", "algo.filter.tol=0.1")
     assert found["algo.correction.weights"].value == "{upper: 5}"
     assert "{name: ..., option: ...}" in found["algo.filter"].fix
@@ -132,14 +132,14 @@ def test_unknown_options_say_which_choices_have_them() -> None:
     assert found["algo.value_loss.x_y_z"].fix == "remove it; known here: clip, scale"
 
 
-def test_options_that_moved_out_of_reach_are_found() -> None:
+def test_misplaced_options_are_found() -> None:
     found = problems("algo.gamma=0.9", "algo.clip_high=0.3", "algo.xyzzy=1")
     assert found["algo.gamma"].fix == "did you mean algo.advantage.gamma?"
     assert found["algo.clip_high"].fix == "did you mean algo.policy_loss.clip_high?"
     assert found["algo.xyzzy"].fix.startswith("remove it; known here: advantage")
 
 
-def test_wrong_values_of_options_are_named_without_the_choice() -> None:
+def test_wrong_option_values_are_reported_by_option_path() -> None:
     rules = refused(
         "algo.advantage={name: gae, lam: 2}",
         "algo.policy_loss.dual_clip=1",
@@ -170,7 +170,7 @@ def tables() -> dict[str, Mapping[str, type[BaseModel]]]:
     return {path: choices(below) for schema in STAGES.values() for path, below in sections(schema) if choices(below)}
 
 
-def test_every_field_of_named_functions_has_those_of_the_registry() -> None:
+def test_every_choice_field_lists_the_registry() -> None:
     names = {path: {name for name in table if ":" not in name} - BY_HAND for path, table in tables().items()}
     assert names.pop("scores.missing_end") == names["algo.scores.missing_end"]
     registered: dict[str, set[str]] = {}
@@ -180,7 +180,7 @@ def test_every_field_of_named_functions_has_those_of_the_registry() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.title)
-def test_signatures_read_from_the_source_are_those_of_the_functions(kind: Kind[Any]) -> None:
+def test_signatures_read_from_the_source_equal_the_functions(kind: Kind[Any]) -> None:
     for name in kind.functions:
         parameters = inspect.signature(kind.function(name)).parameters.values()
         own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
@@ -194,7 +194,7 @@ def test_signatures_read_from_the_source_are_those_of_the_functions(kind: Kind[A
         assert [key for key in choice.model_fields if key != "name"] == list(own), name
 
 
-def test_a_meaning_of_the_module_is_that_of_options_that_have_none_of_their_own() -> None:
+def test_options_without_a_docstring_take_the_modules() -> None:
     def meaning(function: str, option: str) -> str:
         return signature_of("policy_loss", function, ("log_clamp",)).options[option].meaning
 
@@ -216,7 +216,7 @@ def described(schema: type[BaseModel]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_fields_are_described_and_few(stage: str) -> None:
+def test_fields_are_few_and_documented(stage: str) -> None:
     assert len(list(described(STAGES[stage]))) < 150
     for path, below in sections(STAGES[stage]):
         for schema in choices(below).values() or (below,):

@@ -1,4 +1,4 @@
-"""The page that compares defaults has those of the schema."""
+"""The page that compares defaults agrees with the schema."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def text(info: FieldInfo) -> str:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_a_default_is_that_of_the_schema(row: list[str]) -> None:
+def test_documented_defaults_equal_the_schemas(row: list[str]) -> None:
     setting, told, *others = row
     assert len(others) == 4
     if setting == "`run.epochs`":

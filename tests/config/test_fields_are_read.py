@@ -1,6 +1,6 @@
-"""No field is there for nothing: each is read by a module that knows the configuration, outside of its rules.
+"""Every field is read by a module that uses the configuration, outside of its rules.
 
-By name alone: the walk does not know the types of what has the attributes. Options of functions are passed on as a
+The check is by name: it does not know the types of the objects. Options of functions are passed on as a
 whole; ``test_choices`` holds them to the functions.
 """
 

@@ -1,4 +1,4 @@
-"""Keys of other systems: every answer names a field that there is, and the page is that of the table."""
+"""Keys of other systems: every suggested field exists, and the page equals the table."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def test_the_page_is_up_to_date() -> None:
     assert page == foreign_keys_page.markdown(), "run make docs"
 
 
-def test_every_answer_is_a_field_of_a_stage() -> None:
+def test_every_suggested_field_exists_in_a_stage() -> None:
     named = {path for row in ROWS for path in row.ours}
     assert not [path for path in named if not any(has_path(schema, path) for schema in STAGES.values())]
     assert not has_path(STAGES["ppo"], "algo.policy_loss.epsilon")
     assert not has_path(STAGES["sft"], "data.samples_per_prompt")
 
 
-def test_every_system_has_many_keys_and_none_twice() -> None:
+def test_every_system_has_many_keys_without_duplicates() -> None:
     for system in (*SYSTEMS, "others"):
         keys = Counter(key for row in ROWS for key in row.keys.get(system, ()))
         assert not [key for key, count in keys.items() if count > 1], system
@@ -69,11 +69,11 @@ def test_every_system_has_many_keys_and_none_twice() -> None:
         ("run.name=x", "known here: dir, seed, steps, epochs"),
     ],
 )
-def test_an_unknown_key_is_answered_with_ours(override: str, path: str) -> None:
+def test_an_unknown_key_suggests_our_field(override: str, path: str) -> None:
     assert path in fix(override)
 
 
-def test_the_answer_is_that_of_the_stage() -> None:
+def test_the_suggestion_fits_the_stage() -> None:
     assert "data.sequences_per_step" in fix("per_device_train_batch_size=8", "sft")
     assert "data.prompts_per_step" in fix("per_device_train_batch_size=8")
     assert "data.evaluate_every" in fix("eval_steps=8", "sft")

@@ -1,4 +1,4 @@
-"""Files, inheritance, overrides, and the way back to a file."""
+"""Files, inheritance, overrides, and saving to a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_later_files_win_and_the_file_itself_last(tmp_path: Path) -> None:
+def test_later_files_override_earlier_ones_and_the_file_itself_overrides_all(tmp_path: Path) -> None:
     write(tmp_path / "a.yaml", "algo: {kl: {coef: 0.1, target: 0.1, horizon: 1}, ppo_epochs: 5}")
     write(tmp_path / "b.yaml", "algo: {kl: {target: 0.2, horizon: 2}}")
     own = write(tmp_path / "own.yaml", f"defaults: [{DEBUG}, a.yaml, b.yaml]\nalgo: {{kl: {{horizon: 3}}}}")
@@ -40,16 +40,16 @@ def test_names_of_inherited_files_are_relative_to_the_file(tmp_path: Path) -> No
     assert load(write(tmp_path / "top.yaml", "defaults: [below/middle.yaml]")).run.seed == 5
 
 
-def test_a_file_may_be_inherited_on_two_ways(tmp_path: Path) -> None:
+def test_diamond_inheritance_is_allowed(tmp_path: Path) -> None:
     write(tmp_path / "base.yaml", f"defaults: [{DEBUG}]\nrun: {{seed: 5}}")
     write(tmp_path / "left.yaml", "defaults: [base.yaml]\nrun: {steps: 9}")
     write(tmp_path / "right.yaml", "defaults: [base.yaml]")
     config = load(write(tmp_path / "own.yaml", "defaults: [left.yaml, right.yaml]"))
     assert isinstance(config, PPOConfig)
-    assert (config.run.seed, config.run.steps) == (5, 3)  # right comes later, with all that it inherits
+    assert (config.run.seed, config.run.steps) == (5, 3)  # right comes later, with everything that it inherits
 
 
-def test_a_circle_of_files_is_refused(tmp_path: Path) -> None:
+def test_cyclic_inheritance_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.yaml", "defaults: [b.yaml]")
     write(tmp_path / "b.yaml", "defaults: [a.yaml]")
     with pytest.raises(ConfigError, match=r"must not inherit itself \(a\.yaml -> b\.yaml -> a\.yaml\)"):
@@ -81,7 +81,7 @@ def test_every_unusable_file_is_reported_at_once(tmp_path: Path) -> None:
     assert [Path(problem.value).name for problem in caught.value.problems] == ["nowhere.yaml", "broken.yaml"]
 
 
-def test_a_missing_file_is_one_problem_and_a_near_one_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_one_problem_and_suggests_a_similar_one(tmp_path: Path) -> None:
     for name, fix in (("nowhere", "correct the path"), ("ppo", "mine/ppo.yaml?"), ("x", "has ppo.yaml, sft.yaml")):
         with pytest.raises(ConfigError, match="No such file") as caught:
             load(tmp_path / "mine" / name)
@@ -101,7 +101,7 @@ def test_a_missing_file_is_one_problem_and_a_near_one_is_named(tmp_path: Path) -
         ("nowhere.yaml", "{here} has base.yaml"),
     ],
 )
-def test_a_word_that_is_no_file_is_told_from_a_setting(
+def test_an_argument_that_is_neither_file_nor_setting_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, said: str
 ) -> None:
     for name in (".hidden.yaml", "base.yaml"):
@@ -114,7 +114,7 @@ def test_a_word_that_is_no_file_is_told_from_a_setting(
     assert ("setting" in problem.fix, "hidden" in problem.fix) == ("setting" in said, False)
 
 
-def test_a_relative_path_is_said_to_be_looked_up_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_error_names_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     overrides = ["data.random=null", "data.prompts=rows.jsonl", "model.random=null", "model.path=model"]
     with pytest.raises(ConfigError) as caught:
@@ -166,7 +166,7 @@ def test_interpolation_refers_to_other_fields() -> None:
     assert "not found" in refused("run.dir=${nowhere}")["run.dir"]
 
 
-def test_malformed_overrides_join_the_other_problems() -> None:
+def test_malformed_overrides_are_reported_with_other_problems() -> None:
     rules = refused("steps", ".=3", "[=3", "a=[", "run=[]", "algo.policy_loss.clip=-1", "rollout.tp=3")
     assert rules["override"].count("key.path=value") == 3
     assert "fits its place" in rules["run"]
@@ -175,7 +175,7 @@ def test_malformed_overrides_join_the_other_problems() -> None:
     assert "divides" in rules["rollout.tp"]
 
 
-def test_unknown_keys_suggest_the_near_one() -> None:
+def test_unknown_keys_suggest_the_nearest() -> None:
     with pytest.raises(ConfigError) as caught:
         debug("algo.kl.koef=1", "groups.train.roles.actr.tp=1", "rolout.tp=1", "run.qqqqqq=1")
     fixes = {problem.field: problem.fix for problem in caught.value.problems}
@@ -185,7 +185,7 @@ def test_unknown_keys_suggest_the_near_one() -> None:
     assert fixes["run.qqqqqq"] == "remove it; known here: dir, seed, steps, epochs"
 
 
-def test_unknown_keys_of_entries_and_sources_suggest_the_near_one() -> None:
+def test_unknown_keys_of_entries_and_sources_suggest_the_nearest() -> None:
     with pytest.raises(ConfigError) as caught:
         debug("reward.functions=[{name: length, wieght: 2}]", "data.prompts={path: p.jsonl, splits: train}")
     fixes = {problem.field: problem.fix for problem in caught.value.problems}
@@ -193,7 +193,7 @@ def test_unknown_keys_of_entries_and_sources_suggest_the_near_one() -> None:
     assert fixes["data.prompts.splits"] == "did you mean split?"
 
 
-def test_entries_without_keys_are_named_with_what_they_are_for() -> None:
+def test_entries_without_keys_are_reported_with_their_purpose() -> None:
     with pytest.raises(ConfigError) as caught:
         debug(
             "reward.functions=[length]", "algo.correction.reject=[null]", "groups.more=3", "actor.optimizer.betas=[1]"
@@ -209,7 +209,7 @@ def test_entries_without_keys_are_named_with_what_they_are_for() -> None:
     assert "running means" in told["actor.optimizer.betas.1"][2]
 
 
-def test_a_value_is_sought_among_values_and_keys_among_keys() -> None:
+def test_suggestions_for_values_are_values_and_for_keys_are_keys() -> None:
     with pytest.raises(ConfigError) as caught:
         load(DEBUG.with_stem("sft"), ["rollout={tp: 1}", "lr=1e-5", "data.prompts=a/b"])
     fixes = {problem.field: problem.fix for problem in caught.value.problems}
@@ -230,16 +230,14 @@ def test_a_value_is_sought_among_values_and_keys_among_keys() -> None:
         ([*GRPO, "algo={advantage: gdpo, scores: {clip: 3}}"], "algo.scores.clip", "[-3.0, 3.0]", "remove it"),
     ],
 )
-def test_fixes_stand_in_one_line_and_lists_are_those_of_yaml(
-    overrides: list[str], field: str, value: str, fix: str
-) -> None:
+def test_fixes_are_one_line_and_lists_are_yaml(overrides: list[str], field: str, value: str, fix: str) -> None:
     with pytest.raises(ConfigError) as caught:
         debug(*overrides)
     told = {problem.field: problem for problem in caught.value.problems}[field]
     assert (told.value, fix in told.fix, "\n" in told.fix) == (value, True, False)
 
 
-def test_problems_of_fields_and_between_fields_come_together() -> None:
+def test_field_problems_and_rule_problems_are_reported_together() -> None:
     rules = refused(
         "run.stepz=3",  # unknown
         "run.steps=0",  # out of range
@@ -280,7 +278,7 @@ def test_required_sections_are_named(tmp_path: Path, stage: str, sections: list[
 
 
 @pytest.mark.parametrize("text", ["run: {steps: 1}", "stage: dpo", "stage: 3", "stage: [sft]"])
-def test_the_stage_comes_first(tmp_path: Path, text: str) -> None:
+def test_the_stage_is_checked_first(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(write(tmp_path / "own.yaml", text))
     assert by_field(caught.value) == {"stage": "one of sft, reward_model, ppo, raft, eval"}
@@ -291,7 +289,7 @@ def test_nothing_is_coerced() -> None:
     assert set(rules) == {"run.steps", "resharding.verify", "run.seed", "run.dir", "cluster.nodes"}
 
 
-def test_numbers_keep_to_their_bounds() -> None:
+def test_numbers_are_checked_against_their_bounds() -> None:
     beyond = {
         "rollout.temperature": "0",
         "rollout.top_p": "1.01",
@@ -340,11 +338,11 @@ ACTOR = "groups.train.roles.actor"
         (["rollout.tp=2", "rollout.devices=0-1"], Layout(tp=2, pp=2)),
     ],
 )
-def test_the_debug_run_takes_other_layouts(overrides: list[str], layout: Layout) -> None:
+def test_the_debug_run_accepts_other_layouts(overrides: list[str], layout: Layout) -> None:
     assert debug(*overrides).layout("actor") == layout
 
 
-def test_the_debug_run_takes_a_group_for_every_role() -> None:
+def test_the_debug_run_accepts_a_group_per_role() -> None:
     config = debug(
         "groups.train=null",
         "groups.actor={devices: 0-3, roles: {actor: {tp: 2, pp: 2}}}",
@@ -357,7 +355,7 @@ def test_the_debug_run_takes_a_group_for_every_role() -> None:
     assert [config.group_of(role) for role in ("actor", "critic", "reference", "reward")] == list(config.groups)
 
 
-def test_a_saved_configuration_loads_as_itself(tmp_path: Path) -> None:
+def test_a_saved_configuration_round_trips(tmp_path: Path) -> None:
     config = debug("algo.value_loss.clip=null", *without("train", ["reference"]), "algo.kl.coef=0")
     save(config, tmp_path / "config.yaml")
     assert load(tmp_path / "config.yaml") == config
@@ -398,7 +396,7 @@ KEYS = paths(debug().model_dump(by_alias=True))
     )
 )
 @settings(deadline=None)
-def test_whatever_is_given_is_accepted_or_refused_with_a_message(overrides: list[str]) -> None:
+def test_any_input_is_accepted_or_refused_with_a_message(overrides: list[str]) -> None:
     problems: tuple[Problem, ...] = ()
     try:
         debug(*overrides)

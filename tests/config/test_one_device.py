@@ -50,7 +50,7 @@ def test_the_trainer_and_the_engine_share_the_cpu_where_there_is_no_gpu(
     assert (config.rollout.devices, config.rollout.sleep, config.role("actor").offload) == ("0", False, False)
 
 
-def test_the_trainer_and_the_engine_take_turns_on_a_gpu(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trainer_and_the_engine_alternate_on_a_gpu(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_device, "_has_gpu", lambda: True)
     config = loaded(model, "algo.kl={in: reward, estimator: k1, coef: 0}")
     assert config.cluster.device == "cuda"
@@ -59,7 +59,7 @@ def test_the_trainer_and_the_engine_take_turns_on_a_gpu(model: Path, monkeypatch
     assert not loaded(model, "rollout.sleep=false").rollout.sleep
 
 
-def test_engines_sleep_where_groups_have_their_gpus() -> None:
+def test_engines_sleep_where_they_share_gpus_with_groups() -> None:
     on_gpus = ["cluster.device=cuda"]
     assert debug(*on_gpus).rollout.sleep
     assert not debug().rollout.sleep  # a CPU frees nothing
@@ -68,7 +68,7 @@ def test_engines_sleep_where_groups_have_their_gpus() -> None:
     assert not debug(*on_gpus, *OWN_DEVICE).rollout.sleep
 
 
-def test_roles_follow_from_what_the_configuration_has(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_roles_are_derived_from_the_configuration(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_device, "_has_gpu", lambda: False)
     critic = {"optimizer": {"lr": 1e-5}}
     config = loaded(model, critic=critic, algo={"advantage": "gae"}, reward={"path": str(model)})
@@ -78,7 +78,7 @@ def test_roles_follow_from_what_the_configuration_has(model: Path, monkeypatch: 
 @pytest.mark.parametrize(
     "section", [{"cluster": {"devices_per_node": 2}}, {"groups": {"train": {"devices": "0", "roles": {"actor": {}}}}}]
 )
-def test_a_configuration_that_names_a_device_names_all(model: Path, section: dict[str, Any]) -> None:
+def test_a_configuration_that_names_one_device_must_name_all(model: Path, section: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         loaded(model, **section)
     assert "rollout.devices" in {problem.field for problem in caught.value.problems}
@@ -87,7 +87,7 @@ def test_a_configuration_that_names_a_device_names_all(model: Path, section: dic
 @pytest.mark.parametrize(
     ("hidden", "present", "found"), [(None, True, True), ("", True, False), ("-1", True, False), (None, False, False)]
 )
-def test_a_hidden_gpu_is_none(
+def test_a_hidden_gpu_is_not_used(
     hidden: str | None, present: bool, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -99,7 +99,7 @@ def test_a_hidden_gpu_is_none(
     assert one_device._has_gpu() == found
 
 
-def test_an_unknown_recipe_is_named_with_the_nearest(model: Path) -> None:
+def test_an_unknown_recipe_suggests_the_nearest(model: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         loaded(model, defaults=["grop"])
     (problem,) = caught.value.problems

@@ -1,4 +1,4 @@
-"""The recipes: complete but for what they leave to the user, with their sources, and listed in the documentation."""
+"""The recipes: complete except for the user's fields, with their sources, and listed in the documentation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def given(recipe: Path, place: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("recipe", FILES, ids=lambda file: file.stem)
-def test_a_recipe_wants_what_it_says_and_nothing_else(recipe: Path, tmp_path: Path) -> None:
+def test_a_recipe_requires_exactly_the_fields_that_it_lists(recipe: Path, tmp_path: Path) -> None:
     model = yaml.safe_load(TINY.read_text())["model"]["random"]["config"]
     (tmp_path / "config.json").write_text(json.dumps(model))
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(given(recipe, tmp_path)))
@@ -44,7 +44,7 @@ def test_a_recipe_wants_what_it_says_and_nothing_else(recipe: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("recipe", FILES, ids=lambda file: file.stem)
-def test_a_recipe_names_its_source_and_its_differences(recipe: Path) -> None:
+def test_a_recipe_documents_its_source_and_its_differences(recipe: Path) -> None:
     text = recipe.read_text()
     for heading in ("# Source: ", "# Yours: ", "# Differs from its source:\n# - "):
         assert text.count(heading) == 1, heading

@@ -1,4 +1,4 @@
-"""The page of all fields is that of the schema."""
+"""The page of all fields agrees with the schema."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_page_has_the_nested_fields() -> None:
     assert "| `stop` | list of text | `[]` |" in page
 
 
-def test_the_contents_lead_to_the_headings() -> None:
+def test_the_table_of_contents_links_to_the_headings() -> None:
     contents = markdown().partition("## Contents\n")[2].partition("\n## ")[0]
     links = dict.fromkeys(re.findall(r"\]\(#([\w-]+)\)", contents))
     headings = re.findall(r"^## (.*)$", markdown(), flags=re.MULTILINE)
@@ -32,14 +32,14 @@ def test_the_contents_lead_to_the_headings() -> None:
     assert "](#run-sft-reward_model-ppo-raft)" not in eval_row
 
 
-def test_rows_are_lines() -> None:
+def test_every_table_row_is_one_line() -> None:
     rows = [line for line in markdown().splitlines() if line.startswith("|")]
     assert len(rows) > 100
     assert [row for row in rows if not row.endswith(" |")] == []
     assert "an engine receives into two, and a trainer's sends from two where it cannot write there." in markdown()
 
 
-def test_every_section_of_every_stage_is_there_once() -> None:
+def test_every_section_of_every_stage_appears_once() -> None:
     page = markdown()
     assert [page.count(f"## Stage `{stage}`") for stage in STAGES] == [1] * len(STAGES)
     assert "## `actor.optimizer`, `reward.optimizer`, `critic.optimizer` (sft, reward_model, ppo, raft)\n" in page

@@ -1,4 +1,4 @@
-"""Every rule between fields, broken once at least; and what belongs together."""
+"""Every rule between fields, broken at least once; and valid combinations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALL: list[tuple[str, Cases]] = [
 ]
 
 
-def test_every_rule_is_here() -> None:
+def test_every_rule_is_tested() -> None:
     for stage, cases in ALL:
         assert set(rules_of(stage)) >= set(cases)
     assert {rule for _, cases in ALL for rule in cases} == {rule for stage, _ in ALL for rule in rules_of(stage)}
@@ -86,7 +86,7 @@ def test_a_broken_rule_is_reported(stage: str, overrides: list[str], field: str,
     ],
     ids=str,
 )
-def test_what_belongs_together_is_accepted(overrides: list[str]) -> None:
+def test_valid_combinations_are_accepted(overrides: list[str]) -> None:
     assert debug(*overrides) != debug()
 
 
@@ -119,7 +119,7 @@ def raw() -> dict[str, Any]:
 
 
 @given(devices=st.integers(1, 24), tp=st.integers(1, 12), pp=st.integers(1, 12))
-def test_a_layout_is_accepted_exactly_if_whole_replicas_fill_the_group(devices: int, tp: int, pp: int) -> None:
+def test_a_layout_is_accepted_only_if_whole_replicas_fill_the_group(devices: int, tp: int, pp: int) -> None:
     config = raw()
     sizes = {"num_attention_heads": 12, "num_key_value_heads": 12, "intermediate_size": 144, "num_hidden_layers": 12}
     config["model"]["random"]["config"].update(sizes, hidden_size=384)

@@ -34,12 +34,12 @@ def given(stage: str, **algo: Any) -> RunConfig:
 
 
 @pytest.mark.parametrize("stage", SHORT_STAGES)
-def test_a_short_stage_is_ppo_with_what_makes_the_algorithm(stage: str) -> None:
+def test_a_short_stage_is_ppo_with_the_settings_of_the_recipe(stage: str) -> None:
     recipe = yaml.safe_load((REPOSITORY / f"configs/recipes/{stage}.yaml").read_text())["algo"]
     assert given(stage) == given("ppo", **{key: recipe[key] for key in DEFINING if key in recipe})
 
 
-def test_a_short_stage_is_below_own_settings(tmp_path: Path) -> None:
+def test_user_settings_override_a_short_stage(tmp_path: Path) -> None:
     file = tmp_path / "own.yaml"
     file.write_text(yaml.safe_dump({**OWN, "stage": "dapo", "algo": {"policy_loss": {"clip": 0.1}}}))
     expected = {"policy_loss": {"name": "ppo", "clip": 0.1, "clip_high": 0.28}, "aggregation": "sequence_mean"}
@@ -62,7 +62,7 @@ def test_options_that_a_file_adds_to_a_name_keep_the_name(tmp_path: Path) -> Non
     assert config.algo.advantage.options == {"singleton": "raw"}
 
 
-def test_the_command_line_may_name_it(tmp_path: Path) -> None:
+def test_the_command_line_may_name_a_short_stage(tmp_path: Path) -> None:
     file = tmp_path / "own.yaml"
     file.write_text(yaml.safe_dump({**OWN, "stage": "ppo"}))
     assert load(file, ["stage=gspo"]) == given("gspo")

@@ -1,4 +1,4 @@
-"""The sizes of a model by the names that its kind of config.json has for them."""
+"""Model sizes by the names in each kind of config.json."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megarl.config.rules.model_rules import required_fields, size_of
 
 
 @pytest.mark.parametrize("field", ["num_experts", "num_local_experts"])
-def test_qwen3s_experts_are_counted_by_either_name(field: str) -> None:
+def test_the_number_of_qwen3_experts_is_read_by_either_name(field: str) -> None:
     """transformers 4 and 5 write them differently."""
     hf = {"model_type": "qwen3_moe", field: 128}
     size = size_of(hf, "experts")

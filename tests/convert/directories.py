@@ -1,4 +1,4 @@
-"""Hugging Face directories with random weights, and what is compared with them."""
+"""Hugging Face directories with random weights, and comparisons with them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def random_tensors(spec: ModelSpec, seed: int = 0, **dtypes: str) -> Tensors:
     """The model's tensors, all different.
 
     Args:
-        dtypes: by the end of a name, with _ for its dots, where a tensor has another one than the model.
+        dtypes: of tensors that differ from the model's, by the end of the name, with _ for its dots.
     """
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -55,7 +55,7 @@ def make_directory(path: Path, config: dict[str, Any], *, files: int = 1, tensor
 
 
 def read_directory(path: Path) -> Tensors:
-    """All tensors of a directory, by a reader that is not ours."""
+    """All tensors of a directory, by an independent reader."""
     return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 

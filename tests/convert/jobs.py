@@ -1,4 +1,4 @@
-"""What ranks do in the tests of this folder: Megatron's own loading and saving of its own modules."""
+"""Jobs of ranks: Megatron's own loading and saving of its modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A conversion that kills itself after some parts, as a program of its own: ``python -m tests.convert.killed``."""
+"""A program: a conversion that kills itself after some parts: ``python -m tests.convert.killed``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a conversion takes of memory, as a program of its own: ``python -m tests.convert.remembering KIND SOURCE OUT``.
+"""A program that measures the memory of a conversion: ``python -m tests.convert.remembering KIND SOURCE OUT``.
 
 Prints the budget, which is ``BUDGET_BYTES`` beyond what Python and its libraries take, and the peak of resident memory.
 """

@@ -1,4 +1,4 @@
-"""The command: what it says and how it ends, for what people do and for files that are not what they should be."""
+"""The command: its output and exit codes, for ordinary use, mistakes and damaged files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ckpt(hf: Path, tmp_path: Path) -> Path:
     return tmp_path / "ckpt"
 
 
-def test_there_and_back(hf: Path, ckpt: Path, tmp_path: Path) -> None:
+def test_round_trip(hf: Path, ckpt: Path, tmp_path: Path) -> None:
     assert (ckpt / "latest_checkpointed_iteration.txt").read_text() == "release"
     code, said = convert("verify", "--hf", hf, "--checkpoint", ckpt)
     assert (code, "47 tensors are equal, bit for bit" in said) == (0, True)
@@ -50,7 +50,7 @@ def test_there_and_back(hf: Path, ckpt: Path, tmp_path: Path) -> None:
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 3
 
 
-def test_a_verification_that_fails(hf: Path, ckpt: Path, tmp_path: Path) -> None:
+def test_a_failed_verification_is_reported(hf: Path, ckpt: Path, tmp_path: Path) -> None:
     tensors = {name: tensor + (name == "model.norm.weight") for name, tensor in read_directory(hf).items()}
     make_directory(tmp_path / "other", CONFIG, tensors=tensors)
     code, said = convert("verify", "--hf", tmp_path / "other", "--checkpoint", ckpt)
@@ -58,7 +58,7 @@ def test_a_verification_that_fails(hf: Path, ckpt: Path, tmp_path: Path) -> None
     assert "1 of 47 tensors differ:\n  model.norm.weight: 24 of 24 elements differ, by 1 at most" in said
 
 
-def test_what_a_checkpoint_holds(hf: Path, ckpt: Path) -> None:
+def test_inspect_describes_a_checkpoint(hf: Path, ckpt: Path) -> None:
     code, said = convert("inspect", ckpt, "--json")
     held = json.loads(said)
     assert code == 0
@@ -74,11 +74,11 @@ def test_what_a_checkpoint_holds(hf: Path, ckpt: Path) -> None:
     assert (code, "in 4 x 1 x 1 chunks" in said) == (0, True)
 
 
-def test_foreign_objects_are_loaded_on_demand_alone(ckpt: Path) -> None:
+def test_pickled_objects_are_loaded_only_on_request(ckpt: Path) -> None:
     arguments = Namespace(tensor_model_parallel_size=2, pipeline_model_parallel_size=4, params_dtype=torch.bfloat16)
     torch.save({"args": arguments, "checkpoint_version": 3.0}, ckpt / "release/common.pt")
     assert json.loads(convert("inspect", ckpt, "--json")[1])["layout"] == {"tp": 2, "pp": 4}
-    arguments.dataset = Fraction(1, 3)  # of which nobody says that loading it is safe, as megatron-core does of paths
+    arguments.dataset = Fraction(1, 3)  # which nobody declares safe to load, as megatron-core does for paths
     torch.save({"args": arguments, "checkpoint_version": 3.0}, ckpt / "release/common.pt")
     assert "--allow-pickle loads it" in json.loads(convert("inspect", ckpt, "--json")[1])["layout"]
     assert json.loads(convert("inspect", ckpt, "--json", "--allow-pickle")[1])["layout"] == {"tp": 2, "pp": 4}
@@ -121,7 +121,7 @@ USER_ERRORS: dict[str, tuple[list[str], str]] = {
 
 @pytest.mark.parametrize(("arguments", "message"), USER_ERRORS.values(), ids=USER_ERRORS)
 @pytest.mark.usefixtures("ckpt")
-def test_mistakes_of_the_user(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_user_mistakes_are_reported(tmp_path: Path, arguments: list[str], message: str) -> None:
     (tmp_path / "odd").mkdir()
     shutil.copytree(tmp_path / "ckpt", tmp_path / "other")
     (tmp_path / "other/release/.metadata").unlink()
@@ -164,7 +164,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
-def test_damaged_checkpoints(ckpt: Path, tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
+def test_damaged_checkpoints_are_reported(
+    ckpt: Path, tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
     damage(ckpt / "release")
     code, said = convert("export", "--checkpoint", ckpt, "--out", tmp_path / "out")
     assert (code, message in said) == (1, True), said
@@ -179,7 +181,7 @@ def test_damaged_checkpoints(ckpt: Path, tmp_path: Path, damage: Callable[[Path]
         (lambda path: path.unlink(), 2, "has no weights: neither model.safetensors nor"),
     ],
 )
-def test_damaged_directories(
+def test_damaged_directories_are_reported(
     hf: Path, tmp_path: Path, damage: Callable[[Path], object], code: int, message: str
 ) -> None:
     damage(hf / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Conversions to a full disk: they name the file and the cause, and continue when there is space."""
+"""Conversions to a full disk: they name file and cause, and continue when there is space."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_SPACE = re.compile(r"(?P<file>/\S+): No space left on device \((.+ needed, )?
 
 
 @pytest.mark.process
-def test_an_import_names_file_and_cause_and_continues(tmp_path: Path) -> None:
+def test_import_reports_a_full_disk_and_continues_later(tmp_path: Path) -> None:
     tensors = make_directory(tmp_path / "hf", models.llama_config(vocab_size=3001))
     command = ("import", "--hf", tmp_path / "hf", "--out")
     failed: set[str] = set()
@@ -38,7 +38,7 @@ def test_an_import_names_file_and_cause_and_continues(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_an_export_reserves_its_space_first(tmp_path: Path) -> None:
+def test_export_reserves_its_space_first(tmp_path: Path) -> None:
     tensors = make_directory(tmp_path / "hf", models.llama_config(vocab_size=3001))
     assert convert("import", "--hf", tmp_path / "hf", "--out", tmp_path / "ckpt")[0] == 0
     with SmallDisk(tmp_path / "disk", 400) as disk:

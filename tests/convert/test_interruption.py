@@ -1,4 +1,4 @@
-"""Killed conversions: nothing that looks finished, and what was written is not written again."""
+"""Killed conversions: no output looks finished, and finished parts are not written again."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _kill(kind: str, source: Path, out: Path, parts: int) -> None:
 
 
 @pytest.mark.process
-def test_killed_conversions_go_on(tmp_path: Path, written: list[str]) -> None:
+def test_killed_conversions_continue(tmp_path: Path, written: list[str]) -> None:
     tensors = make_directory(tmp_path / "hf", CONFIG)
     _kill("import", tmp_path / "hf", tmp_path / "ckpt", 5)
     partial = tmp_path / ".ckpt.partial"
@@ -67,7 +67,7 @@ def test_killed_conversions_go_on(tmp_path: Path, written: list[str]) -> None:
     assert len(written) == whole
 
 
-def test_another_job_begins_anew(tmp_path: Path, written: list[str]) -> None:
+def test_another_conversion_starts_over(tmp_path: Path, written: list[str]) -> None:
     make_directory(tmp_path / "hf", CONFIG)
     _interrupted(tmp_path)
     begun = written.copy()
@@ -94,7 +94,7 @@ def _interrupted(tmp_path: Path) -> None:
             import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, max_task_bytes=PART_BYTES)
 
 
-def test_one_process_at_a_time_and_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_one_process_at_a_time_and_no_file_is_overwritten(tmp_path: Path) -> None:
     make_directory(tmp_path / "hf", CONFIG)
     with Staging(tmp_path / "ckpt"), pytest.raises(UsageError, match="is being written by another process"):
         import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)

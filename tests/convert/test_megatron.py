@@ -1,4 +1,4 @@
-"""Import and export against Megatron's own modules: their sharded state loads the one and makes the other."""
+"""Import and export against Megatron's sharded state: it loads an import and saves what export reads."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def test_megatron_loads_an_import(family: str, layout: Layout, tmp_path: Path, p
 
 
 @pytest.mark.parametrize(("family", "layout"), EACH)
-def test_an_export_of_what_megatron_saves(family: str, layout: Layout, tmp_path: Path, pool: RankPool) -> None:
+def test_export_reads_what_megatron_saves(family: str, layout: Layout, tmp_path: Path, pool: RankPool) -> None:
     config: dict[str, Any] = CASES[family][0]
     tensors = make_directory(tmp_path / "hf", config)
     _save(pool, config, layout, tmp_path, {})
     _export(tmp_path, tensors)
 
 
-def test_an_export_of_what_megatrons_own_writers_save(tmp_path: Path, pool: RankPool) -> None:
+def test_export_reads_what_megatrons_forked_writers_save(tmp_path: Path, pool: RankPool) -> None:
     config = models.llama_config()
     tensors = make_directory(tmp_path / "hf", config)
     _save(pool, config, Layout(tp=2), tmp_path, {}, True)
@@ -70,7 +70,9 @@ def test_an_export_of_what_megatrons_own_writers_save(tmp_path: Path, pool: Rank
 
 @pytest.mark.parametrize("metadata", [{"non_homogeneous_layers": True}, {"singleton_local_shards": True}], ids=str)
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_an_export_of_a_tensor_per_layer(family: str, metadata: dict[str, Any], tmp_path: Path, pool: RankPool) -> None:
+def test_export_reads_one_tensor_per_layer(
+    family: str, metadata: dict[str, Any], tmp_path: Path, pool: RankPool
+) -> None:
     config: dict[str, Any] = CASES[family][0]
     tensors = make_directory(tmp_path / "hf", config)
     _save(pool, config, Layout(tp=2, sequence_parallel=True), tmp_path, metadata)

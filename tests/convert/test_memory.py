@@ -17,7 +17,7 @@ from tests.weights import models
 
 
 @pytest.mark.process
-def test_a_model_larger_than_the_budget(tmp_path: Path) -> None:
+def test_a_model_larger_than_the_budget_is_converted_within_it(tmp_path: Path) -> None:
     tensors = make_directory(tmp_path / "hf", models.llama_config(vocab_size=150_001, hidden_size=100))
     assert sum(tensor.nbytes for tensor in tensors.values()) > 4 * BUDGET_BYTES
     other = {name: tensor + 1 for name, tensor in tensors.items()}  # every element differs, which takes the most
@@ -33,12 +33,12 @@ def test_a_model_larger_than_the_budget(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "nbytes"), [("512MiB", 512 << 20), ("4GiB", 4 << 30), ("5GB", 5 * 10**9), ("1.5 KiB", 1536), ("77", 77)]
 )
-def test_sizes(text: str, nbytes: int) -> None:
+def test_sizes_are_parsed(text: str, nbytes: int) -> None:
     assert parse_bytes("--max-file-size", text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "4 gigs", "1e9", "3XB"])
-def test_what_is_no_size(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"--memory-budget '.*' is not a size; write one like"):
         parse_bytes("--memory-budget", text)
 
@@ -52,7 +52,7 @@ def test_processes_share_the_budget() -> None:
         Resources(memory=resident_bytes() + (58 << 20), processes=4).block_bytes(1, 1 << 20)
 
 
-def test_the_plan_of_many_blocks_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_includes_the_plan_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured: 17 thousand blocks took 25 MiB, a thousand 5 MiB; each may take 5 KiB."""
     monkeypatch.setattr(
         "megarl.convert.resources.resident_bytes", lambda: 0

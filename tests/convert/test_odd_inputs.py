@@ -1,4 +1,4 @@
-"""Directories and files that are not quite what they should be: refused by name, or read as they are meant."""
+"""Unusual directories and files: refused by name, or read as intended."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RESOURCES = Resources(memory=4 << 30, processes=1)
 INDEX = "model.safetensors.index.json"
 
 
-def test_names_without_the_prefix_of_gpt2(tmp_path: Path) -> None:
+def test_gpt2_names_without_the_prefix_are_read(tmp_path: Path) -> None:
     tensors = make_directory(tmp_path / "hf", models.gpt2_config())
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     save_file({**bare, "h.0.attn.bias": torch.ones(1, 1, 4, 4)}, tmp_path / "hf/model.safetensors")
@@ -53,7 +53,7 @@ def test_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pickled", [False, True])
-def test_an_output_layer_beside_a_tied_embedding_must_be_the_same(pickled: bool, tmp_path: Path) -> None:
+def test_an_output_layer_beside_a_tied_embedding_must_equal_it(pickled: bool, tmp_path: Path) -> None:
     config = models.gpt2_config(tie_word_embeddings=True)
     tensors = make_directory(tmp_path / "hf", config)
     head = tensors["transformer.wte.weight"].clone()
@@ -99,7 +99,7 @@ def test_a_damaged_index_is_named(name: str, text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["none", "value", "dtype", "fewer"])
-def test_pickled_weights_that_are_there_twice_must_be_the_same(change: str, tmp_path: Path) -> None:
+def test_duplicated_pickled_weights_must_be_equal(change: str, tmp_path: Path) -> None:
     """transformers would read the single file."""
     tensors = make_directory(tmp_path / "hf", models.llama_config())
     names, single = list(tensors), tmp_path / "hf/pytorch_model.bin"
@@ -125,7 +125,7 @@ def test_pickled_weights_that_are_there_twice_must_be_the_same(change: str, tmp_
 
 
 @pytest.mark.process
-def test_damage_that_a_worker_finds_is_named(tmp_path: Path) -> None:
+def test_damage_found_by_a_worker_process_is_named(tmp_path: Path) -> None:
     make_directory(tmp_path / "hf", models.llama_config())
     import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
     data = tmp_path / "ckpt/release/__0_0.distcp"
@@ -149,8 +149,8 @@ def test_a_pickle_of_something_else_is_named(tmp_path: Path) -> None:
         open_hf(tmp_path, NOTHING, allow_pickle=True)
 
 
-def test_paths_are_what_they_lead_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name and the parents of a directory say what it is, wherever one stands."""
+def test_paths_are_resolved_before_they_are_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Name and parents tell what a directory is, from any working directory."""
     tensors = make_directory(tmp_path / "hf", models.llama_config())
     import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
     monkeypatch.chdir(tmp_path / "ckpt/release")
@@ -179,7 +179,7 @@ def test_layers_that_differ_in_shape_or_dtype_are_listed() -> None:
     ]
 
 
-def test_dtypes_that_weights_cannot_have_are_listed_once(tmp_path: Path) -> None:
+def test_unsupported_dtypes_are_listed_once(tmp_path: Path) -> None:
     make_directory(tmp_path / "hf", models.llama_config())
     import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
     index = DCPIndex.read(tmp_path / "ckpt/release")
@@ -194,7 +194,7 @@ def test_dtypes_that_weights_cannot_have_are_listed_once(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("dtype", "wider"), [("float16", "bfloat16"), ("bfloat16", "float64")])
-def test_values_that_a_cast_would_lose_beside_infinite_ones(dtype: str, wider: str, tmp_path: Path) -> None:
+def test_a_cast_that_overflows_is_refused_beside_infinite_values(dtype: str, wider: str, tmp_path: Path) -> None:
     values = torch.tensor([torch.inf, 1e300, 1.0], dtype=torch.float64)
     (tmp_path / "values").write_bytes(values.numpy().tobytes())
     stored = StoredTensor(path=tmp_path / "values", offset=0, info=TensorInfo((3,), "float64"))
@@ -221,7 +221,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         part.write(tmp_path / "out", 1 << 20)
 
 
-def test_bytes_that_are_wrong_are_never_anything_but_damage(tmp_path: Path) -> None:
+def test_any_corrupted_byte_is_reported_as_damage(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(3), "b": torch.nn.Parameter(torch.ones(3, 4))}, tmp_path / "file.pt")
     data, chance = (tmp_path / "file.pt").read_bytes(), random.Random(0)
     damaged = 0

@@ -1,4 +1,4 @@
-"""From Hugging Face to a Megatron checkpoint and back, without Megatron: bit for bit, whatever the files are like."""
+"""From Hugging Face to a Megatron checkpoint and back, without Megatron: bit for bit, for all kinds of files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("files", [1, 3])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_every_family(family: str, files: int, tmp_path: Path) -> None:
+def test_every_family_round_trips(family: str, files: int, tmp_path: Path) -> None:
     tensors = make_directory(tmp_path / "hf", CONFIGS[family], files=files)
     import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
     assert compare(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES) == (len(tensors), [])
@@ -51,7 +51,7 @@ def test_every_family(family: str, files: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_small_blocks_and_parts_and_several_processes(tmp_path: Path) -> None:
+def test_small_blocks_and_several_processes_round_trip(tmp_path: Path) -> None:
     """Tensors are cut by rows, and read back from those cuts into others; two processes share the work."""
     tensors = make_directory(tmp_path / "hf", models.gpt2_config(vocab_size=70_001, n_embd=64, n_layer=2))
     tight = Resources(memory=resident_bytes() * 3 + (40 << 20), processes=2)
@@ -72,7 +72,7 @@ def test_casts(tmp_path: Path) -> None:
     assert compare(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES, dtype="bfloat16") == (count, [])
 
 
-def test_dtypes_that_differ_within_a_model_are_kept(tmp_path: Path) -> None:
+def test_mixed_dtypes_within_a_model_are_kept(tmp_path: Path) -> None:
     config = models.qwen3_moe_config(dtype="bfloat16")
     tensors = random_tensors(model_spec(config), mlp_gate_weight="float32", norm_weight="float32")
     make_directory(tmp_path / "hf", config, tensors=tensors)
@@ -82,7 +82,7 @@ def test_dtypes_that_differ_within_a_model_are_kept(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_dtypes_that_differ_within_a_parameter_need_a_choice(tmp_path: Path) -> None:
+def test_mixed_dtypes_within_a_parameter_need_an_explicit_dtype(tmp_path: Path) -> None:
     config = models.qwen3_config()
     make_directory(tmp_path / "hf", config, tensors=random_tensors(model_spec(config), up_proj_weight="bfloat16"))
     with pytest.raises(UsageError, match=r"--dtype:\n  decoder.layers.mlp.linear_fc1.weight: bfloat16 and float32"):
@@ -123,7 +123,7 @@ def test_differences_are_all_listed(tmp_path: Path) -> None:
     ]
 
 
-def test_what_does_not_fit_is_all_listed(tmp_path: Path) -> None:
+def test_all_mismatches_are_listed(tmp_path: Path) -> None:
     config = models.llama_config()
     tensors: dict[str, Any] = random_tensors(model_spec(config))
     del tensors["model.norm.weight"]

@@ -1,4 +1,4 @@
-"""What runs have saved, as Hugging Face directories."""
+"""Checkpoints of runs, converted to Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, pool: RankPool) -> Path:
     return directory
 
 
-def test_an_actor_is_the_model_that_it_was_read_from(run: Path, tmp_path: Path) -> None:
+def test_an_exported_actor_equals_the_model_it_was_loaded_from(run: Path, tmp_path: Path) -> None:
     export_checkpoint(run, tmp_path / "out", resources=RESOURCES)
     expected = {name: tensor.bfloat16() for name, tensor in read_directory(run.parent / "model").items()}
     assert_equal(read_directory(tmp_path / "out"), expected)
@@ -58,7 +58,7 @@ def test_an_actor_is_the_model_that_it_was_read_from(run: Path, tmp_path: Path) 
     assert compare(tmp_path / "out", run, resources=RESOURCES) == (len(expected), [])
 
 
-def test_a_critic_has_its_head(run: Path, tmp_path: Path) -> None:
+def test_an_exported_critic_has_its_head(run: Path, tmp_path: Path) -> None:
     export_checkpoint(run, tmp_path / "out", resources=RESOURCES, role="critic", step=4)
     found = read_directory(tmp_path / "out")
     expected = {name: tensor.bfloat16() for name, tensor in read_directory(run.parent / "model").items()}
@@ -69,7 +69,7 @@ def test_a_critic_has_its_head(run: Path, tmp_path: Path) -> None:
         compare(tmp_path / "out", run, resources=RESOURCES)
 
 
-def test_what_a_run_has_is_described(run: Path) -> None:
+def test_inspect_describes_a_run(run: Path) -> None:
     held = inspect(run)
     assert (held["kind"], held["step"], held["role"]) == ("megarl", 4, "actor")
     assert held["tensors"]["weight.model.norm.weight"]["dtype"] == "bfloat16"
@@ -100,7 +100,9 @@ def test_damaged_files_of_a_role_are_named(run: Path, tmp_path: Path) -> None:
         ("checkpoints", {}, "has no checkpoint: neither Megatron-LM's"),
     ],
 )
-def test_what_is_not_there(run: Path, tmp_path: Path, path: str, options: Any, message: str) -> None:
+def test_missing_checkpoints_and_roles_are_reported(
+    run: Path, tmp_path: Path, path: str, options: Any, message: str
+) -> None:
     with pytest.raises(UsageError, match=message):
         export_checkpoint(run / path, tmp_path / "out", resources=RESOURCES, **options)
 

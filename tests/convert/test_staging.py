@@ -1,4 +1,4 @@
-"""Outputs in the making: what is left of conversions that end in the midst, and of those that never begin."""
+"""Staged outputs of interrupted and of refused conversions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIG = models.qwen3_config()
 RESOURCES = Resources(memory=4 << 30, processes=1)
 
 
-def test_one_that_ends_while_it_lays_out_its_files_begins_again(tmp_path: Path) -> None:
+def test_a_conversion_interrupted_while_allocating_files_starts_over(tmp_path: Path) -> None:
     tensors = make_directory(tmp_path / "hf", CONFIG)
     import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", resources=RESOURCES)
     create = exporting._create
@@ -37,7 +37,7 @@ def test_one_that_ends_while_it_lays_out_its_files_begins_again(tmp_path: Path) 
     assert_equal(read_directory(tmp_path / "out"), tensors)
 
 
-def test_one_whose_source_changes_meanwhile_does_not_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_whose_source_changes_is_discarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = make_directory(tmp_path / "hf", CONFIG)
     later = make_directory(tmp_path / "later", CONFIG, tensors={name: t + 1 for name, t in tensors.items()})
     write = WriteTask.write
@@ -57,14 +57,14 @@ def test_one_whose_source_changes_meanwhile_does_not_appear(tmp_path: Path, monk
     assert_equal(read_directory(tmp_path / "out"), later)
 
 
-def test_a_mistake_leaves_nothing(tmp_path: Path) -> None:
+def test_a_refused_conversion_leaves_no_files(tmp_path: Path) -> None:
     make_directory(tmp_path / "hf", CONFIG, tensors={})
     with pytest.raises(CheckpointError, match=r"missing: model.norm.weight"):
         import_checkpoint(tmp_path / "hf", tmp_path / "missing/parent/ckpt", resources=RESOURCES)
     assert not list((tmp_path / "missing/parent").iterdir())
 
 
-def test_a_link_to_nothing_is_refused_before_the_work(tmp_path: Path) -> None:
+def test_a_dangling_link_is_refused_first(tmp_path: Path) -> None:
     make_directory(tmp_path / "hf", CONFIG)
     (tmp_path / "ckpt").symlink_to(tmp_path / "gone")
     with pytest.raises(UsageError, match="ckpt exists; choose another --out, or remove it"):

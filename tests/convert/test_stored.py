@@ -1,4 +1,4 @@
-"""Boxes of stored tensors: what is read is what numpy would have sliced, whatever lies between."""
+"""Boxes of stored tensors: reads equal numpy's slices, for any strides."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_transposed_copy_with_leading_axes(tmp_path: Path) -> None:
     assert target.count_nonzero() == 12
 
 
-def test_an_item_lies_anywhere_in_a_file(tmp_path: Path) -> None:
+def test_an_item_may_be_anywhere_in_a_file(tmp_path: Path) -> None:
     values = torch.randn(5, 7).to(torch.bfloat16)
     archive = io.BytesIO()
     torch.save(values[1:4].T, archive)
@@ -75,7 +75,7 @@ def test_an_item_lies_anywhere_in_a_file(tmp_path: Path) -> None:
     assert torch.equal(target[0], values[1:4].T)
 
 
-def test_what_is_not_a_tensor_is_named(tmp_path: Path) -> None:
+def test_items_that_are_not_tensors_are_named(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(2), "b": [1, 2.5, "x"], "n": None}, tmp_path / "good.pt")
     held = read_torch_file(tmp_path / "good.pt")
     assert (held["a"].info, held["b"], held["n"]) == (TensorInfo((2,), "float32"), [1, 2.5, "x"], None)

@@ -1,4 +1,4 @@
-"""Tokenizers and files of rows for the tests of data, made here."""
+"""Tokenizers and files of rows for the data tests."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _save(directory: Path, specials: list[str], template: str | None, single: st
 
 
 def transformers_own(directory: Path) -> Any:
-    """The tokenizer as transformers alone sees it."""
+    """The tokenizer as loaded by transformers."""
     return AutoTokenizer.from_pretrained(directory)
 
 
@@ -104,7 +104,7 @@ def encoder(
 
 
 def jsonl(directory: Path, rows: Sequence[Mapping[str, Any] | str], name: str = "rows.jsonl") -> SourceFields:
-    """A file of rows; a row of text is written as it is."""
+    """A file of rows; a row that is a string is written unchanged."""
     path = directory / name
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")

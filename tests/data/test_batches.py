@@ -1,4 +1,4 @@
-"""Batches of text, against what was put in."""
+"""Batches of text, against their inputs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_demonstrations_by_hand() -> None:
     assert [(s.prompt_id, s.finished) for s in samples] == [("a", True), ("b", True), ("a", True)]
 
 
-def test_a_pair_makes_neighbours() -> None:
+def test_the_responses_of_a_pair_are_adjacent() -> None:
     items = [
         Preference(key="x", prompt_ids=ids(1), responses=(ids(2, 3), ids(4)), margin=0.5),
         Preference(key="y", prompt_ids=ids(5, 6), responses=(ids(7), ids(8, 9)), margin=-2.0),
@@ -56,7 +56,7 @@ def test_a_pair_makes_neighbours() -> None:
     assert [chunk.margins.tolist() for chunk in chunks if chunk.margins is not None] == [[0.5, 0.5], [-2.0, -2.0]]
 
 
-def test_every_token_but_the_first_can_count() -> None:
+def test_the_loss_may_cover_every_token_but_the_first() -> None:
     rows = [("a", ids(1, 2), ids(3)), ("b", ids(4), ids(5, 6))]
     items = [Demonstration(key=key, prompt_ids=prompt, response_ids=response) for key, prompt, response in rows]
     samples, chunks = text_batch(items, 1)
@@ -72,7 +72,7 @@ def test_every_token_but_the_first_can_count() -> None:
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), *[st.integers(1, 6)] * 3), min_size=1, max_size=20), st.integers(1, 9)
 )
-def test_pairs_of_any_number_keep_together(lengths: list[tuple[str, int, int, int]], chunks: int) -> None:
+def test_preferences_of_any_size_stay_together(lengths: list[tuple[str, int, int, int]], chunks: int) -> None:
     items = [
         Preference(key=key, prompt_ids=ids(*range(p)), responses=(ids(*[7] * c), ids(*[8] * r)))
         for key, p, c, r in lengths

@@ -46,7 +46,7 @@ def test_every_form_of_a_chat_is_the_same_demonstration(tmp_path: Path, llama: P
     assert load(SourceFields(path=str(tmp_path / "rows.parquet")), load_tokenizer(llama))[0] == found[:1]
 
 
-def test_text_is_a_chat_where_it_is_asked_for(tmp_path: Path, chatml: Path) -> None:
+def test_text_is_formatted_as_a_chat_if_configured(tmp_path: Path, chatml: Path) -> None:
     source = jsonl(tmp_path, [{"prompt": "1+1?", "response": "2"}])
     oracle = transformers_own(chatml)
     end = oracle.eos_token_id
@@ -56,14 +56,14 @@ def test_text_is_a_chat_where_it_is_asked_for(tmp_path: Path, chatml: Path) -> N
     assert chat == [("1", templated, [*oracle("2").input_ids, end])]
 
 
-def test_ids_are_taken_as_they_are(tmp_path: Path, chatml: Path) -> None:
+def test_token_ids_are_used_unchanged(tmp_path: Path, chatml: Path) -> None:
     source = jsonl(tmp_path, [{"prompt_ids": [5, 6], "response_ids": [7]}, {"prompt_ids": [1], "response_ids": [1, 1]}])
     expected = [("1", [5, 6], [7]), ("2", [1], [1, 1])]
     assert load(source) == (expected, [])
     assert load(source, load_tokenizer(chatml)) == (expected, [])
 
 
-def test_long_rows(tmp_path: Path) -> None:
+def test_long_rows_are_skipped_or_refused(tmp_path: Path) -> None:
     lengths = [(2, 3), (3, 3), (4, 1), (1, 9)]
     source = jsonl(tmp_path, [{"prompt_ids": [1] * p, "response_ids": [2] * r} for p, r in lengths])
     kept, left_out = load(source, max_tokens=5, drop={"too_long"})
@@ -73,7 +73,7 @@ def test_long_rows(tmp_path: Path) -> None:
         load(source, max_tokens=5)
 
 
-def test_empty_responses(tmp_path: Path, chatml: Path) -> None:
+def test_empty_responses_are_skipped_or_refused(tmp_path: Path, chatml: Path) -> None:
     said = [ASKED, {"role": "assistant", "content": "\n"}]
     rows = [{"prompt": "a", "response": " \t"}, {"prompt": "a", "response": "b"}, {"messages": said}]
     source = jsonl(tmp_path, [*rows, {"prompt_ids": [1], "response_ids": []}])

@@ -1,4 +1,4 @@
-"""The rows that docs/data.md shows are rows that load."""
+"""The rows shown in docs/data.md can be loaded."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def rows_of(section: str) -> list[dict[str, Any]]:
         ("Candidates", load_candidates, 2),
     ],
 )
-def test_the_rows_shown_load(tmp_path: Path, chatml: Path, section: str, load: Any, count: int) -> None:
+def test_the_documented_rows_load(tmp_path: Path, chatml: Path, section: str, load: Any, count: int) -> None:
     found = load(jsonl(tmp_path, rows_of(section)), encoder(load_tokenizer(chatml)))
     assert len(found.items) == count
 
 
-def test_the_report_shown_is_what_is_reported(tmp_path: Path, chatml: Path) -> None:
+def test_the_documented_report_equals_the_real_one(tmp_path: Path, chatml: Path) -> None:
     rows: list[Any] = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 20
     rows[6], rows[8] = '{"prompt": "a", "chosen": "b" "rejected": "c"}', {"prompt": "a", "chosen": "b"}
     for index in (11, 13, 14):

@@ -66,7 +66,7 @@ def test_a_pack_without_rows_is_padding() -> None:
     assert batch.source_positions.tolist() == batch.labels.tolist() == batch.last_positions.tolist() == []
 
 
-def test_padding_is_made_of_short_sequences() -> None:
+def test_padding_consists_of_short_sequences() -> None:
     assert PAD_SEQUENCE_TOKENS == 64
     filler = pack_shape([], 200)
     assert (filler.cu_seqlens.tolist(), filler.max_seqlen) == ([0, 64, 128, 192, 200], 64)
@@ -77,8 +77,8 @@ def test_padding_is_made_of_short_sequences() -> None:
 
 
 @given(st.lists(st.integers(1, 150), max_size=4), st.integers(0, 300))
-def test_the_bounds_cover_the_pack_and_the_maximum_is_true(prompts: list[int], padding: int) -> None:
-    """Megatron's rope takes a pack whose maximum is its own length for one sequence, whatever its bounds are."""
+def test_sequence_bounds_cover_the_pack_and_max_length_is_exact(prompts: list[int], padding: int) -> None:
+    """Megatron's RoPE treats a pack whose maximum equals its length as one sequence, whatever its bounds are."""
     rows = [PackRow(chunk=0, row=i, prompt_tokens=p, response_tokens=0) for i, p in enumerate(prompts)]
     pack_tokens = max(sum(prompts) + padding, 1)
     shape = pack_shape(rows, pack_tokens)
@@ -92,7 +92,7 @@ def test_the_bounds_cover_the_pack_and_the_maximum_is_true(prompts: list[int], p
 
 
 @given(lengths, st.integers(0, 150), st.randoms())
-def test_every_response_token_is_read_where_it_is_predicted(
+def test_response_tokens_are_gathered_at_the_predicting_position(
     lengths: list[list[tuple[int, int]]], padding: int, random: object
 ) -> None:
     chunks, rows = make_chunks(lengths)
@@ -143,7 +143,7 @@ def test_nothing_is_scattered_from_no_rows() -> None:
     assert gather([], {}).shape == (0,)
 
 
-def test_refusals() -> None:
+def test_invalid_packs_are_refused() -> None:
     chunks, rows = make_chunks([[(2, 3), (1, 1)]])
     with pytest.raises(ValueError, match="do not fit"):
         pack_shape(rows, 6)
@@ -160,7 +160,7 @@ def test_refusals() -> None:
 
 
 @given(st.lists(st.integers(0, 6), max_size=6))
-def test_alignment_round_trip_and_gradient(lengths: list[int]) -> None:
+def test_alignment_round_trips_with_gradient(lengths: list[int]) -> None:
     mask = response_mask(lengths)
     assert mask.shape == (len(lengths), max(lengths, default=0))
     assert mask.tolist() == [[t < n for t in range(max(lengths))] for n in lengths]

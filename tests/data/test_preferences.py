@@ -50,7 +50,7 @@ def test_every_form_of_a_chat_is_the_same_pair(tmp_path: Path, llama: Path) -> N
     assert load(SourceFields(path=str(tmp_path / "saved")), load_tokenizer(llama))[0] == found[:1]
 
 
-def test_text(tmp_path: Path, llama: Path) -> None:
+def test_text_pairs(tmp_path: Path, llama: Path) -> None:
     source = jsonl(tmp_path, [{"prompt": "up ba:", "chosen": "ab", "rejected": "b"}])
     oracle = transformers_own(llama)
     a, b = oracle.convert_tokens_to_ids(["a", "b"])
@@ -62,7 +62,7 @@ def test_text(tmp_path: Path, llama: Path) -> None:
     assert templated.count(bos) == 1
 
 
-def test_ids_and_long_rows(tmp_path: Path) -> None:
+def test_token_ids_and_long_rows(tmp_path: Path) -> None:
     lengths = [(2, 3, 1), (3, 1, 3), (4, 1, 2), (1, 4, 9)]
     rows = [{"prompt_ids": [1] * p, "chosen_ids": [2] * c, "rejected_ids": [3] * r} for p, c, r in lengths]
     source = jsonl(tmp_path, rows)
@@ -101,7 +101,7 @@ def test_a_broken_row_is_named(tmp_path: Path, chatml: Path, row: dict[str, Any]
         load(source, load_tokenizer(chatml))
 
 
-def test_rows_without_use_are_left_out_by_rule(tmp_path: Path, chatml: Path) -> None:
+def test_unusable_rows_are_skipped_by_rule(tmp_path: Path, chatml: Path) -> None:
     source = jsonl(
         tmp_path,
         [

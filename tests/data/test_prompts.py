@@ -141,7 +141,7 @@ def test_sample_seeds_belong_to_the_sample() -> None:
     assert [r.sample_id for r in twice] == [f"5/p0/{i}" for i in range(4)]
 
 
-def test_every_different_prompt_has_one_greedy_response() -> None:
+def test_every_distinct_prompt_has_one_greedy_response() -> None:
     first, second = prompts_of(2)
     requests = greedy_requests([first, second, first], step=3)
     assert [(r.sample_id, r.prompt, r.temperature) for r in requests] == [

@@ -102,7 +102,7 @@ units = st.integers(1, 3).flatmap(
 
 
 @given(units, st.integers(1, 4), layouts, budgets, st.randoms())
-def test_a_step_keeps_units_together_and_balances_tokens(
+def test_a_step_keeps_groups_together_and_balances_tokens(
     units: tuple[int, list[tuple[int, int]]], chunk_units: int, layout: Layout, budget: int, random: object
 ) -> None:
     rows_per_unit, lengths = units
@@ -165,7 +165,7 @@ def test_update_covers_every_sample_once_per_epoch(
 
 
 @given(samples, layouts, layouts, budgets, budgets, st.randoms())
-def test_mini_batches_do_not_depend_on_layout_budget_chunks_or_order(
+def test_mini_batches_do_not_depend_on_layout_token_budget_chunks_or_order(
     samples: list[SampleInfo], one: Layout, other: Layout, budget: int, other_budget: int, random: object
 ) -> None:
     rechunked = make_samples([(s.prompt_tokens, s.response_tokens) for s in samples], 3)
@@ -195,26 +195,26 @@ def test_membership_of_a_known_case_is_stable_across_processes() -> None:
 
 
 @given(samples, st.integers(1, 5))
-def test_update_shares_of_tokens_differ_by_less_than_the_longest_sample(samples: list[SampleInfo], dp: int) -> None:
+def test_token_counts_per_rank_differ_by_less_than_the_longest_sample(samples: list[SampleInfo], dp: int) -> None:
     (schedule,) = update_schedules(samples, Layout(dp=dp), 64, mini_batches=1, epochs=1, seed=0, step=0)
     loads = [sum(r.tokens for pack in rank.packs for r in pack) for rank in schedule.ranks]
     assert max(loads) - min(loads) <= max(s.tokens for s in samples)
 
 
-def test_the_longest_sample_of_a_round_goes_to_the_emptiest_rank() -> None:
+def test_the_longest_sample_of_a_round_goes_to_the_rank_with_the_fewest_tokens() -> None:
     samples = make_samples([(1, 7), (1, 3), (1, 3), (1, 1)], 4)
     (schedule,) = update_schedules(samples, Layout(dp=2), 64, mini_batches=1, epochs=1, seed=0, step=0)
     assert [sorted(r.tokens for pack in rank.packs for r in pack) for rank in schedule.ranks] == [[2, 8], [4, 4]]
 
 
-def test_levelling_shortens_the_padding() -> None:
+def test_balancing_packs_reduces_padding() -> None:
     # 1,100 tokens under a budget of 1,000: first fit would make packs of 1,000 and 100, both padded to 1,000.
     schedule = inference_schedule(make_samples([(50, 50)] * 11, 11), Layout(), 1000)
     assert [sum(r.tokens for r in pack) for pack in schedule.ranks[0].packs] == [600, 500]
     assert schedule.ranks[0].pack_tokens == 600
 
 
-def test_a_long_sample_lengthens_the_packs_of_its_own_mini_batch_alone() -> None:
+def test_a_long_sample_lengthens_only_the_packs_of_its_mini_batch() -> None:
     samples = make_samples([(10, 90)] + [(2, 3)] * 7, 4)
     schedules = update_schedules(samples, Layout(dp=2), 20, mini_batches=2, epochs=2, seed=0, step=0)
     # Four samples of 5 tokens on two ranks make packs of 10; the mini-batch with the long one has packs of 100.
@@ -222,7 +222,7 @@ def test_a_long_sample_lengthens_the_packs_of_its_own_mini_batch_alone() -> None
         assert sorted(schedule.ranks[0].pack_tokens for schedule in epoch) == [10, 100]
 
 
-def test_first_fit_is_kept_where_levelling_would_overflow() -> None:
+def test_first_fit_is_used_if_balancing_would_exceed_the_budget() -> None:
     # Longest to emptiest gives 3+2+2 and 3+2; first fit gives 3+3 and 2+2+2, which a budget of 6 needs.
     schedule = inference_schedule(make_samples([(1, 2), (1, 2), (1, 1), (1, 1), (1, 1)], 5), Layout(), 6)
     assert sorted(sorted(r.tokens for r in pack) for pack in schedule.ranks[0].packs) == [[2, 2, 2], [3, 3]]
@@ -234,7 +234,7 @@ def test_a_sample_longer_than_the_budget_makes_a_pack_of_its_own_length() -> Non
     assert schedule.ranks[0].pack_tokens == 52
 
 
-def test_passes_of_one_step_have_packs_of_one_length() -> None:
+def test_all_passes_of_a_step_have_packs_of_one_length() -> None:
     layout = Layout(dp=2, pp=2, vpp=2)
     one, other = (
         step_schedule(make_samples([(5, 5)] * 3, 3), layout, 8),

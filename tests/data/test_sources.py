@@ -1,4 +1,4 @@
-"""Rows of files and data sets that other libraries wrote, and how broken ones are reported."""
+"""Rows of files and data sets written by other libraries, and reports of broken rows."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_directory_of_files_is_a_data_set(tmp_path: Path) -> None:
     assert read(SourceFields(path=str(directory))) == expected(ROWS[:2]), "the only split need not be named"
 
 
-def test_a_saved_data_set(tmp_path: Path) -> None:
+def test_a_data_set_saved_to_disk(tmp_path: Path) -> None:
     whole = datasets.Dataset.from_list(ROWS)
     whole.save_to_disk(tmp_path / "one")
     datasets.DatasetDict(train=whole.select([0, 1]), test=whole.select([2])).save_to_disk(tmp_path / "split")
@@ -92,19 +92,19 @@ def test_a_saved_data_set(tmp_path: Path) -> None:
         ({"path": "nothing/here"}, "there is no such directory"),
     ],
 )
-def test_sources_that_cannot_be_read(tmp_path: Path, source: dict[str, str], message: str) -> None:
+def test_unreadable_sources_are_refused(tmp_path: Path, source: dict[str, str], message: str) -> None:
     for name in ("rows.json", "rows.jsonl", "broken.parquet"):
         (tmp_path / name).write_text("{}\n")
     with pytest.raises(ValueError, match=message):
         list(read_rows(SourceFields(**{**source, "path": str(tmp_path / source["path"])})))
 
 
-def test_a_data_set_that_cannot_be_reached() -> None:
+def test_an_unreachable_data_set_is_refused() -> None:
     with pytest.raises(ValueError, match="nobody/nothing cannot be loaded as a Hugging Face data set"):
         list(read_rows(SourceFields(path="nobody/nothing")))
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"missing\.jsonl"):
         list(read_rows(SourceFields(path=str(tmp_path / "missing.jsonl"))))
 
@@ -137,7 +137,7 @@ def test_one_broken_row_is_named(tmp_path: Path, line: str, reason: str) -> None
     assert str(error.value) == f"{source.path}, line 2: {reason}"
 
 
-def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+def test_bytes_that_are_not_utf8_are_reported(tmp_path: Path) -> None:
     source = jsonl(tmp_path, [{"value": 1}])
     with Path(source.path).open("ab") as file:
         file.write(b'{"value": "\xff"}\n')
@@ -145,7 +145,7 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
         parse_rows(source, value_of)
 
 
-def test_of_many_broken_rows_the_first_are_named_and_the_others_counted(tmp_path: Path) -> None:
+def test_the_first_broken_rows_are_named_and_the_others_counted(tmp_path: Path) -> None:
     source = jsonl(tmp_path, [{"value": f"x{i}"} if i % 2 else {"value": 1} for i in range(50)])
     with pytest.raises(ValueError, match="25 of 50 rows are broken") as error:
         parse_rows(source, value_of)
@@ -154,7 +154,7 @@ def test_of_many_broken_rows_the_first_are_named_and_the_others_counted(tmp_path
     assert lines == [*expected, "and 15 more"]
 
 
-def test_a_reason_is_given_once_however_many_rows_have_it(tmp_path: Path) -> None:
+def test_a_reason_shared_by_several_rows_is_given_once(tmp_path: Path) -> None:
     rows = [{"value": "x"}, {"value": 1}, {"value": "y"}, *[{"value": "x"}] * 40]
     source = jsonl(tmp_path, rows)
     with pytest.raises(ValueError, match="42 of 43 rows are broken") as error:
@@ -166,7 +166,7 @@ def test_a_reason_is_given_once_however_many_rows_have_it(tmp_path: Path) -> Non
     ]
 
 
-def test_rows_without_use_are_left_out_by_rule(tmp_path: Path) -> None:
+def test_unusable_rows_are_skipped_by_rule(tmp_path: Path) -> None:
     source = jsonl(tmp_path, [{"value": v} for v in (1, -1, 2, 100, -3)])
     found = parse_rows(source, value_of, {"empty", "too_long"})
     assert found.items == [1, 2]
@@ -183,14 +183,14 @@ def test_rows_without_use_are_left_out_by_rule(tmp_path: Path) -> None:
         parse_rows(source, value_of)
 
 
-def test_a_source_without_a_usable_row(tmp_path: Path) -> None:
+def test_a_source_without_usable_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"none of its 2 rows is of use:\n *.*line 1 \(and 1 more\): it is empty"):
         parse_rows(jsonl(tmp_path, [{"value": -1}, {"value": -1}]), value_of, {"empty"})
     with pytest.raises(ValueError, match="no rows"):
         parse_rows(jsonl(tmp_path, []), value_of)
 
 
-def test_columns_under_other_names(tmp_path: Path) -> None:
+def test_columns_may_have_other_names(tmp_path: Path) -> None:
     path = jsonl(tmp_path, [{"question": "q", "value": 1, "prompt": "p", "answer": "a"}]).path
 
     def columns(**names: str) -> dict[str, Any]:

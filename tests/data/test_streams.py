@@ -1,4 +1,4 @@
-"""The order of a stream, and going on with it."""
+"""The order of a stream, and its resumption."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def items_of(count: int) -> list[Item]:
 
 
 @given(st.integers(1, 9), st.lists(st.integers(0, 12), min_size=1, max_size=8), st.integers(0, 5))
-def test_every_epoch_has_every_prompt_once_however_it_is_read(count: int, reads: list[int], seed: int) -> None:
+def test_every_epoch_has_every_prompt_once_for_any_batch_size(count: int, reads: list[int], seed: int) -> None:
     items = items_of(count)
     stream, whole = Stream(items, seed), Stream(items[::-1], seed)
     got = [p for n in reads for p in stream.next(n)]
@@ -36,14 +36,14 @@ def test_every_epoch_has_every_prompt_once_however_it_is_read(count: int, reads:
         assert {p.key for p in got[start : start + count]} == {p.key for p in items}
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+def test_epochs_and_seeds_have_different_orders() -> None:
     stream = Stream(items_of(16), 0)
     orders = [stream.next(16), stream.next(16), Stream(items_of(16), 1).next(16)]
     assert orders[0] != orders[1] != orders[2] != orders[0]
 
 
 @given(st.integers(1, 9), st.integers(0, 30), st.integers(0, 30))
-def test_a_resumed_stream_goes_on(count: int, before: int, after: int) -> None:
+def test_a_resumed_stream_continues(count: int, before: int, after: int) -> None:
     stream = Stream(items_of(count), 3)
     stream.next(before)
     resumed = Stream(items_of(count), 3)
@@ -52,7 +52,7 @@ def test_a_resumed_stream_goes_on(count: int, before: int, after: int) -> None:
     assert resumed.state() == stream.state()
 
 
-def test_a_stream_refuses_the_state_of_another() -> None:
+def test_a_stream_refuses_the_state_of_another_stream() -> None:
     stream = Stream(items_of(3), 0)
     edited = [*items_of(2), Item("p2", b"other")]
     for other in (Stream(items_of(4), 0), Stream(items_of(3), 1), Stream(edited, 0)):

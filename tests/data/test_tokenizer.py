@@ -28,9 +28,7 @@ def tokenizer(llama: Path) -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama"])
-def test_a_chat_and_its_response_are_what_transformers_makes_of_the_whole(
-    name: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_chat_and_its_response_equal_transformers_whole_chat(name: str, request: pytest.FixtureRequest) -> None:
     directory = request.getfixturevalue(name)
     tokenizer, oracle = load_tokenizer(directory), transformers_own(directory)
     prompt, response = tokenizer.chat(CHAT), tokenizer.respond("3")
@@ -40,7 +38,7 @@ def test_a_chat_and_its_response_are_what_transformers_makes_of_the_whole(
     assert prompt == oracle.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
 
 
-def test_the_beginning_is_there_once(llama: Path) -> None:
+def test_the_bos_token_is_added_once(llama: Path) -> None:
     tokenizer, oracle = load_tokenizer(llama), transformers_own(llama)
     bos = oracle.bos_token_id
     assert tokenizer.encode("hi") == oracle("hi").input_ids == [bos, *oracle.convert_tokens_to_ids(["h", "i"])]
@@ -49,11 +47,11 @@ def test_the_beginning_is_there_once(llama: Path) -> None:
     assert bos not in tokenizer.respond("hi")
 
 
-def test_no_beginning_where_the_tokenizer_has_none(chatml: Path) -> None:
+def test_no_bos_token_without_one_in_the_tokenizer(chatml: Path) -> None:
     assert load_tokenizer(chatml).encode("hi") == transformers_own(chatml).convert_tokens_to_ids(["h", "i"])
 
 
-def test_a_response_ends_once(chatml: Path) -> None:
+def test_a_response_has_one_eos_token(chatml: Path) -> None:
     tokenizer = load_tokenizer(chatml)
     end = transformers_own(chatml).convert_tokens_to_ids("<|im_end|>")
     assert tokenizer.end_token_id == end
@@ -66,7 +64,7 @@ def test_a_response_ends_once(chatml: Path) -> None:
         tokenizer.respond("a<|im_end|><|im_end|>")
 
 
-def test_texts_are_not_cut_where_the_file_asks_for_it(tmp_path: Path, llama: Path) -> None:
+def test_the_tokenizers_truncation_setting_is_ignored(tmp_path: Path, llama: Path) -> None:
     shutil.copytree(llama, tmp_path / "cut")
     backend = tokenizers.Tokenizer.from_file(str(llama / "tokenizer.json"))
     backend.enable_truncation(3)
@@ -81,7 +79,7 @@ def test_text_comes_back_without_special_tokens(tokenizer: Tokenizer, text: str)
     assert tokenizer.decode(tokenizer.respond(text)) == text
 
 
-def test_it_must_fit_the_model(llama: Path) -> None:
+def test_the_tokenizer_must_fit_the_model(llama: Path) -> None:
     tokenizer = load_tokenizer(llama)
     assert len(tokenizer) == len(transformers_own(llama))
     tokenizer.check(vocab_size=len(tokenizer), chat_template=True)
@@ -90,7 +88,7 @@ def test_it_must_fit_the_model(llama: Path) -> None:
         tokenizer.check(vocab_size=last)
 
 
-def test_chats_that_cannot_be_written(tmp_path: Path, llama: Path) -> None:
+def test_chats_that_the_template_refuses_are_reported(tmp_path: Path, llama: Path) -> None:
     with pytest.raises(ValueError, match="roles must alternate"):
         load_tokenizer(llama).chat(CHAT[:1] * 2)
     plain = load_tokenizer(llama_tokenizer(tmp_path, template=None))
@@ -101,7 +99,7 @@ def test_chats_that_cannot_be_written(tmp_path: Path, llama: Path) -> None:
         plain.chat(CHAT)
 
 
-def test_tokenizers_that_cannot_be_used(tmp_path: Path, llama: Path) -> None:
+def test_unusable_tokenizers_are_refused(tmp_path: Path, llama: Path) -> None:
     with pytest.raises(ValueError, match="no tokenizer is there"):
         load_tokenizer(tmp_path / "nothing")
     with pytest.raises(ValueError, match="ends every text; set add_eos_token to false"):
@@ -120,7 +118,7 @@ def test_tokenizers_that_cannot_be_used(tmp_path: Path, llama: Path) -> None:
         load_tokenizer(endless)
 
 
-def test_which_tokenizer_a_configuration_means(tmp_path: Path, llama: Path, chatml: Path) -> None:
+def test_the_tokenizer_of_a_configuration(tmp_path: Path, llama: Path, chatml: Path) -> None:
     ends = {directory: load_tokenizer(directory).end_token_id for directory in (llama, chatml)}
     assert ends[llama] == ends[chatml] == 1
     shutil.copytree(llama, tmp_path / "model")

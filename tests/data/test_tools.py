@@ -29,7 +29,7 @@ def text(tokenizer: Tokenizer, path: Path, row: dict[str, Any], **changes: Any) 
     return tokenizer.decode(prompt.token_ids, special=True)
 
 
-def test_tools_calls_and_answers_are_written_by_the_template(directory: Path, tmp_path: Path) -> None:
+def test_tools_calls_and_results_are_formatted_by_the_template(directory: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(directory)
     chat = [ASK, {**CALL, "content": ""}, ANSWER]
     expected = transformers_own(directory).apply_chat_template(
@@ -52,19 +52,21 @@ def test_tools_calls_and_answers_are_written_by_the_template(directory: Path, tm
         ({"prompt": [ASK], "tools": ["add"]}, "list of descriptions"),
     ],
 )
-def test_what_a_template_ignores_is_refused(chatml: Path, tmp_path: Path, row: dict[str, Any], told: str) -> None:
+def test_fields_that_the_template_ignores_are_refused(
+    chatml: Path, tmp_path: Path, row: dict[str, Any], told: str
+) -> None:
     with pytest.raises(ValueError, match=told):
         text(load_tokenizer(chatml), tmp_path, row)
 
 
-def test_a_tools_answer_that_is_left_out_is_refused(directory: Path, tmp_path: Path) -> None:
+def test_a_tool_result_that_the_template_omits_is_refused(directory: Path, tmp_path: Path) -> None:
     hf = transformers_own(directory)
     hf.chat_template = "{% for m in messages if m['role'] != 'tool' %}{{ m['role'] + m['content'] }}{% endfor %}"
     with pytest.raises(ValueError, match="ignores messages of the role tool"):
         text(Tokenizer(hf, "own"), tmp_path, {"messages": [ASK, ANSWER]})
 
 
-def test_a_response_with_calls_is_refused(directory: Path, tmp_path: Path) -> None:
+def test_a_response_with_tool_calls_is_refused(directory: Path, tmp_path: Path) -> None:
     for row in ({"messages": [ASK, CALL]}, {"prompt": [ASK], "completion": [{**CALL, "content": "see"}]}):
         with pytest.raises(ValueError, match="a response has tool_calls"):
             load_demonstrations(jsonl(tmp_path, [row]), encoder(load_tokenizer(directory)))

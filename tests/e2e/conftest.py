@@ -1,4 +1,4 @@
-"""The debug run, once for all tests that look at it."""
+"""The debug run, shared by all tests that read its results."""
 
 from __future__ import annotations
 

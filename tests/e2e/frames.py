@@ -1,4 +1,4 @@
-"""The calls between `train` and a policy loss, noted by a run itself: by the driver and by the actor's workers."""
+"""The call stacks between `train` and a policy loss, recorded within a run by the driver and the actor's workers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def _note(process: str) -> None:
 
 
 def noted_ppo(new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, response_mask: Tensor) -> LossTerms:
-    """PPO's loss; notes its own stack."""
+    """PPO's loss; records its call stack."""
     _note("worker")
     return ppo(new_logprobs, old_logprobs, advantages, response_mask)
 
 
 def note_updates() -> None:
-    """Lets the driver note the stack of every call of `MegatronWorker.update`."""
+    """Makes the driver record the stack of every call of `MegatronWorker.update`."""
     submit = WorkerGroup.submit
 
     def noting(group: Any, method: Any, *args: Any, **kwargs: Any) -> Any:

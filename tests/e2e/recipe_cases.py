@@ -1,4 +1,4 @@
-"""What every recipe is, for the oracle: written down from its source, not read from its file.
+"""The oracle's settings of every recipe: taken from its source, not read from its file.
 
 Learning rates and sizes are those of the runs; see ``recipes``.
 """
@@ -19,7 +19,7 @@ from tests.oracle.ppo import Settings
 
 
 def adam(**fields: Any) -> AdamSettings:
-    """At the rate of the runs."""
+    """Adam with the learning rate of the runs."""
     return AdamSettings(lr=2e-3, **fields)
 
 
@@ -45,7 +45,7 @@ WITHIN_10 = partial(scores.clipped, low=-10.0, high=10.0)
 
 
 def best_fifth(samples: Sequence[Sample]) -> list[Sample]:
-    """The best fifth of all samples, as texts of which all tokens count but the first, which nothing predicts."""
+    """The best fifth of all samples, as texts of which every token but the first counts."""
     texts = [[*sample.prompt_ids, *sample.response_ids] for sample in samples]
     whole = [
         replace(sample, prompt_ids=text[:1], response_ids=text[1:]) for sample, text in zip(samples, texts, strict=True)
@@ -54,7 +54,7 @@ def best_fifth(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def best_finished(samples: Sequence[Sample]) -> list[Sample]:
-    """Of each prompt the best response that has ended."""
+    """The best finished response to each prompt."""
     return selection.best_of_each([sample if sample.finished else replace(sample, score=None) for sample in samples])
 
 

@@ -13,7 +13,7 @@ from megarl.cli import app
 
 
 def main(*directories: str) -> None:
-    """Runs them in this process, which imports what a driver needs once."""
+    """Runs them in this process, which imports the driver's packages once."""
     told = os.dup(1)
     for directory in map(Path, directories):
         with (directory / "output.txt").open("w") as output:

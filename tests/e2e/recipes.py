@@ -1,4 +1,4 @@
-"""A short run of a recipe, and the same by the naive program of tests/oracle from the rollouts that it recorded."""
+"""A short run of a recipe, and the same run by the naive program of tests/oracle on the recorded rollouts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ MODEL = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """How a recipe is run, and what the oracle takes it for.
+    """How a recipe is run, and its settings for the oracle.
 
     Args:
         settings: of the oracle, after the recipe's source and the changes of the run.
@@ -130,7 +130,7 @@ def running(directories: Sequence[Path]) -> Iterator[Sequence[Future[Path]]]:
             stdout=subprocess.PIPE,
             text=True,
         )
-        executor.submit(_told, program, directories, futures)
+        executor.submit(_read_statuses, program, directories, futures)
         try:
             yield futures
         finally:
@@ -138,7 +138,9 @@ def running(directories: Sequence[Path]) -> Iterator[Sequence[Future[Path]]]:
             program.wait()
 
 
-def _told(program: subprocess.Popen[str], directories: Sequence[Path], futures: Sequence[Future[Path]]) -> None:
+def _read_statuses(
+    program: subprocess.Popen[str], directories: Sequence[Path], futures: Sequence[Future[Path]]
+) -> None:
     """Reads the exit status of each run as it ends."""
     assert program.stdout is not None
     for directory, future in zip(directories, futures, strict=True):
@@ -152,7 +154,7 @@ def _told(program: subprocess.Popen[str], directories: Sequence[Path], futures: 
 
 
 def _sizes(name: str, case: Case, directory: Path) -> dict[str, Any]:
-    """What a run says beside its recipe: the model, two devices, few and short samples, rates that move the weights."""
+    """A run's settings beside its recipe: the model, two devices, few and short samples, high learning rates."""
     role = {"tokens_per_micro_batch": 64}
     roles = ["actor", *["critic"] * (case.critic is not None), *["reference"] * case.reference]
     moving = {"lr": 2e-3, "eps": EPS, "schedule": "constant", "warmup": 0.0, "final_lr": 0.0}
@@ -225,7 +227,7 @@ class Expected:
         actor: after the last.
         start: its weights before the first.
         average: of its weights.
-        left_out: prompts that were answered in vain.
+        left_out: discarded prompts.
         answered: the samples of every step.
         selected: those of them that are learned as demonstrations.
     """
@@ -301,7 +303,7 @@ def critic_of(case: Case, config: Mapping[str, Any], state: Mapping[str, Tensor]
 
 
 def recorded(directory: Path, step: int, case: Case) -> list[Sample]:
-    """The rollouts of a step, in the order of their ids, with scores."""
+    """The rollouts of a step, ordered by id, with scores."""
     found: list[Sample] = []
     baselines: dict[str, float] = {}
     for file in sorted(directory.glob("*.npz")):
@@ -330,7 +332,7 @@ def recorded(directory: Path, step: int, case: Case) -> list[Sample]:
 
 
 def learned(samples: Sequence[Sample], case: Case) -> list[Sample]:
-    """Those of the first prompts that the recipe keeps, in the order in which they were asked."""
+    """The samples of the first prompts that the recipe keeps, in prompt order."""
     prompts = random_prompts(**PROMPTS, vocab_size=MODEL["vocab_size"])
     kept: list[Sample] = []
     for prompt in Stream(prompts, SEED).next(len(prompts)):

@@ -54,7 +54,7 @@ class Finished:
     temporary: Sequence[str]
 
     def assert_clean(self) -> None:
-        """Nothing of the run is left."""
+        """Asserts that the run left nothing behind."""
         assert not self.processes, self.processes
         assert not self.shared_memory, self.shared_memory
         assert not self.temporary, self.temporary
@@ -62,7 +62,7 @@ class Finished:
 
 @contextmanager
 def started(arguments: Sequence[str], before: str = "pass") -> Iterator[tuple[subprocess.Popen[str], Trace, Path]]:
-    """A command in progress, the trace of what it starts, and its temporary directory.
+    """A running command, the trace of everything it starts, and its temporary directory.
 
     Args:
         before: what its process does first, a line of Python.

@@ -1,4 +1,4 @@
-"""What a driver does to its own engines, for `runs.started(before=...)`."""
+"""Faults that a driver causes in its own engines, for `runs.started(before=...)`."""
 
 from __future__ import annotations
 

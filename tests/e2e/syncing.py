@@ -1,4 +1,4 @@
-"""Syncs from real Megatron ranks, in processes of the pool, into a real engine; and what may go wrong in them."""
+"""Syncs from real Megatron ranks, in processes of the pool, into a real engine; and their faults."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the ranks say of a sync: each what it counted, or the error that it raised.
+    """The ranks' results of a sync: each its statistics, or the error that it raised.
 
     Args:
         trainers: by rank; None of one that died.
@@ -62,7 +62,7 @@ class Outcome:
     engine: list[SyncStats] | str
 
     def error(self) -> str:
-        """The one message of all ranks that live."""
+        """The error message, which all surviving ranks share."""
         said = {str(told) for told in self.trainers if told is not None}
         assert len(said) == 1, said
         message = said.pop()
@@ -214,7 +214,7 @@ def _bytes() -> Any:
 
 
 def _at_message(number: int, happen: Callable[[Sequence[Any]], object]) -> None:
-    """Lets something happen when this process has written one of its messages, and only then."""
+    """Calls a function once, after this process has written the given message."""
     from megarl.resharding import sender
 
     pack, count = sender.pack, 0

@@ -1,4 +1,4 @@
-"""Runs whose engines sample ahead: the same bytes however many engines there are, and after whatever ends one."""
+"""Asynchronous runs: bit-identical for any number of engines, and after an engine or the driver is killed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def run_apart(directory: Path, *settings: str) -> list[dict[str, Any]]:
 
 
 def numbers(directory: Path) -> list[dict[str, Any]]:
-    """The metrics of every step, but for those of times and places."""
+    """The metrics of every step, except times and placement."""
     return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in lines(directory / "metrics.jsonl")]
 
 
@@ -114,7 +114,7 @@ def assert_traced(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("staleness", [1, pytest.param(2, marks=pytest.mark.matrix)])
-def test_an_exact_run_is_the_same_with_another_engine_a_killed_engine_and_a_killed_driver(
+def test_an_exact_run_is_the_same_with_a_second_engine_a_killed_engine_and_a_killed_driver(
     tmp_path: Path, staleness: int
 ) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
@@ -145,7 +145,7 @@ def test_an_exact_run_is_the_same_with_another_engine_a_killed_engine_and_a_kill
 
 
 @pytest.mark.matrix
-def test_an_exact_run_is_the_same_when_an_engine_is_killed_in_a_sync(tmp_path: Path) -> None:
+def test_an_exact_run_is_the_same_when_an_engine_is_killed_during_a_sync(tmp_path: Path) -> None:
     straight, struck = tmp_path / "straight", tmp_path / "struck"
     settings = ["rollout.devices=1-2", "rollout.max_replacements=1", "resharding.bucket_mib=0.005"]  # a long sync
     strike = "from tests.e2e.strikes import after_sync_begins; after_sync_begins(1, 'SIGKILL', 0.01)"
@@ -161,7 +161,7 @@ def test_an_exact_run_is_the_same_when_an_engine_is_killed_in_a_sync(tmp_path: P
 
 @pytest.mark.matrix
 def test_an_engine_that_stops_in_flight_is_replaced(tmp_path: Path) -> None:
-    """It stops while it generates, just before a sync, which finds it."""
+    """It stops while it generates, just before a sync, which detects it."""
     directory = tmp_path / "run"
     settings = ["rollout.devices=1-2", "rollout.mode=inflight", "rollout.max_staleness=2", "run.steps=8", *LONG]
     limits = ["rollout.max_replacements=1", "cluster.time_limits.sync=20"]
@@ -181,7 +181,7 @@ def test_an_engine_that_stops_in_flight_is_replaced(tmp_path: Path) -> None:
         pytest.param(["rollout.devices=1-2", "rollout.rolling_update=true"], id="rolling", marks=pytest.mark.matrix),
     ],
 )
-def test_responses_in_flight_go_on_with_new_weights(tmp_path: Path, engines: list[str]) -> None:
+def test_responses_in_flight_continue_with_new_weights(tmp_path: Path, engines: list[str]) -> None:
     directory, recorded = tmp_path / "run", tmp_path / "recorded"
     settings = ["rollout.mode=inflight", "rollout.max_staleness=2", *engines, *LONG]
     finished = run(directory, *settings, f"rollout.record={recorded}", "run.steps=8")
@@ -201,8 +201,8 @@ PARTS = ["rollout.inference_parts=5", "rollout.devices=1,4", "cluster.devices_pe
 """Two engines change who finishes when."""
 
 
-def test_parts_of_a_step_that_are_scored_while_others_are_generated_give_the_same_numbers(tmp_path: Path) -> None:
-    """The packing differs from that of the whole step, and so does the rounding."""
+def test_overlapping_scoring_with_generation_gives_the_same_numbers(tmp_path: Path) -> None:
+    """The packing differs from that of the whole step, and therefore the rounding."""
     parts, whole = run_apart(tmp_path / "parts", *PARTS), run_apart(tmp_path / "whole")
     assert len(parts) == len(whole) == 2
     for one, other in zip(parts, whole, strict=True):
@@ -210,5 +210,5 @@ def test_parts_of_a_step_that_are_scored_while_others_are_generated_give_the_sam
 
 
 @pytest.mark.matrix
-def test_parts_of_a_step_do_not_depend_on_the_engines(tmp_path: Path) -> None:
+def test_the_division_of_a_step_into_parts_does_not_depend_on_the_engines(tmp_path: Path) -> None:
     assert run_apart(tmp_path / "one", PARTS[0]) == run_apart(tmp_path / "two", *PARTS)

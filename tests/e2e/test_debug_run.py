@@ -24,7 +24,7 @@ SYNC = {f"sync/{stage}_seconds" for stage in STAGES} | {
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
-def test_it_ends_well_and_leaves_nothing(debug_run: DebugRun) -> None:
+def test_it_succeeds_and_leaves_nothing(debug_run: DebugRun) -> None:
     assert debug_run.finished.status == 0, debug_run.finished.errors
     assert "3 steps in" in debug_run.finished.output
     assert not debug_run.finished.errors
@@ -52,7 +52,7 @@ def test_it_writes_a_line_per_step(debug_run: DebugRun) -> None:
     assert min(gaps) < 0.05, "a busy machine may hold up one step between its stages, not all three"
 
 
-def test_it_counts_the_passes_of_every_role(debug_run: DebugRun) -> None:
+def test_it_reports_the_passes_of_every_role(debug_run: DebugRun) -> None:
     epochs, texts = 2, 4 * 3
     for line in lines(debug_run.directory / "metrics.jsonl"):
         tokens = 16 * (line["prompt_length/mean"] + line["response_length/mean"])
@@ -71,21 +71,21 @@ def test_it_counts_the_passes_of_every_role(debug_run: DebugRun) -> None:
         assert all(0.1 < line[name] < 8 for name in phases)
 
 
-def test_no_id_is_sampled_that_is_not_in_use(debug_run: DebugRun) -> None:
-    """The model has 100 ids, of which the configuration uses 96; a random model likes all of them alike."""
+def test_no_unused_id_is_sampled(debug_run: DebugRun) -> None:
+    """The model has 100 ids, of which the configuration uses 96; a random model gives all similar probability."""
     samples = [np.load(file)["response_ids"] for file in debug_run.recorded.iterdir()]
     assert len(samples) > 48, "the filter took a single round of each step"
     assert max(ids.max() for ids in samples) < 96
 
 
-def test_the_actor_starts_as_the_reference_and_leaves_it(debug_run: DebugRun) -> None:
+def test_the_actor_starts_equal_to_the_reference_and_diverges(debug_run: DebugRun) -> None:
     first, *_, last = lines(debug_run.directory / "metrics.jsonl")
     assert first["objective/kl"] == pytest.approx(0, abs=1e-5)
     assert abs(last["objective/kl"]) > 1e-5
 
 
-def test_every_sync_brings_the_engine_its_shard_once(debug_run: DebugRun) -> None:
-    """The engine holds a model with tied embeddings: every parameter, rows of padded vocabulary aside."""
+def test_every_sync_sends_the_engines_shard_once(debug_run: DebugRun) -> None:
+    """The engine holds every parameter of a model with tied embeddings, without padded vocabulary rows."""
     hidden, inner, layers, vocab, heads_times_size, kv_times_size = 128, 256, 4, 100, 128, 128
     qkv = (heads_times_size + 2 * kv_times_size) * (hidden + 1)
     layer = qkv + heads_times_size * hidden + 3 * hidden * inner + 2 * hidden
@@ -102,7 +102,7 @@ def test_it_writes_a_line_per_optimizer_step(debug_run: DebugRun) -> None:
     assert first["policy/loss"] == pytest.approx(mean)
 
 
-def test_its_directory_says_what_ran(debug_run: DebugRun) -> None:
+def test_its_directory_has_every_file_and_the_configuration(debug_run: DebugRun) -> None:
     written = ("attempts", "metrics", "updates", "samples", "evaluations", "prompt_scores")
     files = {f"{name}.jsonl" for name in written} | {"summary.json", "trace.json"}
     folders = {"logs", "model", "profile", "checkpoints", "export", "export-ema", "tensorboard"}
@@ -112,7 +112,7 @@ def test_its_directory_says_what_ran(debug_run: DebugRun) -> None:
     assert resolved == load(Path(DEBUG), [*overrides, "profile.steps=[2]", *PARTS])
 
 
-def test_it_tells_what_the_processes_computed_in_the_profiled_step(debug_run: DebugRun) -> None:
+def test_it_reports_what_the_processes_computed_in_the_profiled_step(debug_run: DebugRun) -> None:
     profile = debug_run.directory / "profile"
     traces = {f"step-2-{process}.json.gz" for process in ("train-rank-0", "rollout-engine-0")}
     assert {path.name for path in profile.iterdir()} == {*traces, "step-2.json"}
@@ -132,7 +132,7 @@ def test_it_tells_what_the_processes_computed_in_the_profiled_step(debug_run: De
     assert "profile of step 2, rollout engine 0" in debug_run.finished.output
 
 
-def test_its_status_is_what_it_did(debug_run: DebugRun) -> None:
+def test_its_status_is_finished(debug_run: DebugRun) -> None:
     found = read_status(debug_run.directory)
     assert (found.state.name, found.progress.step, found.progress.steps) == ("finished", 3, 3)
     (attempt,) = found.attempts
@@ -149,14 +149,14 @@ def test_its_status_is_what_it_did(debug_run: DebugRun) -> None:
     assert not found.troubles
 
 
-def test_a_run_is_not_gone_on_with_as_another(debug_run: DebugRun) -> None:
+def test_a_run_is_not_resumed_with_another_configuration(debug_run: DebugRun) -> None:
     refused = train(debug_run.directory, "run.seed=2", *PARTS)
     assert refused.status == 2
     assert "run.seed = 2" in refused.errors
     assert "Traceback" not in refused.errors
 
 
-def test_a_broken_configuration_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_broken_configuration_is_refused_immediately(tmp_path: Path) -> None:
     refused = train(tmp_path / "run", "groups.train.roles.actor.tp=3", "algo.policy_loss.clip=-1")
     assert refused.status == 2
     assert "algo.policy_loss.clip" in refused.errors

@@ -1,4 +1,4 @@
-"""However a real run ends, with its ranks and its engine at work: the user reads why, and nothing is left."""
+"""However a real run ends while its ranks and its engine work: the user gets the reason, and nothing is left."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SMALL = [
     [(signal.SIGINT, 130, "metrics.jsonl"), (signal.SIGTERM, 128 + signal.SIGTERM, "logs/train-rank-1.log")],
     ids=["interrupt while it trains", "termination while it starts"],
 )
-def test_a_signal_ends_it(tmp_path: Path, number: int, status: int, after: str) -> None:
+def test_a_signal_ends_the_run(tmp_path: Path, number: int, status: int, after: str) -> None:
     directory = tmp_path / "run"
     with started(["train", DEBUG, f"run.dir={directory}", *SMALL]) as run:
         wait_for(directory / after)
@@ -45,7 +45,7 @@ def test_a_signal_ends_it(tmp_path: Path, number: int, status: int, after: str) 
     assert (found.progress.step > 0) == (after == "metrics.jsonl")
 
 
-def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with started(["train", DEBUG, f"run.dir={directory}", *SMALL]) as run:
         wait_for(directory / "metrics.jsonl")

@@ -1,4 +1,4 @@
-"""Two engines that sleep between the rollouts, against the debug run's one that does not: the same run, bit for bit.
+"""Two engines that sleep between rollouts give the same run, bit for bit, as the debug run's single awake one.
 
 There are two nodes, with half of the actor and an engine on each: weights go through shared memory and over Gloo.
 """

@@ -1,4 +1,4 @@
-"""An exported model, evaluated as users do it: what it answers, by transformers, and what bad functions come to."""
+"""An exported model, evaluated with `megarl eval`: its answers against transformers, and failing functions."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def likeliest(model_dir: Path) -> list[list[int]]:
     return answers
 
 
-def test_an_export_answers_greedily_and_bad_functions_cost_their_samples(debug_run: DebugRun, tmp_path: Path) -> None:
+def test_an_export_answers_greedily_and_failing_functions_lose_only_their_samples(
+    debug_run: DebugRun, tmp_path: Path
+) -> None:
     export, run_dir = debug_run.directory / "export", tmp_path / "run"
     reward_model(export, tmp_path / "judge")
     prompts = tmp_path / "prompts.jsonl"

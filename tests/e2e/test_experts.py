@@ -1,4 +1,4 @@
-"""A mixture of experts through PPO: replicas share the experts of the actor, and the engine has them all."""
+"""PPO on an MoE model: the actor's replicas divide the experts, and the engine holds all of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIXTURE = (
 )
 
 
-def test_a_mixture_learns_and_its_engine_follows(tmp_path: Path) -> None:
+def test_an_moe_model_trains_and_its_engine_gets_the_weights(tmp_path: Path) -> None:
     finished = train(tmp_path / "run", *MIXTURE, "run.steps=2")
     assert finished.status == 0, finished.errors
     finished.assert_clean()

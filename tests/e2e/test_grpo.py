@@ -1,4 +1,4 @@
-"""GRPO on a rule, with roles and engine that take turns on their devices; against the same run where all stay there.
+"""GRPO on a rule, with roles and engine that alternate on their devices, against the same run without offloading.
 
 Another rule raises on every fourth prompt, and every evaluation is of the actor and of the average of its weights.
 """
@@ -49,7 +49,7 @@ def scored_lengths(recorded: Path, step: int) -> tuple[list[int], int]:
 
 
 def _assert_few_frames(directory: Path) -> None:
-    """From `train` to the loss, both included, there are at most 15 calls over both processes."""
+    """There are at most 15 calls from `train` to the loss, both included, over both processes."""
     driver, worker = ((directory / name).read_text().splitlines() for name in ("driver", "worker"))
     driver = driver[[line.endswith("loop/train.py") for line in driver].index(True) :]
     stack = [*driver, f"submit {workers.__file__}", *worker]
@@ -75,7 +75,9 @@ def _assert_tokens(recorded: Path, metrics: dict[str, float], samples: list[dict
     assert np.mean(kl) == pytest.approx(metrics["objective/kl"], abs=1e-4)  # of values with six digits
 
 
-def test_a_rule_scores_and_taking_turns_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grpo_on_a_rule_is_the_same_with_and_without_offloading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorded = tmp_path / "recorded"
     kept = ("tracking.samples=all", "tracking.tokens=true")
     turns = run(tmp_path / "turns", f"rollout.record={recorded}", *kept)
@@ -130,8 +132,8 @@ def test_a_rule_scores_and_taking_turns_changes_nothing(tmp_path: Path, monkeypa
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
-def test_a_pass_before_the_only_optimizer_step_changes_nothing(tmp_path: Path) -> None:
-    """One run makes it, because of a bound that drops no token; the actor has two replicas."""
+def test_skipping_the_pass_before_the_only_optimizer_step_is_exact(tmp_path: Path) -> None:
+    """One run makes the pass because of a bound that drops no token; the actor has two replicas."""
     single = ["algo.mini_batches=1", "groups.train.roles.actor.tp=1", "evaluation=null", "actor.ema=null"]
     bound = "algo.correction.reject=[{statistic: token_k2, upper: 1.0e9}]"
     command = ["train", "configs/debug/grpo.yaml", f"reward.functions={json.dumps(FUNCTIONS)}", *single]

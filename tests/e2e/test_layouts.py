@@ -1,4 +1,4 @@
-"""Other layouts and placements: on one recorded batch the first update is the same, and the run goes on generating."""
+"""Other layouts and placements: the first update on one recorded batch is the same, and the run continues."""
 
 from __future__ import annotations
 

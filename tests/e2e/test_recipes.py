@@ -1,6 +1,6 @@
 """Every recipe in a short run, against the naive program in tests/oracle: losses, gradient norms, updated weights.
 
-The runs are real: Ray, Megatron, a vLLM engine, a rule that scores. Two go on at a time.
+The runs are real: Ray, Megatron, a vLLM engine, a rule that scores. Two run at a time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Path]]]:
-    """The directories of the runs of the recipes that are tested, as they come."""
+    """The run directories of the tested recipes, as futures."""
     here: list[Any] = [item for item in request.session.items if item.path == request.path]
     chosen = [item.callspec.params["name"] for item in here if "runs" in item.fixturenames]
     directories = {name: tmp_path_factory.mktemp(name) for name in chosen}
@@ -54,7 +54,7 @@ FILTERS = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_options_that_short_runs_replace_are_those_of_the_source(name: str) -> None:
+def test_options_replaced_in_short_runs_equal_the_sources(name: str) -> None:
     """Adam's epsilon, which every short run replaces, and options that tests/megatron/test_oracle.py does not use."""
     recipe, case = yaml.safe_load((ROOT / f"configs/recipes/{name}.yaml").read_text()), CASES[name]
     assert recipe["actor"]["optimizer"].get("eps", 1e-8) == case.settings.actor.eps
@@ -88,7 +88,7 @@ def test_a_short_run_of_a_recipe_equals_the_naive_program(name: str, runs: dict[
         assert len(told) == len(steps), loss
         for line, step in zip(told, steps, strict=True):
             where = f"{loss}, update {line['update']}"
-            # Terms of a loss cancel, of which float32 keeps seven digits; later steps are of weights that differ a bit.
+            # Terms of a loss cancel, and float32 keeps seven digits; later steps start from slightly different weights.
             assert line[loss] == pytest.approx(step.loss, rel=1e-4, abs=1e-5), where
             assert line[norm] == pytest.approx(step.grad_norm, rel=1e-4), where
     check_weights(load_file(directory / "export/model.safetensors"), dict(expected.actor.named_parameters()), expected)
@@ -103,7 +103,7 @@ def test_a_short_run_of_a_recipe_equals_the_naive_program(name: str, runs: dict[
 
 
 def check_selection(directory: Path, case: Case, expected: Expected) -> None:
-    """What a run tells of its demonstrations, which are some of the responses."""
+    """The metrics of a run's demonstrations, which are selected responses."""
     assert any(not sample.finished for own in expected.answered for sample in own), "none was to be discarded"
     metrics = lines(directory / "metrics.jsonl")
     for line, answered, selected in zip(metrics, expected.answered, expected.selected, strict=True):
@@ -123,7 +123,7 @@ def mean(samples: Sequence[Sample]) -> float:
 def check_weights(
     found: Mapping[str, Tensor], expected: Mapping[str, Tensor], run: Expected, *, part: float = 1e-3
 ) -> None:
-    """How far the weights are off, in parts of how far they moved."""
+    """The deviation of the weights relative to their update."""
     for name, weight in expected.items():
         moved = (weight - run.start[name]).norm().item()
         assert moved > 0, name

@@ -1,4 +1,4 @@
-"""A run that was killed goes on as if nothing had happened; a run that is finished says so."""
+"""A killed run resumes exactly; resuming a finished run reports that it is finished."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ pytestmark = pytest.mark.e2e
 
 
 def numbers(file: Path) -> list[dict[str, Any]]:
-    """The lines of a file of metrics, without what depends on the clock."""
+    """The lines of a metrics file, without times."""
     timed = ("time/", "perf/", "sync/", "memory/", "rollout/engine_idle")
     return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines(file)]
 
 
 @pytest.fixture(scope="module")
 def resumed(debug_run: DebugRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The debug run gone on with, as if it had been killed in its third step, after the checkpoint of its second."""
+    """The debug run, resumed as if it had been killed in its third step, after the checkpoint of its second."""
     assert debug_run.finished.status == 0, debug_run.finished.errors
     directory = tmp_path_factory.mktemp("resumed") / "run"
     shutil.copytree(debug_run.directory, directory)
@@ -41,11 +41,11 @@ def resumed(debug_run: DebugRun, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "updates.jsonl", "evaluations.jsonl", "samples.jsonl"])
-def test_a_resumed_run_tells_the_same(debug_run: DebugRun, resumed: Path, file: str) -> None:
+def test_a_resumed_run_has_the_metrics_of_the_uninterrupted_run(debug_run: DebugRun, resumed: Path, file: str) -> None:
     assert numbers(resumed / file) == numbers(debug_run.directory / file)
 
 
-def test_a_resumed_run_trains_the_same_model(debug_run: DebugRun, resumed: Path) -> None:
+def test_a_resumed_run_exports_the_model_of_the_uninterrupted_run(debug_run: DebugRun, resumed: Path) -> None:
     for export in ("export", "export-ema"):
         straight = debug_run.directory / export / "model.safetensors"
         assert (resumed / export / "model.safetensors").read_bytes() == straight.read_bytes(), export
@@ -56,7 +56,7 @@ def test_a_resumed_run_keeps_the_checkpoints(debug_run: DebugRun, resumed: Path)
         assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["step-2", "step-3"]
 
 
-def test_a_resumed_run_is_another_attempt(resumed: Path) -> None:
+def test_a_resumed_run_is_a_new_attempt(resumed: Path) -> None:
     first, second = read_attempts(resumed / "attempts.jsonl")
     assert first.end is not None
     assert second.end is not None
@@ -64,7 +64,7 @@ def test_a_resumed_run_is_another_attempt(resumed: Path) -> None:
     assert (second.step, second.end.step, second.end.reason) == (2, 3, "finished")
 
 
-def test_a_finished_run_says_so(debug_run: DebugRun) -> None:
+def test_resuming_a_finished_run_reports_that_it_is_finished(debug_run: DebugRun) -> None:
     before = {path: path.stat().st_mtime_ns for path in debug_run.directory.rglob("*")}
     finished = train(debug_run.directory, "checkpoint.every=2", *PARTS)
     assert finished.status == 0, finished.errors

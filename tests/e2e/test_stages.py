@@ -1,4 +1,4 @@
-"""SFT and a reward model, run as a user runs them; what they say of held-out data, by transformers."""
+"""SFT and a reward model as a user runs them; their results on held-out data against transformers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def scored(directory: Path, head: torch.Tensor | None = None) -> np.ndarray:
 
 
 def pairs_and_bad_ones(file: Path) -> Path:
-    """The pairs of the debug run, with rows of no use before, among and after them."""
+    """The pairs of the debug run, with unusable rows before, among and after them."""
     pairs = lines(ROOT / "configs/debug/data/pairs.jsonl")
     bad = {"prompt_ids": [5], "chosen_ids": [6, 0], "rejected_ids": [6, 0]}
     rows = [bad, *pairs[:5], {**bad, "rejected_ids": []}, bad, *pairs[5:], {**bad, "chosen_ids": [6] * 80}]
@@ -69,7 +69,7 @@ def pairs_and_bad_ones(file: Path) -> Path:
     return file
 
 
-def test_sft_learns_and_says_what_transformers_says(tmp_path: Path) -> None:
+def test_sft_learns_and_its_losses_equal_transformers(tmp_path: Path) -> None:
     done = run("sft", tmp_path / "run")
     assert done.status == 0, done.errors
     done.assert_clean()
@@ -84,7 +84,7 @@ def test_sft_learns_and_says_what_transformers_says(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def rewarded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The directory of a reward model's training on pairs of which some are of no use, and what it printed."""
+    """The directory and output of a reward-model training on pairs of which some are unusable."""
     directory = tmp_path_factory.mktemp("reward")
     train = pairs_and_bad_ones(directory / "pairs.jsonl")
     done = run(
@@ -95,7 +95,7 @@ def rewarded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return directory, done.output
 
 
-def test_a_reward_model_is_what_transformers_makes_of_it(rewarded: tuple[Path, str]) -> None:
+def test_a_trained_reward_model_scores_as_in_transformers(rewarded: tuple[Path, str]) -> None:
     run = rewarded[0] / "run"
     _, after = lines(run / "evaluations.jsonl")
     chosen, rejected = scored(run / "export").T
@@ -114,7 +114,7 @@ def test_a_reward_model_is_what_transformers_makes_of_it(rewarded: tuple[Path, s
     assert summary["export"]["held_out/margin_mean"] == told["mean"]["margin"]
 
 
-def test_its_head_is_scaled_before_the_first_step(rewarded: tuple[Path, str]) -> None:
+def test_the_head_is_scaled_before_the_first_step(rewarded: tuple[Path, str]) -> None:
     """The scores of the new head, N(0, 1 / sqrt(hidden + 1)), divided by their deviation on the reference samples."""
     run = rewarded[0] / "run"
     before, _ = lines(run / "evaluations.jsonl")
@@ -125,7 +125,7 @@ def test_its_head_is_scaled_before_the_first_step(rewarded: tuple[Path, str]) ->
     assert before["eval/rejected"] == pytest.approx(rejected.mean(), rel=1e-4)
 
 
-def test_rows_of_no_use_are_named_and_counted(rewarded: tuple[Path, str]) -> None:
+def test_unusable_rows_are_named_and_counted(rewarded: tuple[Path, str]) -> None:
     directory, output = rewarded
     faults = {1: "equal", 7: "empty", 8: "equal", 36: "too_long"}
     told = lines(directory / "run" / "left_out.jsonl")

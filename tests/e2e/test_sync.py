@@ -1,4 +1,4 @@
-"""Weights from real Megatron ranks into a real engine, shard to shard, against an engine that loaded the files."""
+"""Sync from real Megatron ranks into a real engine, against an engine that loaded the files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Way:
         return [Place(node=node) for node in self.nodes]
 
     def shares(self, trainer: int, engine: int) -> bool:
-        """Whether two ranks are to meet in shared memory."""
+        """Whether some pair of ranks uses shared memory."""
         return self.transport != "gloo" and self.nodes[trainer] == self.nodes[engine]
 
 
@@ -82,7 +82,7 @@ def tied() -> PreTrainedConfig:
 
 
 def mixture() -> PreTrainedConfig:
-    """Norms of queries and keys, and a mixture of experts in every layer."""
+    """An MoE model with query and key norms."""
     return Qwen3MoeConfig(
         hidden_size=128,
         moe_intermediate_size=64,
@@ -118,7 +118,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]
 
 
 def fresh(process: EngineProcess, directory: Path) -> Answers:
-    """What an engine answers that loaded the directory itself."""
+    """The answers of an engine that loaded the directory itself."""
     start(process, directory, weights="files")
     return ask(process)
 

@@ -1,4 +1,4 @@
-"""What goes wrong in a sync from real Megatron ranks into a real engine: one clear error for all, and no mixture."""
+"""Faults in a sync from real Megatron ranks into a real engine: one error on all ranks, and never mixed weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLACES = [Place()] * 6
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The model that the engine has, and another, which never reaches it whole."""
+    """The engine's model, and another one that is never fully synced."""
     root = tmp_path_factory.mktemp("faulty")
     return [save(random_model(qwen2(kv_heads=4), seed), root / str(seed)) for seed in (1, 2)]
 
@@ -54,7 +54,7 @@ def process(tmp_path_factory: pytest.TempPathFactory, directories: list[Path], t
 
 @pytest.fixture(scope="module")
 def answers(pool: RankPool, process: EngineProcess, directories: list[Path]) -> Answers:
-    """What the engine says with the first model's weights, as version 5."""
+    """The engine's answers with the first model's weights, version 5."""
     (outcome,) = attempt(pool, process, directories[0], Step(version=5))
     assert [stats.version for stats in outcome.engine if not isinstance(stats, str)] == [5, 5]
     return ask(process)
@@ -64,7 +64,7 @@ def attempt(pool: RankPool, process: EngineProcess, directory: Path, *steps: Ste
     return sync(pool, process, TP2_PP2, directory, *steps, places=PLACES)
 
 
-def test_what_is_wrong_before_the_first_write_changes_nothing(
+def test_a_fault_before_the_first_write_changes_nothing(
     pool: RankPool, process: EngineProcess, answers: Answers, directories: list[Path]
 ) -> None:
     stale, missing = attempt(pool, process, directories[1], Step(version=4), Step(version=6, faults={2: lose_a_tensor}))
@@ -75,7 +75,7 @@ def test_what_is_wrong_before_the_first_write_changes_nothing(
 
 
 @pytest.mark.parametrize("fault", [corrupt, die])
-def test_half_a_sync_is_never_served(
+def test_a_partial_sync_is_never_served(
     pool: RankPool, process: EngineProcess, answers: Answers, directories: list[Path], fault: object
 ) -> None:
     (outcome,) = attempt(pool, process, directories[1], Step(version=7, faults={1: fault}))  # pyright: ignore[reportArgumentType]
@@ -93,7 +93,7 @@ def test_half_a_sync_is_never_served(
 
 
 @pytest.mark.usefixtures("answers")
-def test_a_death_in_the_engine_ends_the_sync_and_leaves_no_process(
+def test_a_death_in_the_engine_aborts_the_sync_and_leaves_no_process(
     pool: RankPool, process: EngineProcess, directories: list[Path], trace: Trace, tmp_path: Path
 ) -> None:
     (_, second), _ = process.apply(in_process.processes_and_shared_memory)

@@ -1,4 +1,4 @@
-"""A rank on the GPU, for the same jobs that the CPU's ranks run."""
+"""A rank on the GPU for the same jobs as on the CPU."""
 
 from __future__ import annotations
 

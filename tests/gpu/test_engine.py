@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
-def test_equals_hugging_face(gpu: RankPool, tmp_path: Path, kind: str) -> None:
+def test_outputs_equal_hugging_face(gpu: RankPool, tmp_path: Path, kind: str) -> None:
     directory = save_model(tmp_path / "model", kind)
     results = gpu.run(infer, directory, Layout(), 40, world_size=1)
     # Log-probabilities of about 10 nats in float32, whose sums a GPU takes in another order than a CPU.
@@ -35,7 +35,7 @@ def test_equals_hugging_face(gpu: RankPool, tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_bfloat16_is_no_further_from_the_truth_than_hugging_face(gpu: RankPool, tmp_path: Path, tied: bool) -> None:
+def test_bfloat16_errors_are_no_larger_than_hugging_faces(gpu: RankPool, tmp_path: Path, tied: bool) -> None:
     directory = save_model(tmp_path / "model", dtype="bfloat16", tie_word_embeddings=tied)
     chunks, _ = random_chunks()
     found = in_order(gpu.run(variant_logprobs, directory, Layout(), chunks, world_size=1))
@@ -55,7 +55,7 @@ def test_packed_attention_equals_the_definition(
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_gradients_of_every_head_size_are_no_further_from_the_truth_than_hugging_face(
+def test_gradient_errors_of_every_head_size_are_no_larger_than_hugging_faces(
     gpu: RankPool, tmp_path: Path, size: int
 ) -> None:
     directory, chunks = model_of(tmp_path / "model", size, "bfloat16"), random_chunks()[0]
@@ -66,7 +66,7 @@ def test_gradients_of_every_head_size_are_no_further_from_the_truth_than_hugging
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_updates_equal_those_of_the_cpu(gpu: RankPool, pool: RankPool, tmp_path: Path, recompute: str) -> None:
+def test_updates_equal_the_cpus(gpu: RankPool, pool: RankPool, tmp_path: Path, recompute: str) -> None:
     directory = save_model(tmp_path / "model")
     (expected,) = pool.run(counted_updates, directory, Layout(), "none", world_size=1)
     (full,) = gpu.run(counted_updates, directory, Layout(), recompute, world_size=1)
@@ -81,14 +81,14 @@ def test_updates_equal_those_of_the_cpu(gpu: RankPool, pool: RankPool, tmp_path:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_the_allocator_holds_what_the_plan_says(gpu: RankPool, dtype: str, recompute: str) -> None:
+def test_allocated_memory_is_as_planned(gpu: RankPool, dtype: str, recompute: str) -> None:
     config = hf_config("qwen2", **PLANNED, dtype=dtype)
     (found,) = gpu.run(peaks, config, PACK, recompute, world_size=1)
     assert_as_planned(found, config, recompute, "cuda")
 
 
 def _offloaded(rank: int, directory: Path) -> list[dict[str, int]]:
-    """What the allocator says of a role's way to host memory and back, three times."""
+    """The allocator's memory while a role is offloaded and onloaded three times."""
     from megarl.megatron.parallel import GroupCache
 
     role = load_role(directory, "actor", Layout(), rank, GroupCache(), trainable=True, head=None)
@@ -96,7 +96,7 @@ def _offloaded(rank: int, directory: Path) -> list[dict[str, int]]:
     before = {name: parameter.detach().cpu().clone() for name, parameter in role.model.parameters().items()}
     found = []
     for _ in range(3):
-        gc.collect()  # what nobody holds any more is not counted
+        gc.collect()  # freed memory is not counted
         present = torch.cuda.memory_allocated()
         released = role.offload()
         away = torch.cuda.memory_allocated()
@@ -108,8 +108,8 @@ def _offloaded(rank: int, directory: Path) -> list[dict[str, int]]:
     return found
 
 
-def test_offloading_frees_memory_of_the_device(gpu: RankPool, tmp_path: Path) -> None:
-    """All that is offloaded is freed, coming back takes no more than was freed, and nothing grows with the rounds."""
+def test_offloading_frees_device_memory(gpu: RankPool, tmp_path: Path) -> None:
+    """Offloading frees all of it, onloading takes no more than was freed, and nothing grows over the rounds."""
     (rounds,) = gpu.run(_offloaded, save_model(tmp_path / "model"), world_size=1)
     for found in rounds:
         assert found["present"] - found["away"] >= found["released"] > 0

@@ -1,4 +1,4 @@
-"""What a sync moves between CUDA parameters and memory, against the same on the CPU; memory of other processes."""
+"""Copies of a sync between CUDA parameters and buffers, against the CPU's; memory of other processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_copies_and_checksums_are_those_of_the_cpu(cuda: str, dtype: str) -> None:
+def test_copies_and_checksums_equal_the_cpus(cuda: str, dtype: str) -> None:
     plan = jobs.transfer_plan(dtype=dtype)
     recv_buffers = plan_recv_buffers(plan, [Place(node=0)] * jobs.RANKS, device="cpu", transport="auto")
     messages = 0

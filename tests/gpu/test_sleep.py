@@ -1,4 +1,4 @@
-"""vLLM's sleep: it gives the GPU's memory back, and a sync of the same weights brings the same answers."""
+"""vLLM's sleep frees GPU memory, and a sync of the same weights restores the answers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ CACHE_MIB = 1024
 
 
 def wake(process: EngineProcess, trainer: Trainer) -> Answers:
-    """The order of every iteration, and what the engine says afterwards."""
+    """Wakes and syncs in the order of an iteration; returns the engine's answers."""
     process.call("wake_weights")
     trainer.sync(1)
     process.call("wake_cache")
     return ask(process)
 
 
-def test_sleep_gives_memory_back_and_a_sync_restores_the_answers(cuda: str, tmp_path: Path) -> None:
+def test_sleep_frees_memory_and_a_sync_restores_the_answers(cuda: str, tmp_path: Path) -> None:
     directory = save(random_model(qwen2(), 1), tmp_path / "model")
     process = EngineProcess(tmp_path)
     start(process, directory, device=cuda, sleep=True, kv_cache_mib=CACHE_MIB)

@@ -1,4 +1,4 @@
-"""A driver with light processes on all devices, which ends as MEGARL_TEST_DRIVER says, in place of ``megarl train``."""
+"""A driver with light processes on all devices, in place of ``megarl train``; MEGARL_TEST_DRIVER says how it ends."""
 
 from __future__ import annotations
 

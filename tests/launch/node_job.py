@@ -24,7 +24,7 @@ _TOKEN = secrets.token_hex(32)
 
 
 class NodeJob:
-    """A job whose driver does as it is told; left, nothing of it runs.
+    """A context: a job with a scripted driver; nothing of it runs afterwards.
 
     Args:
         directory: for the run and the agents' output.
@@ -85,11 +85,11 @@ class NodeJob:
                 agent.wait()
 
     def until(self, text: str, log: str = "driver.log") -> None:
-        """Waits until a log says something."""
+        """Waits until a log contains a text."""
         wait_for(lambda: text in self.log(log), f"{text!r} in {log}", lambda: self.output(0) + self.output(1))
 
     def log(self, name: str) -> str:
-        """What a file of the job's directory says; nothing where it is not there."""
+        """The content of a file in the job's directory; empty if it is missing."""
         path = self.logs / name
         return path.read_text() if path.exists() else ""
 
@@ -102,11 +102,11 @@ class NodeJob:
         return tuple(self.agents[index].wait(within_s) for index in sorted(self.agents))
 
     def end(self) -> dict[str, Any]:
-        """How the job says that it has ended."""
+        """The job's record of its end."""
         return json.loads(self.log("end.json"))
 
     def left(self) -> tuple[list[str], set[str], list[str]]:
-        """What is left of it: processes, shared memory, temporary files. Guards may work on when agents were killed."""
+        """Leftovers: processes, shared memory, temporary files. Guards may still work after agents were killed."""
         deadline = time.monotonic() + 30
         while self.trace.processes() and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -137,7 +137,7 @@ class NodeJob:
 
 
 def wait_for(condition: Callable[[], bool], what: str, told: Callable[[], str]) -> None:
-    """Waits until something is so."""
+    """Waits until a condition holds."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain for {what}:\n{told()}"

@@ -1,4 +1,4 @@
-"""The node agent, with the same command line, and a driver that does as it is told in place of ``megarl``."""
+"""The node agent, with the same command line, and a scripted driver in place of ``megarl``."""
 
 from __future__ import annotations
 

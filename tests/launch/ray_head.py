@@ -1,4 +1,4 @@
-"""A Ray head with a dashboard on this machine, as a user starts it, closed by a token."""
+"""A Ray head with a dashboard and a token on this machine, as a user starts it."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class RayHead:
 
 
 class ForwardedPort:
-    """A context: inside, what connects to `address` is connected to another one, until that is cut.
+    """A context: connections to `address` are forwarded to the target, until they are cut.
 
     Args:
         target: as http://HOST:PORT.

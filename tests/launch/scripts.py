@@ -1,4 +1,4 @@
-"""Jobs whose scripts are kept as golden files; `python -m tests.launch.scripts` writes the files anew."""
+"""Jobs whose scripts are kept as golden files; `python -m tests.launch.scripts` rewrites the files."""
 
 from __future__ import annotations
 

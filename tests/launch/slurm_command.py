@@ -1,4 +1,4 @@
-"""The command `megarl launch slurm` in a directory of its own, with an sbatch that writes down what it is given."""
+"""The command `megarl launch slurm` in a directory of its own, with an sbatch that records its input."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Login:
         return Path(file)
 
     def refused(self, *arguments: str) -> str:
-        """The message of a request that is refused: everything is told, and nothing is written or submitted."""
+        """The message of a refused request; nothing is written or submitted."""
         before = sorted(self.home.rglob("*"))
         result = self.launch(*arguments)
         assert (result.exit_code, result.stdout) == (2, "")

@@ -1,4 +1,4 @@
-"""Chains: what an earlier run will write is not missing, and everything else is."""
+"""Chains: outputs of earlier runs may be missing; any other missing path is reported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.launch.slurm_command import Login, finish
 pytestmark = pytest.mark.process
 
 
-def test_models_of_earlier_runs_are_not_missing(login: Login) -> None:
+def test_models_of_earlier_runs_may_be_missing(login: Login) -> None:
     warm, rm = login.config("warm", stage="sft"), login.config("rm", stage="reward_model")
     models = f"model: {{path: {login.home}/warm/export, random: null}}\nreward: {{path: {login.home}/rm/export}}\n"
     last = login.config("last", models)
@@ -26,7 +26,7 @@ def test_models_of_earlier_runs_are_not_missing(login: Login) -> None:
     assert kept.reward.path == f"{login.home}/rm/export"
 
 
-def test_a_promised_model_is_checked_as_the_one_that_it_is_made_of(login: Login) -> None:
+def test_a_pending_model_is_checked_like_its_base_model(login: Login) -> None:
     model = f"model: {{path: {login.home}/%s/export, random: null}}\n"
     warm, again = login.config("warm", stage="sft"), login.config("again", model % "warm", stage="sft")
     told = login.refused(warm, again, login.config("last", f"{model % 'again'}rollout: {{tp: 3}}\n"))
@@ -43,7 +43,7 @@ def test_a_later_run_sees_the_directories_of_earlier_ones(login: Login) -> None:
 
 
 @pytest.mark.parametrize("order", [("last", "warm"), ("last",)])
-def test_what_no_earlier_run_writes_is_missing(login: Login, order: tuple[str, ...]) -> None:
+def test_paths_that_no_earlier_run_writes_are_reported(login: Login, order: tuple[str, ...]) -> None:
     files = {
         "warm": login.config("warm", stage="sft"),
         "last": login.config("last", f"model: {{path: {login.home}/warm/export, random: null}}\n"),
@@ -52,7 +52,7 @@ def test_what_no_earlier_run_writes_is_missing(login: Login, order: tuple[str, .
     assert f"model.path = {login.home}/warm/export" in told
 
 
-def test_what_a_run_with_mistakes_would_write_is_not_missing_too(login: Login) -> None:
+def test_outputs_of_a_run_with_mistakes_are_not_reported_as_missing(login: Login) -> None:
     model = f"model: {{path: {login.home}/%s/export, random: null}}\n"
     warm = login.config("warm", "data: {train: rows.jsonl}\n", stage="sft")
     again = login.config("again", f"{model % 'warm'}data: {{train: rows.jsonl}}\n", stage="sft")
@@ -61,7 +61,7 @@ def test_what_a_run_with_mistakes_would_write_is_not_missing_too(login: Login) -
     assert (told.count("data.train = rows.jsonl"), told.count("rollout.tp = 3")) == (2, 1)
 
 
-def test_a_finished_run_is_to_be_left_out_of_a_chain_alone(login: Login) -> None:
+def test_leaving_out_a_finished_run_is_suggested_only_in_a_chain(login: Login) -> None:
     done = login.config("done")
     finish(login.home / "done")
     assert "to continue it, leave it out, or choose" in login.refused(done, login.config("next"))
@@ -75,7 +75,7 @@ def test_relative_and_absolute_directories_are_the_same(login: Login) -> None:
     assert login.launch(first, login.config("last", model)).exit_code == 0
 
 
-def test_load_leaves_out_what_is_promised_and_nothing_else(tmp_path: Path) -> None:
+def test_load_skips_only_checks_of_pending_paths(tmp_path: Path) -> None:
     overrides = [f"model.path={tmp_path}/a/export", "model.random=null", f"reward.path={tmp_path}/ab", "algo.epochs=1"]
     with pytest.raises(ConfigError) as caught:
         load(DEBUG, overrides, pending_paths=[tmp_path / "a"])

@@ -1,4 +1,4 @@
-"""However a job ends once Ray runs, its output says why, its exit code is right, and nothing is left on any node."""
+"""However a job ends once Ray runs: the output has the reason, the exit code is right, and no node has leftovers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_driver_runs_on_all_nodes_in_their_order(directory: Path) -> None:
         assert job.left() == NOTHING
 
 
-def test_the_drivers_exit_code_is_the_jobs(directory: Path) -> None:
+def test_the_job_has_the_drivers_exit_code(directory: Path) -> None:
     with NodeJob(directory, "fails") as job:
         assert job.exit_codes() == (1, 0)
         assert "megarl train ended with exit code 1: ArithmeticError: the loss is a teapot" in job.output(0)
@@ -72,7 +72,7 @@ def test_the_drivers_exit_code_is_the_jobs(directory: Path) -> None:
         assert job.left() == NOTHING
 
 
-def test_a_killed_driver(busy: NodeJob) -> None:
+def test_a_killed_driver_ends_the_job(busy: NodeJob) -> None:
     start = time.monotonic()
     busy.kill("tests.launch.node_driver train")
     assert ended(busy, start) == (137, 0)
@@ -80,7 +80,7 @@ def test_a_killed_driver(busy: NodeJob) -> None:
     assert (busy.logs / "ray-head" / "raylet.out").exists()
 
 
-def test_a_killed_agent_of_another_node(busy: NodeJob) -> None:
+def test_a_killed_agent_of_another_node_ends_the_job(busy: NodeJob) -> None:
     start = time.monotonic()
     busy.agents[1].kill()
     assert ended(busy, start) == (1, -signal.SIGKILL)
@@ -91,7 +91,7 @@ def test_a_killed_agent_of_another_node(busy: NodeJob) -> None:
     assert (busy.logs / "ray-worker-1" / "raylet.out").exists()
 
 
-def test_a_killed_agent_of_the_first_node(busy: NodeJob) -> None:
+def test_a_killed_agent_of_the_first_node_ends_the_job(busy: NodeJob) -> None:
     start = time.monotonic()
     busy.agents[0].kill()
     assert ended(busy, start) == (-signal.SIGKILL, 1)
@@ -101,7 +101,7 @@ def test_a_killed_agent_of_the_first_node(busy: NodeJob) -> None:
 
 
 @pytest.mark.parametrize(("index", "place", "node"), [(1, "worker-1", "n2"), (0, "head", "n1")])
-def test_a_killed_raylet(busy: NodeJob, index: int, place: str, node: str) -> None:
+def test_a_killed_raylet_ends_the_job(busy: NodeJob, index: int, place: str, node: str) -> None:
     start = time.monotonic()
     busy.kill(f'--labels={{"megarl-node": "{index}"}}')
     assert ended(busy, start) == (1, index)
@@ -112,7 +112,7 @@ def test_a_killed_raylet(busy: NodeJob, index: int, place: str, node: str) -> No
     assert (busy.logs / f"ray-{place}" / "raylet.out").exists()
 
 
-def test_a_signal_to_every_process(busy: NodeJob) -> None:
+def test_a_signal_to_every_process_ends_the_job(busy: NodeJob) -> None:
     """As Slurm sends it when a job is cancelled or its time is over."""
     start = time.monotonic()
     busy.kill("", signal.SIGTERM)
@@ -121,14 +121,14 @@ def test_a_signal_to_every_process(busy: NodeJob) -> None:
     assert "was lost" not in busy.output(0) + busy.output(1)
 
 
-def test_a_signal_to_the_agent_of_another_node(busy: NodeJob) -> None:
+def test_a_signal_to_the_agent_of_another_node_ends_the_job(busy: NodeJob) -> None:
     start = time.monotonic()
     os.kill(busy.agents[1].pid, signal.SIGTERM)
     assert ended(busy, start) == (143, 143)
     assert busy.end() == {"exit_code": 143, "reason": "node n2 got SIGTERM", "node": "n2"}
 
 
-def test_a_signal_while_ray_starts(directory: Path) -> None:
+def test_a_signal_while_ray_starts_ends_the_job(directory: Path) -> None:
     with NodeJob(directory, "works") as job:
         job.until("Local node IP", "worker-1.log")
         start = time.monotonic()

@@ -1,4 +1,4 @@
-"""The parts of the node agent: what it reads, leaves out, listens on and writes."""
+"""The parts of the node agent: environment, ports, processes and the job directory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_node_lists_are_expanded(nodelist: str, names: str) -> None:
     assert list(expand_nodelist(nodelist)) == names.split()
 
 
-def test_a_task_knows_its_place() -> None:
+def test_a_task_reads_its_rank_and_nodes() -> None:
     job = SlurmJob.of(STEP)
     assert (job.id, job.attempt, job.index, job.name) == (4711, 0, 1, "gpu01")
     assert job.nodes == ("gpu03", "gpu01", "big")
@@ -57,7 +57,7 @@ def test_a_task_knows_its_place() -> None:
     assert SlurmJob.of({**STEP, "SLURM_RESTART_COUNT": "2"}).attempt == 2
 
 
-def test_nodes_of_a_heterogeneous_step_are_those_of_its_components_in_their_order() -> None:
+def test_nodes_of_a_heterogeneous_step_are_in_component_order() -> None:
     """As Slurm tells it, whose list of the step is sorted."""
     components = {"SLURM_JOB_NODELIST_HET_GROUP_0": "n2", "SLURM_JOB_NODELIST_HET_GROUP_1": "n[1,3]"}
     job = SlurmJob.of({**STEP, "SLURM_STEP_NODELIST": "n[1-3]", "SLURM_HET_SIZE": "2", **components})
@@ -65,7 +65,7 @@ def test_nodes_of_a_heterogeneous_step_are_those_of_its_components_in_their_orde
     assert job.nodes == ("n2", "n1", "n3")
 
 
-def test_a_process_that_is_no_task_is_told_how_to_start() -> None:
+def test_a_process_outside_of_a_job_step_gets_instructions() -> None:
     with pytest.raises(ValueError, match=r"SLURM_STEP_NODELIST is not set.*srun --ntasks-per-node=1"):
         SlurmJob.of({"SLURM_JOB_ID": "1"})
     with pytest.raises(ValueError, match=r"6 tasks on 3 nodes: .*--ntasks-per-node=1"):
@@ -82,7 +82,7 @@ def test_a_missing_or_short_token_is_refused_with_a_fix_that_works(token: dict[s
     assert token_of({"RAY_AUTH_TOKEN": made.stdout.strip()}) == made.stdout.strip()
 
 
-def test_what_misleads_is_left_out() -> None:
+def test_misleading_variables_are_removed() -> None:
     kept = {"PATH", "HF_HOME", "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "RANKING"}
     misleading = {
         *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID_HET_GROUP_0", "SLURM_CONF", "SRUN_DEBUG"),
@@ -94,7 +94,7 @@ def test_what_misleads_is_left_out() -> None:
 
 
 @given(st.integers(min_value=1, max_value=2**31))
-def test_ports_are_below_those_that_systems_give_out(job: int) -> None:
+def test_ports_are_below_the_ephemeral_range(job: int) -> None:
     blocks = port_blocks(job)
     assert len({block[0] for block in blocks}) == len(blocks)
     for block in blocks:
@@ -105,7 +105,7 @@ def test_ports_are_below_those_that_systems_give_out(job: int) -> None:
     assert not {block[0] for block in blocks} & neighbours
 
 
-def test_a_block_is_claimed_by_one_alone_and_passed_over_where_a_port_is_taken() -> None:
+def test_a_port_block_is_exclusive_and_skipped_if_a_port_is_in_use() -> None:
     blocks = port_blocks(190)
     first = PortBlock(blocks)
     second = PortBlock(blocks)
@@ -133,13 +133,13 @@ def test_a_block_is_claimed_by_one_alone_and_passed_over_where_a_port_is_taken()
         ("n1 nowhere.invalid", "127.0.0.1", "127.0.0.1"),
     ],
 )
-def test_the_head_has_the_address_under_which_others_reach_it(nodes: str, launcher: str | None, address: str) -> None:
+def test_the_head_has_the_address_that_others_reach(nodes: str, launcher: str | None, address: str) -> None:
     step = {**STEP, "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": nodes.replace(" ", ",")}
     job = SlurmJob.of({**step, "SLURM_NTASKS": str(len(nodes.split()))})
     assert head_address(replace(job, launcher=launcher)) == address
 
 
-def test_a_head_whose_address_nobody_knows_says_so() -> None:
+def test_a_head_without_a_resolvable_address_is_reported() -> None:
     job = SlurmJob.of({**STEP, "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "a,nowhere.invalid,b"})
     with pytest.raises(OSError, match="not known"):
         head_address(replace(job, launcher="203.0.113.9"))
@@ -165,7 +165,7 @@ def test_interfaces_are_found_by_name_and_by_address() -> None:
         (None, ["nvidia0", "nvidiactl", "nvidia-uvm"], "it has 1 in"),
     ],
 )
-def test_a_node_without_the_gpus_is_told_of(
+def test_a_node_without_enough_gpus_is_reported(
     visible: str | None, files: list[str], lack: str | None, tmp_path: Path
 ) -> None:
     for name in files:
@@ -179,7 +179,7 @@ def test_a_node_without_the_gpus_is_told_of(
         assert told.endswith("ask for them, as with --gpus-per-node=2")
 
 
-def test_the_directory_tells_of_the_job(tmp_path: Path) -> None:
+def test_the_job_directory_records_the_job(tmp_path: Path) -> None:
     directory = JobDirectory(str(tmp_path / "a run"), SlurmJob.of(STEP))
     assert directory.path == tmp_path / "a run" / "slurm" / "4711-0"
     assert [directory.log(index).name for index in (0, 2)] == ["head.log", "worker-2.log"]
@@ -197,7 +197,7 @@ def test_the_directory_tells_of_the_job(tmp_path: Path) -> None:
     }
 
 
-def test_nodes_tell_each_other_through_the_directory(tmp_path: Path) -> None:
+def test_nodes_communicate_through_the_job_directory(tmp_path: Path) -> None:
     directory = JobDirectory(str(tmp_path), SlurmJob.of(STEP))
     assert (directory.ray_address(), directory.missing(), directory.end()) == (None, [0, 1, 2], None)
     directory.begin()
@@ -229,7 +229,7 @@ def ended(child: LoggedProcess) -> int:
     return child.exit_code
 
 
-def test_a_child_has_ended_when_it_has_whoever_holds_its_output(tmp_path: Path) -> None:
+def test_a_child_has_ended_even_if_its_output_is_held_open(tmp_path: Path) -> None:
     child = LoggedProcess(["bash", "-c", "sleep 60 & echo $!; exit 3"], os.environ, tmp_path / "log")
     assert ended(child) == 3
     os.kill(int(child.last_message), signal.SIGKILL)
@@ -256,7 +256,9 @@ def test_a_log_that_cannot_be_written_does_not_stop_a_child(tmp_path: Path) -> N
     assert child.last_message == "done"
 
 
-def test_what_cannot_be_written_of_a_job_does_not_end_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_writes_to_the_job_directory_do_not_end_the_job(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     directory = JobDirectory(str(tmp_path), SlurmJob.of(STEP))
     directory.path.rmdir()
     directory.reached("Ray ready")
@@ -264,7 +266,7 @@ def test_what_cannot_be_written_of_a_job_does_not_end_it(tmp_path: Path, caplog:
     assert [record.getMessage().partition(": ")[0] for record in caplog.records] == ["not written"] * 2
 
 
-def test_a_child_that_is_forgotten_is_heard_to_its_end(tmp_path: Path) -> None:
+def test_a_dropped_childs_output_is_read_to_the_end(tmp_path: Path) -> None:
     LoggedProcess(["bash", "-c", "sleep 0.5; echo late"], os.environ, tmp_path / "log")
     gc.collect()
     assert comes_true(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text() == "late\n")
@@ -282,15 +284,13 @@ def test_a_child_that_is_forgotten_is_heard_to_its_end(tmp_path: Path) -> None:
         ("", ""),
     ],
 )
-def test_the_last_message_of_a_child_is_its_last_line_or_what_that_belongs_to(
-    tmp_path: Path, output: str, message: str
-) -> None:
+def test_the_last_message_of_a_child_is_its_last_line_or_error_block(tmp_path: Path, output: str, message: str) -> None:
     child = LoggedProcess(["printf", "%s", output], os.environ, tmp_path / "log")
     ended(child)
     assert child.last_message == message
 
 
-def test_the_attach_script_opens_a_shell_in_the_job_with_a_token_that_nobody_else_reads(tmp_path: Path) -> None:
+def test_the_attach_script_opens_a_shell_in_the_job_with_a_private_token(tmp_path: Path) -> None:
     directory = JobDirectory(str(tmp_path / "a run"), SlurmJob.of(STEP))
     directory.write_attach("10.0.0.3:14702", "s3cr3t")
     token, script = directory.path / "token", directory.path / "attach"

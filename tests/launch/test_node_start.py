@@ -1,4 +1,4 @@
-"""Jobs that end before Ray starts: at once, on all nodes, and with what their user needs to know."""
+"""Jobs that end before Ray starts: immediately, on all nodes, with the reason and a fix."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_mistake_that_only_the_check_finds_ends_every_node(directory: Path) ->
         assert job.left() == NOTHING
 
 
-def test_other_nodes_than_the_job_has_or_another_ray_are_a_mistake(directory: Path) -> None:
+def test_wrong_nodes_or_ray_versions_are_a_mistake(directory: Path) -> None:
     of_one = ("cluster.nodes=1", "cluster.devices_per_node=4", "cluster.address=10.0.0.1:6379")
     with NodeJob(directory, "works", *of_one) as job:
         assert job.exit_codes() == (2, 0)
@@ -56,7 +56,7 @@ def test_other_nodes_than_the_job_has_or_another_ray_are_a_mistake(directory: Pa
         assert job.left() == NOTHING
 
 
-def test_a_node_that_does_not_come_is_named(directory: Path) -> None:
+def test_an_absent_node_is_named(directory: Path) -> None:
     job = NodeJob(directory, "works", limit_s=10)
     job.start(0)
     assert job.exit_codes() == (1,)
@@ -65,7 +65,7 @@ def test_a_node_that_does_not_come_is_named(directory: Path) -> None:
     assert job.left() == NOTHING
 
 
-def test_a_node_that_cannot_take_part_ends_the_job_and_says_why(directory: Path) -> None:
+def test_a_node_that_cannot_join_ends_the_job_with_the_reason(directory: Path) -> None:
     job = NodeJob(directory, "works")
     job.start(0)
     wait_for(lambda: "configuration checked" in job.output(0), "the head's claim of its ports", lambda: job.output(0))
@@ -85,7 +85,7 @@ def test_a_node_that_cannot_take_part_ends_the_job_and_says_why(directory: Path)
 
 
 @pytest.mark.parametrize(("index", "codes"), [(0, (2, 0)), (1, (2, 2))])
-def test_an_interface_that_one_node_lacks_ends_all(directory: Path, index: int, codes: tuple[int, int]) -> None:
+def test_an_interface_missing_on_one_node_ends_every_node(directory: Path, index: int, codes: tuple[int, int]) -> None:
     job = NodeJob(directory, None)
     job.start(1 - index)
     job.start(index, options=["--interface", "nope0"])
@@ -96,14 +96,14 @@ def test_an_interface_that_one_node_lacks_ends_all(directory: Path, index: int, 
     assert job.left() == NOTHING
 
 
-def test_a_check_that_does_not_end_ends_every_node(directory: Path) -> None:
+def test_a_check_that_exceeds_its_time_ends_every_node(directory: Path) -> None:
     with NodeJob(directory, "slow plan", limit_s=10) as job:
         assert job.exit_codes() == (1, 0)
         assert "[n1] the check of the configuration, its models and its data has not ended within 10 s" in job.output(0)
         assert job.left() == NOTHING
 
 
-def test_a_node_that_finds_no_head_says_where_it_looked(directory: Path) -> None:
+def test_a_node_that_finds_no_head_names_the_searched_path(directory: Path) -> None:
     job = NodeJob(directory, "works", limit_s=2)
     job.start(1)
     assert job.exit_codes() == (1,)
@@ -111,7 +111,7 @@ def test_a_node_that_finds_no_head_says_where_it_looked(directory: Path) -> None
     assert job.left() == NOTHING
 
 
-def test_a_node_with_another_token_is_not_let_in(directory: Path) -> None:
+def test_a_node_with_another_token_is_rejected(directory: Path) -> None:
     job = NodeJob(directory, "works")
     job.start(0)
     job.start(1, {"RAY_AUTH_TOKEN": "f" * 64})
@@ -124,7 +124,7 @@ def test_a_node_with_another_token_is_not_let_in(directory: Path) -> None:
     assert job.left() == NOTHING
 
 
-def test_without_a_token_or_a_job_the_agent_says_what_to_do(directory: Path) -> None:
+def test_without_a_token_or_a_job_the_agent_prints_a_fix(directory: Path) -> None:
     job = NodeJob(directory, "works")
     job.start(0, {"RAY_AUTH_TOKEN": ""})
     assert job.exit_codes() == (2,)

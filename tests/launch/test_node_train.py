@@ -1,4 +1,4 @@
-"""A run on two nodes, trained, and gone on with by another job."""
+"""A run on two nodes, resumed by another job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ONE_EACH = (
 """One process on each node."""
 
 
-def test_a_run_trains_on_two_nodes_and_goes_on_in_another_job() -> None:
+def test_a_run_trains_on_two_nodes_and_resumes_in_another_job() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="nodes-") as directory:
         first = _trained(Path(directory), NUMBER, steps=1)
         losses = _losses(first)

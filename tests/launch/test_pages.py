@@ -1,4 +1,4 @@
-"""What the pages on clusters say is there: commands, options, fields, messages, links."""
+"""The pages on clusters agree with the program: commands, options, fields, messages, links."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def commands(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("page", "line"), [(page, line) for page in PAGES for line in commands(page)])
-def test_commands_are_understood(page: str, line: str) -> None:
+def test_documented_commands_parse(page: str, line: str) -> None:
     command, (_, *arguments) = typer.main.get_command(app), shlex.split(line)
     while hasattr(command, "commands"):
         name, *arguments = arguments
@@ -62,7 +62,7 @@ OF_OTHERS = {"cd: can't cd to", "not found", "No module named megarl", "(Depende
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_messages_are_those_of_the_program(page: str) -> None:
+def test_documented_messages_exist_in_the_source(page: str) -> None:
     filled_in = re.compile(r"\d+|SIG[A-Z]+")
     table = PAGES[page].partition("## When it fails")[2].partition("\n## ")[0]
     cells = re.findall(r"^\| (`.*?) \|", table, flags=re.MULTILINE)
@@ -73,14 +73,14 @@ def test_messages_are_those_of_the_program(page: str) -> None:
     assert not [piece for piece in ours if not any(filled_in.sub("\0", piece) in text for text in known)]
 
 
-def test_lines_of_the_script_are_those_that_it_has() -> None:
+def test_documented_script_lines_exist() -> None:
     table = PAGES["slurm.md"].partition("## The script")[2].partition("\n## ")[0]
     options = re.findall(r"--[a-z-]+", " ".join(re.findall(r"^\| (`.+?`) \|", table, flags=re.MULTILINE)))
     assert len(options) > 10
     assert not [option for option in options if option not in render(JOBS["bare"])]
 
 
-def test_every_field_of_the_profile_is_told_with_its_default() -> None:
+def test_every_profile_field_is_documented_with_its_default() -> None:
     table = PAGES["slurm.md"].partition("## The profile")[2].partition("\n### ")[0]
     rows = re.findall(r"^\| (`.+?) \| (.+?) \| .+ \|$", table, flags=re.MULTILINE)
     told = {name: default.strip("`") for names, default in rows for name in re.findall(r"`(\w+)`", names)}
@@ -90,7 +90,7 @@ def test_every_field_of_the_profile_is_told_with_its_default() -> None:
             assert yaml.safe_load(told[name]) == field.default, name
 
 
-def test_every_field_of_a_container_is_told_with_its_option() -> None:
+def test_every_container_field_is_documented_with_its_option() -> None:
     table = PAGES["slurm.md"].partition("| field of a container")[2].partition("\n\n")[0]
     told = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", table, flags=re.MULTILINE))
     kinds = (Pyxis, Enroot, Apptainer)
@@ -102,7 +102,7 @@ def test_every_field_of_a_container_is_told_with_its_option() -> None:
 
 
 @pytest.mark.process
-def test_profiles_of_the_page_are_profiles() -> None:
+def test_documented_profiles_are_valid() -> None:
     blocks = re.findall(r"^```yaml\n(.*?)^```", PAGES["slurm.md"], flags=re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 3
     for block in blocks:
@@ -118,7 +118,7 @@ def test_the_cluster_for_kubernetes_offers_the_devices_that_its_workers_have() -
     assert yaml.safe_load(resources) == {"device": int(gpus)}
 
 
-def test_clusters_are_started_as_the_runs_own_ones() -> None:
+def test_documented_clusters_are_started_like_those_of_a_run() -> None:
     ours = {f"{name}={value}" for name, value in ENVIRONMENT.items() if value in ("0", "false") and "USAGE" not in name}
     by_hand = set(re.findall(r"export (RAY_\w+=(?:0|false))", PAGES["ray.md"]))
     pods = {f"{name}={value}" for name, value in re.findall(r"{name: (RAY_\w+), value: \"(.+?)\"}", PAGES["ray.md"])}
@@ -126,7 +126,7 @@ def test_clusters_are_started_as_the_runs_own_ones() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_to_files_and_headings(page: str) -> None:
+def test_links_resolve_to_files_and_headings(page: str) -> None:
     here = REPOSITORY / "docs"
     for target in re.findall(r"\]\(([^)]+)\)", PAGES[page]):
         path, _, heading = target.partition("#")

@@ -1,4 +1,4 @@
-"""Profiles of clusters: what they may say, and what a command line puts on top of them."""
+"""Cluster profiles: their fields, and overrides on the command line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def loaded(directory: Path, text: str, **settings: Any) -> Profile:
     return load_profile(file, settings)
 
 
-def test_the_users_own_profile_holds_where_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_profile_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert load_profile() == Profile()
     (tmp_path / ".config/megarl").mkdir(parents=True)
@@ -32,7 +32,7 @@ def test_the_users_own_profile_holds_where_none_is_named(tmp_path: Path, monkeyp
 
 
 @pytest.mark.process
-def test_settings_go_before_the_file_and_add_to_its_lists(tmp_path: Path) -> None:
+def test_settings_override_the_file_and_extend_its_lists(tmp_path: Path) -> None:
     text = "partition: a\nsbatch: [--comment=x]\nenv: {A: 1, B: b}\nsetup: [module load cuda]\n"
     profile = loaded(tmp_path, text, partition="b", sbatch=["--mail-type=END"], env={"B": "c"}, grace=0)
     assert (profile.partition, profile.grace) == ("b", 0)
@@ -60,7 +60,7 @@ def test_settings_go_before_the_file_and_add_to_its_lists(tmp_path: Path) -> Non
         ("runtime: {name: apptainer, image: i}", {"name": "bare"}, Bare()),
     ],
 )
-def test_a_runtime_is_completed_or_replaced(tmp_path: Path, text: str, given: dict[str, Any], expected: object) -> None:
+def test_a_runtime_is_extended_or_replaced(tmp_path: Path, text: str, given: dict[str, Any], expected: object) -> None:
     assert loaded(tmp_path, text, runtime=given).runtime == expected
 
 
@@ -113,7 +113,7 @@ def test_a_runtime_is_completed_or_replaced(tmp_path: Path, text: str, given: di
         ("partition: ''", "partition", "a line of text"),
     ],
 )
-def test_mistakes_are_told(tmp_path: Path, text: str, field: str, rule: str) -> None:
+def test_mistakes_are_reported(tmp_path: Path, text: str, field: str, rule: str) -> None:
     with pytest.raises(ConfigError) as caught:
         loaded(tmp_path, text)
     found = by_field(caught.value)
@@ -124,18 +124,18 @@ def test_mistakes_are_told(tmp_path: Path, text: str, field: str, rule: str) -> 
 
 
 @pytest.mark.parametrize("mem", ["0", "64000", "500G", "2gb"])
-def test_memory_is_given_as_slurm_takes_it(tmp_path: Path, mem: str) -> None:
+def test_memory_is_in_slurms_format(tmp_path: Path, mem: str) -> None:
     assert loaded(tmp_path, f"mem: {mem}").mem == mem
 
 
 @pytest.mark.parametrize("name", ["pyxis", "apptainer"])
-def test_other_containers_take_options_of_a_mount(tmp_path: Path, name: str) -> None:
+def test_other_containers_accept_mount_options(tmp_path: Path, name: str) -> None:
     runtime = loaded(tmp_path, f"runtime: {{name: {name}, image: i, mounts: ['/a:/a:ro']}}").runtime
     assert isinstance(runtime, Pyxis | Apptainer)
     assert runtime.mounts == ("/a:/a:ro",)
 
 
-def test_options_that_only_begin_alike_are_others(tmp_path: Path) -> None:
+def test_options_with_a_common_prefix_are_distinguished(tmp_path: Path) -> None:
     options = ["--mail-type=FAIL", "--mem-bind=local", "--time-min=10", "--exclude=n1", "--nodelist=n2", "--no-kill"]
     assert loaded(tmp_path, "", sbatch=options, srun=["--container-writable"]).sbatch == tuple(options)
 
@@ -152,11 +152,11 @@ def test_options_that_only_begin_alike_are_others(tmp_path: Path) -> None:
         ("UNLIMITED", math.inf),
     ],
 )
-def test_time_limits_are_read_as_slurm_reads_them(text: str, seconds: float) -> None:
+def test_time_limits_are_parsed_as_by_slurm(text: str, seconds: float) -> None:
     assert seconds_of(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "4h", "1:2:3:4", "-1", "1-", "1-2:3:4:5", "12:", ":30", "1:60:00", "90:60"])
-def test_other_time_limits_are_refused(text: str) -> None:
+def test_invalid_time_limits_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="time limit"):
         seconds_of(text)

@@ -54,7 +54,7 @@ def test_a_package_has_the_files_and_the_resolved_configuration(tmp_path: Path) 
         assert yaml.safe_load(archive.read(resolved))["run"]["steps"] == 7
 
 
-def test_a_large_directory_is_not_sent(tmp_path: Path) -> None:
+def test_a_large_directory_is_not_uploaded(tmp_path: Path) -> None:
     for name, size_mib in {"small.py": 1, "runs/one": 60, "runs/two": 45}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         with (tmp_path / name).open("wb") as file:
@@ -63,13 +63,13 @@ def test_a_large_directory_is_not_sent(tmp_path: Path) -> None:
         pass
 
 
-def test_a_run_of_a_sent_directory_has_its_own_elsewhere(tmp_path: Path) -> None:
+def test_a_run_of_an_uploaded_directory_writes_elsewhere(tmp_path: Path) -> None:
     shutil.copytree(REPOSITORY / "configs", tmp_path / "configs")
     with pytest.raises(ConfigError, match=r"run\.dir = runs/mine"):
         ray_job.launch(SFT, ["run.dir=runs/mine"], address="http://127.0.0.1:1", working_dir=tmp_path)
 
 
-def test_a_finished_run_is_no_job(tmp_path: Path) -> None:
+def test_a_finished_run_is_not_submitted(tmp_path: Path) -> None:
     finish(tmp_path / "done", stage="sft")
     with pytest.raises(ConfigError, match="has taken its 3 steps"):
         ray_job.launch(SFT, [f"run.dir={tmp_path}/done", "run.steps=3"], address="http://127.0.0.1:1")
@@ -77,7 +77,7 @@ def test_a_finished_run_is_no_job(tmp_path: Path) -> None:
         ray_job.launch(SFT, [f"run.dir={tmp_path}/done", "run.steps=4"], address="http://127.0.0.1:1")
 
 
-def test_an_address_without_a_dashboard_is_told_with_the_fix(tmp_path: Path) -> None:
+def test_an_address_without_a_dashboard_is_reported_with_a_fix(tmp_path: Path) -> None:
     shutil.copytree(REPOSITORY / "configs", tmp_path / "configs")
     with pytest.raises(RunError, match=r"127\.0\.0\.1:1: nothing listens there .* ray start --head --dashboard-host"):
         ray_job.launch(SFT, [f"run.dir={tmp_path}"], address="http://127.0.0.1:1", working_dir=tmp_path)
@@ -91,7 +91,7 @@ def head() -> Iterator[RayHead]:
 
 @pytest.fixture
 def stand_in(tmp_path: Path) -> Path:
-    """In place of the job's Python: a program that says with which arguments it was called, and then does as told."""
+    """In place of the job's Python: a program that prints its arguments and then follows the test's script."""
     program = tmp_path / "stand-in"
     program.write_text(f'#!/bin/bash\necho "in $PWD: $*"\nsource {tmp_path}/then\n')
     program.chmod(0o755)
@@ -114,7 +114,7 @@ def printed_until(program: subprocess.Popen[str], last: str) -> str:
 
 
 @pytest.mark.e2e
-def test_a_cluster_that_cannot_run_it_is_told_with_the_fix(head: RayHead, tmp_path: Path) -> None:
+def test_an_unsuitable_cluster_is_reported_with_a_fix(head: RayHead, tmp_path: Path) -> None:
     stranger = {name: value for name, value in head.environment.items() if not name.startswith("RAY_AUTH")}
     status, _, errors = ended(head.launch(SFT, f"run.dir={tmp_path}", environment=stranger))
     assert (status, errors.count("\n")) == (1, 1)
@@ -131,7 +131,9 @@ def test_a_cluster_that_cannot_run_it_is_told_with_the_fix(head: RayHead, tmp_pa
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(("then", "code"), [("exit 7", 7), ("kill -KILL $$", 137)])
-def test_the_exit_code_is_the_jobs(head: RayHead, tmp_path: Path, stand_in: Path, then: str, code: int) -> None:
+def test_the_command_has_the_jobs_exit_code(
+    head: RayHead, tmp_path: Path, stand_in: Path, then: str, code: int
+) -> None:
     (tmp_path / "then").write_text(then)
     run_dir = tmp_path / "a run"
     status, output, errors = ended(head.launch(SFT, f"run.dir={run_dir}", "run.steps=9", "--python", stand_in))
@@ -174,7 +176,7 @@ def test_a_second_interrupt_does_not_wait(head: RayHead, tmp_path: Path, stand_i
 
 
 @pytest.mark.e2e
-def test_a_connection_that_is_lost_is_made_anew(head: RayHead, tmp_path: Path, stand_in: Path) -> None:
+def test_a_lost_connection_is_reestablished(head: RayHead, tmp_path: Path, stand_in: Path) -> None:
     (tmp_path / "then").write_text(f"echo up; until [ -e {tmp_path}/go ]; do sleep 0.1; done; echo down; exit 7")
     with ForwardedPort(head.address) as port:
         program = head.launch(SFT, f"run.dir={tmp_path}", "--python", stand_in, address=port.address)
@@ -187,7 +189,7 @@ def test_a_connection_that_is_lost_is_made_anew(head: RayHead, tmp_path: Path, s
 
 
 @pytest.mark.e2e
-def test_a_job_goes_on_without_who_submitted_it(head: RayHead, tmp_path: Path, stand_in: Path) -> None:
+def test_a_job_continues_without_its_submitter(head: RayHead, tmp_path: Path, stand_in: Path) -> None:
     (tmp_path / "then").write_text(f"until [ -e {tmp_path}/go ]; do sleep 0.1; done; touch {tmp_path}/done")
     status, output, _ = ended(head.launch(SFT, f"run.dir={tmp_path}", "--python", stand_in, "--no-wait"))
     assert status == 0
@@ -204,7 +206,9 @@ def test_a_job_goes_on_without_who_submitted_it(head: RayHead, tmp_path: Path, s
 
 
 @pytest.mark.e2e
-def test_what_is_sent_runs_in_its_copy_and_the_cluster_looks_for_the_rest(head: RayHead, tmp_path: Path) -> None:
+def test_an_uploaded_directory_runs_from_its_copy_and_other_paths_are_the_clusters(
+    head: RayHead, tmp_path: Path
+) -> None:
     shutil.copytree(REPOSITORY / "configs", tmp_path / "sent" / "configs")
     elsewhere = tmp_path / "elsewhere"
     arguments = [SFT, f"run.dir={elsewhere}", "data.evaluation=/cluster/rows.jsonl", "--working-dir", tmp_path / "sent"]

@@ -1,4 +1,4 @@
-"""Requests that cannot be submitted: each mistake is told, all of them at once, and nothing is written."""
+"""Requests that cannot be submitted: all mistakes are reported together, and nothing is written."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ CONTAINER = ["--runtime=pyxis", "--container=image"]
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else None,
 )
-def test_mistakes_are_told(login: Login, arguments: list[str], said: list[str]) -> None:
+def test_mistakes_are_reported(login: Login, arguments: list[str], said: list[str]) -> None:
     told = login.refused(login.config("first"), *arguments)
     assert all(text in told for text in said), told
 
 
-def test_what_a_container_would_not_see_is_told(login: Login) -> None:
+def test_paths_outside_of_the_container_are_reported(login: Login) -> None:
     recorded = login.home / "recorded"
     recorded.mkdir()
     (recorded / "step-1.npz").touch()
@@ -79,7 +79,7 @@ def test_what_a_container_would_not_see_is_told(login: Login) -> None:
     assert login.launch(*run, "--runtime=apptainer", "--container=image").exit_code == 0, "it mounts the home directory"
 
 
-def test_what_relative_paths_lead_to_is_seen_or_told(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_are_mounted_or_reported(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
     for directory in ("here", "recorded", "here/within"):
         (login.home / directory).mkdir()
     for directory in ("recorded", "here/within"):
@@ -93,7 +93,7 @@ def test_what_relative_paths_lead_to_is_seen_or_told(login: Login, monkeypatch: 
     assert login.launch(*run, "rollout.replay=../here/within").exit_code == 0
 
 
-def test_a_short_time_is_enough_where_no_signal_is_sent(login: Login) -> None:
+def test_a_short_time_limit_is_allowed_without_a_signal(login: Login) -> None:
     assert login.launch(login.config("first"), "--time=1", "--grace=0").exit_code == 0
     assert login.launch(login.config("first"), "--time=3").exit_code == 0
 
@@ -106,7 +106,7 @@ def test_without_a_configuration_there_is_nothing_to_submit(login: Login) -> Non
     assert "CONFIG = (missing)" in login.refused("run.steps=3")
 
 
-def test_everything_is_told_at_once(login: Login) -> None:
+def test_all_mistakes_are_reported_together(login: Login) -> None:
     profile = login.home / "cluster.yaml"
     profile.write_text("partion: x\nruntime: docker\n")
     files = [login.config("one"), login.config("two", stage="sft")]
@@ -134,7 +134,7 @@ def test_two_runs_of_a_chain_need_two_directories(login: Login) -> None:
     assert f"a directory of its own; {files[0]} has this one too" in told
 
 
-def test_what_is_wrong_in_one_cell_is_told_of_that_cell(login: Login) -> None:
+def test_a_mistake_in_one_cell_names_that_cell(login: Login) -> None:
     told = login.refused(login.config("many"), "--sweep=actor.optimizer.lr=1e-5,-1", "--sweep=run.seed=1,2")
     assert [line.partition(".yaml, ")[2] for line in told.splitlines() if not line.startswith(" ")][::2] == [
         "cell 2 (actor.optimizer.lr=-1 run.seed=1): 1 problem",
@@ -142,13 +142,13 @@ def test_what_is_wrong_in_one_cell_is_told_of_that_cell(login: Login) -> None:
     ]
 
 
-def test_what_is_wrong_in_all_cells_is_told_once(login: Login) -> None:
+def test_a_mistake_in_all_cells_is_reported_once(login: Login) -> None:
     told = login.refused(login.config("many"), "algo.ppo_epochs=0", "--sweep=run.seed=1,2,-3")
     assert told.count("algo.ppo_epochs = 0") == 1
     assert "cell 2 (run.seed=-3): 1 problem" in told
 
 
-def test_data_is_read_once_for_cells_that_read_the_same(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_shared_by_cells_is_read_once(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
     from megarl.launch import checker
 
     read = []
@@ -159,7 +159,7 @@ def test_data_is_read_once_for_cells_that_read_the_same(login: Login, monkeypatc
 
 
 @pytest.mark.parametrize(("stage", "steps", "said"), [("ppo", 3, "has taken its 3 steps"), ("eval", 0, "evaluation")])
-def test_finished_runs_are_left_alone(login: Login, stage: str, steps: int, said: str) -> None:
+def test_finished_runs_are_not_resubmitted(login: Login, stage: str, steps: int, said: str) -> None:
     file = login.config("done", stage=stage)
     finish(login.home / "done", stage=stage, steps=steps)
     assert said in login.refused(file)
@@ -175,13 +175,13 @@ def test_a_sweep_whose_cells_are_all_finished_has_nothing_to_do(login: Login) ->
     assert login.launch(*sweep, "run.steps=4").exit_code == 0
 
 
-def test_a_run_that_is_to_take_more_steps_goes_on(login: Login) -> None:
+def test_a_finished_run_with_more_steps_is_submitted(login: Login) -> None:
     file = login.config("done")
     finish(login.home / "done")
     assert login.launch(file, "run.steps=4").exit_code == 0
 
 
-def test_without_slurm_there_is_the_dry_run(login: Login) -> None:
+def test_without_slurm_the_dry_run_is_suggested(login: Login) -> None:
     (login.tools / "sbatch").unlink()
     told = login.refused(login.config("first"), "--nodes=3")
     assert "sbatch = not found" in told
@@ -189,7 +189,7 @@ def test_without_slurm_there_is_the_dry_run(login: Login) -> None:
     assert "cluster.nodes = 3" in told, "all at once"
 
 
-def test_a_file_where_the_profile_should_be_is_told(login: Login) -> None:
+def test_an_unusable_profile_file_is_reported(login: Login) -> None:
     (login.home / ".config/megarl").mkdir(parents=True)
     own = login.home / ".config/megarl/cluster.yaml"
     for text, said in (("- a\n", "keys and values"), ("a: [", "must be YAML"), ("time: 12:00:00\n", "in quotes")):

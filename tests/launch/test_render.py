@@ -1,4 +1,4 @@
-"""Batch scripts: what they look like, and that what is given arrives, whatever characters it has."""
+"""Batch scripts: their text, and that arguments arrive unchanged, whatever their characters."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ sys.exit(int(os.environ.get("RC", "0")))
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_scripts_are_those_of_the_golden_files(name: str) -> None:
+def test_scripts_equal_the_golden_files(name: str) -> None:
     golden = (GOLDEN / f"{name}.sbatch").read_text(encoding="utf-8")
     assert render(JOBS[name]) == golden, "python -m tests.launch.scripts writes the files anew; read them then"
 
 
-def test_every_golden_file_has_its_job() -> None:
+def test_every_golden_file_has_a_job() -> None:
     assert {file.stem for file in GOLDEN.iterdir()} == set(JOBS)
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_golden_files_are_of_jobs_that_can_be(name: str) -> None:
-    """What a submission takes from one place is the same everywhere."""
+def test_golden_files_are_of_consistent_jobs(name: str) -> None:
+    """Values that a submission derives from one source are equal everywhere."""
     made = JOBS[name]
     within = made.run_dir.is_relative_to(made.workdir)
     directory = made.run_dir.relative_to(made.workdir) if within else made.run_dir
@@ -74,14 +74,14 @@ def test_golden_files_are_of_jobs_that_can_be(name: str) -> None:
 @pytest.mark.parametrize(
     ("finished", "array"), [((), "0-4"), ((0,), "1-4"), ((1, 3), "0,2,4"), ((0, 3, 4), "1-2"), ((0, 1, 2, 3), "4")]
 )
-def test_an_array_has_the_indices_that_are_left(finished: tuple[int, ...], array: str) -> None:
+def test_an_array_has_the_remaining_indices(finished: tuple[int, ...], array: str) -> None:
     names = tuple(f"cell-{index}" for index in range(5))
     assert job({}, cells=names, finished=frozenset(finished)).array == array
     assert job({}, cells=names, finished=frozenset(finished), parallel=2).array == f"{array}%2"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_shells_and_their_critics_accept_the_scripts(script: Path) -> None:
+def test_scripts_pass_shell_parsing_and_shellcheck(script: Path) -> None:
     shellcheck = program("shellcheck")
     if shellcheck is None:
         lacking("no shellcheck on this machine: make slurm installs it")
@@ -94,8 +94,8 @@ def test_scripts_are_about_a_page() -> None:
     assert max(len(script.read_text(encoding="utf-8").splitlines()) for script in SCRIPTS) < 60
 
 
-def test_the_plain_script_asks_srun_for_the_same() -> None:
-    """Both start the nodes alike, but for where the configuration comes from."""
+def test_the_plain_script_uses_the_same_srun_options() -> None:
+    """Both start the nodes in the same way, except for the source of the configuration."""
     (plain,), (rendered,) = (
         re.findall(r"^srun (.*) \\$", text, re.MULTILINE)
         for text in (SCRIPTS[-1].read_text(encoding="utf-8"), render(JOBS["bare"]))
@@ -106,7 +106,7 @@ def test_the_plain_script_asks_srun_for_the_same() -> None:
 
 
 def executed(script: str, directory: Path, *arguments: str, said: str = "", **env: str) -> tuple[int, list[list[Any]]]:
-    """Runs a script where srun and the programs below it write down what they are given: name, arguments, variables.
+    """Runs a script with an srun and programs that record their name, arguments and variables.
 
     Args:
         script: its text.
@@ -143,9 +143,7 @@ NAMES = st.text(
 
 @settings(max_examples=15)
 @given(name=NAMES, value=st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0"), max_size=20))
-def test_paths_and_variables_arrive_as_they_are(
-    tmp_path_factory: pytest.TempPathFactory, name: str, value: str
-) -> None:
+def test_paths_and_variables_are_quoted(tmp_path_factory: pytest.TempPathFactory, name: str, value: str) -> None:
     directory = tmp_path_factory.mktemp("script")
     run_dir = Path("/home/me") / f"x{name}"
     interface = re.sub(r"[\s,]", "-", f"i{name}")[:15]
@@ -161,14 +159,14 @@ def test_paths_and_variables_arrive_as_they_are(
     ]  # fmt: skip
 
 
-def test_every_job_has_a_secret_of_its_own(tmp_path: Path) -> None:
+def test_every_job_has_its_own_secret(tmp_path: Path) -> None:
     script = render(job({"runtime": {"python": "python"}}))
     secrets = {executed(script, tmp_path)[1][-1][2]["RAY_AUTH_TOKEN"] for _ in range(2)}
     assert len(secrets) == 2
     assert all(re.fullmatch("[0-9a-f]{64}", secret) for secret in secrets)
 
 
-def test_the_exit_code_is_that_of_the_run(tmp_path: Path) -> None:
+def test_the_script_has_the_runs_exit_code(tmp_path: Path) -> None:
     script = render(job({"runtime": {"python": "python"}}))
     assert executed(script, tmp_path, RC="7")[0] == 7
 
@@ -188,18 +186,18 @@ def test_a_failing_line_of_setup_ends_the_job(tmp_path: Path, runtime: Any, line
     assert executed(script, tmp_path, said=f"setup: {said}: exit code {code}\n") == (code, [])
 
 
-def test_what_fails_after_setup_is_not_said_to_be_of_it(tmp_path: Path) -> None:
+def test_a_failure_after_setup_is_not_blamed_on_setup(tmp_path: Path) -> None:
     script = render(job({"setup": ["true"], "runtime": {"python": "python"}}))
     assert executed(script, tmp_path, RC="7")[0] == 7
 
 
-def test_setup_may_read_what_is_not_set(tmp_path: Path) -> None:
+def test_setup_may_read_unset_variables(tmp_path: Path) -> None:
     profile = {"runtime": {"python": "python"}, "setup": ['export SEEN="<$NOT_SET>"']}
     rc, recorded = executed(render(job(profile)), tmp_path)
     assert (rc, recorded[0][2]["SEEN"]) == (0, "<>")
 
 
-def test_the_index_of_the_array_chooses_the_run(tmp_path: Path) -> None:
+def test_the_array_index_selects_the_run(tmp_path: Path) -> None:
     script = render(job({"runtime": {"python": "python"}}, cells=("cell-0-a", f"cell-1-{NASTY}"), run_dir=Path("/r d")))
     for index, name in (("0", "cell-0-a"), ("1", f"cell-1-{NASTY}")):
         rc, recorded = executed(script, tmp_path, SLURM_ARRAY_TASK_ID=index)
@@ -207,14 +205,14 @@ def test_the_index_of_the_array_chooses_the_run(tmp_path: Path) -> None:
 
 
 def contained(tmp_path: Path, runtime: dict[str, Any], **changes: Any) -> tuple[list[str], list[Any]]:
-    """What srun and the container's program are given."""
+    """The arguments of srun and of the container's program."""
     profile = {"runtime": {"mounts": ["/data", "/models:/m"], **runtime}, "env": {"GIVEN": NASTY, "OTHER": "1"}}
     rc, recorded = executed(render(job(profile, **changes)), tmp_path, CUDA_VISIBLE_DEVICES="0")
     assert rc == 0
     return recorded[0][1], recorded[-1]
 
 
-def test_pyxis_is_told_of_directories_and_variables(tmp_path: Path) -> None:
+def test_pyxis_gets_directories_and_variables(tmp_path: Path) -> None:
     changes = {"workdir": Path("/w 'd"), "run_dir": Path("/w 'd/runs")}
     srun, last = contained(tmp_path, {"name": "pyxis", "image": "a b#c:1"}, **changes)
     assert after(srun, "--container-image=a b#c:1")[:5] == [
@@ -264,12 +262,12 @@ def test_apptainer_sees_gpus_directories_and_variables(tmp_path: Path) -> None:
     assert "RAY_AUTH_TOKEN" in variables
 
 
-def test_the_plain_script_wants_a_configuration(tmp_path: Path) -> None:
+def test_the_plain_script_requires_a_configuration(tmp_path: Path) -> None:
     usage = "usage: sbatch train.sbatch CONFIG [KEY.PATH=VALUE]...\n"
     assert executed(SCRIPTS[-1].read_text(encoding="utf-8"), tmp_path, said=usage) == (2, [])
 
 
-def test_the_plain_script_hands_on_its_arguments(tmp_path: Path) -> None:
+def test_the_plain_script_forwards_its_arguments(tmp_path: Path) -> None:
     script = SCRIPTS[-1].read_text(encoding="utf-8")
     rc, recorded = executed(script, tmp_path, "a b.yaml", f"run.dir={NASTY}")
     assert rc == 0
@@ -279,7 +277,7 @@ def test_the_plain_script_hands_on_its_arguments(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["bare", "module", "cpu"])
-def test_the_node_agent_understands_its_arguments(tmp_path: Path, name: str) -> None:
+def test_the_node_agent_parses_its_arguments(tmp_path: Path, name: str) -> None:
     made = JOBS[name]
     profile = made.profile.model_copy(update={"runtime": Bare(python="python"), "setup": ()})
     _, recorded = executed(render(replace(made, profile=profile)), tmp_path)
@@ -291,8 +289,8 @@ def test_the_node_agent_understands_its_arguments(tmp_path: Path, name: str) -> 
 
 
 @pytest.mark.parametrize("text", [NASTY, "plain-name_1.5", "a#b", "'", '"', "\\", ":a", "-x", "a=b c"])
-def test_slurm_reads_directives_as_they_were_meant(tmp_path: Path, text: str) -> None:
-    """Slurm's own parser says what it has read, before it looks for a controller."""
+def test_slurm_parses_directives_as_intended(tmp_path: Path, text: str) -> None:
+    """Slurm's own parser prints what it has parsed, before it looks for a controller."""
     sbatch = program("sbatch")
     if sbatch is None:
         lacking("no Slurm on this machine: make slurm installs it")
@@ -312,8 +310,8 @@ def test_slurm_reads_directives_as_they_were_meant(tmp_path: Path, text: str) ->
     assert (read["job-name"], read["comment"], read["chdir"]) == (text, text, str(present))
 
 
-def test_a_wheel_has_the_templates() -> None:
-    """What setuptools finds for the package's data; the link in the package is followed."""
+def test_a_wheel_contains_the_templates() -> None:
+    """The package data that setuptools finds, following the link in the package."""
     settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     command = build_py(Distribution({"packages": ["megarl"], "package_data": settings}))
     command.ensure_finalized()
@@ -325,18 +323,18 @@ def test_a_wheel_has_the_templates() -> None:
     }
 
 
-def test_jobs_without_gpus_ask_for_none() -> None:
+def test_jobs_without_gpus_request_none() -> None:
     assert "gpu" not in render(JOBS["cpu"])
     assert "--nv" not in render(
         job({"runtime": {"name": "apptainer", "image": "i"}}, components=JOBS["cpu"].components)
     )
 
 
-def test_there_is_no_path_of_a_site_in_the_templates() -> None:
+def test_templates_contain_no_site_specific_paths() -> None:
     found = {file.name: re.findall(r"(?<![\w.}/])/(?!dev/urandom|bin/bash|slurm/)[a-z]\w+", file.read_text())
              for file in (REPOSITORY / "slurm").iterdir()}  # fmt: skip
     assert not any(found.values()), found
 
 
-def test_the_interpreter_that_submits_is_the_usual_one() -> None:
+def test_the_default_interpreter_is_the_submitting_one() -> None:
     assert f"{sys.executable} -m megarl.launch.node" in render(job({"runtime": "bare"}))

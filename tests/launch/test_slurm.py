@@ -1,4 +1,4 @@
-"""`megarl launch slurm`: what it writes, submits and tells."""
+"""`megarl launch slurm`: its files, submissions and output."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_run_is_written_and_submitted(login: Login) -> None:
     ]  # fmt: skip
 
 
-def test_nobody_else_reads_the_script(login: Login) -> None:
+def test_the_script_is_private(login: Login) -> None:
     script = login.home / "first" / "slurm" / "job.sbatch"
     for _ in range(2):
         assert login.launch(login.config("first"), "--dry-run").exit_code == 0
@@ -55,7 +55,7 @@ def test_nobody_else_reads_the_script(login: Login) -> None:
         script.chmod(0o644)
 
 
-def test_what_is_edited_later_does_not_change_a_queued_run(login: Login) -> None:
+def test_later_edits_do_not_change_a_queued_run(login: Login) -> None:
     file = login.config("first")
     assert login.launch(file).exit_code == 0
     kept = login.kept("first")
@@ -66,7 +66,7 @@ def test_what_is_edited_later_does_not_change_a_queued_run(login: Login) -> None
 
 
 @pytest.mark.parametrize("options", [(), ("--dry-run",)])
-def test_what_is_submitted_later_does_not_change_a_queued_run(login: Login, options: Sequence[str]) -> None:
+def test_later_submissions_do_not_change_a_queued_run(login: Login, options: Sequence[str]) -> None:
     file = login.config("first")
     assert login.launch(file, "run.steps=5").exit_code == 0
     first = login.kept("first")
@@ -80,7 +80,7 @@ def test_what_is_submitted_later_does_not_change_a_queued_run(login: Login, opti
     assert first.name == f"config-{hashlib.sha256(before.encode()).hexdigest()[:8]}.yaml"
 
 
-def test_a_sweep_does_not_change_one_that_waits(login: Login) -> None:
+def test_a_sweep_does_not_change_a_queued_one(login: Login) -> None:
     sweep = [login.config("many"), "--sweep", "run.seed=3,4"]
     assert login.launch(*sweep).exit_code == 0
     first = {file: file.read_text() for file in login.home.glob("many/cell-*/slurm/config-*.yaml")}
@@ -106,7 +106,7 @@ def test_a_dry_run_shows_the_script_and_submits_nothing(login: Login) -> None:
     assert login.launch(login.config("first"), "--dry-run").stderr.endswith(f"settings of the cluster: {profile}\n")
 
 
-def test_a_profile_that_is_named_takes_the_place_of_the_users_own(login: Login) -> None:
+def test_a_named_profile_replaces_the_users_default(login: Login) -> None:
     (login.home / ".config/megarl").mkdir(parents=True)
     (login.home / ".config/megarl/cluster.yaml").write_text("partition: batch\naccount: lab\n")
     other = login.home / "other.yaml"
@@ -124,7 +124,7 @@ def test_a_profile_that_is_named_takes_the_place_of_the_users_own(login: Login) 
     assert "export A=1\nexport B=a=b\n" in script.read_text()
 
 
-def test_a_chain_waits_link_by_link(login: Login) -> None:
+def test_each_run_of_a_chain_depends_on_the_previous_one(login: Login) -> None:
     files = [login.config("warm", stage="sft"), login.config("rm", stage="reward_model"), login.config("last")]
     result = login.launch(*files, "--dependency=afterany:7", "--job-name=chain")
     assert (result.exit_code, result.stderr) == (0, "")
@@ -139,7 +139,7 @@ def test_a_chain_waits_link_by_link(login: Login) -> None:
     assert "1 node, after 102" in result.stdout
 
 
-def test_a_sweep_is_one_array_with_a_configuration_for_each_cell(login: Login) -> None:
+def test_a_sweep_is_one_array_with_a_configuration_per_cell(login: Login) -> None:
     sweep = ["--sweep", "actor.optimizer.lr=1e-4,2e-4", "--sweep", "run.seed=3,4", "--parallel=2"]
     result = login.launch(login.config("many"), *sweep)
     assert result.exit_code == 0
@@ -169,7 +169,7 @@ def test_a_sweep_is_one_array_with_a_configuration_for_each_cell(login: Login) -
     assert [line for line in listed if line.startswith(f"{base}/cell-")] == sorted(files)
 
 
-def test_a_sweep_that_was_cut_short_goes_on_where_it_was(login: Login) -> None:
+def test_an_interrupted_sweep_continues_with_the_unfinished_cells(login: Login) -> None:
     sweep = [login.config("many"), "--sweep", "run.seed=3,4,5,6,7,8", "--parallel=2"]
     base = login.home / "many"
     script = base / "slurm" / "job.sbatch"
@@ -190,14 +190,14 @@ def test_a_sweep_that_was_cut_short_goes_on_where_it_was(login: Login) -> None:
     assert "# MegaRL: 4 runs of ppo below" in script.read_text()
 
 
-def test_one_run_is_one_run(login: Login) -> None:
+def test_a_sweep_of_one_cell_is_one_run(login: Login) -> None:
     assert login.launch(login.config("many"), "--sweep", "run.seed=3").exit_code == 0
     script = login.home / "many" / "slurm" / "job.sbatch"
     assert "# MegaRL: 1 run of ppo below" in script.read_text()
     assert "--array=0" in directives(script)
 
 
-def test_a_chain_that_is_only_shown_says_what_is_to_be_filled_in(login: Login) -> None:
+def test_the_dry_run_of_a_chain_shows_placeholders_for_job_ids(login: Login) -> None:
     result = login.launch(login.config("warm", stage="sft"), login.config("last"), "--dry-run")
     script = login.home / "last" / "slurm" / "job.sbatch"
     waiting = f"sbatch --parsable --dependency=afterok:JOB-1 {script} (JOB-1 is the number of the previous job)"
@@ -229,13 +229,13 @@ def test_a_heterogeneous_job_has_the_trainers_first(login: Login) -> None:
     assert "--het-group=0,1" in (login.home / "apart" / "slurm" / "job.sbatch").read_text()
 
 
-def test_an_evaluation_runs_as_one(login: Login) -> None:
+def test_an_evaluation_is_submitted_as_an_evaluation(login: Login) -> None:
     result = login.launch(login.config("judged", stage="eval"))
     assert result.exit_code == 0, result.stderr
     assert '600 eval "$config"' in (login.home / "judged" / "slurm" / "job.sbatch").read_text()
 
 
-def test_what_sbatch_refuses_is_told_with_the_script(login: Login) -> None:
+def test_a_refusal_by_sbatch_is_reported_with_the_script(login: Login) -> None:
     login.give_sbatch(refused=2)
     files = [login.config("first", stage="sft"), login.config("second")]
     result = login.launch(*files, "--time=90", "--partition=nowhere")
@@ -250,7 +250,7 @@ def test_what_sbatch_refuses_is_told_with_the_script(login: Login) -> None:
 
 
 @pytest.mark.parametrize(("answer", "job"), [("", None), ("no job", None), ("welcome to batch\n7;gpus", "7")])
-def test_a_job_has_a_number(login: Login, answer: str, job: str | None) -> None:
+def test_the_job_id_is_read_from_the_answer_of_sbatch(login: Login, answer: str, job: str | None) -> None:
     (login.tools / "sbatch").write_text(f"#!/bin/sh\necho '{answer}'\n")
     result = login.launch(login.config("first"))
     noted = login.home / "first" / "slurm" / "submitted.json"
@@ -262,7 +262,7 @@ def test_a_job_has_a_number(login: Login, answer: str, job: str | None) -> None:
         assert json.loads(noted.read_text()) == {"job": job}
 
 
-def test_a_job_that_is_queued_has_a_status(login: Login) -> None:
+def test_a_queued_job_has_a_status(login: Login) -> None:
     assert login.launch(login.config("first")).exit_code == 0
     found = read_status(login.home / "first")
     assert found.state.name == "waiting"
@@ -270,14 +270,14 @@ def test_a_job_that_is_queued_has_a_status(login: Login) -> None:
     assert found.submitted.job == "101"
 
 
-def test_a_directory_that_cannot_be_written_is_told_like_every_mistake(login: Login) -> None:
+def test_an_unwritable_directory_is_reported_like_every_mistake(login: Login) -> None:
     result = login.launch(str(DEBUG), "run.dir=/proc/x", "--dry-run")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "  run.dir = /proc/x\n    rule: can be written (" in result.stderr
     assert result.stderr.endswith("    fix:  choose another run.dir\n")
 
 
-def test_a_job_that_is_submitted_from_a_job_is_none_of_its_steps(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_submitted_from_within_a_job_is_independent_of_it(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_CPU_BIND", "cores")
     monkeypatch.setenv("SLURM_CONF", "/etc/other.conf")
     monkeypatch.setenv("SBATCH_ACCOUNT", "lab")
@@ -287,7 +287,7 @@ def test_a_job_that_is_submitted_from_a_job_is_none_of_its_steps(login: Login, m
     assert (environment["SLURM_CONF"], environment["SBATCH_ACCOUNT"]) == ("/etc/other.conf", "lab")
 
 
-def test_what_the_script_says_goes_before_variables_of_sbatch(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script_directives_override_sbatch_variables(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
     said = ("PARTITION", "TIMELIMIT", "EXCLUSIVE", "MEM_PER_NODE", "SIGNAL", "REQUEUE", "JOB_NAME", "COMMENT")
     for name in (*said, "ACCOUNT", "QOS"):
         monkeypatch.setenv(f"SBATCH_{name}", "other")

@@ -29,7 +29,7 @@ def written(value: object) -> str:
 
 @settings(max_examples=30)
 @given(st.lists(st.lists(VALUES, min_size=1, max_size=3), min_size=1, max_size=3))
-def test_every_combination_is_a_cell_with_the_values_as_given(axes: list[list[object]]) -> None:
+def test_every_combination_is_a_cell(axes: list[list[object]]) -> None:
     sweeps = [f"section.key{n}={','.join(map(written, values))}" for n, values in enumerate(axes)]
     cells, problems = read_sweeps(sweeps)
     assert not problems
@@ -41,7 +41,7 @@ def test_every_combination_is_a_cell_with_the_values_as_given(axes: list[list[ob
 
 @settings(max_examples=30)
 @given(st.lists(VALUES, min_size=1, max_size=4))
-def test_names_of_cells_are_plain_and_differ(values: list[object]) -> None:
+def test_cell_names_are_plain_and_unique(values: list[object]) -> None:
     cells, _ = read_sweeps([f"actor.optimizer.lr={','.join(map(written, values))}"])
     names = [cell.name for cell in cells]
     assert len(set(names)) == len(values)
@@ -60,7 +60,7 @@ def test_values_keep_their_commas() -> None:
     ]
 
 
-def test_what_is_no_list_of_values_is_refused() -> None:
+def test_malformed_value_lists_are_refused() -> None:
     for text in ("run.seed", "run.seed=", "=1,2", "a=1]", "a=[1", "a=1,,2", "a={b: 1", "a='x"):
         cells, problems = read_sweeps([text])
         assert (cells, [problem.field for problem in problems]) == ([], ["--sweep"]), text

@@ -1,4 +1,4 @@
-"""The scripts of launchers/ as a user calls them, with a stand-in for the interpreter that has megarl."""
+"""The scripts of launchers/ as a user calls them, with a fake interpreter in place of the one with megarl."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class User:
 
     @property
     def stand_in(self) -> Path:
-        """Takes the place of an interpreter with megarl: notes what it is called with, and does not run anything."""
+        """A fake interpreter: records its arguments, and does not run anything."""
         file = self.directory / "stand-in"
         if not file.exists():
             file.write_text(_STAND_IN, encoding="utf-8")
@@ -78,13 +78,13 @@ class User:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """What the stand-in has noted, without a line that it is still writing."""
+        """The recorded calls, without a line that is still being written."""
         file = self.directory / "calls.jsonl"
         text = file.read_text(encoding="utf-8") if file.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def let(self, stage: str, *, stay: bool = False, fail: bool = False) -> None:
-        """How the stand-in behaves as a stage."""
+        """Sets how the fake interpreter behaves as a stage."""
         for ending, wanted in (("stays", stay), ("fails", fail)):
             file = self.directory / f"{stage}.{ending}"
             file.touch() if wanted else file.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What scripts show with --dry-run and is kept as golden files; `python -m tests.launchers.shown` writes them anew."""
+"""Output of the scripts with --dry-run, kept as golden files; `python -m tests.launchers.shown` rewrites them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Shown:
     newest: bool = False
 
     def output(self) -> str:
-        """What the script shows, without what differs from call to call, and with configurations left out."""
+        """The script's output without configurations and without what differs from call to call."""
         with tempfile.TemporaryDirectory() as directory:
             (Path(directory) / "profile.yaml").write_text(self.profile, encoding="utf-8")
             caller = user(Path(directory), NEWEST if self.newest else Path(sys.executable))

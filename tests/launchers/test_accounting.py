@@ -1,4 +1,4 @@
-"""Jobs of a stand-in for Slurm: how they are followed to their ends, and what is said where that cannot be done."""
+"""Jobs of a fake Slurm: following them until they end, and messages where that is impossible."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def account(tools: Path) -> tuple[User, list[str]]:
     return user(directory, PATH=f"{tools}:/usr/bin:/bin"), options
 
 
-def test_jobs_are_followed_to_their_ends(
+def test_jobs_are_followed_until_they_end(
     here: run.LocalTunnel, tools: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tools / "answer-1").write_text("4711|PENDING\n")
@@ -86,7 +86,7 @@ def test_jobs_are_followed_to_their_ends(
     assert (tools / "sacct.calls").read_text() == "-X -n -P -o JobIDRaw,State -j 4711,4712\n" * 4
 
 
-def test_states_are_those_of_slurm(here: run.LocalTunnel, tools: Path) -> None:
+def test_slurm_states_are_mapped(here: run.LocalTunnel, tools: Path) -> None:
     (tools / "answer").write_text("4712|CANCELLED by 0\n")
     assert job_states(here, NUMBERS) == {"sft": "PENDING", "reward_model": "CANCELLED"}
 
@@ -100,7 +100,7 @@ def test_states_are_those_of_slurm(here: run.LocalTunnel, tools: Path) -> None:
         (SystemExit(1), "the login was refused"),
     ],
 )
-def test_a_lost_connection_is_tried_again_for_a_time(
+def test_a_lost_connection_is_retried_for_a_while(
     error: BaseException, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
@@ -118,7 +118,7 @@ def test_a_lost_connection_is_tried_again_for_a_time(
     assert len(calls) > 2
 
 
-def test_an_experiment_ends_as_its_jobs_do_and_is_its_users_alone(tools: Path) -> None:
+def test_an_experiment_ends_with_its_jobs_status_and_is_private_to_its_user(tools: Path) -> None:
     caller, options = account(tools)
     (tools / "answer").write_text("4711|COMPLETED\n4712|COMPLETED\n")
     done = caller.call(*PIPELINE, *options)
@@ -135,7 +135,7 @@ def test_an_experiment_ends_as_its_jobs_do_and_is_its_users_alone(tools: Path) -
     assert "reward_model: CANCELLED; " in done.stderr
 
 
-def test_without_accounting_the_jobs_are_named_and_left_alone(tools: Path) -> None:
+def test_without_accounting_the_jobs_are_named_and_not_followed(tools: Path) -> None:
     caller, options = account(tools)
     command = [sys.executable, "-c", _IMPATIENT, *PIPELINE[1:], *options]
     done = subprocess.run(
@@ -152,7 +152,7 @@ def test_without_accounting_the_jobs_are_named_and_left_alone(tools: Path) -> No
     ]
 
 
-def test_a_login_node_that_is_not_there_is_said_in_a_line(tmp_path: Path) -> None:
+def test_an_unreachable_login_node_is_reported_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "profile.yaml").write_text(
         _PYXIS + "nemo_run: {tunnel: {host: nowhere.invalid, user: me, job_dir: /d, directory: /w}}\n"
     )

@@ -1,4 +1,4 @@
-"""Experiments on this machine, by NeMo-Run's LocalExecutor: order, endings, and what the runs are given."""
+"""Experiments on this machine, by NeMo-Run's LocalExecutor: order, endings, and arguments of the runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def stages(here: User) -> list[str]:
     return [call["stage"] for call in here.calls if "arguments" in call]
 
 
-def test_a_pipeline_runs_in_order_what_was_asked_for(here: User) -> None:
+def test_a_pipeline_runs_its_stages_in_order(here: User) -> None:
     profile = here.directory / "profile.yaml"
     profile.write_text('env: {GREETING: it\'s "two" words and $HOME}\nsetup: [\'export ADDED="$GREETING!"\']\n')
     python = ("--python", str(here.stand_in), "--profile", str(profile))
@@ -59,7 +59,7 @@ def test_a_pipeline_runs_in_order_what_was_asked_for(here: User) -> None:
 
 
 @BOTH
-def test_what_follows_a_failed_run_does_not_start(here: User) -> None:
+def test_stages_after_a_failed_one_do_not_start(here: User) -> None:
     here.let("sft", fail=True)
     files = [here.directory / f"{name}.yaml" for name in ("sft", "reward_model")]
     for file, base in zip(files, STAGES, strict=True):
@@ -73,7 +73,7 @@ def test_what_follows_a_failed_run_does_not_start(here: User) -> None:
     assert "reward_model is not started: sft has not succeeded" in done.stderr
 
 
-def test_the_runs_of_a_sweep_do_not_depend_on_each_other(here: User) -> None:
+def test_sweep_runs_are_independent(here: User) -> None:
     here.let("sft", fail=True)
     done = here.call("sweep", STAGES[0], "--sweep", "run.seed=1,2", "--python", str(here.stand_in))
     assert done.returncode == 1
@@ -83,7 +83,7 @@ def test_the_runs_of_a_sweep_do_not_depend_on_each_other(here: User) -> None:
 
 
 @pytest.mark.parametrize(("version", "number"), [("0.4", signal.SIGINT), ("newest", signal.SIGTERM)])
-def test_an_interrupt_ends_the_run_in_order(here: User, number: signal.Signals) -> None:
+def test_an_interrupt_ends_the_run_cleanly(here: User, number: signal.Signals) -> None:
     trace = Trace()
     here = user(here.directory, here.python, **trace.environment())
     here.let("sft", stay=True)

@@ -1,4 +1,4 @@
-"""What the scripts would submit, and what they refuse."""
+"""Submissions and refusals of the scripts."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ FILES = sorted(GOLDEN.glob("*.txt"))
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_what_is_shown_is_that_of_the_golden_files(name: str) -> None:
+def test_dry_run_output_equals_the_golden_files(name: str) -> None:
     if SHOWN[name].newest:
         newest()
     golden = (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
     assert SHOWN[name].output() == golden, "python -m tests.launchers.shown writes the files anew; read them then"
 
 
-def test_every_golden_file_is_compared() -> None:
+def test_every_golden_file_has_a_case() -> None:
     assert {file.stem for file in FILES} == set(SHOWN)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_shells_read_all_scripts_and_their_critics_ours(file: Path, tmp_path: Path) -> None:
+def test_scripts_pass_shell_parsing_and_shellcheck(file: Path, tmp_path: Path) -> None:
     shellcheck = program("shellcheck")
     if shellcheck is None:
         lacking("no shellcheck on this machine: make slurm installs it")
@@ -54,7 +54,7 @@ def test_shells_read_all_scripts_and_their_critics_ours(file: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_the_secret_is_made_where_nothing_is_traced(file: Path) -> None:
+def test_the_secret_is_made_where_shell_tracing_is_off(file: Path) -> None:
     for script in file.read_text(encoding="utf-8").split("# ---- ")[1:]:
         lines = [line.strip() for line in script.splitlines()]
         if "_sbatch.sh" in lines[0]:
@@ -62,7 +62,7 @@ def test_the_secret_is_made_where_nothing_is_traced(file: Path) -> None:
             assert lines.count("set -evx") == 1
 
 
-def test_the_page_has_every_option_and_a_profile_that_holds() -> None:
+def test_the_page_documents_every_option_and_a_valid_profile() -> None:
     page = (ROOT / "docs" / "nemo_run.md").read_text(encoding="utf-8")
     names = set(inspect.signature(sweep.main).parameters) - {"arguments"}
     assert len(names) > 8
@@ -73,7 +73,7 @@ def test_the_page_has_every_option_and_a_profile_that_holds() -> None:
     assert tunnel.directory == "/shared/me/megarl"
 
 
-def test_the_page_begins_with_a_call_that_works(tmp_path: Path) -> None:
+def test_the_first_command_on_the_page_works(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "nemo_run.md").read_text(encoding="utf-8")
     ((script, arguments),) = re.findall(r"^ +\S+/python -m launchers\.(\S+) (.*)$", page, flags=re.MULTILINE)
     done = user(tmp_path, newest()).call(script, *arguments.split(), f"run.dir={tmp_path / 'run'}", "--dry-run")
@@ -82,7 +82,7 @@ def test_the_page_begins_with_a_call_that_works(tmp_path: Path) -> None:
 
 
 def refused(directory: Path, script: str, *arguments: str, python: Path = Path(sys.executable)) -> str:
-    """The message of a call that is refused and leaves nothing."""
+    """The message of a refused call, which leaves no files."""
     before = sorted(directory.rglob("*"))
     done = user(directory, python).call(script, *arguments)
     assert (done.returncode, done.stdout) == (2, "")
@@ -90,7 +90,7 @@ def refused(directory: Path, script: str, *arguments: str, python: Path = Path(s
     return done.stderr
 
 
-def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
     (tmp_path / "profile.yaml").write_text("partitions: batch\n")
     said = refused(
         tmp_path,
@@ -103,7 +103,7 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     assert "config file = nothing.yaml" in said
 
 
-def test_a_run_alone_has_one_configuration(tmp_path: Path) -> None:
+def test_a_single_run_takes_one_configuration(tmp_path: Path) -> None:
     said = refused(tmp_path, *SFT, SFT[1], f"run.dir={tmp_path / 'run'}")
     assert said.count("rule: ") == 1
     assert f"CONFIG = {SFT[1]} {SFT[1]}" in said
@@ -111,33 +111,33 @@ def test_a_run_alone_has_one_configuration(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("executor", ["local", "slurm"])
-def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path, executor: str) -> None:
+def test_an_unwritable_directory_is_refused(tmp_path: Path, executor: str) -> None:
     said = refused(tmp_path, *SFT, "run.dir=/proc/run", f"--executor={executor}", "--dry-run")
     assert "  run.dir = /proc/run\n    rule: can be written (" in said
 
 
-def test_what_nemo_run_and_the_runs_need_is_there(tmp_path: Path) -> None:
+def test_requirements_of_nemo_run_and_the_runs_are_checked(tmp_path: Path) -> None:
     (tmp_path / "home").touch()
     said = refused(tmp_path, *SFT, "--python=/nowhere/python")
     assert f"  NEMORUN_HOME = {tmp_path / 'home'}\n    rule: can be written (Not a directory)" in said
     assert "  --python = /nowhere/python\n    rule: an interpreter that can run megarl; it cannot be started" in said
 
 
-def test_without_nemo_run_it_is_asked_for() -> None:
+def test_a_missing_nemo_run_is_reported() -> None:
     command = [sys.executable, "-S", "-m", "launchers.ppo", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
     assert "make nemo-run" in done.stderr
 
 
-def test_what_the_installed_version_cannot_do_is_refused(tmp_path: Path) -> None:
+def test_features_missing_in_the_installed_version_are_refused(tmp_path: Path) -> None:
     (tmp_path / "profile.yaml").write_text("runtime: bare\n")
     said = refused(tmp_path, *SFT, "--executor=slurm", "--dry-run", "--profile", str(tmp_path / "profile.yaml"))
     assert "runtime = bare" in said
     assert "make nemo-run" in said
 
 
-def test_the_newest_is_asked_for_an_interpreter_and_for_names_that_it_leaves_alone(tmp_path: Path) -> None:
+def test_the_newest_version_gets_the_interpreter_and_unchanged_names(tmp_path: Path) -> None:
     run_dir, account = tmp_path / "nemo_run" / "first", tmp_path / "an account"
     account.mkdir()
     said = refused(account, *SFT, f"run.dir={run_dir}", "--executor=slurm", "--dry-run", python=newest())
@@ -147,7 +147,7 @@ def test_the_newest_is_asked_for_an_interpreter_and_for_names_that_it_leaves_alo
     assert "nowhere /nemo_run" in said
 
 
-def test_the_finished_cells_of_a_sweep_get_no_task(tmp_path: Path) -> None:
+def test_finished_cells_of_a_sweep_get_no_task(tmp_path: Path) -> None:
     for index in (0, 2):
         finish(tmp_path / "runs" / f"cell-{index}-seed-{index + 1}", stage="sft", steps=2)
     sweep = (SFT[1], f"run.dir={tmp_path / 'runs'}", "run.steps=2", "--sweep=run.seed=1,2,3,4", "--dry-run")

@@ -26,7 +26,7 @@ def stage(directory: Path, name: str, model: str) -> str:
     return str(file)
 
 
-def test_a_pipeline_hands_over_what_it_has_trained(tmp_path: Path) -> None:
+def test_a_pipeline_passes_the_trained_model_to_the_next_stage(tmp_path: Path) -> None:
     trace = Trace()
     first = stage(tmp_path, "first", "{}")
     second = stage(tmp_path, "second", f"{{random: null, path: {tmp_path / 'first' / 'export'}}}")

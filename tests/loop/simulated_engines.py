@@ -46,7 +46,7 @@ SYNC_LIMIT, ROLLOUT_LIMIT = 20.0, 200.0
 
 
 class Engines(RolloutGroup):
-    """The real group; its processes answer after random times, some after long ones, and some die or hang.
+    """The real group; its processes answer after random, sometimes long times, and some die or hang.
 
     Args:
         losses: the largest number of those that die or hang.
@@ -74,7 +74,7 @@ class Engines(RolloutGroup):
         self._open(dict.fromkeys(range(engines), 3))
 
     def call_one(self, process: int, method: object, item: WorkItem, chunks: Sequence[int]) -> ChunkCall[Any, Any]:
-        """Each token comes after a while; a chunk comes with its last token."""
+        """Each token takes a while; a chunk arrives with its last token."""
         mine = self.processes[process]
         assert mine in self.versions, "an engine without weights"
         assert mine not in self._mixed, "an engine with half of its weights"
@@ -93,7 +93,7 @@ class Engines(RolloutGroup):
         def finish() -> None:
             if mine in self.ills:
                 return
-            if mine in self._mixed:  # it goes on after a sync
+            if mine in self._mixed:  # it continues after a sync
                 self._clock.after(1.0, finish)
                 return
             for response in running:
@@ -149,7 +149,7 @@ class Engines(RolloutGroup):
         return call
 
     def limit(self, call: Call[Any], seconds: float = SYNC_LIMIT) -> None:
-        """Does what the monitor does when a call is late."""
+        """Acts like the monitor on an overdue call."""
 
         def end() -> None:
             message = f"{call.label} takes too long."
@@ -174,7 +174,7 @@ class Engines(RolloutGroup):
             self._clock.after(2 * self._chance.random(), lambda: self._strike(process))
 
     def _strike(self, process: Any) -> None:
-        """A process dies or hangs, be it at work or not."""
+        """A process dies or hangs, busy or idle."""
         if process in self.ills or process not in self.processes or len(self.ills) == self._replacements:
             return
         ill = self._chance.choice(["dead", "stuck", "stopped"])

@@ -103,7 +103,7 @@ class Devices:
 
 
 class Role:
-    """Answers at once: a token's number comes from the weights' version, and from what its sample is packed with.
+    """Answers immediately: a token's number depends on the weights' version and on the packing of its sample.
 
     Args:
         generating: whether engines have responses in progress.

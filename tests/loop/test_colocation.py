@@ -1,4 +1,4 @@
-"""Who has the devices when: the calls of engines, trainers and resharder, in order."""
+"""Device handover: the calls of engines, trainers and resharder, in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REPORT = SyncReport(version=0, nbytes=8, messages=1, staging_bytes=8, seconds=2.
 
 
 class Log:
-    """Records the calls of everything that it stands for."""
+    """Records the calls of all objects that it replaces."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -31,8 +31,8 @@ class Log:
 
         return call
 
-    def since(self) -> list[str]:
-        """The calls since the last look."""
+    def new_calls(self) -> list[str]:
+        """The calls since the last reading."""
         calls, self.calls = self.calls, []
         return calls
 
@@ -41,48 +41,48 @@ def colocation(log: Any, *, sleep: bool) -> Colocation:
     return Colocation(log, log, log, sleep=sleep)
 
 
-def test_engines_that_sleep_have_the_devices_to_themselves() -> None:
+def test_sleeping_engines_alternate_with_trainers() -> None:
     log = Log()
     devices = colocation(log, sleep=True)
     devices.sync(3)
-    assert log.since() == ["wake_weights", "sync 3", "offload_all", "wake_cache"]
+    assert log.new_calls() == ["wake_weights", "sync 3", "offload_all", "wake_cache"]
     devices.to_rollout()
-    assert log.since() == []
+    assert log.new_calls() == []
     devices.to_training()
     devices.to_training()
-    assert log.since() == ["sleep"]
+    assert log.new_calls() == ["sleep"]
     devices.to_rollout()
-    assert log.since() == ["wake_weights", "sync 3", "offload_all", "wake_cache"], "the version of the last sync"
+    assert log.new_calls() == ["wake_weights", "sync 3", "offload_all", "wake_cache"], "the version of the last sync"
     devices.to_training()
     devices.sync()
-    assert log.since() == ["sleep", "wake_weights", "sync 3", "offload_all", "wake_cache"]
+    assert log.new_calls() == ["sleep", "wake_weights", "sync 3", "offload_all", "wake_cache"]
 
 
-def test_engines_that_stay_awake_keep_their_weights_while_trainers_work() -> None:
+def test_awake_engines_keep_their_weights_while_trainers_work() -> None:
     log = Log()
     devices = colocation(log, sleep=False)
     devices.sync(0)
-    assert log.since() == ["sync 0", "offload_all"]
+    assert log.new_calls() == ["sync 0", "offload_all"]
     devices.to_training()
-    assert log.since() == []
+    assert log.new_calls() == []
     devices.to_rollout()
     devices.to_rollout()
-    assert log.since() == ["offload_all"]
+    assert log.new_calls() == ["offload_all"]
 
 
 @pytest.mark.parametrize(
     ("sleep", "calls"), [(True, ["offload_all", "wake_weights", "wake_cache", "sleep"]), (False, ["offload_all"])]
 )
-def test_engines_that_read_files_get_no_weights_from_the_trainers(sleep: bool, calls: list[str]) -> None:
+def test_engines_that_load_files_get_no_weights_from_trainers(sleep: bool, calls: list[str]) -> None:
     log: Any = Log()
     devices = Colocation(log, log, None, sleep=sleep)
     devices.to_rollout()
     devices.to_rollout()
     devices.to_training()
-    assert log.since() == calls
+    assert log.new_calls() == calls
 
 
-def test_engines_on_devices_of_their_own_get_weights_at_any_time() -> None:
+def test_engines_on_separate_devices_get_weights_at_any_time() -> None:
     log: Any = Log()
     devices = Colocation(log, log, log, sleep=False, shared=False)
     devices.sync(0)
@@ -90,10 +90,10 @@ def test_engines_on_devices_of_their_own_get_weights_at_any_time() -> None:
     devices.sync(1)
     devices.sync(2)
     devices.to_rollout()
-    assert log.since() == ["sync 0", "sync 1", "sync 2"]
+    assert log.new_calls() == ["sync 0", "sync 1", "sync 2"]
 
 
-def test_engines_that_have_the_devices_get_no_weights() -> None:
+def test_engines_that_hold_the_devices_get_no_weights() -> None:
     devices = colocation(Log(), sleep=True)
     devices.sync(0)
     with pytest.raises(AssertionError, match="the engines have the devices already"):
@@ -101,7 +101,7 @@ def test_engines_that_have_the_devices_get_no_weights() -> None:
 
 
 @pytest.mark.parametrize("sleep", [True, False])
-def test_offloading_is_a_stage_of_a_sync_and_not_of_its_seconds(sleep: bool) -> None:
+def test_offloading_is_timed_separately_from_the_sync(sleep: bool) -> None:
     report = colocation(Log(), sleep=sleep).sync(0)
     assert 100.0 < report.stages["offload"] < 160.0
     assert report.seconds == 2.0
@@ -109,7 +109,7 @@ def test_offloading_is_a_stage_of_a_sync_and_not_of_its_seconds(sleep: bool) -> 
 
 
 @pytest.mark.parametrize(("every", "synced"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (9, [5])])
-def test_weights_go_to_the_engines_when_they_are_due_and_after_the_last_step(every: int, synced: list[int]) -> None:
+def test_weights_are_synced_when_due_and_after_the_last_step(every: int, synced: list[int]) -> None:
     log = Log()
     trainer: Any = object.__new__(RolloutTrainer)
     trainer._config = SimpleNamespace(rollout=SimpleNamespace(sync_every=every), steps=5)
@@ -119,6 +119,6 @@ def test_weights_go_to_the_engines_when_they_are_due_and_after_the_last_step(eve
     trainer._engines = SimpleNamespace(name="rollout", take_usage=lambda: [usage])
     trainer.evaluate_every = None
     metrics = [trainer._sync(step) for step in range(1, 6)]
-    assert log.since() == [call for step in synced for call in ("prepare", f"sync {step}", f"synced {step}")]
+    assert log.new_calls() == [call for step in synced for call in ("prepare", f"sync {step}", f"synced {step}")]
     assert [step for step, of_step in enumerate(metrics, 1) if of_step] == synced
     assert all(of_step["memory/rollout/rollout"] == 1.0 for of_step in metrics if of_step)

@@ -1,4 +1,4 @@
-"""An evaluation by itself: its command, its directory, its document. What it says: ``tests/e2e/test_eval.py``."""
+"""Standalone evaluation: command, directory, document. Its results: ``tests/e2e/test_eval.py``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def configured(run: Path) -> EvalConfig:
     return config
 
 
-def test_an_interrupted_evaluation_begins_again(tmp_path: Path) -> None:
+def test_an_interrupted_evaluation_starts_over(tmp_path: Path) -> None:
     for _ in range(2):
         with closing(EvaluationDirectory(configured(tmp_path))) as directory:
             assert not directory.evaluations.exists()
@@ -51,7 +51,7 @@ def test_a_finished_evaluation_and_other_runs_are_kept(tmp_path: Path) -> None:
         assert (tmp_path / run / "evaluations.jsonl").read_text() == "{}\n"
 
 
-def test_the_command_evaluates_and_ends_with_what_stopped_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_evaluates_and_ends_with_the_message_of_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     received: list[EvalConfig] = []
     monkeypatch.setattr(megarl.loop, "evaluate", types.SimpleNamespace(evaluate=received.append), raising=False)
     assert CliRunner().invoke(app, ["eval", str(EVAL), "run.dir=here"], catch_exceptions=False).exit_code == 0
@@ -68,13 +68,13 @@ def test_the_command_evaluates_and_ends_with_what_stopped_it(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("command", "config", "fix"), [("eval", DEBUG, "megarl train"), ("train", EVAL, "megarl eval")]
 )
-def test_a_stage_has_its_command(command: str, config: Path, fix: str) -> None:
+def test_training_stages_are_refused_by_eval_and_the_other_way_round(command: str, config: Path, fix: str) -> None:
     refused = CliRunner().invoke(app, [command, str(config)])
     assert refused.exit_code == 2
     assert f"use {fix}" in refused.stderr
 
 
-def test_the_configuration_of_the_document_is_whole(tmp_path: Path) -> None:
+def test_the_documented_configuration_is_complete(tmp_path: Path) -> None:
     text = (REPOSITORY / "docs" / "evaluation.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```yaml\n(stage: eval\n.*?)```", text, flags=re.DOTALL)
     path = tmp_path / "mine.yaml"

@@ -1,4 +1,4 @@
-"""What evaluations say of scores, by hand; and whose weights they are of."""
+"""Metrics of evaluations, by hand; and which weights are evaluated."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_means_have_intervals_over_prompts() -> None:
     assert alone["exact_ci95"] == pytest.approx(Z * statistics.stdev([1, 1, 0, 0, 1, 0]) / math.sqrt(6))
 
 
-def test_the_reward_model_is_called_score_and_is_not_passed_where_a_function_says_what_is_right() -> None:
+def test_the_reward_model_is_named_score_and_pass_at_k_uses_the_function() -> None:
     scores = {"reward_model": np.float32([3, 4]), "exact": np.float32([0, 1])}
     found = held_out_metrics(scores, samples("ab"), evaluation(pass_at=[1]))
     assert (found["score"], found["exact"]) == (3.5, 0.5)
@@ -61,7 +61,7 @@ def test_the_reward_model_is_called_score_and_is_not_passed_where_a_function_say
     assert model["score_pass_at_1"] == 0.5
 
 
-def test_passes_are_the_part_of_all_choices_of_k_answers_that_have_a_success() -> None:
+def test_pass_at_k_is_the_fraction_of_k_subsets_with_a_success() -> None:
     by_prompt = {"a": [0.2, 0.5, 0.9, 0.1], "b": [0.0, 0.0, 0.5, 0.0], "c": [0.4, 0.4, 0.4, 0.4]}
     values = np.float32([score for own in by_prompt.values() for score in own])
     found = held_out_metrics({"f": values}, samples("aaaabbbbcccc"), evaluation(pass_at=[1, 2, 4], success_at=0.5))
@@ -74,7 +74,7 @@ def test_passes_are_the_part_of_all_choices_of_k_answers_that_have_a_success() -
         assert found[f"f_pass_at_{k}_ci95"] == pytest.approx(Z * statistics.stdev(rates) / math.sqrt(3))
 
 
-def test_samples_without_a_score_are_left_out_and_counted() -> None:
+def test_samples_without_a_score_are_excluded_and_counted() -> None:
     scores = {"f": np.float32([1, NAN, 0, 0, NAN, NAN]), "g": np.float32([1, 1, NAN, 1, 1, NAN])}
     found = held_out_metrics(scores, samples("aabbcc"), evaluation(pass_at=[1, 2]))
     assert found["f"] == pytest.approx(1 / 3)
@@ -95,7 +95,7 @@ def test_lengths() -> None:
 
 
 class Actor:
-    """Has its weights, or their average for its weights."""
+    """An actor with its weights or their EMA swapped in."""
 
     weights = "actor"
 
@@ -106,7 +106,7 @@ class Actor:
 
 
 def evaluator(*, average: bool) -> tuple[Evaluator, list[str]]:
-    """An evaluator within a run whose samples score the number of calls before, and its calls in order."""
+    """An evaluator within a run whose samples score the number of earlier calls, and its calls in order."""
     calls: list[str] = []
     actor, answered = Actor(), samples("ab")
 
@@ -137,14 +137,14 @@ def evaluator(*, average: bool) -> tuple[Evaluator, list[str]]:
     return Evaluator(**parts, chunks=1), calls
 
 
-def test_the_average_is_evaluated_beside_the_actor_whose_weights_come_back() -> None:
+def test_the_ema_is_evaluated_after_the_actor_whose_weights_are_restored() -> None:
     evaluating, calls = evaluator(average=True)
     result = evaluating.evaluate(4)
     assert calls == ["to rollout", "to training", "sync average", "to training", "sync actor"]
     assert (result.step, result.metrics["eval/f"], result.metrics["eval_ema/f"]) == (4, 2.0, 4.0)
 
 
-def test_without_an_average_the_engines_keep_their_weights() -> None:
+def test_without_an_ema_the_engines_keep_their_weights() -> None:
     evaluating, calls = evaluator(average=False)
     metrics = evaluating.evaluate(1).metrics
     assert calls == ["to rollout", "to training"]

@@ -1,4 +1,4 @@
-"""Forward passes over the parts of a step begin while others are generated; what they compute depends on no time."""
+"""Forward passes over parts of a step overlap with generation; their results do not depend on timing."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def calls(simulation: Simulation) -> dict[str, int]:
 
 
 def beside(simulation: Simulation) -> dict[str, int]:
-    """How many calls of each role began while engines generated."""
+    """The number of calls of each role that began while engines generated."""
     return {name: sum(role.begun) for name, role in simulation.roles.items()}
 
 
@@ -79,7 +79,7 @@ def test_numbers_do_not_depend_on_the_order_of_arrival(staleness: int, parts: in
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_parts_change_what_is_packed_together_alone(staleness: int, kind: Mapping[str, bool]) -> None:
+def test_parts_change_only_the_packing(staleness: int, kind: Mapping[str, bool]) -> None:
     """A step that is one part has the numbers of engines on the trainers' devices, where nothing begins early."""
     shared, whole, parts = (
         run(1, kind, staleness=staleness, parts=parts, shared=shared)
@@ -91,7 +91,7 @@ def test_parts_change_what_is_packed_together_alone(staleness: int, kind: Mappin
     assert (numbers(parts) == numbers(whole)) is same
 
 
-def test_every_role_begins_with_the_parts_of_a_step_that_is_sampled_just_before_its_training() -> None:
+def test_every_role_starts_on_parts_of_a_step_sampled_just_before_training() -> None:
     runs = [run(seed, PLAIN, staleness=0, parts=3) for seed in range(SCHEDULES)]
     for simulation in runs:
         assert calls(simulation) == dict.fromkeys(("actor", "critic", "reference"), 3 * STEPS)
@@ -99,7 +99,7 @@ def test_every_role_begins_with_the_parts_of_a_step_that_is_sampled_just_before_
         assert 0 < beside(simulation)["actor"] <= 2 * STEPS, "the last part begins with the last response"
 
 
-def test_the_reference_alone_runs_ahead_of_the_actor() -> None:
+def test_only_the_reference_runs_ahead_of_the_actor() -> None:
     for seed in range(SCHEDULES):
         simulation = run(seed, PLAIN, staleness=2, parts=3)
         assert calls(simulation) == {"actor": STEPS, "critic": STEPS, "reference": 3 * STEPS}
@@ -145,7 +145,7 @@ def test_an_engine_that_dies_changes_no_number() -> None:
         ({"moves": True, "together": True}, ["logprobs", "ref", "values"]),
     ],
 )
-def test_passes_that_need_not_wait_for_the_training(settings: Mapping[str, Any], names: Sequence[str]) -> None:
+def test_roles_whose_passes_need_not_wait_for_training(settings: Mapping[str, Any], names: Sequence[str]) -> None:
     config: Any = SimpleNamespace(
         algo=SimpleNamespace(
             filter=None,

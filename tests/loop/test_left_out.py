@@ -1,4 +1,4 @@
-"""Rows that a run leaves out, against what was put in."""
+"""Skipped rows of a run, against its input."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROWS = [
 ]
 
 
-def test_they_are_counted_by_fault_and_named(tmp_path: Path) -> None:
+def test_skipped_rows_are_counted_by_fault_and_named(tmp_path: Path) -> None:
     left_out = LeftOutRows(faults=frozenset({"equal", "empty", "too_long"}), rows=ROWS)
     assert left_out.metrics() == {"data/dropped_empty": 0, "data/dropped_equal": 2, "data/dropped_too_long": 1}
     file = tmp_path / "left_out.jsonl"
@@ -29,7 +29,7 @@ def test_they_are_counted_by_fault_and_named(tmp_path: Path) -> None:
     ]
 
 
-def test_without_any_there_is_no_file(tmp_path: Path) -> None:
+def test_without_skipped_rows_there_is_no_file(tmp_path: Path) -> None:
     left_out = LeftOutRows(faults=frozenset({"too_long"}))
     left_out.write(tmp_path / "left_out.jsonl")
     assert not list(tmp_path.iterdir())

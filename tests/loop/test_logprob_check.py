@@ -1,4 +1,4 @@
-"""The comparison of the log-probabilities of trainer and engines: its sequences, its metrics and its error."""
+"""The comparison of trainer and engine log-probabilities: sequences, metrics and error."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def engine(*rows: list[float]) -> Ragged:
     return Ragged.from_rows(rows, np.float32)
 
 
-def test_mean_and_maximum_are_over_all_tokens_and_engines() -> None:
+def test_mean_and_maximum_cover_all_tokens_and_engines() -> None:
     metrics = compare_logprobs(TRAINER, [engine([-1.5, -2.0], [-3.0, -0.5]), engine([-1.0, -2.25], [-2.75, -0.5])], 0.2)
     assert metrics == {"sync/logprob_mean_abs_diff": 1.0 / 8, "sync/logprob_max_abs_diff": 0.5}
 
 
-def test_a_disagreement_names_engine_numbers_and_remedies() -> None:
+def test_a_mismatch_error_names_engine_numbers_and_remedies() -> None:
     agreeing, off = engine([-1.0, -2.0], [-3.0, -0.5]), engine([-1.0, -2.0], [-3.0, -4.5])
     with pytest.raises(DisagreementError) as caught:
         compare_logprobs(TRAINER, [agreeing, off], 0.9)
@@ -34,18 +34,18 @@ def test_a_disagreement_names_engine_numbers_and_remedies() -> None:
         assert remedy in message
 
 
-def test_one_engine_does_not_hide_behind_the_others() -> None:
+def test_one_mismatching_engine_fails_the_check() -> None:
     same = engine([-1.0, -2.0], [-3.0, -0.5])
     with pytest.raises(DisagreementError, match="Engine 2"):
         compare_logprobs(TRAINER, [same, same, engine([-1.4, -2.0], [-3.0, -0.5]), same], 0.05)
 
 
-def test_what_is_not_a_number_does_not_pass() -> None:
+def test_nan_fails_the_check() -> None:
     with pytest.raises(DisagreementError, match="mean absolute difference nan"):
         compare_logprobs(TRAINER, [engine([-1.0, float("nan")], [-3.0, -0.5])], 10.0)
 
 
-def test_the_sequences_are_random_and_the_same_for_a_seed() -> None:
+def test_the_sequences_are_random_and_determined_by_the_seed() -> None:
     gate = LogprobGate(sequences=200, tokens=8)
     first, again = (random_sequences(gate, vocab=50, longest=8, seed=3) for _ in range(2))
     assert [ids.tolist() for ids in first] == [ids.tolist() for ids in again]

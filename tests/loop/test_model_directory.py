@@ -19,7 +19,7 @@ from tests.disk import SmallDisk
 DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "ppo.yaml"
 
 
-def test_a_random_model_is_what_its_seed_and_its_configuration_say(tmp_path: Path) -> None:
+def test_a_random_model_is_determined_by_seed_and_configuration(tmp_path: Path) -> None:
     config = load(DEBUG)
     state = torch.get_rng_state()
     first = Path(model_directory(config, tmp_path / "first"))
@@ -39,7 +39,7 @@ def test_a_random_model_is_what_its_seed_and_its_configuration_say(tmp_path: Pat
 
 @pytest.mark.process
 @pytest.mark.parametrize("kib", [0, 8])
-def test_a_random_model_that_does_not_fit_onto_the_disk_is_named(kib: int, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_for_a_random_model(kib: int, tmp_path: Path) -> None:
     with SmallDisk(tmp_path / "disk", 64) as disk:
         disk.fill(kib)
         said = r"random model cannot be written: .*/disk/model.partial.*: No space left on device \(.* free\)"
@@ -48,7 +48,7 @@ def test_a_random_model_that_does_not_fit_onto_the_disk_is_named(kib: int, tmp_p
         assert not (disk.path / "model").exists()
 
 
-def test_a_given_model_is_used_where_it_lies(tmp_path: Path) -> None:
+def test_a_given_model_is_used_in_place(tmp_path: Path) -> None:
     made = model_directory(load(DEBUG), tmp_path)
     overlong = "{name: soft_overlong, args: {max_tokens: 32, buffer_tokens: 32}}"
     rules = ["groups.train.roles.reward=null", f"reward.functions=[{overlong}]"]
@@ -57,7 +57,7 @@ def test_a_given_model_is_used_where_it_lies(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_an_uncreatable_directory_is_refused(tmp_path: Path) -> None:
     config = load(DEBUG, [f"run.dir={tmp_path / 'file' / 'run'}"])
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="can be written"):

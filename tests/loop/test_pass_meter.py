@@ -27,7 +27,7 @@ def usage(device_name: str, idle: float = 0.0, **peaks: int) -> ProcessUsage:
     return ProcessUsage(idle=idle, peak_bytes=peaks, device_name=device_name)  # pyright: ignore[reportArgumentType]
 
 
-def test_passes_add_up_until_they_are_taken() -> None:
+def test_passes_are_summed_until_they_are_read() -> None:
     config = debug()
     meter, once = PassMeter(config), forward_flops(model_spec(config.model.hf_config()), "lm", ROWS)
     meter.add("logprobs", "actor", ROWS, 0.5)
@@ -64,7 +64,7 @@ def test_heads_of_other_roles_cost_less() -> None:
         (["NVIDIA A100-SXM4-80GB", "NVIDIA H200"], [], None),
     ],
 )
-def test_the_peak_is_the_devices_or_that_of_the_configuration(
+def test_peak_flops_are_the_devices_or_the_configured(
     names: list[str], override: list[str], peak: float | None
 ) -> None:
     meter = PassMeter(debug(*override))
@@ -74,7 +74,7 @@ def test_the_peak_is_the_devices_or_that_of_the_configuration(
     assert metrics.get("perf/mfu/logprobs") == (None if peak is None else pytest.approx(achieved / peak))
 
 
-def test_a_group_is_as_large_as_its_largest_process_and_as_idle_as_its_mean() -> None:
+def test_group_memory_is_the_maximum_and_idle_time_the_mean_over_processes() -> None:
     processes = [usage("", 0.5, update=2**30), usage("", 0.25, update=2**31, sync=2**29)]
     assert PassMeter(debug()).take({"train": processes}) == {
         "perf/idle/train": 0.375,

@@ -45,7 +45,7 @@ def taken(schedule: Schedule, chunks: Any) -> list[tuple[int, int]]:
     return sorted((row.tokens, row.response_tokens) for row in rows)
 
 
-def test_every_step_has_texts_of_its_own_and_all_come_in_turn() -> None:
+def test_every_step_takes_the_next_texts() -> None:
     mixed = mixture()
     lengthened, texts = mixed.next(steps(5, mixed))
     seen: list[tuple[int, int]] = []
@@ -59,14 +59,14 @@ def test_every_step_has_texts_of_its_own_and_all_come_in_turn() -> None:
     assert sorted(seen) == sorted(3 * every), "15 texts are three times all of them"
 
 
-def test_responses_alone_count_where_that_is_asked() -> None:
+def test_only_response_tokens_count_if_configured() -> None:
     mixed = mixture("ptx.loss_on=response")
     _, texts = mixed.next(steps(5, mixed))
     found = [row for along in texts.schedules for row in taken(along, texts.chunks)]
     assert sorted(found) == sorted(3 * [(i + 3, i + 1) for i in range(5)])
 
 
-def test_a_resumed_run_goes_on_with_the_next_text() -> None:
+def test_a_resumed_run_continues_with_the_next_text() -> None:
     straight, first, second = mixture(), mixture(), mixture()
     straight.next(steps(2, straight))
     first.next(steps(2, first))

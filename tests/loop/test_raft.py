@@ -35,11 +35,11 @@ def chosen(raft: RAFTSettings, scores: Sequence[float] = SCORES, prompts: str = 
         ({"min_score": 2.0}, []),
     ],
 )
-def test_the_best_of_each_prompt(options: dict[str, Any], expected: list[int]) -> None:
+def test_raft_selects_the_best_of_each_prompt(options: dict[str, Any], expected: list[int]) -> None:
     assert chosen(RAFTSettings(**options)) == expected
 
 
-def test_the_best_of_the_step() -> None:
+def test_raft_selects_the_best_of_the_step() -> None:
     def top(fraction: float, **options: Any) -> RAFTSettings:
         return RAFTSettings.model_validate({"strategy": {"name": "top", "fraction": fraction}, **options})
 
@@ -48,7 +48,7 @@ def test_the_best_of_the_step() -> None:
     assert chosen(top(0.9)) == [6, 1, 7, 4, 5, 3, 0], "samples without a score are never selected"
 
 
-def test_a_prompt_that_comes_twice_in_a_step_is_two() -> None:
+def test_a_repeated_prompt_in_a_step_counts_twice() -> None:
     assert chosen(RAFTSettings(), prompts="aaaaaaaa") == [1, 6]
 
 

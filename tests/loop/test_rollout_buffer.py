@@ -1,4 +1,4 @@
-"""Thousands of runs in simulated time: what is trained on depends on no time, is never too old, and always comes."""
+"""Thousands of runs in simulated time: samples do not depend on timing, are never too old, and always arrive."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ages(step: int, sampled: Sampled) -> list[int]:
 
 @pytest.mark.parametrize("filtered", [False, True], ids=["whole", "filtered"])
 @pytest.mark.parametrize("staleness", [0, 1, 2, 4])
-def test_an_exact_run_does_not_depend_on_time_or_on_the_engines(staleness: int, *, filtered: bool) -> None:
+def test_an_exact_run_does_not_depend_on_timing_or_engines(staleness: int, *, filtered: bool) -> None:
     expected = None
     for seed in range(SCHEDULES):
         setup = Setup(staleness=staleness, mode="exact", engines=1 + seed % 3, steps=STEPS, filtered=filtered)
@@ -57,7 +57,7 @@ def test_an_exact_run_does_not_depend_on_time_or_on_the_engines(staleness: int, 
 @pytest.mark.parametrize("filtered", [False, True], ids=["whole", "filtered"])
 @pytest.mark.parametrize("staleness", [1, 2, 4])
 @pytest.mark.parametrize("mode", ["bounded", "inflight"])
-def test_no_token_is_older_than_the_bound(mode: str, staleness: int, *, filtered: bool) -> None:
+def test_no_token_exceeds_the_staleness_bound(mode: str, staleness: int, *, filtered: bool) -> None:
     oldest, spanning = 0, 0
     for seed in range(SCHEDULES):
         setup = Setup(staleness=staleness, mode=mode, engines=1 + seed % 3, steps=STEPS, filtered=filtered)
@@ -75,7 +75,7 @@ def test_no_token_is_older_than_the_bound(mode: str, staleness: int, *, filtered
 
 @pytest.mark.parametrize("filtered", [False, True], ids=["whole", "filtered"])
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_an_exact_run_goes_on_from_every_checkpoint_as_if_nothing_had_happened(
+def test_an_exact_run_resumed_from_any_checkpoint_equals_the_uninterrupted_run(
     tmp_path: Path, staleness: int, *, filtered: bool
 ) -> None:
     setup = Setup(staleness=staleness, mode="exact", engines=2, steps=STEPS, filtered=filtered)
@@ -99,7 +99,7 @@ def test_an_exact_run_goes_on_from_every_checkpoint_as_if_nothing_had_happened(
 
 
 @pytest.mark.parametrize("mode", ["bounded", "inflight"])
-def test_a_resumed_run_keeps_the_bound(tmp_path: Path, mode: str) -> None:
+def test_a_resumed_run_keeps_the_staleness_bound(tmp_path: Path, mode: str) -> None:
     for seed in range(SCHEDULES):
         setup = Setup(staleness=2, mode=mode, engines=2, steps=STEPS, filtered=seed % 2 == 0)
         saved = 1 + seed % (STEPS - 1)
@@ -119,7 +119,7 @@ def test_a_resumed_run_keeps_the_bound(tmp_path: Path, mode: str) -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
-def test_shared_devices_are_the_trainers_when_they_work(tmp_path: Path, staleness: int) -> None:
+def test_engines_do_not_generate_while_trainers_use_shared_devices(tmp_path: Path, staleness: int) -> None:
     setups = [
         Setup(staleness=staleness, mode="exact", engines=1, steps=STEPS, filtered=True, shared=shared)
         for shared in (True, False)
@@ -143,7 +143,7 @@ MODES = [("exact", 0), ("exact", 1), ("exact", 3), ("bounded", 1), ("bounded", 3
 
 @pytest.mark.parametrize(("mode", "staleness"), MODES)
 def test_engines_that_die_or_hang_are_replaced(mode: str, staleness: int) -> None:
-    """An exact run stays the same, unless nobody is left with its version: then it ends with a message."""
+    """An exact run stays the same, unless no engine is left with its version: then it ends with a message."""
     expected, messages, ills = None, list[str](), Counter[str]()
     for seed in range(2 * SCHEDULES):
         engines, losses = 1 + seed % 3, 3 if seed else 0
@@ -179,7 +179,7 @@ def test_engines_that_die_or_hang_are_replaced(mode: str, staleness: int) -> Non
 @pytest.mark.parametrize("rolling", [False, True], ids=["together", "rolling"])
 @pytest.mark.parametrize("staleness", [1, 3])
 @pytest.mark.parametrize("mode", ["bounded", "inflight"])
-def test_half_of_the_engines_generates_while_the_other_half_is_updated(
+def test_half_of_the_engines_generate_while_the_other_half_is_updated(
     mode: str, staleness: int, *, rolling: bool
 ) -> None:
     oldest, begun = 0, 0
@@ -204,7 +204,7 @@ def test_half_of_the_engines_generates_while_the_other_half_is_updated(
 
 
 @pytest.mark.parametrize(("mode", "staleness"), MODES)
-def test_nobody_waits_for_a_new_engine_while_another_is_well(mode: str, staleness: int) -> None:
+def test_no_step_waits_for_a_new_engine_while_another_works(mode: str, staleness: int) -> None:
     replaced = 0
     for seed in range(SCHEDULES):
         setup = Setup(
@@ -224,7 +224,7 @@ def test_nobody_waits_for_a_new_engine_while_another_is_well(mode: str, stalenes
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 1), (4, 0), (1, 4)])
-def test_another_staleness_holds_from_a_resume_on(tmp_path: Path, before: int, after: int) -> None:
+def test_a_changed_staleness_applies_from_the_resume_on(tmp_path: Path, before: int, after: int) -> None:
     for seed in range(SCHEDULES // 3):
         first = Simulation(
             Setup(staleness=before, mode="inflight" if seed % 2 else "exact", engines=2, steps=STEPS, filtered=True),

@@ -1,4 +1,4 @@
-"""What is looked at before a run starts its processes, and what a trainer has of a checkpoint."""
+"""Checks before a run starts its processes, and a trainer's state from a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_run_on_gpus_needs_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert not directory.exists()
 
 
-def test_several_nodes_are_planned_but_not_started_without_a_cluster(tmp_path: Path) -> None:
+def test_a_multi_node_run_needs_a_cluster_to_start(tmp_path: Path) -> None:
     devices = ["groups.train.devices=0-7", "rollout.devices=8-15", "cluster.devices_per_node=8"]
     config = load(DEBUG, ["cluster.device=cuda", "cluster.nodes=2", *devices, f"run.dir={tmp_path / 'run'}"])
     room = capacity(config)
@@ -41,7 +41,7 @@ def test_several_nodes_are_planned_but_not_started_without_a_cluster(tmp_path: P
     assert not (tmp_path / "run").exists()
 
 
-def test_engines_need_a_vllm_for_their_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_engines_need_a_vllm_build_for_their_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     config = load(DEBUG, [f"run.dir={directory}"])
     monkeypatch.setattr("megarl.cluster.trainers.vllm_device", lambda: "cuda")
@@ -51,7 +51,7 @@ def test_engines_need_a_vllm_for_their_device(monkeypatch: pytest.MonkeyPatch, t
 
 
 class Part:
-    """Something of a trainer that has a state."""
+    """A stateful part of a trainer."""
 
     def __init__(self, given: Any) -> None:
         self.given = given
@@ -70,7 +70,7 @@ def ppo(coef: float, values: Any, prompts: Any, texts: Any) -> Any:
     return trainer
 
 
-def test_ppo_goes_on_with_all_that_it_has_saved() -> None:
+def test_ppo_restores_all_of_its_state() -> None:
     state = json.loads(json.dumps(ppo(0.1 + 0.2, {"mean": 1.5}, {"position": 3}, {"epoch": 2}).state(Path())))
     resumed = ppo(0.7, {"mean": 0.0}, {"position": 0}, {"epoch": 0})
     resumed.load(state, Path())

@@ -1,4 +1,4 @@
-"""Rounds of generation until a step is full: who is asked what in which order, what is kept, and how it goes on."""
+"""Rounds of generation until a step is full: order of the calls, kept prompts, and resumption."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class World:
 
 @dataclass(frozen=True)
 class Answered:
-    """Rollouts that are there at once."""
+    """Rollouts that are available immediately."""
 
     rollouts: Rollouts
     finished: bool = True
@@ -156,8 +156,8 @@ def test_a_step_takes_the_next_prompts() -> None:
     assert first.metrics == {}
 
 
-def test_further_prompts_are_answered_until_the_step_is_full() -> None:
-    """Of the order of the prompts, those at 1, 2 and 4 say something: two rounds fill the step, with one to spare."""
+def test_sampling_continues_until_the_step_is_full() -> None:
+    """The prompts at 1, 2 and 4 pass the filter: two rounds fill the step, with one to spare."""
     order = [prompt.prompt_id for prompt in take(sampler(World(SAYS)), 1).prompts]
     stream = sampler(World(SAYS))
     order = [prompt.prompt_id for step in (1, 2) for prompt in take(stream, step).prompts]
@@ -176,7 +176,7 @@ def test_further_prompts_are_answered_until_the_step_is_full() -> None:
     }
 
 
-def test_a_prompt_that_comes_again_in_a_step_gets_samples_of_its_own() -> None:
+def test_a_repeated_prompt_in_a_step_gets_new_samples() -> None:
     """Three rounds of two prompts each, of five."""
     world = World(NOTHING)
     found = take(sampler(world, rounds=3), 1)
@@ -194,14 +194,14 @@ def test_without_a_reward_model_the_engines_keep_the_devices() -> None:
     assert world.moves == ["rollout", "rollout", "training"]
 
 
-def test_a_full_first_round_is_taken_as_it_is() -> None:
+def test_a_full_first_round_is_used_unchanged() -> None:
     world = World(SAYS)
     found = take(sampler(world, rounds=3), 1)
     assert world.picked == []
     assert found.rollouts.samples == world.generate(world.asked[0], 4).result().samples
 
 
-def test_the_likeliest_responses_are_those_of_the_prompts_that_are_kept() -> None:
+def test_greedy_responses_are_those_of_the_kept_prompts() -> None:
     order = [prompt.prompt_id for prompt in take(sampler(World(SAYS)), 1).prompts]
     world = World({**SAYS, order[0]: [1.0] * 8})
     found = take(sampler(world, rounds=3, greedy=True), 1)
@@ -217,8 +217,8 @@ def test_the_likeliest_responses_are_those_of_the_prompts_that_are_kept() -> Non
 
 
 @pytest.mark.parametrize("rounds", [0, 3])
-def test_a_sampler_goes_on_where_another_stopped(rounds: int) -> None:
-    """However many prompts the rounds of a step took."""
+def test_a_resumed_sampler_continues_where_the_last_one_stopped(rounds: int) -> None:
+    """For any number of prompts per round."""
     worth = {**SAYS, "p1": [1.0] * 8, "p3": [1.0] * 8}
     straight = sampler(World(worth), rounds=rounds)
     expected = [ids(take(straight, step)) for step in range(1, 7)]

@@ -1,4 +1,4 @@
-"""What the scores of samples become, by hand."""
+"""From rewards to shaped scores and advantages, by hand."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def scored_batch(
     return score_batch(samples, scoring, likeliest, reward or Reward(), Algo.model_validate(algo), order=order)
 
 
-def test_columns_are_joined_in_the_order_of_their_chunks() -> None:
+def test_columns_are_joined_in_chunk_order() -> None:
     rows = gather_rows({1: np.float32([3, 4]), 2: np.float32([5]), 0: np.float32([1, 2])})
     assert rows.tolist() == VALUES.tolist()
     assert rows.dtype == np.float32
@@ -94,7 +94,7 @@ def answered(*results: Any) -> Any:
     return SimpleNamespace(wait=lambda: list(results))
 
 
-def test_scores_are_in_the_order_of_the_samples() -> None:
+def test_scores_are_in_sample_order() -> None:
     model = answered({0: np.float32([0, 1]), 2: np.float32([math.inf])}, None, {1: np.float32([2, 3])})
     scorer = object.__new__(Scorer)
     scorer._scale = ScoreScale(mean=1.0, std=2.0)
@@ -121,7 +121,7 @@ def test_scores_are_in_the_order_of_the_samples() -> None:
 
 
 @pytest.mark.parametrize("dense", [False, True])
-def test_rewards_see_responses_up_to_a_token_and_the_model_may_score_them_all(dense: bool) -> None:
+def test_rewards_get_truncated_responses_and_the_reward_model_may_get_full_ones(dense: bool) -> None:
     whole: Any = SimpleNamespace(samples=SAMPLES, chunks="whole")
     cut: Any = SimpleNamespace(samples=[sample("b", 0, 0, 0, finished=False)], chunks="cut")
     asked: list[Any] = []
@@ -152,7 +152,7 @@ def test_rewards_see_responses_up_to_a_token_and_the_model_may_score_them_all(de
     assert scoring.wait()["reward_model"].tolist() == [7]
 
 
-def test_the_total_is_weighted_then_clipped_and_a_missing_end_has_its_own_score() -> None:
+def test_the_total_is_weighted_then_clipped_and_unfinished_responses_have_a_fixed_score() -> None:
     functions = (RewardFunction(name="here:f", weight=2.0), RewardFunction(name="there:f", weight=-1.0))
     reward = Reward(weight=3.0, functions=functions)
     scores = {"reward_model": VALUES, "f_2": VALUES * 4, "f_1": np.float32([0, 0, 0, 1, -5])}
@@ -165,8 +165,8 @@ def test_the_total_is_weighted_then_clipped_and_a_missing_end_has_its_own_score(
     assert total_scores(scores, SAMPLES, scored_by_token, Scores()).tolist() == [-4, -8, -12, -14, -30]
 
 
-def test_a_sample_that_one_source_could_not_score_has_no_score() -> None:
-    """Not even one for its missing end."""
+def test_a_sample_with_one_failed_source_has_no_score() -> None:
+    """Not even the fixed one for unfinished responses."""
     functions = (RewardFunction(name="here:f"),)
     scores = {"reward_model": np.float32([1, NONE, 3, 4, 5]), "f": np.float32([1, 1, NONE, 1, 1])}
     shapes = Scores.model_validate({"clip": 4.5, "missing_end": "zero"})
@@ -174,7 +174,7 @@ def test_a_sample_that_one_source_could_not_score_has_no_score() -> None:
     assert found.tolist() == pytest.approx([2, NONE, NONE, 4.5, 4.5], nan_ok=True)
 
 
-def test_samples_are_compared_with_those_of_their_prompt() -> None:
+def test_baselines_are_per_prompt() -> None:
     batch = scored_batch([0, 5, 2, 5, 9], advantage="grpo")
     deviation = math.sqrt(2)  # of 0 and 2, with Bessel's correction
     assert batch.samples.sequence_advantages is not None
@@ -188,7 +188,7 @@ def test_samples_are_compared_with_those_of_their_prompt() -> None:
     assert batch.samples.actor_mask.all()
 
 
-def test_a_sample_without_a_score_is_compared_with_none() -> None:
+def test_a_sample_without_a_score_is_in_no_baseline() -> None:
     batch = scored_batch([0, 5, NONE, 1, 9], advantage="rloo")
     assert batch.samples.sequence_advantages is not None
     assert batch.samples.sequence_advantages.tolist() == [0, 4, 0, -4, 0]
@@ -202,7 +202,7 @@ def test_a_sample_without_a_score_is_compared_with_none() -> None:
     assert (batch.trained_roles, nothing.trained_roles) == ({"actor", "critic"}, set())
 
 
-def test_what_did_not_end_may_be_compared_with_and_not_learnt() -> None:
+def test_unfinished_samples_may_count_in_the_baseline_without_being_trained_on() -> None:
     batch = scored_batch([0, 5, 2, 5, 9], advantage="rloo", scores={"missing_end": "mask"})
     assert batch.samples.sequence_advantages is not None
     assert batch.samples.sequence_advantages.tolist() == [-2, 0, 2, 0, 0]
@@ -212,7 +212,7 @@ def test_what_did_not_end_may_be_compared_with_and_not_learnt() -> None:
     assert of_the_unfinished.trained_roles == {"critic"}
 
 
-def test_remax_compares_with_the_likeliest_response_whose_score_is_shaped_alike() -> None:
+def test_remax_subtracts_the_greedy_responses_score_shaped_the_same_way() -> None:
     batch = scored_batch([0, 5, 2, 5, 9], advantage="remax", greedy={"a": 4, "b": 1, "c": 100}, scores={"clip": 6})
     assert batch.samples.sequence_advantages is not None
     assert batch.samples.sequence_advantages.tolist() == [-1, 1, 1, 1, 0]
@@ -221,8 +221,8 @@ def test_remax_compares_with_the_likeliest_response_whose_score_is_shaped_alike(
     assert unknown.samples.sequence_advantages.tolist() == [0, 1, 0, 1, 9]
 
 
-def test_gdpo_compares_source_by_source() -> None:
-    """Each source's two scores of a prompt are a deviation of sqrt(1/2) from their mean, whatever their scale."""
+def test_gdpo_normalises_each_source() -> None:
+    """Each source's two scores of a prompt are sqrt(1/2) deviations from their mean, whatever their scale."""
     reward = Reward(weight=2.0, functions=(RewardFunction(name="here:f", weight=0.5),))
     scores = {"reward_model": [0.0, 1, 1, 0, 7], "f": [0.0, 300, 100, 900, 7]}
     batch = scored_batch(scores, reward=reward, advantage="gdpo")
@@ -232,7 +232,7 @@ def test_gdpo_compares_source_by_source() -> None:
     assert batch.samples.sequence_advantages.tolist() == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_shuffled_control_gives_the_same_scores_to_others() -> None:
+def test_the_shuffled_control_permutes_scores_over_samples() -> None:
     reward, count = Reward(shuffle=True), 100
     samples = tuple(sample(str(index), 0, 0, index) for index in range(count))
     scores = np.arange(count, dtype=np.float32)
@@ -253,13 +253,13 @@ def test_a_shuffled_control_gives_the_same_scores_to_others() -> None:
         ({"name": "open_range", "low": 0, "high": 2}, [True, True, True, True, False]),
     ],
 )
-def test_a_filter_looks_at_the_scored_samples_of_a_prompt(chosen: dict[str, Any], expected: list[bool]) -> None:
+def test_a_filter_reads_the_scored_samples_of_a_prompt(chosen: dict[str, Any], expected: list[bool]) -> None:
     keep = sample_filter(Reward(), Algo.model_validate({"filter": chosen}))
     assert keep({"reward_model": np.float32([0, 1, 2, 1.5, 9])}, SAMPLES).tolist() == expected
     assert not keep({"reward_model": np.float32([NONE] * 5)}, SAMPLES).any()
 
 
-def test_lengths_and_ends_are_those_of_the_step() -> None:
+def test_lengths_and_endings_cover_the_step() -> None:
     samples = (
         sample("a", 0, 0, 0, tokens=4),
         sample("a", 1, 0, 1, tokens=8, finished=False),

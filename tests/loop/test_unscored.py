@@ -1,4 +1,4 @@
-"""A run whose responses get no scores ends."""
+"""A run ends when its responses get no scores."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def limited(*overrides: str, stage: str = "grpo") -> UnscoredSteps:
     return UnscoredSteps(config)
 
 
-def test_three_wholly_unscored_steps_in_a_row_end_a_run_with_the_traceback() -> None:
+def test_three_consecutive_steps_without_scores_end_a_run_with_the_traceback() -> None:
     steps = limited("run.steps=9")
     for step, unscored in enumerate([16, 16, 15, 16, 16], start=1):
         steps.add(result(step, unscored))

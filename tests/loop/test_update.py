@@ -99,15 +99,15 @@ def updated(
     return told, log
 
 
-def test_actor_and_critic_take_all_steps_in_one_call_each() -> None:
+def test_actor_and_critic_take_all_steps_in_one_call_per_role() -> None:
     told, log = updated([0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
     assert log == [("actor", [10, 30] * 3), ("critic", [10, 30] * 3)]
     assert [step["policy/ppo_kl"] for step in told] == [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]
     assert all(step["value/kl_coef"] == 0.5 for step in told)
 
 
-def test_an_epoch_that_moves_the_policy_too_far_is_the_last() -> None:
-    """The means by tokens: (0 + 3 * 0.02) / 4 = 0.015 goes on, 0.0201 * 3 / 4 = 0.015075 exceeds 1.5 * 0.01."""
+def test_epochs_stop_early_after_too_large_a_kl() -> None:
+    """The means by tokens: (0 + 3 * 0.02) / 4 = 0.015 continues, 0.0201 * 3 / 4 = 0.015075 exceeds 1.5 * 0.01."""
     stop = EarlyStop(kl=0.01)
     told, log = updated([0.0, 0.02, 0.0, 0.0201, 9.0, 9.0], stop=stop)
     assert log == [
@@ -121,7 +121,7 @@ def test_an_epoch_that_moves_the_policy_too_far_is_the_last() -> None:
     assert len(told) == 4
 
 
-def test_a_quiet_policy_takes_all_epochs() -> None:
+def test_a_policy_with_small_kl_takes_all_epochs() -> None:
     told, log = updated([0.0] * 6, stop=EarlyStop(kl=0.01))
     assert len(told) == 6
     assert not [name for name, _ in log if name.endswith("skips")]
@@ -132,7 +132,7 @@ def test_a_quiet_policy_takes_all_epochs() -> None:
     [(2, BOTH, None, False), (3, BOTH, None, True), (3, {"critic"}, None, False), (3, set(), object(), True)],
     ids=["in the warm-up", "after it", "without scores", "with texts"],
 )
-def test_whether_the_actor_is_trained_is_known_before(step: int, roles: Any, texts: Any, expected: bool) -> None:
+def test_actor_training_is_known_before_the_update(step: int, roles: Any, texts: Any, expected: bool) -> None:
     config: Any = SimpleNamespace(critic=SimpleNamespace(warmup_steps=2))
     updater = Updater(config, {"actor": FakeRole("actor", [], [])}, texts, FakeMeter())  # pyright: ignore
     assert updater.trains_actor(step, roles) == expected
@@ -146,12 +146,12 @@ def test_a_critic_warms_up_alone(step: int, names: set[str]) -> None:
 
 
 @pytest.mark.parametrize(("step", "follows"), [(3, False), (4, True), (6, True)])
-def test_the_reference_follows_after_so_many_steps(step: int, follows: bool) -> None:
+def test_the_reference_is_updated_every_n_steps(step: int, follows: bool) -> None:
     _, log = updated([0.0] * 6, step=step, every=2)
     assert (log[-1] == ("reference", "follows")) is follows
 
 
-def test_texts_go_along_with_the_actor_alone() -> None:
+def test_pretraining_texts_go_to_the_actor_only() -> None:
     meter = FakeMeter()
     _, log = updated([0.0] * 6, texts=TEXTS, meter=meter)
     assert [entry for entry in log if entry[0] == "texts"] == [("texts", 6)]
@@ -160,7 +160,7 @@ def test_texts_go_along_with_the_actor_alone() -> None:
 
 
 @pytest.mark.parametrize("stop", [None, EarlyStop(kl=0.01)])
-def test_a_role_with_nothing_to_learn_from_skips_its_steps(stop: EarlyStop | None) -> None:
+def test_a_role_without_training_tokens_skips_its_steps(stop: EarlyStop | None) -> None:
     told, log = updated([], stop=stop, trained_roles=frozenset(), every=2)
     assert told == []
     assert log == [("actor skips", 6), ("critic skips", 6), ("reference", "follows")]
@@ -171,7 +171,7 @@ def test_a_role_with_nothing_to_learn_from_skips_its_steps(stop: EarlyStop | Non
     assert log == [("critic skips", 6)], "during warmup the actor has no steps to skip"
 
 
-def test_texts_are_learnt_without_a_score() -> None:
+def test_pretraining_texts_are_trained_on_without_scores() -> None:
     told, log = updated([0.0] * 6, texts=TEXTS, trained_roles=frozenset())
     assert {name for name, _ in log} == {"critic skips", "actor", "texts"}
     assert len(told) == 6
@@ -182,6 +182,6 @@ def test_the_mean_is_over_tokens() -> None:
     assert mean_kl(steps, [schedule(10), schedule(30)]) == pytest.approx(0.1)
 
 
-def test_steps_in_which_no_token_counts_are_not_in_the_mean() -> None:
+def test_steps_without_tokens_are_excluded_from_the_mean() -> None:
     assert mean_kl([{"policy/ppo_kl": 0.4}, {}], [schedule(10), schedule(30)]) == pytest.approx(0.4)
     assert mean_kl([{}], [schedule(10)]) == 0.0

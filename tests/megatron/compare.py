@@ -1,4 +1,4 @@
-"""What a trained role is compared with: the steps and the weights of the naive program in tests/oracle."""
+"""Comparison of a trained role with the steps and the weights of the naive program in tests/oracle."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def state_of(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def everywhere(column: dict[int, Any] | None) -> dict[int, Any]:
-    """What all ranks have of a column, by chunk; collective."""
+    """The values of a column on all ranks, by chunk; collective."""
     import torch.distributed as dist
 
     parts: list[Any] = [None] * dist.get_world_size()
@@ -57,7 +57,7 @@ def everywhere(column: dict[int, Any] | None) -> dict[int, Any]:
 
 
 def trained(role: Any, steps: list[dict[str, float]]) -> dict[str, Any]:
-    """What a rank returns of a role for the checks below: its steps, and its shards of the weights by HF name."""
+    """A rank's result for the checks below: its steps, and its shards of the weights by HF name."""
     parameters = {name: parameter.detach() for name, parameter in role.model.parameters().items()}
     shards = []
     for shard in role.shard_map.shards:

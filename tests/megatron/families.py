@@ -1,4 +1,4 @@
-"""Tiny models of every dense family, with sizes that are odd on purpose."""
+"""Tiny models of every dense family, with deliberately odd sizes."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def own_value_loss(values: torch.Tensor, old_values: torch.Tensor, returns: torc
 
 
 def samples() -> list[SampleInfo]:
-    """What the driver knows of the samples."""
+    """The driver's records of the samples."""
     return [
         SampleInfo(
             sample_id=f"{i}:0",
@@ -141,7 +141,7 @@ def chunks() -> list[TextChunk]:
 
 
 def experience(logprobs: Mapping[int, Ragged]) -> dict[int, ExperienceChunk]:
-    """Random columns around the log-probabilities of the actor, every clip and mask of the cases at work."""
+    """Random columns around the actor's log-probabilities; every clip and mask of the cases has an effect."""
     rng = np.random.default_rng(1)
 
     def near(values: Ragged, scale: float) -> Ragged:
@@ -189,7 +189,7 @@ def updates(
         stored: where a single rank leaves the experience and the weights that others are compared with.
 
     Returns:
-        By case, what was told of the steps on reporting ranks, and how far a weight of this rank, or its average, is
+        By case, the metrics of the steps on reporting ranks, and how far a weight of this rank, or its average, is
         from that of the single rank, relative to the largest move of any.
     """
     from megarl.data.schedule import inference_schedule
@@ -222,7 +222,7 @@ def updates(
 
 
 def restart(role: Any, start: Mapping[str, torch.Tensor]) -> None:
-    """Gives a role these weights, and an optimizer and an average that know no others."""
+    """Gives a role these weights, with a fresh optimizer and EMA."""
     from megarl.megatron.optimizer import shards
 
     for name, parameter in role.model.parameters().items():

@@ -1,4 +1,4 @@
-"""What a role takes, measured in a process of its own, beside what the plan says."""
+"""A role's memory, measured in its own process, and the planned memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny mixtures of experts, with sizes that are odd on purpose."""
+"""Tiny MoE models, with deliberately odd sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random samples as rollout chunks, with what the driver knows of them."""
+"""Random samples as rollout chunks, with the driver's records of them."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def columns_of(
     values: Any = None,
     dense: Any = None,
     outcomes: Mapping[int, np.ndarray] | None = None,
-    unlearnt: frozenset[tuple[int, int]] = frozenset(),
+    untrained: frozenset[tuple[int, int]] = frozenset(),
 ) -> Columns:
     """Columns of samples with these scores, by chunk; the samples of a chunk are of one prompt.
 
     Args:
         old, ref, values, dense: columns of tokens.
         outcomes: of the samples.
-        unlearnt: (chunk, row) of samples that the policy does not learn.
+        untrained: (chunk, row) of samples that the policy is not trained on.
     """
     order = sorted(scores)
     rows = [(chunk, row) for chunk in order for row in range(len(scores[chunk]))]
@@ -80,6 +80,6 @@ def columns_of(
         sequence_advantages=None
         if outcomes is None
         else np.concatenate([outcomes[i] for i in order]).astype(np.float32),
-        actor_mask=np.array([row not in unlearnt for row in rows]),
+        actor_mask=np.array([row not in untrained for row in rows]),
     )
     return Columns(samples=samples, old_logprobs=old, ref_logprobs=ref, values=values, dense=dense)

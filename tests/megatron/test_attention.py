@@ -65,7 +65,7 @@ def _definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tens
 
 @pytest.mark.dist
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)}-sequences")
-def test_equals_the_definition(pool: RankPool, lengths: list[int]) -> None:
+def test_attention_equals_the_definition(pool: RankPool, lengths: list[int]) -> None:
     (errors,) = pool.run(attention_errors, "cpu", torch.float32, lengths, world_size=1)
     assert errors.keys() == {"output", "q", "k", "v"}
     assert max(errors.values()) < 1e-5, errors
@@ -84,7 +84,7 @@ def _arrangement(rank: int, lengths: list[int]) -> tuple[tuple[tuple[int, int], 
 
 
 @pytest.mark.dist
-def test_an_arrangement_by_hand(pool: RankPool) -> None:
+def test_padded_arrangement_by_hand(pool: RankPool) -> None:
     """Sequences of 2, 18, 3 and 17 tokens: 0 to 1, 2 to 19, 20 to 22 and 23 to 39; 40 is padding."""
     ((rectangles, position_of, place_of),) = pool.run(_arrangement, [2, 18, 3, 17], world_size=1)
     assert rectangles == ((2, 3), (2, 18))

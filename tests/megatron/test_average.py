@@ -1,4 +1,4 @@
-"""The average of a role's weights, and a reference that follows the actor, against plain recurrences."""
+"""The EMA of a role's weights, and the reference's soft update, against plain recurrences."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _weights(role: Any) -> Weights:
 
 
 def _averaged(role: Any) -> Weights:
-    """The average, as the model has it; afterwards the model has its weights again, bit for bit."""
+    """The EMA, swapped into the model; afterwards the model has its weights again, bit for bit."""
     before = _weights(role)
     role.ema.swap_weights(True)
     role.ema.swap_weights(True)
@@ -54,7 +54,7 @@ def _trained(rank: int, directory: Path, layout: Layout, dtype: torch.dtype, dec
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)
-def test_the_average_follows_every_step_that_is_taken(pool: RankPool, tmp_path: Path, layout: Layout) -> None:
+def test_the_ema_is_updated_after_every_taken_step(pool: RankPool, tmp_path: Path, layout: Layout) -> None:
     directory = save_model(tmp_path / "model")
     args = (directory, layout, torch.float32, 0.75)
     for weights, averages in pool.run(_trained, *args, world_size=layout.world_size):
@@ -69,7 +69,7 @@ def test_the_average_follows_every_step_that_is_taken(pool: RankPool, tmp_path: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_without_decay_it_is_the_actor_and_with_all_the_start(
+def test_decay_0_gives_the_actor_and_decay_1_the_initial_weights(
     pool: RankPool, tmp_path: Path, dtype: torch.dtype
 ) -> None:
     directory = save_model(tmp_path / "model")
@@ -81,7 +81,7 @@ def test_without_decay_it_is_the_actor_and_with_all_the_start(
 
 
 def _slow(rank: int, directory: Path) -> tuple[float, float]:
-    """How far a slow average of bfloat16 weights has come: as kept, and in bfloat16."""
+    """The movement of a slow EMA of bfloat16 weights: as kept, and in bfloat16."""
     from megarl.megatron.optimizer import shards
     from megarl.megatron.parallel import GroupCache
 
@@ -98,7 +98,7 @@ def _slow(rank: int, directory: Path) -> tuple[float, float]:
     return float(torch.stack(kept).mean()), float(torch.stack(lost).mean())
 
 
-def test_an_average_of_16_bit_weights_moves(pool: RankPool, tmp_path: Path) -> None:
+def test_the_ema_of_16_bit_weights_is_kept_in_float32(pool: RankPool, tmp_path: Path) -> None:
     """In 16 bits it would move by rounding alone, further than the weights themselves, or not at all."""
     ((kept, lost),) = pool.run(_slow, save_model(tmp_path / "model"), world_size=1)
     assert 1e-8 < kept < 1e-6
@@ -117,14 +117,14 @@ def _refused(rank: int, directory: Path, out: Path) -> None:
             use()
 
 
-def test_an_average_in_use_is_neither_trained_nor_saved(pool: RankPool, tmp_path: Path) -> None:
+def test_a_swapped_in_ema_is_neither_trained_nor_saved(pool: RankPool, tmp_path: Path) -> None:
     pool.run(_refused, save_model(tmp_path / "model"), tmp_path / "out", world_size=1)
 
 
 def _following(
     rank: int, directory: Path, other: Path, layout: Layout, dtype: torch.dtype, out: Path
 ) -> tuple[Weights, ...]:
-    """The actor after a step, the reference before and after it follows, and another with its state."""
+    """The actor after a step, the reference before and after its update, and another one with its state."""
     from megarl.megatron.parallel import GroupCache
     from megarl.megatron.state import restore_role, save_role
 
@@ -145,7 +145,7 @@ def _following(
 @pytest.mark.parametrize(
     ("layout", "dtype"), [(LAYOUTS[1], torch.float32), (LAYOUTS[2], torch.bfloat16)], ids=["float32", "bfloat16"]
 )
-def test_the_reference_follows_and_is_resumed(
+def test_the_reference_is_updated_and_resumed(
     pool: RankPool, tmp_path: Path, layout: Layout, dtype: torch.dtype
 ) -> None:
     directory, other = save_model(tmp_path / "model"), save_model(tmp_path / "other", seed=1)

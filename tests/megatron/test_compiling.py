@@ -1,4 +1,4 @@
-"""Functions that megatron-core wants compiled are compiled when they are called, and not before."""
+"""Functions that megatron-core compiles are compiled at their first call, not before."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def _sharded(rank: int, rows: int, temperature: float, chunk_tokens: int) -> tup
 @pytest.mark.dist
 @pytest.mark.parametrize(("world_size", "rows"), [(1, 64), (2, 19), (4, 16)])
 @pytest.mark.parametrize(("temperature", "chunk_tokens"), [(1.0, 1024), (0.7, 4)])
-def test_equals_the_divergence_of_whole_logits(
+def test_divergence_equals_that_of_full_logits(
     pool: RankPool, world_size: int, rows: int, temperature: float, chunk_tokens: int
 ) -> None:
     hidden, weight, ref_hidden, ref_weight, grad = _case()
@@ -87,7 +87,7 @@ def _of_roles(rank: int, actor: Path, reference: Path) -> torch.Tensor:
 
 
 @pytest.mark.dist
-def test_a_role_asks_its_reference(pool: RankPool, tmp_path: Path) -> None:
+def test_a_role_computes_the_divergence_from_its_reference(pool: RankPool, tmp_path: Path) -> None:
     directories = [save_model(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
     (found,) = pool.run(_of_roles, *directories, world_size=1)
     actor, reference = (AutoModelForCausalLM.from_pretrained(directory).eval() for directory in directories)

@@ -1,4 +1,4 @@
-"""The experience of a step in one process: what becomes of scores, penalties and values, against naive loops."""
+"""The experience of a step in one process: rewards, penalties, values and advantages, against naive loops."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def of(built: Built, name: str) -> dict[int, Ragged]:
 
 
 def close(found: dict[int, Ragged], expected: Callable[[int, int], Any]) -> None:
-    """Every row is what a function of its chunk and place says."""
+    """Compares every row with a function of its chunk and row number."""
     for chunk, row in ROWS:
         want = np.broadcast_to(expected(chunk, row), found[chunk][row].shape)
         np.testing.assert_allclose(found[chunk][row], want, rtol=1e-5, atol=1e-5, err_msg=f"{chunk}, {row}")
@@ -97,7 +97,7 @@ IN_REWARD = {"kl": {"coef": 0.1}, "normalise": {"advantages": "none"}}
         ("abs", np.abs),
     ],
 )
-def test_the_penalty_is_that_of_its_estimator_and_the_coefficient_that_of_the_step(
+def test_the_kl_penalty_uses_the_configured_estimator_and_the_steps_coefficient(
     estimator: Any, estimate: Callable[[np.ndarray], np.ndarray]
 ) -> None:
     algo = {"kl": {"estimator": estimator, "coef": 0.1}, "normalise": {"advantages": "none"}}
@@ -120,7 +120,7 @@ def test_the_penalty_is_that_of_its_estimator_and_the_coefficient_that_of_the_st
     assert metrics["objective/entropy"] == pytest.approx(-flat(OLD).sum() / 12, rel=1e-5)
 
 
-def test_a_penalty_in_the_loss_is_not_in_the_rewards() -> None:
+def test_a_kl_penalty_in_the_loss_is_not_in_the_rewards() -> None:
     in_loss = build({"kl": {"in": "loss", "estimator": "k3", "coef": 0.1}})
     without = build(columns=columns_of(SCORES, old=OLD, values=VALUES))
     assert in_loss[1].metrics["objective/non_score_reward"] == 0.0
@@ -132,7 +132,7 @@ def test_a_penalty_in_the_loss_is_not_in_the_rewards() -> None:
         assert np.array_equal(in_loss[0][i].advantages.values, without[0][i].advantages.values)
 
 
-def test_advantages_are_white_and_returns_are_not() -> None:
+def test_advantages_are_whitened_and_returns_are_not() -> None:
     built = build(columns=columns_of(SCORES, old=OLD, values=VALUES))
     naive = [advantages.gae([0.0] * (len(VALUES[c][r]) - 1) + [SCORES[c][r]], VALUES[c][r]) for c, r in ROWS]
     white = dict(zip(ROWS, normalisation.whiten([own for own, _ in naive]), strict=True))
@@ -148,7 +148,7 @@ def test_advantages_are_white_and_returns_are_not() -> None:
     assert metrics["value/explained_variance"] == pytest.approx(1 - errors.var() / returns.var(), abs=1e-4)
 
 
-def test_rewards_are_scaled_before_they_are_estimated_from() -> None:
+def test_rewards_are_scaled_before_advantage_estimation() -> None:
     algo = {**IN_REWARD, "normalise": {"advantages": "none", "rewards": True}, "advantage": "reinforce"}
     built = build(algo, columns_of(SCORES, old=OLD, ref=REF))
     scaled = dict(zip(ROWS, normalisation.whiten([rewards(*where) for where in ROWS], keep_mean=True), strict=True))
@@ -156,7 +156,7 @@ def test_rewards_are_scaled_before_they_are_estimated_from() -> None:
     assert all(chunk.returns is None for chunk in built[0].values()), "there is no critic to learn them"
 
 
-def test_a_score_may_be_on_every_token() -> None:
+def test_the_score_may_be_placed_on_every_token() -> None:
     algo = {"advantage": "reinforce", "scores": {"placement": "every_valid"}}
     built = build(algo, columns_of(SCORES, old=OLD))
     close(of(built, "advantages"), lambda chunk, row: SCORES[chunk][row] * np.arange(len(OLD[chunk][row]), 0, -1))
@@ -164,7 +164,7 @@ def test_a_score_may_be_on_every_token() -> None:
 
 
 @pytest.mark.parametrize("cumulative", [True, False])
-def test_an_outcome_is_the_advantage_of_each_token_plus_its_penalties(cumulative: bool) -> None:
+def test_a_sequence_advantage_is_broadcast_to_tokens_plus_penalties(cumulative: bool) -> None:
     algo = {"advantage": "rloo", "kl": {"coef": 0.1, "cumulative": cumulative}}
     built = build(algo, columns_of(SCORES, old=OLD, ref=REF, outcomes=OUTCOMES))
 
@@ -193,7 +193,7 @@ def test_an_outcome_is_the_advantage_of_each_token_plus_its_penalties(cumulative
         ),
     ],
 )
-def test_advantages_are_normalised_over_prompts_or_the_step(normaliser: dict[str, Any], naive: Any) -> None:
+def test_advantages_are_normalised_per_prompt_or_per_step(normaliser: dict[str, Any], naive: Any) -> None:
     algo = {"advantage": "reinforce", "normalise": {"advantages": normaliser}, "kl": {"coef": 0.1}}
     built = build(algo, columns_of(SCORES, old=OLD, ref=REF))
     raw = [np.cumsum(rewards(*where)[::-1])[::-1].tolist() for where in ROWS]
@@ -202,8 +202,8 @@ def test_advantages_are_normalised_over_prompts_or_the_step(normaliser: dict[str
 
 
 @pytest.mark.parametrize("differences", [False, True])
-def test_scores_of_tokens_are_rewards(differences: bool) -> None:
-    """Of a reward model whose score is worth 2 * raw + 1, clipped to [-1, 1.5], beside a rule's for the whole."""
+def test_dense_scores_are_token_rewards(differences: bool) -> None:
+    """A reward model's score 2 * raw + 1, clipped to [-1, 1.5], beside a rule's sequence score."""
     raw = column(5, more=1)
     algo = {"advantage": "reinforce", "scores": {"clip": [-1.0, 1.5]}}
     terms = replace(TERMS, dense=TokenRewardScale(gain=2.0, bias=1.0, differences=differences))
@@ -220,8 +220,8 @@ def test_scores_of_tokens_are_rewards(differences: bool) -> None:
     assert built[1].metrics["objective/score"] == pytest.approx(total, rel=1e-5)
 
 
-def test_a_sample_without_a_score_is_in_no_statistic_and_not_learnt() -> None:
-    """As if it were not there."""
+def test_a_sample_without_a_score_is_excluded_from_statistics_and_training() -> None:
+    """As if it were absent."""
     scores = {i: own.copy() for i, own in SCORES.items()}
     scores[1][2] = math.nan
     unscored, whole = build(IN_REWARD, columns_of(scores, old=OLD, ref=REF, values=VALUES)), build(IN_REWARD)
@@ -239,7 +239,7 @@ def test_a_sample_without_a_score_is_in_no_statistic_and_not_learnt() -> None:
     assert metrics["objective/kl"] == pytest.approx(sum(gap(*where).sum() for where in others) / 11, rel=1e-5)
 
 
-def test_a_step_without_any_score_teaches_nothing() -> None:
+def test_a_step_without_scores_gives_zero_advantages() -> None:
     scores = {i: np.full(3, math.nan, np.float32) for i in range(4)}
     chunks, report = build(columns=columns_of(scores, old=OLD, ref=REF, values=VALUES))
     for chunk in chunks.values():
@@ -251,16 +251,16 @@ def test_a_step_without_any_score_teaches_nothing() -> None:
     assert measured == {"objective/kl_coef"}, "the others would be means over nothing"
 
 
-def test_samples_may_be_compared_with_but_not_learnt() -> None:
+def test_samples_may_count_in_the_baseline_without_being_trained_on() -> None:
     masked = frozenset({(0, 1), (3, 0)})
-    built = build(IN_REWARD, columns_of(SCORES, old=OLD, ref=REF, values=VALUES, unlearnt=masked))
+    built = build(IN_REWARD, columns_of(SCORES, old=OLD, ref=REF, values=VALUES, untrained=masked))
     close(of(built, "actor_mask"), lambda chunk, row: float((chunk, row) not in masked))
     assert all(chunk.scored_mask is None for chunk in built[0].values()), "the critic learns from all"
     for i in range(4):
         assert np.array_equal(built[0][i].advantages.values, build(IN_REWARD)[0][i].advantages.values)
 
 
-def test_the_critic_speaks_in_normalised_units_and_learns_in_them() -> None:
+def test_the_critic_predicts_and_learns_normalised_returns() -> None:
     """Moments of mean 3 and deviation 2 so far; the new ones know the step's returns."""
     given = {"mean": 0.3 * 3.0, "square": 0.3 * (9.0 + 4.0), "weight": 0.3}
     norm = ValueNorm(beta=0.5)

@@ -1,4 +1,4 @@
-"""Rollouts of another policy than the one in training: weights, what is left out, and which columns an update gets."""
+"""Off-policy rollouts: correction weights, masks, and the columns that an update gets."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def build(
     correction: dict[str, Any], *, recomputed: bool = True, max_staleness: int = 0
 ) -> tuple[Built, dict[str, float]]:
     algo = Algo.model_validate({"advantage": "reinforce", "correction": correction})
-    columns = columns_of(SCORES, old=OLD if recomputed else None, unlearnt=UNLEARNT)
+    columns = columns_of(SCORES, old=OLD if recomputed else None, untrained=UNLEARNT)
     terms = StepContext(kl_coef=0.0, version=VERSION, max_staleness=max_staleness, groups=4)
     built, report = build_experience(
         list(range(4)), CHUNKS, columns, algo, None, terms, lambda vector: vector, lambda vector: vector
@@ -71,7 +71,7 @@ def weights_are(built: Built, expected: Callable[[int, int], Any], column: str =
 
 
 def kept_are(built: Built, expected: Callable[[int, int], Any]) -> None:
-    """Those, but for what is not learnt."""
+    """Checks the actor mask, without samples that are not trained on."""
     weights_are(built, lambda chunk, row: 0.0 if (chunk, row) in UNLEARNT else expected(chunk, row), "actor_mask")
 
 
@@ -79,7 +79,7 @@ def kept_are(built: Built, expected: Callable[[int, int], Any]) -> None:
     "name",
     ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"],
 )
-def test_weights_are_those_of_their_name(name: str) -> None:
+def test_correction_weights_follow_their_level_and_rule(name: str) -> None:
     built, metrics = build({"weights": {"name": name, "upper": 1.4, "lower": 0.7}})
     naive = getattr(corrections, name)
     weights_are(built, lambda chunk, row: naive(*pair(chunk, row), upper=1.4, lower=0.7))
@@ -89,14 +89,14 @@ def test_weights_are_those_of_their_name(name: str) -> None:
     assert 0 < metrics["rollout_corr/ess"] < 1
 
 
-def test_weights_of_mean_one_are_so_over_the_step() -> None:
+def test_normalized_weights_have_mean_one_over_the_step() -> None:
     built, _ = build({"weights": {"name": "token_truncate", "upper": 1.4, "batch_normalise": True}})
     plain = corrections.normalised([corrections.token_truncate(*pair(*where), upper=1.4) for where in ROWS])
     expected = dict(zip(ROWS, plain, strict=True))
     weights_are(built, lambda chunk, row: expected[chunk, row])
 
 
-def test_every_region_must_keep_a_token() -> None:
+def test_a_token_must_lie_in_every_trust_region() -> None:
     """A bound on tokens and one on sequences, with weights besides."""
     built, metrics = build(
         {
@@ -126,7 +126,7 @@ def test_every_region_must_keep_a_token() -> None:
     assert metrics["rollout_corr/weight_mean"] == pytest.approx((weights * kept).mean(), rel=1e-5)
 
 
-def test_the_second_moment_is_that_of_the_step() -> None:
+def test_the_second_moment_is_computed_over_the_step() -> None:
     built, _ = build({"m2po": {"threshold": 0.05}})
     differences = [(np.array(pair(*where)[0]) - np.array(pair(*where)[1])).tolist() for where in ROWS]
     kept = dict(zip(ROWS, corrections.second_moment(differences, threshold=0.05), strict=True))
@@ -145,7 +145,7 @@ def test_without_corrections_there_are_no_weights() -> None:
     assert all(chunk.rollout_logprobs is chunk.proximal_weights is None for chunk in built.values())
 
 
-def test_the_engines_log_probabilities_may_stand_for_the_old_ones() -> None:
+def test_rollout_logprobs_may_replace_old_logprobs() -> None:
     built, metrics = build({"old_logprobs": "rollout"}, recomputed=False)
     assert all(built[i].old_logprobs is ROLLOUT[i] for i in range(4))
     assert not [name for name in metrics if name.startswith("rollout_corr/")], "there is nothing to compare"
@@ -153,8 +153,8 @@ def test_the_engines_log_probabilities_may_stand_for_the_old_ones() -> None:
     assert metrics["objective/entropy"] == pytest.approx(total / 12, rel=1e-5)
 
 
-def test_the_old_log_probabilities_may_be_those_of_the_update() -> None:
-    """The experience is the same but for them; what reads them is told by the update."""
+def test_old_logprobs_may_come_from_the_update() -> None:
+    """The experience is the same without them; metrics that read them come from the update."""
     built, metrics = build({}, recomputed=False, max_staleness=3)
     expected, told = build({}, max_staleness=3)
     missing = {name for name in told if name.startswith(("rollout_corr/", "rollout/logprob_gap", "objective/entropy"))}
@@ -170,8 +170,8 @@ def test_the_old_log_probabilities_may_be_those_of_the_update() -> None:
 
 
 @pytest.mark.parametrize("method", ["loglinear", "linear"])
-def test_the_loss_gets_what_it_interpolates_with(method: str) -> None:
-    """Of the way from the weights that sampled to those that the update makes, the proximal ones are a step back."""
+def test_the_loss_gets_interpolation_weights_of_the_proximal_logprobs(method: str) -> None:
+    """The proximal policy is one step before the newest on the way from the rollout's version."""
     built, _ = build({"old_logprobs": method}, recomputed=False)
     for chunk, row in ROWS:
         assert built[chunk].old_logprobs is built[chunk].rollout_logprobs is ROLLOUT[chunk]
@@ -182,12 +182,12 @@ def test_the_loss_gets_what_it_interpolates_with(method: str) -> None:
         np.testing.assert_allclose(alpha[row], expected, rtol=1e-6)
 
 
-def test_masking_of_sequences_reads_the_engines_log_probabilities() -> None:
+def test_sequence_masking_uses_rollout_logprobs() -> None:
     built, _ = build({"sequence_mask": {"delta": 1e-4}})
     assert all(built[i].rollout_logprobs is ROLLOUT[i] for i in range(4))
 
 
-def test_staleness_is_that_of_tokens() -> None:
+def test_staleness_is_counted_per_token() -> None:
     _, metrics = build({})
     ages = [
         VERSION - span.version
@@ -201,7 +201,7 @@ def test_staleness_is_that_of_tokens() -> None:
     assert "staleness/min" not in metrics
 
 
-def test_tokens_of_each_age_are_counted_and_compared() -> None:
+def test_logprob_differences_are_reported_by_token_age() -> None:
     _, metrics = build({}, max_staleness=3)
     by_age: dict[int, list[float]] = {age: [] for age in range(4)}
     spans = 0

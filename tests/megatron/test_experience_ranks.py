@@ -85,7 +85,7 @@ def column(seed: int, more: int = 0) -> dict[int, Ragged]:
 def built(
     own: list[int], case: dict[str, Any], reduce: Any, largest: Any
 ) -> tuple[dict[int, ExperienceChunk], ExperienceReport]:
-    """The experience of some chunks: one sample has no score, another is not learnt, and some have no token."""
+    """The experience of some chunks: one sample has no score, another is not trained on, and some have no token."""
     chunks, _ = random_chunks(CHUNKS, min_response=0)
     sampled = [
         replace(chunk, rollout_logprobs=logprobs) for chunk, logprobs in zip(chunks, column(0).values(), strict=True)
@@ -101,7 +101,7 @@ def built(
         values=column(3) if algo.advantage.name in ("gae", "vapo") else None,
         dense=column(4, more=1) if "dense" in case else None,
         outcomes={i: random.normal(size=3) for i in range(CHUNKS)} if "outcomes" in case else None,
-        unlearnt=frozenset({(4, 0)}),
+        untrained=frozenset({(4, 0)}),
     )
     norm, terms = None, TERMS
     if "value_norm" in case:
@@ -132,7 +132,7 @@ def on_rank(rank: int, spread: list[list[int]]) -> dict[str, tuple[dict[int, Exp
 
 @pytest.mark.dist
 @pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS)
-def test_ranks_build_what_one_would(pool: RankPool, spread: list[list[int]]) -> None:
+def test_the_experience_does_not_depend_on_the_ranks(pool: RankPool, spread: list[list[int]]) -> None:
     results = pool.run(on_rank, spread, world_size=len(spread))
     for name, case in CASES.items():
         expected, report = built(list(range(CHUNKS)), case, alone, alone)
@@ -156,7 +156,7 @@ def same(found: ExperienceChunk, expected: ExperienceChunk, what: str) -> None:
             assert one == other, f"{what}: {field.name}"
 
 
-def test_the_cases_have_every_registered_function() -> None:
+def test_the_cases_cover_every_registered_function() -> None:
     algos = [Algo.model_validate(case["algo"]) for case in CASES.values()]
     assert {algo.advantage.name for algo in algos} > registry.TOKEN_ADVANTAGES.functions.keys()
     assert {
@@ -169,7 +169,7 @@ def test_the_cases_have_every_registered_function() -> None:
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.endswith("corrected")])
 def test_every_rank_calls_every_reduction(name: str) -> None:
-    """With vectors of one length, whether it has samples or not; M2PO as often as what it has reduced says."""
+    """With vectors of one length, with or without samples; M2PO as often as its reduced values require."""
     sizes: list[list[int]] = []
     for own in ([], list(range(CHUNKS))):
         called: list[int] = []

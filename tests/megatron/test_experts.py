@@ -1,4 +1,4 @@
-"""Mixtures of experts against Hugging Face and its naive training steps, with the experts on several ranks."""
+"""MoE models against Hugging Face and naive training steps, with the experts on several ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _cases(*names: str, **layouts: Layout) -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "layout"), _cases(*MIXTURES, alone=Layout(), ep2=EP))
-def test_a_mixture_equals_hugging_face(pool: RankPool, models: dict[str, Path], name: str, layout: Layout) -> None:
+def test_an_moe_model_equals_hugging_face(pool: RankPool, models: dict[str, Path], name: str, layout: Layout) -> None:
     results = pool.run(infer, models[name], layout, 40, world_size=layout.world_size)
     for what, worst in worst_differences(results, expectations(models[name])).items():
         assert worst <= 1e-5, f"{what} differ from Hugging Face by {worst:.2e}"
@@ -70,7 +70,7 @@ def demonstrated(models: dict[str, Path]) -> dict[str, Naive]:
         *_cases("qwen3_moe", **{label: LAYOUTS[label] for label in ("pp2-vpp2-dp2-ep2", "tp2-sp-dp2-ep2")}),
     ],
 )
-def test_fine_tuning_a_mixture_equals_the_naive_one(
+def test_fine_tuning_an_moe_model_equals_the_naive_one(
     pool: RankPool, models: dict[str, Path], demonstrated: dict[str, Naive], name: str, layout: Layout
 ) -> None:
     results = pool.run(two_steps, models[name], "actor", layout, 40, sft, world_size=layout.world_size)
@@ -78,7 +78,7 @@ def test_fine_tuning_a_mixture_equals_the_naive_one(
 
 
 @pytest.mark.parametrize(("name", "layout"), _cases("qwen3_moe_renormalised", **ALONE))
-def test_a_reward_model_of_a_mixture_equals_the_naive_one(
+def test_an_moe_reward_model_equals_the_naive_one(
     pool: RankPool, models: dict[str, Path], name: str, layout: Layout
 ) -> None:
     results = pool.run(two_steps, models[name], "reward", layout, 40, preferences, world_size=layout.world_size)
@@ -86,7 +86,7 @@ def test_a_reward_model_of_a_mixture_equals_the_naive_one(
 
 
 def _one_sample(rank: int, directory: Path, layout: Layout, recompute: str) -> tuple[Any, Any, int]:
-    """A forward pass and a step on one sample, the second after a stay in host memory."""
+    """A forward pass and a step on one sample, with an offload in between."""
     from megarl.data.schedule import inference_schedule, step_schedule
     from megarl.megatron.parallel import GroupCache
 
@@ -102,7 +102,7 @@ def _one_sample(rank: int, directory: Path, layout: Layout, recompute: str) -> t
     return before, trained(role, steps), released
 
 
-def test_a_rank_without_samples_lends_its_experts(pool: RankPool, models: dict[str, Path]) -> None:
+def test_a_rank_without_samples_takes_part_in_expert_parallelism(pool: RankPool, models: dict[str, Path]) -> None:
     """One sample on two replicas: the other one computes padding, in training with whole layers computed again too."""
     directory = models["mixtral"]
     ((expected, alone, _),) = pool.run(_one_sample, directory, Layout(), "none", world_size=1)

@@ -22,7 +22,7 @@ def _megatrons(tp: int, ep: int, dp: int, pp: int) -> Any:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of what Megatron imports
 @pytest.mark.parametrize("layout", [Layout(tp=2, dp=4, pp=3, ep=2), Layout(tp=3, dp=4, ep=4), Layout(dp=2, pp=2)])
-def test_groups_are_megatrons(layout: Layout) -> None:
+def test_groups_equal_megatrons(layout: Layout) -> None:
     from megarl.megatron.parallel import partition
 
     dense = _megatrons(layout.tp, 1, layout.dp, layout.pp)
@@ -32,6 +32,6 @@ def test_groups_are_megatrons(layout: Layout) -> None:
             assert sorted(partition(layout, *ours)) == sorted(map(tuple, generator.get_ranks(theirs))), ours
 
 
-def test_experts_are_dealt_in_whole_sets() -> None:
+def test_ep_must_divide_dp() -> None:
     with pytest.raises(ValueError, match="ep 2 does not divide dp 3"):
         Layout(dp=3, ep=2)

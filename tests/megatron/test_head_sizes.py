@@ -38,7 +38,7 @@ def model_of(directory: Path, size: int, dtype: str = "float32") -> Path:
 
 
 def computed(rank: int, directory: Path, dtype: torch.dtype = torch.float32, way: str = "") -> Found:
-    """What an engine makes of a model.
+    """The engine's results for a model.
 
     Args:
         way: ``kernel`` has the definition of the kernel in its place, on a CPU; else the device's own way.
@@ -126,7 +126,7 @@ def _definition(
 
 
 def expected(directory: Path, chunks: list[RolloutChunk], dtype: torch.dtype) -> Found:
-    """The same of Hugging Face's model, one sequence at a time."""
+    """The same by Hugging Face's model, one sequence at a time."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
@@ -166,7 +166,7 @@ def _compare(got: Found, want: Found, of: Callable[[torch.Tensor, torch.Tensor],
 
 @pytest.mark.dist
 @pytest.mark.parametrize("size", SIZES)
-def test_equals_hugging_face(pool: RankPool, tmp_path: Path, size: int) -> None:
+def test_every_head_size_equals_hugging_face(pool: RankPool, tmp_path: Path, size: int) -> None:
     directory = model_of(tmp_path / "model", size)
     want = expected(directory, random_chunks()[0], torch.float64)
     for way in ("", "kernel"):
@@ -176,7 +176,7 @@ def test_equals_hugging_face(pool: RankPool, tmp_path: Path, size: int) -> None:
 
 
 def _taken() -> dict[tuple[str, torch.dtype, int], bool]:
-    """What goes to the kernel, by tensors that have a device and no memory."""
+    """The kernel's arguments, recorded with fake tensors."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from megarl.megatron.attention import kernel_takes

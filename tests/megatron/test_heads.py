@@ -1,4 +1,4 @@
-"""What the head of critics and reward models computes in."""
+"""The precision of the head of critics and reward models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 
-def test_a_score_in_16_bits_is_that_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_16_bit_models_score_is_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two responses whose scores differ by less than bfloat16 has digits for are still told apart."""
     from megarl.megatron.model import ScalarHead
 

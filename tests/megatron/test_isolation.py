@@ -1,4 +1,4 @@
-"""What keeps roles apart and losses honest: no global parallel state, and the factor on a loss is measured."""
+"""Roles use no global parallel state, and the scaling of a loss is measured."""
 
 from __future__ import annotations
 

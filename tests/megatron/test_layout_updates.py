@@ -1,4 +1,4 @@
-"""Nothing depends on the layout: every loss, what it tells, and the weights and their average after two steps."""
+"""Losses, metrics, and weights and EMA after two steps do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Found = Mapping[str, tuple[list[dict[str, float]], float]]
 
 @pytest.fixture(scope="module")
 def alone(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Found]:
-    """A model, what a single rank with one micro-batch has stored of it, and what that was told."""
+    """A model, and what a single rank with one micro-batch has stored and reported."""
     directory = save_model(tmp_path_factory.mktemp("model"))
     stored = tmp_path_factory.mktemp("alone") / "stored"
     (found,) = pool.run(updates, directory, Layout(), 1000, stored, world_size=1)
@@ -37,7 +37,7 @@ def alone(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("layout", "budget"), LAYOUTS.values(), ids=LAYOUTS)
-def test_no_loss_depends_on_the_layout(
+def test_losses_do_not_depend_on_the_layout(
     pool: RankPool, alone: tuple[Path, Path, Found], layout: Layout, budget: int
 ) -> None:
     directory, stored, expected = alone
@@ -53,7 +53,7 @@ def test_no_loss_depends_on_the_layout(
         assert max(result[name][1] for result in results) < 1e-5, name
 
 
-def test_the_cases_have_every_registered_function() -> None:
+def test_the_cases_cover_every_registered_function() -> None:
     algos = {name: Algo.model_validate(case.algo) for name, case in CASES.items()}
     policies = [algo for name, algo in algos.items() if not CASES[name].critic]
     used = {
@@ -69,7 +69,7 @@ def test_the_cases_have_every_registered_function() -> None:
 
 
 @pytest.mark.dist
-def test_losses_of_ones_own_tell_what_a_run_looks_at(alone: tuple[Path, Path, Found]) -> None:
+def test_custom_losses_report_the_metrics_that_a_run_reads(alone: tuple[Path, Path, Found]) -> None:
     _, _, found = alone
     for step in found["own policy loss"][0]:
         assert {"ppo_kl", "entropy", "policy_loss"} <= step.keys()

@@ -1,4 +1,4 @@
-"""The course of the learning rate, by hand; the steps it makes; and a forward pass for the metrics alone."""
+"""The learning rate schedule, by hand; the steps it makes; and a forward pass for metrics only."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.pool import RankPool
         ({"schedule": "anneal", "warmup": 0.25}, [8 / 3, 16 / 3, 6, 6, 4, 4, 2, 2]),
     ],
 )
-def test_courses_by_hand(fields: dict[str, Any], expected: list[float]) -> None:
+def test_schedules_by_hand(fields: dict[str, Any], expected: list[float]) -> None:
     from megarl.megatron.optimizer import LRSchedule, learning_rate
 
     settings, schedule = Optimizer(lr=8.0, **fields), LRSchedule(total=8, together=2)
@@ -116,7 +116,9 @@ def _losses(directory: Path, settings: Optimizer = SETTINGS) -> list[float]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2), Layout(dp=2, pp=2, vpp=2)], ids=layout_id)
-def test_steps_take_their_rate_and_evaluation_takes_none(pool: RankPool, tmp_path: Path, layout: Layout) -> None:
+def test_steps_use_the_scheduled_rate_and_evaluation_does_not_advance_it(
+    pool: RankPool, tmp_path: Path, layout: Layout
+) -> None:
     directory = save_model(tmp_path / "model")
     expected = _losses(directory)
     for result in pool.run(_train, directory, layout, world_size=layout.world_size):
@@ -131,7 +133,7 @@ def test_steps_take_their_rate_and_evaluation_takes_none(pool: RankPool, tmp_pat
 
 
 @pytest.mark.dist
-def test_adam_as_tensorflow_has_it(pool: RankPool, tmp_path: Path) -> None:
+def test_adam_with_tensorflows_epsilon(pool: RankPool, tmp_path: Path) -> None:
     directory, layout = save_model(tmp_path / "model"), Layout(tp=2, dp=2)
     expected, other = (_losses(directory, settings) for settings in (TENSORFLOW, SETTINGS))
     assert expected[-1] != pytest.approx(other[-1], rel=1e-2), "the style does not matter here"

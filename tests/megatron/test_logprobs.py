@@ -44,7 +44,7 @@ def _sharded(rank: int, rows: int, temperature: float, chunk_tokens: int) -> tup
 @pytest.mark.dist
 @pytest.mark.parametrize(("world_size", "rows"), [(1, 64), (2, 19), (4, 10), (4, 16)])
 @pytest.mark.parametrize(("temperature", "chunk_tokens"), [(1.0, 1024), (0.7, 4)])
-def test_equals_softmax_over_the_whole_vocabulary(
+def test_logprobs_equal_softmax_over_the_whole_vocabulary(
     pool: RankPool, world_size: int, rows: int, temperature: float, chunk_tokens: int
 ) -> None:
     hidden, weight, labels, grad_logprobs, grad_entropy = _case()
@@ -86,7 +86,7 @@ def _long_case() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 
 
 @pytest.mark.dist
-def test_chunks_do_not_add_up_rounding_in_bfloat16(pool: RankPool) -> None:
+def test_chunked_bfloat16_gradients_accumulate_no_rounding(pool: RankPool) -> None:
     hidden, weight, labels, grad = _long_case()
     weight.requires_grad_()
     torch.log_softmax(hidden @ weight.T, -1).gather(-1, labels[:, None])[:, 0].backward(grad)
@@ -114,7 +114,7 @@ def _vector(rank: int, args: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor
 
 
 @pytest.mark.dist
-def test_equals_the_vectors(pool: RankPool) -> None:
+def test_logprobs_equal_the_vectors(pool: RankPool) -> None:
     cases = json.loads((Path(__file__).parents[1] / "algos" / "vectors.json").read_text())["cases"]
     cases = [case for case in cases if case["fn"] == "token_statistics"]
     assert len(cases) == 2

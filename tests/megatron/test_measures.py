@@ -1,4 +1,4 @@
-"""What a step tells of its micro-batches, on two ranks, by hand."""
+"""Metrics of a step over micro-batches and two ranks, by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RATIOS = {0: [[[1.0, 3.0]], [[2.0, 99.0]]], 1: [[[6.0, -99.0]], []]}
 MASKS = {0: [[[True, True]], [[True, False]]], 1: [[[True, False]], []]}
 
 
-def _told(rank: int) -> dict[str, float]:
+def _reported(rank: int) -> dict[str, float]:
     import torch.distributed as dist
 
     parts = []
@@ -33,8 +33,8 @@ def _told(rank: int) -> dict[str, float]:
 
 
 @pytest.mark.dist
-def test_a_step_tells_of_all_that_counts_on_all_ranks(pool: RankPool) -> None:
-    one, other = pool.run(_told, world_size=2)
+def test_metrics_cover_the_counted_tokens_of_all_ranks(pool: RankPool) -> None:
+    one, other = pool.run(_reported, world_size=2)
     assert one == other
     # 1, 3, 2 and 6: mean 3, mean square 12.5.
     assert one == {
@@ -48,7 +48,7 @@ def test_a_step_tells_of_all_that_counts_on_all_ranks(pool: RankPool) -> None:
     }
 
 
-def _nothing(rank: int) -> dict[str, float]:
+def _without_tokens(rank: int) -> dict[str, float]:
     import torch.distributed as dist
 
     terms = LossTerms(values=torch.zeros(1, 2), metrics={}, spreads={"ratio": torch.full((1, 2), math.nan)})
@@ -57,11 +57,11 @@ def _nothing(rank: int) -> dict[str, float]:
 
 
 @pytest.mark.dist
-def test_a_step_without_a_token_tells_nothing(pool: RankPool) -> None:
-    assert pool.run(_nothing, world_size=1) == [{}]
+def test_a_step_without_tokens_reports_no_metrics(pool: RankPool) -> None:
+    assert pool.run(_without_tokens, world_size=1) == [{}]
 
 
-def test_a_small_variance_keeps_its_digits() -> None:
+def test_a_small_variance_is_numerically_stable() -> None:
     """In float32 the mean of the squares of numbers near 1 has no digit left of a variance of 1e-10."""
     ratio = 1 + torch.tensor([[-1e-5, 1e-5]])
     told = collect(

@@ -1,4 +1,4 @@
-"""The plan of a role's memory, against what Megatron's layers keep and against what processes take."""
+"""The memory plan of a role, against the activations of Megatron's layers and the memory of processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {"qwen2": {}, "qwen3": {"head_dim": 16}, "gpt
     ],
     ids=str,
 )
-def test_layers_keep_what_the_plan_says(pool: RankPool, kind: str, dtype: str, layout: Layout, recompute: str) -> None:
+def test_kept_activations_are_as_planned(pool: RankPool, kind: str, dtype: str, layout: Layout, recompute: str) -> None:
     """Within 1%: lengths of sequences, and what the router keeps of its choices, are not planned."""
     config = hf_config(kind, **KINDS[kind], dtype=dtype)
     layers = "n_layer" if kind == "gpt2" else "num_hidden_layers"
@@ -62,8 +62,8 @@ def assert_as_planned(found: dict[str, int], config: dict[str, Any], recompute: 
 @pytest.mark.dist
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_process_takes_what_the_plan_says(recompute: str) -> None:
-    """In a process of its own, because it changes how the process allocates memory."""
+def test_process_memory_is_as_planned(recompute: str) -> None:
+    """In a separate process, because it changes how the process allocates memory."""
     config, ranks = hf_config("qwen2", **SIZES), RankPool(1)
     try:
         (found,) = ranks.run(peaks, config, PACK, recompute, world_size=1, timeout=300)

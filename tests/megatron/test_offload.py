@@ -1,4 +1,4 @@
-"""Roles that take turns: what is released, what fails meanwhile, and that nothing else changes."""
+"""Offloaded roles: released memory, refused calls, and unchanged numbers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _nbytes(tensors: Any) -> int:
 
 
 def _training(rank: int, directory: Path, dtype: torch.dtype, *, turns: bool) -> dict[str, Any]:
-    """Three updates of an actor, and a look at its log-probabilities; between them another role works, or does not."""
+    """Three updates of an actor, and its log-probabilities; between them another role works, or does not."""
     from megarl.data.schedule import inference_schedule, update_schedules
     from megarl.megatron.offload import Offloader, ResidentWeights
     from megarl.megatron.parallel import GroupCache
@@ -106,7 +106,7 @@ def _both(rank: int, directory: Path, dtype: torch.dtype) -> tuple[dict[str, Any
 
 @pytest.mark.dist
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_taking_turns_changes_no_number(pool: RankPool, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_offloading_is_bit_exact(pool: RankPool, tmp_path: Path, dtype: torch.dtype) -> None:
     for turns, alone in pool.run(_both, save_model(tmp_path / "model"), dtype, world_size=4):
         released, kept = turns.pop("released"), alone.pop("released")
         for taken, stayed in zip(released, kept, strict=True):
@@ -147,7 +147,7 @@ def _memory(rank: int, directory: Path) -> dict[str, int]:
 
 
 @pytest.mark.dist
-def test_memory_goes_back_to_the_system(pool: RankPool, tmp_path: Path) -> None:
+def test_offloaded_memory_is_returned_to_the_system(pool: RankPool, tmp_path: Path) -> None:
     """On a CPU host memory is the same memory: offloading moves within it, where a copy would double it.
 
     The one large parameter is above the size from which the C library returns a block as soon as it is freed, 32 MiB.
@@ -161,7 +161,7 @@ def test_memory_goes_back_to_the_system(pool: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 1 << 20, (1 << 20) + 1, 3 << 20, (1 << 24) - 1, 4096 * 11008 * 4])
-def test_pinned_memory_is_split_into_what_torch_would_round_up_to(nbytes: int) -> None:
+def test_pinned_memory_is_split_into_power_of_two_blocks(nbytes: int) -> None:
     from megarl.megatron.offload import host_sizes
 
     assert host_sizes(nbytes, pinned=False) == [nbytes]
@@ -170,7 +170,7 @@ def test_pinned_memory_is_split_into_what_torch_would_round_up_to(nbytes: int) -
     assert sum(1 << (size - 1).bit_length() for size in sizes if size) - nbytes < 1 << 20
 
 
-def test_a_storage_comes_back_from_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_storage_is_restored_from_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     from megarl.megatron import offload
 
     monkeypatch.setattr(offload, "host_sizes", lambda nbytes, pinned: [16, 16, nbytes - 32])

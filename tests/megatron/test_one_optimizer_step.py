@@ -1,4 +1,4 @@
-"""A step of one optimizer step has no pass before it: its losses, weights and metrics are those with the pass."""
+"""With one optimizer step per step, the forward pass before it is skipped: losses, weights and metrics are the same."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _both(
             old=old if recomputed else None,
             ref=ref if algo.kl.coef else None,
             outcomes=outcomes,
-            unlearnt=frozenset({(0, 2)}),
+            untrained=frozenset({(0, 2)}),
         )
         context = StepContext(kl_coef=0.3, version=VERSION, max_staleness=OLDEST, groups=count)
         built, told = build_experience(passes.chunks, sampled, columns, algo, None, context, *reductions)
@@ -144,7 +144,7 @@ def _case_id(value: object) -> str:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("layout", "budget", "chunks"), LAYOUTS, ids=_case_id)
-def test_a_pass_before_the_update_changes_nothing(
+def test_skipping_the_pass_before_the_update_is_exact(
     pool: RankPool, tmp_path: Path, layout: Layout, budget: int, chunks: int
 ) -> None:
     directory, other = (save_model(tmp_path / name, seed=seed) for seed, name in enumerate(("policy", "reference")))

@@ -88,7 +88,7 @@ def _scores() -> dict[int, np.ndarray]:
 
 
 def _prompt(info: SampleInfo) -> int:
-    """Which samples are compared: groups of four, one from each chunk."""
+    """The prompt of a sample: groups of four, one from each chunk."""
     return info.row
 
 
@@ -274,7 +274,7 @@ def _case_id(value: object) -> str:
     [("qwen2", *layouts) for layouts in CASES] + [("gpt2", *CASES[index]) for index in (1, 6, 7, 12)],
     ids=_case_id,
 )
-def test_equals_the_naive_iteration(
+def test_iteration_equals_the_naive_one(
     pool: RankPool,
     cases: Callable[[str], Made],
     family: str,
@@ -304,7 +304,7 @@ def test_equals_the_naive_iteration(
     ],
     ids=_case_id,
 )
-def test_without_a_critic_equals_the_naive_iteration(
+def test_iteration_without_a_critic_equals_the_naive_one(
     pool: RankPool, compared: tuple[Path, Path, Any], actor: Layout, reference: Layout, budget: int
 ) -> None:
     directory, other, oracle = compared
@@ -316,7 +316,7 @@ def test_without_a_critic_equals_the_naive_iteration(
 
 @pytest.fixture(scope="module")
 def sampled(compared: tuple[Path, Path, Any]) -> list[RolloutChunk]:
-    """The chunks with log-probabilities of a sampler that is off by up to two nats per token."""
+    """The chunks with rollout log-probabilities that are off by up to two nats per token."""
     directory, _, _ = compared
     chunks, infos = random_chunks()
     actor = models.causal_lm(json.loads((directory / "config.json").read_text()), state_of(directory))
@@ -333,7 +333,7 @@ def sampled(compared: tuple[Path, Path, Any]) -> list[RolloutChunk]:
 def test_a_recipe_equals_the_naive_iteration(
     pool: RankPool, compared: tuple[Path, Path, Any], sampled: list[RolloutChunk], name: str
 ) -> None:
-    """Its algorithm and its optimizers; texts, filters and averages have tests of their own."""
+    """Its algorithm and its optimizers; texts, filters and EMA have their own tests."""
     directory, other, _ = compared
     recipe = yaml.safe_load((ROOT / f"configs/recipes/{name}.yaml").read_text())
     algo = Algo.model_validate({**recipe["algo"], "ppo_epochs": 2, "mini_batches": 2})
@@ -367,7 +367,7 @@ def test_a_recipe_equals_the_naive_iteration(
 
 
 def _single_samples(rank: int, directory: Path, layout: Layout) -> list[tuple[float, float]]:
-    """An update with one sample per optimizer step, so that most DP ranks have masked packs alone."""
+    """An update with one sample per optimizer step, so that most DP ranks have only masked packs."""
     from megarl.data.schedule import update_schedules
     from megarl.megatron.heads import response_logprobs
     from megarl.megatron.parallel import GroupCache
@@ -389,7 +389,7 @@ def _single_samples(rank: int, directory: Path, layout: Layout) -> list[tuple[fl
 @pytest.mark.parametrize(
     "layout", [Layout(dp=4), replace(SP2, pp=2), Layout(pp=2, vpp=2, dp=2), Layout(tp=2, dp=2)], ids=_case_id
 )
-def test_ranks_without_rows_add_nothing(pool: RankPool, tmp_path: Path, layout: Layout) -> None:
+def test_ranks_without_rows_contribute_nothing(pool: RankPool, tmp_path: Path, layout: Layout) -> None:
     directory = save_model(tmp_path / "model")
     (alone,) = pool.run(_single_samples, directory, ONE, world_size=1)
     found = [steps for steps in pool.run(_single_samples, directory, layout, world_size=4) if steps]

@@ -1,4 +1,4 @@
-"""Functions of the user's own make the experience that the same ones of ours make."""
+"""Custom functions give the same experience as equal built-in ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KL = {"in": "reward", "coef": 0.1}
     ],
     ids=["advantage", "normaliser", "estimator", "weights"],
 )
-def test_the_experience_is_the_same(own: dict[str, Any], ours: dict[str, Any]) -> None:
+def test_custom_functions_give_the_same_experience(own: dict[str, Any], ours: dict[str, Any]) -> None:
     one, other, plain = (build(algo)[0] for algo in (own, ours, {}))
     for name in ("advantages", "returns", "weights"):
         for i, chunk in one.items():

@@ -104,7 +104,7 @@ def expected(model: Path) -> dict[str, dict[tuple[int, int], torch.Tensor]]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)
-def test_equals_hugging_face(
+def test_outputs_equal_hugging_face(
     pool: RankPool, model: Path, expected: dict[str, dict[tuple[int, int], torch.Tensor]], layout: Layout
 ) -> None:
     results = pool.run(infer, model, layout, 40, world_size=layout.world_size)
@@ -130,7 +130,7 @@ def _infer_in_use(rank: int, directory: Path, layout: Layout) -> dict[int, objec
 
 @pytest.mark.dist
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=4)], ids=layout_id)
-def test_ids_that_are_not_in_use_have_no_probability(pool: RankPool, tmp_path: Path, layout: Layout) -> None:
+def test_unused_ids_have_no_probability(pool: RankPool, tmp_path: Path, layout: Layout) -> None:
     from transformers import AutoModelForCausalLM
 
     directory = save_model(tmp_path / "model")

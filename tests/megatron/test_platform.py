@@ -1,4 +1,4 @@
-"""CPU ranks on a machine with a GPU: nothing starts CUDA, in a torch that believes in it as far as Python goes."""
+"""CPU ranks on a machine with a GPU do not initialize CUDA; torch's Python side is patched to report a GPU."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _left_for_cuda(rank: int, directory: Path, layout: Layout) -> int:
 
 
 @pytest.mark.dist
-def test_nothing_waits_for_the_start_of_cuda(pool: RankPool, tmp_path: Path) -> None:
+def test_nothing_initializes_cuda(pool: RankPool, tmp_path: Path) -> None:
     """Sequence parallelism switches the random state of the device around dropout, also at rate 0."""
     directory, layout = save_model(tmp_path / "model"), Layout(tp=2, sequence_parallel=True)
     assert pool.run(_left_for_cuda, directory, layout, world_size=2) == [0, 0]

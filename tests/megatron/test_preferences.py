@@ -59,7 +59,9 @@ def test_the_losses_equal_the_naive_ones(
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("layout", "budget"), CASES[1::2], ids=_case_id)
-def test_every_token_can_be_learnt(pool: RankPool, directory: Path, tuned: Naive, layout: Layout, budget: int) -> None:
+def test_every_token_can_be_trained_on(
+    pool: RankPool, directory: Path, tuned: Naive, layout: Layout, budget: int
+) -> None:
     results = pool.run(tuned_on_all, directory, layout, budget, world_size=layout.world_size)
     check(results, *tuned, state_of(directory))
 

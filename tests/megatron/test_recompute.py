@@ -1,4 +1,4 @@
-"""Activations that are computed again: the same numbers to the bit, and the right ones twice. Updates in bfloat16."""
+"""Recomputed activations: bit-exact results, and only the configured parts run twice. Updates in bfloat16."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def counted_updates(
     [Layout(dp=2), Layout(tp=2, pp=2, sequence_parallel=True), Layout(pp=2, vpp=2)],
     ids=layout_id,
 )
-def test_recomputation_changes_no_number(pool: RankPool, tmp_path: Path, layout: Layout) -> None:
+def test_recomputation_is_bit_exact(pool: RankPool, tmp_path: Path, layout: Layout) -> None:
     directory = save_model(tmp_path / "model")
     twice = {"none": (1, 1), "selective": (2, 1), "full": (2, 2)}
     found = {kind: pool.run(counted_updates, directory, layout, kind, world_size=layout.world_size) for kind in twice}

@@ -1,4 +1,4 @@
-"""A model that real ranks read from Hugging Face files and write to new ones is the same, bit for bit."""
+"""A model that real ranks load from Hugging Face files and export is the same, bit for bit."""
 
 from __future__ import annotations
 
@@ -88,9 +88,7 @@ def _fit(models: dict[str, Path], layout: Layout) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)
-def test_every_family_is_written_as_it_was_read(
-    pool: RankPool, models: dict[str, Path], tmp_path: Path, layout: Layout
-) -> None:
+def test_every_family_round_trips(pool: RankPool, models: dict[str, Path], tmp_path: Path, layout: Layout) -> None:
     fitting = _fit(models, layout)
     ranks = pool.run(_rewritten, fitting, "actor", layout, tmp_path, world_size=layout.world_size)
     _check(fitting, tmp_path)
@@ -101,7 +99,7 @@ def test_every_family_is_written_as_it_was_read(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[2:5], ids=layout_id)
-def test_every_reward_model_is_written_as_it_was_read(
+def test_every_reward_model_round_trips(
     pool: RankPool, reward_models: dict[str, Path], tmp_path: Path, layout: Layout
 ) -> None:
     fitting = _fit(reward_models, layout)

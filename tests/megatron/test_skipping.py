@@ -19,7 +19,7 @@ LAYOUT = Layout(tp=2, pp=2)
 
 
 def _updates(rank: int, directory: Path, broken: list[bool]) -> dict[str, Any]:
-    """One optimizer step per entry; the loss of a broken one is not a number."""
+    """One optimizer step per entry; the loss of a broken one is NaN."""
     from megarl.data.schedule import update_schedules
     from megarl.megatron.heads import response_logprobs
     from megarl.megatron.parallel import GroupCache
@@ -43,7 +43,7 @@ def _updates(rank: int, directory: Path, broken: list[bool]) -> dict[str, Any]:
 
 
 @pytest.mark.dist
-def test_a_broken_step_is_skipped_everywhere(pool: RankPool, tmp_path: Path) -> None:
+def test_a_non_finite_step_is_skipped_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
     broken = [False, True, True, False, True, True, False]
     for result in pool.run(_updates, save_model(tmp_path / "model"), broken, world_size=4):
         assert result["skipped"] == [float(b) for b in broken]
@@ -51,6 +51,6 @@ def test_a_broken_step_is_skipped_everywhere(pool: RankPool, tmp_path: Path) -> 
 
 
 @pytest.mark.dist
-def test_broken_steps_in_a_row_end_the_run(pool: RankPool, tmp_path: Path) -> None:
+def test_consecutive_non_finite_steps_end_the_run(pool: RankPool, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"the gradient was not finite in 3 optimizer steps in a row; lower actor"):
         pool.run(_updates, save_model(tmp_path / "model"), [False, True, True, True], world_size=4)

@@ -70,7 +70,7 @@ def test_fine_tuning_equals_the_naive_one(
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("layout", "budget"), [CASES[1], *CASES[7:]], ids=_case_id)
-def test_the_reward_model_equals_the_naive_one(
+def test_reward_model_training_equals_the_naive_one(
     pool: RankPool, directory: Path, preferred: Naive, layout: Layout, budget: int
 ) -> None:
     results = pool.run(two_steps, directory, "reward", layout, budget, preferences, world_size=layout.world_size)

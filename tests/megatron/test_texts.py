@@ -45,7 +45,7 @@ def _steps(rank: int, directory: Path, stored: Path) -> Found:
 
 
 @pytest.mark.dist
-def test_shares_of_nothing_and_of_all(pool: RankPool, tmp_path: Path) -> None:
+def test_share_0_has_no_texts_and_share_1_only_texts(pool: RankPool, tmp_path: Path) -> None:
     directory, stored = save_model(tmp_path / "model"), tmp_path / "stored"
     pool.run(updates, directory, Layout(), 1000, stored, world_size=1)
     (found,) = pool.run(_steps, directory, stored, world_size=1)

@@ -1,4 +1,4 @@
-"""What holds of an update whatever its numbers: before it nothing has moved; what does not count changes nothing."""
+"""Invariants of an update: ratios of one before the first step; masked tokens change nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STALE = {**PLAIN, "correction": {"old_logprobs": "loglinear", "weights": {"name"
 REGULAR = {**PLAIN, "entropy_coef": 0.1, "kl": {"in": "loss", "estimator": "k3", "coef": KL_COEF}}
 VALUES = {"value_loss": {"name": "mse", "clip": 0.1}}
 
-Told = dict[str, dict[str, float]]
+Reported = dict[str, dict[str, float]]
 
 
 def _filled(column: Ragged, value: float) -> Ragged:
@@ -46,8 +46,8 @@ def _alternating(columns: Mapping[int, Ragged], first: bool) -> dict[int, Ragged
     }
 
 
-def _spoilt(index: int, chunk: ExperienceChunk) -> Ragged:
-    """The returns, with nonsense where the critic learns nothing."""
+def _corrupted(index: int, chunk: ExperienceChunk) -> Ragged:
+    """The returns, with arbitrary values where the critic is masked."""
     assert chunk.returns is not None
     spoilt = chunk.returns.values.copy()
     for row in range(3):
@@ -56,8 +56,8 @@ def _spoilt(index: int, chunk: ExperienceChunk) -> Ragged:
     return replace(chunk.returns, values=spoilt)
 
 
-def _updates(rank: int, directory: Path) -> Told:
-    """One step in several ways, by name; those that are to be the same have one beginning."""
+def _updates(rank: int, directory: Path) -> Reported:
+    """One step in several variants, by name; names of variants that must agree share a prefix."""
     from megarl.data.schedule import inference_schedule, step_schedule
     from megarl.megatron.losses import PolicyLoss, ValueLoss
     from megarl.megatron.parallel import GroupCache
@@ -73,7 +73,7 @@ def _updates(rank: int, directory: Path) -> Told:
     now = everywhere(actor.logprobs(passes, chunks(), temperature=TEMPERATURE))
     values = everywhere(critic.values(passes, chunks()))
     columns = experience(now)
-    told: Told = {}
+    reported: Reported = {}
 
     def step(
         name: str, fields: dict[str, Any], own: Any, members: list[int] = STEPS[0], longer: int = 0, first: bool = True
@@ -88,12 +88,12 @@ def _updates(rank: int, directory: Path) -> Told:
             if role is critic
             else partial(PolicyLoss, role, algo, own, temperature=TEMPERATURE, kl_coef=KL_COEF)
         )
-        (told[name],) = role.update([replace(ranked, pack_tokens=ranked.pack_tokens + longer)], own, loss)
+        (reported[name],) = role.update([replace(ranked, pack_tokens=ranked.pack_tokens + longer)], own, loss)
 
     step("first", PLAIN, _with(columns, old_logprobs=now))
     step("critic first", VALUES, _with(columns, old_values=values))
     step("nothing kept", REGULAR, _with(columns, actor_mask={i: _filled(c, 0.0) for i, c in now.items()}))
-    step("critic of some", VALUES, _with(columns, returns={i: _spoilt(i, chunk) for i, chunk in columns.items()}))
+    step("critic of some", VALUES, _with(columns, returns={i: _corrupted(i, chunk) for i, chunk in columns.items()}))
     step("critic of these alone", VALUES, columns, [i for i in STEPS[0] if i not in LEFT_OUT])
     nothing = {i: _filled(c, 0.0) for i, c in now.items()}
     step("critic of some, the actor of nothing", VALUES, _with(columns, actor_mask=nothing))
@@ -117,33 +117,33 @@ def _updates(rank: int, directory: Path) -> Told:
     step("a step before", PLAIN, columns)
     before = {name: parameter.detach().clone() for name, parameter in actor.model.parameters().items()}
     step("without a gradient", PLAIN, _with(columns, actor_mask=nothing), first=False)
-    told["moved"] = {
+    reported["moved"] = {
         name: float((parameter - before[name]).abs().max()) for name, parameter in actor.model.parameters().items()
     }
-    return told if actor.reports else {}
+    return reported if actor.reports else {}
 
 
 @pytest.fixture(scope="module")
-def told(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Told:
+def reported(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Reported:
     results = pool.run(_updates, save_model(tmp_path_factory.mktemp("model")), world_size=4)
     assert results[0] == results[2], "replicas tell of an update alike, bit for bit"
     return results[0]
 
 
 @pytest.mark.dist
-def test_nothing_has_moved_before_the_first_step(told: Told) -> None:
-    first = told["first"]
+def test_before_the_first_step_ratios_are_one(reported: Reported) -> None:
+    first = reported["first"]
     for name in ("ratio_mean", "ratio_max", "ratio_min"):
         assert first[name] == pytest.approx(1.0, abs=1e-5)
     assert first["approxkl"] < 1e-10
     assert abs(first["ppo_kl"]) < 1e-6
-    assert first["clipfrac"] == told["critic first"]["clipfrac"] == 0.0
+    assert first["clipfrac"] == reported["critic first"]["clipfrac"] == 0.0
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", ["same", "decoupled", "penalty"])
-def test_what_does_not_count_changes_nothing(told: Told, kind: str) -> None:
-    alike = {name: step for name, step in told.items() if name.startswith(kind)}
+def test_masked_tokens_change_nothing(reported: Reported, kind: str) -> None:
+    alike = {name: step for name, step in reported.items() if name.startswith(kind)}
     assert len(alike) > 1
     assert alike[kind]["grad_norm"] > 0.1
     for name, step in alike.items():
@@ -151,23 +151,23 @@ def test_what_does_not_count_changes_nothing(told: Told, kind: str) -> None:
 
 
 @pytest.mark.dist
-def test_what_is_left_out_is_so_in_the_penalty_and_the_bonus_too(told: Told) -> None:
-    step = told["nothing kept"]
+def test_masked_tokens_are_excluded_from_kl_penalty_and_entropy_bonus(reported: Reported) -> None:
+    step = reported["nothing kept"]
     assert step["loss"] == step["policy_loss"] == step["kl_loss"] == step["grad_norm"] == 0.0
     assert step["kl"] > 0, "metrics are those of all tokens"
 
 
 @pytest.mark.dist
-def test_a_gradient_of_zero_is_a_step_of_adam_with_its_momentum(told: Told) -> None:
-    step = told["without a gradient"]
+def test_a_zero_gradient_still_takes_an_adam_step_with_momentum(reported: Reported) -> None:
+    step = reported["without a gradient"]
     assert (step["grad_norm"], step["skipped"]) == (0.0, 0.0)
-    assert min(told["moved"].values()) > 0
+    assert min(reported["moved"].values()) > 0
 
 
 @pytest.mark.dist
-def test_what_the_critic_does_not_learn_from_is_in_none_of_its_metrics(told: Told) -> None:
-    """Nor in its loss, whose denominator is that of all tokens all the same."""
-    some, alone = told["critic of some"], told["critic of these alone"]
+def test_tokens_masked_for_the_critic_are_in_none_of_its_metrics(reported: Reported) -> None:
+    """Nor in its loss, whose denominator still counts all tokens."""
+    some, alone = reported["critic of some"], reported["critic of these alone"]
     of_both = {"vpred", "error", "clipfrac", *(f"returns_{kind}" for kind in ("mean", "var", "max", "min"))}
     assert {name: some[name] for name in of_both} == pytest.approx({name: alone[name] for name in of_both}, rel=1e-5)
     everything = samples()
@@ -177,16 +177,16 @@ def test_what_the_critic_does_not_learn_from_is_in_none_of_its_metrics(told: Tol
 
 
 @pytest.mark.dist
-def test_the_critic_does_not_ask_what_the_actor_keeps(told: Told) -> None:
-    assert told["critic of some, the actor of nothing"]["loss"] == pytest.approx(
-        told["critic of some"]["loss"], rel=1e-5
+def test_the_critic_ignores_the_actor_mask(reported: Reported) -> None:
+    assert reported["critic of some, the actor of nothing"]["loss"] == pytest.approx(
+        reported["critic of some"]["loss"], rel=1e-5
     )
-    assert told["critic of nothing"]["loss"] == told["critic of nothing"]["grad_norm"] == 0.0
+    assert reported["critic of nothing"]["loss"] == reported["critic of nothing"]["grad_norm"] == 0.0
 
 
 @pytest.mark.dist
-def test_tokens_that_are_left_out_stay_in_the_length_of_their_response(told: Told) -> None:
-    """The weight of a token does not depend on which others are kept: the losses of two halves add up."""
-    halves = [told[f"{which} tokens"]["loss"] for which in ("odd", "even")]
-    assert sum(halves) == pytest.approx(told["all tokens"]["loss"], rel=1e-5)
+def test_masked_tokens_count_in_the_length_of_their_response(reported: Reported) -> None:
+    """The weight of a token does not depend on which others are kept: the losses of two halves sum to the whole."""
+    halves = [reported[f"{which} tokens"]["loss"] for which in ("odd", "even")]
+    assert sum(halves) == pytest.approx(reported["all tokens"]["loss"], rel=1e-5)
     assert all(abs(half) > 1e-3 for half in halves)

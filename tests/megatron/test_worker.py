@@ -53,7 +53,7 @@ def _round_trip(rank: int, overrides: list[str], port: int, model: Path, out: Pa
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("layout", "tied"), [("default", True), ("dp", False)])
-def test_weights_come_back_bit_for_bit(pool: RankPool, tmp_path: Path, layout: str, tied: bool) -> None:
+def test_weights_round_trip_bit_for_bit(pool: RankPool, tmp_path: Path, layout: str, tied: bool) -> None:
     from safetensors.torch import load_file
 
     model = save_model(tmp_path / "model", "qwen2", tie_word_embeddings=tied)
@@ -160,7 +160,7 @@ def test_an_iteration_changes_the_exported_model(plain: tuple[Path, list[Any]]) 
 
 
 @pytest.mark.dist
-def test_taking_turns_and_recomputation_change_no_number(
+def test_offloading_and_recomputation_are_bit_exact(
     pool: RankPool, plain: tuple[Path, list[Any]], tmp_path: Path
 ) -> None:
     roles = "groups.train.roles"
@@ -184,7 +184,7 @@ def test_taking_turns_and_recomputation_change_no_number(
 
 
 @pytest.mark.dist
-def test_stages_in_the_middle_fetch_nothing(pool: RankPool, tmp_path: Path) -> None:
+def test_middle_stages_fetch_no_columns(pool: RankPool, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "qwen2")
     results = pool.run(
         _iteration, [ALL_IDS, *LAYOUTS["pp4"]], free_port(), model, tmp_path / "out", world_size=4, connected=False
@@ -224,7 +224,9 @@ def _given_to_engines(rank: int, overrides: list[str]) -> list[str]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("sleep", "after"), [("true", ["empty"]), ("false", [])])
-def test_an_engine_on_the_device_finds_no_memory_in_a_cache(pool: RankPool, sleep: str, after: list[str]) -> None:
+def test_cached_gpu_memory_is_released_before_an_engine_uses_the_device(
+    pool: RankPool, sleep: str, after: list[str]
+) -> None:
     overrides = [f"rollout.sleep={sleep}", "groups.train.roles.actor.offload=false"]
     (done,) = pool.run(_given_to_engines, overrides, world_size=1, connected=False)
     assert done == ["onload", "update", *after, "empty"]

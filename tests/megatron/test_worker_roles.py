@@ -20,7 +20,7 @@ OVERRIDES = [
     *LAYOUT,
     "actor.ema.decay=0.75",
     "algo.kl.reference_sync={every: 1, weight: 0.6}",
-    "algo.entropy_coef=0.0",  # the entropy that is told is not that of the loss, which leaves masked responses out
+    "algo.entropy_coef=0.0",  # the reported entropy is not the loss's, which excludes masked responses
     "ptx={data: owner/texts, max_tokens: 8, sequences_per_mini_batch: 2, coef: 0.5, mode: deepspeed}",
 ]
 
@@ -66,7 +66,7 @@ def _one_step(rank: int, port: int, model: Path, out: Path) -> Any:
 
 
 @pytest.mark.dist
-def test_a_step_with_texts_an_average_and_a_reference_that_follows(pool: RankPool, tmp_path: Path) -> None:
+def test_a_step_with_pretraining_texts_ema_and_reference_sync(pool: RankPool, tmp_path: Path) -> None:
     model, out = save_model(tmp_path / "model"), tmp_path / "out"
     out.mkdir()
     ranks = pool.run(_one_step, free_port(), model, out, world_size=4, connected=False)

@@ -1,7 +1,7 @@
 """One advantage per sample, from the scores of the samples of its prompt.
 
-Every function takes the samples of a step and their scores, None for those that nothing could score: these get 0, and
-the others are compared as if they were not there.
+Every function takes the samples of a step and their scores, None where scoring failed: these
+get 0, and the others are compared as if they were absent.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def sapo(new: Tensor, old: Tensor, advantages: Tensor, *, tau_pos: float = 1.0, 
 
 
 def gmpo(new: Tensor, old: Tensor, advantages: Tensor, *, clip: float = 0.4, clip_high: float | None = None) -> Loss:
-    """-mean(A) exp(mean of the log-ratios), each log-ratio clipped on the side to which its advantage pulls."""
+    """-mean(A) exp(mean of the log-ratios), each log-ratio clipped on the side of its advantage's sign."""
     high = clip if clip_high is None else clip_high
     terms, counts = [], []
     for now, before, advantage in zip(new, old, advantages, strict=True):

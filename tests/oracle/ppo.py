@@ -34,7 +34,7 @@ Numbers = Sequence[float]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Of the algorithm; None switches a feature off."""
+    """Settings of the algorithm; None disables a feature."""
 
     actor: AdamSettings
     critic: AdamSettings | None = None
@@ -89,13 +89,13 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """What one iteration learns from.
+    """The data of one iteration.
 
     Args:
         samples: all of them.
         mini_batches: the sample ids of every optimizer step, in order, over all epochs.
         texts: what is mixed into every optimizer step, as samples whose responses count.
-        critic_alone: leave the actor as it is.
+        critic_alone: do not train the actor.
     """
 
     samples: Sequence[Sample]
@@ -212,7 +212,7 @@ def build_experience(
 
 
 def _measured(actor: nn.Module, reference: nn.Module, critic: Any, sample: Sample, settings: Settings) -> Experience:
-    """What the models say of a sample, and what its tokens weigh."""
+    """The models' outputs for a sample, and the correction weights of its tokens."""
     recomputed = token_statistics(actor, sample, settings.temperature)[0].tolist()
     weights = [1.0] * len(recomputed)
     for weigh in settings.weigh:
@@ -283,7 +283,7 @@ def optimizer_step(
 
 
 def _shares(settings: Settings) -> tuple[float, float]:
-    """Of the policy loss and of the text's in their sum."""
+    """Factors of the policy loss and of the text's loss in their sum."""
     coef = settings.mixing_coef
     return {"add": (1.0, coef), "convex": (1 - coef, coef), "deepspeed": (0.5, coef / 2)}[settings.mixing]
 
@@ -291,7 +291,7 @@ def _shares(settings: Settings) -> tuple[float, float]:
 def policy_terms(
     actor: nn.Module, sample: Sample, experience: Experience, settings: Settings
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """[R]: the actor's loss per token, and what it measures."""
+    """[R]: the actor's loss per token, and its metrics."""
     new, entropy = token_statistics(actor, sample, settings.temperature)
     old, weights = new.new_tensor(experience.old_logprobs), new.new_tensor(experience.weights)
     loss, clipped = settings.policy(new, old, new.new_tensor(experience.advantages))
@@ -314,7 +314,7 @@ def policy_terms(
 def value_terms(
     critic: nn.Module, sample: Sample, experience: Experience, settings: Settings
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """[R]: the critic's loss per token, and what it measures."""
+    """[R]: the critic's loss per token, and its metrics."""
     now = token_values(critic, sample)
     old, returns = now.new_tensor(experience.old_values), now.new_tensor(experience.returns)
     loss, clipped = settings.value(now, old, returns)

@@ -1,4 +1,4 @@
-"""What becomes of a sample's score before anything learns from it."""
+"""Shaping of a sample's score."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Shape = Callable[[float, Sample], float]
 
 
 def shaped(sample: Sample, shapes: Sequence[Shape]) -> float | None:
-    """The sample's score after all shapes in order; None where it has none."""
+    """The sample's score after all functions in order; None where it has none."""
     if sample.score is None:
         return None
     score = sample.score
@@ -29,22 +29,22 @@ def clipped(score: float, sample: Sample, *, low: float = -math.inf, high: float
 
 
 def replaced(score: float, sample: Sample, *, score_of_unfinished: float = -1.0) -> float:
-    """A constant in place of the score of a response without an end."""
+    """A constant in place of the score of an unfinished response."""
     return score if sample.finished else score_of_unfinished
 
 
 def less(score: float, sample: Sample, *, penalty: float) -> float:
-    """The score of a response without an end less a penalty."""
+    """The score of an unfinished response minus a penalty."""
     return score if sample.finished else score - penalty
 
 
 def scaled(score: float, sample: Sample, *, factor: float) -> float:
-    """The score of a response without an end times a factor."""
+    """The score of an unfinished response times a factor."""
     return score if sample.finished else score * factor
 
 
 def overlong(score: float, sample: Sample, *, most: int, buffer: int, factor: float = 1.0) -> float:
-    """The score less a penalty that grows over the last tokens that are allowed: factor at the last of them."""
+    """The score minus a penalty that grows over the last allowed tokens, up to factor at the limit."""
     beyond = min(len(sample.response_ids) - (most - buffer), buffer)
     return score + min(0.0, -beyond / buffer * factor)
 

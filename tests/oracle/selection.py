@@ -1,4 +1,4 @@
-"""Which samples are learned from: rejection fine-tuning, and groups that teach something."""
+"""Selection of samples: rejection fine-tuning, and group filters."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def given(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def rows(matrix: Sequence[Sequence[float]], mask: Sequence[Sequence[float]]) -> list[list[float]]:
-    """The numbers that count."""
+    """The unmasked numbers."""
     return [[x for x, m in zip(*row, strict=True) if m] for row in zip(matrix, mask, strict=True)]
 
 
@@ -73,7 +73,7 @@ def answers(args: dict[str, Any]) -> list[Sample]:
         ("grp-12", comparisons.grpo),
     ],
 )
-def test_comparisons(name: str, compare: Callable[..., list[float]]) -> None:
+def test_group_advantages(name: str, compare: Callable[..., list[float]]) -> None:
     args, expected = given(name)
     close(compare(answers(args), args["rewards"]), expected["advantages"])
 
@@ -89,7 +89,7 @@ def compared(numbers: Sequence[float | None], compare: Callable[..., list[float]
     return compare(samples, numbers)
 
 
-def test_comparisons_by_hand() -> None:
+def test_group_advantages_by_hand() -> None:
     assert compared([1.0, 4.0, 2.5], comparisons.rloo) == [-2.25, 2.25, 0.0]
     assert compared([1.0, None, 3.0], comparisons.dr_grpo) == [-1.0, 0.0, 1.0], "as if it was not there"
     assert compared([1.0, 3.0], comparisons.remax, greedy_score=[0.5, 0.25]) == [0.5, 2.75]
@@ -99,12 +99,12 @@ def test_comparisons_by_hand() -> None:
     assert compared([2.0, 2.0, 5.0, 2.0], comparisons.gpg, group=[0, 0, 1, 1]) == [0.0, 0.0, 3.0, -3.0]
 
 
-def test_penalties_add_up_from_each_token_on_or_stay_where_they_are() -> None:
+def test_penalties_are_summed_to_the_end_or_kept_per_token() -> None:
     assert comparisons.reward_to_go_of(1.0, [-0.5, 0.0, -0.25], cumulative=True) == [0.25, 0.75, 0.75]
     assert comparisons.reward_to_go_of(1.0, [-0.5, 0.0, -0.25], cumulative=False) == [0.5, 1.0, 0.75]
 
 
-def test_components_are_compared_and_then_whitened() -> None:
+def test_components_are_normalised_and_then_whitened() -> None:
     args, expected = given("gdpo-01")
     columns = {"components": list(zip(*args["components"], strict=True)), "group": args["groups"]}
     outcomes = compared([0.0] * 4, partial(comparisons.gdpo, weights=args["weights"]), **columns)
@@ -122,7 +122,7 @@ def test_gae_by_hand() -> None:
     assert found == ([0.8125, -0.75, 3.0], [1.3125, 0.25, 2.0])
 
 
-def test_lambdas_of_their_own() -> None:
+def test_vapo_lambdas() -> None:
     args, expected = given("gae-11")
     for i, (rewards, old) in enumerate(
         zip(rows(args["rewards"], args["mask"]), rows(args["values"], args["mask"]), strict=True)
@@ -200,7 +200,7 @@ def test_policy_losses(name: str, loss: Callable[..., tuple[Tensor, Tensor]]) ->
     close(gradients, [row for row in rows(expected["grad"], args["mask"]) if row])
 
 
-def test_the_geometric_mean_is_one_number_per_response() -> None:
+def test_the_geometric_mean_is_per_response() -> None:
     args, expected = given("gmpo-01")
     found, gradients = total(policy.gmpo, {**args, "agg": "seq-mean-token-mean"}, ("new", "old", "adv"))
     assert found == pytest.approx(expected["loss"], rel=1e-9)
@@ -234,7 +234,7 @@ def test_value_losses(name: str) -> None:
         (partial(aggregation.sequence_sum_norm, tokens=8), 1 / 16),
     ],
 )
-def test_weights_of_a_response_of_three_tokens_beside_one_of_one(mode: Any, expected: float) -> None:
+def test_aggregation_weights_of_a_long_and_a_short_response(mode: Any, expected: float) -> None:
     assert mode(3, [3, 1]) == pytest.approx(expected)
 
 
@@ -309,7 +309,7 @@ def test_masks() -> None:
     close(found, rows(expected["mask"], args["mask"]))
 
 
-def test_sequences_and_tokens_that_are_left_out() -> None:
+def test_sequence_and_token_masks() -> None:
     args, expected = given("is-14")
     columns = [rows(args[key], args["mask"]) for key in ("new", "behav")]
     keep = [
@@ -349,7 +349,7 @@ def test_scores_by_hand() -> None:
     assert punished == [1.0, 1.0, 0.5, 0.0, 0.0]
 
 
-def test_responses_end_at_a_token() -> None:
+def test_truncation_at_a_token() -> None:
     short = scores.truncated(sample(tokens=6), 12)
     assert (list(short.response_ids), short.finished) == ([10, 11, 12], True)
     assert not scores.truncated(sample(tokens=6), 12, after=3).finished
@@ -384,7 +384,7 @@ def test_both_kinds_of_adam(name: str) -> None:
     close(found, expected["params"])
 
 
-def test_averages_follow() -> None:
+def test_moving_averages() -> None:
     args, expected = given("ema-01")
     model = torch.nn.Module()
     average, found = {"p": torch.tensor(args["ema0"], dtype=torch.float64)}, []

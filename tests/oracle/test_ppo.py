@@ -110,7 +110,7 @@ def test_adam_is_torch_adamw_with_norm_clipping() -> None:
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
-def test_a_flat_head_is_uniform() -> None:
+def test_a_zero_head_gives_a_uniform_distribution() -> None:
     actor = language_model(0)
     nn.init.zeros_(actor.lm_head.weight)
     logprobs, entropy = token_statistics(actor, SAMPLES[0], temperature=0.7)
@@ -126,7 +126,7 @@ def test_temperature_divides_the_logits() -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_statistics_and_values_are_of_the_state_before_the_token_and_the_score_of_that_after() -> None:
+def test_logprobs_and_values_are_read_before_the_token_and_scores_after_it() -> None:
     actor, critic = language_model(0), value_model(1)
     changed = Sample(sample_id="a", prompt_ids=[1, 2], response_ids=[3, 4, 6], score=1.0)
     entropies = [token_statistics(actor, s, 1.0)[1].tolist() for s in (SAMPLES[0], changed)]
@@ -138,7 +138,7 @@ def test_statistics_and_values_are_of_the_state_before_the_token_and_the_score_o
     assert same.tolist() == [True, False, False], "each token sees those before it"
 
 
-def test_the_first_step_starts_where_the_experience_was_made() -> None:
+def test_ratios_of_the_first_step_are_one() -> None:
     actor, reference, critic = language_model(0), language_model(2), value_model(1)
     everyone = [[s.sample_id for s in SAMPLES]]
     outcome = ppo_iteration(actor, reference, critic, SAMPLES, everyone, SETTINGS)
@@ -239,8 +239,8 @@ def test_tied_embeddings_are_one_parameter() -> None:
     assert torch.equal(model.lm_head.weight, state["model.embed_tokens.weight"])
 
 
-def test_weights_are_of_the_policy_loss_and_masks_of_all_of_it() -> None:
-    """With all weights 0, the entropy bonus moves the actor; with all samples masked, nothing does."""
+def test_correction_weights_scale_the_policy_loss_and_masks_the_whole_loss() -> None:
+    """With all weights 0, the entropy bonus still trains the actor; with all samples masked, nothing does."""
     actor, reference = language_model(0), language_model(2)
     common = {"actor": AdamSettings(lr=1e-2), "compare": comparisons.dr_grpo, "normalise": normalisation.whiten}
     everyone = [[s.sample_id for s in SAMPLES]]
@@ -256,7 +256,7 @@ def test_weights_are_of_the_policy_loss_and_masks_of_all_of_it() -> None:
 
 
 @pytest.mark.parametrize(("mixing", "own", "text"), [("add", 1, 2), ("convex", -1, 2), ("deepspeed", 0.5, 1)])
-def test_text_is_mixed_in(mixing: str, own: float, text: float) -> None:
+def test_pretraining_text_is_mixed_in(mixing: str, own: float, text: float) -> None:
     actor, reference = language_model(0), language_model(2)
     everyone = [[s.sample_id for s in SAMPLES]]
 
@@ -270,7 +270,7 @@ def test_text_is_mixed_in(mixing: str, own: float, text: float) -> None:
     assert mixed == pytest.approx(own * losses() - text * likelihood, rel=1e-5)
 
 
-def test_a_second_iteration_goes_on_where_the_first_ended() -> None:
+def test_a_second_iteration_continues_from_the_first() -> None:
     actor, reference, critic = language_model(0), language_model(2), value_model(1)
     ids = [s.sample_id for s in SAMPLES]
     once = Iteration(samples=SAMPLES, mini_batches=[ids])
@@ -284,7 +284,7 @@ def test_a_second_iteration_goes_on_where_the_first_ended() -> None:
     torch.testing.assert_close(first.average["lm_head.weight"], expected)
 
 
-def test_the_penalty_adapts_and_a_critic_may_go_ahead() -> None:
+def test_the_kl_coefficient_adapts_and_the_critic_may_warm_up() -> None:
     actor, reference, critic = language_model(0), language_model(2), value_model(1)
     once = Iteration(samples=SAMPLES, mini_batches=[[s.sample_id for s in SAMPLES]])
     settings = replace(SETTINGS, kl_target=1e9, kl_horizon=3.0)  # far too high a target: the coefficient falls by 20%

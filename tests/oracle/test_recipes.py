@@ -1,6 +1,6 @@
-"""The losses, bounds of scores and weights that a recipe names, against those of its source, on random numbers.
+"""The losses, score clipping and correction weights of a recipe, against those of its source, on random numbers.
 
-In short runs, policies and values stay so near the old ones that they do not reach most bounds.
+In short runs, policies and values stay too close to the old ones to reach most bounds.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def same_with_gradients(found: Tensor, of_found: Tensor, expected: list[Tensor],
 
 
 def split(matrix: Tensor) -> list[Tensor]:
-    """The numbers of each row that count."""
+    """The unmasked numbers of each row."""
     return [row[:length] for row, length in zip(matrix, LENGTHS, strict=True)]
 
 
 @pytest.mark.parametrize("far", FAR)
 @pytest.mark.parametrize("name", PPO)
-def test_a_recipes_policy_loss_is_that_of_its_source(name: str, far: float) -> None:
+def test_a_recipes_policy_loss_equals_its_sources(name: str, far: float) -> None:
     choice, rows = algo_of(name).policy_loss, random_rows(1)
     old = next(rows) - 5
     new, advantages = old + far * next(rows), next(rows)
@@ -76,7 +76,7 @@ def test_a_recipes_policy_loss_is_that_of_its_source(name: str, far: float) -> N
 
 
 @pytest.mark.parametrize("name", [name for name in PPO if CASES[name].settings.critic is not None])
-def test_a_recipes_value_loss_is_that_of_its_source(name: str) -> None:
+def test_a_recipes_value_loss_equals_its_sources(name: str) -> None:
     choice, rows = algo_of(name).value_loss, random_rows(2)
     old = next(rows)
     values, returns = old + 0.4 * next(rows), next(rows)
@@ -90,7 +90,7 @@ def test_a_recipes_value_loss_is_that_of_its_source(name: str) -> None:
 
 @pytest.mark.parametrize("name", PPO)
 def test_a_recipes_scores_are_shaped_as_its_source_does(name: str) -> None:
-    """But for its rules, which are not a part of the algorithm."""
+    """Except for its reward rules, which are not part of the algorithm."""
     infos = random_chunks(chunks=8)[1]
     raw = 8 * np.random.default_rng(3).normal(size=len(infos)).astype(np.float32)
     found = total_scores({"reward_model": raw}, infos, Reward(), algo_of(name).scores)
@@ -103,7 +103,7 @@ def test_a_recipes_scores_are_shaped_as_its_source_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PPO)
-def test_a_recipes_weights_are_those_of_its_source(name: str) -> None:
+def test_a_recipes_correction_weights_equal_its_sources(name: str) -> None:
     choice, weigh = algo_of(name).correction.weights, CASES[name].settings.weigh
     assert (choice is None) == (not weigh)
     if choice is None:

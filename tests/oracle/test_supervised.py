@@ -17,7 +17,7 @@ from tests.oracle.test_ppo import SAMPLES, language_model, value_model
 SETTINGS = AdamSettings(lr=1e-2)
 
 
-def test_the_loss_of_one_demonstration_is_that_of_hugging_face() -> None:
+def test_the_loss_of_one_demonstration_equals_hugging_faces() -> None:
     actor, sample = language_model(0), SAMPLES[0]
     (step,), tuned = supervised.fine_tune(actor, [[sample]], SETTINGS)
     ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]])
@@ -29,7 +29,7 @@ def test_the_loss_of_one_demonstration_is_that_of_hugging_face() -> None:
     assert tuned(input_ids=ids, labels=labels).loss.item() < step.loss
 
 
-def test_every_token_of_a_step_weighs_the_same() -> None:
+def test_every_token_of_a_step_has_the_same_weight() -> None:
     actor = language_model(0)
 
     def loss(*samples: int) -> float:
@@ -38,7 +38,7 @@ def test_every_token_of_a_step_weighs_the_same() -> None:
     assert loss(0, 1) == pytest.approx(0.75 * loss(0) + 0.25 * loss(1), rel=1e-6)
 
 
-def test_a_flat_head_is_uniform() -> None:
+def test_a_zero_head_gives_a_uniform_distribution() -> None:
     actor = language_model(0)
     nn.init.zeros_(actor.lm_head.weight)
     (step,), _ = supervised.fine_tune(actor, [SAMPLES], SETTINGS)
@@ -60,14 +60,14 @@ def test_preferences_by_hand() -> None:
     assert again.loss < step.loss
 
 
-def test_a_margin_is_one_of_the_difference() -> None:
+def test_a_margin_is_subtracted_from_the_difference() -> None:
     reward = value_model(1)
     a, b, _ = (sequence_score(reward, sample) for sample in SAMPLES)
     (step,), _ = supervised.train_reward(reward, [[pair(0, 1, margin=0.7)]], SETTINGS, supervised.pairwise())
     assert step.loss == pytest.approx(-math.log(1 / (1 + math.exp(-(a - b - 0.7)))), rel=1e-5)
 
 
-def test_the_best_of_two_is_a_pair_and_of_equals_log_n() -> None:
+def test_best_of_two_equals_pairwise_and_equal_scores_cost_log_n() -> None:
     reward = value_model(1)
     two, pairs = ([[pair(0, 1)]] for _ in range(2))
     (best,), _ = supervised.train_reward(reward, two, SETTINGS, supervised.best_of_n)
@@ -78,7 +78,7 @@ def test_the_best_of_two_is_a_pair_and_of_equals_log_n() -> None:
     assert flat.metrics["accuracy"] == 0
 
 
-def test_a_span_of_one_token_is_a_pair() -> None:
+def test_span_loss_of_one_token_equals_pairwise() -> None:
     reward, sample = value_model(1), SAMPLES[0]
     ends = [replace(sample, response_ids=[*sample.response_ids, token]) for token in (1, 2)]
     one = supervised.Preference(responses=ends)

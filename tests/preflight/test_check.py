@@ -1,4 +1,4 @@
-"""What is refused before anything starts, beyond the rules of the configuration itself."""
+"""Refusals before anything starts, beyond the rules of the configuration itself."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_the_debug_runs_can_start() -> None:
+def test_the_debug_runs_pass() -> None:
     for overrides in ([], [*LLAMA, f"{MODEL}.num_key_value_heads=null"]):
         sets = check(load(DEBUG, overrides))
         assert isinstance(sets, PromptSets)
@@ -134,7 +134,7 @@ def test_roles_read_the_same_tokens(whole: Path, tmp_path: Path) -> None:
     assert f"its tokenizer is the one of {whole}" in refusal(*given, f"critic.path={other}")
 
 
-def test_engines_stop_where_the_tokenizer_ends_a_response(whole: Path, tmp_path: Path) -> None:
+def test_engine_stop_tokens_agree_with_the_tokenizers(whole: Path, tmp_path: Path) -> None:
     end = load_tokenizer(whole).end_token_id
     other = shutil.copytree(whole, tmp_path / "other")
     (other / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
@@ -145,7 +145,7 @@ def test_engines_stop_where_the_tokenizer_ends_a_response(whole: Path, tmp_path:
     assert isinstance(check(load(DEBUG, given)), PromptSets)
 
 
-def test_texts_that_stop_need_the_tokenizer_that_the_directory_lacks(whole: Path, tmp_path: Path) -> None:
+def test_stop_texts_need_a_tokenizer(whole: Path, tmp_path: Path) -> None:
     bare = shutil.copytree(whole, tmp_path / "bare", ignore=shutil.ignore_patterns("*token*"))
     model = f"model={{path: {bare}, random: null}}"
     assert "rollout.stop needs a tokenizer" in refusal(*RULES, model, "rollout.stop=[x]")
@@ -157,7 +157,7 @@ def test_a_broken_file_of_prompts_is_refused_with_its_line(tmp_path: Path) -> No
     assert "line 2: token_ids holds 100" in refusal(*arguments)
 
 
-def test_prompts_that_leave_no_room_are_refused(tmp_path: Path) -> None:
+def test_prompts_that_leave_no_room_for_a_response_are_refused(tmp_path: Path) -> None:
     text = refusal(*prompts(tmp_path, *[2] * 8, 33))
     assert "line 9: 33 tokens are too many: at most 32 fit" in text
     assert "data.too_long" in text.splitlines()[-1]
@@ -171,9 +171,7 @@ def test_prompts_that_leave_no_room_are_refused(tmp_path: Path) -> None:
         ("eval", "evaluation.prompts", "evaluation.too_long"),
     ],
 )
-def test_broken_rows_are_told_with_the_rules_that_the_stage_has(
-    tmp_path: Path, stage: str, field: str, rules: str
-) -> None:
+def test_broken_rows_are_reported_with_the_stages_rules(tmp_path: Path, stage: str, field: str, rules: str) -> None:
     source = jsonl(tmp_path, [{"prompt_ids": [1] * 99, "response_ids": [2], "chosen_ids": [2], "rejected_ids": [3]}])
     assert refusal(f"{field}={source.path}", stage=stage).splitlines()[-1].count(f"; {rules} choose") == 1
 
@@ -217,22 +215,22 @@ def test_preferences_are_read_as_their_loss_needs_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", ["ppo", "raft"])
-def test_there_is_something_to_replay(tmp_path: Path, stage: str) -> None:
+def test_a_replay_needs_a_recording(tmp_path: Path, stage: str) -> None:
     assert "holds recorded rollouts" in refusal(f"rollout.replay={tmp_path}", stage=stage)
 
 
-def test_a_step_needs_its_prompts(tmp_path: Path) -> None:
+def test_a_step_needs_enough_prompts(tmp_path: Path) -> None:
     assert "has rows for data.prompts_per_step = 8: it has 3 usable ones" in refusal(*prompts(tmp_path, 2, 2, 2))
 
 
-def test_prompts_have_ids_in_use_only(tmp_path: Path) -> None:
+def test_prompts_with_unused_ids_are_refused(tmp_path: Path) -> None:
     assert "token_ids holds 3" in refusal("model.vocab_size=3", *prompts(tmp_path, *[2] * 8))
     sets = check(load(DEBUG, ["model.vocab_size=50"]))
     assert isinstance(sets, PromptSets)
     assert all(max(prompt.token_ids) < 50 for prompt in sets.train)
 
 
-def test_reward_functions_are_there_and_find_their_fields(tmp_path: Path) -> None:
+def test_reward_functions_exist_and_find_their_fields(tmp_path: Path) -> None:
     text = refusal("reward.functions=[{name: exact_mach}, {name: 'nowhere.at:all'}]")
     assert "reward.functions.0.name = exact_mach" in text
     assert "did you mean exact_match?" in text
@@ -256,8 +254,8 @@ def test_a_function_does_not_hide_the_reward_model(
     assert "rule: none of prompts, response_length" in text
 
 
-def test_everything_is_said_at_once(tmp_path: Path) -> None:
-    """Of a model, its data, its rewards: what is wrong with one does not hide the others."""
+def test_problems_of_all_parts_are_reported_together(tmp_path: Path) -> None:
+    """Problems of model, data and rewards do not hide each other."""
     source = jsonl(tmp_path, [{"prompt_ids": [1]}, "{"])
     overrides = [
         f"{MODEL}.hidden_act=gelu",
@@ -299,7 +297,7 @@ def test_rules_and_data_are_reported_together(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_broken_rule_does_not_trip_what_looks_further(overrides: list[str]) -> None:
+def test_a_broken_rule_does_not_crash_later_checks(overrides: list[str]) -> None:
     with pytest.raises(ConfigError):
         load(DEBUG, overrides, check)
 
@@ -318,8 +316,8 @@ def test_tracking_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install" in told
 
 
-def test_what_is_not_there_is_said_in_one_report() -> None:
-    """A model, prompts and a module of functions that are all missing; and that no row was read."""
+def test_missing_files_are_reported_together() -> None:
+    """The model, the prompts and a module of functions are all missing; no row was read."""
     overrides = [
         "model={path: /nowhere, random: null, vocab_size: null}",
         "data={random: null, prompts: nowhere.jsonl}",
@@ -332,14 +330,14 @@ def test_what_is_not_there_is_said_in_one_report() -> None:
     assert str(error.value).endswith("\nRows of data are checked once the above is corrected.")
 
 
-def test_a_field_that_is_not_sound_puts_the_rest_off() -> None:
+def test_an_invalid_field_defers_the_other_checks() -> None:
     with pytest.raises(ConfigError) as error:
         load(DEBUG, ["run.steps=0", "reward.functions=[{name: exact_mach}]"], check)
     assert [problem.field for problem in error.value.problems] == ["run.steps"]
     assert str(error.value).endswith("Models, rows of data and functions are checked once the above is corrected.")
 
 
-def test_prompts_without_room_are_told_how_much_they_need(tmp_path: Path) -> None:
+def test_prompts_that_are_too_long_are_reported_with_the_length_they_need(tmp_path: Path) -> None:
     lengths = [f"rollout.{name}" for name in ("max_new_tokens=32", "max_model_len=30")]
     with pytest.raises(ConfigError) as error:
         load(DEBUG, [*prompts(tmp_path, *[2] * 7, 9), *lengths], check)
@@ -349,7 +347,7 @@ def test_prompts_without_room_are_told_how_much_they_need(tmp_path: Path) -> Non
 
 
 @pytest.mark.process
-def test_plan_refuses_what_train_would(tmp_path: Path) -> None:
+def test_plan_refuses_what_train_refuses(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megarl", "plan", str(DEBUG), f"{MODEL}.hidden_act=gelu"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2

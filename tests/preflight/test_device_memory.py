@@ -1,4 +1,4 @@
-"""The memory plan of whole runs by hand, what does not fit, and what would help."""
+"""The memory plan of whole runs by hand, refusals, and suggested settings."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LARGE = {
 
 
 def written(directory: Path, model: dict[str, Any] = MODEL, **sections: Any) -> Path:
-    """A run of GRPO whose model is a directory with a config.json alone."""
+    """A GRPO run whose model is a directory with only a config.json."""
     (directory / "config.json").write_text(json.dumps(model))
     role = {"tokens_per_micro_batch": 4096}
     fields = {
@@ -78,7 +78,7 @@ def plan(path: Path, *overrides: str) -> Result:
     return CliRunner().invoke(app, ["plan", "memory", str(path), *overrides])
 
 
-def test_the_states_of_roles_by_hand(tmp_path: Path) -> None:
+def test_role_states_by_hand(tmp_path: Path) -> None:
     """In bfloat16 an actor has 2 bytes a parameter, float32 gradients, and 12 bytes for its optimizer."""
     found = phases(written(tmp_path))
     assert list(found) == ["generate", "inference", "update", "sync", "checkpoint"]
@@ -94,7 +94,7 @@ def test_the_states_of_roles_by_hand(tmp_path: Path) -> None:
     assert update.peak == fixed + update.activations + update.logits
 
 
-def test_replicas_share_the_optimizer_and_stages_the_layers(tmp_path: Path) -> None:
+def test_replicas_shard_the_optimizer_and_stages_the_layers(tmp_path: Path) -> None:
     groups = {"train": {"devices": "0-1", "roles": {"actor": {"tokens_per_micro_batch": 4096}}}}
     algo = {"advantage": "grpo", "mini_batches": 1, "kl": {"coef": 0}}
     path, actor = written(tmp_path, groups=groups, algo=algo), "groups.train.roles.actor"
@@ -110,7 +110,7 @@ def test_replicas_share_the_optimizer_and_stages_the_layers(tmp_path: Path) -> N
     assert [bool(stage.logits) for stage in stages] == [False, True]
 
 
-def test_who_sleeps_or_is_offloaded_gives_its_memory_back(tmp_path: Path) -> None:
+def test_sleeping_engines_and_offloaded_roles_free_their_memory(tmp_path: Path) -> None:
     roles = [f"groups.train.roles.{role}.offload=true" for role in ("actor", "reference")]
     found = phases(written(tmp_path), "rollout.sleep=true", *roles)
     actor, reference = 14 * PARAMETERS, 2 * PARAMETERS
@@ -122,7 +122,7 @@ def test_who_sleeps_or_is_offloaded_gives_its_memory_back(tmp_path: Path) -> Non
     assert (sync.weights, sync.cache) == (2 * PARAMETERS, 0)
 
 
-def test_more_is_recomputed_for_less_memory(tmp_path: Path) -> None:
+def test_recomputation_reduces_memory(tmp_path: Path) -> None:
     path, field = written(tmp_path), "groups.train.roles.actor"
     none, full = (phases(path, f"{field}.recompute={how}")["update"].activations for how in ("none", "full"))
     assert full < none / 3
@@ -130,14 +130,14 @@ def test_more_is_recomputed_for_less_memory(tmp_path: Path) -> None:
     assert small == pytest.approx(none / 4, rel=1e-3)
 
 
-def test_a_step_with_few_tokens_has_short_packs(tmp_path: Path) -> None:
+def test_packs_are_no_longer_than_the_tokens_of_a_step(tmp_path: Path) -> None:
     path = written(tmp_path)
     whole, two = (phases(path, f"data.prompts_per_step={count}", "data.samples_per_prompt=2") for count in (4, 1))
     assert two["update"].activations == pytest.approx(whole["update"].activations / 2, rel=1e-3)
 
 
 @pytest.mark.process
-def test_what_cannot_fit_is_refused_from_config_json_alone(tmp_path: Path) -> None:
+def test_a_run_that_cannot_fit_is_refused_from_config_json_alone(tmp_path: Path) -> None:
     """An actor of 70 billion parameters and a cache of 500 GB on one GPU."""
     path = written(tmp_path, LARGE)
     result = plan(path, "rollout.kv_cache_mib=500000")
@@ -156,7 +156,7 @@ def test_what_cannot_fit_is_refused_from_config_json_alone(tmp_path: Path) -> No
         (["groups.train.roles.actor.tokens_per_micro_batch=999999"], "update", "roles.actor.recompute=full"),
     ],
 )
-def test_what_may_not_fit_is_told_with_the_setting_that_would_help(
+def test_a_run_that_may_not_fit_is_warned_about_with_a_setting_that_helps(
     tmp_path: Path, overrides: list[str], phase: str, fix: str
 ) -> None:
     result = plan(written(tmp_path), "cluster.device_memory_gib=5", *overrides)
@@ -164,7 +164,7 @@ def test_what_may_not_fit_is_told_with_the_setting_that_would_help(
     assert fix in worry
 
 
-def test_an_engine_that_stays_awake_is_told_to_sleep(tmp_path: Path) -> None:
+def test_sleep_is_suggested_for_an_engine_that_stays_awake(tmp_path: Path) -> None:
     result = plan(written(tmp_path), "cluster.device_memory_gib=3")
     assert result.exit_code == 0
     assert "update on device 0 may not fit" in result.stdout
@@ -174,7 +174,7 @@ def test_an_engine_that_stays_awake_is_told_to_sleep(tmp_path: Path) -> None:
 FRACTION = ["rollout.kv_cache_mib=null", "rollout.gpu_memory_fraction=0.5"]
 
 
-def test_a_fraction_of_a_gpu_holds_all_of_an_engine(tmp_path: Path) -> None:
+def test_the_gpu_memory_fraction_includes_all_of_an_engine(tmp_path: Path) -> None:
     path, alone = written(tmp_path), ["rollout.devices=3", "cluster.device_memory_gib=24"]
     (generate,) = [found for name, found in phases(path, *FRACTION, *alone, device=3).items() if name == "generate"]
     assert generate.peak == 12 * GIB
@@ -182,7 +182,7 @@ def test_a_fraction_of_a_gpu_holds_all_of_an_engine(tmp_path: Path) -> None:
     given = load(path, [*FRACTION, *alone])
     assert isinstance(given, PPOConfig)
     model = model_spec(given.model.hf_config())
-    assert cache_bytes(model, given.rollout, "cuda", 24 * GIB) == generate.cache  # the engine's own
+    assert cache_bytes(model, given.rollout, "cuda", 24 * GIB) == generate.cache  # the engine's memory
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     on_cpu = phases(path, *FRACTION, "cluster.device=cpu", device=0)["generate"]
     assert on_cpu.weights + on_cpu.cache + on_cpu.engine + GIB // 2 == machine // 2

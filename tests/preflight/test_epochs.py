@@ -1,4 +1,4 @@
-"""A run's length in epochs: the steps that every reader gets, and what is refused."""
+"""A run's length in epochs: the resulting steps, and refusals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def resolved(stage: str, *overrides: str) -> TrainingConfig:
     [
         ("ppo", "data.prompts_per_step=8", "2", 8),  # of 32 random prompts
         ("ppo", "data.prompts_per_step=5", "1", 6),
-        ("ppo", "data.prompts_per_step=5", "2", 12),  # 64 / 5: a step at the end of a pass goes on with the next one
+        ("ppo", "data.prompts_per_step=5", "2", 12),  # 64 / 5: a step at the end of a pass continues with the next one
         ("ppo", "data.prompts_per_step=8", "0.75", 3),
         ("raft", "data.prompts_per_step=10", "1", 3),
         ("sft", "data.sequences_per_step=3", "1", 10),
@@ -49,7 +49,7 @@ def test_decimal_fractions_of_a_pass_are_exact(tmp_path: Path) -> None:
     assert resolved("ppo", *given, "run.epochs=0.29").steps == 29  # 0.29 * 100 is 28.999999999999996 in floats
 
 
-def test_rows_that_are_left_out_are_not_counted(tmp_path: Path) -> None:
+def test_skipped_rows_are_not_counted(tmp_path: Path) -> None:
     rows = jsonl(tmp_path, [{"token_ids": [3] * (99 if n % 2 else 2)} for n in range(16)], "prompts.jsonl")
     given = ["data.random=null", f"data.prompts={rows.path}", "data.prompts_per_step=4", "data.too_long=drop"]
     assert resolved("ppo", *given, "run.epochs=5").steps == 10
@@ -80,7 +80,7 @@ def refusal(*overrides: str) -> dict[str, str]:
     return by_field(caught.value)
 
 
-def test_epochs_that_cannot_be_are_refused() -> None:
+def test_invalid_epochs_are_refused() -> None:
     assert (
         "divided by the 8 of a step and rounded down, is 0" in refusal("run.steps=null", "run.epochs=0.2")["run.epochs"]
     )
@@ -89,7 +89,7 @@ def test_epochs_that_cannot_be_are_refused() -> None:
     assert waits == {"critic.warmup_steps": "below run.steps = 4: the actor would not be trained"}
 
 
-def test_a_run_keeps_both_numbers_and_goes_on_with_more_epochs(tmp_path: Path) -> None:
+def test_a_run_saves_steps_and_epochs_and_continues_with_more_epochs(tmp_path: Path) -> None:
     run = f"run.dir={tmp_path / 'run'}"
     first = resolved("sft", run, "run.epochs=1", "data.sequences_per_step=8")
     with closing(RunDirectory(first)) as directory:

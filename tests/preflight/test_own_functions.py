@@ -1,4 +1,4 @@
-"""Functions of the user's own in a configuration: what fits is taken, what does not is told before anything starts."""
+"""Custom functions in a configuration: valid ones are accepted, others are reported before anything starts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ HERE = "tests.own_functions"
 
 
 def wrong(*overrides: str) -> dict[str, str]:
-    """What is wrong with the functions of the debug run with overrides, by field."""
+    """The problems of the functions in the debug run with overrides, by field."""
     return {problem.field: f"{problem.rule} | {problem.fix}" for problem in check_own_functions(debug(*overrides))}
 
 
-def test_functions_that_fit_are_taken() -> None:
+def test_valid_functions_are_accepted() -> None:
     overrides = [
         f"algo.advantage={{name: '{HERE}:last_reward', level: token}}",
         f"algo.normalise.advantages={HERE}:halved",
@@ -31,7 +31,7 @@ def test_functions_that_fit_are_taken() -> None:
     assert wrong(*GRPO, f"algo.advantage={{name: '{HERE}:above_the_median', args: {{scale: 2}}}}") == {}
 
 
-def test_functions_that_are_not_there_are_all_told_at_once() -> None:
+def test_missing_functions_are_reported_together() -> None:
     found = wrong("algo.policy_loss=nowhere_at_all:f", f"algo.value_loss={HERE}:cubic")
     assert set(found) == {"algo.policy_loss.name", "algo.value_loss.name"}
     assert "No module named" in found["algo.policy_loss.name"]
@@ -64,14 +64,14 @@ def test_functions_that_are_not_there_are_all_told_at_once() -> None:
         ),
     ],
 )
-def test_functions_that_cannot_be_called_so_are_told(overrides: list[str], field: str, text: str) -> None:
+def test_functions_with_a_wrong_signature_are_reported(overrides: list[str], field: str, text: str) -> None:
     found = wrong(*overrides)
     assert set(found) == {field}
     assert text in found[field]
 
 
-def test_every_table_that_takes_functions_has_a_kind() -> None:
-    """By field; a table of choices without CustomFunction has functions of ours alone."""
+def test_every_choice_with_custom_functions_has_a_signature() -> None:
+    """By field; a choice without CustomFunction has only built-in functions."""
     tables = {path: below for schema in STAGES.values() for path, below in sections(schema) if choices(below)}
     own = {
         path for path, below in tables.items() if any(issubclass(member, CustomFunction) for member in below.members)

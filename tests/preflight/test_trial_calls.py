@@ -51,7 +51,7 @@ def test_a_function_that_hangs_is_ended_after_its_time_limit() -> None:
     assert "it took longer than 0.2 s" in problem.rule
 
 
-def test_functions_of_evaluations_are_called_too() -> None:
+def test_evaluation_functions_are_called_too() -> None:
     (problem,) = refusal(["length"], 'evaluation.functions=[{name: "tests.rewards.functions:seen"}]').problems
     assert problem.field == "evaluation.functions.0.name"
 

@@ -1,4 +1,4 @@
-"""What the ranks of the sync tests run: two trainer ranks, then two engine ranks, of a tiny model."""
+"""Jobs of the ranks of the sync tests: two trainer ranks, then two engine ranks, of a tiny model."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def die() -> None:
 
 @dataclass
 class Spied:
-    """A transport in front of another: it notes what goes through, and lets something happen before a send.
+    """Wraps a transport: records its messages, and calls a function before a send.
 
     Args:
         before: called with the number of the send, from 1, the peer and the buffer.
@@ -111,7 +111,7 @@ def note_storage(staging: dict[int, int], tensor: torch.Tensor) -> None:
 
 
 class Rank:
-    """One rank of a connection, a sender or a receiver, and what it has seen."""
+    """One rank of a connection, a sender or a receiver, and its records."""
 
     def __init__(self, spec: SyncSpec, rank: int) -> None:
         self.loaded: dict[str, torch.Tensor] = {}
@@ -133,7 +133,7 @@ class Rank:
             self.receiver = Receiver(self.connection, self.load)
 
     def load(self, params: Mapping[str, torch.Tensor], box: Box | None) -> None:
-        """Keeps a bucket; parts of a parameter are put together."""
+        """Keeps a bucket; joins the parts of a parameter."""
         self.before_load(self.loads)
         self.loads += 1
         infos = self.connection.spec.recv_buffers[self.connection.rank].params
@@ -222,7 +222,7 @@ def failing_load(rank: int, spec: SyncSpec, fail: int, at: int) -> Any:
 
 
 def corrupted(rank: int, spec: SyncSpec, odd: int, at: int) -> Any:
-    """An element is changed after it was summed up: in a frame on its way, or where it has landed."""
+    """An element is changed after its checksum was made: in a frame in transit, or in the receive buffer."""
     me = Rank(spec, rank)
 
     def change_frame(count: int, _peer: int, frame: torch.Tensor) -> None:
@@ -246,7 +246,7 @@ def corrupted(rank: int, spec: SyncSpec, odd: int, at: int) -> Any:
 
 
 def killed(rank: int, spec: SyncSpec, odd: int, when: str) -> Any:
-    """A process is killed: before a sync, between two messages, in a load, or when it would commit."""
+    """A process is killed: before a sync, between two messages, during a load, or before its commit."""
     me = Rank(spec, rank)
     if rank == odd:
         if when == "before":
@@ -261,8 +261,8 @@ def killed(rank: int, spec: SyncSpec, odd: int, when: str) -> Any:
     return me.sync(1), me.state
 
 
-def gone(rank: int, spec: SyncSpec) -> list[str]:
-    """Rank 0 dies; what rank 2 is told of transfers with it: under way then, and of those that it starts later."""
+def peer_killed(rank: int, spec: SyncSpec) -> list[str]:
+    """Rank 0 dies; the errors of rank 2's transfers with it, in progress and started later."""
     control = Rank(spec, rank).control
     if rank == 0:
         die()
@@ -288,7 +288,7 @@ def late(rank: int, spec: SyncSpec, missing: int, patience: float) -> Any:
     return first, state, me.sync(2), me.state
 
 
-def misled(rank: int, spec: SyncSpec, other: SyncSpec, odd: int) -> str:
+def wrong_plan(rank: int, spec: SyncSpec, other: SyncSpec, odd: int) -> str:
     """One rank follows another plan, under the same name."""
     try:
         Rank(replace(other, name=spec.name) if rank == odd else spec, rank)

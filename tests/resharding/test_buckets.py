@@ -71,7 +71,7 @@ def check(message: Message, views: dict[str, torch.Tensor]) -> None:
 
 
 @given(messages(), st.booleans())
-def test_frames_carry_boxes(message: Message, verify: bool) -> None:
+def test_frames_carry_tensor_slices(message: Message, verify: bool) -> None:
     frame = torch.zeros(message.nbytes, dtype=torch.uint8)
     checksum = Checksum(message, SyncStats(version=1)) if verify else None
     assert pack(message, {"s": SOURCE}, payload(message, frame), checksum) == message.nbytes
@@ -82,7 +82,7 @@ def test_frames_carry_boxes(message: Message, verify: bool) -> None:
 
 
 @given(messages(), st.integers(0, 1))
-def test_boxes_land_in_their_half_with_the_checksum_of_a_frame(message: Message, index: int) -> None:
+def test_slices_written_in_place_have_the_checksum_of_a_frame(message: Message, index: int) -> None:
     memory = torch.full((recv_buffer_bytes(BUFFER),), 7, dtype=torch.uint8)
     halves = memory.split(recv_buffer_bytes(BUFFER) // 2)
     halves[index].zero_()
@@ -107,7 +107,7 @@ def _disjoint(message: Message) -> bool:
     return not any(a[0] == b[0] and a[1].intersect(b[1]) for i, a in enumerate(boxes) for b in boxes[i + 1 :])
 
 
-def test_a_part_of_a_parameter_lies_alone() -> None:
+def test_a_partial_parameter_has_its_own_bucket() -> None:
     part = Bucket(params=("w",), nbytes=2 * 3 * 4, box=Box((4, 0), (6, 3)), last=True)
     buffer = RecvBufferPlan(
         owner=0, via_network=frozenset({1}), depth=1, params={"w": TensorInfo((6, 3), "float32")}, buckets=(part,)
@@ -129,7 +129,7 @@ MESSAGE = Message(sender=0, receiver=1, bucket=2, copies=(), nbytes=0)
 
 
 @given(st.binary(min_size=1, max_size=40), st.data())
-def test_a_checksum_notices_a_changed_byte(content: bytes, data: st.DataObject) -> None:
+def test_checksum_detects_a_changed_byte(content: bytes, data: st.DataObject) -> None:
     values = torch.tensor(list(content), dtype=torch.uint8)
     before = checksum_of(MESSAGE, values)
     assert checksum_of(MESSAGE, values.clone()) == before
@@ -138,7 +138,7 @@ def test_a_checksum_notices_a_changed_byte(content: bytes, data: st.DataObject) 
 
 
 @pytest.mark.parametrize("other", [{"sender": 3}, {"receiver": 3}, {"bucket": 3}, {"version": 3}], ids=str)
-def test_a_checksum_notices_a_message_that_is_not_the_one(other: dict[str, int]) -> None:
+def test_checksum_detects_a_different_message(other: dict[str, int]) -> None:
     values = torch.tensor([5, 6, 7], dtype=torch.uint8)
     wrong = dict(other)
     version = wrong.pop("version", 7)

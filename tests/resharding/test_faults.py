@@ -1,4 +1,4 @@
-"""Syncs that go wrong, between real processes: every rank says the same, soon, and nothing is left."""
+"""Failing syncs between real processes: every rank raises the same error, soon, and nothing is left."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def one_message(results: dict[int, Any]) -> str:
 
 
 def check_states(results: dict[int, Any]) -> list[int]:
-    """Nothing is committed, and those are inconsistent that have been written to; how much each has loaded."""
+    """Checks that nothing is committed and exactly the ranks written to are inconsistent; returns their loads."""
     versions, consistent, loads = zip(*(state for _, state, *_ in results.values()), strict=True)
     assert set(versions) == {-1}
     assert list(consistent) == [count == 0 for count in loads]
@@ -39,7 +39,7 @@ def check_states(results: dict[int, Any]) -> list[int]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("when", ["sending", "loading"])
-def test_a_rank_that_is_killed_in_a_sync_ends_it(connect: Connections, way: str, when: str) -> None:
+def test_a_rank_killed_during_a_sync_aborts_it(connect: Connections, way: str, when: str) -> None:
     trace = Trace()
     odd = 0 if when == "sending" else 3
     spec = connect(jobs.transfer_plan(512), way, timeout_s=60.0)
@@ -52,14 +52,14 @@ def test_a_rank_that_is_killed_in_a_sync_ends_it(connect: Connections, way: str,
     assert not trace.shared_memory()
 
 
-def test_a_rank_that_is_gone_is_named_where_a_transfer_with_it_is_waited_for(connect: Connections) -> None:
-    told = run(jobs.gone, connect(jobs.transfer_plan(), "gloo"), world_size=jobs.RANKS)[2]
+def test_a_wait_for_a_dead_rank_names_it(connect: Connections) -> None:
+    told = run(jobs.peer_killed, connect(jobs.transfer_plan(), "gloo"), world_size=jobs.RANKS)[2]
     assert [error.partition(" failed: ")[0] for error in told] == ["the transfer with rank 0"] * 3
 
 
 @pytest.mark.parametrize("odd", [1, 2])
 @pytest.mark.parametrize("when", ["before", "committing"])
-def test_a_rank_that_does_not_come_is_named(connect: Connections, when: str, odd: int) -> None:
+def test_an_absent_rank_is_named(connect: Connections, when: str, odd: int) -> None:
     results = run(jobs.killed, connect(jobs.transfer_plan(), timeout_s=TIMEOUT_S), odd, when, world_size=jobs.RANKS)
     assert f"ranks [{odd}] did not come within {TIMEOUT_S:g} s" in one_message(results)
     loads = check_states(results)

@@ -35,7 +35,7 @@ class Transferring:
 
 @dataclass
 class Communicator:
-    """Two ranks, each with one stream; the first transfer of each waits for the other's."""
+    """Two ranks with one stream each; the first transfer of each waits for the other's."""
 
     met: Barrier = field(default_factory=lambda: Barrier(2, timeout=WAIT_S))
     streams: dict[int, list[Transferring]] = field(default_factory=lambda: defaultdict(list))
@@ -58,7 +58,7 @@ class Communicator:
 
 
 class Nccl:
-    """In the place of torch's ProcessGroupNCCL: a communicator for each pair of a group, from its first transfer on."""
+    """In place of torch's ProcessGroupNCCL: a communicator for each pair of a group, made at its first transfer."""
 
     Options = type("Options", (), {})
 
@@ -89,7 +89,7 @@ class Nccl:
 
 @pytest.fixture
 def exchange(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, list[int]]], dict[int, dict[int, int]]]:
-    """Every rank receives from all that send to it, then sends, then waits: as ports do with their first bucket."""
+    """Every rank receives from all that send to it, then sends, then waits, as in the first bucket of a sync."""
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl(), raising=False)
 
     def run(sends: dict[int, list[int]]) -> dict[int, dict[int, int]]:
@@ -124,7 +124,7 @@ def exchange(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, list[int]]]
     return run
 
 
-def test_two_ranks_that_are_each_others_ports_do_not_wait_for_each_other(exchange: Any) -> None:
+def test_two_ranks_that_send_to_each_other_do_not_deadlock(exchange: Any) -> None:
     assert exchange({0: [1], 1: [0]}) == {0: {1: 100}, 1: {0: 1}}
 
 
@@ -134,7 +134,7 @@ def test_a_ring_of_ranks_connects(exchange: Any, sends: dict[int, list[int]]) ->
     assert found == {peer: {rank: 100 * rank + peer} for rank, (peer,) in sends.items()}
 
 
-def test_everybody_sends_to_everybody(exchange: Any) -> None:
+def test_all_to_all_does_not_deadlock(exchange: Any) -> None:
     ranks = (1, 3, 4, 8)
     found = exchange({rank: [peer for peer in ranks if peer != rank] for rank in ranks})
     assert found == {rank: {peer: 100 * peer + rank for peer in ranks if peer != rank} for rank in ranks}

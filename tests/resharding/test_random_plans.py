@@ -1,4 +1,4 @@
-"""Random small plans between ranks in threads: exact contents by every way, against numpy."""
+"""Random small plans between ranks in threads: exact contents by every transport, against numpy."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def values(shard: ShardMap, canonical: Arrays) -> dict[str, torch.Tensor]:
 
 
 def run(rank: int, case: Case, spec: SyncSpec) -> dict[str, torch.Tensor]:
-    """Two syncs of a rank; the second brings twice the values. What has been loaded."""
+    """Two syncs of a rank, the second with doubled values; returns the loaded parameters."""
     connection = connect(spec.only([rank]), rank)
     try:
         if rank < len(case.sources):

@@ -1,4 +1,4 @@
-"""Which way every message takes: by hand, for CPUs and for CUDA."""
+"""The transport of every message: by hand, for CPUs and for CUDA."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ways(spec: SyncSpec) -> dict[int, tuple[int, set[int], int]]:
     return {rank: (way.owner, set(way.via_network), way.depth) for rank, way in spec.recv_buffers.items()}
 
 
-def test_on_one_node_everybody_writes_in_place() -> None:
+def test_ranks_of_one_node_write_in_place() -> None:
     spec = spec_of(on(0, 0, 0, 0))
     assert ways(spec) == {2: (2, set(), 2), 3: (3, set(), 2)}
     assert spec.wire == ()
@@ -46,7 +46,7 @@ def test_on_one_node_everybody_writes_in_place() -> None:
     assert ways(spec_of(on(0, 0, 0, 0), transport="shared_memory")) == ways(spec)
 
 
-def test_other_nodes_get_frames() -> None:
+def test_ranks_of_other_nodes_send_frames() -> None:
     spec = spec_of(on(0, 1, 0, 1))
     assert ways(spec) == {2: (2, {1}, 1), 3: (3, {0}, 1)}
     assert spec.wire == (0, 1, 2, 3)
@@ -54,13 +54,13 @@ def test_other_nodes_get_frames() -> None:
     assert ways(spec_of(on(0, 0, 0, 0), transport="gloo")) == {2: (2, {0, 1}, 1), 3: (3, {0, 1}, 1)}
 
 
-def test_gpus_of_their_own_are_on_the_wire_with_the_trainers() -> None:
+def test_engines_on_separate_gpus_use_the_network() -> None:
     spec = spec_of(on(0, 0, 0, 0), device="cuda")
     assert ways(spec) == {2: (2, {0, 1}, 1), 3: (3, {0, 1}, 1)}
     assert spec.wire == (0, 1, 2, 3)
 
 
-def test_no_two_ranks_of_the_wire_share_a_gpu() -> None:
+def test_no_two_network_ranks_share_a_gpu() -> None:
     spec = spec_of([*on(0, 0), *on(0, 0)], device="cuda")
     assert ways(spec) == {2: (0, {1}, 1), 3: (1, {0}, 1)}
     assert spec.wire == (0, 1)
@@ -68,17 +68,17 @@ def test_no_two_ranks_of_the_wire_share_a_gpu() -> None:
     assert [spec.only([rank]).wire_peers(rank) for rank in range(4)] == [[1], [0], [], []]
 
 
-def test_a_rank_is_told_its_own_parts_and_the_memory_that_it_writes_to() -> None:
+def test_a_rank_gets_its_own_messages_and_the_memory_that_it_writes_to() -> None:
     own = spec_of([*on(0, 0), *on(0, 0)], device="cuda").only([1])
     assert (set(own.senders), set(own.receivers), set(own.recv_buffers)) == ({1}, {3}, {2, 3})
 
 
-def test_shared_memory_does_not_reach_other_nodes() -> None:
+def test_shared_memory_across_nodes_is_refused() -> None:
     with pytest.raises(ValueError, match=r"from rank 1 on node 1 to rank 2 on node 0.*from rank 0 on node 0 to rank 3"):
         spec_of(on(0, 1, 0, 1), transport="shared_memory")
 
 
-def test_what_cuda_does_not_know_is_listed_at_once() -> None:
+def test_settings_that_cuda_does_not_support_are_listed_together() -> None:
     places = [Place(device=0), Place(device=0), Place(device=1), Place()]
     trainers, engines = r"ranks \[0, 1\] of the trainers are all on device 0", r"ranks \[3\] have no device"
     problems = "transport gloo is for CPUs", trainers, engines

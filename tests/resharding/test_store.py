@@ -1,4 +1,4 @@
-"""The store listens where it is told, and nowhere else."""
+"""The store listens at the given address only."""
 
 from __future__ import annotations
 
@@ -42,6 +42,6 @@ def test_a_store_listens_at_one_address(host: str) -> None:
     assert store.get("key") == b"value"
 
 
-def test_by_default_a_store_is_for_this_machine_alone() -> None:
+def test_a_store_listens_on_loopback_by_default() -> None:
     store = serve_store()
     assert listeners(store.port) == [(socket.AF_INET, bytes([127, 0, 0, 1]))]

@@ -1,4 +1,4 @@
-"""Syncs between four real processes: what arrives by every way, what is counted, and what is refused."""
+"""Syncs between four real processes: contents by every transport, statistics, and refusals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def connect() -> Connections:
         ("two hops", 4096, "float32", False),
     ],
 )
-def test_shards_arrive_whole_and_once(
+def test_every_shard_arrives_exactly_once(
     pool: RankPool, connect: Connections, way: str, bucket_bytes: int, dtype: str, verify: bool
 ) -> None:
     plan = jobs.transfer_plan(bucket_bytes, dtype)
@@ -71,7 +71,9 @@ def _nbytes(part: Any, sender: int) -> int:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("bucket_bytes", [1024, 2048, 1 << 20])
-def test_memory_keeps_to_two_buckets(pool: RankPool, connect: Connections, way: str, bucket_bytes: int) -> None:
+def test_staging_memory_is_at_most_two_buckets(
+    pool: RankPool, connect: Connections, way: str, bucket_bytes: int
+) -> None:
     plan = jobs.transfer_plan(bucket_bytes)
     largest = max(info.nbytes for part in plan.receivers.values() for info in part.params.values())
     assert bucket_bytes == 1 << 20 or largest > 4 * bucket_bytes
@@ -79,14 +81,14 @@ def test_memory_keeps_to_two_buckets(pool: RankPool, connect: Connections, way: 
     alignment = 16 * jobs.RANKS  # at most, for each frame and each bucket
     for rank, (stated, used) in enumerate(results):
         if way == "shared" and rank < jobs.TRAINERS:
-            assert stated == used == 0  # copies go straight to their places
-        elif way == "two hops":  # the engines' memory is their ports', beside what those send
+            assert stated == used == 0  # copies go directly to their destinations
+        elif way == "two hops":  # the engines' memory is that of their network ranks, beside what those send
             assert stated <= (4 * bucket_bytes + alignment if rank < jobs.TRAINERS else 0)
         else:
             assert 0 < used == stated <= 2 * bucket_bytes + alignment
 
 
-def test_an_engine_reads_what_the_trainer_on_its_device_has_put_there(pool: RankPool, connect: Connections) -> None:
+def test_a_colocated_engine_reads_the_buffer_of_its_trainer(pool: RankPool, connect: Connections) -> None:
     plan = jobs.single_plan()
     results = pool.run(jobs.colocated, connect.colocated(plan), "cpu", world_size=2)
     (sent, _), (received, loaded) = results
@@ -113,7 +115,7 @@ def test_a_missing_sender_is_named_and_nothing_is_written(pool: RankPool, connec
 
 def test_ranks_with_different_plans_do_not_connect(pool: RankPool, connect: Connections) -> None:
     plan, other = jobs.transfer_plan(4096), jobs.transfer_plan(8192)
-    (message,) = set(pool.run(jobs.misled, connect(plan), connect(other), 2, world_size=jobs.RANKS))
+    (message,) = set(pool.run(jobs.wrong_plan, connect(plan), connect(other), 2, world_size=jobs.RANKS))
     assert "differs from another rank's" in message
     assert plan.fingerprint in message
     assert other.fingerprint in message
@@ -131,14 +133,14 @@ def test_versions_never_go_backwards(pool: RankPool, connect: Connections) -> No
     assert {state[0] for _, state in after} == {8}
 
 
-def test_an_incomplete_part_of_the_plan_is_refused(pool: RankPool, connect: Connections) -> None:
+def test_an_incomplete_plan_is_refused(pool: RankPool, connect: Connections) -> None:
     results = pool.run(jobs.incomplete, connect(jobs.transfer_plan(1 << 20)), 2, world_size=jobs.RANKS)
     message = one_message([first for first, _ in results])
     assert message.startswith("sync aborted: rank 2: the messages do not bring all of model.")
     assert {state for _, state in results} == {(-1, True, 0)}
 
 
-def test_parameters_that_are_not_as_planned_are_listed(pool: RankPool, connect: Connections) -> None:
+def test_parameters_that_differ_from_the_plan_are_listed(pool: RankPool, connect: Connections) -> None:
     results = pool.run(jobs.misshapen, connect(jobs.transfer_plan()), world_size=jobs.RANKS)
     message = one_message([first for first, _ in results])
     assert message.startswith("sync aborted: rank 1: ")
@@ -147,5 +149,5 @@ def test_parameters_that_are_not_as_planned_are_listed(pool: RankPool, connect: 
     assert {state for _, state in results} == {(-1, True, 0)}
 
 
-def test_an_engine_reads_what_the_trainer_on_its_device_has_in_memory() -> None:
+def test_a_colocated_engine_process_reads_the_memory_of_its_trainer() -> None:
     check_colocated("cpu")

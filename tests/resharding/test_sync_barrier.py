@@ -1,4 +1,4 @@
-"""Where the ranks of a sync meet: what they leave there."""
+"""The barrier of a sync and its keys in the store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def barriers_at(served: TCPStore, size: int, timeout_s: float = 10.0) -> list[Sy
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_store_does_not_grow_with_the_syncs(size: int) -> None:
+def test_the_store_does_not_grow_with_syncs(size: int) -> None:
     served = serve_store()
     barriers = barriers_at(served, size)
     keys: list[int] = []
@@ -34,7 +34,7 @@ def test_a_store_does_not_grow_with_the_syncs(size: int) -> None:
     assert keys == [keys[0]] * 4
 
 
-def test_ranks_that_know_different_things_say_which() -> None:
+def test_ranks_that_disagree_report_both_values() -> None:
     store = serve_store()
     one, other = barriers_at(store, 2)
     with ThreadPoolExecutor(1) as thread:
@@ -48,7 +48,7 @@ def test_ranks_that_know_different_things_say_which() -> None:
             waiting.result()
 
 
-def test_the_first_to_decide_decides_for_all() -> None:
+def test_the_first_decision_holds_for_all_ranks() -> None:
     store = serve_store()
     one, other = barriers_at(store, 2, timeout_s=0.1)
     with pytest.raises(SyncError, match=r"rank 0: ranks \[1\] did not come within 0.1 s"):
@@ -59,7 +59,7 @@ def test_the_first_to_decide_decides_for_all() -> None:
     other.look("there")
 
 
-def test_the_driver_sees_who_is_missing_and_lets_the_others_go() -> None:
+def test_the_driver_sees_absent_ranks_and_aborts_the_others() -> None:
     store = serve_store()
     watch = BarrierWatch(store, "sync", 3)
     barriers = barriers_at(store, 3)
@@ -81,7 +81,7 @@ def test_the_driver_sees_who_is_missing_and_lets_the_others_go() -> None:
             barriers[1].look(place)
 
 
-def test_what_is_committed_stays_committed() -> None:
+def test_a_commit_is_final() -> None:
     store = serve_store()
     (barrier,) = barriers_at(store, 1)
     watch = BarrierWatch(store, "sync", 1)

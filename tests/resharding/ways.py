@@ -1,4 +1,4 @@
-"""The ways that messages may take between the four ranks of the sync tests."""
+"""The transports between the four ranks of the sync tests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Connections:
         return in_two_hops(spec) if way == "two hops" else spec
 
     def colocated(self, plan: TransferPlan) -> SyncSpec:
-        """Of rank 0, a trainer, and rank 1, an engine on its device: that trainer's is the memory."""
+        """A spec of rank 0, a trainer, and rank 1, an engine on its device; the trainer owns the memory."""
         self.count += 1
         spec = SyncSpec.of(
             plan,

@@ -1,4 +1,4 @@
-"""A module of a user that fails when it is imported."""
+"""A user's module that fails at import."""
 
 from __future__ import annotations
 

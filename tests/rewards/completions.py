@@ -54,7 +54,7 @@ def rollout(prompts: Sequence[Prompt], responses: Sequence[str], finished: Seque
 
 
 def infos(chunk: int, prompts: Sequence[Prompt], rows: RolloutChunk) -> list[SampleInfo]:
-    """What the driver knows of a chunk."""
+    """The driver's records of a chunk."""
     return [
         SampleInfo(
             sample_id=f"{chunk}.{row}",

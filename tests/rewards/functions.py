@@ -1,4 +1,4 @@
-"""Reward functions as a user writes them, good ones and bad ones."""
+"""Reward functions of users, working and broken."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def length(completion: Completion, *, scale: float = 1.0) -> float:
 
 
 def seen(completion: Completion) -> float:
-    """1 where everything is there that a function may read."""
+    """1 if every field that a function may read is present."""
     return float(
         completion.fields["answer"] == completion.response
         and completion.prompt == f"p{completion.prompt_id}"
@@ -38,7 +38,7 @@ def process(completion: Completion) -> float:
 
 
 def anything(completion: Completion) -> Any:
-    """What the prompt's row says."""
+    """The value in the prompt's row."""
     return completion.fields["returns"]
 
 
@@ -51,12 +51,12 @@ async def later(completion: Completion) -> float:
 
 
 def score(completion: Completion) -> float:
-    """A name that is taken."""
+    """A reserved name."""
     return 1.0
 
 
 def contains_2(completion: Completion) -> float:
-    """A name that numbering makes, too."""
+    """A name that numbering also makes."""
     return 1.0
 
 
@@ -87,7 +87,7 @@ def crashes(completion: Completion) -> float:
 
 
 def fails_at_first(completion: Completion, *, notes: str, failures: int) -> float:
-    """Raises as often as that for each prompt."""
+    """Raises this many times for each prompt."""
     with Path(notes).open("a+") as file:
         file.write(f"{completion.prompt_id}\n")
         file.seek(0)
@@ -98,7 +98,7 @@ def fails_at_first(completion: Completion, *, notes: str, failures: int) -> floa
 
 
 def stubborn(completion: Completion) -> float:
-    """Hangs on the first prompt alone."""
+    """Hangs on the first prompt only."""
     if completion.prompt_id == "b":
         time.sleep(600)
     return 1.0

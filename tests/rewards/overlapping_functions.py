@@ -105,7 +105,7 @@ def trl_reward(
     log_metric: Callable[[str, float], None],
     **columns: Any,
 ) -> list[float | None]:
-    """As TRL's documentation has them; None where there is nothing to score."""
+    """A function as in TRL's documentation; None where there is nothing to score."""
     log_metric("seen", len(columns["level"]))
     texts = [completion if isinstance(completion, str) else completion[0]["content"] for completion in completions]
     asked = [prompt if isinstance(prompt, str) else prompt[-1]["content"] for prompt in prompts]
@@ -116,7 +116,7 @@ def trl_reward(
 
 
 async def trl_short(completions: list[str], *, scale: float) -> list[float]:
-    """Takes only what it needs."""
+    """Takes only the arguments that it needs."""
     await asyncio.sleep(0)
     return [scale * len(completion) for completion in completions]
 

@@ -1,4 +1,4 @@
-"""What functions are given and what they may return, by what a call scores and by signature."""
+"""Arguments and return values of functions, by scope of a call and by signature."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_arrays_are_lists_of_scores() -> None:
     assert isinstance(bound.read(np.array([math.nan, 1]), 2)[0], Failure)
 
 
-def test_a_function_of_trl_gets_lists_of_columns_and_messages_of_chats() -> None:
+def test_a_trl_function_gets_column_lists_and_chat_messages() -> None:
     function = overlapping("trl_reward", adapter="trl")
     assert function.unit == "batch"
     given = [
@@ -54,7 +54,7 @@ def test_a_function_of_trl_gets_lists_of_columns_and_messages_of_chats() -> None
     assert BoundFunction(function).replies(given) == [1.03, 0.0, 11.01]
 
 
-def test_a_function_of_verl_gets_a_row_and_may_return_a_mapping() -> None:
+def test_a_verl_function_gets_a_row_and_may_return_a_mapping() -> None:
     penalty = {"penalty": 0.5}
     rows = [completion("2", **ROW), completion("3", **ROW), completion("2", extra_info=penalty, **ROW)]
     scores = [BoundFunction(overlapping("verl_score", adapter="verl")).replies([row])[0] for row in rows]
@@ -115,7 +115,7 @@ def test_a_reference_answer_that_cannot_be_read_is_an_error() -> None:
         math_verify(completion("1", answer=""))
 
 
-def test_a_missing_package_is_told_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.preflight.user_functions.find_spec", lambda name: None)
     (problem,) = check_functions([RewardFunction(name="math_verify")])
     assert "pip install 'megarl-trainer[math]'" in problem.fix

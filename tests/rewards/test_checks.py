@@ -1,4 +1,4 @@
-"""Mistakes in the names and arguments of reward functions: what a user is told before anything starts."""
+"""Mistakes in the names and arguments of reward functions, reported before anything starts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def named(name: str, **args: Any) -> RewardFunction:
     return RewardFunction(name=name, args=args)
 
 
-def test_nothing_is_wrong_with_complete_functions() -> None:
+def test_valid_functions_have_no_problems() -> None:
     functions = [named(name, **COMPLETE.get(name, {})) for name in RULES]
     assert not check_functions([*functions, own("length", scale=2.0), named("math:sqrt")])
 
@@ -55,13 +55,13 @@ def test_nothing_is_wrong_with_complete_functions() -> None:
         (named("last_number", tolerance=-0.1), "args.tolerance", "greater than or equal to 0"),
     ],
 )
-def test_a_mistake_is_told_with_its_field_and_rule(function: RewardFunction, field: str, rule: str) -> None:
+def test_a_mistake_is_reported_with_its_field_and_rule(function: RewardFunction, field: str, rule: str) -> None:
     (problem,) = check_functions([named("contains"), function], where="evaluation.functions", longest=16)
     assert problem.field == f"evaluation.functions.1.{field}"
     assert rule in problem.rule
 
 
-def test_every_mistake_is_told_at_once() -> None:
+def test_all_mistakes_are_reported_together() -> None:
     wrong = named("soft_overlong", max_tokens=0, buffer_tokens=0)
     fields = [problem.field for problem in check_functions([named("nothing"), wrong])]
     assert fields == [
@@ -71,7 +71,7 @@ def test_every_mistake_is_told_at_once() -> None:
     ]
 
 
-def test_names_that_numbering_makes_equal_are_refused() -> None:
+def test_names_that_collide_after_numbering_are_refused() -> None:
     twice = named("contains", field="a"), named("contains", field="b")
     assert not check_functions(twice)
     (problem,) = check_functions([*twice, own("contains_2")])
@@ -85,7 +85,7 @@ def test_functions_that_read_text_need_a_tokenizer() -> None:
     assert told == set(RULES) - {"soft_overlong"}
 
 
-def test_fields_that_prompts_lack_are_told() -> None:
+def test_fields_missing_in_prompts_are_reported() -> None:
     prompts = [prompt("a", answer="x"), prompt("b", answer="x", key="y"), prompt("c")]
     functions = [named("exact_match"), named("contains", field="key"), named("regex", pattern="x"), own("length")]
     first, second = check_fields(functions, prompts)
@@ -97,7 +97,7 @@ def test_fields_that_prompts_lack_are_told() -> None:
     assert not check_fields(functions[:1], prompts[:2])
 
 
-def test_functions_of_one_name_are_numbered_and_own_ones_go_without_their_module() -> None:
+def test_duplicate_names_are_numbered_and_custom_names_drop_the_module() -> None:
     functions = [named("regex", pattern="a"), own("length"), named("regex", pattern="b"), named("contains")]
     assert labels(functions) == ("regex_1", "length", "regex_2", "contains")
 

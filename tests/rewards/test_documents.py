@@ -1,4 +1,4 @@
-"""docs/rewards.md describes the functions that there are, and its examples work."""
+"""docs/rewards.md describes the existing functions, and its examples work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs" / "rewards.md").read_text(encoding="utf-8")
 
 
-def test_every_function_is_described_with_its_arguments() -> None:
+def test_every_function_is_documented_with_its_arguments() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| (`.*?`) \|", PAGE, flags=re.MULTILINE))
     described = {name: re.findall(r"`(\w+)(?:=(\w+))?`", arguments) for name, arguments in rows.items()}
     assert described == {

@@ -1,4 +1,4 @@
-"""What stands beside a reward model, by hand."""
+"""Files beside a reward model, by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.algos.reward_shaping import ScoreScale
 from megarl.rewards.model_files import PreferenceStatistics, read_scale, write_scale
 
 
-def test_a_scale_is_what_was_written(tmp_path: Path) -> None:
+def test_the_scale_round_trips_through_its_file(tmp_path: Path) -> None:
     scale = ScoreScale(mean=3.0, std=2.0, target_mean=1.0, target_std=0.5)
     write_scale(scale, tmp_path)
     assert read_scale(str(tmp_path)) == scale
@@ -33,7 +33,7 @@ def test_statistics_of_pairs(tmp_path: Path) -> None:
     assert statistics.metrics()["held_out/rejected_std"] == pytest.approx(math.sqrt(2))
 
 
-def test_of_several_the_lead_is_over_the_next() -> None:
+def test_with_several_responses_the_margin_is_over_the_second_best() -> None:
     statistics = PreferenceStatistics.of(np.array([[3.0, 1.0, 2.0], [0.0, -4.0, 1.0]], dtype=np.float32))
     assert statistics.accuracy == 0.5
     assert statistics.mean == pytest.approx({"chosen": 1.5, "rejected": 0.0, "margin": 0.0})

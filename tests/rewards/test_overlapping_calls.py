@@ -1,4 +1,4 @@
-"""Calls that are in progress together: how many, in which order their scores come, and what a failure costs."""
+"""Concurrent calls: their number, the order of the scores, and the effect of a failure."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_scores_keep_the_order_of_the_responses() -> None:
     assert score(overlapping("last_first"), numbered(8)) == (list(range(8)), {})
 
 
-def test_a_coroutine_past_its_limit_is_cancelled_and_the_process_goes_on() -> None:
+def test_a_coroutine_past_its_limit_is_cancelled_and_the_process_continues() -> None:
     scores, failures = score(overlapping("waits_on_two"), numbered(4), limit=1.0, retries=1)
     np.testing.assert_array_equal(np.isnan(scores), [False, False, True, False])
     assert len({scores[0], scores[1], scores[3]}) == 1, "one process"
@@ -69,14 +69,14 @@ def test_a_coroutine_past_its_limit_is_cancelled_and_the_process_goes_on() -> No
     assert (unscored.prompt_id, unscored.failure.kind, unscored.calls) == ("2", "time", 2)
 
 
-def test_a_coroutine_that_raises_costs_its_own_score() -> None:
+def test_a_coroutine_that_raises_loses_only_its_own_score() -> None:
     scores, failures = score(overlapping("raises_on_two"), numbered(4))
     np.testing.assert_array_equal(scores, [1, 1, NAN, 1])
     assert failures["own", "ConnectionError"].failure.reason.endswith("the judge is asleep")
 
 
 @pytest.mark.parametrize(("name", "kind", "limit"), [("dies_on_two", "end", 60.0), ("sleeps_on_two", "time", 2.0)])
-def test_calls_beside_one_that_ends_the_process_are_made_again(name: str, kind: str, limit: float) -> None:
+def test_calls_interrupted_by_a_process_crash_are_repeated(name: str, kind: str, limit: float) -> None:
     function = overlapping(name, concurrency=8)
     scores, failures = score(function, numbered(5), limit=limit, retries=1)
     np.testing.assert_array_equal(scores, [0, 1, NAN, 3, 4])
@@ -84,14 +84,14 @@ def test_calls_beside_one_that_ends_the_process_are_made_again(name: str, kind: 
     assert (unscored.prompt_id, unscored.failure.kind, unscored.calls) == ("2", kind, 2)
 
 
-def test_overlapping_calls_end_with_the_time_of_the_step() -> None:
+def test_overlapping_calls_end_at_the_steps_time_limit() -> None:
     scores, failures = score(overlapping("sleeps_on_two", concurrency=2), numbered(5), seconds=4.0)
     assert math.isnan(scores[2])
     assert scores[:2] == [0, 1]
     assert {failure.failure.kind for failure in failures.values()} <= {"time", "deadline"}
 
 
-def test_an_answer_that_was_scored_before_is_not_scored_again(tmp_path: Path) -> None:
+def test_a_cached_answer_is_not_scored_again(tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     scorer = RuleScorer([overlapping("counts_calls", cache=True, args={"notes": str(notes)})], None, Reward())
     first = [completion("a"), completion("bb"), completion("a"), completion("bb", answer="other row")]
@@ -102,7 +102,7 @@ def test_an_answer_that_was_scored_before_is_not_scored_again(tmp_path: Path) ->
     assert notes.read_text().splitlines() == ["p0 a", "p0 bb", "p0 bb", "p0 ccc"]
 
 
-def test_a_batch_with_a_cache_holds_what_is_new() -> None:
+def test_a_batch_with_a_cache_contains_only_new_answers() -> None:
     scorer = RuleScorer([overlapping("sizes", per="batch", cache=True)], None, Reward())
     for given, expected in ((numbered(3), [3, 3, 3]), (numbered(5), [3, 3, 3, 2, 2])):
         scores, _ = scorer.score({"own": 0}, given, time.monotonic() + 60)

@@ -1,4 +1,4 @@
-"""Reward functions that hang, crash and raise, for real: what a call comes to, and what is left."""
+"""Reward functions that really hang, crash and raise: results of the calls, and leftovers."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_call_that_hangs_ends_with_its_process_and_the_next_gets_another(proce
 
 
 @pytest.mark.parametrize(("name", "end"), ENDING.items())
-def test_a_function_that_ends_its_process_is_told(process: FunctionProcess, name: str, end: str) -> None:
+def test_a_function_that_ends_its_process_is_reported(process: FunctionProcess, name: str, end: str) -> None:
     reply = answer(process, NAMES.index(name), completion(tokens=4), 60.0)
     assert fails(reply, f"its process ended by {end}$"), reply
     assert call(process, "length") == 4
@@ -104,7 +104,7 @@ def test_a_process_that_ended_between_two_calls_is_replaced(process: FunctionPro
     assert call(process, "process") != pid
 
 
-def test_the_programs_of_a_call_that_hangs_end_with_it(tmp_path: Path) -> None:
+def test_subprocesses_of_a_hanging_call_end_with_it(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     process = FunctionProcess([own("runs_a_program", pid_file=str(pid_file))])
     process.start()
@@ -128,7 +128,7 @@ def test_the_child_ends_with_a_parent_that_is_killed() -> None:
     assert ends(pid)
 
 
-def test_functions_that_cannot_be_loaded_are_an_error_of_the_run() -> None:
+def test_functions_that_cannot_be_loaded_fail_the_run() -> None:
     process = FunctionProcess([RewardFunction(name="tests.rewards.functions:nothing")])
     with pytest.raises(RunError, match=r"cannot start: a function of the module; .* has no 'nothing'"):
         process.start()
@@ -160,7 +160,7 @@ def ends(completion):
         ("time.sleep(600)", "cannot start: no time was left to load them", 3),
     ],
 )
-def test_functions_that_cannot_be_loaded_again_fail_in_their_calls(
+def test_functions_that_cannot_be_reloaded_fail_their_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str, told: str, patience: float
 ) -> None:
     (tmp_path / "loads_once.py").write_text(LOADS_ONCE.format(again=again))
@@ -192,13 +192,13 @@ def test_any_finite_number_is_a_score(value: Any) -> None:
         ("x" * 1000, "'" + "x" * 199 + "..., a str"),
     ],
 )
-def test_anything_else_is_refused_and_shown(value: Any, shown: str) -> None:
+def test_any_other_score_is_refused_and_shown(value: Any, shown: str) -> None:
     reason = f"it returned {shown}: it must return one finite number"
     expected = [Failure(kind=type(value).__name__, reason=reason)]
     assert BoundFunction(own("anything")).replies([completion(returns=value)]) == expected
 
 
-def test_the_traceback_of_a_function_is_its_own() -> None:
+def test_a_traceback_shows_only_the_functions_frames() -> None:
     (failure,) = BoundFunction(own("quotient", size=1)).replies([completion(tokens=1)])
     assert isinstance(failure, Failure)
     assert failure.kind == "ZeroDivisionError"

@@ -73,7 +73,7 @@ def test_last_number(response: str, score: float) -> None:
     assert last_number(completion(response, answer="12 * 3 = 36, ...\n#### 1,234.5")) == score
 
 
-def test_a_list_of_numbers_is_no_number_of_thousands() -> None:
+def test_a_comma_separated_list_is_not_one_number() -> None:
     assert last_number(completion("1,2,3", answer=3)) == 1
     assert last_number(completion("1,200,300", answer=1_200_300)) == 1
 
@@ -95,7 +95,7 @@ def test_a_field_without_a_number_is_an_error() -> None:
         last_number(completion("3", answer="none"))
 
 
-def test_a_missing_field_is_an_error_that_names_those_there_are() -> None:
+def test_a_missing_field_error_names_the_present_fields() -> None:
     with pytest.raises(ValueError, match="the prompt has no field 'answer'; it has: key, level"):
         exact_match(completion("3", key="3", level=1))
 

@@ -1,4 +1,4 @@
-"""Scores of chunks: what is scored, what is asked again, and what stays without a score."""
+"""Scores of chunks: calls, retries, and samples without a score."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def score(
     return scorer.score(functions, completions, time.monotonic() + seconds)
 
 
-def test_every_function_scores_every_sample_and_weights_are_left_to_others(scorer: RuleScorer) -> None:
+def test_every_function_scores_every_sample_unweighted(scorer: RuleScorer) -> None:
     scores, unscored = score(scorer, {name: NUMBERS[name] for name in ("exact_match", "length", "seen")})
     assert {label: column.tolist() for label, column in scores.items()} == {
         "exact_match": [1, 1, 0],
@@ -61,7 +61,7 @@ def test_every_function_scores_every_sample_and_weights_are_left_to_others(score
     assert not unscored
 
 
-def test_what_a_function_fails_on_stays_without_a_score_and_the_others_go_on(scorer: RuleScorer) -> None:
+def test_a_failed_call_leaves_its_sample_without_a_score_only(scorer: RuleScorer) -> None:
     names = ("quotient", "length", "stubborn")
     scores, unscored = score(scorer, {name: NUMBERS[name] for name in names})
     np.testing.assert_array_equal(scores["quotient"], np.float32([math.nan, 0.5, 0.5]))
@@ -75,7 +75,7 @@ def test_what_a_function_fails_on_stays_without_a_score_and_the_others_go_on(sco
     assert unscored[stubborn] == Unscored(prompt_id="b", failure=slow, calls=2)
 
 
-def test_a_function_that_fails_for_a_while_is_asked_again(tmp_path: Path) -> None:
+def test_a_failing_function_is_retried(tmp_path: Path) -> None:
     notes = str(tmp_path / "notes")
     for retries, expected in ((2, [3, 3, 4]), (1, [math.nan, math.nan, 3])):
         Path(notes).unlink(missing_ok=True)
@@ -88,7 +88,7 @@ def test_a_function_that_fails_for_a_while_is_asked_again(tmp_path: Path) -> Non
         assert len(unscored) == (retries == 1)
 
 
-def test_a_step_of_functions_that_hang_ends_in_its_time() -> None:
+def test_a_step_with_hanging_functions_ends_within_its_time_limit() -> None:
     slow = RuleScorer([own("sleeps")], None, Reward(time_limit=60, retries=3))
     slow.start()
     start = time.monotonic()
@@ -100,7 +100,7 @@ def test_a_step_of_functions_that_hang_ends_in_its_time() -> None:
     assert set(unscored) == {("sleeps", "time"), ("sleeps", "deadline")}
 
 
-def test_without_a_tokenizer_there_are_ids_and_no_text() -> None:
+def test_without_a_tokenizer_functions_get_ids_and_no_text() -> None:
     blind = RuleScorer([RewardFunction(name="contains"), own("length")], None, Reward(time_limit=60, retries=0))
     scores, _ = score(blind, {"contains": 0, "length": 1})
     blind.close()
@@ -108,7 +108,7 @@ def test_without_a_tokenizer_there_are_ids_and_no_text() -> None:
     assert scores["length"].tolist() == [3, 5, 5]
 
 
-def test_the_first_failure_of_each_kind_is_told() -> None:
+def test_the_first_failure_of_each_kind_is_logged() -> None:
     returned = [math.nan, 1.0, "one", math.inf, "two"]
     prompts = [prompt(f"p{index}", f"{index}", returns=value) for index, value in enumerate(returned)]
     odd = RuleScorer([own("anything")], None, Reward(time_limit=60, retries=0))

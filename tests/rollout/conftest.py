@@ -1,4 +1,4 @@
-"""Engines and what fresh engines answer; one engine process per tensor-parallel size serves all tests."""
+"""Engines and the answers of fresh engines; one engine process per tensor-parallel size serves all tests."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def requests(count: int = 6, *, first_seed: int = 0) -> list[SampleRequest]:
 
 
 def sequences() -> list[list[int]]:
-    """Random ids: as long as the model allows, shorter, and as short as has a log-probability."""
+    """Random ids: the longest that the model allows, shorter, and the shortest with a log-probability."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(USED_VOCAB, (length,), generator=generator).tolist() for length in (MAX_LEN, 33, 2)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """What an engine says: sampled responses with their log-probabilities, and raw ones of given sequences."""
+    """An engine's answers: sampled responses with their log-probabilities, and raw ones of given sequences."""
 
     chunk: RolloutChunk
     raw: Ragged
@@ -84,7 +84,7 @@ def start(
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
-    """HF directories by name. In ``greedy_padding`` the ids that mean nothing are by far the likeliest."""
+    """HF directories by name. In ``greedy_padding`` the unused ids are by far the likeliest."""
     root = tmp_path_factory.mktemp("models")
     built = {
         "qwen2": random_model(qwen2(), 1),
@@ -95,7 +95,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     with torch.no_grad():
         head = built["greedy_padding"].lm_head.weight
         row = 100 * head[USED_VOCAB].sign()
-        head[USED_VOCAB:VOCAB] = torch.stack([row, -row, row, -row])  # whatever the hidden state, one of them wins
+        head[USED_VOCAB:VOCAB] = torch.stack(
+            [row, -row, row, -row]
+        )  # for any hidden state, one of them is the likeliest
     return {name: save(model, root / name) for name, model in built.items()}
 
 

@@ -51,7 +51,7 @@ def goes_on(engine: RolloutEngine) -> bool:
 
 
 def give_up(engine: RolloutEngine, requests: Sequence[SampleRequest], sizes: Sequence[int]) -> tuple[int, list[str]]:
-    """Lets the second step fail; returns how many requests vLLM still has, and what unfinished items failed with."""
+    """Makes the second step fail; returns how many requests vLLM still has, and the errors of unfinished items."""
     answers = [engine.generate(item) for item in items(requests, sizes)]
     engine.step()
     answers = [answer for answer in answers if not answer.done()]

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 VOCAB = 104  # ids of the model; vLLM pads them to 128
-USED_VOCAB = 100  # ids that mean something; the engine must not sample the rest
+USED_VOCAB = 100  # ids in use; the engine must not sample the rest
 END = 1
 MAX_LEN = 96
 
@@ -90,7 +90,7 @@ def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
 
 
 def text_of(ids: Iterable[int]) -> str:
-    """What the tokenizer of ``save_tokenizer`` makes of ids: a letter of each."""
+    """The text of ids by the tokenizer of ``save_tokenizer``: a letter each."""
     return "".join(chr(0x4E00 + i) for i in ids)
 
 

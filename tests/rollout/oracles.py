@@ -1,4 +1,4 @@
-"""Comparisons, and what transformers says of the same tokens."""
+"""Comparisons, and the results of transformers for the same tokens."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def hf_logits_in_parts(parts: Sequence[tuple[Path, int]], ids: Sequence[int]) ->
 
 
 def hf_raw_logprobs(model_dir: Path, sequences: Sequence[Sequence[int]]) -> Ragged:
-    """What RolloutEngine.logprobs returns, by transformers; ids that mean nothing have no probability."""
+    """The result of RolloutEngine.logprobs, by transformers; unused ids have no probability."""
     rows = []
     for ids, logits in zip(sequences, hf_logits(model_dir, sequences), strict=True):
         logprobs = logits[:-1, :USED_VOCAB].log_softmax(-1)

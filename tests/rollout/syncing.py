@@ -28,7 +28,7 @@ BUCKET_BYTES = 1 << 17  # the tiny models arrive in several buckets
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What the ranks of the engine and the trainer counted."""
+    """The statistics of the engine's and the trainer's ranks."""
 
     received: list[SyncStats]
     sent: list[SyncStats]
@@ -80,7 +80,7 @@ class Trainer:
         return Report(received=self._process.end(), sent=[rank.result() for rank in sending])
 
     def fail_to_sync(self, version: int, *, corrupt: tuple[int, int] | None = None, reason: str) -> None:
-        """Does the same, expecting that both sides abort for this reason.
+        """Tries to sync, expecting that both sides abort for this reason.
 
         Args:
             corrupt: a tensor-parallel rank of the engine and a bucket; a byte that rank 0 has written for it changes.
@@ -102,7 +102,7 @@ class Trainer:
 
 @dataclass
 class _Corrupting:
-    """The transport of rank 0's ready messages: before that of one bucket is sent, what it speaks of is changed."""
+    """The transport of rank 0's ready messages: before that of one bucket is sent, the bucket is changed."""
 
     inner: Transport
     connection: Connection

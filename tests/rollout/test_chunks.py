@@ -27,7 +27,7 @@ def response(name: str, prompt: tuple[int, ...], tokens: list[int], *, finished:
     )
 
 
-def test_samples_are_where_their_info_says() -> None:
+def test_samples_are_at_the_place_in_their_info() -> None:
     a = response("a", (1, 2), [3], finished=True)
     b = response("b", (4,), [5, 6], finished=False)
     infos, chunk = pack_chunk(7, [a, b])
@@ -44,7 +44,7 @@ def test_samples_are_where_their_info_says() -> None:
     assert (chunk.response_ids.values.dtype, chunk.rollout_logprobs.values.dtype) == (np.int32, np.float32)
 
 
-def test_rows_of_several_chunks_make_another() -> None:
+def test_rows_of_several_chunks_are_gathered_into_one() -> None:
     a, b = response("a", (1, 2), [3], finished=True), response("b", (4,), [5, 6], finished=False)
     c = response("c", (7, 8, 9), [8, 8, 8], finished=True)
     chunks = {3: pack_chunk(3, [a, b])[1], 5: pack_chunk(5, [c])[1]}
@@ -58,8 +58,8 @@ def test_rows_of_several_chunks_make_another() -> None:
     assert (chunk.response_ids.values.dtype, chunk.rollout_logprobs.values.dtype) == (np.int32, np.float32)
 
 
-def test_a_response_ends_with_its_first_token_of_a_kind_that_is_not_too_early() -> None:
-    """Token 13 from index 1 on: found after an earlier one, found at the end, only too early, never."""
+def test_a_response_is_truncated_at_the_first_such_token_after_a_minimum_length() -> None:
+    """Token 13 from index 1 on: after an earlier one, at the end, only before index 1, never."""
     responses = [[13, 5, 13, 13, 6], [5, 6, 13], [13, 5], [5]]
     _, whole = pack_chunk(
         0, [response(str(index), (1,), ids, finished=index == 3) for index, ids in enumerate(responses)]
@@ -82,7 +82,7 @@ def test_a_response_ends_with_its_first_token_of_a_kind_that_is_not_too_early() 
     assert chunk.prompt_ids is whole.prompt_ids
 
 
-def test_chunks_come_back_from_a_file_bit_for_bit(tmp_path: Path) -> None:
+def test_chunks_round_trip_through_a_file_bit_for_bit(tmp_path: Path) -> None:
     """More than ten of them, of one to three rows; spans of several versions and engines; any text as an id."""
     chunks = []
     for index in range(12):
@@ -107,6 +107,6 @@ def test_chunks_come_back_from_a_file_bit_for_bit(tmp_path: Path) -> None:
         assert (got.finished.dtype, got.finished.tolist()) == (np.bool_, chunk.finished.tolist())
 
 
-def test_no_chunks_are_no_chunks(tmp_path: Path) -> None:
+def test_an_empty_list_of_chunks_round_trips(tmp_path: Path) -> None:
     save_chunks(tmp_path / "none.npz", [])
     assert load_chunks(tmp_path / "none.npz") == []

@@ -1,4 +1,4 @@
-"""What ends a response, and when: end tokens, texts, and a least number of tokens."""
+"""The end of a response: stop tokens, stop texts, and a minimum number of tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cut(ids: Sequence[int], *, texts: Sequence[str], tokens: Collection[int]) -> tuple[int, bool]:
-    """How many tokens of a response come until something ends it, and whether something does: a naive reader."""
+    """The length of a response up to its end, and whether anything ends it, by a naive loop."""
     for count in range(1, len(ids) + 1):
         text = text_of(ids[:count])
         if ids[count - 1] in tokens or any(text.endswith(stop) for stop in texts):
@@ -35,7 +35,7 @@ def cut(ids: Sequence[int], *, texts: Sequence[str], tokens: Collection[int]) ->
     return len(ids), False
 
 
-def test_texts_and_tokens_end_a_response(
+def test_stop_texts_and_tokens_end_a_response(
     process: EngineProcess, models: Mapping[str, Path], fresh: Mapping[str, Answers], tokenizer: Path
 ) -> None:
     """A seed draws the same tokens until something ends them."""
@@ -53,10 +53,10 @@ def test_texts_and_tokens_end_a_response(
         np.testing.assert_array_equal(chunk.rollout_logprobs[row], whole.rollout_logprobs[row][:count])
 
 
-def test_no_end_token_comes_too_early(
+def test_no_end_token_is_sampled_before_the_minimum_length(
     process: EngineProcess, models: Mapping[str, Path], fresh: Mapping[str, Answers]
 ) -> None:
-    """It is neither sampled nor has it a share in the log-probabilities, until it may come."""
+    """It is neither sampled nor part of the log-probabilities before it is allowed."""
     frequent = int(np.bincount(fresh["qwen2"].chunk.response_ids.values).argmax())
     ends = {frequent, END}
     start(process, models["qwen2"], weights="files", min_new_tokens=LEAST, stop_token_ids=(frequent,))
@@ -92,7 +92,7 @@ def _check_logprobs(chunk: RolloutChunk, model_dir: Path, ends: Collection[int])
         ({"stop_token_ids": (VOCAB,)}, f"ValueError: stop token {VOCAB} is not one of the model's {VOCAB} ids"),
     ],
 )
-def test_endings_that_cannot_be_are_refused(
+def test_impossible_stop_settings_are_refused(
     process: EngineProcess, models: Mapping[str, Path], changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(RemoteError, match=message):

@@ -1,4 +1,4 @@
-"""One engine without tensor parallelism: whose weights it has, what it samples, and what it refuses."""
+"""One engine without tensor parallelism: weights, samples and refusals."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_second_sync_replaces_every_weight(
     assert_same(ask(engine), fresh["qwen2_later"])
 
 
-def test_a_sync_without_the_cache_reset_would_be_noticed(
+def test_the_comparison_detects_a_missing_cache_reset(
     engine: EngineProcess, models: Mapping[str, Path], fresh: Mapping[str, Answers]
 ) -> None:
     """Shows that the comparison above sees a stale prefix cache, if versions share blocks."""
@@ -96,7 +96,7 @@ def test_a_sync_refused_before_the_first_write_changes_nothing(
     assert_same(ask(engine), fresh["qwen2"])
 
 
-def test_after_half_a_sync_the_engine_refuses_until_a_whole_one(
+def test_after_an_aborted_sync_the_engine_refuses_until_a_complete_one(
     engine: EngineProcess, models: Mapping[str, Path], fresh: Mapping[str, Answers]
 ) -> None:
     resync(engine, models["qwen2"])
@@ -121,15 +121,13 @@ def test_a_plan_for_another_model_is_refused_before_connecting(
         engine.call("connect", ConnectRequest(sync=nobody, ranks=[1]))
 
 
-def test_raw_logprobs_are_those_of_transformers(engine: EngineProcess, models: Mapping[str, Path]) -> None:
+def test_raw_logprobs_equal_transformers(engine: EngineProcess, models: Mapping[str, Path]) -> None:
     resync(engine, models["qwen2"])
     got = engine.call("logprobs", sequences())
     assert_close(got, hf_raw_logprobs(models["qwen2"], sequences()), 1e-4, "vLLM against transformers")
 
 
-def test_rollout_logprobs_are_of_the_distribution_sampled_from(
-    engine: EngineProcess, models: Mapping[str, Path]
-) -> None:
+def test_rollout_logprobs_are_of_the_sampling_distribution(engine: EngineProcess, models: Mapping[str, Path]) -> None:
     resync(engine, models["qwen2"])
     chunk = ask(engine).chunk
     config = rollout_config()
@@ -143,7 +141,7 @@ def test_rollout_logprobs_are_of_the_distribution_sampled_from(
             assert chunk.rollout_logprobs[row][position] == pytest.approx(float(logprobs[token]), abs=1e-4)
 
 
-def test_what_comes_back(engine: EngineProcess, models: Mapping[str, Path]) -> None:
+def test_the_fields_of_a_rollout(engine: EngineProcess, models: Mapping[str, Path]) -> None:
     resync(engine, models["qwen2"])
     version = engine.apply(in_process.version)
     asked = requests(40)
@@ -167,8 +165,8 @@ def test_what_comes_back(engine: EngineProcess, models: Mapping[str, Path]) -> N
     assert not all(finished)
 
 
-def test_samples_do_not_depend_on_who_answers_what(engine: EngineProcess, models: Mapping[str, Path]) -> None:
-    """Two engines of one queue are this engine with two parts of the work, bit for bit."""
+def test_samples_do_not_depend_on_the_division_among_engines(engine: EngineProcess, models: Mapping[str, Path]) -> None:
+    """Two engines with one queue give the samples of this engine with the work in two parts, bit for bit."""
     resync(engine, models["qwen2"])
     together = engine.apply(in_process.generate, requests(24), [24])[1][0]
     answers = {row: (together.response_ids[row], together.rollout_logprobs[row]) for row in range(24)}
@@ -191,7 +189,7 @@ def test_a_failed_step_fails_every_response_in_progress(engine: EngineProcess, m
     assert_same(ask(engine), before)
 
 
-def test_every_64_bit_seed_is_a_seed(engine: EngineProcess, models: Mapping[str, Path]) -> None:
+def test_every_64_bit_seed_is_accepted(engine: EngineProcess, models: Mapping[str, Path]) -> None:
     resync(engine, models["qwen2"])
     prompt = requests()[0].prompt
     asked = [SampleRequest(sample_id=str(seed), prompt=prompt, seed=seed) for seed in (0, 2**63 - 1, 2**64 - 1)]
@@ -199,7 +197,7 @@ def test_every_64_bit_seed_is_a_seed(engine: EngineProcess, models: Mapping[str,
     np.testing.assert_array_equal(first.response_ids.values, second.response_ids.values)
 
 
-def test_a_greedy_request_gets_what_transformers_takes_and_leaves_the_others_alone(
+def test_a_greedy_request_equals_transformers_and_does_not_affect_others(
     engine: EngineProcess, models: Mapping[str, Path]
 ) -> None:
     resync(engine, models["qwen2"])
@@ -215,7 +213,7 @@ def test_a_greedy_request_gets_what_transformers_takes_and_leaves_the_others_alo
         np.testing.assert_array_equal(together.rollout_logprobs[2 * index], alone.rollout_logprobs[2 * index])
 
 
-def test_ids_that_mean_nothing_are_never_sampled(engine: EngineProcess, models: Mapping[str, Path]) -> None:
+def test_unused_ids_are_never_sampled(engine: EngineProcess, models: Mapping[str, Path]) -> None:
     resync(engine, models["greedy_padding"])
     chunk = ask(engine).chunk
     assert chunk.response_ids.values.max() < USED_VOCAB
@@ -240,7 +238,7 @@ def test_padding_rows_of_the_output_layer_are_never_sampled(engine: EngineProces
         ((-1, 5), "prompt 'bad' has ids from -1"),
     ],
 )
-def test_bad_prompts_are_named_and_leave_nothing_behind(
+def test_invalid_prompts_are_named_and_leave_no_requests(
     engine: EngineProcess, prompt: tuple[int, ...], message: str
 ) -> None:
     bad = SampleRequest(sample_id="b", prompt=Prompt(prompt_id="bad", token_ids=prompt), seed=0)
@@ -254,6 +252,6 @@ def test_sequences_that_are_too_long_are_refused(engine: EngineProcess) -> None:
         engine.call("logprobs", [[1, 2], [1] * (MAX_LEN + 1)])
 
 
-def test_the_engines_process_is_free_of_megatron(engine: EngineProcess) -> None:
+def test_the_engine_process_does_not_import_megatron(engine: EngineProcess) -> None:
     assert engine.apply(in_process.loaded_modules, "vllm")
     assert engine.apply(in_process.loaded_modules, "megatron") == []

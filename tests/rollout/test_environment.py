@@ -1,4 +1,4 @@
-"""Where an engine's process keeps its files."""
+"""The environment and the files of an engine's process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOM = 107 - 37
 
 
 @pytest.mark.parametrize("length", [10, 45, 46, 90])
-def test_the_names_of_vllms_sockets_find_room(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_socket_paths_are_short_enough(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="") as short:
         usual = Path(short, "t" * max(length - len(short) - 1, 0))
         usual.mkdir(exist_ok=True)
@@ -26,7 +26,7 @@ def test_the_names_of_vllms_sockets_find_room(length: int, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("device", "precision"), [("cpu", None), ("cuda", "ieee")])
-def test_on_cuda_no_kernel_rounds_float32(device: str, precision: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_uses_ieee_float32_on_cuda(device: str, precision: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
     set_vllm_environment(device, "/tmp")
     assert os.environ.get("TRITON_F32_DEFAULT") == precision

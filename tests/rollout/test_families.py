@@ -1,4 +1,4 @@
-"""Every family, from Megatron's layouts into live engines: they become engines that load the files by themselves."""
+"""Every family, synced from Megatron's layouts into live engines: equal to engines that loaded the files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that change while responses are in progress: every token is of one version, and the response goes on."""
+"""Weight updates while responses are in progress: every token has one version, and the response continues."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def generate(process: EngineProcess, asked: Sequence[SampleRequest]) -> list[Rol
 
 @pytest.fixture(scope="module")
 def untouched(process: EngineProcess, models: Mapping[str, Path]) -> list[RolloutChunk]:
-    """What an engine answers to FIRST that keeps version 0, and refuses another meanwhile."""
+    """The answers to FIRST of an engine that keeps version 0 and refuses another one meanwhile."""
     start(process, models[VERSIONS[0]], weights="files", mode="bounded")
     process.apply(in_process.begin, FIRST)
     process.apply(in_process.take_steps, BEFORE)
@@ -141,7 +141,7 @@ def test_a_version_begins_with_the_token_after_its_update(engine: Engine) -> Non
         assert spans(chunk) == [(0, min(BETWEEN, length), 1), *([(BETWEEN, length, 2)] if length > BETWEEN else [])]
 
 
-def test_until_the_update_a_response_is_that_of_an_engine_without_one(
+def test_before_the_update_a_response_equals_that_of_an_engine_without_one(
     engine: Engine, untouched: list[RolloutChunk]
 ) -> None:
     for chunk, alone in zip(engine.first, untouched, strict=True):
@@ -159,7 +159,7 @@ def test_every_token_has_the_log_probability_of_its_version(engine: Engine, mode
             np.testing.assert_allclose(chunk.rollout_logprobs[0], expected, rtol=0, atol=1e-4)
 
 
-def test_the_comparison_sees_whose_keys_and_values_a_token_read(engine: Engine, models: Mapping[str, Path]) -> None:
+def test_the_comparison_detects_which_kv_cache_a_token_read(engine: Engine, models: Mapping[str, Path]) -> None:
     dirs = [models[name] for name in VERSIONS]
     other = version_logprobs(dirs, FIRST, engine.first, keep=not engine.keep)
     pairs = list(zip(engine.first, other, strict=True))
@@ -167,7 +167,7 @@ def test_the_comparison_sees_whose_keys_and_values_a_token_read(engine: Engine, 
     assert gaps[np.isfinite(gaps)].mean() > 0.5
 
 
-def test_greedy_responses_go_on_as_fresh_engines_would(
+def test_greedy_responses_continue_as_fresh_engines_would(
     engine: Engine, relay: list[tuple[list[int], list[float]]]
 ) -> None:
     for chunk, (ids, logprobs) in zip(engine.first[-len(GREEDY) :], relay, strict=True):
@@ -176,10 +176,10 @@ def test_greedy_responses_go_on_as_fresh_engines_would(
         np.testing.assert_allclose(chunk.rollout_logprobs[0][:end], logprobs[:end], rtol=0, atol=1e-5)
 
 
-def test_updates_to_the_same_weights_change_no_token(
+def test_updates_with_identical_weights_change_no_token(
     engine: Engine, models: Mapping[str, Path], untouched: list[RolloutChunk]
 ) -> None:
-    """The random numbers go on; with `recompute`, keys and values of the tokens so far are rounded elsewhere."""
+    """The random numbers continue; with `recompute`, keys and values of the tokens so far are rounded elsewhere."""
     engine.begin(models[VERSIONS[0]], FIRST, 2)
     for steps in (1, 4, 0):
         engine.update(models[VERSIONS[0]])
@@ -191,10 +191,10 @@ def test_updates_to_the_same_weights_change_no_token(
         assert chunk.finished == alone.finished
 
 
-def test_requests_that_begin_after_an_update_find_no_blocks_of_old_weights(
+def test_requests_after_an_update_reuse_no_old_cache_blocks(
     engine: Engine, models: Mapping[str, Path], fresh: Mapping[str, Answers]
 ) -> None:
-    """Some came before it, without a step in between, and some afterwards."""
+    """Some were submitted before it, without a step in between, and some afterwards."""
     engine.begin(models["qwen2"], requests())
     engine.process.apply(in_process.begin, requests())
     engine.update(models["qwen2_later"])
@@ -206,7 +206,7 @@ def test_requests_that_begin_after_an_update_find_no_blocks_of_old_weights(
         assert_answers(begun, fresh["qwen2_later"])
 
 
-def test_an_update_without_responses_in_progress_leaves_nothing_of_old_weights(
+def test_an_update_of_an_idle_engine_leaves_no_old_cache_blocks(
     engine: Engine, models: Mapping[str, Path], fresh: Mapping[str, Answers]
 ) -> None:
     engine.begin(models["qwen2"], requests(), NEW_TOKENS)
@@ -227,7 +227,7 @@ def test_a_sync_that_fails_before_the_first_write_changes_nothing(
     assert {version for chunk in chunks for _, _, version in spans(chunk)} == {version}
 
 
-def test_responses_in_progress_wait_out_half_a_sync(
+def test_responses_in_progress_wait_through_an_aborted_sync(
     engine: Engine, models: Mapping[str, Path], fresh: Mapping[str, Answers]
 ) -> None:
     """Nothing is computed before the next whole sync, here of the weights with which they began."""
@@ -243,7 +243,7 @@ def test_responses_in_progress_wait_out_half_a_sync(
     assert {version for chunk in chunks for _, _, version in spans(chunk)} == {version, version + 1}
 
 
-def test_more_tokens_than_a_step_takes_are_prefilled_again(engine: Engine, models: Mapping[str, Path]) -> None:
+def test_recomputation_may_exceed_the_tokens_of_one_step(engine: Engine, models: Mapping[str, Path]) -> None:
     """A step takes 4096 tokens on a CPU."""
     prompts = random_prompts(count=120, min_tokens=40, max_tokens=40, vocab_size=USED_VOCAB, seed=4)
     asked = sample_requests(prompts, 1, seed=6, step=1)
@@ -256,7 +256,7 @@ def test_more_tokens_than_a_step_takes_are_prefilled_again(engine: Engine, model
         np.testing.assert_allclose(chunk.rollout_logprobs[0], expected.rollout_logprobs[0], rtol=0, atol=1e-5)
 
 
-def test_without_the_salt_old_blocks_would_be_noticed(
+def test_the_comparison_detects_old_cache_blocks_without_the_salt(
     engine: Engine, models: Mapping[str, Path], fresh: Mapping[str, Answers]
 ) -> None:
     """The engine's last test: its requests share all blocks from now on."""

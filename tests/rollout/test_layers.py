@@ -1,4 +1,4 @@
-"""What a layer keeps of the memory in which its weights arrive: nothing."""
+"""A layer does not keep the memory in which its weights arrive."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def _weight_after_memory_is_reused(_engine: RolloutEngine) -> list[float]:
     return module.weight.flatten().tolist()
 
 
-def test_a_kernel_that_packs_nothing_does_not_run_on_the_memory_of_the_next_bucket(process: EngineProcess) -> None:
+def test_a_layer_does_not_alias_the_receive_buffer(process: EngineProcess) -> None:
     assert process.apply(_weight_after_memory_is_reused) == [1.0, 1.0]

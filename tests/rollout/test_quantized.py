@@ -1,4 +1,4 @@
-"""Engines that compute in float8: a sync quantizes each layer again, as the loading of the files does."""
+"""Engines that compute in float8: a sync quantizes each layer again, as loading the files does."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_synced_engine_equals_one_that_quantized_the_files(process: EngineProc
     assert_same(ask(process), expected)
 
 
-def test_ranks_that_wait_for_each_others_scales_survive_a_broken_sync(
+def test_an_aborted_sync_does_not_deadlock_ranks_that_exchange_scales(
     pair: EngineProcess, directories: list[Path]
 ) -> None:
     """One rank's bucket is corrupt while the other loads its own, which takes both ranks."""

@@ -1,4 +1,4 @@
-"""Recorded samples come back as they were, however they are divided into chunks."""
+"""Recorded samples are replayed exactly, however they are divided into chunks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def request(row: int, token_ids: tuple[int, ...]) -> SampleRequest:
 
 
 @pytest.mark.parametrize(("row", "prompt"), [(0, (5, 6, 7)), (1, (8,))])
-def test_a_sample_comes_back_bit_for_bit(tmp_path: Path, row: int, prompt: tuple[int, ...]) -> None:
+def test_a_recorded_sample_is_replayed_bit_for_bit(tmp_path: Path, row: int, prompt: tuple[int, ...]) -> None:
     write_sample(tmp_path, CHUNK, row)
     assert [path.parent for path in tmp_path.iterdir()] == [tmp_path]
     response = read_response(tmp_path, request(row, prompt))
@@ -46,21 +46,21 @@ def test_a_sample_that_was_not_recorded_is_refused(tmp_path: Path) -> None:
         read_response(tmp_path, request(0, (5, 6, 7)))
 
 
-def test_a_directory_tells_its_steps(tmp_path: Path) -> None:
+def test_a_recording_lists_its_steps(tmp_path: Path) -> None:
     assert recorded_steps(tmp_path) == set()
     write_sample(tmp_path, CHUNK, 0)
     write_sample(tmp_path, CHUNK, 1)
     assert recorded_steps(tmp_path) == {"1"}
 
 
-def test_evaluations_are_no_step(tmp_path: Path) -> None:
+def test_evaluations_are_not_replayed(tmp_path: Path) -> None:
     """Their samples have the same ids after every step: played back, they would hide that the weights have changed."""
     write_sample(tmp_path, CHUNK, 0)
     write_sample(tmp_path, replace(CHUNK, sample_ids=("0/a/0", "0/b/0")), 0)
     assert recorded_steps(tmp_path) == {"1"}
 
 
-def test_an_engine_records_what_steps_generate_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_records_only_training_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RolloutEngine, "_response", lambda _engine, _request, output, _version: output)
     engine = object.__new__(RecordingEngine)
     engine._directory = tmp_path

@@ -1,4 +1,4 @@
-"""A real engine that sleeps: it answers between waking and sleeping alone, and with the weights of the last sync."""
+"""A real engine that sleeps: it answers only while awake, with the weights of the last sync."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.rollout.syncing import Trainer
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
-def test_it_wakes_to_new_weights(
+def test_it_answers_with_synced_weights_after_waking(
     process: EngineProcess, models: Mapping[str, Path], fresh: Mapping[str, Answers]
 ) -> None:
     start(process, models["qwen2"], sleep=True)
@@ -35,7 +35,7 @@ def test_it_wakes_to_new_weights(
         assert process.apply(in_process.recv_buffer_bytes) == 0
 
 
-def test_weights_from_files_are_there_again(
+def test_weights_from_files_are_restored_after_sleep(
     process: EngineProcess, models: Mapping[str, Path], fresh: Mapping[str, Answers]
 ) -> None:
     start(process, models["qwen2"], weights="files", sleep=True)

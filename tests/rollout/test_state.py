@@ -1,4 +1,4 @@
-"""The order of sleeping, waking and syncing, against every order of a few actions."""
+"""The allowed orders of sleep, wake and sync, against every order of a few actions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def take(state: EngineState, action: str) -> None:
 
 
 def allowed(actions: tuple[str, ...]) -> bool:
-    """By words: where the engine is in the circle, and whether it has been synced since it slept."""
+    """A naive check: the engine's place in the cycle, and whether it has been synced since it slept."""
     place, synced = 0, False
     for action in actions:
         if action == "sync" and place == 1:
@@ -40,7 +40,7 @@ def allowed(actions: tuple[str, ...]) -> bool:
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 6])
-def test_an_engine_that_sleeps_goes_round_in_one_order(length: int) -> None:
+def test_a_sleeping_engine_allows_only_one_order_of_actions(length: int) -> None:
     found = set()
     for actions in itertools.product(ACTIONS, repeat=length):
         state = EngineState(0, sleeps=True, drops=True, version=None)
@@ -73,12 +73,12 @@ def after(*actions: str, **options: object) -> EngineState:
         (after("sync", sleeps=False), "sleep", "engine 3 cannot sleep: rollout.sleep is false"),
     ],
 )
-def test_a_refusal_says_what_is_wrong(state: EngineState, action: str, message: str) -> None:
+def test_a_refusal_names_the_cause(state: EngineState, action: str, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         take(state, action)
 
 
-def test_half_a_sync_needs_a_whole_one() -> None:
+def test_an_aborted_sync_requires_a_complete_one() -> None:
     state = after("wake_weights", "sync")
     state.begin_sync()
     state.mix()
@@ -90,7 +90,7 @@ def test_half_a_sync_needs_a_whole_one() -> None:
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_nobody_sleeps_over_responses_in_progress(overlaps: bool) -> None:
+def test_sleep_is_refused_with_responses_in_progress(overlaps: bool) -> None:
     state = after(*ORDER[:3], overlaps=overlaps)
     with pytest.raises(RuntimeError, match="engine 3 cannot sleep with 2 responses in progress: wait for them first"):
         state.sleep(in_progress=2)
@@ -98,7 +98,7 @@ def test_nobody_sleeps_over_responses_in_progress(overlaps: bool) -> None:
     state.sleep(in_progress=0)
 
 
-def test_only_an_engine_in_flight_syncs_over_responses_in_progress() -> None:
+def test_only_an_in_flight_engine_syncs_with_responses_in_progress() -> None:
     drains, overlaps = (after("sync", sleeps=False, overlaps=overlaps) for overlaps in (False, True))
     with pytest.raises(RuntimeError, match=r"engine 3 cannot sync with 1 responses in progress: .* inflight syncs"):
         drains.begin_sync(in_progress=1)
@@ -117,7 +117,7 @@ def test_every_sync_has_its_version() -> None:
         assert state.usable_version() == state.version == version
 
 
-def test_weights_from_files_outlive_a_sleep() -> None:
+def test_weights_from_files_survive_a_sleep() -> None:
     assert (
         after("wake_weights", "wake_cache", "sleep", "wake_weights", "wake_cache", drops=False, version=0).version == 0
     )

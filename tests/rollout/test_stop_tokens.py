@@ -22,7 +22,7 @@ from megarl.rollout.requests import stop_token_ids
         ({}, {}, ()),
     ],
 )
-def test_the_generation_config_goes_first(
+def test_the_generation_config_takes_precedence(
     tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None, expected: tuple[int, ...]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""Engines of two ranks, each a worker process with its own shard; and what an engine leaves behind: nothing."""
+"""Engines of two ranks, each a worker process with its own shard; an engine leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_synced_ranks_equal_an_engine_that_loaded_the_files(
     assert_same(ask(pair), fresh["llama"], atol=1e-5)
 
 
-def test_ranks_take_weights_between_two_steps(pair: EngineProcess, models: Mapping[str, Path]) -> None:
+def test_ranks_receive_weights_between_two_steps(pair: EngineProcess, models: Mapping[str, Path]) -> None:
     start(pair, models["qwen2"], tp=2, weights="files", mode="inflight")
     pair.apply(in_process.begin, requests())
     pair.apply(in_process.take_steps, 5)
@@ -58,12 +58,12 @@ def test_ranks_take_weights_between_two_steps(pair: EngineProcess, models: Mappi
         assert [span.start for span in chunk.versions[0]] == [0, 5][: len(chunk.versions[0])]
 
 
-def test_the_workers_are_free_of_megatron(pair: EngineProcess) -> None:
+def test_the_workers_do_not_import_megatron(pair: EngineProcess) -> None:
     assert all(pair.apply(in_process.workers_modules, "vllm"))
     assert pair.apply(in_process.workers_modules, "megatron") == [[], []]
 
 
-def test_close_leaves_nothing(pair: EngineProcess, temporary: Path) -> None:
+def test_close_leaves_no_processes_or_shared_memory(pair: EngineProcess, temporary: Path) -> None:
     workers, shared = pair.apply(in_process.processes_and_shared_memory)
     assert len(workers) == 2
     assert shared

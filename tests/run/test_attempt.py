@@ -1,4 +1,4 @@
-"""Every end of a run is noted, and stays the end that it was."""
+"""Every end of a run is recorded, once."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ENDS: dict[str, tuple[Callable[[], None], type[BaseException] | None, tuple[str,
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_an_end_is_noted_and_stays_what_it_was(tmp_path: Path, name: str) -> None:
+def test_a_recorded_end_is_final(tmp_path: Path, name: str) -> None:
     run, error, told = ENDS[name]
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     directory = RunPaths(tmp_path)
@@ -69,7 +69,7 @@ def test_an_end_is_noted_and_stays_what_it_was(tmp_path: Path, name: str) -> Non
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_a_run_without_a_step_ends_where_it_began(tmp_path: Path) -> None:
+def test_a_run_without_a_step_ends_at_its_initial_step(tmp_path: Path) -> None:
     directory = RunPaths(tmp_path)
     with attempt(directory, taken=4):
         pass

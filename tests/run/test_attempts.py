@@ -1,4 +1,4 @@
-"""What attempts.jsonl keeps, and what it does without."""
+"""Contents of attempts.jsonl, and how damaged lines are handled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "attempts.jsonl"
 
 
-def test_an_attempt_is_a_line_for_its_start_and_one_for_its_end(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attempt_has_a_start_line_and_an_end_line(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([100.0, 160.5, 200.0])
     first = AttemptLog(file, clock=lambda: next(times))
     first.start(0)
@@ -48,7 +48,7 @@ def test_an_attempt_is_a_line_for_its_start_and_one_for_its_end(file: Path, monk
     ]
 
 
-def test_half_a_line_of_a_killed_process_is_left_alone(file: Path) -> None:
+def test_a_truncated_line_of_a_killed_process_is_ignored(file: Path) -> None:
     AttemptLog(file).start(0)
     with file.open("a") as lines:
         lines.write('{"event": "end", "num')
@@ -63,7 +63,7 @@ def test_half_a_line_of_a_killed_process_is_left_alone(file: Path) -> None:
     assert len(file.read_text().splitlines()) == 4
 
 
-def test_lines_of_another_kind_are_left_out(file: Path) -> None:
+def test_lines_of_another_kind_are_skipped(file: Path) -> None:
     file.write_text(
         '{"event": "end", "number": 5, "time": 1.0, "step": 1, "reason": "finished"}\n'
         '{"event": "start", "number": 6}\n{"event": "pause"}\n{}\n'
@@ -72,7 +72,7 @@ def test_lines_of_another_kind_are_left_out(file: Path) -> None:
     assert read_attempts(file.with_name("none")) == []
 
 
-def test_a_full_disk_neither_fails_a_run_nor_hides_what_did(
+def test_a_full_disk_neither_fails_a_run_nor_hides_its_error(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = AttemptLog(file)
@@ -88,7 +88,7 @@ def test_a_full_disk_neither_fails_a_run_nor_hides_what_did(
     assert "No such file or directory" in capsys.readouterr().err
 
 
-def test_a_message_without_end_is_cut(file: Path) -> None:
+def test_a_very_long_message_is_truncated(file: Path) -> None:
     log = AttemptLog(file)
     log.start(0)
     log.end(0, "exception", "x" * 10**6 + "\udcff")

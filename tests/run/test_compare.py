@@ -83,7 +83,7 @@ def test_two_runs_differ_in_settings(run: str, tmp_path: Path) -> None:
     ("arguments", "reason"),
     [(["0", "6"], "those after 0, 5, 9"), (["nowhere"], "no evaluation"), (["5"], "a run and two steps")],
 )
-def test_what_cannot_be_compared_is_said(run: str, arguments: list[str], reason: str) -> None:
+def test_runs_that_cannot_be_compared_are_reported(run: str, arguments: list[str], reason: str) -> None:
     result = compare(run, *arguments)
     assert result.exit_code == 2
     assert reason in result.stderr

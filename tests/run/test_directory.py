@@ -1,4 +1,4 @@
-"""A run directory goes on from its latest checkpoint, and only with a configuration that fits it."""
+"""A run directory is resumed from its latest checkpoint, and only with a matching configuration."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> Path:
     with closing(RunDirectory(debug(path))) as directory:
         assert (directory.latest, directory.finished) == (None, False)
         for step in range(8):
-            tell(directory, step)
+            report(directory, step)
             if step in (3, 6):
                 save(directory, step)
         directory.checkpoints.stage(9)  # close removes it
@@ -43,7 +43,7 @@ def save(directory: RunDirectory, step: int) -> None:
     checkpoints.commit(step, write_roles(checkpoints.stage(step)), {"version": step})
 
 
-def tell(directory: RunDirectory, step: int) -> None:
+def report(directory: RunDirectory, step: int) -> None:
     """Two lines of each step; evaluations begin before the first."""
     for path in (directory.metrics, directory.updates, directory.evaluations, directory.samples):
         with path.open("a") as lines:
@@ -56,7 +56,7 @@ def steps(path: Path) -> list[int]:
 
 
 def problems(config: RunConfig) -> list[str]:
-    """The fields that keep a run from going on; its directory is as it was."""
+    """The fields that prevent a resume; the directory is unchanged."""
     path = Path(config.run.dir)
     before = content(path)
     with pytest.raises(ConfigError) as refusal:
@@ -72,7 +72,7 @@ def test_a_new_directory_has_the_configuration(tmp_path: Path) -> None:
         assert load(directory.path / "config.yaml") == config
 
 
-def test_a_run_goes_on_where_its_latest_checkpoint_was_made(run: Path) -> None:
+def test_a_run_resumes_at_its_latest_checkpoint(run: Path) -> None:
     with closing(RunDirectory(debug(run))) as directory:
         assert directory.latest is not None
         assert (directory.latest.step, directory.latest.state, directory.finished) == (6, {"version": 6}, False)
@@ -84,17 +84,17 @@ def test_a_run_goes_on_where_its_latest_checkpoint_was_made(run: Path) -> None:
 
 
 @pytest.mark.parametrize("rest", ['{"step": 4', '{"step": 4}', "\0\0\0\n", '{"st\n{"step": 4}\n'])
-def test_a_line_that_a_kill_cut_off_goes(run: Path, rest: str) -> None:
+def test_a_line_truncated_by_a_kill_is_removed(run: Path, rest: str) -> None:
     (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n' + rest)
     with closing(RunDirectory(debug(run))) as directory:
         assert steps(directory.metrics) == [1, 2]
 
 
-def test_without_a_checkpoint_a_run_begins_again(tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_starts_over(tmp_path: Path) -> None:
     config = debug(tmp_path)
     with closing(RunDirectory(config)) as directory:
-        tell(directory, 0)
-        tell(directory, 1)
+        report(directory, 0)
+        report(directory, 1)
     with closing(RunDirectory(config)) as directory:
         assert directory.latest is None
         assert [(tmp_path / name).read_text() for name in FILES] == [""] * 4
@@ -114,7 +114,7 @@ MAY_CHANGE = [
 ]
 
 
-def test_what_a_checkpoint_does_not_hold_may_change(run: Path) -> None:
+def test_settings_that_do_not_affect_the_checkpoint_may_change(run: Path) -> None:
     old = (run / "config.yaml").read_text()
     config = debug(run, *MAY_CHANGE)
     with closing(RunDirectory(config)) as directory:
@@ -138,11 +138,11 @@ REFUSED: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("override", REFUSED)
-def test_what_a_checkpoint_holds_may_not_change(run: Path, override: str) -> None:
+def test_settings_that_affect_the_checkpoint_may_not_change(run: Path, override: str) -> None:
     assert problems(debug(run, override)) == REFUSED[override]
 
 
-def test_all_that_may_not_change_is_told_at_once_with_both_values(run: Path) -> None:
+def test_all_refused_changes_are_reported_together_with_both_values(run: Path) -> None:
     with pytest.raises(ConfigError) as refusal:
         RunDirectory(debug(run, *REFUSED))
     assert [problem.field for problem in refusal.value.problems] == [
@@ -164,7 +164,7 @@ def test_another_stage_is_one_problem(run: Path) -> None:
     assert problems(load(DEBUG.with_stem("sft"), [f"run.dir={run}"])) == ["stage"]
 
 
-def test_another_source_of_data_is_refused_whole(run: Path, tmp_path: Path) -> None:
+def test_another_data_source_is_refused_by_field(run: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"token_ids": [1]}\n')
     found = problems(debug(run, "data.random=null", f"data.prompts={prompts}"))
@@ -177,7 +177,7 @@ def test_roles_that_the_checkpoint_lacks_are_refused(run: Path) -> None:
     assert problems(debug(run)) == ["groups"]
 
 
-def test_a_finished_run_stays_as_it_is(run: Path) -> None:
+def test_a_finished_run_is_left_unchanged(run: Path) -> None:
     finish(run)
     before = content(run)
     with closing(RunDirectory(debug(run, "algo.policy_loss.clip=0.3"))) as directory:
@@ -185,7 +185,7 @@ def test_a_finished_run_stays_as_it_is(run: Path) -> None:
     assert content(run) == before
 
 
-def test_a_finished_run_goes_on_when_it_gets_more_steps(run: Path) -> None:
+def test_a_finished_run_continues_with_more_steps(run: Path) -> None:
     finish(run)
     with closing(RunDirectory(debug(run, "run.steps=12"))) as directory:
         assert directory.latest is not None
@@ -195,14 +195,14 @@ def test_a_finished_run_goes_on_when_it_gets_more_steps(run: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [10, 12])
-def test_a_finished_run_without_checkpoints_keeps_what_it_has_made(run: Path, steps: int) -> None:
+def test_a_finished_run_without_checkpoints_is_not_restarted(run: Path, steps: int) -> None:
     finish(run)
     shutil.rmtree(run / "checkpoints")
     assert problems(debug(run, f"run.steps={steps}")) == ["run.dir"]
     assert (run / "export" / "config.json").exists()
 
 
-def test_a_run_that_was_killed_while_it_ended_ends_again(run: Path) -> None:
+def test_a_run_killed_at_its_end_ends_again(run: Path) -> None:
     finish(run)
     (run / "summary.json").unlink()
     with closing(RunDirectory(debug(run))) as directory:
@@ -214,14 +214,14 @@ def test_a_run_that_was_killed_while_it_ended_ends_again(run: Path) -> None:
 def finish(run: Path) -> None:
     with closing(RunDirectory(debug(run))) as directory:
         for step in (7, 8, 9, 10):
-            tell(directory, step)
+            report(directory, step)
         save(directory, 10)
         directory.export.mkdir()
         (directory.export / "config.json").write_text("{}")
         directory.summary.write_text("{}")
 
 
-def test_a_broken_checkpoint_is_told_with_what_to_do(run: Path) -> None:
+def test_a_broken_checkpoint_is_reported_with_a_fix(run: Path) -> None:
     (run / "checkpoints/step-6/actor/0-0.bin").write_bytes(b"")
     with pytest.raises(ConfigError) as refusal:
         RunDirectory(debug(run))
@@ -240,7 +240,7 @@ def _hold(path: Path, pipe: Any) -> None:
 
 @pytest.mark.process
 def test_one_process_at_a_time(run: Path) -> None:
-    """The second one does not touch what the first is writing; when the first is killed, the lock is gone."""
+    """The second one does not touch the first one's files; when the first is killed, the lock is released."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_hold, args=(run, theirs))

@@ -1,4 +1,4 @@
-"""What a person sees of a run, in a terminal and elsewhere."""
+"""The display of a run, in a terminal and elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def terminal(width: int = 100) -> tuple[Console, io.StringIO]:
     return Console(file=out, width=width, height=30, force_terminal=True, color_system=None), out
 
 
-def test_a_terminal_gets_a_bar_with_the_last_metrics_and_is_given_back() -> None:
+def test_a_terminal_shows_a_bar_with_the_last_metrics_and_is_restored() -> None:
     threads = set(threading.enumerate())
     console, out = terminal()
     display = open_display("PPO", COLUMNS, steps=20, console=console)
@@ -46,13 +46,13 @@ def test_a_terminal_gets_a_bar_with_the_last_metrics_and_is_given_back() -> None
         assert not thread.is_alive()
 
 
-def test_a_run_that_goes_on_starts_where_it_was() -> None:
+def test_a_resumed_run_starts_the_bar_at_its_step() -> None:
     console, out = terminal()
     open_display("SFT", COLUMNS, steps=20, done=15, console=console).close()
     assert "15/20" in out.getvalue()
 
 
-def test_many_metrics_wrap_instead_of_being_cut() -> None:
+def test_many_metrics_wrap_instead_of_being_truncated() -> None:
     console, out = terminal(width=40)
     display = open_display("x", {f"m{i}": Column(heading=f"metric {i}") for i in range(12)}, steps=2, console=console)
     display.write(1, {f"m{i}": i + 0.5 for i in range(12)})
@@ -60,7 +60,7 @@ def test_many_metrics_wrap_instead_of_being_cut() -> None:
     assert all(f"metric {i} {i}.5" in out.getvalue() for i in range(12))
 
 
-def test_a_terminal_shows_the_clock_of_the_run() -> None:
+def test_a_terminal_shows_the_elapsed_time_of_the_run() -> None:
     console, out = terminal()
     open_display("SFT", COLUMNS, steps=20, clock=lambda: 3725.0, console=console).close()
     assert "1:02:05" in out.getvalue()

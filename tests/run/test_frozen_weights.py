@@ -1,4 +1,4 @@
-"""A resume is refused when the weights that frozen roles load are not those that the run was started with."""
+"""A resume is refused when the weights of frozen roles differ from those at the start of the run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def exchange(file: Path) -> None:
         ("model/b.safetensors", "model.path"),
     ],
 )
-def test_exchanged_weights_are_refused(config: TrainingConfig, tmp_path: Path, file: str, field: str) -> None:
+def test_replaced_weights_are_refused(config: TrainingConfig, tmp_path: Path, file: str, field: str) -> None:
     commit(config)
     before = (tmp_path / file).read_bytes()
     exchange(tmp_path / file)
@@ -81,8 +81,8 @@ def test_another_config_of_the_reward_model_is_refused(config: TrainingConfig, t
         RunDirectory(config)
 
 
-def test_the_digests_are_those_of_the_start(config: TrainingConfig, tmp_path: Path) -> None:
-    """Files that are exchanged while the run has them loaded are noticed as well."""
+def test_the_digests_are_taken_at_the_start(config: TrainingConfig, tmp_path: Path) -> None:
+    """Files that are replaced while the run has them loaded are detected, too."""
     with closing(RunDirectory(config)) as directory:
         exchange(tmp_path / "reward" / "model.safetensors")
         directory.commit(1, write_roles(directory.checkpoints.stage(1)), {})
@@ -90,7 +90,7 @@ def test_the_digests_are_those_of_the_start(config: TrainingConfig, tmp_path: Pa
         RunDirectory(config)
 
 
-def test_a_run_that_starts_again_may_have_other_weights(config: TrainingConfig, tmp_path: Path) -> None:
+def test_a_restarted_run_may_have_other_weights(config: TrainingConfig, tmp_path: Path) -> None:
     RunDirectory(config).close()
     exchange(tmp_path / "reward" / "model.safetensors")
     RunDirectory(config).close()

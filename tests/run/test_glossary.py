@@ -34,13 +34,13 @@ def literals(source: str) -> Iterator[str]:
             yield from (f"time/{stage.value}" for stage in node.args if isinstance(stage, ast.Constant))
 
 
-def test_every_metric_that_the_code_names_is_described() -> None:
+def test_every_metric_named_in_the_code_is_documented() -> None:
     named = {name for file in SOURCES for name in literals(file.read_text(encoding="utf-8"))}
     assert {"objective/kl", "rollout/samples", "time/step"} <= named, "the search finds nothing"
     assert not undescribed(named)
 
 
-def test_every_metric_of_a_loss_is_described() -> None:
+def test_every_metric_of_a_loss_is_documented() -> None:
     x = torch.zeros(1, 1)
     policy = with_term(with_term(ppo(x, x, x, x.bool()), "kl", x, coef=0.1), "entropy", x, coef=-0.1)
     losses: Mapping[str, Mapping[str, Tensor]] = {

@@ -1,4 +1,4 @@
-"""What the health checks find in runs that were broken on purpose, real or constructed, and in healthy ones."""
+"""Findings of the health checks in deliberately broken runs, real or constructed, and in healthy ones."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_broken_run_is_found_at_its_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["grpo", "raft", "decoupled_ppo", "coupled_ppo_stale", "shuffled_scores"])
-def test_a_real_run_that_is_not_broken_has_no_finding(name: str) -> None:
+def test_a_healthy_recorded_run_has_no_finding(name: str) -> None:
     assert begun(recorded(name)) == []
 
 
@@ -130,7 +130,7 @@ def test_a_constructed_healthy_run_has_no_finding() -> None:
     assert begun(healthy(500)) == []
 
 
-def test_a_finding_is_said_when_it_begins_and_when_it_ends() -> None:
+def test_a_finding_is_reported_at_its_start_and_its_end() -> None:
     """Above the limit in steps 11 to 14, 16 and 17: it lasts over the healthy step 15."""
     lines = changed(11, policy__approxkl=lambda step, value: 0.08 if step < 18 and step != 15 else value)
     monitor = HealthMonitor()
@@ -143,7 +143,7 @@ def test_a_finding_is_said_when_it_begins_and_when_it_ends() -> None:
     assert (finding.first, finding.last) == (13, 17)
 
 
-def test_a_step_far_beyond_the_limit_is_said_at_once() -> None:
+def test_a_step_far_beyond_the_limit_is_reported_immediately() -> None:
     assert begun(changed(40, policy__approxkl=lambda step, value: 0.2)) == []
     assert begun(changed(40, policy__approxkl=lambda step, value: 0.3)) == [("policy/approxkl", 40)]
 
@@ -160,7 +160,7 @@ def test_limits_that_do_not_hold_for_an_algorithm_are_not_applied() -> None:
 
 
 @pytest.mark.parametrize(("steps", "first"), [(360, None), (361, 3), (5000, 3)])
-def test_a_long_run_without_checkpoints_is_told_so_once(steps: int, first: int | None) -> None:
+def test_a_long_run_without_checkpoints_is_warned_once(steps: int, first: int | None) -> None:
     """10 s a step; the first one takes longer, the tenth is one with an evaluation."""
     seconds = [90.0, *[10.0] * 8, 90.0, *[10.0] * 10]
     lines = [{"step": step, "time/step": taken} for step, taken in enumerate(seconds, start=1)]
@@ -171,7 +171,7 @@ def test_a_long_run_without_checkpoints_is_told_so_once(steps: int, first: int |
     assert all("set checkpoint.every" in text for text in told)
 
 
-def test_every_metric_with_a_limit_has_it_in_the_document() -> None:
+def test_every_limit_is_documented() -> None:
     rows = [line for line in METRICS_PAGE.splitlines() if line.startswith("|")]
     for check in CHECKS:
         if check.limit:
@@ -198,19 +198,19 @@ def test_verdicts_on_held_out_prompts() -> None:
     )
 
 
-def test_without_evaluations_the_training_score_is_judged() -> None:
+def test_without_evaluations_the_training_score_decides() -> None:
     assert verdict("grpo", evaluated=False) == "learned: objective/score in training 0.441 ± 0.055 -> 0.587 ± 0.053"
     assert judge(healthy(5), [], []) == ""
 
 
-def test_a_loss_is_the_better_the_lower() -> None:
+def test_a_lower_loss_is_better() -> None:
     evaluations = [{"step": 0, "eval/loss": 4.6}, {"step": 600, "eval/loss": 0.4}]
     assert judge([], evaluations, []) == "learned: held-out loss 4.6 -> 0.4"
     evaluations = [{"step": 0, "eval/loss": 0.4}, {"step": 600, "eval/loss": 4.6}]
     assert judge([], evaluations, []) == "did not learn: held-out loss 0.4 -> 4.6, worse than after step 0"
 
 
-def test_a_run_that_lost_what_it_had_gained_has_collapsed() -> None:
+def test_a_run_that_lost_its_gain_has_collapsed() -> None:
     values = {0: 0.1, 10: 0.5, 20: 0.52, 30: 0.08}
     evaluations = [{"step": step, "eval/right": value, "eval/right_ci95": 0.04} for step, value in values.items()]
     told = "held-out right 0.1 ± 0.04 -> 0.08 ± 0.04, best 0.52 ± 0.04 at step 20"

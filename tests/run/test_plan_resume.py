@@ -75,7 +75,7 @@ def broken(run: Path) -> None:
 
 
 @pytest.mark.parametrize("override", ["run.seed=5", "run.steps=5", "damaged"])
-def test_what_train_refuses_is_refused_with_the_same_problems(run: Path, override: str) -> None:
+def test_plan_reports_the_same_problems_as_train(run: Path, override: str) -> None:
     overrides = ["run.steps=10"] if override == "damaged" else ["run.steps=10", override]
     if override == "damaged":
         broken(run)
@@ -86,7 +86,7 @@ def test_what_train_refuses_is_refused_with_the_same_problems(run: Path, overrid
     assert all(str(problem) in result.stderr for problem in refusal.value.problems)
 
 
-def test_a_run_that_another_process_has_is_refused(run: Path) -> None:
+def test_a_run_locked_by_another_process_is_refused(run: Path) -> None:
     with closing(RunDirectory(debug(f"run.dir={run}", "run.steps=10"))):
         result = plan(run, "run.steps=10")
     assert result.exit_code == 2
@@ -94,7 +94,7 @@ def test_a_run_that_another_process_has_is_refused(run: Path) -> None:
 
 
 @pytest.mark.process
-def test_an_evaluation_does_not_go_where_a_run_is(run: Path, tmp_path: Path) -> None:
+def test_an_evaluation_into_a_runs_directory_is_refused(run: Path, tmp_path: Path) -> None:
     result = plan(run, stage="eval")
     assert result.exit_code == 2
     assert "has nothing that would be lost; it has a training run" in result.stderr

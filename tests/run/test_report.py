@@ -107,7 +107,7 @@ def test_every_file_has_its_lines(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(("every", "told"), [("null", 1), ("100", 0)])
-def test_a_long_run_is_told_to_write_checkpoints(
+def test_a_long_run_is_advised_to_write_checkpoints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], every: str, told: int
 ) -> None:
     config = load(DEBUG, [f"run.dir={tmp_path}", "run.steps=1000", f"checkpoint.every={every}"])
@@ -122,13 +122,13 @@ def test_a_long_run_is_told_to_write_checkpoints(
 
 
 def unscored(step: int, **counts: int) -> StepResult:
-    """A step of 16 responses, some of which two functions have left without a score."""
+    """A step of 16 responses, some of which two functions did not score."""
     of_sources = {f"rewards/unscored/{name}": count for name, count in counts.items()}
     metrics = {"rewards/unscored": max(counts.values()), **of_sources, "rollout/samples": 16}
     return StepResult(step=step, metrics=metrics, updates=[])
 
 
-def test_responses_without_a_score_are_told_in_their_steps_and_at_the_end(
+def test_responses_without_a_score_are_reported_per_step_and_at_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The totals include the steps of an earlier attempt."""
@@ -153,7 +153,7 @@ def test_responses_without_a_score_are_told_in_their_steps_and_at_the_end(
     assert not summary.keys() & {"start", "evaluation", "export"}, "there is nothing in them"
 
 
-def test_a_run_that_is_interrupted_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_run_prints_how_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = load(DEBUG, [f"run.dir={tmp_path}"])
     directory = RunDirectory(config)
 
@@ -170,7 +170,7 @@ def test_a_run_that_is_interrupted_says_how_to_go_on(tmp_path: Path, capsys: pyt
 
 
 def test_updates_are_counted_over_the_whole_run(tmp_path: Path) -> None:
-    """Two epochs of two mini-batches: the third step's updates are 9 to 12, of a run that goes on as well."""
+    """Two epochs of two mini-batches: the third step's updates are 9 to 12, of a resumed run, too."""
     config = load(DEBUG, [f"run.dir={tmp_path}"])
     directory = RunDirectory(config)
     with Reporter(config, directory, taken=2) as reporter:
@@ -183,7 +183,7 @@ def units(config: TrainingConfig) -> dict[str, str]:
     return {column.heading: column.unit for column in run_columns(config).values()}
 
 
-def test_the_columns_are_those_of_the_algorithm() -> None:
+def test_the_columns_fit_the_algorithm() -> None:
     ppo, config = units(load(DEBUG)), load(DEBUG.with_stem("grpo"))
     grpo = units(config)
     assert {"KL", "expl. var", "engine diff"} <= set(ppo)

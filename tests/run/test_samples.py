@@ -1,4 +1,4 @@
-"""samples.jsonl: what a reader of the file gets."""
+"""Contents of samples.jsonl."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Letters:
         return "".join(f" {chr(97 + i)}" if i % 2 else chr(97 + i) for i in ids).lstrip()
 
 
-def test_values_of_tokens_are_kept_if_asked_for() -> None:
+def test_token_values_are_written_if_configured() -> None:
     """By token: the engine's log-probability, what the columns have, and the text, also of a space at the beginning."""
     ids = Ragged.from_rows([[1, 2, 1]], np.int32)
     drawn = rollouts(["p"])
@@ -133,7 +133,7 @@ def shown(prompt_ids: list[str], count: int) -> list[ShownSample]:
 
 
 @pytest.mark.parametrize(("count", "prompts"), [(0, 0), (1, 1), (4, 1), (5, 2), (12, 3), (99, 5)])
-def test_whole_groups_are_shown(count: int, prompts: int) -> None:
+def test_whole_groups_are_written(count: int, prompts: int) -> None:
     ids = [f"p{i}" for i in range(5) for _ in range(4)]
     found = shown(ids, count)
     assert len(found) == 4 * prompts
@@ -144,7 +144,7 @@ def test_whole_groups_are_shown(count: int, prompts: int) -> None:
         assert (sample.versions, sample.text, sample.fields) == ((4,), None, {"when": "2026-01-02"})
 
 
-def test_some_prompts_are_shown_in_every_step_that_has_them() -> None:
+def test_fixed_prompts_are_written_in_every_step_that_has_them() -> None:
     steps = [{s.prompt_id for s in shown([f"p{i}" for i in range(first, first + 20)], 4)} for first in range(10)]
     common = set.intersection(*steps[:3])
     assert common
@@ -152,7 +152,7 @@ def test_some_prompts_are_shown_in_every_step_that_has_them() -> None:
     assert len(set.union(*steps)) > 8
 
 
-def test_the_scores_of_a_prompt_are_those_of_its_responses() -> None:
+def test_scores_belong_to_their_responses() -> None:
     values = {"own": np.array([1, 0, np.nan], dtype=np.float32)}
     first, second = prompt_scores(rollouts(["a", "a", "b"]).samples, values)
     assert (first.prompt_id, first.scores) == ("a", {"own": [1.0, 0.0]})

@@ -1,4 +1,4 @@
-"""The sinks: what a reader of the file or the console gets."""
+"""Output of the file and console sinks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def written(path: Path, metrics: Metrics, step: int = 1) -> None:
     sink.close()
 
 
-def test_numbers_survive_to_the_last_bit(tmp_path: Path) -> None:
+def test_numbers_round_trip_exactly(tmp_path: Path) -> None:
     value = math.pi * 1e-7
     written(tmp_path / "m", {"x": value})
     assert json.loads((tmp_path / "m").read_text())["x"] == value
@@ -49,7 +49,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     assert told == {"step": 1, "a": None, "b": None, "c": 1.0, "d": None, "time/written": 7.0}
 
 
-def test_a_run_that_goes_on_appends(tmp_path: Path) -> None:
+def test_a_resumed_run_appends(tmp_path: Path) -> None:
     for step in (1, 2):
         written(tmp_path / "m", {}, step)
     assert (tmp_path / "m").read_text() == '{"step": 1, "time/written": 7.0}\n{"step": 2, "time/written": 7.0}\n'

@@ -1,4 +1,4 @@
-"""Metrics as a table: what a reader of the console sees."""
+"""Metrics as a table on the console."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from megarl.run.display import metrics_table
 
 
-def test_intervals_stand_beside_their_metrics_and_prefixes_beside_each_other() -> None:
+def test_intervals_are_beside_their_metrics_and_prefixes_are_columns() -> None:
     metrics = {
         "eval/score": 0.12345678,
         "eval/score_ci95": 0.01,

@@ -34,7 +34,7 @@ def scalars(file: list[Any]) -> list[tuple[int, str, float]]:
     return [(event.step, value.tag, value.simple_value) for event in file for value in event.summary.value]
 
 
-def test_every_metric_is_an_event_and_nothing_keeps_running(tmp_path: Path) -> None:
+def test_every_metric_is_an_event_and_no_thread_is_left(tmp_path: Path) -> None:
     threads = set(threading.enumerate())
     sink = TensorBoardSink(tmp_path / "tensorboard")
     sink.write(1, {"objective/kl": 0.5, "rollout/samples": 16})
@@ -50,7 +50,7 @@ def test_every_metric_is_an_event_and_nothing_keeps_running(tmp_path: Path) -> N
         assert not thread.is_alive()
 
 
-def test_a_run_that_goes_on_has_a_file_of_its_own_and_takes_back_what_was_after_the_checkpoint(tmp_path: Path) -> None:
+def test_a_resumed_run_has_a_new_file_that_purges_steps_after_the_checkpoint(tmp_path: Path) -> None:
     for first in (1, 3):
         sink = TensorBoardSink(tmp_path, first_step=first)
         sink.write(first, {"loss": float(first)})

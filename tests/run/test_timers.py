@@ -7,7 +7,7 @@ import pytest
 from megarl.run.timers import Timers
 
 
-def test_seconds_add_up_by_stage_and_start_again_when_taken() -> None:
+def test_seconds_are_summed_by_stage_and_reset_when_read() -> None:
     now = iter([0.0, 2.0, 10.0, 10.5, 20.0, 23.0])
     timers = Timers(clock=lambda: next(now))
     for stage in ("rollout", "update", "rollout"):
@@ -25,7 +25,7 @@ def test_a_stage_that_fails_is_counted_and_fails() -> None:
     assert timers.take() == {"time/sync": 3.0}
 
 
-def test_whoever_wants_to_know_is_told_what_begins() -> None:
+def test_a_callback_gets_the_name_of_each_phase() -> None:
     told: list[str] = []
     timers = Timers(told.append)
     with timers("step"), timers("rollout"):

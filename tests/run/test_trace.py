@@ -53,7 +53,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text())
 
 
-def told(events: list[dict[str, Any]]) -> list[tuple[int, str, str, float, float]]:
+def spans_of(events: list[dict[str, Any]]) -> list[tuple[int, str, str, float, float]]:
     """Attempt, row, name, and the times in seconds of all spans."""
     rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     return [
@@ -69,7 +69,7 @@ def test_every_process_has_a_row_with_its_spans(tmp_path: Path, clock: Clock) ->
     take_step(trace, clock, 1)
     trace.close()
     events = read(tmp_path / "trace.json")
-    assert told(events) == [
+    assert spans_of(events) == [
         (1, "driver", "start", 0.5, 4.0),
         (1, "driver", "rollout", 4.5, 1.0),
         (1, "train rank 0", "wait", 5.5, 0.5),
@@ -93,11 +93,11 @@ def test_a_resumed_run_appends_an_attempt(tmp_path: Path, clock: Clock, end: str
     second = Trace(path, ATTEMPTS)
     take_step(second, clock, 1)
     second.close()
-    steps = [span for span in told(read(path)) if span[2] == "step 1"]
+    steps = [span for span in spans_of(read(path)) if span[2] == "step 1"]
     assert steps == [(1, "driver", "step 1", 0.5, 3.0), (2, "driver", "step 1", 1000.0, 3.0)]
 
 
-def test_a_file_that_is_empty_or_has_no_whole_line_starts_again(tmp_path: Path) -> None:
+def test_an_empty_or_truncated_file_starts_over(tmp_path: Path) -> None:
     for text in ("", '[{"ph":'):
         path = tmp_path / "trace.json"
         path.write_text(text)
@@ -105,7 +105,7 @@ def test_a_file_that_is_empty_or_has_no_whole_line_starts_again(tmp_path: Path) 
         assert [event["name"] for event in read(path)][:2] == ["process_name", "thread_name"]
 
 
-def test_a_full_file_makes_room_for_the_next_steps(tmp_path: Path, clock: Clock) -> None:
+def test_a_full_file_is_rotated(tmp_path: Path, clock: Clock) -> None:
     trace = Trace(tmp_path / "trace.json", ATTEMPTS[:1], limit=5000)
     for step in range(1, 41):
         take_step(trace, clock, step)
@@ -113,7 +113,7 @@ def test_a_full_file_makes_room_for_the_next_steps(tmp_path: Path, clock: Clock)
     files = [tmp_path / "trace.1.json", tmp_path / "trace.json"]
     assert sorted(tmp_path.iterdir()) == sorted(files)
     assert all(file.stat().st_size < 6500 for file in files)
-    spans = [told(read(file)) for file in files]
+    spans = [spans_of(read(file)) for file in files]
     steps = [int(name.split()[1]) for of_file in spans for _, _, name, _, _ in of_file if name.startswith("step")]
     assert steps == list(range(steps[0], 41))
     assert len(steps) > 7

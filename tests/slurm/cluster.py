@@ -107,7 +107,7 @@ class Slurm:
             time.sleep(0.1)
 
     def kill_daemon(self, node: str) -> None:
-        """Kills the slurmd of a node; what runs there goes on."""
+        """Kills the slurmd of a node; its tasks continue."""
         self._daemons[f"slurmd-{node}"].kill()
 
     def declare_down(self, node: str) -> None:

@@ -70,12 +70,12 @@ class Run:
 
     @property
     def end(self) -> dict[str, Any]:
-        """How the job ended, in its own words."""
+        """The job's record of its end."""
         return json.loads((self.logs / "end.json").read_text())
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """Metrics of the steps so far."""
+        """The metrics of all steps so far."""
         return lines(self.directory / "metrics.jsonl")
 
     def wait(self, state: str, limit_s: float = LIMIT_S) -> str:
@@ -86,7 +86,7 @@ class Run:
             raise AssertionError(f"{error}\n{self.output}") from error
 
     def until(self, condition: Callable[[], Any], what: str) -> Any:
-        """Waits for a condition while the job runs; returns what it is."""
+        """Waits for a condition while the job runs; returns its value."""
         deadline = time.monotonic() + LIMIT_S
         while not (found := condition()):
             state = self.slurm.jobs(self.job)[0]["JobState"]
@@ -97,7 +97,7 @@ class Run:
 
 
 class Launcher:
-    """Submits runs; their jobs inherit a variable and a temporary directory, by which is found what is left of them.
+    """Submits runs; their jobs inherit a variable and a temporary directory, by which their leftovers are found.
 
     Args:
         slurm: that takes the jobs.
@@ -133,7 +133,7 @@ class Launcher:
         return subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=120)
 
     def submit(self, script: Path) -> int:
-        """Submits a script as it is; the id of the job."""
+        """Submits an unchanged script; returns the id of the job."""
         return int(self.slurm.run("sbatch", "--parsable", script, environment=self.environment))
 
     def attached(self, script: Path, *arguments: str, typed: str) -> str:

@@ -44,7 +44,7 @@ def test_the_tasks_of_an_array_run_beside_each_other(slurm: Slurm, tmp_path: Pat
     assert [task["ArrayTaskId"] for task in slurm.wait(job, "COMPLETED")] == ["1", "0"]
 
 
-def test_a_dependent_job_starts_after_a_success_alone(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_dependent_job_starts_only_after_success(slurm: Slurm, tmp_path: Path) -> None:
     first = slurm.submit(f"sleep 1; echo first >> {tmp_path}/told", "-o", "/dev/null")
     second = slurm.submit(f"echo second >> {tmp_path}/told", "-o", "/dev/null", f"--dependency=afterok:{first}")
     slurm.wait(second, "COMPLETED")
@@ -56,7 +56,7 @@ def test_a_dependent_job_starts_after_a_success_alone(slurm: Slurm, tmp_path: Pa
     slurm.wait(second, "CANCELLED")
 
 
-def test_one_step_runs_over_the_components_of_a_heterogeneous_job(slurm: Slurm, tmp_path: Path) -> None:
+def test_one_step_spans_the_components_of_a_heterogeneous_job(slurm: Slurm, tmp_path: Path) -> None:
     told = "echo $SLURM_NODEID $SLURMD_NODENAME $SLURM_JOB_NODELIST_HET_GROUP_0 $SLURM_JOB_NODELIST_HET_GROUP_1"
     job = slurm.submit(
         f"srun --het-group=0,1 bash -c '{told}'",
@@ -74,7 +74,7 @@ def test_devices_are_counted(slurm: Slurm, tmp_path: Path) -> None:
         slurm.submit("true", "--gpus-per-node=9")
 
 
-def test_a_job_of_a_node_that_fails_ends_and_the_node_comes_back(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_job_on_a_failed_node_ends_and_the_node_recovers(slurm: Slurm, tmp_path: Path) -> None:
     trace = Trace()
     job = slurm.submit(
         f"srun bash -c 'touch {tmp_path}/$SLURMD_NODENAME; sleep 1000'",
@@ -90,7 +90,7 @@ def test_a_job_of_a_node_that_fails_ends_and_the_node_comes_back(slurm: Slurm, t
     assert trace.processes() == []
 
 
-def test_nothing_is_left_of_a_second_one() -> None:
+def test_a_second_cluster_leaves_nothing_behind() -> None:
     with Slurm() as second:
         second.submit("sleep 1000", "-o", "/dev/null")
         deadline = time.monotonic() + 60

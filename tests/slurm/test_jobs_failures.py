@@ -1,4 +1,4 @@
-"""Jobs that do not end well: what is told, with which exit code, and that nothing is left."""
+"""Failing jobs: message, exit code, and no leftovers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def assert_lost(run: Run, node: str) -> None:
     assert run.end["exit_code"] == 1
 
 
-def test_scancel_ends_a_run_in_order(launcher: Launcher, tmp_path: Path) -> None:
+def test_scancel_ends_a_run_cleanly(launcher: Launcher, tmp_path: Path) -> None:
     run = launcher.run(tmp_path / "run", *SFT, "run.steps=100000")
     run.until(lambda: run.steps, "a step was taken")
     launcher.slurm.run("scancel", str(run.job))
@@ -69,8 +69,8 @@ def test_scancel_ends_a_run_in_order(launcher: Launcher, tmp_path: Path) -> None
     assert "SIGTERM" in launcher.megarl("status", str(run.directory)).stdout
 
 
-def test_a_mistake_ends_the_job_with_2_before_ray_starts(launcher: Launcher, tmp_path: Path) -> None:
-    """The script and the configuration are the user's to edit, and mistakes are then found in the job."""
+def test_a_configuration_mistake_ends_the_job_with_code_2_before_ray_starts(launcher: Launcher, tmp_path: Path) -> None:
+    """Users may edit the script and the configuration, so mistakes can be found in the job."""
     directory = tmp_path / 'it\'s "100%" of $HOME'
     assert launcher.launch(*SFT, f"run.dir={directory}", "--dry-run") == []
     (config,) = directory.glob("slurm/config-*.yaml")

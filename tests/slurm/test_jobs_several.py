@@ -1,4 +1,4 @@
-"""Jobs beside each other and after each other."""
+"""Concurrent and chained jobs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def link(directory: Path, name: str, model: str) -> str:
     return str(file)
 
 
-def test_a_chain_goes_on_with_what_the_job_before_has_exported(launcher: Launcher, tmp_path: Path) -> None:
+def test_a_chained_job_starts_from_the_model_that_the_previous_job_exported(launcher: Launcher, tmp_path: Path) -> None:
     first = link(tmp_path, "first", "{}")
     second = link(tmp_path, "second", f"{{random: null, path: {tmp_path / 'first' / 'export'}}}")
     jobs = launcher.launch(first, second, *ALONE[1:])

@@ -1,4 +1,4 @@
-"""Experiments of the newest NeMo-Run on a real Slurm: what the jobs are given, how they end, what is told of them."""
+"""Experiments of the newest NeMo-Run on a real Slurm: options of the jobs, their ends, and messages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def stage(directory: Path, name: str, text: str) -> str:
 
 
 def two_stages(directory: Path) -> list[str]:
-    """Two stages on both nodes, of which nobody knows how well they train."""
+    """Two stages on both nodes; their training results do not matter."""
     cluster = "cluster: {nodes: 2, devices_per_node: 1}\ngroups: {train: {devices: 0-1, roles: {ROLE: {tp: 2, pp: 1}}}}"
     roles = {"sft": "actor", "reward_model": "reward"}
     return [stage(directory, name, cluster.replace("ROLE", role)) for name, role in roles.items()]
@@ -66,7 +66,7 @@ def login(slurm: Slurm, tmp_path: Path) -> User:
     return user(tmp_path, newest(), **slurm.environment(**misleading))
 
 
-def test_jobs_are_given_what_was_asked_for(login: User, slurm: Slurm) -> None:
+def test_jobs_get_the_requested_options(login: User, slurm: Slurm) -> None:
     files = two_stages(login.directory)
     done = login.call("pipeline", *files, "run.seed=7", *options(login.directory, login.stand_in))
     assert done.returncode == 0, done.stderr
@@ -95,7 +95,7 @@ def test_jobs_are_given_what_was_asked_for(login: User, slurm: Slurm) -> None:
         assert (job["JobState"], job["Requeue"], job["JobName"]) == ("COMPLETED", "0", f"demo.{call['stage']}")
 
 
-def test_what_follows_a_failed_job_goes(login: User) -> None:
+def test_dependents_of_a_failed_job_are_cancelled(login: User) -> None:
     login.let("sft", fail=True)
     done = login.call("pipeline", *two_stages(login.directory), *options(login.directory, login.stand_in))
     assert done.returncode == 1
@@ -104,7 +104,7 @@ def test_what_follows_a_failed_job_goes(login: User) -> None:
     assert "reward_model: CANCELLED; its run has not started" in done.stderr
 
 
-def test_what_sbatch_refuses_is_said(login: User) -> None:
+def test_a_refusal_by_sbatch_is_reported(login: User) -> None:
     done = login.call(
         "ppo", two_stages(login.directory)[0], *options(login.directory, login.stand_in), "--partition=no"
     )
@@ -115,7 +115,7 @@ def test_what_sbatch_refuses_is_said(login: User) -> None:
     assert login.calls == []
 
 
-def test_jobs_that_go_on_alone_are_told_of_and_cancelled(login: User, slurm: Slurm) -> None:
+def test_jobs_left_running_are_reported_and_cancelled(login: User, slurm: Slurm) -> None:
     login.let("sft", stay=True)
     files = two_stages(login.directory)
     done = login.call("pipeline", *files, "--detach", *options(login.directory, login.stand_in))

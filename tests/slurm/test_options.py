@@ -1,4 +1,4 @@
-"""What Slurm understands of the scripts that ``megarl launch slurm`` writes; it looks at the jobs, but starts none."""
+"""The scripts of ``megarl launch slurm`` as parsed by Slurm; the jobs are inspected, but not started."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def held(launcher: Launcher, directory: Path, *arguments: str) -> list[dict[str,
     return launcher.slurm.jobs(job[0])
 
 
-def test_whole_nodes_with_their_gpus(launcher: Launcher, tmp_path: Path) -> None:
+def test_a_job_of_whole_nodes_with_gpus(launcher: Launcher, tmp_path: Path) -> None:
     (job,) = held(launcher, tmp_path / "run", *GPUS, "rollout.devices=8-15", "--exclusive")
     assert (job["NumNodes"], job["TresPerNode"], job["NtasksPerN:B:S:C"]) == ("2-2", "gres:gpu:8", "1:0:*:*")
     assert (job["OverSubscribe"], job["MinMemoryNode"], job["Requeue"]) == ("NO", "0", "0")
@@ -44,7 +44,7 @@ def test_whole_nodes_with_their_gpus(launcher: Launcher, tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("reserved")
-def test_two_components_with_every_option(launcher: Launcher, tmp_path: Path) -> None:
+def test_a_heterogeneous_job_with_every_option(launcher: Launcher, tmp_path: Path) -> None:
     parts = ("--partition=train", "--rollout-nodes=1", "--rollout-partition=rollout", "rollout.devices=8-15")
     jobs = held(launcher, tmp_path / "run", *GPUS, *EVERYTHING, *parts)
     assert [job["Partition"] for job in jobs] == ["train", "rollout"]
@@ -59,7 +59,7 @@ def test_two_components_with_every_option(launcher: Launcher, tmp_path: Path) ->
         assert (job["TimeLimit"], job["MinMemoryNode"]) == ("1-06:00:00", "2G")
 
 
-def test_the_tasks_of_a_sweep(launcher: Launcher, tmp_path: Path) -> None:
+def test_a_sweep_is_an_array_job(launcher: Launcher, tmp_path: Path) -> None:
     sweep = ("--sweep=run.seed=1,2,3", "--sweep=actor.optimizer.lr=1e-6,2e-6", "--parallel=2")
     (job,) = held(launcher, tmp_path / "sweep", *GPUS, "rollout.devices=8-15", *sweep)
     assert (job["ArrayTaskId"], job["ArrayTaskThrottle"]) == ("0-5%2", "2")

@@ -1,4 +1,4 @@
-"""What a real Slurm makes of the scripts: options as they were meant, one task per node, exit codes, signals."""
+"""The scripts on a real Slurm: options, one task per node, exit codes, signals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ sys.exit(int(code))
 
 
 class Records:
-    """A program in the interpreter's place, which writes down what each task is given.
+    """A program in place of the interpreter that records the arguments of each task.
 
     Args:
         directory: for all files.
@@ -69,7 +69,7 @@ def submitted(slurm: Slurm, tmp_path: Path, profile: dict[str, Any], **changes: 
     return int(slurm.run("sbatch", "--parsable", run_dir / "slurm" / "job.sbatch"))
 
 
-def test_each_node_gets_what_was_given(slurm: Slurm, records: Records, tmp_path: Path) -> None:
+def test_each_node_gets_the_arguments(slurm: Slurm, records: Records, tmp_path: Path) -> None:
     present = tmp_path / f"present {NASTY}"
     present.mkdir()
     profile = records.profile(
@@ -102,7 +102,7 @@ def test_each_node_gets_what_was_given(slurm: Slurm, records: Records, tmp_path:
     assert output.read_text() == "srun: cluster configuration lacks support for cpu binding\n"
 
 
-def test_components_are_one_step(slurm: Slurm, records: Records, tmp_path: Path) -> None:
+def test_heterogeneous_components_run_as_one_step(slurm: Slurm, records: Records, tmp_path: Path) -> None:
     parts = (Component(nodes=1, partition="rollout", gpus=2), Component(nodes=1, partition="train", gpus=1))
     number = submitted(slurm, tmp_path, records.profile("0:0,0:0", time="5"), components=parts, name="het")
     slurm.wait(number, "COMPLETED")
@@ -112,13 +112,13 @@ def test_components_are_one_step(slurm: Slurm, records: Records, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("plan", "code"), [("0:7,1:0", 7), ("1:0,0:1", 1), ("1:2,0:0", 2)])
-def test_tasks_end_by_themselves_and_the_worst_exit_code_is_the_jobs(
+def test_the_job_has_the_worst_exit_code_of_its_tasks(
     slurm: Slurm, records: Records, tmp_path: Path, plan: str, code: int
 ) -> None:
     number = submitted(slurm, tmp_path, records.profile(plan))
     assert slurm.wait(number, "FAILED")[0]["ExitCode"] == f"{code}:0"
 
 
-def test_tasks_are_told_before_the_time_is_up(slurm: Slurm, records: Records, tmp_path: Path) -> None:
+def test_tasks_are_signalled_before_the_time_limit(slurm: Slurm, records: Records, tmp_path: Path) -> None:
     number = submitted(slurm, tmp_path, records.profile("300:0,300:0", time="2", grace=85))
     assert slurm.wait(number, "FAILED", limit_s=100)[0]["ExitCode"] == "143:0"

@@ -30,7 +30,7 @@ def test_characters_are_tokens(directory: Path) -> None:
     assert tokenizer.decode([tokenizer.bos_token_id, *ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
 
 
-def test_special_tokens_are_those_of_the_model(directory: Path) -> None:
+def test_special_tokens_agree_with_the_model(directory: Path) -> None:
     tokenizer, model = AutoTokenizer.from_pretrained(directory), AutoModelForCausalLM.from_pretrained(directory)
     names = ("pad_token_id", "bos_token_id", "eos_token_id")
     assert [getattr(model.config, name) for name in names] == [getattr(tokenizer, name) for name in names] == [0, 1, 2]
@@ -45,7 +45,7 @@ def test_a_small_qwen2(directory: Path) -> None:
     assert model.config.max_position_embeddings >= MAX_PROMPT_TOKENS + 10
 
 
-def test_the_seed_decides(directory: Path, tmp_path: Path) -> None:
+def test_the_checkpoint_is_determined_by_the_seed(directory: Path, tmp_path: Path) -> None:
     before = torch.random.get_rng_state()
     write_checkpoint(tmp_path / "same", seed=1)
     write_checkpoint(tmp_path / "other", seed=2)

@@ -1,4 +1,4 @@
-"""The configurations of the demo: what the three stages hand to each other, and the layouts that PPO shows."""
+"""The configurations of the demo: files passed between the three stages, and PPO's layouts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_training_never_sees_the_true_score(demo: Demo) -> None:
     assert HELD_OUT_ROWS["prompts"] * ppo.evaluation.samples_per_prompt >= 512
 
 
-def test_the_roles_of_ppo_have_layouts_of_their_own_in_one_group(demo: Demo) -> None:
+def test_the_roles_of_ppo_have_different_layouts_in_one_group(demo: Demo) -> None:
     _, _, ppo = demo
     layouts = [ppo.layout(role) for role in ("actor", "critic", "reference", "reward")]
     assert (layouts[0].tp, layouts[0].pp) == (2, 2)
@@ -70,7 +70,7 @@ def test_the_roles_of_ppo_have_layouts_of_their_own_in_one_group(demo: Demo) -> 
     assert ppo.rollout.engines == 1
 
 
-def test_lengths_hold_the_longest_row(demo: Demo) -> None:
+def test_length_limits_fit_the_longest_row(demo: Demo) -> None:
     sft, reward_model, ppo = demo
     doubled = LONGEST_PROMPT + MAX_LETTERS + len("d") + 1  # a letter twice, and the end token
     assert sft.data.max_tokens >= doubled
@@ -79,6 +79,6 @@ def test_lengths_hold_the_longest_row(demo: Demo) -> None:
     assert MAX_POSITIONS >= ppo.rollout.max_model_len >= LONGEST_PROMPT + ppo.rollout.max_new_tokens
 
 
-def test_ppo_asks_no_prompt_twice(demo: Demo) -> None:
+def test_ppo_uses_no_prompt_twice(demo: Demo) -> None:
     _, _, ppo = demo
     assert ppo.run.steps * ppo.data.prompts_per_step <= TRAIN_ROWS["prompts"]

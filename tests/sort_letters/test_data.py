@@ -1,4 +1,4 @@
-"""The files that the demo learns from, and that nothing of what is held out is in those that train."""
+"""The demo's training files, and that they contain nothing held out."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_no_prompt_twice_in_a_file(rows: Rows) -> None:
     assert all(len({row["prompt"] for row in found}) == len(found) for found in rows.values())
 
 
-def test_prompts_say_nothing_of_the_answer(rows: Rows) -> None:
+def test_prompts_do_not_reveal_the_answer(rows: Rows) -> None:
     assert all(set(row) == {"prompt"} for name in ("prompts_train", "prompts_held_out") for row in rows[name])
 
 
@@ -69,12 +69,12 @@ def test_35_percent_of_the_demonstrations_are_right_and_most_others_go_the_wrong
     assert backwards / len(found) == pytest.approx(0.40, abs=0.015)
 
 
-def test_chosen_is_right_and_rejected_is_wrong(rows: Rows) -> None:
+def test_chosen_is_correct_and_rejected_is_wrong(rows: Rows) -> None:
     pairs = rows["pairs_train"] + rows["pairs_held_out"]
     assert all(right(row, "chosen") and not right(row, "rejected") for row in pairs)
 
 
-def test_the_seed_decides(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_data_is_determined_by_the_seed(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def digests(place: Path) -> list[str]:
         return [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(place.iterdir())]
 

@@ -32,19 +32,17 @@ def problems(cell: Cell) -> Sequence[Problem]:
 
 
 @pytest.mark.parametrize(("algorithm", "staleness"), ROWS)
-def test_a_configuration_lacks_nothing_but_the_models_and_data_that_are_made(
-    algorithm: str, staleness: int | None
-) -> None:
+def test_configurations_are_valid_except_for_models_and_data_made_later(algorithm: str, staleness: int | None) -> None:
     cell = Cell(algorithm=algorithm, seed=0, staleness=staleness)
     assert all("runs/learning/" in problem.value for problem in problems(cell))
 
 
-def test_three_seeds_of_eight_algorithms_of_the_control_and_of_two_losses_at_five_ages() -> None:
+def test_the_planned_runs_are_all_seeds_algorithms_controls_and_staleness_settings() -> None:
     assert len(CELLS) == len({cell.result for cell in CELLS}) == 3 * (8 + 1 + 2 * 5)
     assert [cell.seed for cell in CELLS[:19]] == [0] * 19
 
 
-def test_the_age_of_the_samples_is_a_setting_of_its_own() -> None:
+def test_staleness_is_a_separate_setting() -> None:
     cells = [Cell(algorithm="decoupled_ppo", seed=0, staleness=age) for age in (1, 2)]
     assert cells[0].settings() != cells[1].settings()
 
@@ -71,7 +69,7 @@ def test_learning_is_a_gain_beyond_spread_and_error(ends: list[float], learns: b
     assert summed_up("x", [result(0.3, end) for end in ends]).learns == learns
 
 
-def test_the_page_says_what_is_missing_and_what_does_not_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_lists_missing_results_and_failed_learning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RESULTS", "PAGE", "PICTURE"):
         monkeypatch.setattr(learning, name, tmp_path / name.lower())
     (tmp_path / "results").mkdir()

@@ -1,4 +1,4 @@
-"""The demo from end to end, with stages that only write what real ones would."""
+"""The demo from end to end, with stages that only write files like real ones."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def stage(name: str, overrides: Sequence[str], environment: Mapping[str, str], c
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory as the repository's is, in which stages only write files."""
+    """A directory like the repository's, in which stages only write files."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs" / "demo").mkdir(parents=True)
     monkeypatch.setattr(demo, "train", stage)
@@ -93,7 +93,7 @@ def test_results_are_shown_and_summarised(place: Path) -> None:
     assert "dabc" not in output
 
 
-def test_curves_are_a_picture(place: Path) -> None:
+def test_curves_are_drawn(place: Path) -> None:
     run()
     draw_curves(place, place / "curves.png")
     assert (place / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -111,14 +111,14 @@ def test_every_stage_has_the_seed_and_the_overrides(place: Path, monkeypatch: py
     assert calls == [(name, ["run.seed=1", "run.steps=2"]) for name in ("sft", "reward_model", "ppo")]
 
 
-def test_the_files_of_an_earlier_demo_go(place: Path) -> None:
+def test_files_of_an_earlier_demo_are_removed(place: Path) -> None:
     place.mkdir(parents=True)
     (place / "old").touch()
     run()
     assert not (place / "old").exists()
 
 
-def test_the_control_leaves_the_demo_as_it_was(place: Path) -> None:
+def test_the_control_run_leaves_the_demo_unchanged(place: Path) -> None:
     run()
     files = {file: file.read_bytes() for file in place.rglob("*") if file.is_file()}
     output = run("--control")
@@ -136,7 +136,7 @@ def test_a_failed_stage_ends_the_demo_with_its_status(place: Path, monkeypatch: 
     assert (result.exit_code, result.output.splitlines()[-1]) == (3, "the stage sft ended with status 3")
 
 
-def test_elsewhere_it_says_where_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_the_repository_it_says_where_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(demo.app, [])
     assert result.exit_code == 2

@@ -1,4 +1,4 @@
-"""The watch over the memory of a program, against programs that take a known amount."""
+"""The memory measurement of a program, against programs that take a known amount."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ own = bytearray(os.urandom(1) * (20 << 20))
 os.write(1, b"ready\\n")
 sys.stdin.read()
 """
-# Bytes of a process that watches, and of that program: before it, with it and after it.
+# Bytes of the measuring process and of that program: before it, with it and after it.
 WATCHING = """
 import sys
 from subprocess import PIPE, Popen
@@ -52,7 +52,7 @@ def test_shared_memory_is_counted_once(baseline: int) -> None:
     assert after == pytest.approx(before, abs=5 * MIB)
 
 
-def test_the_peak_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_peak_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, looked_at_all = [3, 7, 1], Event()
 
     def now(_watch: MemoryWatch) -> int:

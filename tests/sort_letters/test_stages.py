@@ -31,7 +31,7 @@ def program(path: Path, body: str) -> str:
 
 
 @pytest.mark.process
-def test_a_stage_is_the_ordinary_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
+def test_a_stage_runs_the_ordinary_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
     told = tmp_path / "told"
     monkeypatch.setattr(sys, "executable", program(tmp_path / "python", f'echo "$A" "$@" > {told}; sleep 0.1'))
     train("sft", ["run.seed=3"], {**os.environ, "A": "marked"}, console)

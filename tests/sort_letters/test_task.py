@@ -35,7 +35,7 @@ def test_answers_are_sorted_letters() -> None:
 
 
 @pytest.mark.parametrize("question", [UP, DOWN])
-def test_a_prompt_is_read_back(question: Question) -> None:
+def test_prompts_are_parsed(question: Question) -> None:
     assert Question.parse(question.prompt) == question
 
 
@@ -45,7 +45,7 @@ def test_other_prompts_are_refused(prompt: str) -> None:
         Question.parse(prompt)
 
 
-def test_only_the_right_answer_scores() -> None:
+def test_only_the_correct_answer_scores() -> None:
     assert answered("bdkqx") == 1.0
     assert answered("xqkdb", prompt="down kdxbq:") == 1.0
     wrong = ("xqkdb", "kdxbq", "bdkq", "bdkqxx", "bdkqx ", "BDKQX", "")
@@ -53,7 +53,7 @@ def test_only_the_right_answer_scores() -> None:
     assert answered("bdkqx", finished=False) == 0.0
 
 
-def test_the_split_knows_sets_of_letters() -> None:
+def test_the_split_is_by_set_of_letters() -> None:
     letters = ("kdxbq", "bdkqx", "xqkdb")
     sides = {Question(direction=way, letters=text).held_out for way in ("up", "down") for text in letters}
     assert len(sides) == 1
@@ -68,7 +68,7 @@ def test_a_fifth_is_held_out() -> None:
     assert share == pytest.approx(0.2, abs=0.02)  # 3.5 standard deviations
 
 
-def test_questions_are_of_the_task_and_never_the_same_twice() -> None:
+def test_questions_are_valid_and_distinct() -> None:
     asked = list(islice(questions(Random(0), held_out=True), 500))
     assert all(question.held_out for question in asked)
     assert len(set(asked)) == len(asked)
@@ -91,12 +91,12 @@ MISTAKES = {**DEMONSTRATED, **REJECTED}
         ("doubled", {"bbdkqx", "bddkqx", "bdkkqx", "bdkqqx", "bdkqxx"}),
     ],
 )
-def test_mistakes_are_what_their_names_say(name: str, expected: set[str]) -> None:
+def test_each_mistake_does_what_its_name_says(name: str, expected: set[str]) -> None:
     (mistake,) = (made for made in MISTAKES if made.__name__ == name)
     assert {mistake(UP, Random(seed)) for seed in range(200)} == expected
 
 
-def test_the_other_mistakes() -> None:
+def test_shuffled_and_substituted_mistakes() -> None:
     made = {mistake.__name__: {mistake(UP, Random(seed)) for seed in range(200)} for mistake in MISTAKES}
     assert all(sorted(text) == sorted("bdkqx") for text in made["shuffled"])
     assert len(made["shuffled"]) > 60  # of 120 orders
@@ -115,6 +115,6 @@ def test_wrong_answers_are_wrong_and_of_every_kind(shares: dict[Mistake, float])
     assert {"dcba", "bacd", "acd", "aabcd"} <= made
 
 
-def test_shares() -> None:
+def test_shares_of_mistakes() -> None:
     assert sum(DEMONSTRATED.values()) == pytest.approx(0.65)
     assert sum(REJECTED.values()) == pytest.approx(1.0)

@@ -1,4 +1,4 @@
-"""The whole demo, of two steps a stage: what the stages hand to each other, and what is left at the end."""
+"""The whole demo with two steps per stage: files passed between the stages, and the final results."""
 
 from __future__ import annotations
 

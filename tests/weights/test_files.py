@@ -91,7 +91,7 @@ def test_a_single_file_and_a_score_head(tmp_path: Path) -> None:
         assert torch.equal(tensor, again.state_dict()[name]), name
 
 
-def test_loading_casts_and_fills_holes_with_zero(tmp_path: Path) -> None:
+def test_loading_casts_and_fills_padding_with_zero(tmp_path: Path) -> None:
     model = save_model(tmp_path / "in", qwen2_config())
     spec = model_spec(read_config(tmp_path / "in"), dtype="bfloat16")
     params = load_shard(spec.vllm_map(2, 1), tmp_path / "in", spec.manifest())
@@ -111,7 +111,7 @@ def test_a_new_head_is_left_to_the_caller(tmp_path: Path) -> None:
     assert shard_map.params.keys() - params.keys() == {"0:output_layer.weight"}
 
 
-def test_everything_that_does_not_fit_is_listed(tmp_path: Path) -> None:
+def test_all_mismatches_are_listed(tmp_path: Path) -> None:
     save_model(tmp_path / "in", qwen2_config())
     tensors = load_file(tmp_path / "in" / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
@@ -151,7 +151,7 @@ def test_an_interrupted_export_looks_unfinished_and_can_be_repeated(tmp_path: Pa
     assert (tmp_path / "out" / "config.json").is_file()
 
 
-def test_no_rank_of_an_export_overwrites_or_waits_for_one_that_does_not(tmp_path: Path) -> None:
+def test_no_rank_of_an_export_overwrites_files_or_waits_for_a_failed_one(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("precious")
     export = Export(tmp_path / "out", model_spec(qwen2_config()).canonical())
@@ -168,7 +168,7 @@ def test_no_rank_of_an_export_overwrites_or_waits_for_one_that_does_not(tmp_path
     assert (tmp_path / "out" / "config.json").read_text() == "precious"
 
 
-def test_an_output_layer_beside_a_tied_embedding_must_be_the_same(tmp_path: Path) -> None:
+def test_an_output_layer_beside_a_tied_embedding_must_equal_it(tmp_path: Path) -> None:
     config = llama_config(tie_word_embeddings=True)
     spec = model_spec(config)
     tensors = {name: torch.randn(info.shape) for name, info in spec.canonical().items()}
@@ -207,7 +207,7 @@ def twice(directory: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_weights_that_are_there_twice_and_equal_are_read(tmp_path: Path) -> None:
+def test_equal_duplicated_weights_are_read(tmp_path: Path) -> None:
     tensors = twice(tmp_path / "in")
     assert HFDirectory(tmp_path / "in").tensors.keys() == tensors.keys()
 
@@ -220,7 +220,7 @@ def test_an_index_of_the_single_file_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["value", "dtype", "shape", "fewer", "more"])
-def test_weights_that_are_there_twice_and_differ_are_refused(tmp_path: Path, change: str) -> None:
+def test_differing_duplicated_weights_are_refused(tmp_path: Path, change: str) -> None:
     """transformers would read others than MegaRL and vLLM."""
     tensors = twice(tmp_path / "in")
     name = "model.norm.weight"
@@ -241,7 +241,7 @@ def test_weights_that_are_there_twice_and_differ_are_refused(tmp_path: Path, cha
         assert torch.equal(again.state_dict()[name], tensors[name] + (torch.arange(24) == 23))
 
 
-def test_large_weights_that_are_there_twice_are_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_duplicated_weights_are_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     twice(tmp_path / "in")
     monkeypatch.setattr("megarl.weights.hf_files._MAX_COMPARED_BYTES", 1 << 10)
     with pytest.raises(CheckpointError, match="too large to be compared: remove one of the two"):

@@ -28,7 +28,7 @@ def sample(prompt: int, response: int) -> SampleInfo:
     )
 
 
-def test_a_pass_by_hand() -> None:
+def test_flops_of_a_pass_by_hand() -> None:
     """2 layers of 8 channels, 4 heads of 2 with 2 KV heads, 16 MLP channels, 10 words; 3 + 2 and 1 + 0 tokens."""
     sizes = {
         "num_hidden_layers": 2,
@@ -49,7 +49,7 @@ def test_a_pass_by_hand() -> None:
 @pytest.mark.parametrize(
     ("model_type", "fields"), [("qwen2", {}), ("qwen3", {"head_dim": 16}), ("gpt2", {}), ("mixtral", MIXTURE)]
 )
-def test_a_pass_has_the_matrix_products_that_torch_counts(model_type: str, fields: dict[str, Any]) -> None:
+def test_flops_of_a_pass_equal_those_that_torch_counts(model_type: str, fields: dict[str, Any]) -> None:
     """torch counts attention of all pairs of the n * n, of which the n * (n + 1) / 2 causal ones are needed."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""Trainers and engines as holders: who sends to whom, by where they are."""
+"""Trainers and engines as holders: senders and receivers by placement."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_distances_are_between_processes_devices_and_nodes() -> None:
     assert at(1, 0, None).distance(at(2, 0, None)) is Distance.NODE, "to be on no device is not to share one"
 
 
-def test_replicas_share_one_map() -> None:
+def test_replicas_share_one_shard_map() -> None:
     layout = Layout(tp=2, pp=2, dp=2)
     holders = trainer_holders(SPEC, layout, [Place()] * layout.world_size, first=10)
     assert [holder.rank for holder in holders] == list(range(10, 18))

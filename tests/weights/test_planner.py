@@ -74,7 +74,7 @@ def sides(draw: st.DrawFn) -> tuple[list[Holder], list[Holder]]:
 
 
 def check(transfer: TransferPlan, sources: list[Holder], destinations: list[Holder], canonical: dict) -> None:
-    """Every destination has what it should, written once; the numbers in the plan are what happened."""
+    """Checks that every destination is correct and written once, and that the plan's numbers are exact."""
     results = execute(transfer, {holder.rank: held(holder.map, canonical) for holder in sources})
     for holder in destinations:
         expected = held(holder.map, canonical)
@@ -146,7 +146,7 @@ def trainer(spec, layout: Layout, head: str, first: int = 0) -> list[Holder]:
     ]
 
 
-def test_what_no_source_holds_is_refused_by_name() -> None:
+def test_elements_without_a_source_are_refused_by_name() -> None:
     spec = model_spec(qwen2_config())
     layout = Layout(tp=2, pp=2)
     ranks = trainer(spec, layout, "lm")
@@ -163,7 +163,7 @@ def test_what_no_source_holds_is_refused_by_name() -> None:
         plan(ranks, destinations, 3)
 
 
-def test_replicas_share_the_sending_and_neighbours_come_first() -> None:
+def test_replicas_share_the_load_and_nearer_ones_send_first() -> None:
     spec = model_spec(qwen2_config(num_hidden_layers=8, vocab_size=128))
     layout = Layout(tp=2, dp=4)
     shard_maps = [spec.vllm_map(2, rank) for rank in range(2)]
@@ -178,7 +178,7 @@ def test_replicas_share_the_sending_and_neighbours_come_first() -> None:
     assert set(plan(near, engines, 4096).senders) == {6, 7}
 
 
-def test_a_rank_keeps_what_it_has() -> None:
+def test_a_rank_keeps_its_own_elements() -> None:
     spec = model_spec(qwen2_config())
     ranks = trainer(spec, Layout(tp=2, dp=2), "lm")
     transfer = plan(ranks, ranks, 2048)
@@ -186,7 +186,7 @@ def test_a_rank_keeps_what_it_has() -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_neighbouring_boxes_become_one_copy(transposed: bool) -> None:
+def test_adjacent_boxes_become_one_copy(transposed: bool) -> None:
     def rows(*cuts: int, transposed: bool = False) -> ShardMap:
         shards = []
         for a, b in zip((0, *cuts), (*cuts, 8), strict=True):
@@ -203,7 +203,7 @@ def test_neighbouring_boxes_become_one_copy(transposed: bool) -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_neighbours_along_leading_axes_become_one_copy(transposed: bool) -> None:
+def test_adjacent_boxes_along_leading_axes_become_one_copy(transposed: bool) -> None:
     def experts(*leading: int, transposed: bool = False) -> ShardMap:
         region, extents = Box.whole((2, 3)), (3, 2) if transposed else (2, 3)
         shards = []
@@ -286,7 +286,7 @@ def test_tiles_become_one_copy() -> None:
     assert [copy.target_box for copy in message.copies] == [Box((0, 0), (4, 6))]
 
 
-def test_a_plan_is_the_same_every_time() -> None:
+def test_planning_is_deterministic() -> None:
     spec = model_spec(llama_config())
     sources, engine = trainer(spec, Layout(tp=2, pp=2, dp=2), "lm"), [Holder(rank=8, map=spec.vllm_map(1, 0))]
     assert plan(sources, engine, 4096) == plan(sources[::-1], engine, 4096)

@@ -1,4 +1,4 @@
-"""Plans for random models of every family, layouts and places: each element arrives once, from where it should."""
+"""Plans for random models of every family, layouts and places: each element arrives once, from the nearest holder."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def places(count: int, per_node: int, first: int = 0) -> list[Place]:
 
 @settings(max_examples=15, deadline=None)
 @given(transfers(), st.sampled_from([1000, 4000, 1 << 30]), st.integers(1, 4), st.booleans())
-def test_every_way_of_moving_a_model_is_exact(
+def test_plans_of_every_family_and_layout_are_exact(
     transfer: tuple[ModelSpec, Layout, Layout, int, int], bucket_bytes: int, per_node: int, colocated: bool
 ) -> None:
     spec, layout, other, tp, replicas = transfer
@@ -87,7 +87,7 @@ def test_every_way_of_moving_a_model_is_exact(
 
 
 def check_nearest(made: TransferPlan, sources: list[Holder], destinations: list[Holder]) -> None:
-    """Each copy comes from as near as anyone is who holds the same box under the same name."""
+    """Checks that each copy comes from the nearest holder of the same box under the same name."""
     receivers = {holder.rank: holder for holder in destinations}
     holders = {holder.rank: holder for holder in sources}
     boxes = {holder.rank: {(p.name, p.region) for p in holder.map.shards} for holder in sources}
@@ -104,7 +104,7 @@ def check_nearest(made: TransferPlan, sources: list[Holder], destinations: list[
 
 @settings(max_examples=25, deadline=None)
 @given(transfers(), st.sampled_from([500, 3000, 1 << 30]), st.integers(1, 4), st.integers(2, 4))
-def test_equally_near_replicas_send_equally_much(
+def test_equally_near_replicas_send_equal_amounts(
     transfer: tuple[ModelSpec, Layout, Layout, int, int], bucket_bytes: int, per_node: int, more: int
 ) -> None:
     spec, layout, _, tp, replicas = transfer
@@ -125,7 +125,7 @@ def test_equally_near_replicas_send_equally_much(
         assert max(sent) - min(sent) <= max(messages, default=0)
 
 
-def test_engines_do_not_all_ask_the_same_stage_at_once() -> None:
+def test_engines_start_with_different_stages() -> None:
     spec = model_spec(models.qwen2_config(num_hidden_layers=6))
     trainers = trainer_holders(spec, Layout(pp=3), places(3, 1))
     made = plan(trainers, engine_holders(spec, 1, places(3, 1, 3), first=3), 8000)

@@ -1,4 +1,4 @@
-"""Boxes against boolean masks; what a shard map refuses."""
+"""Boxes against boolean masks; refusals of shard maps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def mask(box: Box) -> np.ndarray:
 
 @settings(deadline=None)
 @given(boxes(), boxes())
-def test_intersection_and_difference_are_those_of_sets(a: Box, b: Box) -> None:
+def test_box_intersection_and_difference_equal_set_operations(a: Box, b: Box) -> None:
     common = a.intersect(b)
     np.testing.assert_array_equal(mask(common) if common else np.zeros(SHAPE), mask(a) * mask(b))
     if common:
@@ -57,7 +57,7 @@ def test_parts_of_a_box_follow_in_row_major_order(box: Box, size: int) -> None:
 
 @settings(deadline=None)
 @given(boxes(), boxes(), st.integers(0, 2), st.booleans())
-def test_a_piece_within_a_box_is_the_piece_there(outer: Box, other: Box, leading: int, transposed: bool) -> None:
+def test_a_box_within_a_shard_maps_to_its_storage(outer: Box, other: Box, leading: int, transposed: bool) -> None:
     transposed = transposed and leading == 1
     outer = Box(outer.start, (*(a + 1 for a in outer.start[:leading]), *outer.stop[leading:]))
     at = (10, 20, 30)[leading:]
@@ -114,7 +114,7 @@ def test_fingerprints_are_of_contents() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
-def test_boxes_of_a_run_hold_its_elements_in_order(shape: list[int], data: st.DataObject) -> None:
+def test_boxes_of_a_contiguous_run_cover_it_in_order(shape: list[int], data: st.DataObject) -> None:
     size = int(np.prod(shape))
     start, stop = sorted(data.draw(st.lists(st.integers(0, size), min_size=2, max_size=2)))
     cells = np.arange(size).reshape(shape)

@@ -1,4 +1,4 @@
-"""What Megatron is told of each family; what is refused; how layers are spread over stages."""
+"""Megatron's configuration of each family; refusals; layers per pipeline stage."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ RMS = {"normalization": "RMSNorm", "gated_linear_unit": True}
     ],
     ids=lambda value: value.get("model_type", ""),
 )
-def test_what_megatron_is_told(config: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_megatron_configuration(config: dict[str, Any], expected: dict[str, Any]) -> None:
     arguments = model_spec(config).transformer(2)
     assert {name: arguments.transformer[name] for name in expected} == expected
     assert arguments.gpt["vocab_size"] == 128 * -(-config["vocab_size"] // 128)
@@ -173,7 +173,7 @@ def test_layouts_that_do_not_fit_are_refused_with_all_reasons() -> None:
         model_spec(mixtral_config()).vllm_map(4, 0)
 
 
-def test_the_first_and_last_stages_are_the_shorter_ones() -> None:
+def test_the_first_and_last_stages_have_fewer_layers() -> None:
     def sizes(layers: int, **layout: int) -> list[list[int]]:
         of = Layout(**layout)
         return [[len(pipeline_layers(layers, of, stage, chunk)) for stage in range(of.pp)] for chunk in range(of.vpp)]

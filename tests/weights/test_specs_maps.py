@@ -163,7 +163,7 @@ def test_checkpoint_maps_are_megatrons_global_tensors(family: str, data: st.Data
     assert_tiled([shard_map], spec, head, replicas=1)
 
 
-def test_a_checkpoint_without_transformer_engine_has_another_norm_before_experts() -> None:
+def test_a_checkpoint_without_transformer_engine_has_a_separate_norm_before_experts() -> None:
     spec = model_spec(mixtral_config())
     fused, own = "decoder.layers.mlp.linear_fc1.layer_norm_weight", "decoder.layers.pre_mlp_layernorm.weight"
     with_engine, without = spec.checkpoint_map().params, spec.checkpoint_map(transformer_engine=False).params

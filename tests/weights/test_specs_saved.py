@@ -54,7 +54,7 @@ def save(directory: Path, config: dict[str, Any], head: str = "lm") -> None:
 
 @pytest.mark.parametrize("head", ["lm", "score"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_canonical_tensors_are_those_that_transformers_writes(tmp_path: Path, name: str, head: str) -> None:
+def test_canonical_tensors_equal_those_that_transformers_writes(tmp_path: Path, name: str, head: str) -> None:
     save(tmp_path, CONFIGS[name], head)
     written = HFDirectory(tmp_path).tensors
     spec = model_spec(read_config(tmp_path))  # as transformers writes it, defaults included
@@ -65,7 +65,7 @@ def test_canonical_tensors_are_those_that_transformers_writes(tmp_path: Path, na
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_configs_that_are_written_again_are_read_alike(tmp_path: Path, name: str) -> None:
+def test_rewritten_configs_are_read_the_same(tmp_path: Path, name: str) -> None:
     save(tmp_path, CONFIGS[name])
     spec = model_spec(read_config(tmp_path))
     for head in ("lm", "score"):

@@ -1,1 +1,1 @@
-"""Cases of vectors.json by the functions of megarl.algos: each module has its share of the file's functions."""
+"""Adapters from the cases of vectors.json to megarl.algos; each module covers some of the file's functions."""

@@ -1,4 +1,4 @@
-"""What the adapters share: arguments as tensors, and ranks that are threads."""
+"""Helpers of the adapters: arguments as tensors, and ranks as threads."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Runner = Callable[[Args], Args]
 
 
 class UnsupportedError(Exception):
-    """The case asks for something that megarl.algos does not have."""
+    """The case needs something that megarl.algos does not have."""
 
 
 def pick(table: dict[str, Any], name: str) -> Any:
-    """The entry that the case asks for."""
+    """The entry that the case names."""
     if name not in table:
         raise UnsupportedError(f"{name!r} is none of {', '.join(table)}")
     return table[name]
 
 
 def take(args: Args, *names: str) -> list[Tensor]:
-    """Arguments as tensors of the default dtype, or of integers; they are taken out of ``args``."""
+    """Arguments as tensors of the default dtype, or of integers; removes them from ``args``."""
     return [torch.tensor(args.pop(name)) for name in names]
 
 
@@ -41,7 +41,7 @@ def take_mask(args: Args, name: str = "mask") -> Tensor:
 
 
 def done(args: Args) -> None:
-    """Every argument has been used."""
+    """Checks that every argument has been used."""
     if args:
         raise UnsupportedError(", ".join(args))
 

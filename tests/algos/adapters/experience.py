@@ -1,4 +1,4 @@
-"""Normalisation, advantages and comparisons: from rewards and scores to what an update learns from."""
+"""Normalisation, token advantages and group advantages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ COMPARISONS = {
 
 
 def pick_options(args: Args, *names: str) -> Args:
-    """The options that the case gives."""
+    """The options in the case."""
     return {name: args.pop(name) for name in names if name in args}
 
 
@@ -49,7 +49,7 @@ def consecutive(rows: int, size: int) -> Groups:
 
 
 def samples_of(scores: Tensor, groups: list[Any], **known: Any) -> Samples:
-    """Samples of which the case says no more than that."""
+    """Samples with the given fields; the others are defaults."""
     usual = {
         "lengths": torch.ones(len(scores), dtype=torch.int64),
         "finished": torch.ones(len(scores)).bool(),
@@ -135,7 +135,7 @@ def run_scan(args: Args) -> Args:
 
 
 def gaps_as_zeros(mask: Tensor, *columns: Tensor) -> list[Tensor]:
-    """The columns and mask of OpenRLHF and NeMo-Aligner, where a gap is made of tokens without reward and value."""
+    """The columns and mask of OpenRLHF and NeMo-Aligner, where a gap consists of tokens without reward and value."""
     return [*(on_mask(column, mask) for column in columns), torch.ones_like(mask)]
 
 
@@ -192,7 +192,7 @@ def whitened(advantages: Tensor, mask: Tensor, options: Args) -> Tensor:
     return whiten_advantages(advantages, mask, consecutive(len(mask), 1), local, **options)
 
 
-# ---- comparisons of samples
+# ---- group advantages
 
 
 def outcome_advantages(args: Args) -> Args:
@@ -223,7 +223,7 @@ def reinforce_pp_baseline(args: Args) -> Args:
 
 
 def remax(args: Args) -> Args:
-    """All that the case knows are rewards of tokens: they take the penalties' place, and the scores are 0."""
+    """The case has token rewards only: they replace the penalties, and the scores are 0."""
     (rewards, greedy), mask = floats(args, "rewards", "baseline_scores"), take_mask(args)
     done(args)
     alone = samples_of(torch.zeros_like(greedy), list(range(len(greedy))), greedy_scores=greedy)

@@ -1,4 +1,4 @@
-"""Corrections, optimizers, selection and metrics: what surrounds the losses of an update."""
+"""Rollout corrections, optimizers, selection and metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conventions of other systems that no run has: rows of one width with padding, and seeds by rank."""
+"""Conventions of other systems that MegaRL does not use: rows padded to one width, and seeds by rank."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import Tensor
 def position_ids(attention_mask: Tensor) -> Tensor:
     """The number of tokens before each one: [1, 0, 0, 1, 1] -> [0, 1, 1, 1, 2].
 
-    Source: lm-human-preferences and TRL. Where a token counts, any left padding leaves it the position that it has
-    without padding.
+    Source: lm-human-preferences and TRL. Left padding does not change the position of an unmasked token.
 
     Args:
         attention_mask: [B, S], 1 or True where a token counts.

@@ -1,4 +1,4 @@
-"""Tokens, scores, divergences and rewards: what comes before advantages."""
+"""Tokens, scores, KL and rewards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Alone:
 
 
 def token_statistics(args: Args) -> Args:
-    """The vocabulary itself stands for the hidden states: an identity is the output layer."""
+    """The logits are the hidden states; the output layer is the identity."""
     (logits,), (labels,) = floats(args, "logits"), take(args, "labels")
     vocabulary = logits.shape[-1]
     shard = VocabShard(group=Alone(), start=0, size=vocabulary)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Losses and how they add up: what an optimizer step is made of."""
+"""Losses and their aggregation."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ DEFAULTS = {
 
 
 def step_weights(args: Args, mask: Tensor, rows: Tensor | None = None) -> Tensor:
-    """The weights of some rows of the step that ``mask`` is of, by ``mode`` (or ``agg``) and ``norm_const``."""
+    """The weights of some rows of the step with mask ``mask``, by ``mode`` (or ``agg``) and ``norm_const``."""
     mode, constant = args.pop("mode", None) or args.pop("agg", "token-mean"), args.pop("norm_const", None)
     options = {"tokens": constant or mask.shape[1]} if mode == "seq-mean-token-sum-norm" else {}
     return pick(AGGREGATIONS, mode)(mask if rows is None else mask[rows], **totals(mask), **options)
@@ -91,7 +91,7 @@ def aggregate(args: Args) -> Args:
 
 
 def aggregate_layout(args: Args) -> Args:
-    """Context parallelism (``cp``) is not among ours: a response is on one rank."""
+    """Context parallelism (``cp``) is not supported: a response is on one rank."""
     (loss,), mask = floats(args, "loss"), take_mask(args)
     parts = [torch.tensor(rows, dtype=torch.int64) for rank in args["layout"] for rows in rank]
     effective = sum(weighted_sum(loss[rows], step_weights(dict(args), mask, rows)) for rows in parts)

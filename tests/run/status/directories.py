@@ -1,4 +1,4 @@
-"""Directories as runs and jobs leave them, written by hand."""
+"""Directories of runs and jobs, written by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MINUTE = 60.0
 
 
 class MadeRun:
-    """A PPO run of 100 steps in a directory; whatever it has was told before NOW.
+    """A PPO run of 100 steps in a directory; all of its records are from before NOW.
 
     Args:
         path: of the directory; it is made.
@@ -40,7 +40,7 @@ class MadeRun:
         self._line("attempts.jsonl", told, ago)
 
     def step(self, step: int, ago: float, **metrics: float | None) -> None:
-        """A step that was told so many seconds ago; ``__`` in a metric's name is the slash."""
+        """A step that was written so many seconds ago; ``__`` in a metric's name is the slash."""
         named = {name.replace("__", "/"): value for name, value in metrics.items()}
         self._line("metrics.jsonl", {"step": step, **named, "time/written": NOW - ago}, ago)
 
@@ -66,8 +66,8 @@ class MadeRun:
 
         Args:
             name: its number and how often it was restarted.
-            stages: how many seconds ago it came to what.
-            end: what its head told.
+            stages: how many seconds ago it reached each stage.
+            end: the head's record.
             ago: how many seconds ago that was.
         """
         directory = self.path / "slurm" / name

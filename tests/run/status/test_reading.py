@@ -1,4 +1,4 @@
-"""What is read of a directory: numbers by hand, and files that are not as they should be."""
+"""Reading a directory: numbers by hand, and malformed files."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def line(written: float, seconds: float = 1.0) -> dict[str, float]:
     return {"time/written": written, "time/step": seconds}
 
 
-def test_the_pace_is_that_of_the_clock() -> None:
-    """100, 40 and 100 s; the 1000 s between two attempts are none of a step."""
+def test_throughput_is_measured_in_wall_clock_time() -> None:
+    """100, 40 and 100 s; the 1000 s between two attempts belong to no step."""
     lines = [line(100), line(200), line(240), line(1240), line(1340)]
     assert measure_throughput(lines, [0, 900]) == Throughput(
         steps=3, seconds_per_step=80, longest=100, steps_per_hour=45
     )
 
 
-def test_the_first_steps_tell_their_own_times() -> None:
+def test_the_first_steps_use_their_own_durations() -> None:
     assert measure_throughput([line(100, 4.0)], [0]) == Throughput(
         steps=1, seconds_per_step=4, longest=4, steps_per_hour=900
     )
@@ -58,14 +58,14 @@ def test_the_first_steps_tell_their_own_times() -> None:
     )
 
 
-def test_the_last_fifty_steps_count(run: MadeRun) -> None:
+def test_throughput_covers_the_last_fifty_steps(run: MadeRun) -> None:
     run.start(1, ago=10**6)
     run.steps(49, ago=4000, apart=1000)
     run.steps(99, ago=10, apart=20, first=50)
     assert read(run).progress.pace == Throughput(steps=49, seconds_per_step=20, longest=20, steps_per_hour=180)
 
 
-def test_the_time_left_is_what_the_steps_take(run: MadeRun) -> None:
+def test_the_remaining_time_follows_from_the_step_time(run: MadeRun) -> None:
     run.start(1, ago=9000)
     run.steps(40, ago=20, apart=60)
     found = read(run)
@@ -80,7 +80,7 @@ def test_the_time_left_is_what_the_steps_take(run: MadeRun) -> None:
 
 
 @pytest.mark.parametrize(("ago", "overdue"), [(179, None), (181, 181)])
-def test_a_step_that_takes_thrice_as_long_as_any_is_overdue(run: MadeRun, ago: float, overdue: float | None) -> None:
+def test_a_step_is_overdue_after_three_times_the_longest(run: MadeRun, ago: float, overdue: float | None) -> None:
     run.start(1, ago=9000)
     run.steps(40, ago=ago, apart=60)
     found = read(run)
@@ -102,7 +102,7 @@ def test_an_attempt_without_a_step_is_not_overdue(run: MadeRun) -> None:
     assert read(run).overdue is None
 
 
-def test_what_a_resume_would_take_again(run: MadeRun) -> None:
+def test_steps_that_a_resume_would_repeat(run: MadeRun) -> None:
     run.start(1, ago=9000)
     run.steps(47, ago=20, apart=60)
     assert read(run).saved == CheckpointState(step=0, writing=None, again=47, seconds=47 * 60)
@@ -112,7 +112,7 @@ def test_what_a_resume_would_take_again(run: MadeRun) -> None:
     assert read(run).saved == CheckpointState(step=40, writing=47, again=7, seconds=7 * 60)
 
 
-def test_troubles_are_named(run: MadeRun) -> None:
+def test_warnings_are_named(run: MadeRun) -> None:
     for step in range(1, 61):
         bad = step in (5, 57, 58)  # the first is long past
         run.step(
@@ -138,13 +138,13 @@ def test_troubles_are_named(run: MadeRun) -> None:
     assert [trouble[: len(start)] for trouble, start in zip(troubles, starts, strict=True)] == starts
 
 
-def test_a_healthy_run_has_none(run: MadeRun) -> None:
+def test_a_healthy_run_has_no_warnings(run: MadeRun) -> None:
     run.steps(40, ago=20, apart=60)
     assert read(run).troubles == []
 
 
 @pytest.mark.parametrize("rest", ["", '{"step": 4, "obj', "\0\0\0\n", "[]\n", '{"version": 4}\n'])
-def test_a_line_that_is_not_whole_is_left_out(run: MadeRun, rest: str) -> None:
+def test_an_incomplete_line_is_skipped(run: MadeRun, rest: str) -> None:
     run.steps(3, ago=20, apart=60)
     with (run.path / "metrics.jsonl").open("a") as lines:
         lines.write(rest)
@@ -152,14 +152,14 @@ def test_a_line_that_is_not_whole_is_left_out(run: MadeRun, rest: str) -> None:
 
 
 @pytest.mark.parametrize("config", ["", "stage: [", "7\n", "stage: ppo\nrun: 3\n"])
-def test_a_configuration_that_is_none_leaves_the_rest(run: MadeRun, config: str) -> None:
+def test_an_unreadable_configuration_does_not_hide_the_rest(run: MadeRun, config: str) -> None:
     run.steps(3, ago=20, apart=60)
     (run.path / "config.yaml").write_text(config)
     found = read(run)
     assert (found.progress.step, found.progress.steps, found.seconds_left) == (3, None, None)
 
 
-def test_an_empty_run_has_nothing_to_tell(run: MadeRun) -> None:
+def test_an_empty_run_has_empty_fields(run: MadeRun) -> None:
     for name in ("metrics.jsonl", "evaluations.jsonl", "attempts.jsonl"):
         (run.path / name).touch()
     found = read(run)
@@ -195,7 +195,7 @@ def test_the_last_job_is_the_one_with_the_highest_number(run: MadeRun) -> None:
         (143, None, (None, "node n1 got SIGTERM")),
     ],
 )
-def test_a_job_that_slurm_ends_for_a_node_names_it(
+def test_a_job_ended_by_a_node_failure_names_the_node(
     run: MadeRun, exit_code: int, printed: str | None, told: tuple[str | None, str]
 ) -> None:
     run.job("4711-0", {"agent started": 60}, {"exit_code": exit_code, "reason": "node n1 got SIGTERM", "node": None})
@@ -208,7 +208,7 @@ def test_a_job_that_slurm_ends_for_a_node_names_it(
     assert (job.end.node, job.end.reason) == told
 
 
-def test_a_sweep_is_its_runs_in_order(tmp_path: Path) -> None:
+def test_a_sweep_lists_its_runs_in_order(tmp_path: Path) -> None:
     for cell in (10, 2, 0):
         MadeRun(tmp_path / f"cell-{cell}-seed-{cell}")
     submitted = tmp_path / "cell-1" / "slurm"
@@ -257,7 +257,7 @@ def test_the_output_of_a_sweeps_run_is_beside_it(tmp_path: Path) -> None:
     assert (job.id, job.output) == ("4713", output)
 
 
-def test_what_is_no_run_is_told(tmp_path: Path) -> None:
+def test_a_directory_without_a_run_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     (tmp_path / "first").mkdir()
@@ -272,7 +272,7 @@ def test_what_is_no_run_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["slurm", "ray"])
-def test_a_submission_is_told_until_anything_of_it_begins(run: MadeRun, folder: str) -> None:
+def test_a_submission_is_shown_until_it_starts(run: MadeRun, folder: str) -> None:
     run.file(f"{folder}/config-0.yaml", 30, "stage: sft")
     record_submission(run.path / folder, "4711")
     os.utime(run.path / folder / "submitted.json", (NOW - 20, NOW - 20))
@@ -281,18 +281,18 @@ def test_a_submission_is_told_until_anything_of_it_begins(run: MadeRun, folder: 
     assert read(run).submitted is None
 
 
-def test_a_submission_whose_job_has_printed_has_begun(run: MadeRun) -> None:
+def test_a_submission_whose_job_has_output_has_started(run: MadeRun) -> None:
     run.file("slurm/4711.out", ago=20)
     record_submission(run.path / "slurm", "4711")  # as Slurm was faster
     assert read(run).submitted is None
 
 
-def test_a_submission_that_cannot_be_noted_is_one(run: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_submission_that_cannot_be_recorded_still_succeeds(run: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
     record_submission(run.path / "nowhere", "4711")
     assert capsys.readouterr().err.endswith("megarl status will not know of job 4711\n")
 
 
-def test_a_run_that_has_not_begun_is_what_was_submitted_last(run: MadeRun) -> None:
+def test_a_run_that_has_not_started_shows_the_last_submission(run: MadeRun) -> None:
     (run.path / "config.yaml").unlink()
     (run.path / "slurm").mkdir()
     for name, steps, ago in (("0", 5, 30), ("1", 6, 10), ("2", 7, 20)):
@@ -328,6 +328,6 @@ def test_who_waits_for_whom(
     assert (waits.trainers, waits.engines) == pytest.approx((trainers, engines))
 
 
-def test_engines_that_take_turns_with_the_trainers_do_not_wait() -> None:
+def test_colocated_engines_have_no_waiting_time() -> None:
     assert measure_waits([{"time/step": 10.0, "time/rollout": 5.0}]) is None
     assert measure_waits([]) is None

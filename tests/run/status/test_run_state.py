@@ -1,4 +1,4 @@
-"""What a run is said to be at, from directories as their ends leave them."""
+"""The state of a run, from directories after various ends."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def held(run: MadeRun) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("host", ["n1", "login"])
-def test_who_holds_the_lock_runs(run: MadeRun, host: str) -> None:
+def test_a_process_that_holds_the_lock_is_running(run: MadeRun, host: str) -> None:
     run.start(1, ago=9000)
     run.steps(3, ago=8000, apart=60)
     with held(run):
@@ -46,7 +46,7 @@ def test_who_holds_the_lock_runs(run: MadeRun, host: str) -> None:
         assert state(run, host).name == "running"
 
 
-def test_a_summary_is_the_end(run: MadeRun) -> None:
+def test_a_summary_means_finished(run: MadeRun) -> None:
     run.start(1, ago=900)
     run.end(1, ago=60, step=100, reason="finished")
     (run.path / "summary.json").write_text("{}")
@@ -63,7 +63,7 @@ def test_a_summary_is_the_end(run: MadeRun) -> None:
         ("finished", "finished"),
     ],
 )
-def test_an_end_that_was_told_is_believed(run: MadeRun, reason: str, name: str) -> None:
+def test_a_recorded_end_is_reported(run: MadeRun, reason: str, name: str) -> None:
     run.start(1, ago=900)
     run.end(1, ago=800, step=1, reason="exception", message="another one")
     run.start(2, ago=700)
@@ -73,7 +73,7 @@ def test_an_end_that_was_told_is_believed(run: MadeRun, reason: str, name: str) 
     assert found.message == ("" if reason == "finished" else "train rank 3 died")
 
 
-def test_a_process_that_is_gone_from_its_own_machine_was_killed(run: MadeRun) -> None:
+def test_a_process_missing_on_this_machine_was_killed(run: MadeRun) -> None:
     run.start(1, ago=900)
     run.steps(3, ago=300, apart=60)
     found = state(run)
@@ -82,7 +82,7 @@ def test_a_process_that_is_gone_from_its_own_machine_was_killed(run: MadeRun) ->
 
 
 @pytest.mark.process
-def test_a_killed_process_is_told_from_one_that_runs(tmp_path: Path) -> None:
+def test_a_killed_process_is_distinguished_from_a_running_one(tmp_path: Path) -> None:
     path = MadeRun(tmp_path / "run").path
     code = f"""
 import fcntl, pathlib
@@ -108,7 +108,7 @@ input()
 
 
 @pytest.mark.parametrize(("apart", "ago", "name"), [(60, 500, "running"), (60, 700, "silent"), (900, 2600, "running")])
-def test_a_process_on_another_machine_is_judged_by_what_it_wrote(
+def test_the_state_of_a_process_on_another_machine_comes_from_its_files(
     run: MadeRun, apart: float, ago: float, name: str
 ) -> None:
     run.start(1, ago=9000)
@@ -120,12 +120,12 @@ def test_a_process_on_another_machine_is_judged_by_what_it_wrote(
 
 
 @pytest.mark.parametrize(("ago", "name"), [(25 * MINUTE, "running"), (35 * MINUTE, "silent")])
-def test_a_process_that_loads_its_model_has_time(run: MadeRun, ago: float, name: str) -> None:
+def test_a_process_loading_its_model_is_not_silent(run: MadeRun, ago: float, name: str) -> None:
     run.start(1, ago=ago)
     assert state(run, "login").name == name
 
 
-def test_a_lock_that_nobody_can_ask_for_proves_nothing(run: MadeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_lock_is_ignored(run: MadeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
@@ -135,7 +135,7 @@ def test_a_lock_that_nobody_can_ask_for_proves_nothing(run: MadeRun, monkeypatch
     assert state(run) == RunState(name="running", because="last written 60 s ago; its lock cannot be read")
 
 
-def test_a_job_that_ended_tells_of_a_driver_that_could_not(run: MadeRun) -> None:
+def test_a_jobs_end_explains_a_driver_that_wrote_none(run: MadeRun) -> None:
     run.start(1, ago=900, job="4711", restart=1)
     run.steps(3, ago=300, apart=60)
     end = {"exit_code": 1, "reason": "node n2 was lost: its agent is gone", "node": "n2"}
@@ -147,21 +147,21 @@ def test_a_job_that_ended_tells_of_a_driver_that_could_not(run: MadeRun) -> None
 
 
 @pytest.mark.parametrize(("code", "name"), [(1, "failed"), (143, "interrupted")])
-def test_a_job_knows_why_it_interrupted_its_driver(run: MadeRun, code: int, name: str) -> None:
+def test_the_jobs_reason_for_an_interrupt_is_shown(run: MadeRun, code: int, name: str) -> None:
     run.start(1, ago=900, job="4711")
     run.end(1, ago=90, step=3, reason="interrupted", message="SIGTERM")
     run.job("4711-0", {"agent started": 1000}, {"exit_code": code, "reason": "why it was", "node": None})
     assert (state(run).name, state(run).message) == (name, "why it was")
 
 
-def test_the_cause_that_the_driver_told_goes_before_the_exit_code(run: MadeRun) -> None:
+def test_the_drivers_cause_takes_precedence_over_the_exit_code(run: MadeRun) -> None:
     run.start(1, ago=900, job="4711")
     run.end(1, ago=90, step=3, reason="run error", message="train rank 3 died")
     run.job("4711-0", {"agent started": 1000}, {"exit_code": 1, "reason": "the driver exited with 1", "node": None})
     assert state(run).message == "train rank 3 died"
 
 
-def test_a_lost_node_is_named_before_what_the_driver_told(run: MadeRun) -> None:
+def test_a_lost_node_takes_precedence_over_the_drivers_cause(run: MadeRun) -> None:
     run.start(1, ago=900, job="4711")
     run.end(1, ago=90, step=3, reason="run error", message="train rank 3 died in update\nits log is logs/rank-3.log")
     end = {"exit_code": 1, "reason": "node n2 was lost: the connection to its agent has ended", "node": "n2"}
@@ -175,7 +175,7 @@ def test_a_lost_node_is_named_before_what_the_driver_told(run: MadeRun) -> None:
     )
 
 
-def test_the_node_of_another_job_is_not_the_reason(run: MadeRun) -> None:
+def test_a_lost_node_of_another_job_is_ignored(run: MadeRun) -> None:
     run.job("4711-0", {"agent started": 1000}, {"exit_code": 1, "reason": "node n2 was lost", "node": "n2"})
     run.start(1, ago=300)
     run.end(1, ago=90, step=3, reason="run error", message="train rank 3 died")
@@ -185,14 +185,14 @@ def test_the_node_of_another_job_is_not_the_reason(run: MadeRun) -> None:
 STAGES = {"agent started": 60.0, "all connected": 30.0}
 
 
-def test_a_job_whose_run_has_not_begun_again_is_starting(run: MadeRun) -> None:
+def test_a_job_whose_run_has_not_resumed_yet_is_starting(run: MadeRun) -> None:
     run.start(1, ago=900, job="4711")
     run.end(1, ago=90, step=3, reason="interrupted", message="SIGTERM")
     run.job("4712-0", STAGES)
     assert state(run) == RunState(name="starting", because="job 4712: all connected 30 s ago")
 
 
-def test_a_job_that_ended_before_its_run_began_says_why(run: MadeRun) -> None:
+def test_a_job_that_ended_before_its_run_began_has_a_reason(run: MadeRun) -> None:
     (run.path / "config.yaml").unlink()
     run.job("4712-0", STAGES, {"exit_code": 1, "reason": "node n2 did not come within 600 s", "node": "n2"})
     (run.path / "slurm" / "config-0123abcd.yaml").write_text("stage: sft\nrun: {steps: 7}\n")
@@ -202,7 +202,7 @@ def test_a_job_that_ended_before_its_run_began_says_why(run: MadeRun) -> None:
 
 
 @pytest.mark.parametrize(("ago", "name"), [(25 * MINUTE, "starting"), (35 * MINUTE, "silent")])
-def test_a_job_that_comes_no_further_is_silent(run: MadeRun, ago: float, name: str) -> None:
+def test_a_job_without_progress_is_silent(run: MadeRun, ago: float, name: str) -> None:
     run.job("4712-0", {"agent started": ago + 5000, "all connected": ago})
     found = state(run, "login")
     assert (found.name, found.because) == (name, f"job 4712: all connected {ago / MINUTE:.0f} min ago")
@@ -211,7 +211,7 @@ def test_a_job_that_comes_no_further_is_silent(run: MadeRun, ago: float, name: s
 @pytest.mark.parametrize(
     ("apart", "ago", "name"), [(60, 500, "starting"), (60, 700, "silent"), (900, 2600, "starting")]
 )
-def test_a_job_that_goes_on_with_a_run_has_the_patience_of_its_steps(
+def test_a_job_that_resumes_a_run_is_silent_only_after_the_runs_step_times(
     run: MadeRun, apart: float, ago: float, name: str
 ) -> None:
     run.start(1, ago=90000, job="4711")
@@ -221,7 +221,7 @@ def test_a_job_that_goes_on_with_a_run_has_the_patience_of_its_steps(
     assert state(run, "login").name == name
 
 
-def test_a_job_of_which_no_agent_has_begun_tells_what_it_printed(run: MadeRun) -> None:
+def test_a_job_without_a_started_agent_shows_its_output(run: MadeRun) -> None:
     run.file("slurm/config-0.yaml", ago=100)
     run.file("slurm/4711.out", ago=101, text="of a job before\n")
     assert state(run).name == "waiting"
@@ -239,7 +239,7 @@ REFUSED = {"exit_code": 2, "reason": "run.dir = runs/x is run by one process at 
 
 
 @pytest.mark.parametrize("host", ["n1", "login"])
-def test_a_job_that_was_refused_while_the_run_goes_on_is_not_its_state(run: MadeRun, host: str) -> None:
+def test_a_refused_job_does_not_change_the_state_of_a_running_run(run: MadeRun, host: str) -> None:
     run.start(1, ago=900, job="4711")
     run.job("4711-0", {"agent started": 1000})
     run.job("4712-0", {"agent started": 400}, REFUSED, ago=380)
@@ -257,7 +257,7 @@ def test_a_job_that_was_refused_while_the_run_goes_on_is_not_its_state(run: Made
     assert (found.state.because, found.newer) == ("job 4713 has ended with exit code 2", None)
 
 
-def test_a_finished_run_is_its_own_job(run: MadeRun) -> None:
+def test_a_finished_run_ignores_later_jobs(run: MadeRun) -> None:
     run.start(1, ago=900, job="4711")
     run.end(1, ago=60, step=100, reason="finished")
     (run.path / "summary.json").write_text("{}")
@@ -268,16 +268,16 @@ def test_a_finished_run_is_its_own_job(run: MadeRun) -> None:
     assert (found.newer and found.newer.id) == "4712"
 
 
-def test_a_run_that_nobody_began_waits(run: MadeRun) -> None:
+def test_a_submitted_run_that_has_not_started_is_waiting(run: MadeRun) -> None:
     assert state(run).name == "waiting"
 
 
-def test_a_run_without_attempts_is_not_guessed_at(run: MadeRun) -> None:
+def test_a_run_without_attempts_has_an_unknown_state(run: MadeRun) -> None:
     run.steps(3, ago=300, apart=60)
     assert state(run) == RunState(name="unknown", because="no record of who ran it; last written 5 min ago")
 
 
-def test_whoever_looks_at_the_lock_refuses_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_the_lock_does_not_block_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looking = (tmp_path / ".lock").open("w")
     fcntl.flock(looking, fcntl.LOCK_SH)
     monkeypatch.setattr("time.sleep", lambda seconds: looking.close())

@@ -1,4 +1,4 @@
-"""What people read of a status, and what the command does."""
+"""The printed status, and the command."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MadeRun:
-    """A run on another machine, gone on with by a second job, that has stood still for 47 minutes."""
+    """A run on another machine, resumed by a second job, without progress for 47 minutes."""
     monkeypatch.chdir(tmp_path)
     made = MadeRun(Path("runs/ppo"))
     made.start(1, ago=90000, job="4710")
@@ -57,23 +57,23 @@ def lines(run: MadeRun, host: str = "login") -> list[str]:
     return ["".join((label.ljust(12), text)) for label, text, _ in show.rows(read_status(run.path, NOW, host))]
 
 
-def test_a_run_that_hangs_is_as_in_the_document(run: MadeRun) -> None:
+def test_a_hanging_run_is_shown_as_documented(run: MadeRun) -> None:
     with (run.path / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert lines(run) == _example()
 
 
 def _example() -> list[str]:
-    """What the document shows."""
+    """The example in the document."""
     (block,) = re.findall(r"^    run  .*\n(?:    .*\n)+", PAGE, flags=re.MULTILINE)
     return [line[4:] for line in block.splitlines()]
 
 
-def test_the_document_has_every_state() -> None:
+def test_every_state_is_documented() -> None:
     assert set(re.findall(r"^\| ([a-z]+) \| [A-Z`]", PAGE, flags=re.MULTILINE)) == set(get_args(StateName))
 
 
-def test_a_run_that_cannot_be_seen_is_silent(run: MadeRun) -> None:
+def test_a_run_without_recent_output_is_silent(run: MadeRun) -> None:
     told = "state       silent on n1 (job 4711): last written 47 min ago; login cannot see the processes of n1"
     assert lines(run)[1] == told
     assert lines(run)[-4].endswith("after step 20; silent")
@@ -91,20 +91,20 @@ def test_the_end_and_its_reason(run: MadeRun) -> None:
     assert not [line for line in told if "does it hang" in line or " left" in line]
 
 
-def test_a_run_that_was_resumed_says_that_it_has_no_step_yet(run: MadeRun) -> None:
+def test_a_resumed_run_shows_that_it_has_no_step_yet(run: MadeRun) -> None:
     run.end(2, ago=600, step=47, reason="interrupted", message="SIGTERM")
     run.start(3, ago=120, step=40)
     assert "            no step yet in the attempt that started 2 min ago (22:11)" in lines(run)
 
 
-def test_a_job_that_says_nothing_before_its_run_is_not_where_the_last_attempt_was(run: MadeRun) -> None:
+def test_a_silent_new_job_does_not_show_the_last_attempts_place(run: MadeRun) -> None:
     run.job("4712-0", {"agent started": 2700, "all connected": 2600})
     told = lines(run)
     assert told[1] == "state       silent: job 4712: all connected 43 min ago"
     assert "            2: 20:00 on n1 (job 4711), after step 20; killed: it wrote no reason" in told
 
 
-def test_a_run_that_was_submitted_again_says_so(run: MadeRun) -> None:
+def test_a_resubmitted_run_is_shown_as_such(run: MadeRun) -> None:
     run.end(2, ago=600, step=47, reason="run error", message="train rank 3 died")
     config = run.path / "slurm" / "config-0123abcd.yaml"
     config.touch()
@@ -122,7 +122,7 @@ def test_a_run_that_was_submitted_again_says_so(run: MadeRun) -> None:
     assert told[-1] == f"            {output}: what job 4712 printed"
 
 
-def test_a_job_that_was_refused_has_lines_of_its_own(run: MadeRun) -> None:
+def test_a_refused_job_has_separate_lines(run: MadeRun) -> None:
     outputs = [run.file(f"slurm/{number}.out", ago=100) for number in (4711, 4712)]
     reason = "megarl train ended with exit code 2: 1 problem\n  run.dir = runs/ppo"
     end = {"exit_code": 2, "reason": reason, "node": None}
@@ -144,7 +144,7 @@ def test_a_job_that_was_refused_has_lines_of_its_own(run: MadeRun) -> None:
     ]
 
 
-def test_engines_that_sample_ahead_say_who_waits_for_whom(run: MadeRun) -> None:
+def test_asynchronous_runs_show_who_waits_for_whom(run: MadeRun) -> None:
     assert not [line for line in lines(run) if line.startswith("engines")]
     ahead = {"rollout__queue_depth": 1, "staleness__mean": 1.5, "rollout__engines_replaced": 2}
     seconds = {"time__step": 10.0, "time__rollout": 2.0, "time__sync": 2.0, "sync__seconds": 1.0}
@@ -158,7 +158,7 @@ def test_engines_that_sample_ahead_say_who_waits_for_whom(run: MadeRun) -> None:
     assert any(line.startswith("look at") and "2 engines replaced" in line for line in told)
 
 
-def test_an_evaluation_by_itself_has_no_steps(tmp_path: Path) -> None:
+def test_a_standalone_evaluation_has_no_steps(tmp_path: Path) -> None:
     run = MadeRun(tmp_path / "run", stage="eval")
     (run.path / "config.yaml").write_text("stage: eval\nrun: {dir: run}\n")
     run.start(1, ago=600)
@@ -172,7 +172,7 @@ def test_an_evaluation_by_itself_has_no_steps(tmp_path: Path) -> None:
     ]
 
 
-def test_many_attempts_are_the_last_ones(tmp_path: Path) -> None:
+def test_only_the_last_attempts_are_shown(tmp_path: Path) -> None:
     run = MadeRun(tmp_path / "run")
     for number in range(1, 13):
         run.start(number, ago=1000 - number)
@@ -202,7 +202,7 @@ def test_several_runs_are_aligned_rows(run: MadeRun) -> None:
 
 
 @pytest.mark.process
-def test_the_command_answers_on_a_machine_that_has_little(run: MadeRun) -> None:
+def test_the_command_works_without_heavy_packages(run: MadeRun) -> None:
     """A login node has no torch, no Ray and no numpy; the configuration's schema is not loaded."""
     code = """
 import sys
@@ -218,7 +218,7 @@ main()
     assert "\x1b" not in done.stdout, "no terminal is there"
 
 
-def test_json_has_all_of_it(run: MadeRun) -> None:
+def test_json_has_all_fields(run: MadeRun) -> None:
     MadeRun(Path("sweep") / "cell-0")
     MadeRun(Path("sweep") / "cell-1")
     done = CliRunner().invoke(app, ["status", "--json", "runs/ppo", "sweep"])
@@ -232,14 +232,14 @@ def test_json_has_all_of_it(run: MadeRun) -> None:
     assert first["metrics"]["objective/score"] == 0.47
 
 
-def test_a_directory_without_a_run_is_told_after_the_others(run: MadeRun) -> None:
+def test_a_directory_without_a_run_is_reported_after_the_others(run: MadeRun) -> None:
     done = CliRunner().invoke(app, ["status", "nowhere", "runs"])
     assert done.exit_code == 2
     assert done.stderr == "nowhere: there is no such directory; give the run.dir of a run\n"
     assert "47 of 100" in done.stdout
 
 
-def test_a_directory_that_cannot_be_read_does_not_hide_the_others(run: MadeRun) -> None:
+def test_an_unreadable_directory_does_not_hide_the_others(run: MadeRun) -> None:
     (MadeRun(Path("other")).path / "metrics.jsonl").mkdir()  # an error of the system that root gets, too
     done = CliRunner().invoke(app, ["status", "other", "runs"])
     assert (done.exit_code, done.stderr) == (2, "other/metrics.jsonl: Is a directory\n")
@@ -247,13 +247,13 @@ def test_a_directory_that_cannot_be_read_does_not_hide_the_others(run: MadeRun) 
 
 
 @pytest.mark.parametrize("arguments", [["--watch", "runs"], ["--watch", "--json", "runs"]])
-def test_only_a_terminal_is_watched(run: MadeRun, arguments: list[str]) -> None:
+def test_watch_needs_a_terminal(run: MadeRun, arguments: list[str]) -> None:
     done = CliRunner().invoke(app, ["status", *arguments])
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith("--watch: ")
 
 
-def test_a_watched_run_is_looked_at_until_an_interrupt(run: MadeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_repeats_until_an_interrupt(run: MadeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     naps = iter(range(48, 51))
 
     def nap(_: float) -> None:

@@ -1,4 +1,4 @@
-"""The page in a real Chromium: what a person sees and does, and what a model's text must not do."""
+"""The page in a real Chromium: display, interaction, and harmless model texts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def page(browser: Chromium) -> Iterator[Chromium]:
     assert browser.evaluate("window.hacked") is None
 
 
-def test_a_run_is_seen_while_it_trains(page: Chromium, tmp_path: Path) -> None:
+def test_the_page_shows_a_run_while_it_trains(page: Chromium, tmp_path: Path) -> None:
     run = viewed_run(tmp_path / "run")
     with PageServer([RunView(run.path, "run")]) as server:
         thread = Thread(target=server.serve_forever, args=(0.01,))
@@ -77,7 +77,7 @@ def hover(page: Chromium) -> None:
 
 
 def look_at_samples(page: Chromium, last: int) -> None:
-    """Texts of models stay texts, and keys lead to prompts and steps."""
+    """Texts of models are not interpreted, and keys navigate to prompts and steps."""
     assert page.until(f"{RESPONSES}.length && {RESPONSES}") == [SCRIPT, "aU+202EbU+0007c"]
     page.press("j")
     page.until(f"{CHOSEN}.startsWith('say p2')")
@@ -94,7 +94,7 @@ def look_at_samples(page: Chromium, last: int) -> None:
 
 
 def look_at_tokens(page: Chromium) -> None:
-    """The actor is surer of the second token than the engine, by half a nat, and does not learn from it."""
+    """The actor's log-probability of the second token is half a nat above the engine's, and it is masked."""
     choice = "document.querySelector('[aria-label=\"Colour of tokens\"]')"
     assert page.evaluate(f"[...{choice}.options].map((option) => option.value).join()") == ",rollout,old,gap,ratio,mask"
     page.evaluate(f"{choice}.value = 'gap'; {choice}.dispatchEvent(new Event('change'))")
@@ -110,7 +110,7 @@ def look_at_tokens(page: Chromium) -> None:
     page.evaluate("document.activeElement.blur()")
 
 
-def test_a_page_to_keep_works_by_itself(page: Chromium, tmp_path: Path) -> None:
+def test_an_exported_page_works_without_a_server(page: Chromium, tmp_path: Path) -> None:
     first, second = (
         RunView(viewed_run(tmp_path / name, steps).path, name) for name, steps in (("one", 20), ("two", 7))
     )

@@ -1,4 +1,4 @@
-"""The page of a server, and the one to keep: who gets it, and what is in it."""
+"""The served page and the exported one: access and contents."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def get(server: PageServer, path: str, host: str = "127.0.0.1") -> tuple[int, st
     return found
 
 
-def test_who_knows_the_address_gets_the_page(server: PageServer) -> None:
+def test_requests_with_the_token_get_the_page(server: PageServer) -> None:
     status, kind, page = get(server, f"/{server.token}/", "localhost:8000")
     assert (status, kind, server.server_address[0]) == (200, "text/html; charset=utf-8", "127.0.0.1")
     assert page == server.page
@@ -56,7 +56,7 @@ def test_who_knows_the_address_gets_the_page(server: PageServer) -> None:
     ("path", "host"),
     [("/", "127.0.0.1"), ("/x/api/overview", "127.0.0.1"), ("/TOKEN/", "evil.example"), ("//[", "["), ("/TOKEN/", "")],
 )
-def test_others_get_nothing(server: PageServer, path: str, host: str) -> None:
+def test_requests_without_the_token_are_refused(server: PageServer, path: str, host: str) -> None:
     status, _, text = get(server, path.replace("TOKEN", server.token), host)
     assert status == 403
     assert server.token not in text
@@ -80,7 +80,7 @@ def test_other_questions_are_refused(server: PageServer, question: str) -> None:
     assert get(server, f"/{server.token}/api/{question}")[0] == 400
 
 
-def test_the_page_to_keep_has_the_answers(view: RunView, tmp_path: Path) -> None:
+def test_the_exported_page_contains_the_answers(view: RunView, tmp_path: Path) -> None:
     export([view], tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert page.count("<script") == page.count("</script>") == 2
@@ -92,7 +92,7 @@ def test_the_page_to_keep_has_the_answers(view: RunView, tmp_path: Path) -> None
     assert key("group", {"step": "1", "kind": "train"}) == "group?kind=train&step=1"
 
 
-def test_of_too_many_samples_there_are_some_steps(
+def test_with_too_many_samples_only_some_steps_are_exported(
     view: RunView, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megarl.run.view.page_export._SAMPLES_BYTES", 2 * 3 * 3000)

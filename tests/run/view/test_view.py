@@ -1,4 +1,4 @@
-"""What the page learns of a run: numbers by hand, files that grow, and files that a resumed run cuts."""
+"""The page's data: numbers by hand, growing files, and files that a resumed run truncates."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_line_that_is_being_written_waits(run: MadeRun, view: RunView) -> None
     assert ask(view, "overview")["last_step"] == 21
 
 
-def test_steps_that_a_resumed_run_takes_again_replace_the_former(run: MadeRun, view: RunView) -> None:
+def test_repeated_steps_of_a_resumed_run_replace_the_earlier_ones(run: MadeRun, view: RunView) -> None:
     assert ask(view, "overview")["generation"] == 0
     assert ask(view, "groups", kind="train", step=12)
     for name in ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "prompt_scores.jsonl"):
@@ -75,7 +75,7 @@ def test_the_overview_has_findings_of_the_whole_run(run: MadeRun, view: RunView)
     assert (found["first"], found["last"]) == (21, 21)
 
 
-def test_groups_have_the_numbers_of_their_samples(view: RunView) -> None:
+def test_groups_aggregate_their_samples(view: RunView) -> None:
     first, second = ask(view, "groups", kind="train", step=7)
     assert (first["score"], first["spread"], first["tokens"], first["cut_off"]) == (0.5, 1.0, 4.5, 1)
     assert (second["score"], second["spread"], second["samples"]) == (0.5, 0.0, 2)
@@ -83,7 +83,7 @@ def test_groups_have_the_numbers_of_their_samples(view: RunView) -> None:
     assert ask(view, "steps")["evaluation"] == [(0, 1), (20, 1)]
 
 
-def test_texts_are_found_in_any_case(view: RunView) -> None:
+def test_text_search_is_case_insensitive(view: RunView) -> None:
     def hits(text: str, **where: int) -> list[tuple[int, str]]:
         return [(group["step"], group["prompt_id"]) for group in ask(view, "search", kind="train", text=text, **where)]
 
@@ -101,7 +101,7 @@ def test_answers_to_a_held_out_prompt(view: RunView) -> None:
     assert answer["response"] == "answer 20"
 
 
-def test_the_timeline_is_as_fine_as_the_screen(view: RunView) -> None:
+def test_the_timeline_has_the_resolution_of_the_screen(view: RunView) -> None:
     whole = ask(view, "timeline", columns=1000)
     assert [row["name"] for row in whole["rows"]] == ["step", "driver", SCRIPT]
     assert whole["rows"][1]["spans"][:2] == [(0.0, 1.0, "rollout"), (1.0, 2.0, "update")]
@@ -112,7 +112,7 @@ def test_the_timeline_is_as_fine_as_the_screen(view: RunView) -> None:
     assert max(len(row["spans"]) for row in ask(view, "timeline", columns=8)["rows"]) <= 16
 
 
-def test_the_timeline_of_a_resumed_run_goes_on(run: MadeRun, view: RunView) -> None:
+def test_the_timeline_of_a_resumed_run_continues(run: MadeRun, view: RunView) -> None:
     trace = run.path / "trace.json"
     with trace.open("a") as file:
         file.write("]\n")
@@ -147,12 +147,12 @@ def test_an_empty_run_has_empty_answers(tmp_path: Path) -> None:
     assert ask(view, "timeline")["rows"] == ask(view, "prompts") == ask(view, "groups", kind="train", step=1) == []
 
 
-def test_runs_with_the_same_name_are_told_apart(tmp_path: Path) -> None:
+def test_runs_with_the_same_name_are_distinguished(tmp_path: Path) -> None:
     paths = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "c"]
     assert [view.name for view in open_runs(paths)] == [str(paths[0]), str(paths[1]), "c"]
 
 
-def test_the_overview_tells_state_and_left_out_rows(run: MadeRun, view: RunView) -> None:
+def test_the_overview_has_state_and_skipped_rows(run: MadeRun, view: RunView) -> None:
     overview = ask(view, "overview")
     assert (overview["stage"], overview["progress"]["steps"], overview["attempts"][0]["host"]) == ("ppo", 100, "n1")
     assert overview["limits"]["policy/approxkl"] == "< 0.05"

@@ -1,4 +1,4 @@
-"""A directory with all that the page shows, and texts that a page must not believe."""
+"""A directory with everything that the page shows, and texts that it must not interpret."""
 
 from __future__ import annotations
 
