@@ -45,19 +45,33 @@ def _answers(view: RunView) -> Iterator[tuple[str, dict[str, str], Any]]:
 
 
 def _samples(view: RunView) -> Iterator[tuple[str, dict[str, str], Any]]:
-    """Yields the samples of all steps, or of the first, the last and some between."""
+    """Yields the samples of all steps, or of the last one, or its first prompts, and of others that fit."""
     for kind, steps in view.answer("steps", {}).items():
-        left = _SAMPLES_BYTES // 2
+        left, least = _SAMPLES_BYTES // 2, 1
         for step, _ in _outer_first(steps):
             of_step = {"kind": kind, "step": str(step)}
             groups = view.answer("groups", of_step)
-            samples = [{**of_step, "prompt": group["prompt_id"]} for group in groups]
-            found = [("group", query, view.answer("group", query)) for query in samples]
-            left -= sum(len(json.dumps(answer)) for _, _, answer in found)
-            if left < 0:
-                break
-            yield "groups", of_step, groups
+            found, after = _fitting(view, [{**of_step, "prompt": group["prompt_id"]} for group in groups], left, least)
+            if len(found) < len(groups) and not least:
+                continue
+            left, least = after, 0
+            yield "groups", of_step, groups[: len(found)]
             yield from found
+
+
+def _fitting(
+    view: RunView, queries: Sequence[dict[str, str]], left: int, least: int
+) -> tuple[list[tuple[str, dict[str, str], Any]], int]:
+    """Returns the answers about the first prompts, at least so many, that fit into the bytes left, and what is left."""
+    found: list[tuple[str, dict[str, str], Any]] = []
+    for query in queries:
+        answer = view.answer("group", query)
+        size = len(json.dumps(answer))
+        if size > left and len(found) >= least:
+            break
+        found.append(("group", query, answer))
+        left -= size
+    return found, left
 
 
 def _outer_first(steps: Sequence[Any]) -> list[Any]:

@@ -64,7 +64,7 @@ class Timeline:
         Raises:
             ValueError: there is no time or no column between.
         """
-        if not self._rows:
+        if not self.end:
             return {"start": 0.0, "end": 0.0, "whole": 0.0, "rows": []}
         if start >= end or columns < 1:
             raise ValueError(f"{start} to {end} in {columns} columns: a range of times, and one column at least")

@@ -43,6 +43,7 @@ def page(browser: Chromium) -> Iterator[Chromium]:
 
 def test_the_page_shows_a_run_while_it_trains(page: Chromium, tmp_path: Path) -> None:
     run = viewed_run(tmp_path / "run")
+    trace = (run.path / "trace.json").rename(tmp_path / "later.json")
     with PageServer([RunView(run.path, "run")]) as server:
         thread = Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -60,6 +61,13 @@ def test_the_page_shows_a_run_while_it_trains(page: Chromium, tmp_path: Path) ->
             run.step(22, ago=0)
             page.until(f"{STEP} === 'step 21'")
             look_at_samples(page, last=21)
+            page.evaluate("document.activeElement.blur()")
+            page.press("4")
+            page.until("document.querySelector('#view .empty')")
+            trace.rename(run.path / "trace.json")
+            run.step(23, ago=0, data__epoch=0.5)
+            page.until("document.querySelector('#view canvas')")
+            search_twice(page, "data/epoch")
         finally:
             page.open("about:blank")
             server.shutdown()
@@ -74,6 +82,19 @@ def hover(page: Chromium) -> None:
     assert page.evaluate("document.querySelectorAll('.chart .sub')[0].textContent").endswith("step 10")
     page.move(5, 5)
     page.until("document.querySelector('.chart .values').textContent === '0.2'")
+
+
+def search_twice(page: Chromium, metric: str) -> None:
+    """Two searches at once ask for the same point, and the curve has it once."""
+    page.press("1")
+    page.until("document.querySelector('.chart')")
+    search = "document.querySelector('[type=search]')"
+    page.evaluate(f"{search}.value = '{metric}'; for (const _ of '12') {search}.dispatchEvent(new Event('input'))")
+    asked = (
+        f"performance.getEntriesByType('resource').filter(({{name}}) => name.endsWith(encodeURIComponent('{metric}')))"
+    )
+    page.until(f"{asked}.length === 2")
+    assert page.until("document.querySelectorAll('.chart circle[r=\"2.4\"]').length") == 1
 
 
 def look_at_samples(page: Chromium, last: int) -> None:
@@ -130,3 +151,13 @@ def test_an_exported_page_works_without_a_server(page: Chromium, tmp_path: Path)
             assert page.evaluate("document.documentElement.scrollWidth") <= width, (number, width)
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(14, 17, 22)"
     assert SCRIPT in page.evaluate("document.getElementById('view').textContent")
+
+
+def test_an_export_tells_what_it_lacks(page: Chromium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.run.view.page_export._SAMPLES_BYTES", 2 * 1100)
+    export([RunView(viewed_run(tmp_path / "run").path, "run")], tmp_path / "page.html")
+    page.open((tmp_path / "page.html").as_uri() + "#samples")
+    page.until("document.querySelector('#view .toolbar')?.textContent.includes('2 of 80 samples')")
+    search = "document.querySelector('[type=search]')"
+    page.evaluate(f"{search}.value = 'wörd'; {search}.dispatchEvent(new Event('input'))")
+    page.until("document.querySelector('.empty')?.textContent.includes('2 of 80 samples')")

@@ -17,7 +17,7 @@ from megarl.cli import app
 from megarl.run.view.page_export import _outer_first, _thinned, export, key
 from megarl.run.view.page_server import PageServer
 from megarl.run.view.run_view import RunView
-from tests.run.view.viewed_run import SCRIPT, viewed_run
+from tests.run.view.viewed_run import SCRIPT, add_lines, sample, viewed_run
 
 
 @pytest.fixture
@@ -80,12 +80,22 @@ def test_other_questions_are_refused(server: PageServer, question: str) -> None:
     assert get(server, f"/{server.token}/api/{question}")[0] == 400
 
 
-def test_the_exported_page_contains_the_answers(view: RunView, tmp_path: Path) -> None:
-    export([view], tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
+def exported(view: RunView, path: Path) -> dict[str, Any]:
+    """Returns the answers in the page to keep."""
+    export([view], path)
+    page = path.read_text()
     assert page.count("<script") == page.count("</script>") == 2
     (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, flags=re.DOTALL)
-    answers = json.loads(data)["answers"]
+    return json.loads(data)["answers"]
+
+
+def prompts_by_step(answers: dict[str, Any], kind: str = "train") -> dict[int, list[str]]:
+    steps = [groups for question, groups in answers.items() if question.startswith(f"groups?kind={kind}&")]
+    return {groups[0]["step"]: [group["prompt_id"] for group in groups] for groups in steps}
+
+
+def test_the_exported_page_contains_the_answers(view: RunView, tmp_path: Path) -> None:
+    answers = exported(view, tmp_path / "page.html")
     assert answers["series?run=0"]["series"]["eval/score"]["values"] == [0.25, 0.75]
     assert answers["group?kind=train&prompt=p1&run=0&step=20"][0]["response"] == SCRIPT
     assert answers["timeline?run=0"]["whole"] == 40
@@ -96,13 +106,27 @@ def test_with_too_many_samples_only_some_steps_are_exported(
     view: RunView, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megarl.run.view.page_export._SAMPLES_BYTES", 2 * 3 * 3000)
-    export([view], tmp_path / "page.html")
-    steps = set(re.findall(r"groups\?kind=train\\u0026run=0\\u0026step=(\d+)", (tmp_path / "page.html").read_text()))
-    assert {"1", "20"} <= steps
+    steps = prompts_by_step(exported(view, tmp_path / "page.html"))
+    assert {1, 20} <= steps.keys()
     assert len(steps) < 20
+    add_lines(tmp_path / "run" / "samples.jsonl", [sample(1, "p3", 0, 0.5, response="x" * 9000)])
+    less = prompts_by_step(exported(view, tmp_path / "page.html"))
+    assert {20, 11} <= less.keys()
+    assert 1 not in less
     assert _outer_first(list(range(1, 10))) == [9, 1, 5, 3, 7, 2, 4, 6, 8]
     assert _outer_first([4]) == [4]
     assert _outer_first([]) == []
+
+
+@pytest.mark.parametrize("size", [1100, 10])
+def test_of_a_last_step_that_is_too_large_there_are_some_prompts(
+    view: RunView, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr("megarl.run.view.page_export._SAMPLES_BYTES", 2 * size)
+    answers = exported(view, tmp_path / "page.html")
+    assert prompts_by_step(answers) == {20: ["p1"]}
+    assert len(answers["group?kind=train&prompt=p1&run=0&step=20"]) == 2
+    assert prompts_by_step(answers, "evaluation")[20] == ["held"]
 
 
 def test_long_curves_are_thinned() -> None:

@@ -13,7 +13,7 @@ from megarl.files import truncate_lines
 from megarl.run.view.run_view import RunView, open_runs
 from tests.loop.test_model_directory import DEBUG
 from tests.run.status.directories import NOW, MadeRun
-from tests.run.view.viewed_run import SCRIPT, add_lines, sample, span, step_samples, viewed_run
+from tests.run.view.viewed_run import SCRIPT, add_lines, sample, span, step_samples, trace_lines, viewed_run
 
 
 @pytest.fixture
@@ -144,6 +144,7 @@ def test_an_empty_run_has_empty_answers(tmp_path: Path) -> None:
     overview = ask(view, "overview")
     assert (overview["names"], overview["last_step"], overview["findings"]) == ([], 0, [])
     assert ask(view, "steps") == {"train": [], "evaluation": []}
+    (tmp_path / "run" / "trace.json").write_text("".join(trace_lines(0)))
     assert ask(view, "timeline")["rows"] == ask(view, "prompts") == ask(view, "groups", kind="train", step=1) == []
 
 

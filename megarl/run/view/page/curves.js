@@ -44,8 +44,10 @@ async function load(names) {
       if (generation !== own.generation) return;
       for (const [name, points] of Object.entries(series)) {
         const known = (own.series[name] ||= { steps: [], values: [] });
-        known.steps.push(...points.steps);
-        known.values.push(...points.values);
+        // Another load may have asked for the same points, and have them here already.
+        const last = known.steps.length ? known.steps[known.steps.length - 1] : -1, twice = points.steps.filter((step) => step <= last).length;
+        known.steps.push(...points.steps.slice(twice));
+        known.values.push(...points.values.slice(twice));
       }
     }
   }));

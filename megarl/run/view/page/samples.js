@@ -5,7 +5,7 @@ const SORTS = { order: ["Order in the file", () => 0], high: ["Highest score", (
 
 const samplesView = {
   name: "Samples",
-  run: 0, kind: "train", step: null, sort: "order", text: "", everywhere: false, inGroup: "order",
+  run: 0, kind: "train", step: null, partly: "", sort: "order", text: "", everywhere: false, inGroup: "order",
   async draw(panel) {
     this.run = Math.min(this.run, state.runs.length - 1);
     const steps = await ask("steps", { run: this.run });
@@ -30,7 +30,7 @@ const samplesView = {
     this.tones = el("select", { "aria-label": "Colour of tokens", hidden: true, onchange: () => { this.tone = this.tones.value; this.show(); } });
     this.split = el("div", { class: "split" });
     panel.replaceChildren(el("div", { class: "toolbar" }, runChoice(this.run, (run) => { this.run = run; this.step = null; this.draw(panel); }), kinds.length > 1 ? segments("Kind", kinds, this.kind, (kind) => { this.kind = kind; this.step = null; this.draw(panel); }) : null,
-      el("div", { class: "stepper" }, back, this.slider, on, this.label), sort, inGroup, this.tones), el("div", { class: "toolbar" }, this.search, el("label", {}, everywhere, "in all steps")), this.split,
+      el("div", { class: "stepper" }, back, this.slider, on, this.label), sort, inGroup, this.tones, el("span", { class: "muted" }, this.partly)), el("div", { class: "toolbar" }, this.search, el("label", {}, everywhere, "in all steps")), this.split,
       el("p", { class: "keys" }, el("kbd", {}, "j"), " ", el("kbd", {}, "k"), " prompts, ", el("kbd", {}, "←"), " ", el("kbd", {}, "→"), " steps, ", el("kbd", {}, "/"), " search"));
     await this.fill();
   },
@@ -38,7 +38,8 @@ const samplesView = {
   async embedded(steps) {
     if (!DATA) return steps.map(([step]) => step);
     const there = await Promise.all(steps.map(([step]) => ask("groups", { run: this.run, kind: this.kind, step })));
-    this.partly = there.some((groups) => !groups);
+    const has = there.flatMap((groups) => groups || []).reduce((sum, { samples }) => sum + samples, 0), all = steps.reduce((sum, [, samples]) => sum + samples, 0);
+    this.partly = has < all ? `This export has ${has} of ${all} samples.` : "";
     return steps.filter((_, i) => there[i]).map(([step]) => step);
   },
   async find() {
@@ -58,7 +59,7 @@ const samplesView = {
     this.slider.setAttribute("aria-valuetext", this.label.textContent);
     const items = [...groups].sort(SORTS[this.sort][1]);
     if (!items.length) {
-      this.split.replaceChildren(empty("Nothing has this text."));
+      this.split.replaceChildren(empty(`Nothing has this text. ${this.partly}`));
       this.pick = null;
       return;
     }

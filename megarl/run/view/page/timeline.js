@@ -143,7 +143,7 @@ const timelineView = {
     this.tip.style.top = `${event.clientY + 16}px`;
   },
   redraw() { if (this.data && this.canvas?.isConnected) this.paint(); },
-  update() { return this.range || !this.canvas ? null : this.to(null); },
+  update() { return !this.canvas?.isConnected ? this.draw(this.panel) : this.range ? null : this.to(null); },
   key(key) {
     if (!this.data) return false;
     if (key === "+" || key === "=") this.zoom(0.5);
