@@ -8,7 +8,7 @@ const TONES = {
   rollout: { title: "log-probability, engine", unit: "nats", of: ["rollout_logprobs"] },
   old: { title: "log-probability, actor", unit: "nats", of: ["old_logprobs"] },
   ref: { title: "log-probability, reference", unit: "nats", of: ["ref_logprobs"] },
-  gap: { title: "gap, actor − engine", unit: "nats", of: ["old_logprobs", "rollout_logprobs"], values: difference("old_logprobs", "rollout_logprobs"), around: 0 },
+  gap: { title: "difference, actor − engine", unit: "nats", of: ["old_logprobs", "rollout_logprobs"], values: difference("old_logprobs", "rollout_logprobs"), around: 0 },
   kl: { title: "actor − reference (KL)", unit: "nats", of: ["old_logprobs", "ref_logprobs"], values: difference("old_logprobs", "ref_logprobs"), around: 0 },
   ratio: { title: "ratio, actor to engine", of: ["old_logprobs", "rollout_logprobs"], values: (tokens) => difference("old_logprobs", "rollout_logprobs")(tokens).map(Math.exp), around: 1 },
   values: { title: "value, critic", of: ["old_values"], around: 0 },
