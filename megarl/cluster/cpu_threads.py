@@ -1,14 +1,15 @@
-"""The threads of the processes on virtual devices, from the cores of this machine."""
+"""The threads of the processes on virtual devices, from the cores of this machine, or of several like it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RewardModelConfig, RunConfig, parse_devices
-from megarl.config.schema import Threads
+from megarl.config.schema import Cluster, Threads
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -20,8 +21,8 @@ def with_threads(config: C, earlier: Mapping[str, Any], cores: int | None = None
     """Returns a configuration with numbers for `auto` in `cluster.threads_per_device`.
 
     Args:
-        earlier: the configuration with which the run began, whose numbers a resumed run keeps; empty for a new run.
-        cores: of this machine; None takes those that this process may use.
+        earlier: the configuration of a run that resumes, whose numbers it keeps; empty for one that begins.
+        cores: of a machine; None takes those of this one that this process may use.
     """
     threads = config.cluster.threads_per_device
     if None not in (threads.trainers, threads.engines):
@@ -36,15 +37,32 @@ def with_threads(config: C, earlier: Mapping[str, Any], cores: int | None = None
     return config.model_copy(update={"cluster": cluster})
 
 
+def kept_message(config: RunConfig, earlier: Mapping[str, Any], cores: int | None = None) -> str | None:
+    """Returns that a resumed run keeps other numbers than `auto` would be now; None if it does not."""
+    kept = with_threads(config, earlier, cores).cluster.threads_per_device
+    new = with_threads(config, {}, cores).cluster.threads_per_device
+    if kept == new:
+        return None
+    fix = "give numbers to change them"
+    return f"cluster.threads_per_device stays {kept}, as the run began; auto would now be {new}: {fix}"
+
+
 def divided(config: RunConfig, cores: int) -> Threads:
-    """Divides cores among the processes that work at the same time."""
+    """Divides the cores of each machine among its processes that work at the same time."""
     rollout = config.rollout if isinstance(config, _WITH_ENGINES) else None
-    trainers = sum(len(config.device_list(group)) for group in config.groups)
-    engines = 0 if rollout is None else len(parse_devices(rollout.devices))
+    trainers = [device for group in config.groups for device in config.device_list(group)]
+    engines = [] if rollout is None else list(parse_devices(rollout.devices))
     together = rollout is not None and (rollout.max_staleness > 0 or rollout.inference_parts > 1)
     among = (trainers + engines, trainers + engines) if together else (trainers, engines)
-    each = [max(1, cores // max(1, processes)) for processes in among]
+    each = [max(1, cores // max(1, _on_one_machine(devices, config.cluster))) for devices in among]
     return Threads(trainers=each[0], engines=each[1])
+
+
+def _on_one_machine(devices: Sequence[int], cluster: Cluster) -> int:
+    """Returns how many of some devices are on the machine that has the most of them."""
+    if cluster.is_here:  # its nodes are virtual
+        return len(devices)
+    return max(Counter(device // cluster.devices_per_node for device in devices).values(), default=0)
 
 
 def usable_cores() -> int:

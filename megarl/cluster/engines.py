@@ -83,6 +83,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         tokenizer: Hugging Face directory of the tokenizer; needed for stop strings only.
         weights: `sync` starts without weights, `files` with those in `model_dir`.
         replacements: how many engines may be replaced.
+        threads: of each process of an engine with device cpu.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
         device_memory: int | None = None,
         engine: type[RolloutEngine] = RolloutEngine,
         replacements: int = 0,
+        threads: int = 1,
     ) -> None:
         devices = parse_devices(rollout.devices)
 
@@ -114,6 +116,7 @@ class RolloutGroup(WorkerGroup[RolloutEngine]):
                 tokenizer=tokenizer,
                 weights=weights,
                 device_memory=device_memory,
+                threads=threads,
             )
 
         super().__init__(session, "rollout", [launch(index) for index in range(rollout.engines)])
@@ -374,4 +377,5 @@ def launch_engines(
         device_memory=None if gib is None else int(gib * 2**30),
         engine=engine,
         replacements=rollout.max_replacements if weights == "sync" else 0,
+        threads=config.cluster.threads_per_device.engines or 1,
     )

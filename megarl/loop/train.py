@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from megarl.cluster.cpu_threads import with_threads
+from megarl.cluster.cpu_threads import kept_message, with_threads
 from megarl.cluster.session import Session
 from megarl.cluster.trainers import RemoteRole, check_gpus
 from megarl.config import ConfigError, Problem, TrainingConfig
@@ -25,10 +25,9 @@ from megarl.preflight.trial_calls import call_functions
 from megarl.run.checkpoints import ROLLOUTS, Checkpoint, writing
 from megarl.run.directory import RunDirectory, attempt, model_directory
 from megarl.run.display import phase_line
-from megarl.run.paths import RunPaths, read_config
 from megarl.run.report import Reporter, Summary, processes
 from megarl.run.results import EvaluationResult, StepResult
-from megarl.run.resume import finished_message
+from megarl.run.resume import finished_message, resumed_config
 from megarl.run.sinks import Metrics
 from megarl.run.timers import process_age
 from megarl.types import RoleName
@@ -148,7 +147,10 @@ def _checked(config: TrainingConfig) -> tuple[TrainingConfig, Any]:
     call_functions(config, data)
     check_gpus(config)
     check_memory(config)
-    return with_threads(config, read_config(RunPaths(config.run.dir).config)), data
+    earlier = resumed_config(config)
+    if (message := kept_message(config, earlier)) is not None:
+        print(message, flush=True)
+    return with_threads(config, earlier), data
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from megarl.cluster.cpu_threads import with_threads
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RewardModelConfig, RunConfig, SFTConfig, TrainingConfig
 from megarl.config.schema import Algo, Choice, Cluster, Optimizer, Rollout, Scores, Threads
 from megarl.run.display import counted
-from megarl.run.paths import RunPaths, read_config
+from megarl.run.resume import resumed_config
 
 if TYPE_CHECKING:
     from megarl.preflight.datasets import Sets
@@ -53,7 +53,7 @@ def _placement_rows(config: RunConfig) -> Iterator[tuple[str, ...]]:
 def plan_lines(config: RunConfig, sets: Sets) -> Iterator[tuple[str, str]]:
     """Yields the work of a run as (key, text)."""
     rows = _row_texts(sets)
-    yield "devices", _devices(with_threads(config, read_config(RunPaths(config.run.dir).config)).cluster)
+    yield "devices", _devices(with_threads(config, resumed_config(config)).cluster)
     yield "model", config.model.path or f"random, seed {config.model.random and config.model.random.seed}"
     if isinstance(config, PPOConfig | RAFTConfig):
         yield from _rollouts(config, rows, len(sets.rows["data.prompts"]))

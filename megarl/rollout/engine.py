@@ -63,6 +63,7 @@ class RolloutEngine:
         tokenizer: Hugging Face directory, for `rollout.stop`.
         weights: `sync` starts without weights, `files` with those in the directory.
         device_memory: bytes of which `rollout.gpu_memory_fraction` is a part; None measures them.
+        threads: of each process with device cpu.
     """
 
     def __init__(
@@ -76,10 +77,11 @@ class RolloutEngine:
         tokenizer: str | None = None,
         weights: Literal["sync", "files"] = "sync",
         device_memory: int | None = None,
+        threads: int = 1,
     ) -> None:
         self._model_dir, self._rollout, self._engine_id = str(model_dir), rollout, engine_id
         self._vocab_size, self._device, self._tokenizer, self._weights = vocab_size, device, tokenizer, weights
-        self._device_memory = device_memory
+        self._device_memory, self._threads = device_memory, threads
         self._inflight = rollout.mode == "inflight"
         self._state = EngineState(
             engine_id,
@@ -113,7 +115,7 @@ class RolloutEngine:
         Returns the number of responses that vLLM generates at once.
         """
         self._scratch = scratch_directory()
-        set_vllm_environment(self._device, self._scratch.name)
+        set_vllm_environment(self._device, self._scratch.name, self._threads)
         with importing():
             from vllm import EngineArgs, LLMEngine
             from vllm.config import WeightTransferConfig

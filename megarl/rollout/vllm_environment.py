@@ -35,13 +35,17 @@ _SHORT_PATH = 45
 _CONTRADICTING = ("VLLM_CPU_KVCACHE_SPACE",)  # would override the configured KV cache
 
 
-def set_vllm_environment(device: str, scratch_dir: str) -> None:
-    """Prepares this process and its children; called before vLLM is imported, and torch if possible."""
+def set_vllm_environment(device: str, scratch_dir: str, threads: int = 1) -> None:
+    """Prepares this process and its children; called before vLLM is imported, and torch if possible.
+
+    Args:
+        threads: of each process with device cpu, whatever the environment says: another number rounds differently.
+    """
     os.environ.update(_ALWAYS)
     os.environ.update(dict.fromkeys(_SCRATCH, scratch_dir))
     os.environ.update(_CPU if device == "cpu" else _CUDA)
     if device == "cpu":
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # unless the session of a run has set it
+        os.environ["OMP_NUM_THREADS"] = str(threads)
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     for name in _CONTRADICTING:

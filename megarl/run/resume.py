@@ -86,6 +86,15 @@ def find_resume_point(
     return ResumePoint(latest=latest, finished=finished, changed=changed)
 
 
+def resumed_config(config: RunConfig) -> Mapping[str, Any]:
+    """Returns the configuration of the run in run.dir that this one resumes; none if it starts at the beginning."""
+    if not isinstance(config, TrainingConfig):
+        return {}
+    paths = RunPaths(config.run.dir)
+    saved = Checkpoints(paths.checkpoint_dir, keep=config.checkpoint.keep).steps()
+    return read_config(paths.config) if saved else {}
+
+
 def describe_run(config: RunConfig) -> str | None:
     """Describes what a start would find in run.dir; None if there is no run. Raises ConfigError as the start would."""
     paths = RunPaths(config.run.dir)

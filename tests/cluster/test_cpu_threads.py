@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megarl.cluster import cpu_threads
-from megarl.cluster.cpu_threads import divided, usable_cores, with_threads
+from megarl.cluster.cpu_threads import divided, kept_message, usable_cores, with_threads
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
 from megarl.config import ConfigError, load
@@ -41,6 +41,22 @@ def test_cores_are_divided_among_the_processes_of_a_phase(
     assert divided(load(DEBUG, overrides), cores) == Threads(trainers=trainers, engines=engines)
 
 
+@pytest.mark.parametrize(
+    ("address", "overrides", "trainers", "engines"),
+    [
+        ("null", [], 2, 8),
+        ("auto", [], 4, 8),
+        ("auto", ["rollout={tp: 2, devices: 0-1}"], 4, 4),
+        ("auto", [*APART, *ROLES, "rollout.max_staleness=1"], 4, 4),
+    ],
+)
+def test_each_machine_of_a_ray_has_cores_of_its_own(
+    address: str, overrides: list[str], trainers: int, engines: int
+) -> None:
+    nodes = ["cluster.nodes=2", "cluster.devices_per_node=2", f"cluster.address={address}"]
+    assert divided(load(DEBUG, [*nodes, *overrides]), 8) == Threads(trainers=trainers, engines=engines)
+
+
 def test_a_stage_without_engines_has_all_cores_for_the_trainers() -> None:
     assert divided(load(DEBUG.with_stem("sft")), 8).trainers == 8 // len(
         load(DEBUG.with_stem("sft")).device_list("train")
@@ -52,6 +68,12 @@ def test_a_resumed_run_keeps_its_thread_counts() -> None:
     assert begun.cluster.threads_per_device == Threads(trainers=2, engines=8)
     written = yaml.safe_load(as_yaml(begun))
     assert with_threads(load(DEBUG, [AUTO]), written, cores=64) == begun
+    message = kept_message(load(DEBUG, [AUTO]), written, cores=64)
+    assert message is not None
+    assert ("trainers=2 engines=8" in message, "trainers=16 engines=64" in message) == (True, True)
+    assert kept_message(load(DEBUG, [AUTO]), written, cores=8) is None
+    assert kept_message(load(DEBUG, [AUTO]), {}, cores=64) is None
+    assert kept_message(load(DEBUG, ["cluster.threads_per_device=5"]), written, cores=64) is None
     asked = load(DEBUG, ["cluster.threads_per_device={trainers: null, engines: 3}"])
     assert with_threads(asked, written, cores=64).cluster.threads_per_device == Threads(trainers=2, engines=3)
     del written["cluster"]["threads_per_device"]

@@ -32,6 +32,14 @@ def test_triton_uses_ieee_float32_on_cuda(device: str, precision: str | None, mo
     assert os.environ.get("TRITON_F32_DEFAULT") == precision
 
 
+def test_threads_are_those_of_the_run_and_not_of_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "8"})
+    set_vllm_environment("cpu", "/tmp")
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+    set_vllm_environment("cpu", "/tmp", 3)
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
 @pytest.mark.parametrize(("version", "device"), [("0.32.0", "cuda"), ("0.32.0+cpu", "cpu")])
 def test_the_build_of_vllm(version: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert vllm_device() == "cpu"

@@ -9,12 +9,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from megarl.cli import app
+from megarl.cluster import cpu_threads
 from megarl.config import ConfigError, load
 from megarl.run.directory import EvaluationDirectory, RunDirectory
 from tests.checkpoint.staging import content, write_roles
 from tests.config.debug import REPOSITORY, debug
 
 CONFIGS = REPOSITORY / "configs" / "debug"
+AUTO = "cluster.threads_per_device=auto"
 
 
 @pytest.fixture
@@ -48,6 +50,16 @@ def resume_line(result: Result) -> str | None:
 
 def test_a_run_resumes_after_its_checkpoint(run: Path) -> None:
     assert resume_line(plan(run, "run.steps=10")) == "after step 6"
+
+
+def test_only_a_run_with_a_checkpoint_keeps_its_threads(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 64)
+    failed = tmp_path / "failed"
+    RunDirectory(debug(f"run.dir={failed}")).close()
+    assert "threads" not in plan(run, "run.steps=10", AUTO).stdout
+    assert "threads: 16 of each trainer rank, 64 of each engine rank" in plan(failed, AUTO).stdout
 
 
 def test_a_new_run_is_not_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,10 +106,14 @@ def test_a_run_locked_by_another_process_is_refused(run: Path) -> None:
 
 
 @pytest.mark.process
-def test_an_evaluation_into_a_runs_directory_is_refused(run: Path, tmp_path: Path) -> None:
+def test_an_evaluation_into_a_runs_directory_is_refused(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     result = plan(run, stage="eval")
     assert result.exit_code == 2
     assert "has nothing that would be lost; it has a training run" in result.stderr
     interrupted = tmp_path / "interrupted"
     EvaluationDirectory(load(CONFIGS / "eval.yaml", [f"run.dir={interrupted}"])).close()
-    assert plan(interrupted, stage="eval").exit_code == 0
+    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 64)
+    result = plan(interrupted, AUTO, stage="eval")
+    assert (result.exit_code, "64 of each engine rank" in result.stdout) == (0, True), "it begins anew"
