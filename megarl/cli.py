@@ -74,16 +74,18 @@ def profile_steps(config_path: ConfigPath, overrides: Overrides = None) -> None:
     The steps, ranks and engines are those of `profile`. Nothing is evaluated or saved, and a second call starts again.
     """
     _show_imports()
-    from megarl.config import TrainingConfig, load
+    from megarl.config import PPOConfig, RAFTConfig, RewardModelConfig, load
     from megarl.loop import train
 
     given = overrides or []
     with _exit_codes(config_path):
-        config = load(config_path, given)
-        if isinstance(config, TrainingConfig) and config.profile is None:
-            given = [*given, "profile={}"]
-        config = load(config_path, [*given, f"run.dir={config.run.dir}-profile"])
-        train.profile(_training(config))
+        config = _training(load(config_path, given))
+        own = [f"run.dir={Path(config.run.dir)}-profile", "tracking.wandb_project=null"]
+        if config.profile is None:
+            own.append("profile={}")
+        if isinstance(config, PPOConfig | RAFTConfig | RewardModelConfig) and config.rollout is not None:
+            own.append("rollout.record=null")
+        train.profile(_training(load(config_path, [*given, *own])))
 
 
 @app.command("eval")

@@ -107,11 +107,17 @@ def test_train_runs_the_loop_with_the_configuration(monkeypatch: pytest.MonkeyPa
 def test_profile_starts_a_separate_run_with_the_configured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     received: list[RunConfig] = []
     monkeypatch.setattr(megarl.loop, "train", types.SimpleNamespace(profile=received.append), raising=False)
-    for overrides in (["run.dir=runs/a"], ["run.dir=runs/a", "profile.steps=[1,3]"]):
+    given = [
+        ["run.dir=runs/a"],
+        ["run.dir=runs/a/", "profile.steps=[1,3]", "rollout.record=runs/a/rollouts", "tracking.wandb_project=mine"],
+        ["run.dir=runs/a", "run.steps=1", "rollout={tp: 2, devices: 0-1}"],
+    ]
+    for overrides in given:
         assert CliRunner().invoke(app, ["profile", str(DEBUG), *overrides], catch_exceptions=False).exit_code == 0
     assert received == [
-        debug("run.dir=runs/a-profile", "profile={steps: [2], ranks: [0], engines: [0]}"),
+        debug("run.dir=runs/a-profile", "profile={}"),
         debug("run.dir=runs/a-profile", "profile={steps: [1, 3]}"),
+        debug("run.dir=runs/a-profile", "profile={}", "run.steps=1", "rollout={tp: 2, devices: 0-1}"),
     ]
     evaluation = CliRunner().invoke(app, ["profile", str(DEBUG.with_stem("eval"))])
     assert (evaluation.exit_code, "a stage that trains" in evaluation.stderr) == (2, True)

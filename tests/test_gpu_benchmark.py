@@ -6,12 +6,13 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import trl_grpo
-from benchmarks.gpu.__main__ import Part, parts, work_off
+from benchmarks.gpu.__main__ import Part, longest_kernels, parts, work_off
 from benchmarks.gpu.work import SIZES, figures
 from megarl.config import load
 from megarl.models import model_spec
@@ -105,6 +106,21 @@ def test_trls_figures_by_hand() -> None:
     }
 
 
+def test_calls_of_the_same_name_are_told_apart_by_their_process(tmp_path: Path) -> None:
+    def profile(seconds: float) -> list[dict[str, Any]]:
+        return [
+            {"name": "update.update", "seconds": 3 * seconds, "kernels": [{"name": "aten::mm", "seconds": seconds}]}
+        ]
+
+    (tmp_path / "profile").mkdir()
+    found = {"train rank 0": profile(1.0), "critic rank 0": profile(2.0)}
+    (tmp_path / "profile" / "step-2.json").write_text(json.dumps(found))
+    assert longest_kernels(tmp_path) == {
+        "profile/train rank 0/update.update": {"seconds": 3.0, "aten::mm": 1.0},
+        "profile/critic rank 0/update.update": {"seconds": 6.0, "aten::mm": 2.0},
+    }
+
+
 @pytest.mark.process
 def test_a_failed_part_does_not_stop_the_others_and_is_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -145,6 +161,6 @@ def test_runs_and_raw_vllm_are_measured(tmp_path: Path) -> None:
     assert [result["status"] for result in results.values()] == [0, 0, 0], results
     assert {"time/step", "sync/gb_per_second", "rollout/logprob_gap"} <= results["grpo-tiny"]["figures"].keys()
     profile = results.pop("profile-tiny")["figures"]
-    assert profile["profile/update.update"]["aten::mm"] > 0
-    assert profile["profile/rollout.generate"]["seconds"] > 0
+    assert profile["profile/train rank 0/update.update"]["aten::mm"] > 0
+    assert profile["profile/rollout engine 0/rollout.generate"]["seconds"] > 0
     assert all(result["figures"]["perf/rollout_tokens_per_second"] > 0 for result in results.values())

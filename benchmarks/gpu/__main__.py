@@ -106,15 +106,15 @@ def parts(out: Path, device: str) -> dict[str, Part]:
 
 
 def longest_kernels(directory: Path) -> dict[str, Any]:
-    """The seconds of each kind of call in a profiled step of a trainer, and of its ten longest kernels."""
+    """The seconds of each kind of call of each process in the profiled step, and of its ten longest kernels."""
     processes = json.loads((directory / "profile" / "step-2.json").read_text())
     return {
-        f"profile/{call['name']}": {
+        f"profile/{process}/{call['name']}": {
             "seconds": call["seconds"],
             **{kernel["name"]: kernel["seconds"] for kernel in call["kernels"][:10]},
         }
-        for process in processes.values()
-        for call in process
+        for process, calls in processes.items()
+        for call in calls
     }
 
 

@@ -239,6 +239,10 @@ class CallMonitor:
         self._submitted += 1
         return call
 
+    def starts(self, process: Process[Any]) -> bool:
+        """Returns whether a process is still starting."""
+        return any(c.phase == "start" and c.processes[index] is process for _, c, index in self._pending.values())
+
     def wait_for(self, call: Call[Any]) -> None:
         """Waits until every process has finished the call; see `Call.wait`."""
         while not call.finished:

@@ -92,8 +92,6 @@ class KernelProfiler:
 
     def _stop(self, trace: str) -> list[CallProfile]:
         profiler, self._profiler = self._profiler, None
-        if profiler is None:  # this process has replaced another one since
-            return []
         profiler.stop()
         profiler.export_chrome_trace(trace)
         return by_call(profiler.events(), self._names, on_device=self._on_device)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
 
 from megarl.cluster import ray_api
-from megarl.cluster.calls import Call, CallMonitor, Process
+from megarl.cluster.calls import Call, CallMonitor, Condition, Process
 from megarl.cluster.cleanup import MARK, Guard, ProcessCleanup
 from megarl.cluster.driver_environment import (
     environment,
@@ -156,19 +158,32 @@ class Session:
         seen = ray_api.wait(signs, count=len(signs), timeout=_SIGN_OF_LIFE_S)
         return [process for process, sign in zip(processes, signs, strict=True) if sign not in seen]
 
-    def profile(self, traces: Mapping[str, str | None]) -> dict[str, Sequence[CallProfile]]:
-        """Begins to profile processes, or ends it; returns what they computed, by name.
+    def begin_profile(self, names: Collection[str]) -> list[Process[Any]]:
+        """Begins to profile processes; returns them, without those that are still starting or are lost."""
+        chosen = (process for process in self._processes if process.name in names)
+        ready = [process for process in chosen if not self.monitor.starts(process)]
+        return list(self._profile(dict.fromkeys(ready)))
 
-        Args:
-            traces: by name of the process, the file of the trace that ends it; None begins.
+    def end_profile(self, traces: Mapping[Process[Any], str]) -> dict[str, Sequence[CallProfile]]:
+        """Ends the profiles of processes, each with the file of its trace.
+
+        Returns what the processes computed, by name, without those that were replaced or are lost.
         """
-        chosen = [process for process in self._processes if process.name in traces]
-        done = [process.actor.profile.remote(traces[process.name]) for process in chosen]
-        call = Call[Sequence[CallProfile]](
-            label="profile", phase="checkpoint", processes=chosen, done=done, monitor=self.monitor
-        )
-        found = self.monitor.follow(call).wait()
-        return {process.name: calls for process, calls in zip(chosen, found, strict=True)}
+        found = self._profile({process: traces[process] for process in traces if process in self._processes})
+        return {process.name: calls for process, calls in found.items()}
+
+    def _profile(self, traces: Mapping[Process[Any], str | None]) -> dict[Process[Any], Sequence[CallProfile]]:
+        """Begins profiles, or ends those with a trace. A lost process has none; what calls it next deals with that."""
+        calls: list[Call[Sequence[CallProfile]]] = []
+        for process, trace in traces.items():
+            done = [process.actor.profile.remote(trace)]
+            call = Call[Sequence[CallProfile]](
+                label="profile", phase="checkpoint", processes=[process], done=done, monitor=self.monitor
+            )
+            call.lost = partial(_print_loss, process)
+            calls.append(self.monitor.follow(call))
+        self.monitor.wait_until(Condition(lambda: all(call.lost is None for call in calls)))  # answered, or lost
+        return {call.processes[0]: call.results[0] for call in calls if call.finished}
 
     @property
     def host(self) -> str:
@@ -218,6 +233,10 @@ class Session:
                 f"Ray did not start on this machine: {error}; look for a lack of memory or disk space, or for a machine"
                 " that is too busy, and start again"
             ) from error
+
+
+def _print_loss(process: Process[Any], cause: str) -> None:
+    print(f"{cause.splitlines()[0]} There is no profile of {process.name}.", file=sys.stderr, flush=True)
 
 
 def _cpu_environment(threads: int | None) -> dict[str, str]:

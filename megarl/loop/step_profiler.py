@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megarl.cluster.kernel_profile import CallProfile
 from megarl.cluster.session import Session
-from megarl.config import TrainingConfig
+from megarl.config import PPOConfig, RAFTConfig, RewardModelConfig, TrainingConfig
 from megarl.files import write_durably
 
 _ROWS = 10
@@ -27,12 +27,13 @@ class StepProfiler:
 
     def __init__(self, config: TrainingConfig, session: Session, directory: Path) -> None:
         self._session, self._directory = session, directory.absolute()
-        self._steps = () if config.profile is None else config.profile.steps
-        self._processes: list[str] = []
+        self._steps: tuple[int, ...] = ()
+        self._names: list[str] = []
         if config.profile is not None:
-            ranks, engines = config.profile.ranks, config.profile.engines
-            self._processes += [f"{group} rank {rank}" for group in config.groups for rank in ranks]
-            self._processes += [f"rollout engine {engine}" for engine in engines]
+            rollout = config.rollout if isinstance(config, PPOConfig | RAFTConfig | RewardModelConfig) else None
+            self._steps = config.profile.steps_of(config.steps)
+            self._names += [f"{group} rank {rank}" for group in config.groups for rank in config.profile.ranks]
+            self._names += [f"rollout engine {engine}" for engine in config.profile.engines_of(rollout)]
 
     @contextmanager
     def step(self, step: int) -> Generator[None]:
@@ -41,10 +42,10 @@ class StepProfiler:
             yield
             return
         self._directory.mkdir(exist_ok=True)
-        self._session.profile(dict.fromkeys(self._processes))
+        begun = self._session.begin_profile(self._names)
         yield
-        traces = {name: self._directory / f"step-{step}-{name.replace(' ', '-')}.json.gz" for name in self._processes}
-        profiles = self._session.profile({name: str(trace) for name, trace in traces.items()})
+        traces = {name: self._directory / f"step-{step}-{name.replace(' ', '-')}.json.gz" for name in self._names}
+        profiles = self._session.end_profile({process: str(traces[process.name]) for process in begun})
         found = {name: [asdict(call) for call in calls] for name, calls in profiles.items()}
         write_durably(self._directory / f"step-{step}.json", json.dumps(found, indent=1) + "\n")
         for name, calls in profiles.items():

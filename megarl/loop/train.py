@@ -131,8 +131,8 @@ def profile(config: TrainingConfig) -> None:
     config, data = _checked(config)
     assert config.profile is not None, "no steps are profiled"
     directory = RunDirectory(config)
-    with _started(config, data, directory) as (trainer, reporter, profiler):
-        for step in range(1, max(config.profile.steps) + 1):
+    with _started(config, data, directory, profiles=True) as (trainer, reporter, profiler):
+        for step in range(1, max(config.profile.steps_of(config.steps)) + 1):
             reporter.trace.begin(step)
             with profiler.step(step):
                 result = trainer.step(step)
@@ -155,15 +155,15 @@ def _checked(config: TrainingConfig) -> tuple[TrainingConfig, Any]:
 
 @contextmanager
 def _started(
-    config: TrainingConfig, data: Any, directory: RunDirectory
+    config: TrainingConfig, data: Any, directory: RunDirectory, *, profiles: bool = False
 ) -> Generator[tuple[Trainer, Reporter, StepProfiler]]:
-    """Starts every process, loads the last checkpoint, and ends all of it after the block."""
+    """Starts every process, loads the last checkpoint, and ends all of it after the block, which may only profile."""
     taken = directory.step
     session = Session(config.cluster, directory.logs, config.cluster.address)
     with (
         closing(directory),
-        attempt(directory, taken),
-        Reporter(config, directory, taken, data.left_out) as reporter,
+        attempt(directory, taken, "profiled" if profiles else "finished"),
+        Reporter(config, directory, taken, data.left_out, saves=not profiles) as reporter,
         ExitStack() as opened,
     ):
         reporter.phase("Ray")

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from megarl.files import read_lines, sync
 
-EndReason = Literal["finished", "interrupted", "config error", "run error", "exception"]
+EndReason = Literal["finished", "profiled", "interrupted", "config error", "run error", "exception"]
 
 _LONGEST_MESSAGE = 4000
 
@@ -31,7 +31,7 @@ class AttemptEnd:
     Args:
         time: seconds since 1970.
         step: the last in metrics.jsonl.
-        message: the error, or the signal's name; empty for a finished run.
+        message: the error, or the signal's name; empty for an end without one.
     """
 
     time: float

@@ -131,11 +131,12 @@ def _locked(paths: RunPaths, config: RunConfig) -> Iterator[IO[str]]:
 
 
 @contextmanager
-def attempt(paths: RunPaths, taken: int = 0) -> Iterator[None]:
+def attempt(paths: RunPaths, taken: int = 0, reason: EndReason = "finished") -> Iterator[None]:
     """Records this process's attempt at the run in attempts.jsonl. SIGTERM raises SystemExit inside the block.
 
     Args:
         taken: steps that earlier attempts have taken.
+        reason: of an end without an error.
     """
     log = AttemptLog(paths.attempts)
     with interrupts_raise():
@@ -147,7 +148,7 @@ def attempt(paths: RunPaths, taken: int = 0) -> Iterator[None]:
             log.end(_last_step(paths, taken), *_end_reason(error))
             raise
         ignore_interrupts()
-        log.end(_last_step(paths, taken), "finished")
+        log.end(_last_step(paths, taken), reason)
 
 
 def _last_step(paths: RunPaths, taken: int) -> int:

@@ -130,6 +130,7 @@ class Reporter:
     Args:
         taken: steps that earlier attempts have taken.
         clock: seconds of the run.
+        saves: whether the run makes checkpoints.
     """
 
     def __init__(
@@ -139,6 +140,8 @@ class Reporter:
         taken: int,
         left_out: LeftOutRows | None = None,
         clock: Callable[[], float] = process_age,
+        *,
+        saves: bool = True,
     ) -> None:
         self._config, self._directory, self._taken, self._clock = config, directory, taken, clock
         self._phases, self._started = [("imports and checks", 0.0)], False
@@ -146,7 +149,7 @@ class Reporter:
         self._start: Metrics = {}
         self._last_step: Metrics = {}
         self._evaluation: Metrics = {}
-        more = [] if config.checkpoint.every is not None else [unsaved_run(config.steps)]
+        more = [unsaved_run(config.steps)] if saves and config.checkpoint.every is None else []
         self._health: HealthMonitor = watch(read_lines(directory.metrics), *more)
 
     def __enter__(self) -> Self:

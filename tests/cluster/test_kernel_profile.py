@@ -11,12 +11,14 @@ from enum import Enum
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 from torch.autograd.profiler_util import Interval
 
 from megarl.cluster.kernel_profile import PYTHON, CallProfile, KernelProfiler, by_call
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
+from megarl.remote import RemoteMethod
 from tests.cluster.fakes import FakeStepper
 
 NAMES = {"update.update", "sync.send"}
@@ -116,7 +118,6 @@ def test_torch_profiler_events_are_assigned_to_calls(tmp_path: Path) -> None:
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     assert [event["name"] for event in events].count("update.update") == 2
     assert [event["name"] for event in events].count("aten::mm") == 4, "one of no call"
-    assert profiler.switch(str(tmp_path / "another")) == [], "it has ended"
 
 
 @pytest.mark.process
@@ -124,10 +125,10 @@ def test_engine_steps_are_profiled_under_their_request(session: Session, tmp_pat
     process = session.launch_stepping("profiled engine", [0], FakeStepper, 0.02)
     stepper = WorkerGroup(session, "rollout", [process])
     work = stepper.call(FakeStepper.work, 60)
-    assert session.profile({"profiled engine": None, "of no process": None}) == {"profiled engine": ()}
+    assert session.begin_profile(["profiled engine", "of no process"]) == [process]
     stepper.call(FakeStepper.note, "a").wait()
     time.sleep(0.1)
-    profiles = session.profile({"profiled engine": str(tmp_path / "trace.json")})["profiled engine"]
+    profiles = session.end_profile({process: str(tmp_path / "trace.json")})["profiled engine"]
     steps, note = profiles
     assert (steps.name, note.name) == ("rollout.work", "update.note")
     (python,) = steps.kernels
@@ -135,4 +136,12 @@ def test_engine_steps_are_profiled_under_their_request(session: Session, tmp_pat
     assert 0.02 <= 0.02 * python.calls <= steps.seconds
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     work.wait()
+    starting = stepper.call(RemoteMethod[FakeStepper, [], bool](FakeStepper.step, "start"))
+    assert session.begin_profile(["profiled engine"]) == []
+    starting.wait()
+    assert session.begin_profile(["profiled engine"]) == [process]
+    ray.kill(process.actor)
+    assert session.end_profile({process: str(tmp_path / "lost.json")}) == {}, "it has died"
+    assert session.begin_profile(["profiled engine"]) == []
     session.end(process)
+    assert session.end_profile({process: str(tmp_path / "gone.json")}) == {}, "it was replaced"

@@ -347,7 +347,12 @@ ALGORITHMS: Cases = {
         (["profile.ranks=[4]"], "profile.ranks", "none above 3"),
         (["profile.engines=[1]"], "profile.engines", "none above 0"),
         (["profile={ranks: [], engines: []}"], "profile.ranks", "a rank or an engine is profiled"),
-        (["profile={}", "rollout={tp: 2, devices: 0-1}"], "profile.engines", "processes that are not profiled"),
+        (["profile.ranks=[]", "rollout={tp: 2, devices: 0-1}"], "profile.ranks", "a rank or an engine is profiled"),
+        (
+            ["profile.engines=[0]", "rollout={tp: 2, devices: 0-1}"],
+            "profile.engines",
+            "processes that are not profiled",
+        ),
     ],
     training_rules.averages_are_kept: [([EVALUATION, "evaluation.ema=true"], "evaluation.ema", "needs actor.ema")],
     training_rules.texts_are_mixed_in: [

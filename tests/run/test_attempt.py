@@ -73,12 +73,13 @@ def test_a_run_without_a_step_ends_at_its_initial_step(tmp_path: Path) -> None:
     directory = RunPaths(tmp_path)
     with attempt(directory, taken=4):
         pass
-    with attempt(directory):
+    with attempt(directory, reason="profiled"):
         pass
     assert [(found.number, found.end and found.end.step) for found in read_attempts(directory.attempts)] == [
         (1, 4),
         (2, 0),
     ]
+    assert [found.end and found.end.reason for found in read_attempts(directory.attempts)] == ["finished", "profiled"]
 
 
 def test_a_full_disk_does_not_hide_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,13 +106,13 @@ def test_every_file_has_its_lines(tmp_path: Path, capsys: pytest.CaptureFixture[
     }
 
 
-@pytest.mark.parametrize(("every", "told"), [("null", 1), ("100", 0)])
+@pytest.mark.parametrize(("every", "saves", "told"), [("null", True, 1), ("100", True, 0), ("null", False, 0)])
 def test_a_long_run_is_advised_to_write_checkpoints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], every: str, told: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], every: str, saves: bool, told: int
 ) -> None:
     config = load(DEBUG, [f"run.dir={tmp_path}", "run.steps=1000", f"checkpoint.every={every}"])
     directory = RunDirectory(config)
-    with Reporter(config, directory, taken=0) as reporter:
+    with Reporter(config, directory, taken=0, saves=saves) as reporter:
         for step in range(1, 9):
             reporter.write(StepResult(step=step, metrics={"time/step": 4.0}, updates=[]))
         reporter.finished({})

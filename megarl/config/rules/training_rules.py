@@ -88,20 +88,20 @@ def profiles_have_an_effect(
     """The profiled steps, ranks and engines are those of the run."""
     if profile is None:
         return
-    limits = {"ranks": max(len(parse_devices(group.devices)) for group in groups.values())}
+    engines = profile.engines_of(rollout)
+    limits = {"ranks": (profile.ranks, max(len(parse_devices(group.devices)) for group in groups.values()))}
     if run.steps is not None:  # those of epochs are known when the rows are read
-        limits["steps"] = run.steps + 1
+        limits["steps"] = (profile.steps_of(run.steps), run.steps + 1)
     if rollout is not None:
-        limits["engines"] = rollout.engines
-    for name, limit in limits.items():
-        given: tuple[int, ...] = getattr(profile, name)
+        limits["engines"] = (engines, rollout.engines)
+    for name, (given, limit) in limits.items():
         if max(given, default=0) >= limit:
             yield Problem(f"profile.{name}", shown(given), f"the run has none above {limit - 1}", "remove it")
-    if not profile.ranks and (rollout is None or not profile.engines):
+    if not profile.ranks and (rollout is None or not engines):
         yield Problem("profile.ranks", "()", "a rank or an engine is profiled", "add 0, or set profile to null")
-    if rollout is not None and rollout.tp > 1 and profile.engines:
+    if rollout is not None and rollout.tp > 1 and engines:
         rule = f"rollout.tp = {rollout.tp}: an engine of several ranks computes in processes that are not profiled"
-        yield Problem("profile.engines", shown(profile.engines), rule, "set it to []")
+        yield Problem("profile.engines", shown(engines), rule, "remove it")
 
 
 def value_heads_have_a_source(critic: Critic | None) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ from megarl.bounds import Count, Decay, Natural, NotNegative, Positive, Seed
 from megarl.config.schema.algo import SELECTIONS
 from megarl.config.schema.base import Section
 from megarl.config.schema.choices import Choice, CustomFunction, OneOf
+from megarl.config.schema.cluster_sections import Rollout
 from megarl.config.schema.inputs import LossOn, Source
 
 PREFERENCE_LOSSES = OneOf(registry.PREFERENCE_LOSSES, CustomFunction, default="pairwise")
@@ -47,12 +48,21 @@ class Profiling(Section):
     """Steps with torch's profiler, which changes no result and takes time: traces for Perfetto, and the longest
     kernels."""
 
-    steps: tuple[Count, ...] = Field(default=(2,), min_length=1, strict=False)
-    """Steps that are profiled; the first step of a process also warms up."""
+    steps: Annotated[tuple[Count, ...], Field(min_length=1, strict=False)] | None = None
+    """Steps that are profiled; null is 2, as the first step of a process also warms up, or 1 in a run of one step."""
     ranks: tuple[Natural, ...] = Field(default=(0,), strict=False)
     """Ranks that are profiled in each group."""
-    engines: tuple[Natural, ...] = Field(default=(0,), strict=False)
-    """Engines that are profiled, of one device each."""
+    engines: Annotated[tuple[Natural, ...], Field(strict=False)] | None = None
+    """Engines that are profiled, of one device each; null is engine 0, and none where rollout.tp is above 1."""
+
+    def steps_of(self, steps: int) -> tuple[int, ...]:
+        """Returns the profiled steps of a run with so many."""
+        return (min(2, steps),) if self.steps is None else self.steps
+
+    def engines_of(self, rollout: Rollout | None) -> tuple[int, ...]:
+        """Returns the profiled engines."""
+        default = (0,) if rollout is not None and rollout.tp == 1 else ()
+        return default if self.engines is None else self.engines
 
 
 class Optimizer(Section):

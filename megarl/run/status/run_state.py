@@ -11,7 +11,7 @@ from megarl.run.status.format import ago
 from megarl.run.status.jobs import JobEnd, JobStatus
 
 StateName = Literal[
-    "finished", "running", "interrupted", "failed", "killed", "silent", "starting", "waiting", "unknown"
+    "finished", "profiled", "running", "interrupted", "failed", "killed", "silent", "starting", "waiting", "unknown"
 ]
 """silent: no write for long, by a process that is not visible from here or by a job before its run starts.
 starting: a job has started, but not its run. waiting: neither has started."""
@@ -114,9 +114,9 @@ def _job_ended(job: JobStatus, end: JobEnd, now: float, name: StateName | None =
 
 def _attempt_ended(end: AttemptEnd, job_end: JobEnd | None) -> RunState:
     """Returns the state after an attempt that recorded its end; only the job knows that a node was lost."""
-    name = end.reason if end.reason in ("finished", "interrupted") else "failed"
+    name = end.reason if end.reason in ("finished", "profiled", "interrupted") else "failed"
     lost = [job_end.reason] if name == "failed" and job_end is not None and job_end.node is not None else []
-    message = "" if name == "finished" else "\n".join([*lost, end.message])
+    message = "" if name in ("finished", "profiled") else "\n".join([*lost, end.message])
     return RunState(name=name, because=f"its last attempt ended: {end.reason}", message=message, since=end.time)
 
 

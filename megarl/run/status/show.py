@@ -24,6 +24,7 @@ from megarl.run.status.run_state import StateName
 _EVERY_S = 5.0
 STYLES: Final[Mapping[StateName, str]] = {
     "finished": "green",
+    "profiled": "green",
     "running": "green",
     "interrupted": "yellow",
     "failed": "red",
@@ -128,7 +129,7 @@ def _engines(status: RunStatus) -> Iterator[Row]:
 
 def _saved(status: RunStatus) -> Iterator[Row]:
     saved = status.saved
-    if saved is None or (status.state.name == "waiting" and not saved.step):
+    if saved is None or status.state.name == "profiled" or (status.state.name == "waiting" and not saved.step):
         return
     writing = f"; step {saved.writing} is not complete" if saved.writing is not None else ""
     took = f", about {duration(saved.seconds)}" if saved.seconds else ""
