@@ -10,13 +10,13 @@ from typing import Any, Protocol
 from megarl.cluster.cpu_threads import kept_message, with_threads
 from megarl.cluster.session import Session
 from megarl.cluster.trainers import RemoteRole, check_gpus
-from megarl.config import ConfigError, Problem, TrainingConfig
+from megarl.config import ConfigError, PPOConfig, Problem, RAFTConfig, TrainingConfig
+from megarl.errors import RunError
 from megarl.loop.ppo import PPOTrainer
 from megarl.loop.raft import RAFTTrainer
 from megarl.loop.reward_model import RewardModelTrainer
 from megarl.loop.step_profiler import StepProfiler
 from megarl.loop.supervised import SFTTrainer
-from megarl.loop.unscored import UnscoredSteps
 from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.check import check
 from megarl.preflight.device_memory import check_memory
@@ -24,7 +24,7 @@ from megarl.preflight.epochs import with_steps
 from megarl.preflight.trial_calls import call_functions
 from megarl.run.checkpoints import ROLLOUTS, Checkpoint, writing
 from megarl.run.directory import RunDirectory, attempt, model_directory
-from megarl.run.display import phase_line
+from megarl.run.display import counted, phase_line
 from megarl.run.report import Reporter, Summary, processes
 from megarl.run.results import EvaluationResult, StepResult
 from megarl.run.resume import finished_message, resumed_config
@@ -181,6 +181,26 @@ def _started(
         ready = trainer.begin(taken)
         reporter.started(ready)
         yield trainer, reporter, StepProfiler(config, session, directory.profile)
+
+
+class UnscoredSteps:
+    """Counts the last steps without a scored response, up to `reward.max_unscored_steps` or all steps of a run."""
+
+    def __init__(self, config: TrainingConfig) -> None:
+        limit = config.reward.max_unscored_steps if isinstance(config, PPOConfig | RAFTConfig) else None
+        self._limit = None if limit is None else min(limit, config.steps)
+        self._steps = 0
+
+    def add(self, result: StepResult) -> None:
+        """Takes the result of a step; raises RunError, with the step's failures, at the limit."""
+        sampled = result.metrics.get("rollout/samples", 0)
+        unscored = sampled > 0 and result.metrics.get("rewards/unscored") == sampled
+        self._steps = self._steps + 1 if unscored else 0
+        if self._limit is not None and self._steps >= self._limit:
+            steps = counted(self._steps, "step")
+            message = f"no response of the last {steps} has a score (reward.max_unscored_steps)"
+            causes = result.failures or ["rewards/unscored in metrics.jsonl has the reward at fault"]
+            raise RunError("\n".join([f"{message}; correct the reward, and start the run again", *causes]))
 
 
 def _due(step: int, every: int | None, last: int) -> bool:

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.config import load
 from megarl.errors import RunError
-from megarl.loop.unscored import UnscoredSteps
+from megarl.loop.train import UnscoredSteps
 from megarl.run.results import StepResult
 
 DEBUG = Path(__file__).parents[2] / "configs" / "debug" / "grpo.yaml"

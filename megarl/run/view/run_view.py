@@ -14,10 +14,9 @@ from megarl.run.health import LIMITS
 from megarl.run.paths import RunPaths
 from megarl.run.status.format import duration
 from megarl.run.status.reading import read_status
-from megarl.run.view.held_out import HeldOutPrompts
 from megarl.run.view.metric_table import MetricTable
 from megarl.run.view.own_settings import read_recipes, read_settings
-from megarl.run.view.sample_index import SampleIndex
+from megarl.run.view.sample_index import HeldOutPrompts, SampleIndex
 from megarl.run.view.timeline import Timeline
 
 Query = Mapping[str, str]

@@ -1,4 +1,4 @@
-"""Where the samples of a run are in samples.jsonl, by kind, step and prompt; their texts stay in the file."""
+"""Where a run's samples are in samples.jsonl, by kind, step and prompt, and how held-out prompts were scored."""
 
 from __future__ import annotations
 
@@ -111,3 +111,34 @@ class SampleIndex:
 
 def _has(sample: Mapping[str, Any], text: str) -> bool:
     return any(text in str(sample.get(name, "")).lower() for name in ("prompt", "response", "prompt_id"))
+
+
+class HeldOutPrompts:
+    """Follows the scores of held-out prompts: the mean of a prompt's responses, by prompt, reward and step."""
+
+    def __init__(self, run: RunPaths) -> None:
+        self._lines = LineFollower(run.prompt_scores)
+        self._scores: dict[str, dict[str, dict[int, float]]] = {}
+
+    def update(self) -> None:
+        """Reads what has been written since the last call."""
+        if self._lines.was_cut():
+            self._scores.clear()
+        for _, line in self._lines.read():
+            for reward, scores in line.get("scores", {}).items():
+                known = [score for score in scores if score is not None]
+                if known:
+                    by_reward = self._scores.setdefault(str(line["prompt_id"]), {})
+                    by_reward.setdefault(reward, {})[line["step"]] = fmean(known)
+
+    def prompts(self, samples: SampleIndex) -> list[dict[str, Any]]:
+        """Returns the prompts that have answers to read, with their scores by reward: [step, mean] pairs."""
+        return [
+            {
+                "prompt_id": prompt,
+                "title": samples.titles[prompt],
+                "steps": steps,
+                "scores": {name: list(of.items()) for name, of in self._scores.get(prompt, {}).items()},
+            }
+            for prompt, steps in samples.evaluated().items()
+        ]
