@@ -133,7 +133,7 @@ unit: setup
 
 # Hundreds of processes import the package: they keep what they have compiled.
 test: lint nemo-run ray mermaid $(DOCS)/installed
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --no-loadscope-reorder --durations=25 -m 'not gpu and not matrix'
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --no-loadscope-reorder --durations=25 -m 'not gpu and not matrix'
 
 matrix: setup
 	$(BIN)/python -m pytest tests/e2e/test_layouts.py tests/e2e/test_recipes.py tests/e2e/test_asynchronous.py \
