@@ -236,15 +236,14 @@ def _show_imports() -> None:
 
 
 def _load(path: Path, overrides: list[str] | None) -> RunConfig:
-    with importing():
+    with importing():  # what the models' check needs, too
         from megarl.config import ConfigError, load
         from megarl.preflight.check import check
 
-    try:
-        with importing():  # what the models' check needs
+        try:
             return load(path, overrides or [], check)
-    except ConfigError as error:
-        _stop(error, code=2)
+        except ConfigError as error:
+            _stop(error, code=2)
 
 
 @contextmanager

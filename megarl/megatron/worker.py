@@ -54,7 +54,7 @@ class MegatronWorker:
         """Joins the group's world by torch.distributed's ``tcp://host:port``, where rank 0 listens."""
         with importing():
             self._platform = start_platform(self._config.cluster.device)
-            import megarl.megatron.model_engine  # noqa: F401
+            import megarl.megatron.model_engine  # noqa: F401  (`load` needs it)
         start_world(
             self._platform,
             rank=self._rank,
