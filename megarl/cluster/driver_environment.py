@@ -18,8 +18,6 @@ from ray import _raylet
 from megarl.cluster.ray_node import new_directory
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_received: list[int] = []
-"""Signals of the session: Python drops what a handler raises inside a destructor or a callback."""
 
 
 @contextmanager
@@ -69,26 +67,43 @@ def interrupts_raise() -> Generator[None]:
     SystemExit of the block gets the status of SIGTERM.
     """
     before = {number: signal.getsignal(number) for number in _SIGNALS}
-    if _in_main_thread() and before[signal.SIGINT] is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt)
-    raise_on_sigterm()
+    if _in_main_thread():
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     except SystemExit:
         raise SystemExit(128 + signal.SIGTERM) from None
     finally:
-        _received.clear()
         if _in_main_thread():
             for number, handler in before.items():
                 signal.signal(number, handler)
 
 
-def raise_on_sigterm() -> None:
-    """In the main thread, makes the next SIGTERM raise SystemExit, and raises for a signal that came to nothing."""
-    if _in_main_thread():
+@contextmanager
+def no_interrupt_is_lost() -> Generator[None]:
+    """Within `interrupts_raise`, raises at the end of the block for a signal that came to nothing in it.
+
+    Python drops what a handler raises inside a destructor or a callback, and `ray.init` replaces the handler of
+    SIGTERM. The interpreter writes the number of each signal into a pipe, whichever handler it has.
+    """
+    if not _in_main_thread():
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield
         signal.signal(signal.SIGTERM, _terminate)
-        if _received:
-            (_interrupt if _received[-1] == signal.SIGINT else _terminate)(_received[-1], None)
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+        with open(reader, "rb") as pipe:
+            received = pipe.read()
+    if signal.SIGTERM in received:
+        _terminate(signal.SIGTERM, None)
+    if signal.SIGINT in received and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        raise KeyboardInterrupt
 
 
 def ignore_interrupts() -> None:
@@ -104,13 +119,7 @@ def _in_main_thread() -> bool:
 
 def _terminate(number: int, _frame: FrameType | None) -> None:
     ignore_interrupts()
-    _received.append(number)
     raise SystemExit(128 + number)
-
-
-def _interrupt(number: int, _frame: FrameType | None) -> None:
-    _received.append(number)
-    raise KeyboardInterrupt
 
 
 def _read_authentication() -> None:

@@ -19,7 +19,7 @@ from megarl.cluster.driver_environment import (
     environment,
     ignore_interrupts,
     interrupts_raise,
-    raise_on_sigterm,
+    no_interrupt_is_lost,
     random_token,
     temporary_directory,
 )
@@ -72,13 +72,13 @@ class Session:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as ending:
             ending.enter_context(interrupts_raise())
-            if self._address is None:
-                self._start(ending)
-            else:
-                ending.callback(ray_api.shutdown)
-                ending.callback(ignore_interrupts)
-                self._join()
-            raise_on_sigterm()  # again: ray.init installs a handler of its own
+            with no_interrupt_is_lost():
+                if self._address is None:
+                    self._start(ending)
+                else:
+                    ending.callback(ray_api.shutdown)
+                    ending.callback(ignore_interrupts)
+                    self._join()
             self.placement = Placement(
                 self._cluster.nodes, self._cluster.devices_per_node, virtual=self._address is None
             )

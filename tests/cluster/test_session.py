@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.driver_environment import interrupts_raise, raise_on_sigterm
+from megarl.cluster.driver_environment import interrupts_raise, no_interrupt_is_lost
 from megarl.cluster.ray_worker import RayWorker
 from megarl.errors import RunError
 from tests.leftovers import Trace, comes_true
@@ -167,18 +167,21 @@ class _Signalling:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
-def test_a_signal_during_a_destructor_ends_the_start(number: int, error: type[BaseException]) -> None:
+def test_a_signal_during_a_destructor_ends_the_start(number: int, error: type[BaseException], replaced: bool) -> None:
     def start() -> None:
+        if replaced:  # as ray.init does
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         _Signalling(number)
         gc.collect()  # the destructor has run, and with it the handler
-        raise_on_sigterm()
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with pytest.raises(error), interrupts_raise():
+        with pytest.raises(error) as raised, interrupts_raise(), no_interrupt_is_lost():
             start()
-        with interrupts_raise():
-            raise_on_sigterm()
+        with interrupts_raise(), no_interrupt_is_lost():
+            pass
     finally:
         signal.signal(signal.SIGINT, before)
+    assert number == signal.SIGINT or raised.value.args == (128 + signal.SIGTERM,)

@@ -16,13 +16,14 @@ LISTEN = "0A"
 
 
 def listeners(port: int) -> list[tuple[int, bytes]]:
-    """Family and address, in network order, of every socket that listens at a port, by the kernel's tables."""
+    """Family and address, in network order, of every socket of this process that listens at a port."""
+    own = {target.stat().st_ino for target in Path("/proc/self/fd").iterdir() if target.is_socket()}
     found = []
     for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *_ = line.split()
+            _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
             address, at = local.split(":")
-            if int(at, 16) == port and state == LISTEN:
+            if int(at, 16) == port and state == LISTEN and int(inode) in own:
                 words = [address[i : i + 8] for i in range(0, len(address), 8)]
                 found.append((family, b"".join(bytes.fromhex(word)[::-1] for word in words)))
     return found
