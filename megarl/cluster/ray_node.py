@@ -29,6 +29,9 @@ ENVIRONMENT: Final = {
 }
 """Environment variables of every Ray that MegaRL starts."""
 
+START_HOOK: Final = {"RAY_START_HOOK": "megarl.cluster.ray_api.skip_idle_processes"}
+"""Environment variable of the command that starts a node."""
+
 STARTED: Final = "Ray runtime started."
 """The line that the command prints when the node is up (ray 2.60, `scripts.py`)."""
 

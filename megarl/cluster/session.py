@@ -217,6 +217,7 @@ class Session:
         ending.callback(ray_api.shutdown)
         ending.callback(cleanup.note)
         ending.callback(ignore_interrupts)
+        ray_api.skip_idle_processes()
         try:
             ray_api.init(
                 address="local",  # regardless of RAY_ADDRESS

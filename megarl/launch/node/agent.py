@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.cluster.cleanup import MARK, Guard
-from megarl.cluster.ray_node import ENVIRONMENT, STARTED, RayNode, new_directory
+from megarl.cluster.ray_node import ENVIRONMENT, START_HOOK, STARTED, RayNode, new_directory
 from megarl.config import ConfigError, Problem, RunConfig, load
 from megarl.launch.node.job_directory import ExitReason, JobDirectory
 from megarl.launch.node.logged_process import LoggedProcess
@@ -203,7 +203,7 @@ class Agent:
         node = self._ray_node
         self.wait(lambda: node.index == 0 or is_reachable(node.head))
         self._ray_starts += 1
-        environment = {**self.environment, **(_WORKER_RAY if node.index else {})}
+        environment = {**self.environment, **START_HOOK, **(_WORKER_RAY if node.index else {})}
         self._ray = LoggedProcess(node.command(), environment, self.directory.log(node.index))
 
     def _ray_ended(self, ray: LoggedProcess, code: int) -> None:
