@@ -27,7 +27,7 @@ from megarl.rollout.completions import (
 from megarl.rollout.engine_memory import cache_bytes
 from megarl.rollout.engine_state import EngineState
 from megarl.rollout.requests import Requests, generation_params, scoring_params, stop_token_ids
-from megarl.rollout.vllm_environment import scratch_directory, set_vllm_environment, temporary_files_in
+from megarl.rollout.vllm_environment import lazy_metadata, scratch_directory, set_vllm_environment, temporary_files_in
 from megarl.types import Ragged, RolloutChunk, SampleInfo, SampleRequest, VersionSpan, WorkItem
 from megarl.weights.hf_files import read_config
 from megarl.weights.shard_map import ShardMap
@@ -116,7 +116,7 @@ class RolloutEngine:
         """
         self._scratch = scratch_directory()
         set_vllm_environment(self._device, self._scratch.name, self._threads)
-        with importing():
+        with importing(), lazy_metadata():
             from vllm import EngineArgs, LLMEngine
             from vllm.config import WeightTransferConfig
             from vllm.usage.usage_lib import UsageContext

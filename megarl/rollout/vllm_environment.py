@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
+from typing import Any
 
 _ALWAYS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler runs in the engine's process
@@ -51,6 +53,40 @@ def set_vllm_environment(device: str, scratch_dir: str, threads: int = 1) -> Non
     for name in _CONTRADICTING:
         os.environ.pop(name, None)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.triton_utils")
+
+
+class _Distributions(Mapping[str, list[str]]):
+    """The distributions of each package; `read_all` is called for packages that no distribution is named like."""
+
+    def __init__(self, read_all: Callable[[], Mapping[str, list[str]]]) -> None:
+        self._read_all = cache(read_all)
+
+    def __getitem__(self, package: str) -> list[str]:
+        try:
+            return [metadata.distribution(package).name]
+        except metadata.PackageNotFoundError:
+            return self._read_all()[package]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read_all())
+
+    def __len__(self) -> int:
+        return len(self._read_all())
+
+
+@contextmanager
+def lazy_metadata() -> Iterator[None]:
+    """Keeps transformers (5.19), which vLLM imports, from reading the files of every installed package's metadata.
+
+    It asks for two packages. That takes most of a second of a core, and more on a file system in a network.
+    """
+    untyped: Any = metadata
+    read_all = metadata.packages_distributions
+    untyped.packages_distributions = lambda: _Distributions(read_all)
+    try:
+        yield
+    finally:
+        untyped.packages_distributions = read_all
 
 
 def vllm_device() -> str | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.rollout.vllm_environment import scratch_directory, set_vllm_environment, vllm_device
+from megarl.rollout.vllm_environment import lazy_metadata, scratch_directory, set_vllm_environment, vllm_device
 
 ROOM = 107 - 37
 
@@ -45,3 +45,14 @@ def test_the_build_of_vllm(version: str, device: str, monkeypatch: pytest.Monkey
     assert vllm_device() == "cpu"
     monkeypatch.setattr(metadata, "version", lambda _: version)
     assert vllm_device() == device
+
+
+def test_lazy_metadata_equals_that_of_all_packages() -> None:
+    """`yaml` is of PyYAML, so it needs all; torch's name is its distribution's."""
+    every = metadata.packages_distributions()
+    with lazy_metadata():
+        found = metadata.packages_distributions()
+        assert found["torch"] == every["torch"] == ["torch"]
+        assert found["yaml"] == every["yaml"] == ["PyYAML"]
+        assert found.get("nowhere", []) == []
+    assert metadata.packages_distributions() == every
