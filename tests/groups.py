@@ -32,19 +32,19 @@ _LONG = (
     "rollout",
     "cluster",
     "tests/launch/test_node_endings.py",
-    "tests/e2e/test_recipes.py",
     "tests/e2e/test_asynchronous.py",
+    "tests/e2e/test_recipes.py",
     "tests/launch/test_ray_job.py",
     "tests/sort_letters/test_whole.py",
+    "tests/e2e/test_grpo.py",
     "tests/launchers/test_local.py",
     "tests/e2e/test_endings.py",
     "tests/e2e/test_stages.py",
     "tests/launch/test_node_start.py",
-    "tests/e2e/test_grpo.py",
     "tests/test_gpu_benchmark.py",
-    "tests/launchers/test_training.py",
-    "tests/e2e/test_experts.py",
     "tests/launch/test_node_train.py",
+    "tests/e2e/test_experts.py",
+    "tests/launchers/test_training.py",
 )
 """Groups that take half a minute or more, the longest first; the others, which are quick, fill the gap at the end."""
 

@@ -57,7 +57,7 @@ def comes_true(condition: Callable[[], bool], limit_s: float = 60.0) -> bool:
     """Whether a condition becomes true within some seconds, as for a killed process that has yet to exit."""
     deadline = time.monotonic() + limit_s
     while not (holds := condition()) and time.monotonic() < deadline:
-        time.sleep(0.01)
+        time.sleep(0.05)
     return holds
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import tempfile
 import time
 from multiprocessing import shared_memory
@@ -16,6 +17,8 @@ from megarl.types import Ragged
 
 CASE, DRIVER = "MEGARL_TEST_CASE", "MEGARL_TEST_DRIVER"
 SIGNALS = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM}
+WITH_CHILDREN = ("exception:start", "SIGTERM:update")
+"""Cases whose ranks have a child, for which the end of the session waits some seconds."""
 _BUSY_S = 600.0
 _SETTLING_S = 0.5
 """For the answers to earlier calls to arrive, and for the process that watches over shared memory to start."""
@@ -41,6 +44,8 @@ class Trainer:
 
     def __init__(self, config: object, group: str, rank: int) -> None:
         self.culprit = rank == 1
+        if os.environ[CASE] in WITH_CHILDREN:
+            subprocess.Popen(["sleep", "600"])
         self.memory = shared_memory.SharedMemory(create=True, size=1024)
         (Path(tempfile.gettempdir()) / f"scratch-{rank}").write_text("of a rank")
 

@@ -11,8 +11,10 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
 
 from megarl.cluster.driver_environment import interrupts_raise, no_interrupt_is_lost
 from megarl.cluster.ray_worker import RayWorker
@@ -32,18 +34,11 @@ def short_directory() -> Iterator[Path]:
         yield Path(directory)
 
 
-@pytest.mark.parametrize(
-    ("ending", "number", "status"),
-    [
-        ("raise", None, 1),
-        ("wait", signal.SIGTERM, 128 + signal.SIGTERM),
-        ("wait", signal.SIGINT, -signal.SIGINT),
-        ("wait", signal.SIGKILL, -signal.SIGKILL),
-    ],
-)
-def test_nothing_is_left(ending: str, number: int | None, status: int, short_directory: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left(number: int, short_directory: Path) -> None:
+    """SIGTERM, and endings that come from within, are cases of test_endings.py."""
     trace = Trace()
-    command = [sys.executable, "-m", "tests.cluster.littering", ending]
+    command = [sys.executable, "-m", "tests.cluster.littering"]
     environment = {**trace.environment(), "TMPDIR": str(short_directory)}
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -51,21 +46,26 @@ def test_nothing_is_left(ending: str, number: int | None, status: int, short_dir
         try:
             assert program.stdout is not None
             names = program.stdout.readline().split()
-            if number is not None:
-                # A new program's command line is visible a moment after its parent continues.
-                assert comes_true(lambda: sum("sleep 600" in line for line in trace.processes()) == 4)
-                assert len(set(names) & set(os.listdir("/dev/shm"))) == 4
-                program.send_signal(number)
+            # A new program's command line is visible a moment after its parent continues.
+            assert comes_true(lambda: sum("sleep 600" in line for line in trace.processes()) == 4)
+            assert len(set(names) & set(os.listdir("/dev/shm"))) == 4
+            program.send_signal(number)
             if number == signal.SIGKILL:  # the guard alone cleans up
                 assert comes_true(lambda: not trace.processes(), _GUARD_LIMIT_S)
             _, errors = program.communicate(timeout=120)
         finally:
             program.terminate()
     assert len(names) == 4, errors
-    assert program.returncode == status, errors
+    assert program.returncode == -number, errors
     assert not trace.processes()
     assert not set(names) & set(os.listdir("/dev/shm"))
     assert [path.name for path in short_directory.iterdir()] == ["logs"]
+
+
+@pytest.mark.usefixtures("session")
+def test_ray_has_no_processes_that_do_nothing() -> None:
+    node: Any = ray._private.worker._global_node  # pyright: ignore[reportAttributeAccessIssue]
+    assert set(node.all_processes) == {"gcs_server", "raylet"}
 
 
 _CLUSTER = """

@@ -23,5 +23,6 @@ class DebugRun:
 def debug_run(tmp_path_factory: pytest.TempPathFactory) -> DebugRun:
     base = tmp_path_factory.mktemp("debug")
     directory, recorded = base / "run", base / "recorded"
-    finished = train(directory, f"rollout.record={recorded}", "checkpoint.every=2", "profile.steps=[2]", *PARTS)
+    settings = (f"rollout.record={recorded}", "checkpoint.every=2", "profile.steps=[2]", *PARTS)
+    finished = train(directory, *settings, writes_model=True)
     return DebugRun(finished=finished, directory=directory, recorded=recorded)

@@ -28,6 +28,7 @@ from megarl.types import SampleInfo
 from tests.e2e.runs import ROOT
 from tests.oracle import models, ppo, scores, supervised
 from tests.oracle.models import Sample
+from tests.random_models import place_random_model
 
 SEED = 1
 STEPS = 2
@@ -110,6 +111,7 @@ def prepare(name: str, case: Case, directory: Path) -> None:
         (directory / "texts.jsonl").write_text("\n".join(rows) + "\n")
     overlay = _merged(_sizes(case.recipe or name, case, directory), case.changes)
     (directory / "run.yaml").write_text(yaml.safe_dump(overlay))
+    place_random_model(directory / "run.yaml")
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.leftovers import Trace
+from tests.random_models import place_random_model
 
 ROOT = Path(__file__).parents[2]
 DEBUG = "configs/debug/ppo.yaml"
@@ -61,12 +62,17 @@ class Finished:
 
 
 @contextmanager
-def started(arguments: Sequence[str], before: str = "pass") -> Iterator[tuple[subprocess.Popen[str], Trace, Path]]:
+def started(
+    arguments: Sequence[str], before: str = "pass", *, writes_model: bool = False
+) -> Iterator[tuple[subprocess.Popen[str], Trace, Path]]:
     """A running command, the trace of everything it starts, and its temporary directory.
 
     Args:
         before: what its process does first, a line of Python.
+        writes_model: whether a run writes its random model itself, or finds it.
     """
+    if arguments[0] == "train" and not writes_model:
+        place_random_model(ROOT / arguments[1], *arguments[2:])
     trace = Trace()
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         environment = {**trace.environment(), "TMPDIR": directory, "OMP_NUM_THREADS": "1"}
@@ -98,9 +104,9 @@ def finish(program: subprocess.Popen[str], trace: Trace, directory: Path) -> Fin
     )
 
 
-def train(run_dir: Path, *overrides: str) -> Finished:
+def train(run_dir: Path, *overrides: str, writes_model: bool = False) -> Finished:
     """Runs ``megarl train`` on the debug configuration to its end."""
-    with started(["train", DEBUG, f"run.dir={run_dir}", *overrides]) as run:
+    with started(["train", DEBUG, f"run.dir={run_dir}", *overrides], writes_model=writes_model) as run:
         return finish(*run)
 
 

@@ -157,7 +157,8 @@ def test_a_run_is_not_resumed_with_another_configuration(debug_run: DebugRun) ->
 
 
 def test_a_broken_configuration_is_refused_immediately(tmp_path: Path) -> None:
-    refused = train(tmp_path / "run", "groups.train.roles.actor.tp=3", "algo.policy_loss.clip=-1")
+    mistakes = ("groups.train.roles.actor.tp=3", "algo.policy_loss.clip=-1")
+    refused = train(tmp_path / "run", *mistakes, writes_model=True)
     assert refused.status == 2
     assert "algo.policy_loss.clip" in refused.errors
     assert "groups.train.roles.actor.tp" in refused.errors

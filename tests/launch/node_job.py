@@ -18,6 +18,11 @@ from tests.leftovers import Trace
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0
+ONE_EACH = (
+    "cluster.devices_per_node=1",
+    *("groups.train.devices=0-1", "groups.train.roles.actor={tp: 2, pp: 1, tokens_per_micro_batch: 128}"),
+)
+"""Overrides of a run that has one process on each node."""
 NUMBER = os.getpid()
 """Of a job; others that test on this machine have jobs with other numbers, and so other ports."""
 _TOKEN = secrets.token_hex(32)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.node_job import NodeJob
+from tests.launch.node_job import ONE_EACH, NodeJob
 from tests.leftovers import comes_true
 
 pytestmark = [pytest.mark.process, pytest.mark.e2e]
@@ -30,10 +30,10 @@ def directory() -> Iterator[Path]:
 
 @pytest.fixture
 def busy(directory: Path) -> Iterator[NodeJob]:
-    """A job whose driver has actors on both nodes, each with a child of its own."""
-    with NodeJob(directory, "stays") as job:
-        job.until("busy on n1 n1 n2 n2")
-        assert comes_true(lambda: sum("sleep 600" in line for line in job.trace.processes()) == 4)
+    """A job whose driver has an actor on each node, which has a child of its own."""
+    with NodeJob(directory, "stays", *ONE_EACH) as job:
+        job.until("busy on n1 n2")
+        assert comes_true(lambda: sum("sleep 600" in line for line in job.trace.processes()) == 2)
         yield job
 
 
@@ -63,12 +63,13 @@ def test_the_driver_runs_on_all_nodes_in_their_order(directory: Path) -> None:
 
 
 def test_the_job_has_the_drivers_exit_code(directory: Path) -> None:
-    with NodeJob(directory, "fails") as job:
+    with NodeJob(directory, "fails", *ONE_EACH) as job:
         assert job.exit_codes() == (1, 0)
         assert "megarl train ended with exit code 1: ArithmeticError: the loss is a teapot" in job.output(0)
         assert job.end()["node"] is None
         for place in ("head", "worker-1"):
             assert (job.logs / f"ray-{place}" / "raylet.out").exists()
+            assert not list((job.logs / f"ray-{place}").glob("dashboard.*")), "nobody looks at it"
         assert job.left() == NOTHING
 
 
@@ -100,25 +101,16 @@ def test_a_killed_agent_of_the_first_node_ends_the_job(busy: NodeJob) -> None:
     assert busy.end() == {"exit_code": 1, "reason": reason, "node": "n1"}
 
 
-@pytest.mark.parametrize(("index", "place", "node"), [(1, "worker-1", "n2"), (0, "head", "n1")])
-def test_a_killed_raylet_ends_the_job(busy: NodeJob, index: int, place: str, node: str) -> None:
+def test_a_killed_raylet_of_the_first_node_ends_the_job(busy: NodeJob) -> None:
+    """That of another node is killed in tests/slurm/test_jobs_failures.py."""
     start = time.monotonic()
-    busy.kill(f'--labels={{"megarl-node": "{index}"}}')
-    assert ended(busy, start) == (1, index)
+    busy.kill('--labels={"megarl-node": "0"}')
+    assert ended(busy, start) == (1, 0)
     end = busy.end()
-    assert end["reason"].startswith(f"node {node} was lost: its Ray has ended with exit code 1")
-    assert (end["exit_code"], end["node"]) == (1, node)
-    assert f"node {node} was lost: its Ray" in busy.output(0)
-    assert (busy.logs / f"ray-{place}" / "raylet.out").exists()
-
-
-def test_a_signal_to_every_process_ends_the_job(busy: NodeJob) -> None:
-    """As Slurm sends it when a job is cancelled or its time is over."""
-    start = time.monotonic()
-    busy.kill("", signal.SIGTERM)
-    assert ended(busy, start) == (143, 143)
-    assert busy.end() == {"exit_code": 143, "reason": "node n1 got SIGTERM", "node": None}
-    assert "was lost" not in busy.output(0) + busy.output(1)
+    assert end["reason"].startswith("node n1 was lost: its Ray has ended with exit code 1")
+    assert (end["exit_code"], end["node"]) == (1, "n1")
+    assert "node n1 was lost: its Ray" in busy.output(0)
+    assert (busy.logs / "ray-head" / "raylet.out").exists()
 
 
 def test_a_signal_to_the_agent_of_another_node_ends_the_job(busy: NodeJob) -> None:
@@ -129,7 +121,8 @@ def test_a_signal_to_the_agent_of_another_node_ends_the_job(busy: NodeJob) -> No
 
 
 def test_a_signal_while_ray_starts_ends_the_job(directory: Path) -> None:
-    with NodeJob(directory, "works") as job:
+    """To every process, as Slurm sends it; tests/slurm/test_jobs_failures.py cancels a job that trains."""
+    with NodeJob(directory, "works", *ONE_EACH) as job:
         job.until("Local node IP", "worker-1.log")
         start = time.monotonic()
         job.kill("", signal.SIGTERM)

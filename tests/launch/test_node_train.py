@@ -8,16 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.node_job import NUMBER, NodeJob
+from tests.launch.node_job import NUMBER, ONE_EACH, ROOT, NodeJob
+from tests.random_models import place_random_model
 
 pytestmark = [pytest.mark.process, pytest.mark.e2e, pytest.mark.timeout(600)]
 
 _LONG_S = 400.0
-_ONE_EACH = (
-    "cluster.devices_per_node=1",
-    *("groups.train.devices=0-1", "groups.train.roles.actor={tp: 2, pp: 1, tokens_per_micro_batch: 128}"),
-)
-"""One process on each node."""
 
 
 def test_a_run_trains_on_two_nodes_and_resumes_in_another_job() -> None:
@@ -34,7 +30,8 @@ def test_a_run_trains_on_two_nodes_and_resumes_in_another_job() -> None:
 
 
 def _trained(directory: Path, number: int, *, steps: int) -> NodeJob:
-    with NodeJob(directory, None, *_ONE_EACH, f"run.steps={steps}", number=number) as job:
+    place_random_model(ROOT / "configs/debug/sft.yaml", f"run.dir={directory / 'run'}")
+    with NodeJob(directory, None, *ONE_EACH, f"run.steps={steps}", number=number) as job:
         assert job.exit_codes(_LONG_S) == (0, 0), job.output(0) + job.log("head.log")
         assert "2 processes on 2 nodes with their models" in job.output(0)
         assert job.left() == ([], set(), [])

@@ -1,4 +1,7 @@
-"""A pipeline that trains, on this machine, by the NeMo-Run of the project's environment."""
+"""A run that trains, on this machine, by the NeMo-Run of the project's environment.
+
+tests/slurm/test_nemo_run.py passes trained models from stage to stage; the order of stages here is in test_local.py.
+"""
 
 from __future__ import annotations
 
@@ -9,34 +12,26 @@ import pytest
 
 from tests.launchers.scripts import ROOT, user
 from tests.leftovers import Trace
+from tests.random_models import place_random_model
 
 pytestmark = [pytest.mark.process, pytest.mark.e2e, pytest.mark.timeout(900)]
 
-
-def stage(directory: Path, name: str, model: str) -> str:
-    """The file of two steps of supervised fine-tuning in one process."""
-    file = directory / f"{name}.yaml"
-    file.write_text(
-        f"defaults: [{ROOT / 'configs/debug/sft.yaml'}]\n"
-        f"run: {{dir: {directory / name}, steps: 2}}\n"
-        f"model: {model}\n"
-        "cluster: {devices_per_node: 1}\n"
-        "groups: {train: {devices: 0, roles: {actor: {tp: 1, pp: 1}}}}\n"
-    )
-    return str(file)
+ALONE = (
+    "configs/debug/sft.yaml",
+    *("cluster.devices_per_node=1", "groups.train.devices=0", "groups.train.roles.actor={tp: 1, pp: 1}"),
+    *("data.evaluation=null", "run.steps=2"),
+)
+"""Two steps of supervised fine-tuning in one process."""
 
 
-def test_a_pipeline_passes_the_trained_model_to_the_next_stage(tmp_path: Path) -> None:
+def test_a_run_trains_and_leaves_nothing(tmp_path: Path) -> None:
     trace = Trace()
-    first = stage(tmp_path, "first", "{}")
-    second = stage(tmp_path, "second", f"{{random: null, path: {tmp_path / 'first' / 'export'}}}")
     caller = user(tmp_path, **trace.environment())
-    done = caller.call("pipeline", first, second, "data.evaluation=null", limit_s=800)
+    settings = (*ALONE, f"run.dir={tmp_path / 'run'}")
+    place_random_model(ROOT / settings[0], *settings[1:])
+    done = caller.call("ppo", *settings, limit_s=800)
     assert done.returncode == 0, done.stdout + done.stderr
-    losses = [
-        [json.loads(line)["sft/loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("first", "second")
-    ]
-    assert [len(steps) for steps in losses] == [2, 2]
-    assert losses[1][0] < losses[0][0]
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2]
+    assert (tmp_path / "run" / "export" / "config.json").exists()
     assert trace.processes() == []

@@ -92,7 +92,7 @@ class Slurm:
                 return found
             if any(state in ENDED and state not in wanted for state in now) or time.monotonic() > deadline:
                 raise SlurmError(f"job {job} is {now}, not {wanted}, after up to {limit_s:g} s: {found}\n{self.logs()}")
-            time.sleep(0.1)
+            time.sleep(0.3)
 
     def accounted(self, job: int, *, limit_s: float = 60.0) -> dict[str, tuple[str, str]]:
         """State and exit code of an ended job and its steps, as the accounting has them when it has all."""

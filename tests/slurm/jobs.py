@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.leftovers import Trace
+from tests.random_models import place_random_model
 from tests.slurm.cluster import Slurm, SlurmError
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +93,7 @@ class Run:
             state = self.slurm.jobs(self.job)[0]["JobState"]
             assert state in ("PENDING", "RUNNING"), f"{state} before {what}:\n{self.output}"
             assert time.monotonic() < deadline, f"not {what} within {LIMIT_S:g} s:\n{self.output}"
-            time.sleep(0.2)
+            time.sleep(0.5)
         return found
 
 
@@ -124,6 +125,8 @@ class Launcher:
 
     def run(self, directory: Path, *arguments: str) -> Run:
         """Submits one run with this directory."""
+        overrides = [argument for argument in arguments[1:] if not argument.startswith("--")]
+        place_random_model(ROOT / arguments[0], *overrides, f"run.dir={directory}")
         (job,) = self.launch(*arguments, f"run.dir={directory}")
         return Run(slurm=self.slurm, job=job, directory=directory)
 

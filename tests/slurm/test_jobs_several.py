@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.jobs import ROOT, SFT, Launcher, Run
+from tests.random_models import place_random_model
+from tests.slurm.jobs import LIMIT_S, ROOT, SFT, Launcher, Run
 
 pytestmark = [pytest.mark.process, pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -19,30 +20,28 @@ ALONE = (
 """Supervised fine-tuning by one process."""
 
 
-def test_two_jobs_share_their_nodes(launcher: Launcher, tmp_path: Path) -> None:
-    runs = [launcher.run(tmp_path / name, *TWO_STEPS) for name in ("first", "second")]
-    for run in runs:
-        assert run.wait("COMPLETED") == "0:0"
-        assert len(run.steps) == 2
-    starts, ends = ([run.stages[stage] for run in runs] for stage in ("agent started", "driver ended"))
-    assert max(starts) < min(ends), "one ran after the other"
-    addresses = {
-        line for run in runs for line in (run.logs / "attach").read_text().splitlines() if "RAY_ADDRESS" in line
-    }
-    assert len({line.split("RAY_ADDRESS=")[1].split()[0] for line in addresses}) == 2
-
-
-def test_a_sweep_is_a_job_array(launcher: Launcher, tmp_path: Path) -> None:
-    (job,) = launcher.launch(*ALONE, "run.steps=2", f"run.dir={tmp_path / 'sweep'}", "--sweep=run.seed=1,2")
-    told = launcher.slurm.wait(job, "COMPLETED", limit_s=280)
-    assert sorted(one["ArrayTaskId"] for one in told) == ["0", "1"]
-    losses = []
+def test_a_sweep_is_a_job_array_whose_jobs_share_their_nodes(launcher: Launcher, tmp_path: Path) -> None:
     for index in range(2):
-        run = Run(slurm=launcher.slurm, job=job, directory=tmp_path / "sweep" / f"cell-{index}-seed-{index + 1}")
-        losses.append([step["sft/loss"] for step in run.steps])
+        place_random_model(ROOT / SFT[0], f"run.dir={tmp_path / 'sweep' / f'cell-{index}-seed-{index + 1}'}")
+    (job,) = launcher.launch(*TWO_STEPS, f"run.dir={tmp_path / 'sweep'}", "--sweep=run.seed=1,2")
+    told = launcher.slurm.wait(job, "COMPLETED", limit_s=LIMIT_S)
+    tasks = {int(one["ArrayTaskId"]): (int(one["JobId"]), one["ExitCode"]) for one in told}
+    assert sorted(tasks) == [0, 1]
+    losses, starts, ends, addresses = [], [], [], set[str]()
+    for index, (number, code) in tasks.items():
+        directory = tmp_path / "sweep" / f"cell-{index}-seed-{index + 1}"
+        run = Run(slurm=launcher.slurm, job=number, directory=directory)
+        assert code == "0:0"
         assert (tmp_path / "sweep" / "slurm" / f"{job}_{index}.out").exists()
+        losses.append([step["sft/loss"] for step in run.steps])
+        starts.append(run.stages["agent started"])
+        ends.append(run.stages["driver ended"])
+        lines = (run.logs / "attach").read_text().splitlines()
+        addresses |= {line.split("RAY_ADDRESS=")[1].split()[0] for line in lines if "RAY_ADDRESS" in line}
     assert len(losses[0]) == len(losses[1]) == 2
     assert losses[0] != losses[1]
+    assert max(starts) < min(ends), "one ran after the other"
+    assert len(addresses) == 2
 
 
 def link(directory: Path, name: str, model: str) -> str:
@@ -57,6 +56,7 @@ def link(directory: Path, name: str, model: str) -> str:
 def test_a_chained_job_starts_from_the_model_that_the_previous_job_exported(launcher: Launcher, tmp_path: Path) -> None:
     first = link(tmp_path, "first", "{}")
     second = link(tmp_path, "second", f"{{random: null, path: {tmp_path / 'first' / 'export'}}}")
+    place_random_model(Path(first))
     jobs = launcher.launch(first, second, *ALONE[1:])
     assert [launcher.slurm.jobs(job)[0]["JobState"] for job in jobs][1] == "PENDING"
     for job, name in zip(jobs, ("first", "second"), strict=True):
