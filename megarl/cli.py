@@ -1,4 +1,4 @@
-"""The command line `megarl`: init, train, profile, eval, launch, status, view, compare, plan, convert, doctor."""
+"""The command line `megarl`: init, train, profile, eval, launch, status, checkpoints, view, compare and more."""
 
 from __future__ import annotations
 
@@ -110,6 +110,23 @@ def compare(
         compare_runs(runs)
     except CompareError as error:
         _stop(error, code=2)
+
+
+@app.command()
+def checkpoints(
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read all files, and compare their digests.")] = False,
+) -> None:
+    """List the checkpoints of a run: size, evaluation, why each is kept. Exit code 1 if one is damaged."""
+    from megarl.errors import UsageError
+    from megarl.run.checkpoint_list import list_checkpoints
+
+    try:
+        intact = list_checkpoints(run, verify=verify)
+    except UsageError as error:
+        _stop(error, code=2)
+    if not intact:
+        raise typer.Exit(1)
 
 
 @launchers.command()

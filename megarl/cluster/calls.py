@@ -228,7 +228,7 @@ class CallMonitor:
         self._ends: dict[ObjectRef[Any], float] = {}
         self._submitted = 0
         self._error: WorkerError | None = None
-        self.listener: Callable[[], None] | None = None
+        self.listeners: list[Callable[[], None]] = []
         """Called again and again while the driver waits for something."""
         self.observer: Callable[[str, str, Sequence[Span]], None] | None = None
         """Called with a process, its group or role, and what it has done; processes return that with each result."""
@@ -268,8 +268,8 @@ class CallMonitor:
         failures = self._collect(ready)
         if failures:
             self._fail(failures)
-        if self.listener is not None:
-            self.listener()
+        for listener in self.listeners:
+            listener()
         now = time.monotonic()
         overdue = [ref for ref, end in ends.items() if end <= now and ref in self._pending]
         if overdue:  # what came while the results were handled is not late

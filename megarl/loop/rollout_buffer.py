@@ -59,7 +59,7 @@ class RolloutBuffer:
         self._taken = step
         self._engines.restore = self._restore
         if self._overlaps:
-            self._engines.monitor.listener = self._advance
+            self._engines.monitor.listeners.append(self._advance)
         self.synced(step)
 
     def take(self, step: int) -> Sampled:

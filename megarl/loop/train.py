@@ -15,6 +15,7 @@ from megarl.errors import RunError
 from megarl.loop.ppo import PPOTrainer
 from megarl.loop.raft import RAFTTrainer
 from megarl.loop.reward_model import RewardModelTrainer
+from megarl.loop.saver import Saver
 from megarl.loop.step_profiler import StepProfiler
 from megarl.loop.supervised import SFTTrainer
 from megarl.megatron.worker import MegatronWorker
@@ -22,7 +23,7 @@ from megarl.preflight.check import check
 from megarl.preflight.device_memory import check_memory
 from megarl.preflight.epochs import with_steps
 from megarl.preflight.trial_calls import call_functions
-from megarl.run.checkpoints import ROLLOUTS, Checkpoint, writing
+from megarl.run.checkpoints import ROLLOUTS, Checkpoint
 from megarl.run.directory import RunDirectory, attempt, model_directory
 from megarl.run.display import counted, phase_line
 from megarl.run.report import Reporter, Summary, processes
@@ -98,7 +99,7 @@ def train(config: TrainingConfig) -> Summary:
     if directory.finished:
         print(finished_message(config), flush=True)
         return Summary.read(directory.summary)
-    with _started(config, data, directory) as (trainer, reporter, profiler):
+    with _started(config, data, directory) as (trainer, reporter, profiler, saver):
         taken = directory.step
         if taken == 0:
             reporter.evaluated(trainer.evaluate(0))
@@ -109,6 +110,7 @@ def train(config: TrainingConfig) -> Summary:
                 result = trainer.step(step)
             reporter.write(result)
             unscored.add(result)
+            saver.check()
             if _due(step, trainer.evaluate_every, config.steps):
                 reporter.evaluated(trainer.evaluate(step))
             saves = _due(step, config.checkpoint.every, config.steps)
@@ -116,7 +118,7 @@ def train(config: TrainingConfig) -> Summary:
                 reporter.evaluated(result)
             if saves:
                 reporter.phase("checkpoint")
-                _save(trainer, config, directory, step)
+                saver.save(step)
         export = trainer.finish(directory.export)
         trainer.close()
         return reporter.finished(export)
@@ -131,7 +133,7 @@ def profile(config: TrainingConfig) -> None:
     config, data = _checked(config)
     assert config.profile is not None, "no steps are profiled"
     directory = RunDirectory(config)
-    with _started(config, data, directory, profiles=True) as (trainer, reporter, profiler):
+    with _started(config, data, directory, profiles=True) as (trainer, reporter, profiler, _):
         for step in range(1, max(config.profile.steps_of(config.steps)) + 1):
             reporter.trace.begin(step)
             with profiler.step(step):
@@ -156,7 +158,7 @@ def _checked(config: TrainingConfig) -> tuple[TrainingConfig, Any]:
 @contextmanager
 def _started(
     config: TrainingConfig, data: Any, directory: RunDirectory, *, profiles: bool = False
-) -> Generator[tuple[Trainer, Reporter, StepProfiler]]:
+) -> Generator[tuple[Trainer, Reporter, StepProfiler, Saver]]:
     """Starts every process, loads the last checkpoint, and ends all of it after the block, which may only profile."""
     taken = directory.step
     session = Session(config.cluster, directory.logs, config.cluster.address)
@@ -180,7 +182,8 @@ def _started(
             _restore(trainer, config, directory.latest)
         ready = trainer.begin(taken)
         reporter.started(ready)
-        yield trainer, reporter, StepProfiler(config, session, directory.profile)
+        saver = opened.enter_context(closing(Saver(config, directory, trainer, session.monitor)))
+        yield trainer, reporter, StepProfiler(config, session, directory.profile), saver
 
 
 class UnscoredSteps:
@@ -205,16 +208,6 @@ class UnscoredSteps:
 
 def _due(step: int, every: int | None, last: int) -> bool:
     return step == last or (every is not None and step % every == 0)
-
-
-def _save(trainer: Trainer, config: TrainingConfig, directory: RunDirectory, step: int) -> None:
-    """Writes and commits a checkpoint."""
-    trainer.to_training()
-    staged = directory.checkpoints.stage(step)
-    calls = {role.name: role.call(MegatronWorker.save, str(staged / role.name)) for role in _saved(trainer, config)}
-    with writing(step):
-        state = trainer.state(staged / ROLLOUTS)
-    directory.commit(step, {name: call.wait() for name, call in calls.items()}, state)
 
 
 def _load(trainer: Trainer, checkpoint: Checkpoint) -> None:

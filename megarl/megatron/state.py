@@ -9,9 +9,10 @@ parallel state, and gathers the optimizer's state over DP or ties it to TP and P
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from operator import sub
 from pathlib import Path
@@ -29,7 +30,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save as save_planned
+from torch.distributed.checkpoint.state_dict_saver import save as plan_save
+from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.futures import Future
 
 from megarl.files import FileRecord, sync, write_errors
 from megarl.megatron.model_engine import ModelEngine
@@ -54,14 +57,33 @@ def save_role(role: ModelEngine, directory: Path) -> list[FileRecord]:
     Raises:
         RuntimeError: some rank cannot write; on all ranks.
     """
+    return plan_role(role, directory)()
+
+
+def plan_role(
+    role: ModelEngine, directory: Path, group: dist.ProcessGroup | None = None
+) -> Callable[[], list[FileRecord]]:
+    """Divides the writing of a role's state among its ranks; returns what does this rank's part, see `save_role`.
+
+    Args:
+        group: of the same ranks, for the write alone; what is written is then a copy in host memory, so that the write
+            may run in a thread while the role is trained.
+    """
     assert role.ema is None or not role.ema.in_use, f"{role.name} has its average for its weights"
-    rank = dist.get_rank()
-    if rank == 0:
+    if dist.get_rank() == 0:
         directory.mkdir()
     dist.barrier()
     state = {"counters": {name: getattr(role, name) for name in _COUNTERS}, **_tensors(role)}
+    plan = _Plan(copies=group is not None)
     with _first_error(f"{role.name} cannot be saved"), write_errors(directory / "common.pt"):
-        dist_checkpointing.save(state, str(directory), _SaveInProcess("torch_dist", 1), validate_access_integrity=False)
+        dist_checkpointing.save(state, str(directory), plan, validate_access_integrity=False)
+    return partial(_write, role.name, plan.writer, directory, group)
+
+
+def _write(name: str, writer: _PlannedWriter, directory: Path, group: dist.ProcessGroup | None) -> list[FileRecord]:
+    with _first_error(f"{name} cannot be saved"):
+        writer.write(group)
+    rank = dist.get_rank()
     files = [path for path in sorted(directory.iterdir()) if _writer(path) == rank]
     for path in (*files, directory):
         sync(path)
@@ -91,26 +113,67 @@ def _first_error(what: str) -> Iterator[None]:
         raise RuntimeError(f"{what}: {error}") from error
 
 
-class _NamingWriter(FileSystemWriter):
-    """Names the file in its errors."""
+class _PlannedWriter(FileSystemWriter):
+    """Keeps the part that torch's saver gives this rank to write, and writes it when asked; errors name the file.
+
+    Args:
+        copies: what is written is a copy of the planned tensors in host memory.
+    """
+
+    def __init__(self, directory: str | Path, *, copies: bool) -> None:
+        super().__init__(directory, thread_count=1, sync_files=True)
+        self._copies = copies
+        self._part: tuple[Any, Any] | None = None
+        self._metadata: Any = None
 
     def write_data(self, plan: Any, planner: Any) -> Any:
+        self._part = plan, _Copies(plan, planner) if self._copies else planner
+        nothing: Future[list[Any]] = Future()
+        nothing.set_result([])
+        return nothing
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        self._metadata = metadata
+
+    def write(self, group: dist.ProcessGroup | None) -> None:
+        """Writes this rank's file, and on the first rank the metadata of all; collective over the group."""
+        _DistWrapper(group, use_dist=True, coordinator_rank=0).all_reduce("write", self._write_part, self._finish)
+
+    def _write_part(self) -> Any:
+        assert self._part is not None, "torch's saver plans first"
+        (plan, planner), self._part = self._part, None
         tensors = [item.tensor_data for item in plan.items if item.tensor_data is not None]
         nbytes = sum(tensor.chunk.sizes.numel() * tensor.properties.dtype.itemsize for tensor in tensors)
         with write_errors(Path(self.path) / f"{plan.storage_data.prefix}0.distcp", nbytes):
-            return super().write_data(plan, planner)
+            return super().write_data(plan, planner).wait()
 
-    def finish(self, metadata: Any, results: Any) -> None:
+    def _finish(self, results: Any) -> None:
         with write_errors(Path(self.path) / ".metadata"):
-            super().finish(metadata, results)
+            super().finish(self._metadata, results)
 
 
-class _SaveInProcess(SaveShardedStrategy):
+class _Copies:
+    """Stands for a planner: has copies of what it would give the writer, as dense as the writer makes its own."""
+
+    def __init__(self, plan: Any, planner: Any) -> None:
+        self._tensors = {item.index: planner.resolve_data(item).detach().to("cpu", copy=True) for item in plan.items}
+
+    def resolve_data(self, item: Any) -> torch.Tensor:
+        return self._tensors[item.index]
+
+
+class _Plan(SaveShardedStrategy):
     """Megatron's torch_dist format, written by the calling process itself; replicas over DP share the writing.
 
     Megatron's strategy copies everything and forks writers even for a synchronous save, and starts a queue manager that
     outlives it (dist_checkpointing/strategies/filesystem_async.py, 0.16).
     """
+
+    writer: _PlannedWriter
+
+    def __init__(self, *, copies: bool) -> None:
+        super().__init__("torch_dist", 1)
+        self._copies = copies
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -118,9 +181,10 @@ class _SaveInProcess(SaveShardedStrategy):
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
-        save_planned(
+        self.writer = _PlannedWriter(checkpoint_dir, copies=self._copies)
+        plan_save(
             mcore_to_pyt_state_dict(by_key, False),
-            storage_writer=_NamingWriter(checkpoint_dir, thread_count=1, sync_files=True),
+            storage_writer=self.writer,
             planner=MCoreSavePlanner(flatten_state_dict=False),  # torch has one rank write each box, the least busy
         )
 

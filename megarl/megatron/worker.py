@@ -5,6 +5,8 @@ The driver imports this file to name its methods, so megatron-core is imported o
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -48,6 +50,9 @@ class MegatronWorker:
         self._offloader = Offloader(self._roles, [name for name, spec in self._specs.items() if spec.offload])
         self._engine_shares_device = isinstance(config, PPOConfig | RAFTConfig) and config.rollout.sleep
         self._senders: dict[int, tuple[Connection, Sender]] = {}
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writes: dict[RoleName, Future[list[FileRecord]]] = {}
+        self._write_group: dist.ProcessGroup | None = None
 
     @remote(phase="start")
     def start(self, init_method: str) -> None:
@@ -178,11 +183,23 @@ class MegatronWorker:
         return stats
 
     @remote(phase="checkpoint")
-    def save(self, role: RoleName, directory: str) -> list[FileRecord]:
-        """Writes a role's part of a checkpoint; see ``state.save_role``."""
-        from megarl.megatron.state import save_role
+    def save(self, role: RoleName, directory: str, *, in_background: bool = False) -> list[FileRecord] | None:
+        """Writes a role's part of a checkpoint, see ``state.save_role``; or copies it, for ``saved`` to return."""
+        from megarl.megatron.state import plan_role, save_role
 
-        return save_role(self._offloader.onload(role), Path(directory))
+        engine = self._offloader.onload(role)
+        if not in_background:
+            return save_role(engine, Path(directory))
+        if self._write_group is None:  # collectives of two threads must not meet in one group
+            limit = timedelta(seconds=self._config.cluster.time_limits.patience)
+            self._write_group = dist.new_group(backend="gloo", timeout=limit)
+        self._writes[role] = self._writer.submit(plan_role(engine, Path(directory), self._write_group))
+        return None
+
+    @remote(phase="checkpoint")
+    def saved(self, role: RoleName, *, wait: bool) -> list[FileRecord] | None:
+        """Returns what ``save`` has written in the background; None if it still writes, and ``wait`` is not given."""
+        return self._writes[role].result() if wait or self._writes[role].done() else None
 
     @remote(phase="checkpoint")
     def restore(self, role: RoleName, directory: str) -> None:
@@ -245,6 +262,7 @@ class MegatronWorker:
         """Ends the connections and the world; the worker cannot be used again."""
         for link in list(self._senders):
             self._disconnect(link)
+        self._writer.shutdown()
         self._roles.clear()
         dist.destroy_process_group()
 

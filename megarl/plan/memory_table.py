@@ -25,9 +25,10 @@ _ROWS = {
     "cache": "KV cache",
     "engine": "engine's work, graphs",
     "buckets": "buckets",
+    "snapshot": "checkpoint's copy",
     "process": "processes",
     "peak": "peak",
-    "offloaded": "offloaded to host",
+    "offloaded": "on the host",
 }
 _KEY_WIDTH = 22
 
@@ -55,7 +56,9 @@ def print_memory(config: RunConfig, console: Console | None = None) -> None:
     if room.shared:
         lines[0] += f"; at most {format_bytes(peaks)} on all virtual devices together"
     elif offloaded:
-        lines[0] += f" on each device; at most {format_bytes(offloaded)} on the hosts for offloaded roles"
+        lines[0] += (
+            f" on each device; at most {format_bytes(offloaded)} on the hosts for offloaded roles and checkpoints"
+        )
     for line in (*lines, *worries):
         out.print(f"{'memory':14}{line}", soft_wrap=True, markup=False)
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from megarl.cluster.cpu_threads import with_threads
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RewardModelConfig, RunConfig, SFTConfig, TrainingConfig
-from megarl.config.schema import Algo, Choice, Cluster, Optimizer, Rollout, Scores, Threads
+from megarl.config.schema import Algo, CheckpointSettings, Choice, Cluster, Optimizer, Rollout, Scores, Threads
 from megarl.run.display import counted
 from megarl.run.resume import resumed_config
 
@@ -69,9 +69,18 @@ def plan_lines(config: RunConfig, sets: Sets) -> Iterator[tuple[str, str]]:
     for role in config.trained:
         if config.has_role(role):
             yield "learning rate", f"{role}: {_schedule(config.optimizer(role), config.optimizer_steps(role))}"
-    every, keep = config.checkpoint.every, config.checkpoint.keep
-    yield "checkpoints", "after the last step" if every is None else f"{_every(every)}, {keep} kept"
+    yield "checkpoints", _checkpoints(config.checkpoint)
     yield "run", f"{counted(config.steps, 'step')}, seed {config.run.seed}, into {config.run.dir}"
+
+
+def _checkpoints(settings: CheckpointSettings) -> str:
+    if settings.every is None:
+        return "after the last step"
+    kept = [f"{settings.keep} kept"]
+    kept += [] if settings.keep_every is None else [f"those of every {settings.keep_every} steps"]
+    kept += [] if settings.best is None else [f"that with the {settings.best.mode} of {settings.best.metric}"]
+    written = "; written while the training goes on" if settings.async_save else ""
+    return f"{_every(settings.every)}, {', and '.join(kept)}{written}"
 
 
 def _devices(cluster: Cluster) -> str:

@@ -34,7 +34,7 @@ class SimulatedTime:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.listener: Callable[[], None] | None = None
+        self.listeners: list[Callable[[], None]] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
 
@@ -46,8 +46,8 @@ class SimulatedTime:
             assert self._events, "deadlock: nothing in progress could end the wait"
             self.now, _, event = heapq.heappop(self._events)
             event()
-            if self.listener is not None:
-                self.listener()
+            for listener in self.listeners:
+                listener()
 
     def work(self, seconds: float) -> None:
         """Lets the driver wait for so long."""

@@ -57,6 +57,7 @@ def _remedies(config: RunConfig, plan: DevicePlan, phase: PhaseMemory) -> Iterat
     if rollout is not None:
         yield phase.cache, f"lower {rollout.cache_field}"
     yield phase.weights // 2, "raise rollout.tp"
+    yield phase.snapshot, "set checkpoint.async_save=false"
     for name, memory in plan.roles.items():
         if not memory.spec.offload and name != role:
             yield memory.state, f"set groups.{config.group_of(name)}.roles.{name}.offload=true"

@@ -8,11 +8,20 @@ What vLLM and CUDA take besides is an allowance. All sizes are bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RewardModelConfig, RunConfig, SFTConfig, parse_devices
+from megarl.config import (
+    EvalConfig,
+    PPOConfig,
+    RAFTConfig,
+    RewardModelConfig,
+    RunConfig,
+    SFTConfig,
+    TrainingConfig,
+    parse_devices,
+)
 from megarl.config.schema import Rollout
 from megarl.models import ModelSpec, model_spec
 from megarl.preflight.capacity import capacity
@@ -26,7 +35,7 @@ _MIB = 1 << 20
 _CHUNK_TOKENS = 1024
 """Tokens whose logits exist at once (``megatron.logprobs``)."""
 
-EXACT = ("parameters", "gradients", "optimizer", "weights", "cache")
+EXACT = ("parameters", "gradients", "optimizer", "weights", "cache", "snapshot")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +50,8 @@ class PhaseMemory:
         weights, cache, engine: of a vLLM engine: weights, key-value cache, and the rest with CUDA graphs.
         buckets: of a sync.
         process: of the processes themselves.
-        offloaded: on the host, not on the device.
+        snapshot: of a checkpoint that is being written, on a CPU.
+        offloaded: on the host, not on the device; also a snapshot.
     """
 
     phase: str
@@ -57,6 +67,7 @@ class PhaseMemory:
     engine: int = 0
     buckets: int = 0
     process: int = 0
+    snapshot: int = 0
     offloaded: int = 0
 
     @property
@@ -120,6 +131,11 @@ class RoleMemory:
     def state(self) -> int:
         """What the role has on its device while it is not offloaded."""
         return self.parameters + self.optimizer
+
+    @property
+    def snapshot(self) -> int:
+        """Returns what this rank writes of a checkpoint: replicas share the parameters, and have parts of the rest."""
+        return self.parameters // self.layout.dp + self.optimizer
 
     def inference(self) -> tuple[int, int]:
         """Returns the activations of a forward pass, which hold one layer at a time, and the logits."""
@@ -222,6 +238,7 @@ class DevicePlan:
     Args:
         bucket: most bytes of a message of a sync.
         sleeps: the engine gives weights and cache back while the trainers work.
+        saved: roles of checkpoints that are written while the training goes on.
     """
 
     device: int
@@ -230,6 +247,7 @@ class DevicePlan:
     engine: EngineRankMemory | None = None
     bucket: int = 0
     sleeps: bool = False
+    saved: Collection[RoleName] = ()
 
     def phases(self) -> Iterator[PhaseMemory]:
         """Yields the phases, each with the role that takes most in it."""
@@ -284,13 +302,16 @@ class DevicePlan:
         """
         stay = {name for name, role in self.roles.items() if not role.spec.offload or self.kind == "cpu"}
         here = [role for name, role in self.roles.items() if name in active or name in stay]
+        snapshot = sum(role.snapshot for name, role in self.roles.items() if name in self.saved)
+        on_host = 0 if self.kind == "cpu" else snapshot
         return PhaseMemory(
             phase=phase,
             role=active[0],
             parameters=sum(role.parameters for role in here),
             optimizer=sum(role.optimizer for role in here),
             process=PROCESS[self.kind] * (bool(self.roles) + (self.engine is not None)),
-            offloaded=sum(role.state for role in self.roles.values()) - sum(role.state for role in here),
+            snapshot=snapshot - on_host,
+            offloaded=sum(role.state for role in self.roles.values()) - sum(role.state for role in here) + on_host,
         )
 
     def _with_engine(self, phase: PhaseMemory, *, awake: bool, generates: bool = False) -> PhaseMemory:
@@ -304,6 +325,7 @@ def plan_memory(config: RunConfig) -> list[DevicePlan]:
     """Returns every device that the run uses."""
     kind, plans = config.cluster.device, dict[int, DevicePlan]()
     rollout = engine_settings(config)
+    saved = config.saved if isinstance(config, TrainingConfig) and _saves_meanwhile(config) else ()
     bucket = int(config.resharding.bucket_mib * _MIB) if isinstance(config, PPOConfig | RAFTConfig) else 0
     for name in config.groups:
         specs, made = role_specs(config, name), dict[tuple[RoleName, int], RoleMemory]()
@@ -314,7 +336,7 @@ def plan_memory(config: RunConfig) -> list[DevicePlan]:
                 if key not in made:
                     made[key] = _role_memory(config, spec, key[1])
                 roles[role] = made[key]
-            plans[device] = DevicePlan(device=device, kind=kind, roles=roles, bucket=bucket)
+            plans[device] = DevicePlan(device=device, kind=kind, roles=roles, bucket=bucket, saved=saved)
     if rollout is not None:
         spec = model_spec(config.model.hf_config())
         engine = EngineRankMemory.of(spec, rollout, kind, lambda: capacity(config).of_device)
@@ -323,6 +345,12 @@ def plan_memory(config: RunConfig) -> list[DevicePlan]:
             plan = plans.get(device, DevicePlan(device=device, kind=kind, bucket=bucket))
             plans[device] = replace(plan, engine=engine, sleeps=sleeps)
     return [plans[device] for device in sorted(plans)]
+
+
+def _saves_meanwhile(config: TrainingConfig) -> bool:
+    """Whether a checkpoint but the last one is made, and written while the training goes on."""
+    every, last = config.checkpoint.every, config.run.steps
+    return config.checkpoint.async_save and every is not None and (last is None or every < last)
 
 
 def engine_settings(config: RunConfig) -> Rollout | None:

@@ -6,15 +6,16 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from megarl.config.schema import BestCheckpoint, CheckpointSettings
 from megarl.errors import RunError
-from megarl.files import FileRecord, sync, write_durably
+from megarl.files import FileRecord, read_lines, sync, write_durably
 
 MANIFEST, STATE = "manifest.json", "state.json"
 ROLLOUTS: Final = "rollouts"
@@ -57,8 +58,8 @@ class CheckpointManifest:
                 for record in records:
                     yield f"{role} rank {rank}", dataclasses.replace(record, path=f"{role}/{record.path}")
 
-    def verify(self, directory: Path, *, role: str | None = None) -> None:
-        """Reads the files, of one role or of all, and compares them with their records.
+    def verify(self, directory: Path, *, role: str | None = None, digests: bool = True) -> None:
+        """Reads the files, of one role or of all, and compares them with their records; without digests only the sizes.
 
         Raises:
             BrokenCheckpointError: a file is missing, differs or is not listed.
@@ -66,7 +67,8 @@ class CheckpointManifest:
         prefix = "" if role is None else f"{role}/"
         expected = [(writer, record) for writer, record in self.files() if record.path.startswith(prefix)]
         with ThreadPoolExecutor(_READERS) as readers:
-            problems = [found for found in readers.map(lambda pair: _problem(directory, *pair), expected) if found]
+            compared = readers.map(lambda pair: _problem(directory, *pair, digest=digests), expected)
+            problems = [found for found in compared if found]
         listed = {record.path for _, record in expected} | {MANIFEST}
         present = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()}
         unlisted = sorted(path for path in present - listed if path.startswith(prefix))
@@ -97,14 +99,14 @@ class CheckpointManifest:
             raise BrokenCheckpointError(directory, [f"{MANIFEST} cannot be read: {error}"]) from None
 
 
-def _problem(directory: Path, writer: str, record: FileRecord) -> str | None:
+def _problem(directory: Path, writer: str, record: FileRecord, *, digest: bool) -> str | None:
     """Returns how a file differs from its record; None if it does not."""
     path = directory / record.path
     try:
         nbytes = path.stat().st_size
         if nbytes != record.nbytes:
             return f"{record.path} of {writer} has {nbytes} bytes, not {record.nbytes}"
-        found = FileRecord.of(path, directory)
+        found = FileRecord.of(path, directory) if digest else record
     except OSError as error:
         return f"{record.path} of {writer} cannot be read: {error.strerror}"
     return None if found == record else f"{record.path} of {writer} has other content than was written"
@@ -153,13 +155,18 @@ class Checkpoints:
         return staged
 
     def commit(
-        self, step: int, roles: Mapping[str, Sequence[Sequence[FileRecord]]], state: Mapping[str, Any]
+        self,
+        step: int,
+        roles: Mapping[str, Sequence[Sequence[FileRecord]]],
+        state: Mapping[str, Any],
+        kept: Callable[[Sequence[int]], Container[int]] = lambda _: (),
     ) -> Checkpoint:
         """Verifies the staged files, makes them the latest checkpoint, and removes the oldest ones.
 
         Args:
             roles: by role and rank, the files that the rank wrote.
             state: of the driver, as JSON.
+            kept: returns those of the steps with a checkpoint that stay in any case.
 
         Raises:
             BrokenCheckpointError: a staged file is missing, differs or is not listed; nothing has changed.
@@ -176,8 +183,11 @@ class Checkpoints:
             write_durably(staged / MANIFEST, manifest.to_json())
             staged.rename(self._path(step))
             sync(self.directory)
-        for old in self.steps()[: -self._keep]:
-            self._remove(old)
+        steps = self.steps()
+        stay = kept(steps)
+        for old in steps[: -self._keep]:
+            if old not in stay:
+                self._remove(old)
         return Checkpoint(path=self._path(step), step=step, roles=tuple(roles), state=state)
 
     def latest(self) -> Checkpoint | None:
@@ -222,6 +232,33 @@ class Checkpoints:
 
     def _staged(self, step: int) -> Path:
         return self.directory / f".step-{step}.staged"
+
+
+def reasons_to_keep(
+    settings: CheckpointSettings, steps: Sequence[int], evaluations: Path
+) -> dict[int, tuple[str, ...]]:
+    """Returns why each checkpoint stays; those without a reason are missing.
+
+    Args:
+        steps: with a checkpoint, in order.
+        evaluations: the run's file of them.
+    """
+    values = best_values(settings.best, evaluations)
+    reasons: dict[int, list[str]] = {step: ["newest"] for step in steps[-settings.keep :]}
+    for step in steps:
+        if settings.keep_every is not None and step % settings.keep_every == 0:
+            reasons.setdefault(step, []).append(f"multiple of {settings.keep_every}")
+    evaluated = [step for step in steps if step in values]
+    if settings.best is not None and evaluated:
+        best = (max if settings.best.mode == "max" else min)(evaluated, key=values.__getitem__)  # the first of equals
+        reasons.setdefault(best, []).append("best")
+    return {step: tuple(found) for step, found in reasons.items()}
+
+
+def best_values(best: BestCheckpoint | None, evaluations: Path) -> dict[int, float]:
+    """Returns the values by which checkpoints are compared, by step, as far as they are numbers."""
+    found = {} if best is None else {line["step"]: line.get(best.metric) for line in read_lines(evaluations)}
+    return {step: value for step, value in found.items() if value is not None}
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import signal
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,7 +17,7 @@ from megarl.config.schema import RandomModel
 from megarl.errors import RunError
 from megarl.files import FileRecord, read_lines, sync, truncate_lines, write_durably, write_errors
 from megarl.run.attempts import AttemptLog, EndReason
-from megarl.run.checkpoints import Checkpoint, Checkpoints
+from megarl.run.checkpoints import Checkpoint, Checkpoints, reasons_to_keep
 from megarl.run.frozen_weights import FROZEN, digest_frozen_weights
 from megarl.run.paths import RunPaths, acquire_lock, ema_export
 from megarl.run.resume import (
@@ -43,6 +44,7 @@ class RunDirectory(RunPaths):
 
     def __init__(self, config: TrainingConfig) -> None:
         super().__init__(config.run.dir)
+        self._settings = config.checkpoint
         self.checkpoints = Checkpoints(self.checkpoint_dir, keep=config.checkpoint.keep)
         self.latest: Checkpoint | None = None
         """The checkpoint that the run resumes from; None when it starts from the beginning."""
@@ -80,7 +82,9 @@ class RunDirectory(RunPaths):
         for path in self.line_files:
             if path.exists():
                 sync(path)
-        self.checkpoints.commit(step, files, {**state, FROZEN: self._frozen} if self._frozen else state)
+        state = {**state, FROZEN: self._frozen} if self._frozen else state
+        kept = partial(reasons_to_keep, self._settings, evaluations=self.evaluations)
+        self.checkpoints.commit(step, files, state, kept)
 
     def close(self) -> None:
         """Removes an unfinished checkpoint and releases the lock."""

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from megarl.config import EvalConfig, PPOConfig, RAFTConfig, RunConfig, TrainingConfig
 from megarl.data.sources import LeftOutRows
+from megarl.errors import RunError
 from megarl.files import read_lines, write_durably
 from megarl.run.attempts import read_attempts
 from megarl.run.directory import RunDirectory
@@ -210,10 +211,16 @@ class Reporter:
         self._last_step = metrics
 
     def evaluated(self, result: EvaluationResult | None) -> None:
-        """Writes an evaluation, if there was one."""
-        if result is not None:
-            self._evaluations.write(result, f"evaluation after step {result.step}")
-            self._evaluation = result.metrics
+        """Writes an evaluation, if there was one; raises RunError if it lacks the metric of checkpoint.best."""
+        if result is None:
+            return
+        self._evaluations.write(result, f"evaluation after step {result.step}")
+        self._evaluation = result.metrics
+        best = self._config.checkpoint.best
+        if best is not None and best.metric not in result.metrics:
+            names = ", ".join(sorted(result.metrics))
+            rule = f"checkpoint.best.metric = {best.metric}: a metric of the evaluations, which are {names}"
+            raise RunError(f"{rule}; choose one of them, and start the run again")
 
     def finished(self, export: Metrics) -> Summary:
         """Writes and returns the summary with the export's metrics, and prints it."""

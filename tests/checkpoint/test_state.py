@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megarl.files import FileRecord
 from megarl.types import Layout, RoleName
-from tests.checkpoint.training import Snapshot, canonical, make_roles, restore, save, snapshot, train
+from tests.checkpoint.training import Snapshot, canonical, make_roles, plan, restore, save, snapshot, train
 from tests.disk import SmallDisk
 from tests.leftovers import Trace, open_shared_memory
 from tests.megatron.families import FAMILIES
@@ -170,6 +172,46 @@ def test_every_element_is_written_once(pool: RankPool, tmp_path: Path, layout: L
     assert max(sizes) < sum(sizes) / 2
 
 
+def _written_later(
+    rank: int, model: Path, layout: Layout, dtype: torch.dtype, out: Path
+) -> tuple[list[FileRecord], list[FileRecord], list[Any], list[Any]]:
+    """A role is saved, trained while its copy is written, and compared with one that trains alone."""
+    role, alone = (make_roles(rank, {"actor": model}, {"actor": layout}, dtype)["actor"] for _ in range(2))
+    for each in (role, alone):
+        train(each, 0, 2)
+    at_once = save(role, out / "at once")
+    write = plan(role, out / "later")
+    metrics = train(role, 2, 1)
+    with ThreadPoolExecutor(1) as thread:
+        written = thread.submit(write)
+        metrics += train(role, 3, 2)
+        return at_once, written.result(), metrics, train(alone, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        (Layout(tp=2, pp=2), torch.float32),
+        (Layout(tp=2, dp=2, sequence_parallel=True), torch.bfloat16),
+        (Layout(), torch.float32),
+    ],
+)
+def test_what_is_written_during_later_steps_is_what_a_save_writes_at_once(
+    pool: RankPool, tmp_path: Path, layout: Layout, dtype: torch.dtype
+) -> None:
+    """Weights, average, moments and counters are those of the save's step, and the steps are those of a role alone."""
+    model = save_model(tmp_path / "model", "gpt2", n_layer=4)  # some tensors are transposed, some tied
+    ranks = pool.run(_written_later, model, layout, dtype, tmp_path, world_size=layout.world_size)
+    for at_once, later, metrics, alone in ranks:
+        assert metrics == alone
+        assert [record.path for record in later] == [record.path for record in at_once]
+        for one, other in zip(at_once, later, strict=True):
+            assert one == other or one.path == ".metadata"
+    found = [FileSystemReader(tmp_path / name).read_metadata() for name in ("at once", "later")]
+    assert found[0].state_dict_metadata == found[1].state_dict_metadata
+    assert found[0].storage_data == found[1].storage_data
+
+
 @pytest.mark.parametrize("elsewhere", [Layout(tp=2), Layout(dp=2)])
 def test_a_role_that_has_not_stepped_is_saved_too(pool: RankPool, tmp_path: Path, elsewhere: Layout) -> None:
     model = save_model(tmp_path / "model")
@@ -220,11 +262,12 @@ def test_the_state_of_another_model_is_refused(pool: RankPool, tmp_path: Path) -
         assert re.search(r"Global shape mismatch .*mlp", message)
 
 
-def _full(rank: int, model: Path, layout: Layout, out: Path) -> str:
+def _full(rank: int, model: Path, layout: Layout, out: Path, later: bool = False) -> str:
     role = make_roles(rank, {"actor": model}, {"actor": layout}, torch.float32)["actor"]
     train(role, 0, 1)
+    write = plan(role, out) if later else partial(save, role, out)
     with pytest.raises(RuntimeError, match="actor cannot be saved: ") as caught:
-        save(role, out)
+        write()
     return str(caught.value)
 
 
@@ -237,11 +280,12 @@ def test_a_full_disk_is_named(pool: RankPool, tmp_path: Path, left_kib: int, fil
     assert re.search(rf"No space left on device \(.*0 B free\): '.*/actor/{file}'", said), said
 
 
-def test_a_write_error_of_one_rank_is_raised_on_all(pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("later", [False, True])
+def test_a_write_error_of_one_rank_is_raised_on_all(pool: RankPool, tmp_path: Path, later: bool) -> None:
     model = save_model(tmp_path / "model")
     with SmallDisk(tmp_path / "disk", 400) as disk:
         disk.fill(40)
-        said = pool.run(_full, model, Layout(tp=2), disk.path / "actor", world_size=2)
+        said = pool.run(_full, model, Layout(tp=2), disk.path / "actor", later, world_size=2)
     assert said[0] == said[1]
     assert re.search(r"rank (\d): .*No space left on device \(.* KiB needed, 0 B free\): '.*/__\1_0.distcp'", said[0])
 

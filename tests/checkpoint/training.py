@@ -152,6 +152,15 @@ def save(role: Any, directory: Path) -> Any:
     return save_role(role, directory)
 
 
+def plan(role: Any, directory: Path) -> Any:
+    """What writes a copy of the role as it is now; needs a group of its own."""
+    import torch.distributed as dist
+
+    from megarl.megatron.state import plan_role
+
+    return plan_role(role, directory, dist.new_group(backend="gloo"))
+
+
 def restore(role: Any, directory: Path) -> None:
     from megarl.megatron.state import restore_role
 

@@ -257,6 +257,18 @@ ALGORITHMS: Cases = {
             "have older weights otherwise",
         ),
     ],
+    training_rules.kept_checkpoints_are_made: [
+        (["checkpoint={every: 4, keep_every: 6}"], "checkpoint.keep_every", "a multiple of checkpoint.every = 4"),
+        (["checkpoint={every: null, keep_every: 6}"], "checkpoint.keep_every", "checkpoint.every = null"),
+    ],
+    training_rules.best_checkpoints_are_evaluated: [
+        (["checkpoint.best.metric=eval/score"], "checkpoint.best", "a metric of evaluation, which is missing"),
+        (
+            [EVALUATION, "evaluation.every=2", "checkpoint={every: null, best: {metric: eval/length}}"],
+            "checkpoint.best",
+            "checkpoint.every = null is a multiple of evaluation.every = 2",
+        ),
+    ],
     scoring_rules.scores_have_a_source: [
         (without("train", ["reward"]), "reward", "reward.functions has a function"),
         (["reward={weight: 0.0, functions: [{name: length, weight: 0}]}"], "reward", "nothing could be learnt"),

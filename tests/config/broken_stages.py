@@ -27,6 +27,18 @@ SFT: Cases = {
     data_rules.evaluations_have_rows: [
         (["data.evaluation=null", "data.evaluate_every=1"], "data.evaluate_every", "data.evaluation alone")
     ],
+    training_rules.best_checkpoints_are_evaluated: [
+        (
+            ["checkpoint.best.metric=eval/loss", "data.evaluation=null"],
+            "checkpoint.best",
+            "data.evaluation, which is missing",
+        ),
+        (
+            ["checkpoint={every: 4, best: {metric: eval/loss}}", "data.evaluate_every=3"],
+            "checkpoint.best",
+            "checkpoint.every = 4 is a multiple of data.evaluate_every = 3",
+        ),
+    ],
     training_rules.actor_rate_falls: [
         (["actor.optimizer.final_lr=1e-3"], "actor.optimizer.final_lr", "a linear schedule comes down")
     ],

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from megarl.cli import app
 from megarl.run.attempts import read_attempts
 from tests.e2e.conftest import DebugRun
 from tests.e2e.runs import PARTS, lines, train
@@ -54,6 +57,16 @@ def test_a_resumed_run_exports_the_model_of_the_uninterrupted_run(debug_run: Deb
 def test_a_resumed_run_keeps_the_checkpoints(debug_run: DebugRun, resumed: Path) -> None:
     for directory in (debug_run.directory, resumed):
         assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["step-2", "step-3"]
+
+
+def test_a_checkpoint_is_written_during_later_steps_and_intact(debug_run: DebugRun) -> None:
+    """That of the second step; the driver has asked for it."""
+    events = json.loads((debug_run.directory / "trace.json").read_text())
+    assert {"actor.save", "actor.saved", "critic.save", "critic.saved"} <= {event["name"] for event in events}
+    listed = CliRunner().invoke(app, ["checkpoints", str(debug_run.directory), "--verify"], env={"COLUMNS": "200"})
+    assert listed.exit_code == 0, listed.output
+    rows = [line.split() for line in listed.output.splitlines()[1:]]
+    assert [(row[0], row[-2], row[-1]) for row in rows] == [("2", "newest", "intact"), ("3", "newest", "intact")]
 
 
 def test_a_resumed_run_is_a_new_attempt(resumed: Path) -> None:

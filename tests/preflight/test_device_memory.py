@@ -122,6 +122,25 @@ def test_sleeping_engines_and_offloaded_roles_free_their_memory(tmp_path: Path) 
     assert (sync.weights, sync.cache) == (2 * PARAMETERS, 0)
 
 
+def test_a_checkpoint_that_is_written_during_the_steps_takes_memory(tmp_path: Path) -> None:
+    """Of the host, which on a CPU is the device; the last checkpoint is not."""
+    path, saves = (
+        written(tmp_path, cluster={"device": "cpu", "devices_per_node": 4}),
+        ["run.steps=9", "checkpoint.every=4"],
+    )
+    copy = 14 * PARAMETERS
+    assert {phase.snapshot for phase in phases(path, *saves).values()} == {copy}
+    for without in ([*saves, "checkpoint.async_save=false"], ["run.steps=9"], ["run.steps=4", "checkpoint.every=4"]):
+        assert {phase.snapshot for phase in phases(path, *without).values()} == {0}
+    on_gpu = phases(path, *saves, "cluster.device=cuda")["update"]
+    assert (on_gpu.snapshot, on_gpu.offloaded) == (0, copy)
+    room = f"cluster.device_memory_gib={(phases(path, *saves)['update'].exact - copy // 2) / GIB}"
+    refused = plan(path, *saves, room)
+    assert refused.exit_code == 2
+    assert "memory of device 0" in refused.output
+    assert plan(path, *saves, room, "checkpoint.async_save=false").exit_code == 0
+
+
 def test_recomputation_reduces_memory(tmp_path: Path) -> None:
     path, field = written(tmp_path), "groups.train.roles.actor"
     none, full = (phases(path, f"{field}.recompute={how}")["update"].activations for how in ("none", "full"))

@@ -9,9 +9,11 @@ from megarl.config.schema import (
     PTX,
     Actor,
     Algo,
+    CheckpointSettings,
     Critic,
     Groups,
     Optimizer,
+    PairData,
     PeriodicEvaluation,
     Policy,
     Profiling,
@@ -19,6 +21,7 @@ from megarl.config.schema import (
     RAFTSettings,
     RewardTraining,
     Rollout,
+    TextData,
     TrainingRun,
 )
 from megarl.config.schema.base import parse_devices
@@ -38,6 +41,39 @@ def critic_rate_falls(critic: Critic | None) -> Iterator[Problem]:
 def reward_rate_falls(reward: RewardTraining) -> Iterator[Problem]:
     """The reward model's schedule uses its final learning rate."""
     yield from _rate_falls("reward.optimizer", reward.optimizer)
+
+
+def kept_checkpoints_are_made(checkpoint: CheckpointSettings) -> Iterator[Problem]:
+    """Checkpoints that are kept besides the newest ones are made."""
+    every = checkpoint.every
+    if checkpoint.keep_every is not None and (every is None or checkpoint.keep_every % every):
+        rule, fix = f"a multiple of checkpoint.every = {shown(every)}", "choose a multiple, or remove it"
+        yield Problem("checkpoint.keep_every", str(checkpoint.keep_every), rule, fix)
+
+
+def best_checkpoints_are_evaluated(
+    checkpoint: CheckpointSettings, data: TextData | PairData | PromptData, evaluation: PeriodicEvaluation | None
+) -> Iterator[Problem]:
+    """Every checkpoint has an evaluation if the best one is kept."""
+    if checkpoint.best is None:
+        return
+    if isinstance(data, PromptData):
+        section, there = "evaluation", evaluation is not None
+        field, every = "evaluation.every", None if evaluation is None else evaluation.every
+    else:
+        section, there, field, every = (
+            "data.evaluation",
+            data.evaluation is not None,
+            "data.evaluate_every",
+            data.evaluate_every,
+        )
+    value = checkpoint.best.metric
+    if not there:
+        yield Problem("checkpoint.best", value, f"a metric of {section}, which is missing", "give it, or remove this")
+    elif checkpoint.every is None or every is None or checkpoint.every % every:
+        rule = f"checkpoint.every = {shown(checkpoint.every)} is a multiple of {field} = {shown(every)}"
+        fix = "set both so that each checkpoint is evaluated, or remove checkpoint.best"
+        yield Problem("checkpoint.best", value, rule, fix)
 
 
 def _rate_falls(field: str, optimizer: Optimizer) -> Iterator[Problem]:

@@ -47,6 +47,7 @@ from megarl.config.schema.stage_configs import (
 from megarl.config.schema.training_sections import (
     PTX,
     Actor,
+    BestCheckpoint,
     CheckpointSettings,
     Critic,
     Normalisation,
@@ -67,6 +68,7 @@ __all__ = [
     "STAGES",
     "Actor",
     "Algo",
+    "BestCheckpoint",
     "CheckpointSettings",
     "Choice",
     "Cluster",

@@ -110,13 +110,29 @@ class Policy(Actor):
     """Keep a moving average of the actor's weights, and export it; null does not."""
 
 
+class BestCheckpoint(Section):
+    """Which checkpoint is the best."""
+
+    metric: str
+    """Metric of the evaluations, such as eval/loss; a checkpoint has it if its step has an evaluation."""
+    mode: Literal["max", "min"] = "max"
+    """Whether higher or lower values are better."""
+
+
 class CheckpointSettings(Section):
     """Checkpoints, from which a run resumes."""
 
     every: Count | None = None
     """Steps between checkpoints; the last step always has one. null: the last step alone."""
+    async_save: bool = True
+    """Write checkpoints while the training goes on: each rank copies its part to host memory, and writes the copy. The
+    last one is written at once."""
     keep: Count = 2
-    """Number of checkpoints to keep; older ones are removed."""
+    """Number of checkpoints to keep, the newest ones; others are removed."""
+    keep_every: Count | None = None
+    """Keep also those of the multiples of so many steps; null keeps none of them."""
+    best: BestCheckpoint | None = None
+    """Keep also the best one by an evaluation; null does not."""
 
 
 class Tracking(Section):

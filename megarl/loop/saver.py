@@ -1,0 +1,140 @@
+"""Saves the checkpoints of a run: all but the last one are written while the training goes on."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from megarl.cluster.calls import Call, CallMonitor
+from megarl.cluster.trainers import RemoteRole
+from megarl.config import TrainingConfig
+from megarl.files import FileRecord
+from megarl.megatron.worker import MegatronWorker
+from megarl.run.checkpoints import ROLLOUTS, writing
+from megarl.run.directory import RunDirectory
+from megarl.types import RoleName
+
+_INTERVAL_S: Final = 1.0
+"""Least time between two questions to the ranks whether they have written."""
+
+
+class Saved(Protocol):
+    """What is saved; see `loop.train.Trainer`."""
+
+    @property
+    def roles(self) -> Mapping[RoleName, RemoteRole]: ...
+
+    def to_training(self) -> None: ...
+
+    def state(self, directory: Path) -> dict[str, Any]: ...
+
+
+@dataclass(eq=False, kw_only=True)
+class _Writing:
+    """A checkpoint that is being written.
+
+    Args:
+        state: of the driver.
+        asked: calls in progress that ask the ranks of each role whether they have written.
+        commit: in progress, since all have written.
+    """
+
+    step: int
+    state: Mapping[str, Any]
+    asked: Sequence[Call[list[FileRecord] | None]] = ()
+    commit: Future[None] | None = None
+
+
+class Saver:
+    """Saves checkpoints; at most one is being written while the training goes on.
+
+    The ranks copy their parts to host memory and write the copies in a thread. While the driver waits for calls of the
+    training, it asks them whether they have written; when all have, a thread of the driver verifies and commits.
+    """
+
+    def __init__(self, config: TrainingConfig, directory: RunDirectory, trainer: Saved, monitor: CallMonitor) -> None:
+        self._config, self._directory, self._trainer, self._monitor = config, directory, trainer, monitor
+        self._roles = [trainer.roles[name] for name in config.saved]
+        self._writing: _Writing | None = None
+        self._next_question = 0.0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        monitor.listeners.append(self._ask)
+
+    def save(self, step: int) -> None:
+        """Saves the state after a step; returns when the training may go on. Waits for the checkpoint before it.
+
+        Raises:
+            RunError: it cannot be written, or that before it could not be.
+        """
+        self.wait()
+        self._trainer.to_training()
+        staged = self._directory.checkpoints.stage(step)
+        background = self._config.checkpoint.async_save and step < self._config.steps
+        calls = {
+            role.name: role.call(MegatronWorker.save, str(staged / role.name), in_background=background)
+            for role in self._roles
+        }
+        with writing(step):
+            state = copy.deepcopy(self._trainer.state(staged / ROLLOUTS))
+        files = {name: call.wait() for name, call in calls.items()}
+        saved = _Writing(step=step, state=state)
+        if background:
+            self._writing = saved
+        else:
+            self._directory.commit(step, _complete(files), state)
+
+    def check(self) -> None:
+        """Raises the error of a checkpoint whose commit has failed."""
+        if self._writing is not None and self._writing.commit is not None and self._writing.commit.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits until the last checkpoint is committed.
+
+        Raises:
+            RunError: it could not be written.
+        """
+        saved = self._writing
+        if saved is None:
+            return
+        if saved.commit is None:
+            calls = {role.name: role.call(MegatronWorker.saved, wait=True) for role in self._roles}
+            files = {name: call.wait() for name, call in calls.items()}
+            self._commit(saved, files)
+        assert saved.commit is not None
+        self._writing = None
+        saved.commit.result()
+
+    def close(self) -> None:
+        """Lets a commit in progress finish."""
+        self._thread.shutdown()
+
+    def _ask(self) -> None:
+        """Asks the ranks, from time to time, whether they have written."""
+        saved, now = self._writing, time.monotonic()
+        if saved is None or saved.asked or saved.commit is not None or now < self._next_question:
+            return
+        self._next_question = now + _INTERVAL_S
+        saved.asked = calls = [role.call(MegatronWorker.saved, wait=False) for role in self._roles]
+
+        def answered() -> None:
+            if all(call.finished for call in calls):
+                saved.asked = ()
+                self._commit(saved, {role.name: call.wait() for role, call in zip(self._roles, calls, strict=True)})
+
+        for call in calls:
+            call.then = answered
+
+    def _commit(self, saved: _Writing, files: Mapping[str, Sequence[list[FileRecord] | None]]) -> None:
+        """Begins to commit a checkpoint, if all ranks have written, and it has not begun."""
+        if saved.commit is None and all(records is not None for ranks in files.values() for records in ranks):
+            saved.commit = self._thread.submit(self._directory.commit, saved.step, _complete(files), saved.state)
+
+
+def _complete(files: Mapping[str, Sequence[list[FileRecord] | None]]) -> dict[str, list[list[FileRecord]]]:
+    return {role: [records for records in ranks if records is not None] for role, ranks in files.items()}
