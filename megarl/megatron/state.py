@@ -121,7 +121,8 @@ class _PlannedWriter(FileSystemWriter):
     """
 
     def __init__(self, directory: str | Path, *, copies: bool) -> None:
-        super().__init__(directory, thread_count=1, sync_files=True)
+        # Copying ahead waits for the device's work, which is that of the training.
+        super().__init__(directory, thread_count=1, sync_files=True, per_thread_copy_ahead=0)
         self._copies = copies
         self._part: tuple[Any, Any] | None = None
         self._metadata: Any = None
