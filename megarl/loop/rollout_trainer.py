@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -28,6 +29,7 @@ from megarl.loop.pass_meter import PassMeter
 from megarl.loop.rollout_buffer import RolloutBuffer
 from megarl.loop.sampler import Sampled, Sampler, sample_metrics
 from megarl.loop.scoring import Scorer, ScoresByReward, Values, shuffled_order
+from megarl.loop.skipped_steps import SkippedBatches, write_rollouts
 from megarl.megatron.worker import MegatronWorker
 from megarl.preflight.datasets import PromptSets
 from megarl.run.paths import ema_export
@@ -68,7 +70,7 @@ class RolloutTrainer(Generic[C]):
         self._rules = launch_scorers(config, session, model_dir)
         self._scorer = Scorer(config, self.roles, self._rules, self._engines, truncate_at)
         self._buffer: RolloutBuffer
-        self._meter = PassMeter(config)
+        self._meter, self._skipped = PassMeter(config), SkippedBatches(config)
         self._evaluator: Evaluator | None = None
         self.evaluate_every: int | None = None
         if config.evaluation is not None:
@@ -133,6 +135,8 @@ class RolloutTrainer(Generic[C]):
             columns: values of tokens.
         """
         rollouts = sampled.rollouts
+        if self._config.rollout.replay is None:
+            self._skipped.add(step, updates, partial(write_rollouts, sampled))
         tokens = sum(sample.tokens for sample in rollouts.samples)
         if (model := sampled.scoring.model) is not None:
             self._meter.add("reward", "reward", sampled.scoring.samples, model.longest())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megarl.data.batches import on_all_tokens, text_batch
 from megarl.data.schedule import step_schedule
 from megarl.data.stream import Stream, StreamState
 from megarl.loop.pass_meter import PassMeter
+from megarl.loop.skipped_steps import SkippedBatches, write_rows
 from megarl.megatron.worker import MegatronWorker
 from megarl.megatron.worker_requests import ForwardRequest, UpdateRequest
 from megarl.preflight.datasets import PairSets, TextSets
@@ -52,7 +54,7 @@ class SupervisedTrainer:
         self._config, self._model_dir, self._phase = config, model_dir, phase
         self._trainers = launch_trainers(config, session)
         self.roles = self._trainers.roles
-        self._role, self._meter = self.roles[role], PassMeter(config)
+        self._role, self._meter, self._skipped = self.roles[role], PassMeter(config), SkippedBatches(config)
         self._layout, self._budget = config.layout(role), config.role(role).tokens_per_micro_batch
         self._rows, self._held_out = Stream(data.train, config.run.seed), data.held_out
         self._rows_per_step, self._sequences_per_row, self._all_tokens = rows_per_step, sequences_per_row, all_tokens
@@ -75,6 +77,7 @@ class SupervisedTrainer:
             request = UpdateRequest(schedules=(schedule,), chunks=chunks)
             call = self._role.dispatch(MegatronWorker.update, request)
             updates = rank0_result(call)
+        self._skipped.add(step, updates, partial(write_rows, step, samples))
         self._meter.add_update(self._role.name, (schedule,), call.longest())
         seconds = timers.take()
         tokens_per_second = sum(sample.tokens for sample in samples) / seconds["time/step"]

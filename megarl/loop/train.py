@@ -16,6 +16,7 @@ from megarl.loop.ppo import PPOTrainer
 from megarl.loop.raft import RAFTTrainer
 from megarl.loop.reward_model import RewardModelTrainer
 from megarl.loop.saver import Saver
+from megarl.loop.skipped_steps import SkippedSteps
 from megarl.loop.step_profiler import StepProfiler
 from megarl.loop.supervised import SFTTrainer
 from megarl.megatron.worker import MegatronWorker
@@ -103,13 +104,14 @@ def train(config: TrainingConfig) -> Summary:
         taken = directory.step
         if taken == 0:
             reporter.evaluated(trainer.evaluate(0))
-        unscored = UnscoredSteps(config)
+        limits = UnscoredSteps(config), SkippedSteps(config, directory)
         for step in range(taken + 1, config.steps + 1):
             reporter.trace.begin(step)
             with profiler.step(step):
                 result = trainer.step(step)
             reporter.write(result)
-            unscored.add(result)
+            for limit in limits:
+                limit.add(result)
             saver.check()
             if _due(step, trainer.evaluate_every, config.steps):
                 reporter.evaluated(trainer.evaluate(step))

@@ -50,9 +50,6 @@ class AuxBatch(Generic[Chunk]):
 
 _HEAD = "output_layer.weight"
 
-MAX_SKIPPED = 3
-"""Consecutive optimizer steps without a finite gradient that end the run."""
-
 
 class ModelEngine:
     """A model for inference, or with ``start_training`` for training. Every method is collective over the role's ranks.
@@ -100,7 +97,6 @@ class ModelEngine:
         """Optimizer steps including skipped ones: the position in the learning rate's schedule."""
         self.adam_steps = 0
         """Optimizer steps without skipped ones."""
-        self.skipped_in_a_row = 0
         self._offloaded: HostCopy | None = None
 
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -220,7 +216,7 @@ class ModelEngine:
         make_loss: MakeLoss,
         aux: AuxBatch[Any] | None = None,
     ) -> list[dict[str, float]]:
-        """Takes one optimizer step per schedule.
+        """Takes one optimizer step per schedule; one without a finite loss and gradient changes nothing.
 
         Args:
             chunks: tokens and the columns that the loss reads.
@@ -228,10 +224,7 @@ class ModelEngine:
 
         Returns:
             Per step ``loss``, the losses' metrics, ``grad_norm`` (before clipping), ``lr`` and ``skipped`` (1 where the
-            gradient was not finite), all global. Ranks before the last stage lack the loss and its metrics.
-
-        Raises:
-            FloatingPointError: too many steps in a row were skipped; on all ranks.
+            step changed nothing), all global. Ranks before the last stage lack the loss and its metrics.
         """
         optimizer = self.optimizer
         assert optimizer is not None, f"{self.name} is not in training"
@@ -264,12 +257,6 @@ class ModelEngine:
         self.adam_steps += stepped
         if stepped and self.ema is not None:
             self.ema.update()
-        self.skipped_in_a_row = 0 if stepped else self.skipped_in_a_row + 1
-        if self.skipped_in_a_row == MAX_SKIPPED:
-            raise FloatingPointError(
-                f"{self.name}: the gradient was not finite in {MAX_SKIPPED} optimizer steps in a row; "
-                f"lower {self.name}.optimizer.lr, or look for what is not finite in the scores"
-            )
         return {"grad_norm": grad_norm, "lr": lr, "skipped": float(not stepped)}
 
     def _reduced(self, results: Sequence[tuple[torch.Tensor, LossMetrics]]) -> dict[str, float]:

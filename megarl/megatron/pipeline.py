@@ -193,7 +193,9 @@ def _finish(
     if loss_factor is None:
         return result
     loss, metrics = result
-    return as_megatron_loss(loss, (loss.detach(), metrics), loss_factor)
+    # The gradient of a loss that is not finite may be; with NaN, the norm tells all ranks to skip the step.
+    kept = loss * torch.where(loss.isfinite(), torch.ones_like(loss), float("nan"))
+    return as_megatron_loss(kept, (loss.detach(), metrics), loss_factor)
 
 
 def _forward(module: Module, batch: MicroBatch) -> Tensor:

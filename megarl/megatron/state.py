@@ -41,7 +41,7 @@ from megarl.types import RankCoords
 from megarl.weights.shard_map import Box, Shard, row_major_boxes
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_COUNTERS = ("steps_taken", "adam_steps", "skipped_in_a_row")
+_COUNTERS = ("steps_taken", "adam_steps")
 """Attributes of an engine, equal on all of its ranks."""
 
 

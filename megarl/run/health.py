@@ -191,7 +191,8 @@ def shortened(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _skipped(line: Line) -> list[str]:
+def skipped_roles(line: Line) -> list[str]:
+    """Returns the roles, as in the names of metrics, that skipped optimizer steps."""
     return [name.removesuffix(_SKIPPED) for name, value in line.items() if name.endswith(_SKIPPED) and value]
 
 
@@ -223,9 +224,9 @@ CHECKS: Final[Sequence[Check]] = (
     ),
     Check(
         metric="skipped",
-        unhealthy=lambda lines: bool(_skipped(lines[-1])),
-        describe=lambda line: f"updates were skipped ({', '.join(_skipped(line))})",
-        advice="their gradients were not finite; several in a row end the run. Lower the learning rate",
+        unhealthy=lambda lines: bool(skipped_roles(lines[-1])),
+        describe=lambda line: f"updates were skipped ({', '.join(skipped_roles(line))})",
+        advice="their losses or gradients were not finite; several in a row end the run. Lower the learning rate",
         harmful=True,
     ),
     _above(

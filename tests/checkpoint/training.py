@@ -57,7 +57,7 @@ def snapshot(role: Any) -> Snapshot:
         weights={name: parameter.detach().clone() for name, parameter in role.model.parameters().items()},
         moments=moments,
         adam_steps=adam_steps,
-        counters=(role.steps_taken, role.skipped_in_a_row),
+        counters=(role.steps_taken, role.adam_steps),
         shard_map=role.shard_map,
     )
 

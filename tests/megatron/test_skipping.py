@@ -1,9 +1,10 @@
-"""A gradient that is not finite skips the step on every rank, and too many in a row end the run."""
+"""A loss or a gradient that is not finite, on any rank, skips the optimizer step on every rank and changes nothing."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -11,46 +12,82 @@ import torch
 from megarl.config.schema import Optimizer
 from megarl.megatron.loss_metrics import LossMetrics
 from megarl.types import Layout
+from tests.checkpoint.training import snapshot
 from tests.megatron.samples import random_chunks
 from tests.megatron.tiny import load_role, save_model
 from tests.pool import RankPool
 
-LAYOUT = Layout(tp=2, pp=2)
+Fault = Literal["gradient", "NaN", "infinite"]
+"""A NaN in a gradient of rank 0, a loss of NaN, or an infinite loss with a finite gradient, of the first replica."""
+
+LAYOUTS = {
+    "TP2 x PP2": (Layout(tp=2, pp=2), torch.float32),
+    "TP2 x DP2 with SP": (Layout(tp=2, dp=2, sequence_parallel=True), torch.bfloat16),
+    "PP2 x DP2": (Layout(pp=2, dp=2), torch.float32),
+}
+FAULTS: list[Fault | None] = [None, "gradient", "NaN", None, "infinite", None]
+RATES = [6e-3, 5e-3, 4e-3, 3e-3, 2e-3, 1e-3]
+"""A linear schedule, which goes on in skipped steps."""
+_SUMMANDS: dict[Fault | None, float] = {"NaN": float("nan"), "infinite": float("inf")}
 
 
-def _updates(rank: int, directory: Path, broken: list[bool]) -> dict[str, Any]:
-    """One optimizer step per entry; the loss of a broken one is NaN."""
+def _updates(rank: int, directory: Path, layout: Layout, dtype: torch.dtype) -> list[tuple[bool, bool, float, float]]:
+    """Takes an optimizer step per fault; returns what it reports, and whether anything in the role has changed."""
     from megarl.data.schedule import update_schedules
     from megarl.megatron.heads import response_logprobs
     from megarl.megatron.parallel import GroupCache
 
     rollouts, infos = random_chunks()
-    role = load_role(directory, "actor", LAYOUT, rank, GroupCache(), trainable=True, head=None)
-    role.start_training(Optimizer(lr=1e-3), total_steps=len(broken))
-    schedule = update_schedules(infos, LAYOUT, 40, mini_batches=1, epochs=1, seed=0, step=0)
-    steps, moved = [], []
-    for is_broken in broken:
+    role = load_role(directory, "actor", layout, rank, GroupCache(), trainable=True, head=None, dtype=dtype)
+    role.start_training(Optimizer(lr=6e-3, schedule="linear"), total_steps=6, decay=0.9)
+    schedule = update_schedules(infos, layout, 40, mini_batches=1, epochs=1, seed=0, step=0)
+    results = []
+    for fault in FAULTS:
 
-        def loss(batch: Any, hidden: torch.Tensor, factor: float = float("nan") if is_broken else 1.0) -> Any:
+        def loss(batch: Any, hidden: torch.Tensor, fault: Fault | None = fault) -> Any:
             logprobs, _ = response_logprobs(role.model, batch, hidden, vocab_size=100, temperature=1.0)
-            return -factor * logprobs.sum() / 100, LossMetrics()
+            added = _SUMMANDS.get(fault, 0.0) if role.coords.dp == 0 else 0.0
+            return -logprobs.sum() / 100 + added, LossMetrics()
 
-        before = {name: parameter.detach().clone() for name, parameter in role.model.parameters().items()}
-        steps += role.update([s.ranks[0] for s in schedule], rollouts, lambda _schedule, chosen=loss: chosen)
-        after = role.model.parameters()
-        moved.append(any(not torch.equal(before[name], after[name]) for name in before))
-    return {"skipped": [step["skipped"] for step in steps], "moved": moved}
+        before = snapshot(role)
+        with ExitStack() as hooks:
+            if fault == "gradient" and rank == 0:
+                parameter = next(iter(role.model.parameters().values()))
+                hook = parameter.register_hook(lambda gradient: torch.full_like(gradient, float("nan")))
+                hooks.callback(hook.remove)
+            own = [s.ranks[role.coords.dp] for s in schedule]
+            (step,) = role.update(own, rollouts, lambda _schedule, chosen=loss: chosen)
+        results.append((bool(step["skipped"]), _moved(before, snapshot(role)), step["lr"], step["grad_norm"]))
+    assert (role.steps_taken, role.adam_steps) == (6, 3)
+    return results
+
+
+def _moved(before: Any, after: Any) -> bool:
+    """Whether weights, moments, the average or Adam's steps differ; all or none of them do."""
+    changes = {before.adam_steps != after.adam_steps}
+    for kind in ("weights", "moments"):
+        old, new = getattr(before, kind), getattr(after, kind)
+        if old:
+            changes.add(any(not _same(old[name], new[name]) for name in old))
+    assert len(changes) == 1, "a part of the state has changed"
+    return changes.pop()
+
+
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, tuple):
+        return first[0] == second[0] and torch.equal(first[1], second[1])
+    return torch.equal(first, second)
 
 
 @pytest.mark.dist
-def test_a_non_finite_step_is_skipped_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
-    broken = [False, True, True, False, True, True, False]
-    for result in pool.run(_updates, save_model(tmp_path / "model"), broken, world_size=4):
-        assert result["skipped"] == [float(b) for b in broken]
-        assert result["moved"] == [not b for b in broken]
-
-
-@pytest.mark.dist
-def test_consecutive_non_finite_steps_end_the_run(pool: RankPool, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"the gradient was not finite in 3 optimizer steps in a row; lower actor"):
-        pool.run(_updates, save_model(tmp_path / "model"), [False, True, True, True], world_size=4)
+@pytest.mark.parametrize(("layout", "dtype"), LAYOUTS.values(), ids=LAYOUTS)
+def test_a_non_finite_step_changes_nothing_on_any_rank(
+    pool: RankPool, tmp_path: Path, layout: Layout, dtype: torch.dtype
+) -> None:
+    ranks = pool.run(_updates, save_model(tmp_path / "model"), layout, dtype, world_size=4)
+    for reported in ranks:
+        skipped, moved, rates, norms = zip(*reported, strict=True)
+        assert skipped == tuple(fault is not None for fault in FAULTS)
+        assert moved == tuple(fault is None for fault in FAULTS)
+        assert rates == pytest.approx(RATES)
+        assert [torch.tensor(norm).isfinite().item() for norm in norms] == [fault is None for fault in FAULTS]

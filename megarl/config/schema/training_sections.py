@@ -37,6 +37,9 @@ class TrainingRun(Run):
     epochs: Positive | None = None
     """Passes over the usable rows of data.prompts or data.train, or over the random prompts, instead of steps: the run
     has epochs * rows / rows of a step steps, rounded down."""
+    max_skipped_steps: Count | None = 3
+    """Optimizer steps of a role in a row that are skipped, because the loss or the gradient is not finite, and end the
+    run with an error; null: none do."""
 
     @property
     def length_field(self) -> str:

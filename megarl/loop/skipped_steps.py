@@ -1,0 +1,93 @@
+"""Optimizer steps that were skipped on all ranks, because the loss or the gradient was not finite."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.config import PPOConfig, RAFTConfig, TrainingConfig
+from megarl.errors import RunError
+from megarl.files import read_lines
+from megarl.loop.sampler import Sampled
+from megarl.rollout.replay import write_sample
+from megarl.run.health import skipped_roles
+from megarl.run.paths import RunPaths
+from megarl.run.results import StepResult
+from megarl.run.sinks import Metrics
+from megarl.types import SampleInfo
+
+
+class SkippedSteps:
+    """Counts each role's last optimizer steps that were skipped, up to `run.max_skipped_steps` or all of a run."""
+
+    def __init__(self, config: TrainingConfig, paths: RunPaths) -> None:
+        limit = config.run.max_skipped_steps
+        self._limit = None if limit is None else min(limit, config.steps * config.updates_per_step)
+        self._batches = f"the rows of these steps are in {paths.skipped}"
+        if isinstance(config, PPOConfig | RAFTConfig):
+            self._batches = f"rollout.replay={config.rollout.replay or paths.skipped} repeats these steps"
+        self._in_a_row = Counter[str]()
+        for update in read_lines(paths.updates, last=self._limit or 1):
+            self._count(update)
+
+    def add(self, result: StepResult) -> None:
+        """Takes the result of a step; raises RunError at the limit."""
+        for update in result.updates:
+            for role in self._count(update):
+                if self._in_a_row[role] == self._limit:
+                    raise RunError(self._message(role))
+
+    def _count(self, update: Mapping[str, Any]) -> list[str]:
+        """Counts an optimizer step; returns the roles that skipped it."""
+        skipped = skipped_roles(update)
+        for role in {name.partition("/")[0] for name in update}.difference(skipped):
+            del self._in_a_row[role]
+        self._in_a_row.update(skipped)
+        return skipped
+
+    def _message(self, role: str) -> str:
+        steps = f"{self._in_a_row[role]} optimizer steps in a row (run.max_skipped_steps)"
+        return (
+            f"{role}: the loss or the gradient was not finite in {steps}; the weights are those before. Lower the "
+            f"learning rate, or look for the cause: {self._batches}"
+        )
+
+
+class SkippedBatches:
+    """Writes the batches of the last steps in a row with skipped optimizer steps into the run's directory."""
+
+    def __init__(self, config: TrainingConfig) -> None:
+        self._directory = RunPaths(config.run.dir).skipped
+        self._last: int | None = None
+
+    def add(self, step: int, updates: Sequence[Metrics], write: Callable[[Path], None]) -> None:
+        """Calls `write` with the directory if a step has skipped optimizer steps; a full disk ends nothing."""
+        if not any(skipped_roles(update) for update in updates):
+            return
+        try:
+            if self._last != step - 1:
+                shutil.rmtree(self._directory, ignore_errors=True)
+                self._directory.mkdir()
+            self._last = step
+            write(self._directory)
+        except OSError as error:
+            print(f"the batch of step {step} is not in {self._directory}: {error}", file=sys.stderr, flush=True)
+
+
+def write_rollouts(sampled: Sampled, directory: Path) -> None:
+    """Writes the rollouts of a step for `rollout.replay`."""
+    for rollouts in filter(None, (sampled.rollouts, sampled.greedy_rollouts)):
+        chunks = rollouts.chunks.only(range(len(rollouts.chunks)))
+        for sample in rollouts.samples:
+            write_sample(directory, chunks[sample.chunk], sample.row)
+
+
+def write_rows(step: int, samples: Sequence[SampleInfo], directory: Path) -> None:
+    """Writes the numbers of a step's rows in their order."""
+    rows = list(dict.fromkeys(sample.prompt_id for sample in samples))
+    (directory / f"step-{step}.json").write_text(json.dumps({"step": step, "rows": rows}) + "\n", encoding="utf-8")
