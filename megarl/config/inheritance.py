@@ -20,8 +20,8 @@ from megarl.config.short_stages import RECIPES, SHORT_STAGES, short_stage
 INHERIT_KEY = "defaults"
 
 _MAPPING = "the file must hold keys and values"
-FREE = frozenset({"args", "chat_template_kwargs", "columns", "config"})
-"""Keys of mappings with the user's own keys: ``name`` is no choice there."""
+FREE = frozenset({"args", "chat_template_kwargs", "columns", "config", "limits"})
+"""Keys of mappings that are no sections: ``name`` is no choice there."""
 _KEY_PATH = re.compile(r"[\w-]+(\.[\w-]+)*")
 
 

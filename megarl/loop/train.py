@@ -115,12 +115,16 @@ def train(config: TrainingConfig) -> Summary:
             saver.check()
             if _due(step, trainer.evaluate_every, config.steps):
                 reporter.evaluated(trainer.evaluate(step))
-            saves = _due(step, config.checkpoint.every, config.steps)
+            alarm = reporter.alarm(step)
+            saves = alarm is not None or _due(step, config.checkpoint.every, config.steps)
             for result in trainer.evaluations(wait=saves):
                 reporter.evaluated(result)
             if saves:
                 reporter.phase("checkpoint")
                 saver.save(step)
+            if alarm is not None:
+                saver.wait()
+                raise RunError(f"health.stop: {alarm.text}; step {step} is saved, and the same command goes on")
         export = trainer.finish(directory.export)
         trainer.close()
         return reporter.finished(export)

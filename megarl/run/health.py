@@ -6,9 +6,8 @@ after one far beyond the limit, and ends after as many steps that are healthy.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, Final
@@ -18,6 +17,9 @@ from megarl.run.display import counted, short
 Line = Mapping[str, Any]
 Lines = Sequence[Line]
 """The last lines of metrics.jsonl, at most WINDOW."""
+
+Limits = Mapping[Any, float | None]
+"""Limits of healthy values by metric, in place of the usual ones; None is none."""
 
 WINDOW: Final = 50
 _SAMPLED, _UNSCORED, _SKIPPED = "rollout/samples", "rewards/unscored", "/skipped"
@@ -36,6 +38,7 @@ class Check:
         steps: unhealthy steps in a row that begin a finding, and healthy ones that end it.
         at_once: whether the last line begins a finding by itself.
         limit: of healthy values, as short as in the header of a table.
+        limited: returns the check with another limit.
         harmful: the policy may be destroyed, not only badly taught.
         describe: says what is wrong with a line, instead of value and rule.
     """
@@ -47,6 +50,7 @@ class Check:
     steps: int = 1
     at_once: Callable[[Lines], bool | None] = lambda _: False
     limit: str = ""
+    limited: Callable[[float], Check] | None = None
     harmful: bool = False
     describe: Callable[[Line], str] | None = None
 
@@ -55,25 +59,6 @@ class Check:
         if self.describe is not None:
             return self.describe(line)
         return f"{self.metric} is {short(line.get(self.metric))}, {self.rule}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class HealthFinding:
-    """A time in which a run was unhealthy.
-
-    Args:
-        first, last: its steps; `last` is None while it lasts.
-        problem: as in its first step.
-    """
-
-    check: Check
-    first: int
-    last: int | None = None
-    problem: str
-
-    @property
-    def text(self) -> str:
-        return f"{self.problem}: {self.check.advice}"
 
 
 def _values(lines: Lines, metric: str) -> list[float]:
@@ -99,8 +84,12 @@ def _above(
     harmful: bool = False,
     unless: Callable[[Line], bool] = lambda _: False,
 ) -> Check:
-    """Returns a check for values above a limit; `unless` says of a line that the limit is not meant for it."""
-    over, far_over = _beyond(metric, limit), _beyond(metric, at_once)
+    """Returns a check for values above a limit; `unless` says of a line that the limit is not meant for it.
+
+    Args:
+        at_once: how many times the limit begins a finding in one step.
+    """
+    over, far_over = _beyond(metric, limit), _beyond(metric, at_once * limit)
     return Check(
         metric=metric,
         unhealthy=lambda lines: None if unless(lines[-1]) else over(lines),
@@ -109,14 +98,25 @@ def _above(
         steps=steps,
         at_once=far_over,
         limit=f"< {limit:g}",
+        limited=lambda other: _above(
+            metric, other, advice, steps=steps, at_once=at_once, harmful=harmful, unless=unless
+        ),
         harmful=harmful,
     )
 
 
 def _below(metric: str, limit: float, advice: str, *, steps: int = 3, harmful: bool = False) -> Check:
     under = _beyond(metric, limit, above=False)
-    rule, healthy = f"below {limit:g}", f"> {limit:g}"
-    return Check(metric=metric, unhealthy=under, rule=rule, advice=advice, steps=steps, limit=healthy, harmful=harmful)
+    return Check(
+        metric=metric,
+        unhealthy=under,
+        rule=f"below {limit:g}",
+        advice=advice,
+        steps=steps,
+        limit=f"> {limit:g}",
+        limited=lambda other: _below(metric, other, advice, steps=steps, harmful=harmful),
+        harmful=harmful,
+    )
 
 
 _EARLIER, _JUMP = 20, 10.0
@@ -233,7 +233,7 @@ CHECKS: Final[Sequence[Check]] = (
         "policy/approxkl",
         0.05,
         f"the updates of a step move the policy too far; {_LEARNING_RATE} or algo.ppo_epochs",
-        at_once=0.25,
+        at_once=5.0,
         harmful=True,
         unless=_against_engines,
     ),
@@ -324,64 +324,27 @@ def unsaved_run(steps: int) -> Check:
     )
 
 
-LIMITS: Final[Mapping[str, str]] = {check.metric: check.limit for check in CHECKS if check.limit}
-"""The limits of healthy values by metric."""
+def limited_checks(limits: Limits) -> list[Check]:
+    """Returns all checks, with other limits of some metrics, and one for each of the other metrics with a limit."""
+    known = {check.metric for check in CHECKS if check.limited is not None}
+    checks: list[Check] = []
+    for check in CHECKS:
+        if check.limited is None or check.metric not in limits:
+            checks.append(check)
+        elif (limit := limits[check.metric]) is not None:
+            checks.append(check.limited(limit))
+    own = {metric: limit for metric, limit in limits.items() if limit is not None and metric not in known}
+    return [*checks, *(_above(metric, limit, "see health.limits", harmful=True) for metric, limit in own.items())]
 
 
-@dataclass(kw_only=True)
-class _Watch:
-    """A check in the course of a run: the steps in a row that were unhealthy, or healthy, and the current finding."""
-
-    check: Check
-    bad: int = 0
-    good: int = 0
-    finding: HealthFinding | None = None
+def health_limits(fields: Mapping[str, Any]) -> Limits:
+    """Returns the limits in the fields of a run's configuration, whose checks may be older."""
+    section: Any = fields.get("health")
+    given: Any = section.get("limits") if isinstance(section, Mapping) else None
+    limits: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    return {name: limit for name, limit in limits.items() if limit is None or isinstance(limit, int | float)}
 
 
-@dataclass(kw_only=True)
-class HealthMonitor:
-    """Applies checks to a run's lines, in order; `findings` are those that began, the last ones may last."""
-
-    checks: Sequence[Check] = CHECKS
-    findings: list[HealthFinding] = field(default_factory=list)
-    _lines: deque[Line] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    _watches: Sequence[_Watch] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._watches = [_Watch(check=check) for check in self.checks]
-
-    def add(self, line: Line) -> list[str]:
-        """Takes the line of the next step; returns a sentence for each finding that begins or ends with it."""
-        self._lines.append(line)
-        lines = tuple(self._lines)
-        found = (self._apply(watch, lines) for watch in self._watches)
-        return [f"step {line['step']}: {text}" for text in found if text is not None]
-
-    def _apply(self, watch: _Watch, lines: Lines) -> str | None:
-        check, line = watch.check, lines[-1]
-        unhealthy = check.unhealthy(lines)
-        if unhealthy is None:
-            return None
-        watch.bad, watch.good = (watch.bad + 1, 0) if unhealthy else (0, watch.good + 1)
-        if watch.finding is None and (watch.bad >= check.steps or check.at_once(lines)):
-            watch.finding = HealthFinding(check=check, first=line["step"], problem=check.problem(line))
-            self.findings.append(watch.finding)
-            return watch.finding.text
-        if watch.finding is not None and watch.good >= max(check.steps, _QUIET):
-            last = line["step"] - watch.good
-            self.findings[self.findings.index(watch.finding)] = replace(watch.finding, last=last)
-            watch.finding = None
-            return f"healthy again: {check.metric}, since step {last + 1}"
-        return None
-
-
-_QUIET = 5
-"""Healthy steps that end a finding at least, so that one which comes and goes is said once."""
-
-
-def watch(lines: Lines, *more: Check) -> HealthMonitor:
-    """Returns the monitor of all checks, and of more, after some lines."""
-    monitor = HealthMonitor(checks=(*CHECKS, *more))
-    for line in lines:
-        monitor.add(line)
-    return monitor
+def shown_limits(limits: Limits) -> dict[str, str]:
+    """Returns the limits of healthy values by metric."""
+    return {check.metric: check.limit for check in limited_checks(limits) if check.limit}

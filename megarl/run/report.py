@@ -19,7 +19,8 @@ from megarl.files import read_lines, write_durably
 from megarl.run.attempts import read_attempts
 from megarl.run.directory import RunDirectory
 from megarl.run.display import COLUMNS, Column, counted, metrics_table, open_display, phase_line
-from megarl.run.health import LIMITS, HealthFinding, HealthMonitor, unsaved_run, watch
+from megarl.run.health import shown_limits, unsaved_run
+from megarl.run.health_monitor import HealthFinding, HealthMonitor, watch
 from megarl.run.paths import RunPaths
 from megarl.run.results import EvaluationResult, ShownSample, StepResult
 from megarl.run.sinks import JsonlSink, Metrics, Sink, TensorBoardSink, WandbSink, as_json
@@ -151,7 +152,7 @@ class Reporter:
         self._last_step: Metrics = {}
         self._evaluation: Metrics = {}
         more = [unsaved_run(config.steps)] if saves and config.checkpoint.every is None else []
-        self._health: HealthMonitor = watch(read_lines(directory.metrics), *more)
+        self._health: HealthMonitor = watch(read_lines(directory.metrics), *more, limits=config.health.limits)
 
     def __enter__(self) -> Self:
         config, directory = self._config, self._directory
@@ -210,6 +211,10 @@ class Reporter:
             print(message, flush=True)
         self._last_step = metrics
 
+    def alarm(self, step: int) -> HealthFinding | None:
+        """Returns a finding of `health.stop` that began with a step."""
+        return self._health.begun(step, self._config.health.stop)
+
     def evaluated(self, result: EvaluationResult | None) -> None:
         """Writes an evaluation, if there was one; raises RunError if it lacks the metric of checkpoint.best."""
         if result is None:
@@ -260,8 +265,9 @@ def run_columns(config: TrainingConfig) -> dict[str, Column]:
             "rollout/logprob_gap": config.algo.correction.old_logprobs == "recompute",
         }
         absent = {metric for metric, present in has.items() if not present}
+    limits = shown_limits(config.health.limits)
     return {
-        metric: replace(column, unit=LIMITS.get(metric, column.unit))
+        metric: replace(column, unit=limits.get(metric, column.unit))
         for metric, column in COLUMNS[config.stage].items()
         if metric not in absent
     }

@@ -9,7 +9,8 @@ from statistics import NormalDist, fmean, stdev
 from typing import Any, Final
 
 from megarl.run.display import short
-from megarl.run.health import HealthFinding, Line
+from megarl.run.health import Line
+from megarl.run.health_monitor import HealthFinding
 
 _INTERVAL: Final = "_ci95"
 _SCORE = "eval/score"

@@ -366,6 +366,10 @@ ALGORITHMS: Cases = {
             "processes that are not profiled",
         ),
     ],
+    training_rules.health_checks_have_metrics: [
+        (["health.limits={raft/entropy: 0.1}"], "health.limits", "a metric of stage ppo"),
+        (["health.stop=[skipped, objective/kl, sft/grad_norm]"], "health.stop", "a metric of stage ppo"),
+    ],
     training_rules.averages_are_kept: [([EVALUATION, "evaluation.ema=true"], "evaluation.ema", "needs actor.ema")],
     training_rules.texts_are_mixed_in: [
         ([PTX, "ptx.coef=0"], "ptx.coef", "above 0"),

@@ -42,6 +42,9 @@ SFT: Cases = {
     training_rules.actor_rate_falls: [
         (["actor.optimizer.final_lr=1e-3"], "actor.optimizer.final_lr", "a linear schedule comes down")
     ],
+    training_rules.health_checks_have_metrics: [
+        (["health.limits={truncated_fraction: 0.1}"], "health.limits", "a metric of stage sft")
+    ],
 }
 
 REWARD = "groups.train.roles.reward"
@@ -91,6 +94,9 @@ RAFT: Cases = {
         (["raft={strategy: top, mini_batches: 5}"], "raft.mini_batches", "at most 4, the samples that are selected"),
     ],
     rollout_rules.samples_differ: [(["rollout.top_k=1"], "data.samples_per_prompt", "would all be the same")],
+    training_rules.health_checks_have_metrics: [
+        (["health.stop=[raft/entropy, truncated_fraction, policy/entropy]"], "health.stop", "a metric of stage raft")
+    ],
     data_rules.discarded_ends_have_no_score: [
         (
             ["raft.discard_unfinished=true", "scores.missing_end=replace"],

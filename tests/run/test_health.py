@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from megarl.run.health import CHECKS, HealthMonitor, unsaved_run, watch
+from megarl.config.schema.training_sections import CheckedMetric, LimitedMetric
+from megarl.run.health import CHECKS, limited_checks, shown_limits, unsaved_run
+from megarl.run.health_monitor import HealthMonitor, watch
 from megarl.run.verdict import judge
 
 HISTORIES = Path(__file__).parent / "histories"
@@ -146,6 +149,36 @@ def test_a_finding_is_reported_at_its_start_and_its_end() -> None:
 def test_a_step_far_beyond_the_limit_is_reported_immediately() -> None:
     assert begun(changed(40, policy__approxkl=lambda step, value: 0.2)) == []
     assert begun(changed(40, policy__approxkl=lambda step, value: 0.3)) == [("policy/approxkl", 40)]
+
+
+def test_limits_may_be_others_or_none() -> None:
+    """0.12 in all steps from the 30th on; a single step of five times the limit begins a finding, too."""
+    lines = changed(30, policy__approxkl=lambda step, value: 0.12)
+
+    def found(limit: float | None) -> list[int]:
+        return [finding.first for finding in watch(lines, limits={"policy/approxkl": limit}).findings]
+
+    assert [found(limit) for limit in (0.02, 0.1, 0.15, None)] == [[30], [32], [], []]
+    assert shown_limits({"policy/approxkl": 0.1})["policy/approxkl"] == "< 0.1"
+    assert "policy/approxkl" not in shown_limits({"policy/approxkl": None})
+    assert [check.metric for check in limited_checks({})] == [check.metric for check in CHECKS]
+
+
+def test_metrics_without_a_limit_may_get_one() -> None:
+    lines = [{**line, "objective/kl": 31.0 if line["step"] >= 12 else 1.0} for line in healthy()]
+    assert begun(lines) == []
+    monitor = watch(lines, limits={"objective/kl": 30.0})
+    assert [(finding.check.metric, finding.first) for finding in monitor.findings] == [("objective/kl", 14)]
+    assert (monitor.begun(13, ["objective/kl"]), monitor.begun(14, ["skipped"])) == (None, None)
+    assert monitor.begun(14, ["objective/kl"]) is monitor.findings[0]
+
+
+def test_the_configuration_names_every_check() -> None:
+    limited = set(get_args(LimitedMetric))
+    assert {check.metric for check in CHECKS} <= limited | {*chain(*map(get_args, get_args(CheckedMetric)))}
+    assert {check.metric for check in CHECKS if check.limited is not None} <= limited
+    changed_limits = limited_checks(dict.fromkeys(limited, 1.0))
+    assert {check.metric for check in changed_limits if check.limited is not None} == limited
 
 
 def test_limits_that_do_not_hold_for_an_algorithm_are_not_applied() -> None:

@@ -12,6 +12,7 @@ from megarl.config.schema import (
     CheckpointSettings,
     Critic,
     Groups,
+    Health,
     Optimizer,
     PairData,
     PeriodicEvaluation,
@@ -138,6 +139,20 @@ def profiles_have_an_effect(
     if rollout is not None and rollout.tp > 1 and engines:
         rule = f"rollout.tp = {rollout.tp}: an engine of several ranks computes in processes that are not profiled"
         yield Problem("profile.engines", shown(engines), rule, "remove it")
+
+
+_OTHERS = ("sft", "raft", "reward_model")
+_OF_RAFT = ("objective/score", "rewards/unscored", "response_length/mean", "truncated_fraction")
+
+
+def health_checks_have_metrics(stage: str, health: Health) -> Iterator[Problem]:
+    """The checked metrics are those of the stage."""
+    for field, names in (("limits", health.limits), ("stop", health.stop)):
+        for name in names:
+            kind = name.partition("/")[0]
+            shared = kind not in _OTHERS if stage == "ppo" else stage == "raft" and name in _OF_RAFT
+            if kind not in (stage, "skipped", "not finite") and not shared:
+                yield Problem(f"health.{field}", name, f"a metric of stage {stage}", "remove it")
 
 
 def value_heads_have_a_source(critic: Critic | None) -> Iterator[Problem]:

@@ -17,6 +17,7 @@ from megarl.config.schema.training_sections import (
     Actor,
     CheckpointSettings,
     Critic,
+    Health,
     Normalisation,
     Optimizer,
     Policy,
@@ -82,6 +83,8 @@ class TrainingConfig(RunConfig):
     """Checkpoints, from which the run resumes."""
     profile: Profiling | None = None
     """Steps with torch's profiler; null profiles none."""
+    health: Health = Health()
+    """The checks of the run's own metrics."""
 
     @property
     def steps(self) -> int:

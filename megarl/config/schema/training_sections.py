@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -66,6 +67,45 @@ class Profiling(Section):
         """Returns the profiled engines."""
         default = (0,) if rollout is not None and rollout.tp == 1 else ()
         return default if self.engines is None else self.engines
+
+
+LimitedMetric = Literal[
+    "policy/approxkl",
+    "policy/clipfrac",
+    "policy/entropy",
+    "raft/entropy",
+    "objective/kl",
+    "objective/kl_per_token",
+    "rollout/logprob_gap",
+    "response_length/mean",
+    "truncated_fraction",
+    "group/zero_std_fraction",
+    "value/explained_variance",
+]
+CheckedMetric = (
+    LimitedMetric
+    | Literal[
+        "objective/score",
+        "rewards/unscored",
+        "policy/grad_norm",
+        "value/grad_norm",
+        "sft/grad_norm",
+        "reward_model/grad_norm",
+        "raft/grad_norm",
+        "skipped",
+        "not finite",
+    ]
+)
+
+
+class Health(Section):
+    """The checks of the run's own metrics (docs/metrics.md)."""
+
+    limits: Mapping[LimitedMetric, float | None] = {}
+    """Other limits of healthy values by metric; null is none. objective/kl, rollout/logprob_gap and
+    response_length/mean have a limit only if it is given here: three steps above it begin a finding."""
+    stop: Annotated[tuple[CheckedMetric, ...], Field(strict=False)] = ()
+    """Metrics whose findings end the run with an error, after a checkpoint, when they begin."""
 
 
 class Optimizer(Section):

@@ -8,7 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megarl.run.health import Lines, shortened, watch
+from megarl.run.health import Limits, Lines, shortened
+from megarl.run.health_monitor import watch
 from megarl.run.sinks import WRITTEN
 
 _STEP_SECONDS = "time/step"
@@ -118,12 +119,12 @@ def measure_waits(lines: Lines) -> Waits | None:
     return Waits(steps=len(ahead), trainers=(sampling + draining) / total, engines=max(0.0, idle - syncing) / total)
 
 
-def find_warnings(lines: Lines, logs: Path) -> Iterator[str]:
+def find_warnings(lines: Lines, logs: Path, limits: Limits) -> Iterator[str]:
     """Yields a sentence per finding of the lines' health, and one for the logs that are not empty, as in healthy runs.
 
     A finding that begins with one of the first lines may be older.
     """
-    for finding in watch(lines).findings:
+    for finding in watch(lines, limits=limits).findings:
         old = finding.check.steps > 1 and finding.first < lines[0]["step"] + finding.check.steps
         since = f"since step {finding.first}{' or before' if old and lines[0]['step'] > 1 else ''}"
         during = (

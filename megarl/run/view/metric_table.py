@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.files import LineFollower
-from megarl.run.health import HealthMonitor
-from megarl.run.paths import RunPaths
+from megarl.run.health import health_limits
+from megarl.run.health_monitor import HealthMonitor, watch
+from megarl.run.paths import RunPaths, read_config
 from megarl.run.sinks import WRITTEN
 
 
@@ -29,12 +30,13 @@ class MetricTable:
 
     def __init__(self, run: RunPaths) -> None:
         self.generation = 0
+        self._config = run.config
         self._steps, self._evaluations = LineFollower(run.metrics), LineFollower(run.evaluations)
         self._clear()
 
     def _clear(self) -> None:
         self.series: dict[str, MetricSeries] = {}
-        self.health = HealthMonitor()
+        self.health: HealthMonitor = watch([], limits=health_limits(read_config(self._config)))
 
     def update(self) -> None:
         """Reads what has been written since the last call."""

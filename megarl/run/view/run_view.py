@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from megarl.files import read_lines
 from megarl.run.display import COLUMNS
-from megarl.run.health import LIMITS
-from megarl.run.paths import RunPaths
+from megarl.run.health import health_limits, shown_limits
+from megarl.run.paths import RunPaths, read_config
 from megarl.run.status.format import duration
 from megarl.run.status.reading import read_status
 from megarl.run.view.metric_table import MetricTable
@@ -60,7 +60,7 @@ class RunView:
             "names": sorted(self._metrics.series),
             "last_step": max((series.steps[-1] for series in self._metrics.series.values()), default=0),
             "columns": {name: asdict(column) for name, column in COLUMNS.get(status.stage or "", {}).items()},
-            "limits": LIMITS,
+            "limits": shown_limits(health_limits(read_config(self._run.config))),
             "findings": [
                 {"first": found.first, "last": found.last, "text": found.text, "harmful": found.check.harmful}
                 for found in self._metrics.health.findings
