@@ -1,4 +1,4 @@
-"""The command line `megarl`: init, train, profile, eval, launch, status, checkpoints, view, compare and more."""
+"""The command line `megarl`: init, train, profile, eval, launch, status, checkpoints, stacks, view, compare, and so on."""
 
 from __future__ import annotations
 
@@ -127,6 +127,15 @@ def checkpoints(
         _stop(error, code=2)
     if not intact:
         raise typer.Exit(1)
+
+
+@app.command()
+def stacks(run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that is running.")]) -> None:
+    """Write what each process of a run is doing, its stacks, into the run's directory; the run goes on."""
+    with _exit_codes(run):
+        from megarl.run.live_stacks import show_stacks
+
+        show_stacks(run)
 
 
 @launchers.command()

@@ -230,6 +230,8 @@ class CallMonitor:
         self._error: WorkerError | None = None
         self.listeners: list[Callable[[], None]] = []
         """Called again and again while the driver waits for something."""
+        self.explainer: Callable[[Sequence[str]], Sequence[str]] = lambda late: ()
+        """Called with the names of the processes that exceed a time limit; says what they do."""
         self.observer: Callable[[str, str, Sequence[Span]], None] | None = None
         """Called with a process, its group or role, and what it has done; processes return that with each result."""
 
@@ -316,6 +318,7 @@ class CallMonitor:
                 f"No answer within {limit:g} s from {first}.",
                 f"Raise cluster.time_limits.{late.phase} if it may take longer.",
                 *(f"Also in progress: {other}." for other in rest),
+                *self.explainer([process.name for process in late.unanswered]),
                 *(line for process in late.unanswered for line in ("", *_log_tail(process))),
             ]
         )

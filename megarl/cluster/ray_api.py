@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -34,9 +34,9 @@ def shutdown() -> None:
     _ray.shutdown()
 
 
-def remote(cls: type[Any]) -> Any:
-    """Returns the actor class of a class."""
-    return _ray.remote(cls)
+def remote(what: Callable[..., Any]) -> Any:
+    """Returns the actor class of a class, or the task of a function."""
+    return _ray.remote(what)
 
 
 def kill(actor: Any) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 from ray import ObjectRef
@@ -29,6 +30,7 @@ from megarl.cluster.spans import Span, SpanLog
 from megarl.collector import importing
 from megarl.errors import RunError
 from megarl.remote import Phase
+from megarl.stacks import answer_signal
 
 T = TypeVar("T")
 
@@ -292,7 +294,7 @@ def _returned(result: Any, seconds: float, chunks: Sequence[int] | None, spans: 
 
 
 def _print_to(log_file: str) -> None:
-    """Sends the output of this process and its children to a file, and the stack of a crash."""
+    """Sends the output of this process and its children to a file, and the stack of a crash; answers with stacks."""
     sys.stdout.flush()
     sys.stderr.flush()
     descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -300,3 +302,4 @@ def _print_to(log_file: str) -> None:
     os.dup2(descriptor, 2)
     os.close(descriptor)
     faulthandler.enable(file=2)
+    answer_signal(Path(log_file))

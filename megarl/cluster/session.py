@@ -23,12 +23,14 @@ from megarl.cluster.driver_environment import (
     random_token,
     temporary_directory,
 )
+from megarl.cluster.hang_report import report_hang
 from megarl.cluster.kernel_profile import CallProfile
 from megarl.cluster.placement import Placement
 from megarl.cluster.ray_node import DEVICE, ENVIRONMENT
 from megarl.cluster.ray_worker import RayProcess, RayWorker, SteppingRayWorker
 from megarl.config.schema import Cluster
 from megarl.errors import RunError
+from megarl.stacks import answering
 
 W = TypeVar("W")
 P = ParamSpec("P")
@@ -62,6 +64,7 @@ class Session:
         self._ending = ExitStack()
         self._processes: list[Process[Any]] = []  # Ray ends a process without a handle
         self.monitor = CallMonitor(cluster.time_limits)
+        self.monitor.explainer = partial(report_hang, logs=log_dir, joined=address is not None)
 
     def __enter__(self) -> Self:
         """Starts or joins Ray, and reserves the devices.
@@ -72,6 +75,7 @@ class Session:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as ending:
             ending.enter_context(interrupts_raise())
+            ending.enter_context(answering(self._log_dir / "driver.log"))
             with no_interrupt_is_lost():
                 if self._address is None:
                     self._start(ending)

@@ -15,6 +15,7 @@ from typing import Any
 from megarl.config.schema import RewardFunction
 from megarl.rewards.adapters import BoundFunction, Failure, Reply, failed
 from megarl.rewards.functions import Completion
+from megarl.stacks import answer_as_child
 
 _PR_SET_PDEATHSIG = 1
 
@@ -32,6 +33,7 @@ def serve(descriptor: int, parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return
+    answer_as_child("functions")
     os.set_inheritable(descriptor, False)  # programs that a function starts must not keep it open
     with Connection(descriptor) as connection:
         specs: Sequence[RewardFunction] = connection.recv()

@@ -6,6 +6,7 @@ engine that is registered here. Only small plain data passes `collective_rpc`; t
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import traceback
 from collections.abc import Generator, Mapping, Sequence
@@ -26,6 +27,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from megarl.resharding import Connection, Receiver, SyncError, SyncSpec, connect
 from megarl.rollout.vllm_layers import Layer, running_layer
+from megarl.stacks import answer_as_child
 from megarl.weights.shard_map import Box, ShardMap, TensorInfo
 
 
@@ -193,6 +195,8 @@ class ShardTransfer(WeightTransferEngine[ConnectInfo, SyncInfo]):
         super().__init__(config, vllm_config, device, model)
         self.outcome = CallOutcome()
         self._tp_rank = get_tensor_model_parallel_rank()
+        if multiprocessing.parent_process() is not None:
+            answer_as_child(f"rank-{self._tp_rank}")
         self._live: EngineWeights
         self._connection: Connection | None = None
         self._receiver: Receiver | None = None

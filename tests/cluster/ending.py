@@ -150,6 +150,7 @@ def go_through(case: str, logs: Path) -> dict[str, Any]:
             "processes": trace.processes(),
             "shared_memory": sorted(trace.shared_memory()),
             "temporary": os.listdir(directory),
+            "stacks": {file.stem: file.read_text() for file in logs.glob("stacks/*/*.txt")},
         }
 
 

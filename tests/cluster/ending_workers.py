@@ -16,6 +16,8 @@ import numpy as np
 from megarl.types import Ragged
 
 CASE, DRIVER = "MEGARL_TEST_CASE", "MEGARL_TEST_DRIVER"
+COLLECTIVE = "hang:sync"
+"""The case in which the ranks have a world."""
 SIGNALS = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM}
 WITH_CHILDREN = ("exception:start", "SIGTERM:update")
 """Cases whose ranks have a child, for which the end of the session waits some seconds."""
@@ -36,14 +38,26 @@ def act(phase: str, *, culprit: bool) -> None:
         raise ArithmeticError("the loss is a teapot")
     elif culprit and ending == "SIGKILL":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif not culprit and os.environ[CASE] == COLLECTIVE:
+        import torch.distributed as dist
+
+        dist.barrier()
     time.sleep(_BUSY_S)
+
+
+def join_world(rank: int) -> None:
+    """Joins the world of two ranks in which the others wait for the cause."""
+    import torch.distributed as dist
+
+    file = f"file://{tempfile.gettempdir()}/world"
+    dist.init_process_group("gloo", init_method=file, rank=rank, world_size=2)
 
 
 class Trainer:
     """A rank of the actor, with its own shared memory and temporary file; rank 1 is the cause."""
 
     def __init__(self, config: object, group: str, rank: int) -> None:
-        self.culprit = rank == 1
+        self.culprit, self.rank = rank == 1, rank
         if os.environ[CASE] in WITH_CHILDREN:
             subprocess.Popen(["sleep", "600"])
         self.memory = shared_memory.SharedMemory(create=True, size=1024)
@@ -64,7 +78,8 @@ class Trainer:
         return [{"policy/loss": 0.0}]
 
     def connect(self, request: object) -> None:
-        pass
+        if os.environ[CASE] == COLLECTIVE:
+            join_world(self.rank)
 
     def send_weights(self, version: int, link: int) -> None:
         act("sync", culprit=self.culprit)

@@ -35,6 +35,10 @@ class FakeWorker:
         return self.rank
 
     @remote(phase="start")
+    def pid(self) -> int:
+        return os.getpid()
+
+    @remote(phase="start")
     def noted(self) -> list[str]:
         return self.calls
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -97,3 +98,19 @@ def test_a_hanging_rank_is_named_with_its_time_limit(results: Results, phase: st
     assert second == f"Raise cluster.time_limits.{phase} if it may take longer."
     process, _, call = CALLS[phase].partition(" {}")
     assert first.endswith(f"{process}{call}.")
+
+
+def test_the_rank_that_has_not_come_is_named_with_its_stack(results: Results) -> None:
+    told = results[f"hang:{HANGING[1]}"]["error"]
+    assert "Not in the collective in which train rank 0 waits: train rank 1." in told
+    place = '/tests/cluster/ending_workers.py", line [0-9]+ in '
+    after = told.partition("train rank 1, the innermost frames first:\n")[2]
+    assert re.match(f'  File ".*{place}act\n  File ".*{place}send_weights\n', after)
+
+
+@pytest.mark.parametrize("phase", HANGING)
+def test_all_processes_of_a_hanging_run_leave_their_stacks(results: Results, phase: str) -> None:
+    stacks = results[f"hang:{phase}"]["stacks"]
+    assert stacks.keys() >= {"driver", CALLS[phase].partition(" {}")[0].replace(" ", "-")}
+    assert "in _wait_for_any" in stacks["driver"]
+    assert all("most recent call first" in text for text in stacks.values()), stacks
