@@ -276,7 +276,7 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
 def _exit_codes(path: Path) -> Iterator[None]:
     """Ends the command with an error's message; exit code 2 for a mistake in the file, 1 for a failed run."""
     from megarl.config import ConfigError
-    from megarl.errors import RunError
+    from megarl.errors import PreemptedError, RunError
 
     try:
         yield
@@ -284,6 +284,8 @@ def _exit_codes(path: Path) -> Iterator[None]:
         _stop(ConfigError(error.problems, str(path), error.unchecked), code=2)
     except RunError as error:
         _stop(error, code=1)
+    except PreemptedError as error:
+        _stop(error, code=error.exit_code)
 
 
 def _stop(error: Exception, *, code: int) -> NoReturn:

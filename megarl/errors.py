@@ -1,8 +1,17 @@
 """Errors that end a command with their message alone."""
 
+import os
+from typing import Final
+
 
 class RunError(RuntimeError):
     """A run failed, for the reason in the message."""
+
+
+class PreemptedError(Exception):
+    """A run has saved and left before it would be stopped; started again, it goes on."""
+
+    exit_code: Final = os.EX_TEMPFAIL
 
 
 class UsageError(ValueError):

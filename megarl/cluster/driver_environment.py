@@ -17,7 +17,8 @@ from ray import _raylet
 
 from megarl.cluster.ray_node import new_directory
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_STOPS = (signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGINT, *_STOPS, signal.SIGALRM)
 
 
 @contextmanager
@@ -61,14 +62,16 @@ def random_token() -> Generator[None]:
 
 @contextmanager
 def interrupts_raise() -> Generator[None]:
-    """Makes SIGTERM raise SystemExit, as SIGINT raises KeyboardInterrupt, so that the main thread cleans up.
+    """Makes SIGTERM and SIGUSR1 raise SystemExit, as SIGINT raises KeyboardInterrupt: the main thread cleans up.
 
     Ray turns the exit status of a SIGTERM into 1 (ray 2.60, `raise_sys_exit_with_custom_error_message`), so every
     SystemExit of the block gets the status of SIGTERM.
     """
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     if _in_main_thread():
-        signal.signal(signal.SIGTERM, _terminate)
+        for number in _STOPS:
+            signal.signal(number, _terminate)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # a node agent blocks it for all that it starts
     try:
         yield
     except SystemExit:
@@ -100,14 +103,15 @@ def no_interrupt_is_lost() -> Generator[None]:
         os.close(writer)
         with open(reader, "rb") as pipe:
             received = pipe.read()
-    if signal.SIGTERM in received:
-        _terminate(signal.SIGTERM, None)
+    for number in _STOPS:
+        if number in received:
+            _terminate(number, None)
     if signal.SIGINT in received and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         raise KeyboardInterrupt
 
 
 def ignore_interrupts() -> None:
-    """Ignores SIGINT and SIGTERM, so that the cleanup can finish."""
+    """Ignores the signals that end a run, so that the cleanup can finish."""
     if _in_main_thread():
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)

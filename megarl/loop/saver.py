@@ -40,12 +40,14 @@ class _Writing:
 
     Args:
         state: of the driver.
+        began: clock of the monotonic time.
         asked: calls in progress that ask the ranks of each role whether they have written.
         commit: in progress, since all have written.
     """
 
     step: int
     state: Mapping[str, Any]
+    began: float
     asked: Sequence[Call[list[FileRecord] | None]] = ()
     commit: Future[None] | None = None
 
@@ -61,6 +63,8 @@ class Saver:
         self._config, self._directory, self._trainer, self._monitor = config, directory, trainer, monitor
         self._roles = [trainer.roles[name] for name in config.saved]
         self._writing: _Writing | None = None
+        self.longest_s = 0.0
+        """Seconds from the beginning of a save to the end of its commit, of the longest one."""
         self._next_question = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         monitor.listeners.append(self._ask)
@@ -72,6 +76,7 @@ class Saver:
             RunError: it cannot be written, or that before it could not be.
         """
         self.wait()
+        began = time.monotonic()
         self._trainer.to_training()
         staged = self._directory.checkpoints.stage(step)
         background = self._config.checkpoint.async_save and step < self._config.steps
@@ -82,11 +87,11 @@ class Saver:
         with writing(step):
             state = copy.deepcopy(self._trainer.state(staged / ROLLOUTS))
         files = {name: call.wait() for name, call in calls.items()}
-        saved = _Writing(step=step, state=state)
+        saved = _Writing(step=step, state=state, began=began)
         if background:
             self._writing = saved
         else:
-            self._directory.commit(step, _complete(files), state)
+            self._finish(saved, files)
 
     def check(self) -> None:
         """Raises the error of a checkpoint whose commit has failed."""
@@ -133,7 +138,11 @@ class Saver:
     def _commit(self, saved: _Writing, files: Mapping[str, Sequence[list[FileRecord] | None]]) -> None:
         """Begins to commit a checkpoint, if all ranks have written, and it has not begun."""
         if saved.commit is None and all(records is not None for ranks in files.values() for records in ranks):
-            saved.commit = self._thread.submit(self._directory.commit, saved.step, _complete(files), saved.state)
+            saved.commit = self._thread.submit(self._finish, saved, files)
+
+    def _finish(self, saved: _Writing, files: Mapping[str, Sequence[list[FileRecord] | None]]) -> None:
+        self._directory.commit(saved.step, _complete(files), saved.state)
+        self.longest_s = max(self.longest_s, time.monotonic() - saved.began)
 
 
 def _complete(files: Mapping[str, Sequence[list[FileRecord] | None]]) -> dict[str, list[list[FileRecord]]]:

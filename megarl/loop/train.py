@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from megarl.preflight.trial_calls import call_functions
 from megarl.run.checkpoints import ROLLOUTS, Checkpoint
 from megarl.run.directory import RunDirectory, attempt, model_directory
 from megarl.run.display import counted, phase_line
+from megarl.run.preemption import Preemption, end_of_time
 from megarl.run.report import Reporter, Summary, processes
 from megarl.run.results import EvaluationResult, StepResult
 from megarl.run.resume import finished_message, resumed_config
@@ -94,13 +96,17 @@ def train(config: TrainingConfig) -> Summary:
     Raises:
         ConfigError: The model, the data or run.dir cannot be used.
         RunError: The run failed.
+        PreemptedError: The run had to leave, and has saved.
     """
     config, data = _checked(config)
     directory = RunDirectory(config)
     if directory.finished:
         print(finished_message(config), flush=True)
         return Summary.read(directory.summary)
-    with _started(config, data, directory) as (trainer, reporter, profiler, saver):
+    with (
+        _started(config, data, directory) as (trainer, reporter, profiler, saver),
+        Preemption(config.run.grace_period, end_of_time(config.run, os.environ)) as preemption,
+    ):
         taken = directory.step
         if taken == 0:
             reporter.evaluated(trainer.evaluate(0))
@@ -115,16 +121,19 @@ def train(config: TrainingConfig) -> Summary:
             saver.check()
             if _due(step, trainer.evaluate_every, config.steps):
                 reporter.evaluated(trainer.evaluate(step))
-            alarm = reporter.alarm(step)
-            saves = alarm is not None or _due(step, config.checkpoint.every, config.steps)
+            alarm, leaves = reporter.alarm(step), preemption.leaves(saver.longest_s)
+            saves = leaves or alarm is not None or _due(step, config.checkpoint.every, config.steps)
             for result in trainer.evaluations(wait=saves):
                 reporter.evaluated(result)
             if saves:
                 reporter.phase("checkpoint")
                 saver.save(step)
-            if alarm is not None:
+            if leaves or alarm is not None:
                 saver.wait()
+            if alarm is not None:
                 raise RunError(f"health.stop: {alarm.text}; step {step} is saved, and the same command goes on")
+            if saves and step < config.steps:
+                preemption.saved(step)
         export = trainer.finish(directory.export)
         trainer.close()
         return reporter.finished(export)

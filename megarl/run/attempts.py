@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from megarl.files import read_lines, sync
 
-EndReason = Literal["finished", "profiled", "interrupted", "config error", "run error", "exception"]
+EndReason = Literal["finished", "profiled", "preempted", "interrupted", "config error", "run error", "exception"]
 
 _LONGEST_MESSAGE = 4000
 

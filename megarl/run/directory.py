@@ -14,7 +14,7 @@ from typing import IO, Any
 from megarl.cluster.driver_environment import ignore_interrupts, interrupts_raise
 from megarl.config import ConfigError, EvalConfig, RunConfig, TrainingConfig, save
 from megarl.config.schema import RandomModel
-from megarl.errors import RunError
+from megarl.errors import PreemptedError, RunError
 from megarl.files import FileRecord, read_lines, sync, truncate_lines, write_durably, write_errors
 from megarl.run.attempts import AttemptLog, EndReason
 from megarl.run.checkpoints import Checkpoint, Checkpoints, reasons_to_keep
@@ -169,6 +169,8 @@ def _end_reason(error: BaseException) -> tuple[EndReason, str]:
             return "interrupted", signal.SIGINT.name
         case SystemExit():
             return "interrupted", signal.SIGTERM.name
+        case PreemptedError():
+            return "preempted", str(error)
         case ConfigError():
             return "config error", str(error)
         case RunError():

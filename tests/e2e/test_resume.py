@@ -1,8 +1,7 @@
-"""A killed run resumes exactly; resuming a finished run reports that it is finished."""
+"""A terminated run resumes exactly; resuming a finished run reports that it is finished."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,13 @@ from typer.testing import CliRunner
 from megarl.cli import app
 from megarl.run.attempts import read_attempts
 from tests.e2e.conftest import DebugRun
-from tests.e2e.runs import PARTS, lines, train
+from tests.e2e.runs import DEBUG, PARTS, finish, lines, started, train
 
 pytestmark = pytest.mark.e2e
+TERMINATED = """\
+import os, signal; from megarl.loop.ppo import PPOTrainer; step = PPOTrainer.step; \
+PPOTrainer.step = lambda trainer, number: os.kill(os.getpid(), signal.SIGTERM) or step(trainer, number)"""
+"""The run gets a signal in its first step."""
 
 
 def numbers(file: Path) -> list[dict[str, Any]]:
@@ -25,19 +28,21 @@ def numbers(file: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def resumed(debug_run: DebugRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The debug run, resumed as if it had been killed in its third step, after the checkpoint of its second."""
+    """The debug run, terminated in its first step, and resumed as if it had been killed in its third one, too."""
     assert debug_run.finished.status == 0, debug_run.finished.errors
     directory = tmp_path_factory.mktemp("resumed") / "run"
-    shutil.copytree(debug_run.directory, directory)
-    shutil.rmtree(directory / "checkpoints" / "step-3")
-    shutil.rmtree(directory / "export")
-    (directory / "summary.json").unlink()
+    overrides = ("checkpoint.every=2", "run.grace_period=200", *PARTS)
+    with started(["train", DEBUG, f"run.dir={directory}", *overrides], TERMINATED) as run:
+        left = finish(*run)
+    assert left.status == 75, left.errors
+    assert "preempted after step 1: it got SIGTERM" in left.errors
+    left.assert_clean()
     (directory / "checkpoints" / ".step-3.staged").mkdir()
     with (directory / "metrics.jsonl").open("a") as metrics:
-        metrics.write('{"step": 3, "obj')
-    finished = train(directory, "checkpoint.every=2", *PARTS)
+        metrics.write('{"step": 2}\n{"step": 3, "obj')
+    finished = train(directory, *overrides)
     assert finished.status == 0, finished.errors
-    assert "resuming after step 2" in finished.output
+    assert "resuming after step 1" in finished.output
     finished.assert_clean()
     return directory
 
@@ -70,8 +75,8 @@ def test_a_resumed_run_is_a_new_attempt(resumed: Path) -> None:
     first, second = read_attempts(resumed / "attempts.jsonl")
     assert first.end is not None
     assert second.end is not None
-    assert (first.step, first.end.step, first.end.reason) == (0, 3, "finished")
-    assert (second.step, second.end.step, second.end.reason) == (2, 3, "finished")
+    assert (first.step, first.end.step, first.end.reason) == (0, 1, "preempted")
+    assert (second.step, second.end.step, second.end.reason) == (1, 3, "finished")
 
 
 def test_resuming_a_finished_run_reports_that_it_is_finished(debug_run: DebugRun) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import ConfigError, Problem
-from megarl.errors import RunError
+from megarl.errors import PreemptedError, RunError
 from megarl.run.attempts import read_attempts
 from megarl.run.directory import attempt
 from megarl.run.paths import RunPaths
@@ -38,6 +38,7 @@ ENDS: dict[str, tuple[Callable[[], None], type[BaseException] | None, tuple[str,
         ("config error", f"configuration: 1 problem\n{PROBLEM}"),
     ),
     "a failure": (raising(RunError("train rank 3 died")), RunError, ("run error", "train rank 3 died")),
+    "a preemption": (raising(PreemptedError("after step 6")), PreemptedError, ("preempted", "after step 6")),
     "anything else": (
         lambda: 1 // 0,
         ZeroDivisionError,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from megarl.algos import registry
 from megarl.bounds import Count, Decay, Natural, NotNegative, Positive, Seed
@@ -14,6 +15,15 @@ from megarl.config.schema.base import Section
 from megarl.config.schema.choices import Choice, CustomFunction, OneOf
 from megarl.config.schema.cluster_sections import Rollout
 from megarl.config.schema.inputs import LossOn, Source
+
+_CLOCK = re.compile(r"(?:(\d+):)?([0-5]?\d):([0-5]\d)")
+
+
+def _seconds(value: object) -> object:
+    """Returns the seconds of a text such as 0:30:00; YAML itself reads 4:00:00 as seconds."""
+    match = _CLOCK.fullmatch(value) if isinstance(value, str) else None
+    return value if match is None else int(match[1] or 0) * 3600 + int(match[2]) * 60 + int(match[3])
+
 
 PREFERENCE_LOSSES = OneOf(registry.PREFERENCE_LOSSES, CustomFunction, default="pairwise")
 
@@ -41,6 +51,12 @@ class TrainingRun(Run):
     max_skipped_steps: Count | None = 3
     """Optimizer steps of a role in a row that are skipped, because the loss or the gradient is not finite, and end the
     run with an error; null: none do."""
+    time_limit: Annotated[Positive, BeforeValidator(_seconds)] | None = None
+    """Time of a start of the run, seconds or as 4:00:00: when the next step might not end in it, the run saves and ends
+    with exit code 75. A Slurm job's own limit holds as well."""
+    grace_period: NotNegative = 15.0
+    """Seconds after SIGTERM in which the run may finish its step, save, and end with exit code 75; 0: it ends at once,
+    without a checkpoint."""
 
     @property
     def length_field(self) -> str:

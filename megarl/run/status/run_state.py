@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from megarl.errors import PreemptedError
 from megarl.run.attempts import Attempt, AttemptEnd
 from megarl.run.status.format import ago
 from megarl.run.status.jobs import JobEnd, JobStatus
 
 StateName = Literal[
-    "finished", "profiled", "running", "interrupted", "failed", "killed", "silent", "starting", "waiting", "unknown"
+    "finished",
+    "profiled",
+    "running",
+    "preempted",
+    "interrupted",
+    "failed",
+    "killed",
+    "silent",
+    "starting",
+    "waiting",
+    "unknown",
 ]
 """silent: no write for long, by a process that is not visible from here or by a job before its run starts.
 starting: a job has started, but not its run. waiting: neither has started."""
@@ -108,13 +119,14 @@ def _not_started(job: JobStatus | None, seen: Evidence) -> RunState:
 
 def _job_ended(job: JobStatus, end: JobEnd, now: float, name: StateName | None = None) -> RunState:
     """Returns the state of a run that its job ended, or whose job ended before the run started."""
-    name = name or ("finished" if end.exit_code == 0 else "interrupted" if end.exit_code in _STOPPED else "failed")
+    known: Mapping[int, StateName] = {0: "finished", PreemptedError.exit_code: "preempted"}
+    name = name or known.get(end.exit_code, "interrupted" if end.exit_code in _STOPPED else "failed")
     return RunState(name=name, because=job.news(now), message=job.message, since=end.time)
 
 
 def _attempt_ended(end: AttemptEnd, job_end: JobEnd | None) -> RunState:
     """Returns the state after an attempt that recorded its end; only the job knows that a node was lost."""
-    name = end.reason if end.reason in ("finished", "profiled", "interrupted") else "failed"
+    name = end.reason if end.reason in ("finished", "profiled", "preempted", "interrupted") else "failed"
     lost = [job_end.reason] if name == "failed" and job_end is not None and job_end.node is not None else []
     message = "" if name in ("finished", "profiled") else "\n".join([*lost, end.message])
     return RunState(name=name, because=f"its last attempt ended: {end.reason}", message=message, since=end.time)

@@ -26,6 +26,7 @@ STYLES: Final[Mapping[StateName, str]] = {
     "finished": "green",
     "profiled": "green",
     "running": "green",
+    "preempted": "yellow",
     "interrupted": "yellow",
     "failed": "red",
     "killed": "red",

@@ -57,6 +57,7 @@ def test_a_summary_means_finished(run: MadeRun) -> None:
     ("reason", "name"),
     [
         ("interrupted", "interrupted"),
+        ("preempted", "preempted"),
         ("config error", "failed"),
         ("run error", "failed"),
         ("exception", "failed"),

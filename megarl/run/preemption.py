@@ -1,0 +1,101 @@
+"""A run saves and leaves before it is stopped: after a signal, and before its time is over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, Final, Self
+
+from megarl.cluster.driver_environment import ignore_interrupts
+from megarl.config.schema import TrainingRun
+from megarl.errors import PreemptedError
+from megarl.run.timers import process_age
+
+_NOTICES: Final = (signal.SIGTERM, signal.SIGUSR1)
+_END_S: Final = 30.0
+"""For the processes to end, before the time is over."""
+
+
+class Preemption:
+    """Decides whether a run leaves after the step that it is in, as a context manager around its steps.
+
+    SIGUSR1 and a first SIGTERM ask for it. A later SIGTERM has the effect that it had before the block, and so has the
+    end of the grace. The run leaves by itself when another step and its checkpoint might not end in time: they are
+    taken to be as long as the longest ones; the first checkpoint, as the longest step.
+
+    Args:
+        grace_s: seconds after SIGTERM.
+        end: of the run's time, see `end_of_time`; None if it has no end.
+        clock: seconds since 1970.
+    """
+
+    def __init__(self, grace_s: float, end: float | None, clock: Callable[[], float] = time.time) -> None:
+        self._grace_s, self._end, self._clock = grace_s, end, clock
+        self._asked, self._reason = False, ""
+        self._longest_step = self._longest_save = 0.0
+        self._mark = clock()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        numbers = (*_NOTICES, signal.SIGALRM) if threading.current_thread() is threading.main_thread() else ()
+        self._before = {number: signal.signal(number, self._receive) for number in numbers}
+        self._mark = self._clock()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._asked:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._receive:
+                signal.signal(number, handler)
+
+    def leaves(self, longest_save_s: float = 0.0) -> bool:
+        """Notes the end of a step; returns whether the run saves after it, and leaves.
+
+        Args:
+            longest_save_s: seconds in which a checkpoint was written, also in the background.
+        """
+        self._longest_step = max(self._longest_step, self._elapsed())
+        save = max(self._longest_save, longest_save_s) or self._longest_step
+        if self._end is not None and self._clock() + self._longest_step + save + _END_S > self._end:
+            self._reason = self._reason or "its time is over"
+        return bool(self._reason)
+
+    def saved(self, step: int) -> None:
+        """Notes that a step was saved; raises PreemptedError if the run leaves, and ignores interrupts from then on."""
+        self._longest_save = max(self._longest_save, self._elapsed())
+        if self._reason:
+            ignore_interrupts()
+            raise PreemptedError(f"preempted after step {step}: {self._reason}. The same command goes on from there")
+
+    def _elapsed(self) -> float:
+        """Returns the seconds since the last call."""
+        before, self._mark = self._mark, self._clock()
+        return self._mark - before
+
+    def _receive(self, number: int, frame: Any) -> None:
+        again = number == signal.SIGTERM and (self._asked or not self._grace_s)
+        if again or number == signal.SIGALRM:
+            self._before[signal.SIGTERM](signal.SIGTERM, frame)
+        elif not self._asked:
+            self._asked = True
+            self._reason = self._reason or f"it got {signal.Signals(number).name}"
+            left = [self._grace_s] if number == signal.SIGTERM else []
+            if self._end is not None:
+                left.append(max(1.0, self._end - _END_S - self._clock()))
+            signal.setitimer(signal.ITIMER_REAL, min(left, default=0))
+            with suppress(OSError):  # print could be interrupted by this
+                os.write(2, f"{self._reason}: the run saves after this step, and ends\n".encode())
+
+
+def end_of_time(run: TrainingRun, environment: Mapping[str, str]) -> float | None:
+    """Returns when the time of this process is over, seconds since 1970: by `run.time_limit`, or with its Slurm job."""
+    told = environment.get("SLURM_JOB_END_TIME", "")
+    ends = [float(told)] if told.isdigit() and int(told) else []
+    if run.time_limit is not None:
+        ends.append(time.time() - process_age() + run.time_limit)
+    return min(ends, default=None)
