@@ -24,7 +24,7 @@ _STUCK_S = 60.0
 """Wait for killed processes to disappear."""
 _GRACE_S = 5.0
 _GUARD_S = 90.0  # for the guard to end: longer than it waits for processes
-_BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # Slurm and terminals signal all processes of a job
+_BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # Slurm and terminals signal whole jobs
 
 
 def marked_processes(mark: str) -> list[int]:

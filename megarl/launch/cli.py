@@ -36,7 +36,8 @@ _several = partial(typer.Option, rich_help_panel="Several runs")
 _het = partial(typer.Option, rich_help_panel="A heterogeneous job")
 _PROFILE = "The cluster's profile, instead of ~/.config/megarl/cluster.yaml. Options of the command line override it."
 _CONFIGS = "YAML file of the run, and settings to override. Several files are a chain of jobs."
-_GRACE = "Seconds before the time limit at which the run is stopped, up to 60 earlier; 0 lets Slurm kill it."
+_GRACE = "Seconds before the time limit at which the run is told to save and leave, up to 60 earlier; 0: it is not."
+_REQUEUE = "Start the job again when its run has saved and left, is preempted, or loses a node (default), or not."
 _GPUS = "How GPUs are requested: gpus-per-node, gres or none."
 _MOUNTS = "Directories to mount besides the working directory and run.dir; repeatable."
 _PYTHON = "Interpreter that has megarl: without a container this one, in a container python."
@@ -45,6 +46,7 @@ _ROLLOUT_NODES = "The last N nodes have the engines, as the second component of 
 _RUNTIME, _FURTHER = "bare, the nodes' own file system; or pyxis, enroot, apptainer.", "Further option, as "
 _IMAGE = "Image; for Pyxis unless another runtime is given."
 _START_LIMIT = "Seconds for the nodes to find each other, and again to start Ray."
+_RESUMES = "How often the job starts the run again when it has saved and left, with exit code 75."
 _HEAD_PYTHON = "Interpreter on the head that has megarl: this one; with --working-dir python of the head's PATH."
 _WORKING_DIR = (
     "Send this directory, 100 MiB at most, and run in its copy: for a machine that does not share the cluster's file "
@@ -87,6 +89,7 @@ def slurm(
     job_name: Annotated[Text, _job(help="Name of the job; default: the name of run.dir.")] = None,
     dependency: Annotated[Text, _job(help="Condition for the start, as afterok:1234.")] = None,
     grace: Annotated[int | None, _job(metavar="N", min=0, help=_GRACE)] = None,
+    requeue: Annotated[bool | None, _job(help=_REQUEUE)] = None,
     interface: Annotated[Text, _job(help="Network interface between the nodes, as ib0.")] = None,
     start_limit: Annotated[float | None, _job(help=_START_LIMIT)] = None,
     env: Annotated[Texts, _job(metavar="NAME=VALUE", help="Environment variable of the job; repeatable.")] = None,
@@ -136,6 +139,7 @@ def ray(
     working_dir: Annotated[Path | None, typer.Option(metavar="DIR", help=_WORKING_DIR)] = None,
     python: Annotated[Text, typer.Option(help=_HEAD_PYTHON)] = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Follow the job, or return once submitted.")] = True,
+    resumes: Annotated[int, typer.Option(metavar="N", min=0, help=_RESUMES)] = 3,
 ) -> None:
     """Run CONFIG as a job of a running Ray cluster: several nodes without Slurm, or KubeRay.
 
@@ -147,7 +151,8 @@ def ray(
     from megarl.launch.ray_job import launch
 
     try:
-        code = launch(config_path, overrides or (), address=address, working_dir=working_dir, python=python, wait=wait)
+        options = {"address": address, "working_dir": working_dir, "python": python, "wait": wait, "resumes": resumes}
+        code = launch(config_path, overrides or (), **options)
     except (ConfigError, RunError) as error:
         typer.echo(str(error), err=True)
         code = 2 if isinstance(error, ConfigError) else 1

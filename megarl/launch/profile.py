@@ -111,7 +111,9 @@ class Profile(Section):
     time: types.TimeLimit | None = None
     """Time limit, as "04:00:00" or "2-00:00:00", in quotes; null is the partition's default."""
     grace: Natural = 60
-    """Seconds before the time limit at which the run is stopped, up to 60 earlier; 0 lets Slurm kill it."""
+    """Seconds before the time limit at which the run is told to save and leave, up to 60 earlier; 0: it is not."""
+    requeue: bool = True
+    """Start the job again when its run has saved and left, is preempted, or loses a node."""
     cpus_per_task: Count | None = None
     """CPUs per node; null takes all of an exclusive node, and otherwise the cluster's default."""
     mem: types.Memory | None = None

@@ -18,6 +18,7 @@ from zipfile import ZIP_DEFLATED, ZipFile
 import typer
 
 from megarl.config import ConfigError, EvalConfig, Problem, RunConfig, load, save
+from megarl.errors import PreemptedError
 from megarl.launch.checker import is_not_finished, load_checked
 from megarl.launch.request import submitted_as, unwritable
 from megarl.run.status.jobs import record_submission
@@ -35,8 +36,11 @@ def launch(
     working_dir: Path | None = None,
     python: str | None = None,
     wait: bool = True,
+    resumes: int = 0,
 ) -> int:
     """Submits a run to the cluster at a dashboard's address; follows it, if `wait`, and returns its exit code.
+
+    The job starts the run again after exit code 75, up to `resumes` times.
 
     Without ``working_dir`` the job runs in the current directory, which the nodes must see, and the resolved
     configuration is written to run.dir. With it, a package of both is sent to the cluster.
@@ -61,12 +65,12 @@ def launch(
         except OSError as error:
             raise ConfigError([unwritable(config.run.dir, error)], "command line") from None
         here = shlex.join(["cd", os.getcwd()])
-        jobs.submit(name, f"{here} && exec {shlex.join([*command, str(written)])}", None)
+        jobs.submit(name, f"{here} || exit; {resuming([*command, str(written)], resumes)}", None)
         record_submission(written.parent, name)
     else:
         command[0] = python or "python"
         with packed(working_dir, config) as package:
-            jobs.submit(name, f"exec {shlex.join([*command, _PACKED_CONFIG])}", package)
+            jobs.submit(name, resuming([*command, _PACKED_CONFIG], resumes), package)
     typer.echo(
         f"submitted {name} to {jobs.address}\n"
         f"  run directory  {Path(config.run.dir).absolute()} (the head and all nodes must see it under this path)\n"
@@ -74,6 +78,13 @@ def launch(
         f"  stop           ray job stop {name} --address {jobs.address}"
     )
     return jobs.follow(name, partial(print, end="", flush=True)) if wait else 0
+
+
+def resuming(command: Sequence[str], resumes: int) -> str:
+    """Returns shell that runs a command again after exit code 75, unless the job is stopped."""
+    again = f'code=$?; [ "$code" -eq {PreemptedError.exit_code} ] && [ "$left" -gt 0 ]'
+    loop = f"while {shlex.join(command)}; {again}; do left=$((left - 1)); done"
+    return f'left={resumes}; trap left=0 TERM; {loop}; exit "$code"'
 
 
 def _load(path: Path, overrides: Sequence[str], working_dir: Path | None) -> RunConfig:

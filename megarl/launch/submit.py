@@ -19,7 +19,13 @@ from megarl.launch.request import LaunchRequest, unwritable
 from megarl.run.status.jobs import record_submission
 
 _CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER")  # the others belong to a job
-_SBATCH_VARIABLES = {"time": "timelimit", "array": "array-inx", "mem": "mem-per-node", "no-requeue": "requeue"}
+_SBATCH_VARIABLES = {
+    "time": "timelimit",
+    "array": "array-inx",
+    "mem": "mem-per-node",
+    "no-requeue": "requeue",
+    "requeue": "no-requeue",
+}
 _JOB_ID = re.compile(r"^(\d+)(?:;\S+)?$", re.MULTILINE)  # sbatch --parsable adds the name of one of several clusters
 
 

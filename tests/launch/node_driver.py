@@ -15,7 +15,9 @@ import ray
 from megarl.cluster.session import Session
 from megarl.cluster.workers import WorkerGroup
 from megarl.config import load
+from megarl.errors import PreemptedError
 from megarl.remote import remote
+from megarl.run.preemption import Preemption
 
 
 class Litterer:
@@ -28,6 +30,10 @@ class Litterer:
         self.memory = shared_memory.SharedMemory(create=True, size=1024)
         Path(tempfile.mkdtemp(), "scratch").touch()
         return ray.get_runtime_context().get_node_id()
+
+    @remote(phase="checkpoint")
+    def save(self) -> None:
+        """Does nothing, but it is there."""
 
     @remote(phase="rollout")
     def stay(self) -> None:
@@ -58,6 +64,12 @@ def drive(how: str, path: str, *overrides: str) -> None:
         print("busy on", *(names[node] for node in nodes), flush=True)
         if how == "fails":
             raise ArithmeticError("the loss is a teapot")
+        if how == "saves":
+            with Preemption(60.0, None) as preemption:
+                while not preemption.leaves():
+                    time.sleep(0.1)
+                litterers.call(worker.save).wait()
+                preemption.saved(1)
         if how == "stays":
             litterers.call(worker.stay).wait()
     print("done", flush=True)
@@ -66,4 +78,8 @@ def drive(how: str, path: str, *overrides: str) -> None:
 if __name__ == "__main__":
     what, *arguments = sys.argv[1:]
     how = os.environ["MEGARL_TEST_DRIVER"]
-    plan(how) if what == "plan" else drive(how, *arguments)
+    try:
+        plan(how) if what == "plan" else drive(how, *arguments)
+    except PreemptedError as error:
+        print(error)
+        sys.exit(error.exit_code)

@@ -50,6 +50,7 @@ JOBS: Mapping[str, BatchJob] = {
             "interface": "ib0",
             "start_limit": 900,
             "grace": 0,
+            "requeue": False,
             "sbatch": ["--comment=two words", "--mail-type=FAIL"],
             "srun": ["--mpi=none"],
         }

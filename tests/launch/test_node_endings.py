@@ -30,8 +30,8 @@ def directory() -> Iterator[Path]:
 
 @pytest.fixture
 def busy(directory: Path) -> Iterator[NodeJob]:
-    """A job whose driver has an actor on each node, which has a child of its own."""
-    with NodeJob(directory, "stays", *ONE_EACH) as job:
+    """A job whose driver has an actor on each node, which has a child of its own; its run does not save."""
+    with NodeJob(directory, "stays", "run.grace_period=0", *ONE_EACH) as job:
         job.until("busy on n1 n2")
         assert comes_true(lambda: sum("sleep 600" in line for line in job.trace.processes()) == 2)
         yield job
@@ -71,6 +71,27 @@ def test_the_job_has_the_drivers_exit_code(directory: Path) -> None:
             assert (job.logs / f"ray-{place}" / "raylet.out").exists()
             assert not list((job.logs / f"ray-{place}").glob("dashboard.*")), "nobody looks at it"
         assert job.left() == NOTHING
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_run_saves_before_its_job_ends(directory: Path, number: signal.Signals) -> None:
+    """Some clusters send a signal to the agents, and some to all processes, of which SIGTERM would end Ray's."""
+    with NodeJob(directory, "saves") as job:
+        job.until("busy on n1 n1 n2 n2")
+        start = time.monotonic()
+        if number == signal.SIGUSR1:
+            job.kill("", number)
+        else:
+            for agent in job.agents.values():
+                agent.send_signal(number)
+        assert ended(job, start) == (75, 0), job.output(0) + job.output(1)
+        said = f"preempted after step 1: it got {number.name}. The same command goes on from there"
+        assert job.end() == {
+            "exit_code": 75,
+            "reason": f"megarl train ended with exit code 75: {said}",
+            "node": None,
+        }
+        assert not (job.logs / "ray-head").exists()
 
 
 def test_a_killed_driver_ends_the_job(busy: NodeJob) -> None:

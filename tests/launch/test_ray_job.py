@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from megarl.run.status.jobs import last_submission
 from tests.config.debug import REPOSITORY
 from tests.launch.ray_head import DEVICES, ForwardedPort, RayHead
 from tests.launch.slurm_command import finish
+from tests.leftovers import comes_true
 
 pytestmark = pytest.mark.process
 
@@ -228,3 +230,25 @@ def test_a_run_on_the_clusters_devices(head: RayHead, tmp_path: Path) -> None:
     steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2]
     assert (tmp_path / "export" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("ends", "resumes", "code", "starts"), [("75 75 0", 3, 0, 3), ("75 75 0", 1, 75, 2), ("1", 3, 1, 1)]
+)
+def test_a_job_starts_its_run_again_after_it_has_left(
+    tmp_path: Path, ends: str, resumes: int, code: int, starts: int
+) -> None:
+    (tmp_path / "ends").write_text(ends.replace(" ", "\n"))
+    run = f"cd {tmp_path}; echo >> starts; exit $(sed -n $(wc -l < starts)p ends)"
+    job = ray_job.resuming(["sh", "-c", run], resumes)
+    assert subprocess.run(["sh", "-c", job], check=False).returncode == code
+    assert (tmp_path / "starts").read_text() == "\n" * starts
+
+
+def test_a_stopped_job_does_not_start_its_run_again(tmp_path: Path) -> None:
+    run = f"trap 'exit 75' TERM; echo up >> {tmp_path}/starts; while true; do sleep 0.05; done"
+    with subprocess.Popen(["sh", "-c", ray_job.resuming(["sh", "-c", run], 3)], start_new_session=True) as job:
+        assert comes_true((tmp_path / "starts").exists)
+        os.killpg(job.pid, signal.SIGTERM)  # as Ray does
+        assert job.wait(LIMIT_S) == 75
+    assert (tmp_path / "starts").read_text() == "up\n"

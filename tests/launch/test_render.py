@@ -46,6 +46,11 @@ sys.exit(int(os.environ.get("RC", "0")))
 """
 
 
+SQUEUE = """#!/bin/bash
+[[ "$*" == "--noheader --states=RUNNING --job=4711 --format=%e" ]] && echo "${END:-NA}"
+"""
+
+
 @pytest.mark.parametrize("name", JOBS)
 def test_scripts_equal_the_golden_files(name: str) -> None:
     golden = (GOLDEN / f"{name}.sbatch").read_text(encoding="utf-8")
@@ -117,13 +122,14 @@ def executed(script: str, directory: Path, *arguments: str, said: str = "", **en
     """
     tools, record = directory / "tools", directory / "record"
     tools.mkdir(exist_ok=True)
-    for name in ("srun", "enroot", "apptainer", "python"):
-        (tools / name).write_text(RECORDER, encoding="utf-8")
+    for name in ("srun", "enroot", "apptainer", "python", "squeue"):
+        (tools / name).write_text(SQUEUE if name == "squeue" else RECORDER, encoding="utf-8")
         (tools / name).chmod(0o755)
     record.unlink(missing_ok=True)
     (directory / "job.sbatch").write_text(script, encoding="utf-8")
     path = f"{tools}:/usr/bin:/bin"
-    environment = {"PATH": path, "RECORD": str(record), "HOME": "/home/me", "SLURM_JOB_NUM_NODES": "3", **env}
+    of_job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "3"}
+    environment = {"PATH": path, "RECORD": str(record), "HOME": "/home/me", "TZ": "UTC", **of_job, **env}
     command = ["bash", str(directory / "job.sbatch"), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=directory)
     assert done.stderr == said
@@ -186,6 +192,12 @@ def test_a_failing_line_of_setup_ends_the_job(tmp_path: Path, runtime: Any, line
     assert executed(script, tmp_path, said=f"setup: {said}: exit code {code}\n") == (code, [])
 
 
+@pytest.mark.parametrize(("end", "told"), [("2033-05-18T03:33:20", "2000000000"), ("NA", None)])
+def test_the_run_knows_when_its_job_ends(tmp_path: Path, end: str, told: str | None) -> None:
+    _, recorded = executed(render(job({"runtime": {"python": "python"}})), tmp_path, END=end)
+    assert recorded[-1][2].get("SLURM_JOB_END_TIME") == told
+
+
 def test_a_failure_after_setup_is_not_blamed_on_setup(tmp_path: Path) -> None:
     script = render(job({"setup": ["true"], "runtime": {"python": "python"}}))
     assert executed(script, tmp_path, RC="7")[0] == 7
@@ -234,9 +246,15 @@ def test_enroot_passes_on_the_variables_of_job_and_task(tmp_path: Path) -> None:
         f"{mount}:none:x-create=auto,rbind"
         for mount in ("/home/me/work:/home/me/work", "/scratch/a'b:/scratch/a'b", "/data:/data", "/models:/m")
     ]
-    assert {"RAY_AUTH_TOKEN", "SLURM_NODEID", "SLURM_JOB_NUM_NODES", "CUDA_VISIBLE_DEVICES", "GIVEN", "OTHER"} == set(
-        passed
-    )
+    assert {
+        "RAY_AUTH_TOKEN",
+        "SLURM_NODEID",
+        "SLURM_JOB_ID",
+        "SLURM_JOB_NUM_NODES",
+        "CUDA_VISIBLE_DEVICES",
+        "GIVEN",
+        "OTHER",
+    } == set(passed)
     assert after(arguments, "/i.sqsh")[:4] == ["/i.sqsh", "env", "--chdir=/home/me/work", "python"]
 
 
@@ -246,7 +264,7 @@ def test_enroot_passes_on_what_setup_exports(tmp_path: Path) -> None:
     _, recorded = executed(render(job(profile)), tmp_path, EARLIER="1")
     _, arguments, variables = recorded[-1]
     passed = [arguments[place + 1] for place, text in enumerate(arguments) if text == "--env"]
-    assert set(passed) == {"RAY_AUTH_TOKEN", "SLURM_JOB_NUM_NODES", "SLURM_NODEID", "API_KEY"}
+    assert set(passed) == {"RAY_AUTH_TOKEN", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_NODEID", "API_KEY"}
     assert variables["API_KEY"] == "a key"
 
 

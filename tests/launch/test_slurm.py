@@ -288,7 +288,7 @@ def test_a_job_submitted_from_within_a_job_is_independent_of_it(login: Login, mo
 
 
 def test_script_directives_override_sbatch_variables(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = ("PARTITION", "TIMELIMIT", "EXCLUSIVE", "MEM_PER_NODE", "SIGNAL", "REQUEUE", "JOB_NAME", "COMMENT")
+    said = ("PARTITION", "TIMELIMIT", "EXCLUSIVE", "MEM_PER_NODE", "SIGNAL", "NO_REQUEUE", "JOB_NAME", "COMMENT")
     for name in (*said, "ACCOUNT", "QOS"):
         monkeypatch.setenv(f"SBATCH_{name}", "other")
     given = ["--partition=a", "--time=90", "--sbatch=--comment=two words"]

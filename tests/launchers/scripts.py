@@ -42,6 +42,8 @@ sys.stdout.write(f"the stand-in runs {{stage}}\\n")  # at once: two of them writ
 sys.stdout.flush()
 while (here / f"{{stage}}.stays").exists():
     time.sleep(0.1)
+if (here / f"{{stage}}.leaves").exists() and "SLURM_RESTART_COUNT" not in os.environ:
+    sys.exit(75)
 sys.exit(3 if (here / f"{{stage}}.fails").exists() else 0)
 """
 
@@ -83,9 +85,9 @@ class User:
         text = file.read_text(encoding="utf-8") if file.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
-    def let(self, stage: str, *, stay: bool = False, fail: bool = False) -> None:
+    def let(self, stage: str, *, stay: bool = False, fail: bool = False, leave: bool = False) -> None:
         """Sets how the fake interpreter behaves as a stage."""
-        for ending, wanted in (("stays", stay), ("fails", fail)):
+        for ending, wanted in (("stays", stay), ("fails", fail), ("leaves", leave)):
             file = self.directory / f"{stage}.{ending}"
             file.touch() if wanted else file.unlink(missing_ok=True)
 

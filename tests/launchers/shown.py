@@ -36,6 +36,7 @@ _ENROOT = """\
 runtime: {name: enroot, image: megarl, mounts: [/data]}
 exclusive: false
 grace: 0
+requeue: false
 env: {HF_HOME: /data/hf}
 setup: ['source "$HOME/.secrets"']
 """

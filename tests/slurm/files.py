@@ -50,7 +50,7 @@ StateSaveLocation={directory}/state
 SlurmUser={user}
 MailProg=/bin/true
 AuthType=auth/munge
-AuthInfo=socket={directory}/munge.socket
+AuthInfo=socket={directory}/munge.socket,cred_expire=5
 CryptoType=crypto/munge
 PlugStackConfig={directory}/plugstack.conf
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.run.attempts import read_attempts
 from tests.random_models import place_random_model
 from tests.slurm.jobs import LIMIT_S, ROOT, SFT, Launcher, Run
 
@@ -18,6 +19,19 @@ ALONE = (
     "data.evaluation=null",
 )
 """Supervised fine-tuning by one process."""
+
+
+def test_a_run_that_is_told_to_leave_goes_on_in_its_job(launcher: Launcher, tmp_path: Path) -> None:
+    run = launcher.run(tmp_path / "run", *SFT, "run.steps=40")
+    run.until(lambda: run.steps, "a step was taken")
+    launcher.slurm.run("scancel", "--signal=USR1", str(run.job))
+    assert run.wait("COMPLETED") == "0:0"
+    first, second = read_attempts(run.directory / "attempts.jsonl")
+    assert first.end is not None
+    assert (first.end.reason, first.restart, second.restart) == ("preempted", 0, 1)
+    assert 0 < first.end.step == second.step < 40
+    assert run.end["exit_code"] == 75
+    assert [step["step"] for step in run.steps] == list(range(1, 41))
 
 
 def test_a_sweep_is_a_job_array_whose_jobs_share_their_nodes(launcher: Launcher, tmp_path: Path) -> None:

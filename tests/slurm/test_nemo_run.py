@@ -93,7 +93,7 @@ def test_jobs_get_the_requested_options(login: User, slurm: Slurm) -> None:
     for call in calls:
         (job,) = slurm.jobs(int(call["environment"]["SLURM_JOB_ID"]))
         assert (job["Partition"], job["TimeLimit"]) == ("all", "00:20:00")
-        assert (job["JobState"], job["Requeue"], job["JobName"]) == ("COMPLETED", "0", f"demo.{call['stage']}")
+        assert (job["JobState"], job["Requeue"], job["JobName"]) == ("COMPLETED", "1", f"demo.{call['stage']}")
 
 
 def test_dependents_of_a_failed_job_are_cancelled(login: User) -> None:
@@ -103,6 +103,15 @@ def test_dependents_of_a_failed_job_are_cancelled(login: User) -> None:
     assert {call["stage"] for call in login.calls} == {"sft"}
     assert f"sft: FAILED; see megarl status {login.directory / 'sft'}" in done.stderr
     assert "reward_model: CANCELLED; its run has not started" in done.stderr
+
+
+def test_a_job_whose_run_leaves_is_followed_to_its_end(login: User) -> None:
+    login.let("sft", leave=True)
+    done = login.call("ppo", two_stages(login.directory)[0], *options(login.directory, login.stand_in))
+    assert done.returncode == 0, done.stderr
+    restarts = [call["environment"].get("SLURM_RESTART_COUNT") for call in login.calls]
+    assert restarts == [None, None, "1", "1"]
+    assert done.stdout.count("sft: COMPLETED") == 1
 
 
 def test_a_refusal_by_sbatch_is_reported(login: User) -> None:

@@ -38,7 +38,7 @@ def held(launcher: Launcher, directory: Path, *arguments: str) -> list[dict[str,
 def test_a_job_of_whole_nodes_with_gpus(launcher: Launcher, tmp_path: Path) -> None:
     (job,) = held(launcher, tmp_path / "run", *GPUS, "rollout.devices=8-15", "--exclusive")
     assert (job["NumNodes"], job["TresPerNode"], job["NtasksPerN:B:S:C"]) == ("2-2", "gres:gpu:8", "1:0:*:*")
-    assert (job["OverSubscribe"], job["MinMemoryNode"], job["Requeue"]) == ("NO", "0", "0")
+    assert (job["OverSubscribe"], job["MinMemoryNode"], job["Requeue"]) == ("NO", "0", "1")
     assert job["StdOut"] == f"{tmp_path}/run/slurm/{job['JobId']}.out"
     assert job["JobName"] == "run"
 

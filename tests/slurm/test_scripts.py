@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ _PROGRAM = f"""#!{sys.executable}
 import json, os, pathlib, signal, sys, time
 told = {{"arguments": sys.argv[1:], "directory": os.getcwd(), "variables": dict(os.environ)}}
 pathlib.Path(os.environ["RECORDS"], os.environ["SLURMD_NODENAME"]).write_text(json.dumps(told))
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
 lasts, code = os.environ["PLAN"].split(",")[int(os.environ["SLURM_PROCID"])].split(":")
-time.sleep(float(lasts))
+time.sleep(0 if "SLURM_RESTART_COUNT" in os.environ else float(lasts))
 sys.exit(int(code))
 """
 
@@ -44,7 +45,7 @@ class Records:
         self.program.chmod(0o755)
 
     def profile(self, plan: str, **more: Any) -> dict[str, Any]:
-        """A profile with it; the plan has for each task how long it lasts, seconds, and its exit code."""
+        """A profile with it; the plan has for each task how long it lasts at first, seconds, and its exit code."""
         usual = {"partition": None, "account": None, "exclusive": False, "time": "10", "grace": 0}
         own = {"RECORDS": str(self.at), "PLAN": plan, **more.pop("env", {})}
         return {**usual, "runtime": {"python": str(self.program)}, **more, "env": own}
@@ -97,7 +98,7 @@ def test_each_node_gets_the_arguments(slurm: Slurm, records: Records, tmp_path: 
     shown = slurm.run("scontrol", "show", "job", str(number))
     assert f"JobName={NASTY}" in shown
     assert f"Comment={NASTY}" in shown
-    assert "Requeue=0" in shown
+    assert "Requeue=1" in shown
     output = tmp_path / NASTY / "slurm" / f"{number}.out"
     assert output.read_text() == "srun: cluster configuration lacks support for cpu binding\n"
 
@@ -119,6 +120,19 @@ def test_the_job_has_the_worst_exit_code_of_its_tasks(
     assert slurm.wait(number, "FAILED")[0]["ExitCode"] == f"{code}:0"
 
 
-def test_tasks_are_signalled_before_the_time_limit(slurm: Slurm, records: Records, tmp_path: Path) -> None:
+def test_a_run_that_leaves_before_the_time_limit_goes_on_in_its_job(
+    slurm: Slurm, records: Records, tmp_path: Path
+) -> None:
     number = submitted(slurm, tmp_path, records.profile("300:0,300:0", time="2", grace=85))
-    assert slurm.wait(number, "FAILED", limit_s=100)[0]["ExitCode"] == "143:0"
+    (job,) = slurm.wait(number, "COMPLETED", limit_s=150)
+    assert (job["Restarts"], job["ExitCode"]) == ("1", "0:0")
+    for told in records.read().values():
+        limit = datetime.fromtimestamp(int(told["variables"]["SLURM_JOB_END_TIME"]))
+        assert limit - datetime.fromisoformat(job["StartTime"]) == timedelta(minutes=2)
+    output = (tmp_path / NASTY / "slurm" / f"{number}.out").read_text()
+    assert output.count("Exited with exit code 75") == 2
+
+
+def test_a_run_that_is_not_to_go_on_ends_its_job(slurm: Slurm, records: Records, tmp_path: Path) -> None:
+    number = submitted(slurm, tmp_path, records.profile("0:75,0:0", requeue=False))
+    assert slurm.wait(number, "FAILED")[0]["ExitCode"] == "75:0"

@@ -21,6 +21,8 @@ from pathlib import Path
 from megarl.cluster.cleanup import MARK, Guard
 from megarl.cluster.ray_node import ENVIRONMENT, START_HOOK, STARTED, RayNode, new_directory
 from megarl.config import ConfigError, Problem, RunConfig, load
+from megarl.config.schema import TrainingRun
+from megarl.errors import PreemptedError
 from megarl.launch.node.job_directory import ExitReason, JobDirectory
 from megarl.launch.node.logged_process import LoggedProcess
 from megarl.launch.node.network import PortBlock, address_of, address_towards, interface_of, is_reachable, port_blocks
@@ -36,6 +38,7 @@ _WORKER_RAY = {"RAY_gcs_rpc_server_reconnect_timeout_s": "25"}
 _POLL_S, DIRECTORY_POLL_S = 0.1, 1.0
 SIGNAL_S = 1.0
 """A node's failure may be due to a signal to the whole job, which other nodes get a moment later."""
+DRIVER_GRACE_S = 15.0
 
 log = logging.getLogger("megarl.launch.node")
 
@@ -76,6 +79,8 @@ class Agent:
 
     directory: JobDirectory
     environment: Mapping[str, str]
+    _lets_save: Callable[[], bool]
+    """Whether a run is there that may save after a signal; the head tells it."""
     _run_job: Callable[[], None]
     """Does this node's part of the job; raises JobEnded."""
     _end: Callable[[ExitReason], int]
@@ -86,16 +91,31 @@ class Agent:
         self._guard: Guard | None = None
         self._ports: PortBlock | None = None
         self._ray: LoggedProcess | None = None
-        self._signal: signal.Signals | None = None
+        self._signals: list[signal.Signals] = []
+        self._grace_s = 0.0
+        self._patience = 0.0  # until when, monotonic seconds, the run may save after the first signal
         self._ray_starts, self._next_look = 0, 0.0
         # Slurm passes on the soft limit of the shell that submits, often 1024; Ray raises it in drivers, not in nodes.
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._note_signal)
 
     def _note_signal(self, number: int, _: object) -> None:
-        self._signal = self._signal or signal.Signals(number)
+        self._signals.append(signal.Signals(number))
+        if self._signals == [signal.SIGUSR1]:
+            self._patience = math.inf
+        elif self._signals == [signal.SIGTERM] and self._grace_s:
+            self._patience = time.monotonic() + self._grace_s + DRIVER_GRACE_S
+
+    def _is_patient(self) -> bool:
+        """Returns whether the run may still save: after SIGUSR1, or a first SIGTERM, nothing but SIGUSR1 may come."""
+        again = [number for number in self._signals[1:] if number != signal.SIGUSR1]
+        return not again and time.monotonic() < self._patience and self._lets_save()
+
+    def _stopped(self) -> JobEnded:
+        number = signal.SIGINT if self._signals[0] == signal.SIGINT else signal.SIGTERM
+        return JobEnded(128 + number, f"node {self.job.name} got {self._signals[0].name}")
 
     @property
     def joined(self) -> bool:
@@ -128,8 +148,8 @@ class Agent:
 
     def _look(self) -> None:
         """Raises JobEnded after a signal, if another node has ended the job, or if this node's Ray has ended."""
-        if self._signal:
-            raise JobEnded(128 + self._signal, f"node {self.job.name} got {self._signal.name}")
+        if self._signals and not self._is_patient():
+            raise self._stopped()
         if self.joined and time.monotonic() > self._next_look:
             self._next_look = time.monotonic() + DIRECTORY_POLL_S
             if (end := self.directory.end()) is not None:
@@ -155,6 +175,8 @@ class Agent:
             self.directory = JobDirectory(config.run.dir, self.job)
         except OSError as error:
             raise JobEnded(2, str(ConfigError([unwritable(config.run.dir, error)], path)), self.job.name) from None
+        if isinstance(config.run, TrainingRun):
+            self._grace_s = config.run.grace_period
         return config
 
     def _join(self) -> None:
@@ -216,7 +238,10 @@ class Agent:
             log.warning(told)
             if self._ray_starts < _RAY_STARTS and _REFUSED not in ray.output:
                 return self._start_ray_process()
-        self._pause(SIGNAL_S)
+        if not self._signals:
+            self._pause(SIGNAL_S)
+        if self._signals:  # to all processes
+            raise self._stopped()
         if node.index > 0 and not is_reachable(node.head):
             name, told = self.job.nodes[0], "the driver runs there, and its Ray does not answer"
         raise JobEnded(1, f"node {name} was lost: {told}", name)
@@ -249,17 +274,20 @@ class Worker(Agent):
         self._start_ray(config, ray, *self._claim(lambda: address_towards(ray.rpartition(":")[0])))
         self._pause(math.inf)
 
+    def _lets_save(self) -> bool:
+        return self.joined
+
     def _end(self, reason: ExitReason) -> int:
         failed = reason.failed
         if self.joined:
             time.sleep(SIGNAL_S)  # then a signal to the whole job has arrived, and another node has written its reason
             told = self.directory.end()
-            if self._signal:
-                name, signaled = self.job.name, self._signal
-                reason = ExitReason(exit_code=128 + signaled, reason=f"node {name} got {signaled.name}", node=name)
+            saved = told is not None and told.exit_code in (0, PreemptedError.exit_code)
+            if self._signals and not saved:
+                reason = replace(self._stopped().reason, node=self.job.name)
             if told is None:
                 self.directory.write_end(reason)
-            elif not self._signal:
+            elif saved or not self._signals:
                 reason, failed = replace(reason, exit_code=0), told.failed
         if reason.exit_code:
             log.error(reason.reason)

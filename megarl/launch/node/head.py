@@ -7,14 +7,22 @@ import sys
 import time
 
 from megarl.cluster.ray_node import READY, watch_command
-from megarl.launch.node.agent import DIRECTORY_POLL_S, SIGNAL_S, Agent, AgentOptions, JobEnded, log
+from megarl.errors import PreemptedError
+from megarl.launch.node.agent import (
+    DIRECTORY_POLL_S,
+    DRIVER_GRACE_S,
+    SIGNAL_S,
+    Agent,
+    AgentOptions,
+    JobEnded,
+    log,
+)
 from megarl.launch.node.job_directory import ExitReason
 from megarl.launch.node.logged_process import LoggedProcess
 from megarl.launch.node.network import head_address
 from megarl.launch.node.slurm_job import SlurmJob
 from megarl.launch.request import JOB_RAY
 
-_DRIVER_GRACE_S = 15.0
 _ACCOUNT_S, _NEWS_S = 4.0, 8.0
 """For a lost node to write its reason; and, after a failed driver, for the loss of a node to be noticed."""
 
@@ -27,6 +35,8 @@ class Head(Agent):
         self._began = time.time()
         self._children: list[LoggedProcess] = []
         self._watch: LoggedProcess | None = None
+        self._driver: LoggedProcess | None = None
+        self._told = False
 
     def _run_job(self) -> None:
         config = self._load_config()
@@ -47,6 +57,14 @@ class Head(Agent):
         self._reached("Ray ready")
         self._drive(ray)
 
+    def _lets_save(self) -> bool:
+        """Also tells the driver of the first signal."""
+        if self._driver is not None and not self._told:
+            self._told = True
+            log.info("node %s got %s: the run may save", self.job.name, self._signals[0].name)
+            self._driver.send(self._signals[0])
+        return self._told
+
     def _look(self) -> None:
         """Also raises JobEnded if Ray has lost a node, after waiting for the node's own reason."""
         super()._look()
@@ -63,7 +81,7 @@ class Head(Agent):
         if self.joined:
             self.directory.write_end(reason)  # now, as Slurm may leave no time later
         for child in self._children:
-            child.stop(_DRIVER_GRACE_S)
+            child.stop(DRIVER_GRACE_S)
         if not self._clean_up(failed=reason.failed) and not reason.exit_code:
             reason = ExitReason(exit_code=1, reason="processes of the job are left", node=self.job.name)
         if self.joined:
@@ -107,13 +125,16 @@ class Head(Agent):
     def _drive(self, ray: str) -> None:
         """Runs the driver; raises JobEnded when it ends."""
         self.environment = {**self.environment, "RAY_ADDRESS": ray}
-        driver = self._start(self._megarl(self.options.command), driver=True)
+        driver = self._driver = self._start(self._megarl(self.options.command), driver=True)
         self.directory.reached("driver started")
         self.wait(lambda: driver.exit_code is not None)
         self._reached("driver ended")
         if not driver.exit_code:
             raise JobEnded(0, "finished")
-        self._pause(_NEWS_S)
+        if driver.exit_code != PreemptedError.exit_code:
+            if self._signals:
+                raise self._stopped()
+            self._pause(_NEWS_S)
         reason = f"megarl {self.options.command} ended with exit code {driver.exit_code}: {driver.last_message}"
         raise JobEnded(driver.exit_code, reason)
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.errors import PreemptedError
 from megarl.files import write_durably
 from megarl.launch.node.slurm_job import SlurmJob
 from megarl.launch.render import templates
@@ -40,7 +41,7 @@ class ExitReason:
     @property
     def failed(self) -> bool:
         """Whether the job failed, so that Ray's logs are kept; a mistake or a stop is no failure."""
-        return self.exit_code not in (0, _MISTAKE) and not self.by_signal
+        return self.exit_code not in (0, _MISTAKE, PreemptedError.exit_code) and not self.by_signal
 
 
 class JobDirectory:

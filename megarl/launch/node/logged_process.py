@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, cast
 
 _DRAIN_S = 2.0  # for the last output of an ended process, whose children may have inherited the pipe
-_KILLED_S = 10.0
+_AGAIN_S, _KILLED_S = 0.5, 10.0
 _CHUNK_BYTES = 1 << 16
 
 
@@ -22,9 +23,13 @@ class LoggedProcess:
         self, command: Sequence[str], environment: Mapping[str, str], log: Path, echo: BinaryIO | None = None
     ) -> None:
         self._output = b""
-        self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # for all of it, but the driver of the run
+        try:
+            self._process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._copying = threading.Thread(target=self._copy, args=(log, echo), daemon=True)
         self._copying.start()
 
@@ -62,9 +67,14 @@ class LoggedProcess:
             self._copying.join(_DRAIN_S)
         return code if code is None or code >= 0 else 128 - code
 
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal, if it still runs."""
+        self._process.send_signal(number)
+
     def stop(self, grace_s: float) -> None:
-        """Sends SIGTERM, and SIGKILL after the grace."""
-        for end, limit_s in ((self._process.terminate, grace_s), (self._process.kill, _KILLED_S)):
+        """Sends SIGTERM, once more as a run may save after the first, and SIGKILL after the grace."""
+        terminate, kill = self._process.terminate, self._process.kill
+        for end, limit_s in ((terminate, _AGAIN_S), (terminate, grace_s), (kill, _KILLED_S)):
             end()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(limit_s)

@@ -20,7 +20,7 @@ _MPI = "MPI libraries would take the process for a rank, and wait for its launch
 _OTHER_RAY = "names a Ray cluster of the user who submitted the job"
 
 CLEARED: Final[Mapping[str, str]] = {
-    r"SLURM_(?!JOB_ID$|RESTART_COUNT$)\w+": _TASK,
+    r"SLURM_(?!JOB_ID$|RESTART_COUNT$|JOB_END_TIME$)\w+": _TASK,
     r"SRUN_\w+": _TASK,
     r"(LOCAL_|GROUP_|ROLE_|NODE_)?RANK": _TORCHRUN,
     r"(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE": _TORCHRUN,
