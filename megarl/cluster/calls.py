@@ -36,6 +36,9 @@ _LOG_TAIL_BYTES = 4000
 class WorkerError(RunError):
     """A process failed, died or did not answer in time; the message names the process, the call and the cause."""
 
+    repeats = False
+    """Whether new processes would fail in the same way; see `ray_api.repeats`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Process(Generic[W_co]):
@@ -363,6 +366,7 @@ class CallMonitor:
             failures = [*failures, *self._collect(ready, ends=True)]
         cause = min(failures, key=_Failure.priority)
         self._error = WorkerError(_message(cause, failures))
+        self._error.repeats = ray_api.repeats(cause.error)
         raise self._error from None
 
 

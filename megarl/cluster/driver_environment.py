@@ -8,7 +8,7 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -38,13 +38,18 @@ def environment(variables: Mapping[str, str]) -> Generator[None]:
 
 @contextmanager
 def temporary_directory() -> Generator[str]:
-    """Makes a directory for all temporary files, also those of child processes; removes it at the end."""
+    """Makes a directory for all temporary files, also those of child processes.
+
+    At the end it is removed, and so are the environment variables that name it.
+    """
     usual, directory = tempfile.gettempdir(), new_directory()
     try:
         with environment({"TMPDIR": directory}):
             tempfile.tempdir = directory  # the cached value of this process
             yield directory
     finally:
+        for name in [name for name, value in os.environ.items() if value.startswith(directory)]:
+            del os.environ[name]  # torch names its cache there, for its children and for itself later
         tempfile.tempdir = usual
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -83,26 +88,35 @@ def interrupts_raise() -> Generator[None]:
 
 
 @contextmanager
+def noted_signals() -> Generator[Callable[[], bytes]]:
+    """Yields a function that returns the numbers of the signals that came in the block, also of ignored interrupts.
+
+    The interpreter writes them into a pipe, whichever handler a signal has. A block inside notes its own.
+    """
+    reader, writer = os.pipe()
+    for end in (reader, writer):
+        os.set_blocking(end, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False) if _in_main_thread() else None
+    with open(reader, "rb", buffering=0) as pipe, open(writer, "wb"):
+        try:
+            yield lambda: pipe.read() or b""
+        finally:
+            if before is not None:
+                signal.set_wakeup_fd(before)
+
+
+@contextmanager
 def no_interrupt_is_lost() -> Generator[None]:
     """Within `interrupts_raise`, raises at the end of the block for a signal that came to nothing in it.
 
     Python drops what a handler raises inside a destructor or a callback, and `ray.init` replaces the handler of
-    SIGTERM. The interpreter writes the number of each signal into a pipe, whichever handler it has.
+    SIGTERM.
     """
-    if not _in_main_thread():
+    with noted_signals() as noted:
         yield
-        return
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    try:
-        yield
-        signal.signal(signal.SIGTERM, _terminate)
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(writer)
-        with open(reader, "rb") as pipe:
-            received = pipe.read()
+        if _in_main_thread():
+            signal.signal(signal.SIGTERM, _terminate)
+        received = noted()
     for number in _STOPS:
         if number in received:
             _terminate(number, None)
@@ -114,11 +128,15 @@ def ignore_interrupts() -> None:
     """Ignores the signals that end a run, so that the cleanup can finish."""
     if _in_main_thread():
         for number in _SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, _ignore)
 
 
 def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
+
+
+def _ignore(_number: int, _frame: FrameType | None) -> None:
+    """Does nothing; unlike SIG_IGN, it lets `noted_signals` see the signal."""
 
 
 def _terminate(number: int, _frame: FrameType | None) -> None:

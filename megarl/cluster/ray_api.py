@@ -7,8 +7,10 @@ from typing import Any, TypeVar
 
 import ray
 from ray import ObjectRef
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
+
+from megarl.errors import RunError
 
 T = TypeVar("T")
 _ray: Any = ray
@@ -69,6 +71,16 @@ def raised(error: RayTaskError) -> object:
     """Returns the exception that was raised in the process."""
     untyped: Any = error
     return untyped.cause
+
+
+def repeats(error: RayError) -> bool:
+    """Returns whether a call failed because of the program, its data or its configuration, and not of a machine.
+
+    torch raises a RuntimeError for CUDA, NCCL, Gloo and memory, the system an OSError, and Ray a RayError for an object
+    that is lost.
+    """
+    cause = raised(error) if isinstance(error, RayTaskError) else error
+    return isinstance(cause, RunError) or not isinstance(cause, RuntimeError | OSError | RayError)
 
 
 def node_address() -> str:

@@ -22,12 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from megarl.cluster.calls import Condition, Routine, Task
+from megarl.cluster.calls import Condition, Routine, Task, WorkerError
 from megarl.cluster.engines import RolloutGroup
 from megarl.cluster.ray_worker import ChunkRefs
 from megarl.cluster.rollouts import Rollouts
 from megarl.config import PPOConfig, RAFTConfig
-from megarl.errors import RunError
 from megarl.loop.colocation import Colocation
 from megarl.loop.sampler import Sampled, Sampler
 from megarl.loop.scoring import Scoring
@@ -118,9 +117,9 @@ class RolloutBuffer:
         self._advance()
 
     def _restore(self) -> None:
-        """Gives the engines the actor's weights, as all were lost; raises RunError if they had older ones."""
+        """Gives the engines the actor's weights, as all were lost; raises WorkerError if they had older ones."""
         if self._mode == "exact" and self.version != self._taken:
-            raise RunError(
+            raise WorkerError(
                 f"{self._engines.replaced[-1]}\nNo engine is left with version {self.version} of the weights, and "
                 f"the actor has version {self._taken} by now: resume the run, which samples these steps again"
             )

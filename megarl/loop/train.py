@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.cluster.cpu_threads import kept_message, with_threads
+from megarl.cluster.driver_environment import noted_signals
 from megarl.cluster.session import Session
 from megarl.cluster.trainers import RemoteRole, check_gpus
 from megarl.config import ConfigError, PPOConfig, Problem, RAFTConfig, TrainingConfig
@@ -30,10 +32,11 @@ from megarl.run.directory import RunDirectory, attempt, model_directory
 from megarl.run.display import counted, phase_line
 from megarl.run.preemption import Preemption, end_of_time
 from megarl.run.report import Reporter, Summary, processes
+from megarl.run.restarts import Restarts
 from megarl.run.results import EvaluationResult, StepResult
 from megarl.run.resume import finished_message, resumed_config
 from megarl.run.sinks import Metrics
-from megarl.run.timers import process_age
+from megarl.run.timers import process_age, stopwatch
 from megarl.types import RoleName
 
 
@@ -93,18 +96,35 @@ TRAINERS: Mapping[str, Callable[..., Trainer]] = {
 def train(config: TrainingConfig) -> Summary:
     """Runs a stage from the last checkpoint in run.dir on; a finished run returns its summary.
 
+    After a failure that may pass, all processes are ended, and the run goes on from its last checkpoint.
+
     Raises:
         ConfigError: The model, the data or run.dir cannot be used.
-        RunError: The run failed.
+        RunError: The run failed, and is not restarted; see `Restarts`.
         PreemptedError: The run had to leave, and has saved.
     """
     config, data = _checked(config)
-    directory = RunDirectory(config)
-    if directory.finished:
-        print(finished_message(config), flush=True)
-        return Summary.read(directory.summary)
+    restarts, clock = Restarts(config.run.max_restarts), process_age
+    while True:
+        directory = RunDirectory(config)
+        if directory.finished:
+            print(finished_message(config), flush=True)
+            return Summary.read(directory.summary)
+        with noted_signals() as signals:
+            try:
+                return _run(config, data, directory, clock)
+            except RunError as error:
+                if signals():  # one that came while the attempt ended
+                    raise
+                print(restarts.after(error, directory), flush=True)
+        clock = stopwatch()
+        gc.collect()  # what is left of the attempt has references to objects of its Ray
+
+
+def _run(config: TrainingConfig, data: Any, directory: RunDirectory, clock: Callable[[], float]) -> Summary:
+    """Takes the steps that are left, with processes of its own; `clock` gives the seconds of this attempt."""
     with (
-        _started(config, data, directory) as (trainer, reporter, profiler, saver),
+        _started(config, data, directory, clock) as (trainer, reporter, profiler, saver),
         Preemption(config.run.grace_period, end_of_time(config.run, os.environ)) as preemption,
     ):
         taken = directory.step
@@ -172,15 +192,20 @@ def _checked(config: TrainingConfig) -> tuple[TrainingConfig, Any]:
 
 @contextmanager
 def _started(
-    config: TrainingConfig, data: Any, directory: RunDirectory, *, profiles: bool = False
+    config: TrainingConfig,
+    data: Any,
+    directory: RunDirectory,
+    clock: Callable[[], float] = process_age,
+    *,
+    profiles: bool = False,
 ) -> Generator[tuple[Trainer, Reporter, StepProfiler, Saver]]:
     """Starts every process, loads the last checkpoint, and ends all of it after the block, which may only profile."""
     taken = directory.step
     session = Session(config.cluster, directory.logs, config.cluster.address)
     with (
         closing(directory),
-        attempt(directory, taken, "profiled" if profiles else "finished"),
-        Reporter(config, directory, taken, data.left_out, saves=not profiles) as reporter,
+        attempt(directory, taken, "profiled" if profiles else "finished", clock),
+        Reporter(config, directory, taken, data.left_out, clock, saves=not profiles) as reporter,
         ExitStack() as opened,
     ):
         reporter.phase("Ray")

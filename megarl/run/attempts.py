@@ -1,4 +1,4 @@
-"""The attempts at a run, one process each: attempts.jsonl.
+"""The attempts at a run, each with processes of its own: attempts.jsonl.
 
 Each attempt has a line for its start and, unless the process was killed, one for its end. If the file cannot be
 written, a message is printed and nothing fails: that must not end the run or hide what did.
@@ -42,11 +42,11 @@ class AttemptEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One process's attempt at a run.
+    """An attempt at a run: a start of its command, or a restart in it.
 
     Args:
         number: from 1.
-        time: of its process's start, seconds since 1970.
+        time: of its start, of the first one in a process that of the process; seconds since 1970.
         step: that it resumed after; 0 at the beginning.
         job: number of the Slurm job, if any.
         restart: times that Slurm had restarted that job.
@@ -64,13 +64,13 @@ class Attempt:
 
 
 class AttemptLog:
-    """Appends the attempt of this process to a file; `clock` gives seconds since 1970."""
+    """Appends an attempt of this process to a file; `clock` gives seconds since 1970."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._path, self._clock, self._number = path, clock, 1
 
     def start(self, step: int, age: float = 0.0) -> None:
-        """Records the start of an attempt that resumes after `step`; its process is so many seconds old."""
+        """Records the start of an attempt that resumes after `step`, and began so many seconds ago."""
         with _report_errors(self._path):
             self._number = 1 + max((attempt.number for attempt in read_attempts(self._path)), default=0)
         attempt = Attempt(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -135,27 +135,31 @@ def _locked(paths: RunPaths, config: RunConfig) -> Iterator[IO[str]]:
 
 
 @contextmanager
-def attempt(paths: RunPaths, taken: int = 0, reason: EndReason = "finished") -> Iterator[None]:
-    """Records this process's attempt at the run in attempts.jsonl. SIGTERM raises SystemExit inside the block.
+def attempt(
+    paths: RunPaths, taken: int = 0, reason: EndReason = "finished", clock: Callable[[], float] = process_age
+) -> Iterator[None]:
+    """Records an attempt at the run in attempts.jsonl. SIGTERM raises SystemExit inside the block.
 
     Args:
         taken: steps that earlier attempts have taken.
         reason: of an end without an error.
+        clock: seconds of the attempt.
     """
     log = AttemptLog(paths.attempts)
     with interrupts_raise():
-        log.start(taken, process_age())
+        log.start(taken, clock())
         try:
             yield
         except BaseException as error:
             ignore_interrupts()
-            log.end(_last_step(paths, taken), *_end_reason(error))
+            log.end(last_step(paths, taken), *_end_reason(error))
             raise
         ignore_interrupts()
-        log.end(_last_step(paths, taken), reason)
+        log.end(last_step(paths, taken), reason)
 
 
-def _last_step(paths: RunPaths, taken: int) -> int:
+def last_step(paths: RunPaths, taken: int) -> int:
+    """Returns the last step in metrics.jsonl; without one, those that earlier attempts have taken."""
     with suppress(OSError):  # it must not hide what ended the run
         for line in read_lines(paths.metrics, last=1):
             return line.get("step", taken)

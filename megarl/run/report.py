@@ -97,7 +97,7 @@ class Summary:
 
     Args:
         steps: of all attempts.
-        seconds: of the last attempt, from the start of its process.
+        seconds: of the last attempt.
         start: such as those of the first sync.
         responses: of all attempts, how many were `sampled`, and how many of them are `unscored`.
         evaluation: of the last evaluation.

@@ -9,10 +9,16 @@ from contextlib import contextmanager
 
 
 def process_age() -> float:
-    """Returns the seconds since this process started: the clock of a run, of which a process has one."""
+    """Returns the seconds since this process started: the clock of a run that this process has not restarted."""
     with open("/proc/self/stat", encoding="utf-8") as file:
         started = int(file.read().rpartition(")")[2].split()[19])  # after the name: the fields from the third on
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+
+
+def stopwatch() -> Callable[[], float]:
+    """Returns a clock that starts now."""
+    start = time.monotonic()
+    return lambda: time.monotonic() - start
 
 
 class Timers:

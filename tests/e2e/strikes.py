@@ -1,4 +1,4 @@
-"""Faults that a driver causes in its own engines, for `runs.started(before=...)`."""
+"""Faults that a driver causes in its own processes, for `runs.started(before=...)`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 import signal
 import threading
 from functools import partial
+from typing import Any
 
 from megarl.cluster.resharder import EngineLink, SyncReport
+from megarl.run.directory import RunDirectory
 from tests.e2e.test_endings import process_that_prints_to
 
 
@@ -23,3 +25,15 @@ def after_sync_begins(version: int, name: str, seconds: float) -> None:
         return update(self, sent)
 
     EngineLink.update = struck
+
+
+def after_checkpoint(step: int, log: str) -> None:
+    """Kills the process that writes a log, when the checkpoint of a step is complete."""
+    commit = RunDirectory.commit
+
+    def struck(self: RunDirectory, taken: int, *given: Any) -> None:
+        commit(self, taken, *given)
+        if taken == step:
+            os.kill(process_that_prints_to(self.logs.absolute() / log), signal.SIGKILL)
+
+    RunDirectory.commit = struck

@@ -1,4 +1,4 @@
-"""A terminated run resumes exactly; resuming a finished run reports that it is finished."""
+"""A terminated run resumes exactly, by itself if a rank is killed; resuming a finished run reports that it is finished."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def resumed(debug_run: DebugRun, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return directory
 
 
-@pytest.mark.parametrize("file", ["metrics.jsonl", "updates.jsonl", "evaluations.jsonl", "samples.jsonl"])
+FILES = ["metrics.jsonl", "updates.jsonl", "evaluations.jsonl", "samples.jsonl"]
+
+
+@pytest.mark.parametrize("file", FILES)
 def test_a_resumed_run_has_the_metrics_of_the_uninterrupted_run(debug_run: DebugRun, resumed: Path, file: str) -> None:
     assert numbers(resumed / file) == numbers(debug_run.directory / file)
 
@@ -77,6 +80,26 @@ def test_a_resumed_run_is_a_new_attempt(resumed: Path) -> None:
     assert second.end is not None
     assert (first.step, first.end.step, first.end.reason) == (0, 1, "preempted")
     assert (second.step, second.end.step, second.end.reason) == (1, 3, "finished")
+
+
+def test_a_run_with_a_killed_rank_restarts_and_ends_as_if_nothing_had_happened(
+    debug_run: DebugRun, tmp_path: Path
+) -> None:
+    directory, settings = tmp_path / "run", ["checkpoint.every=2", "run.max_restarts=1", *PARTS]
+    strike = "from tests.e2e.strikes import after_checkpoint; after_checkpoint(2, 'train-rank-1.log')"
+    with started(["train", DEBUG, f"run.dir={directory}", *settings], before=strike) as program:
+        finished = finish(*program)
+    assert finished.status == 0, finished.errors
+    finished.assert_clean()
+    (announced,) = [line for line in finished.output.splitlines() if "; restart 1 of 1 from step 2" in line]
+    assert announced.startswith("train rank 1 died in ")
+    attempts = read_attempts(directory / "attempts.jsonl")
+    assert [(each.step, each.end and each.end.reason) for each in attempts] == [(0, "run error"), (2, "finished")]
+    for file in FILES:
+        assert numbers(directory / file) == numbers(debug_run.directory / file), file
+    for export in ("export", "export-ema"):
+        straight = debug_run.directory / export / "model.safetensors"
+        assert (directory / export / "model.safetensors").read_bytes() == straight.read_bytes(), export
 
 
 def test_resuming_a_finished_run_reports_that_it_is_finished(debug_run: DebugRun) -> None:

@@ -57,6 +57,9 @@ class TrainingRun(Run):
     grace_period: NotNegative = 15.0
     """Seconds after SIGTERM in which the run may finish its step, save, and end with exit code 75; 0: it ends at once,
     without a checkpoint."""
+    max_restarts: Natural | None = None
+    """How often one start of the run may go on from its last checkpoint, with new processes, when a process, a node or
+    a call is lost or hangs; null: 3 in a Slurm or Ray job, 0 elsewhere."""
 
     @property
     def length_field(self) -> str:

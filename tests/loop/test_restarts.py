@@ -1,0 +1,238 @@
+"""Which failures of a run are followed by a restart, and what a run does then. No process is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.cluster.calls import WorkerError
+from megarl.cluster.driver_environment import ignore_interrupts
+from megarl.config import TrainingConfig, load
+from megarl.errors import RunError
+from megarl.loop import train
+from megarl.run.attempts import read_attempts
+from megarl.run.directory import RunDirectory
+from megarl.run.restarts import IN_JOBS, Restarts
+from megarl.run.results import StepResult
+from tests.checkpoint.staging import write_role
+from tests.e2e.runs import lines
+
+SFT = Path(__file__).parents[2] / "configs" / "debug" / "sft.yaml"
+DIED = "train rank 1 died in actor.update.\n\nThe end of its log: ..."
+Strike = Callable[[], None]
+
+
+def raising(error: BaseException) -> Strike:
+    def strike() -> None:
+        raise error
+
+    return strike
+
+
+def died() -> None:
+    raise WorkerError(DIED)
+
+
+class Answered:
+    """A call that has ended."""
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def wait(self) -> Any:
+        return self._result
+
+
+class Role:
+    """A role with checkpoints of random bytes."""
+
+    name = "actor"
+
+    def call(self, method: Any, directory: str) -> Answered:
+        return Answered(write_role(Path(directory), ranks=2) if method.name == "save" else None)
+
+
+class Interrupted:
+    """A session without processes; `ending` comes while it ends."""
+
+    monitor: Any
+    ending: list[Strike]
+
+    def __init__(self, *_: Any) -> None:
+        self.monitor = self
+
+    def __enter__(self) -> Interrupted:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ignore_interrupts()
+        for strike in self.ending:
+            strike()
+
+
+class Trainer:
+    """A trainer whose steps fail as planned: `strikes` are the next ones, by step."""
+
+    strikes: list[tuple[int, Strike]]
+    evaluate_every = None
+    living: weakref.WeakSet[Trainer]
+
+    def __init__(self, *_: Any) -> None:
+        assert not self.living, "an earlier attempt is still in memory"
+        self.living.add(self)
+        self.roles = {"actor": Role()}
+        self._itself = self  # as parts of a trainer refer to each other
+
+    def start(self) -> None: ...
+
+    def begin(self, step: int) -> dict[str, float]:
+        return {}
+
+    def step(self, step: int) -> StepResult:
+        if self.strikes and self.strikes[0][0] == step:
+            self.strikes.pop(0)[1]()
+        return StepResult(step=step, metrics={"sft/loss": 1.0 / step}, updates=[{}])
+
+    def evaluate(self, step: int) -> None: ...
+
+    def evaluations(self, *, wait: bool) -> Sequence[Any]:
+        return ()
+
+    def to_training(self) -> None: ...
+
+    def state(self, directory: Path) -> dict[str, Any]:
+        return {}
+
+    def load(self, state: Any, directory: Path) -> None: ...
+
+    def finish(self, export: Path) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None: ...
+
+
+Run = Callable[..., Path]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Trains four steps with a checkpoint of the second one and given failures, and returns the run's directory."""
+
+    def train_with(*strikes: tuple[int, Strike], restarts: int = 3, ending: Sequence[Strike] = ()) -> Path:
+        directory = tmp_path / "run"
+        config = load(SFT, [f"run.dir={directory}", "checkpoint.every=2", f"run.max_restarts={restarts}"])
+        assert isinstance(config, TrainingConfig)
+        monkeypatch.setattr(Trainer, "strikes", list(strikes), raising=False)
+        monkeypatch.setattr(Trainer, "living", weakref.WeakSet(), raising=False)
+        monkeypatch.setattr(Interrupted, "ending", list(ending), raising=False)
+        monkeypatch.setattr(train, "Session", Interrupted)
+        monkeypatch.setattr(train, "TRAINERS", {"sft": Trainer})
+        train.train(config)
+        return directory
+
+    return train_with
+
+
+def ends(directory: Path) -> list[tuple[int, int, str]]:
+    """Of each attempt the step that it began after, the last one and the reason of its end."""
+    found = read_attempts(directory / "attempts.jsonl")
+    return [(each.step, each.end.step, each.end.reason) for each in found if each.end is not None]
+
+
+def test_a_lost_process_restarts_the_run_from_its_last_checkpoint(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = run((2, died), (4, died))
+    assert ends(directory) == [(0, 1, "run error"), (0, 3, "run error"), (2, 4, "finished")]
+    assert [line["step"] for line in lines(directory / "metrics.jsonl")] == [1, 2, 3, 4]
+    printed = capsys.readouterr().out.splitlines()
+    announced = "train rank 1 died in actor.update; restart"
+    assert [line for line in printed if line.startswith(announced)] == [
+        f"{announced} 1 of 3 from the beginning: there is no checkpoint yet",
+        f"{announced} 2 of 3 from step 2",
+    ]
+    attempts = read_attempts(directory / "attempts.jsonl")
+    assert [attempt.end and attempt.end.message for attempt in attempts] == [DIED, DIED, ""]
+    assert attempts[0].time < attempts[1].time < attempts[2].time, "a restart began with the process"
+    assert {event["pid"] for event in json.loads((directory / "trace.json").read_text())} == {1, 2, 3}
+    assert json.loads((directory / "summary.json").read_text())["steps"] == 4
+
+
+def test_the_limit_ends_the_run_with_the_last_failure(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError) as raised:
+        run((1, died), (2, died), restarts=1)
+    assert str(raised.value) == DIED
+    assert ends(tmp_path / "run") == [(0, 0, "run error"), (0, 1, "run error")]
+
+
+def test_a_second_failure_at_the_same_step_ends_the_run_with_both_causes(run: Run, tmp_path: Path) -> None:
+    late = WorkerError("No answer within 60 s from train rank 0 in actor.update.\nRaise it.")
+    with pytest.raises(RunError) as raised:
+        run((4, died), (4, raising(late)))
+    first, *_, last = str(raised.value).splitlines()
+    assert first == str(late).splitlines()[0]
+    assert last.endswith("It had failed after step 3: train rank 1 died in actor.update.")
+    assert ends(tmp_path / "run") == [(0, 3, "run error"), (2, 3, "run error")]
+
+
+def test_a_restart_that_finishes_no_step_ends_the_run_with_both_causes(run: Run) -> None:
+    start = RunError("Ray did not start on this machine")
+    with pytest.raises(RunError, match=r"(?s)^Ray did not start.* It had failed after step 3: train rank 1 died"):
+        run((4, died), (3, raising(start)))
+
+
+def repeating() -> WorkerError:
+    error = WorkerError("train rank 0 failed in actor.update: KeyError('x')")
+    error.repeats = True
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RunError("the loss of 3 steps is not finite"), repeating(), KeyboardInterrupt(), SystemExit(143), ValueError("x")],
+    ids=lambda error: type(error).__name__,
+)
+def test_other_ends_are_final(run: Run, tmp_path: Path, error: BaseException) -> None:
+    with pytest.raises(type(error)) as raised:
+        run((2, raising(error)))
+    assert raised.value is error or isinstance(error, SystemExit)
+    assert len(read_attempts(tmp_path / "run" / "attempts.jsonl")) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_told_to_end_while_it_ends_is_not_restarted(run: Run, tmp_path: Path, number: int) -> None:
+    with pytest.raises(WorkerError):
+        run((2, died), ending=[lambda: os.kill(os.getpid(), number)])
+    assert len(read_attempts(tmp_path / "run" / "attempts.jsonl")) == 1
+
+
+@contextmanager
+def directory_of(path: Path) -> Iterator[RunDirectory]:
+    config = load(SFT, [f"run.dir={path}"])
+    assert isinstance(config, TrainingConfig)
+    with closing(RunDirectory(config)) as directory:
+        yield directory
+
+
+@pytest.mark.parametrize("variable", ["SLURM_JOB_ID", "RAY_JOB_CONFIG_JSON_ENV_VAR", None])
+def test_runs_restart_by_themselves_in_jobs_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str | None
+) -> None:
+    for name in ("SLURM_JOB_ID", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, "4711")
+    with directory_of(tmp_path) as directory:
+        if variable is None:
+            with pytest.raises(WorkerError):
+                Restarts(None).after(WorkerError(DIED), directory)
+        else:
+            assert f"restart 1 of {IN_JOBS} " in Restarts(None).after(WorkerError(DIED), directory)
+            with pytest.raises(WorkerError):
+                Restarts(0).after(WorkerError(DIED), directory)
