@@ -16,6 +16,14 @@ from megarl.errors import RunError
 _WAIT_S = 60
 
 
+class MissingNodesError(RunError):
+    """The cluster has too few nodes; `nodes` of them have enough devices, free or not."""
+
+    def __init__(self, message: str, nodes: int) -> None:
+        super().__init__(message)
+        self.nodes = nodes
+
+
 @dataclass(frozen=True, kw_only=True)
 class Slot:
     """A device of the run.
@@ -43,7 +51,7 @@ class Placement:
         virtual: all nodes are on this machine; otherwise each is a node of the cluster.
 
     Raises:
-        RunError: The cluster has too few nodes with so many free devices.
+        MissingNodesError: The cluster has too few nodes with so many free devices.
     """
 
     def __init__(self, nodes: int, devices_per_node: int, *, virtual: bool) -> None:
@@ -51,10 +59,11 @@ class Placement:
             [{DEVICE: devices_per_node}] * nodes, strategy="STRICT_PACK" if virtual else "STRICT_SPREAD"
         )
         if not self._group.wait(_WAIT_S):
-            raise RunError(
+            raise MissingNodesError(
                 f"the run needs {nodes} x {devices_per_node} devices, and the nodes of the cluster offer {_offer()}: "
                 f"start every node with ray start --resources '{{\"{DEVICE}\": {devices_per_node}}}', wait for the "
-                "runs that hold devices, or lower cluster.nodes or cluster.devices_per_node"
+                "runs that hold devices, or lower cluster.nodes or cluster.devices_per_node",
+                nodes=sum(count >= devices_per_node for _, count in _nodes()),
             )
         hosts = ray_api.nodes_of(self._group)
         self.slots: tuple[Slot, ...] = tuple(
@@ -80,9 +89,13 @@ def order_bundles(hosts: Mapping[int, str], numbers: Mapping[str, int]) -> list[
 
 def _offer() -> str:
     """Describes the devices of the living nodes and how many of them are free."""
-    found = ((node["NodeName"], int(node["Resources"].get(DEVICE, 0))) for node in ray_api.living_nodes())
     free = int(ray_api.free_resources().get(DEVICE, 0))
-    return f"{', '.join(f'{name}: {count}' for name, count in sorted(found))}, of which {free} are free"
+    return f"{', '.join(f'{name}: {count}' for name, count in _nodes())}, of which {free} are free"
+
+
+def _nodes() -> list[tuple[str, int]]:
+    """Returns the name and the number of devices of each living node."""
+    return sorted((node["NodeName"], int(node["Resources"].get(DEVICE, 0))) for node in ray_api.living_nodes())
 
 
 def _node_numbers() -> dict[str, int]:

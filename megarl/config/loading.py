@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -16,10 +16,13 @@ from megarl.config.pending_paths import without_pending
 from megarl.config.problems import ConfigError, Problem, shown
 from megarl.config.rules import broken_rules
 from megarl.config.schema import STAGES, RunConfig
+from megarl.config.schema.base import parse_devices
 from megarl.config.schema.schema_walk import keys
 from megarl.config.schema_problems import schema_problems
 from megarl.config.short_stages import SHORT_STAGES
 from megarl.files import write_durably
+
+C = TypeVar("C", bound=RunConfig)
 
 
 def load(
@@ -66,6 +69,19 @@ def build(raw: Mapping[str, Any]) -> RunConfig:
     if config is None or problems:
         raise ConfigError(problems)
     return config
+
+
+def on_first_nodes(config: C, nodes: int) -> C:
+    """Returns a configuration without the devices of the other nodes; raises ConfigError where that breaks a rule."""
+    fields, per_node = config.model_dump(mode="json", by_alias=True), config.cluster.devices_per_node
+    fields["cluster"] |= {"nodes": nodes, "min_nodes": None}
+    for section in (*fields["groups"].values(), fields.get("rollout")):
+        if section is not None:
+            left = (device for device in parse_devices(section["devices"]) if device < nodes * per_node)
+            section["devices"] = ",".join(map(str, left))
+    fewer = build(fields)
+    assert isinstance(fewer, type(config))
+    return fewer
 
 
 def save(config: RunConfig, path: str | Path) -> None:

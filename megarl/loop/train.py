@@ -104,8 +104,9 @@ def train(config: TrainingConfig) -> Summary:
         PreemptedError: The run had to leave, and has saved.
     """
     config, data = _checked(config)
-    restarts, clock = Restarts(config.run.max_restarts), process_age
+    restarts, clock = Restarts(config), process_age
     while True:
+        config = restarts.config
         directory = RunDirectory(config)
         if directory.finished:
             print(finished_message(config), flush=True)

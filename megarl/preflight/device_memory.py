@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megarl.config import ConfigError, Problem, RunConfig
+from megarl.config import ConfigError, Problem, RunConfig, on_first_nodes
 from megarl.files import format_bytes
 from megarl.preflight.capacity import capacity
 from megarl.preflight.memory_plan import DevicePlan, PhaseMemory, engine_settings, plan_memory
@@ -14,7 +14,7 @@ from megarl.rollout.engine_memory import PROCESS
 def check_memory(config: RunConfig) -> None:
     """Raises ConfigError if what is certain to be needed at once exceeds a device, or all virtual ones this machine.
 
-    And if the engines' fraction of a device leaves no room for their caches.
+    And if the engines' fraction of a device leaves no room for their caches. The same holds on `cluster.min_nodes`.
     """
     plans, room = plan_memory(config), capacity(config)
     problems = {problem.field: problem for problem in _without_cache(config, plans)}
@@ -33,6 +33,13 @@ def check_memory(config: RunConfig) -> None:
                 problems[phase] = Problem(f"memory of device {names}", format_bytes(total), rule, fix)
     if problems:
         raise ConfigError(list(problems.values()))
+    if (least := config.cluster.min_nodes) is not None:
+        try:
+            check_memory(on_first_nodes(config, least))
+        except ConfigError as error:
+            rule = f"the run fits on its first {least} nodes; there, it breaks:\n{error.problems[0]}"
+            fix = "raise it, or set it to null"
+            raise ConfigError([Problem("cluster.min_nodes", str(least), rule, fix)]) from None
 
 
 def _without_cache(config: RunConfig, plans: Sequence[DevicePlan]) -> Iterator[Problem]:

@@ -6,8 +6,11 @@ import os
 from typing import Final
 
 from megarl.cluster.calls import WorkerError
+from megarl.cluster.placement import MissingNodesError
+from megarl.config import ConfigError, TrainingConfig, on_first_nodes
 from megarl.errors import RunError
 from megarl.run.directory import RunDirectory, last_step
+from megarl.run.display import counted
 
 IN_JOBS: Final = 3
 """Restarts in a job, where nobody may look."""
@@ -16,20 +19,19 @@ _JOB_VARIABLES: Final = ("SLURM_JOB_ID", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 
 
 class Restarts:
-    """Restarts of one command, which end at a limit, and at a second failure without progress.
+    """Restarts of one command, which end at run.max_restarts, and at a second failure without progress.
 
     Only losses of processes, and what may be the fault of a machine, are followed by a restart (`WorkerError.repeats`).
     Two failures are without progress if both hit the same step, or no step was finished between them.
-
-    Args:
-        limit: run.max_restarts.
     """
 
-    def __init__(self, limit: int | None) -> None:
-        in_job = any(name in os.environ for name in _JOB_VARIABLES)
+    def __init__(self, config: TrainingConfig) -> None:
+        in_job, limit = any(name in os.environ for name in _JOB_VARIABLES), config.run.max_restarts
         self._limit = (IN_JOBS if in_job else 0) if limit is None else limit
         self._failures: list[tuple[int, str]] = []
         """Of each failure the last finished step, and the cause."""
+        self._whole = self.config = config
+        """The latter is that of the next attempt, which may have fewer nodes."""
 
     def after(self, error: RunError, directory: RunDirectory) -> str:
         """Returns the line that announces the restart after a failure.
@@ -37,15 +39,29 @@ class Restarts:
         Raises:
             RunError: There is none. It is the error; without progress, it names the earlier failure, too.
         """
+        steps = directory.checkpoints.steps()
+        begin = f"from step {steps[-1]}" if steps else "from the beginning: there is no checkpoint yet"
+        if self._failures and isinstance(error, MissingNodesError) and self._shrinks(error.nodes):
+            nodes = counted(self.config.cluster.nodes, "node")
+            return f"{error.nodes} of {self._whole.cluster.nodes} nodes are left; it restarts on {nodes}, {begin}"
         step, cause = last_step(directory, directory.step), str(error).splitlines()[0].removesuffix(".")
-        stuck = self._failures and step in (self._failures[-1][0], directory.step)
-        if stuck:
+        if self._failures and step in (self._failures[-1][0], directory.step):
             earlier, before = self._failures[-1]
             where = f"after step {earlier}" if earlier else "before the first step was finished"
             raise RunError(f"{error}\n\nThe run was restarted and made no progress. It had failed {where}: {before}.")
         if not isinstance(error, WorkerError) or error.repeats or len(self._failures) == self._limit:
             raise error
         self._failures.append((step, cause))
-        steps = directory.checkpoints.steps()
-        begin = f"from step {steps[-1]}" if steps else "from the beginning: there is no checkpoint yet"
+        self.config = self._whole
         return f"{cause}; restart {len(self._failures)} of {self._limit} {begin}"
+
+    def _shrinks(self, found: int) -> bool:
+        """Takes as many nodes for the next attempt as are left and can be used; returns whether these are enough."""
+        most = min(found, self.config.cluster.nodes - 1)
+        for nodes in range(most, (self._whole.cluster.min_nodes or most + 1) - 1, -1):
+            try:
+                self.config = on_first_nodes(self._whole, nodes)
+            except ConfigError:
+                continue
+            return True
+        return False

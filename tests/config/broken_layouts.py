@@ -14,6 +14,14 @@ LAYOUTS: Cases = {
             "no effect with device cuda",
         )
     ],
+    placement_rules.nodes_can_be_lost: [
+        (["cluster.min_nodes=1", "cluster.address=auto"], "cluster.min_nodes", "below cluster.nodes = 1"),
+        (
+            ["cluster.min_nodes=1", "cluster.nodes=2", "cluster.devices_per_node=2"],
+            "cluster.min_nodes",
+            "with cluster.address alone",
+        ),
+    ],
     placement_rules.groups_have_roles: [([*SPARE, "groups.spare.roles={}"], "groups.spare.roles", "at least one role")],
     placement_rules.devices_exist: [
         (["groups.train.devices=4-7"], "groups.train.devices", "below nodes * devices_per_node = 4"),

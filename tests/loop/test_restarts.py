@@ -6,18 +6,24 @@ import json
 import os
 import signal
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError, ObjectLostError, RayError, RayTaskError
 
+from megarl.cluster import ray_api
 from megarl.cluster.calls import WorkerError
 from megarl.cluster.driver_environment import ignore_interrupts
-from megarl.config import TrainingConfig, load
+from megarl.cluster.placement import MissingNodesError
+from megarl.config import ConfigError, TrainingConfig, load
 from megarl.errors import RunError
 from megarl.loop import train
+from megarl.preflight.check import check
+from megarl.preflight.device_memory import check_memory
+from megarl.preflight.epochs import with_steps
 from megarl.run.attempts import read_attempts
 from megarl.run.directory import RunDirectory
 from megarl.run.restarts import IN_JOBS, Restarts
@@ -212,12 +218,55 @@ def test_a_run_that_is_told_to_end_while_it_ends_is_not_restarted(run: Run, tmp_
     assert len(read_attempts(tmp_path / "run" / "attempts.jsonl")) == 1
 
 
-@contextmanager
-def directory_of(path: Path) -> Iterator[RunDirectory]:
-    config = load(SFT, [f"run.dir={path}"])
+@pytest.mark.parametrize(
+    ("error", "repeats"),
+    [
+        (ActorDiedError(), False),
+        (RayTaskError("update", "", RuntimeError("CUDA error: uncorrectable ECC error encountered")), False),
+        (RayTaskError("update", "", ConnectionResetError("a peer is gone")), False),
+        (RayTaskError("update", "", ObjectLostError("0" * 56, None, "")), False),
+        (RayTaskError("update", "", ValueError("the loss is a teapot")), True),
+        (RayTaskError("update", "", RunError("no space left")), True),
+    ],
+)
+def test_errors_of_the_program_repeat_and_losses_do_not(error: RayError, repeats: bool) -> None:
+    assert ray_api.repeats(error) == repeats
+
+
+def joined(tmp_path: Path, *overrides: str) -> TrainingConfig:
+    """Four nodes of two devices, of which two suffice."""
+    cluster = "{device: cpu, nodes: 4, min_nodes: 2, devices_per_node: 2, address: auto}"
+    devices = ["groups.train.devices=0-7", "groups.train.roles.actor={tp: 2, pp: 2}"]
+    config = load(SFT, [f"run.dir={tmp_path}", f"cluster={cluster}", *devices, "run.max_restarts=9", *overrides])
     assert isinstance(config, TrainingConfig)
+    return config
+
+
+def test_a_run_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
+    config = joined(tmp_path, "run.steps=null", "run.epochs=2")
+    config = with_steps(config, check(config))
+    restarts = Restarts(config)
     with closing(RunDirectory(config)) as directory:
-        yield directory
+        with pytest.raises(MissingNodesError):
+            restarts.after(MissingNodesError("too few", nodes=3), directory)  # at the first start
+        restarts.after(WorkerError(DIED), directory)
+        assert restarts.config == config
+        line = restarts.after(MissingNodesError("too few", nodes=3), directory)
+        assert line.startswith("3 of 4 nodes are left; it restarts on 2 nodes, from the beginning"), "4 divides not 6"
+        fewer = restarts.config
+        assert (fewer.cluster.nodes, fewer.groups["train"].devices, fewer.layout("actor").dp) == (2, "0,1,2,3", 1)
+        assert fewer.steps == config.steps
+        with pytest.raises(RunError, match="made no progress"):
+            restarts.after(MissingNodesError("too few", nodes=1), directory)
+        directory.metrics.write_text('{"step": 1}\n')
+        restarts.after(WorkerError(DIED), directory)
+        assert restarts.config == config, "the lost nodes may be back"
+
+
+def test_a_run_must_fit_on_the_nodes_that_suffice(tmp_path: Path) -> None:
+    check_memory(joined(tmp_path))
+    with pytest.raises(ConfigError, match=r"cluster.min_nodes = 3\n.*the run fits on its first 3 nodes"):
+        check_memory(joined(tmp_path, "cluster.min_nodes=3"))
 
 
 @pytest.mark.parametrize("variable", ["SLURM_JOB_ID", "RAY_JOB_CONFIG_JSON_ENV_VAR", None])
@@ -228,11 +277,11 @@ def test_runs_restart_by_themselves_in_jobs_alone(
         monkeypatch.delenv(name, raising=False)
     if variable is not None:
         monkeypatch.setenv(variable, "4711")
-    with directory_of(tmp_path) as directory:
+    config = load(SFT, [f"run.dir={tmp_path}"])
+    assert isinstance(config, TrainingConfig)
+    with closing(RunDirectory(config)) as directory:
         if variable is None:
             with pytest.raises(WorkerError):
-                Restarts(None).after(WorkerError(DIED), directory)
+                Restarts(config).after(WorkerError(DIED), directory)
         else:
-            assert f"restart 1 of {IN_JOBS} " in Restarts(None).after(WorkerError(DIED), directory)
-            with pytest.raises(WorkerError):
-                Restarts(0).after(WorkerError(DIED), directory)
+            assert f"restart 1 of {IN_JOBS} " in Restarts(config).after(WorkerError(DIED), directory)

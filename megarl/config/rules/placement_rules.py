@@ -57,6 +57,17 @@ def threads_are_used(cluster: Cluster) -> Iterator[Problem]:
             yield Problem(f"cluster.threads_per_device.{name}", str(number), rule, fix)
 
 
+def nodes_can_be_lost(cluster: Cluster) -> Iterator[Problem]:
+    """A run can lose some nodes, but not all, of a cluster that it joins."""
+    least, field = cluster.min_nodes, "cluster.min_nodes"
+    if least is not None and least >= cluster.nodes:
+        rule, fix = f"below cluster.nodes = {cluster.nodes}", "lower it, or set it to null"
+        yield Problem(field, str(least), rule, fix)
+    if least is not None and cluster.address is None:
+        rule = "has an effect with cluster.address alone: without it, all nodes are this machine"
+        yield Problem(field, str(least), rule, "set cluster.address, or set it to null")
+
+
 def groups_have_roles(groups: Groups) -> Iterator[Problem]:
     """Every group has a role."""
     for name, group in groups.items():

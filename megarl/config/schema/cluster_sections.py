@@ -71,6 +71,9 @@ class Cluster(Section):
     """Nodes; with device cpu they are virtual, and only set the distance between devices."""
     devices_per_node: Count = 8
     """Devices of each node."""
+    min_nodes: Count | None = None
+    """Nodes on which a restart after the loss of a node may go on, with the devices that these have; null: all nodes.
+    Needs address."""
     device: Literal["cuda", "cpu"] = "cuda"
     """Kind of the devices: GPUs, or virtual slots of the CPU."""
     address: str | None = None
